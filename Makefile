@@ -1,0 +1,73 @@
+# Two commands work on a fresh machine: make demo, make test. Both build .venv from requirements.lock first.
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help venv demo test lint format bench lock clean
+help:
+	@echo "make demo    train heads on the lab target, then compare both policies (prints a results folder)"
+	@echo "make test    the whole suite on CPU"
+	@echo "make lint    ruff, codespell, pyright"
+	@echo "make format  ruff format and safe fixes"
+	@echo "make bench   kernels against their references (needs a GPU for real figures)"
+	@echo "make lock    resolve requirements.lock again from pyproject.toml, keeping pins that still fit"
+	@echo "make clean   remove caches and build output; runs/ and results/ stay"
+
+venv: $(STAMP)
+
+# uv reads neither pip.conf nor PIP_* variables, so pip's sources are handed over; pip is the fallback.
+define UV_FROM_PIP
+pip_setting() { $(PY) -m pip config get "global.$$1" 2>/dev/null || true; }; \
+export UV_FIND_LINKS="$$(echo $${PIP_FIND_LINKS:-$$(pip_setting find-links)} | tr ' ' ',')"; \
+export UV_INDEX="$$(echo $${PIP_EXTRA_INDEX_URL:-$$(pip_setting extra-index-url)})"; \
+export UV_DEFAULT_INDEX="$${PIP_INDEX_URL:-$$(pip_setting index-url)}"; \
+export UV_INDEX_STRATEGY=unsafe-best-match
+endef
+
+$(STAMP): requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=PATH")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet "$$(grep '^uv==' requirements.lock)" || echo "uv is not to be had; pip installs alone"
+	@$(UV_FROM_PIP); \
+	$(PY) -m uv pip install --python $(PY) --quiet -r requirements.lock \
+		|| $(PY) -m pip install --quiet -r requirements.lock
+	touch $@
+
+demo: RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
+demo: $(STAMP)
+	$(PY) train.py output_dir=$(RUN)/train
+	$(PY) eval.py spec.k=3 spec.head=$(RUN)/train/head output_dir=$(RUN)/eval
+	@echo "results: $(RUN)/eval"
+
+test: $(STAMP)
+	$(PY) -m pytest -n 2
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/codespell
+	$(VENV)/bin/basedpyright
+
+format: $(STAMP)
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+bench: $(STAMP)
+	$(PY) -m mtp_research.kernels.bench
+
+# Resolved with the installed build of torch, whose CPU wheel needs no CUDA packages; the local tag is then dropped, so that each
+# machine takes its own build of the same version. Run it where .venv holds the CPU build.
+lock: $(STAMP)
+	$(PY) -m pip freeze | grep '^torch==' > $(VENV)/torch.txt
+	@$(UV_FROM_PIP); \
+	$(PY) -m uv pip compile pyproject.toml --all-extras --constraint $(VENV)/torch.txt \
+		--no-annotate --no-header --quiet -o requirements.lock
+	sed -i -E 's/^(torch==[0-9.]+)\+[a-z0-9.]+/\1/' requirements.lock
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

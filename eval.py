@@ -1,0 +1,25 @@
+"""Decode the prompts with each hidden-state policy and with K = 0; compare speed and acceptance.
+
+python eval.py spec.k=3              both policies on the shipped prompts
+python eval.py spec.head=RUN/head    heads that train.py wrote to the folder RUN
+python eval.py --help                groups, keys and legal values
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from mtp_research.cli import run_entry
+from mtp_research.config import EvalConfig
+
+
+def run(config: EvalConfig, output_dir: Path) -> None:
+    """Evaluate; the last printed line is one JSON object. Imports torch, which --help does not."""
+    from mtp_research.evaluation.evaluate import evaluate
+
+    result = evaluate(config, output_dir)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    sys.exit(run_entry(EvalConfig, run))

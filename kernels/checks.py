@@ -1,0 +1,240 @@
+"""Checks shared by the kernel wrappers: backend choice, dtypes, sizes and layouts.
+
+Where it sits: every public wrapper in `kernels/` calls these before it launches anything, so that
+a wrong call ends in one sentence instead of an illegal memory access. All of them read host-side
+metadata only and never synchronise with a device.
+Letters: H / Hkv heads, Dk / Dv head dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import torch
+
+try:
+    import triton
+except ImportError:  # a machine without Triton runs the references
+    triton = None
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BACKENDS = ("auto", "reference", "triton")
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+MIN_BLOCK_SIZE = 16
+
+Kernel = TypeVar("Kernel", bound=Callable[..., None])
+
+
+def kernel_jit(function: Kernel) -> Kernel:
+    """`triton.jit`, or the bare function where Triton is missing (it is then never called)."""
+    return function if triton is None else triton.jit(function)
+
+
+def is_interpreted(kernel: object) -> bool:
+    """True if `kernel` runs in Triton's CPU interpreter (TRITON_INTERPRET=1 at its import)."""
+    return triton is not None and not isinstance(kernel, triton.runtime.JITFunction)
+
+
+def resolve_backend(
+    backend: str, *, tensor: Tensor, kernel: object
+) -> Literal["reference", "triton"]:
+    """Turns `auto` into the backend that runs `tensor`, and refuses one that cannot.
+
+    Args:
+        backend: `auto` (Triton for CUDA tensors, else the reference), `reference` or `triton`.
+        tensor: any input of the call; its device decides.
+        kernel: the jitted kernel, which knows whether it is interpreted.
+
+    Raises:
+        ValueError: unknown name, Triton missing, or a compiled kernel asked to run on CPU tensors.
+    """
+    if backend not in BACKENDS:
+        choices = ", ".join(BACKENDS)
+        raise ValueError(f"backend must be one of {choices}, got {backend!r}; use 'auto'.")
+    if backend == "auto":
+        return "triton" if tensor.is_cuda and triton is not None else "reference"
+    if backend == "reference":
+        return "reference"
+    if triton is None:
+        raise ValueError(
+            "backend 'triton' needs the triton package, which does not import here; "
+            "install triton or use backend='reference'."
+        )
+    if not tensor.is_cuda and not is_interpreted(kernel):
+        raise ValueError(
+            f"backend 'triton' needs CUDA tensors, got {tensor.device}; use backend='reference', "
+            "or set TRITON_INTERPRET=1 before the first import of mtp_research.kernels to run "
+            "Triton's interpreter."
+        )
+    return "triton"
+
+
+def check_kernel_dtype(name: str, tensor: Tensor, *, kernel: object) -> None:
+    """Refuses a dtype that the Triton kernels do not compute correctly.
+
+    Raises:
+        ValueError: not bfloat16/float16/float32, or bfloat16 in the interpreter, whose arithmetic
+            on it is silently wrong.
+    """
+    if tensor.dtype not in KERNEL_DTYPES:
+        supported = ", ".join(str(dtype) for dtype in KERNEL_DTYPES)
+        raise ValueError(
+            f"{name} dtype must be one of {supported} for backend 'triton', got {tensor.dtype}; "
+            "use backend='reference'."
+        )
+    if tensor.dtype == torch.bfloat16 and is_interpreted(kernel):
+        raise ValueError(
+            f"{name} dtype torch.bfloat16 is computed wrongly by Triton's interpreter, "
+            "expected torch.float16 or torch.float32; use backend='reference'."
+        )
+
+
+def check_head_dim(name: str, head_dim: int) -> None:
+    """Refuses head dims outside the multiples of 8 in [8, 256].
+
+    Raises:
+        ValueError: names the dim and the supported set.
+    """
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name} must be a multiple of 8 in [8, {MAX_HEAD_DIM}] for backend 'triton', "
+            f"got {head_dim}; use backend='reference'."
+        )
+
+
+def check_block_size(block_size: int) -> None:
+    """Refuses page sizes that are not a power of two of at least 16 tokens.
+
+    Raises:
+        ValueError: names the size and the next one that works.
+    """
+    if block_size < MIN_BLOCK_SIZE or block_size & (block_size - 1):
+        fix = max(MIN_BLOCK_SIZE, 1 << max(0, block_size).bit_length())
+        raise ValueError(
+            f"block_size must be a power of two >= {MIN_BLOCK_SIZE} for backend 'triton', "
+            f"got {block_size}; set engine.block_size={fix} or use backend='reference'."
+        )
+
+
+def check_shape(name: str, tensor: Tensor, *, shape: tuple[int, ...], letters: str) -> None:
+    """Refuses any shape but `shape`; `letters` says what the dimensions mean, e.g. `[T, Hkv, Dk]`.
+
+    Raises:
+        ValueError: names the tensor, the expected and the given shape.
+    """
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name} must have shape {letters} = {list(shape)}, got {list(tensor.shape)}."
+        )
+
+
+def check_rank(name: str, tensor: Tensor, *, letters: str) -> None:
+    """Refuses a tensor whose number of dimensions differs from `letters`, e.g. `[T, H, Dk]`.
+
+    Raises:
+        ValueError: names the tensor, the expected letters and the given shape.
+    """
+    if tensor.dim() != letters.count(",") + 1:
+        raise ValueError(f"{name} must have shape {letters}, got {list(tensor.shape)}.")
+
+
+def check_dtype(name: str, tensor: Tensor, *, dtype: torch.dtype) -> None:
+    """Refuses any dtype but `dtype`.
+
+    Raises:
+        ValueError: names the tensor, both dtypes and the conversion.
+    """
+    if tensor.dtype != dtype:
+        raise ValueError(
+            f"{name} must have dtype {dtype}, got {tensor.dtype}; convert it with .to({dtype})."
+        )
+
+
+def check_device(name: str, tensor: Tensor, *, device: torch.device) -> None:
+    """Refuses a tensor on another device than the call's first argument.
+
+    Raises:
+        ValueError: names the tensor and both devices.
+    """
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}; move it there.")
+
+
+def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:
+    """Refuses a tensor whose last dimension has a stride; the kernels take any stride elsewhere.
+
+    Raises:
+        ValueError: names the tensor and its strides.
+    """
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension for backend 'triton', "
+            f"got strides {tensor.stride()}; call .contiguous() or use backend='reference'."
+        )
+
+
+def check_paged_cache(key_cache: Tensor, value_cache: Tensor, *, rows: Tensor) -> None:
+    """Refuses a K/V pool whose layout, dtype or device does not fit the rows written or attending.
+
+    Args:
+        key_cache: `[num_blocks, block_size, Hkv, Dk]`.
+        value_cache: `[num_blocks, block_size, Hkv, Dv]`.
+        rows: the call's first argument, `[T, Hkv or H, Dk]`.
+
+    Raises:
+        ValueError: names the cache and what was expected of it.
+    """
+    letters = "[num_blocks, block_size, Hkv, D]"
+    check_rank("key_cache", key_cache, letters=letters)
+    check_rank("value_cache", value_cache, letters=letters)
+    pool, value_dim = key_cache.shape[:3], value_cache.shape[3]
+    check_shape("key_cache", key_cache, shape=(*pool, rows.shape[2]), letters=letters)
+    check_shape("value_cache", value_cache, shape=(*pool, value_dim), letters=letters)
+    for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check_dtype(name, tensor, dtype=rows.dtype)
+        check_device(name, tensor, device=rows.device)
+
+
+def check_kernel_layout(
+    rows: Tensor, *, key_cache: Tensor, value_cache: Tensor, kernel: object
+) -> None:
+    """Refuses what the Triton kernels cannot run: dtypes, head dims, page sizes, strides.
+
+    Raises:
+        ValueError: names the property, the supported set and the reference backend.
+    """
+    check_kernel_dtype("key_cache", key_cache, kernel=kernel)
+    check_head_dim("Dk", key_cache.shape[3])
+    check_head_dim("Dv", value_cache.shape[3])
+    check_block_size(key_cache.shape[1])
+    tensors = {"query or key": rows, "key_cache": key_cache, "value_cache": value_cache}
+    for name, tensor in tensors.items():
+        check_last_dim_contiguous(name, tensor)
+
+
+def launch_device(tensor: Tensor) -> AbstractContextManager[None]:
+    """The context that makes Triton launch on `tensor`'s GPU; does nothing for a CPU tensor."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 132, the H200's, for a CPU (interpreted kernels)."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def check_optional_range(name: str, value: int | None, *, low: int, high: int | None) -> None:
+    """Refuses an int outside `[low, high]`; None passes, and `high=None` leaves it open above.
+
+    Raises:
+        ValueError: names the argument, the range and the value.
+    """
+    if value is not None and (value < low or (high is not None and value > high)):
+        allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name} must be {allowed} or None, got {value}.")

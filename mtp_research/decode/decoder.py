@@ -1,0 +1,340 @@
+"""SpecDecoder: the speculative decode loop. `step()` is the page to read.
+
+    schedule -> inputs -> target forward -> verify -> advance -> draft -> commit
+
+K = 0 is the plain autoregressive baseline through the same loop.
+
+Letters: R requests, T packed rows, K drafts per step, D hidden, V vocabulary.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mtp_research.config import EngineConfig
+from mtp_research.decode.audit import Auditor
+from mtp_research.decode.batch import StepInputs
+from mtp_research.decode.block_manager import BlockManager
+from mtp_research.decode.draft import Drafter, MTPDrafter, NullDrafter, OracleDrafter, VerifiedStep
+from mtp_research.decode.kv_cache import HiddenRing, KVCache
+from mtp_research.decode.request import FinishReason, Request, SamplingParams, Status
+from mtp_research.decode.sampling import SamplingTensors, sampling_tensors
+from mtp_research.decode.scheduler import Schedule, Scheduler
+from mtp_research.decode.stats import RequestRecord, record_of
+from mtp_research.decode.verify import VERIFY_RULES, VerifyOutput, verify_greedy, verify_standard
+from mtp_research.errors import ConfigError
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.target import Target
+from mtp_research.policy import MODULE_SCHEDULES, POLICIES, ModuleSchedule, StepState, num_slots_needed
+
+MAX_SPECULATIVE_TOKENS = 64
+
+
+@dataclass
+class DecodeStats:
+    """Counters since the decoder was built.
+
+    Attributes:
+        num_steps: steps of the loop.
+        num_target_rows: packed rows of all target passes.
+        num_prompt_rows: those that were prompt rows.
+        num_emitted_tokens: tokens that requests kept.
+        num_preemptions: requests whose pages were taken away.
+        records: finished requests in the order they finished.
+    """
+
+    num_steps: int = 0
+    num_target_rows: int = 0
+    num_prompt_rows: int = 0
+    num_emitted_tokens: int = 0
+    num_preemptions: int = 0
+    records: list[RequestRecord] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """1 + accepted / rounds over all finished requests (bonus counted); None before any round."""
+        rounds = sum(len(record.num_accepted_per_round) for record in self.records)
+        accepted = sum(sum(record.num_accepted_per_round) for record in self.records)
+        return 1 + accepted / rounds if rounds else None
+
+
+class SpecDecoder:
+    """Decodes requests with a target and drafts from MTP heads under a hidden-state policy.
+
+    Args:
+        target: the frozen model.
+        heads: MTP heads; `"null"` (drafts that are always rejected), `"oracle"` (the target drafts for itself) or None
+            (only with `num_speculative_tokens=0`).
+        policy: key of `policy.POLICIES`.
+        num_speculative_tokens: K, 0..64.
+        engine: pool, batch and backend settings.
+        verify: `greedy` or `standard`; standard rejection sampling equals greedy at temperature 0.
+        draft_sampling: `greedy` (argmax drafts) or `sample` (drawn with the request's sampling parameters).
+        module_schedule: which module runs which draft step.
+
+    Raises:
+        ConfigError: an argument is out of range or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        heads: MTPHeads | Literal["null", "oracle"] | None = None,
+        *,
+        policy: str = "training",
+        num_speculative_tokens: int = 3,
+        engine: EngineConfig | None = None,
+        verify: str = "standard",
+        draft_sampling: str = "greedy",
+        module_schedule: ModuleSchedule = "cycle",
+    ) -> None:
+        _check_choice("spec.policy", policy, POLICIES)
+        _check_choice("spec.verify", verify, VERIFY_RULES)
+        _check_choice("spec.draft_sampling", draft_sampling, ("greedy", "sample"))
+        _check_choice("spec.module_schedule", module_schedule, MODULE_SCHEDULES)
+        if not 0 <= num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(f"spec.k must be in 0..{MAX_SPECULATIVE_TOKENS}, got {num_speculative_tokens}; set spec.k.")
+        if num_speculative_tokens > 0 and heads is None:
+            raise ConfigError("spec.k > 0 needs heads; pass MTP heads, 'null' or 'oracle', or set spec.k=0.")
+        self.target = target
+        self.engine = engine or EngineConfig()
+        self.num_speculative_tokens = num_speculative_tokens
+        self.verify_rule = verify
+        self.max_model_len = self.engine.max_model_len or target.config.max_position_embeddings
+        self.auditor: Auditor | None = None
+        sample_drafts = draft_sampling == "sample"
+        self.drafter = self._build_drafter(heads, policy, sample_drafts, module_schedule)
+        self.cache, self.ring, self.scheduler = self._build_state(sample_drafts=sample_drafts)
+        self.stats = DecodeStats()
+        self._names = itertools.count()
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """Queue a prompt; `max_new_tokens=0` ends at once with no output.
+
+        Raises:
+            ConfigError: see `Scheduler.add`; or a token id outside the vocabulary.
+        """
+        vocab_size = self.target.config.vocab_size
+        outside = [token for token in prompt_token_ids if not 0 <= token < vocab_size]
+        if outside:
+            raise ConfigError(f"prompt token ids must be in [0, {vocab_size}), got {outside[:5]}; check the tokenizer.")
+        request = Request(
+            request_id=request_id if request_id is not None else f"request-{next(self._names)}",
+            prompt_token_ids=tuple(prompt_token_ids),
+            sampling=sampling or SamplingParams(),
+            priority=priority,
+        )
+        self.scheduler.add(request)
+        if request.sampling.max_new_tokens == 0:
+            self._finish(request, FinishReason.LENGTH)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a live request; its tokens so far stay in its record."""
+        if request.status is not Status.FINISHED:
+            self._finish(request, FinishReason.ABORT)
+
+    def generate(
+        self,
+        prompts: Iterable[Sequence[int]],
+        *,
+        sampling: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
+    ) -> Iterator[RequestRecord]:
+        """Decode prompts in a continuous batch and yield records as requests finish.
+
+        Args:
+            prompts: token ids of each prompt; request ids are their indices.
+            sampling: parameters for all; default greedy.
+            max_new_tokens: shorthand for greedy sampling with this limit.
+        """
+        if sampling is None:
+            sampling = SamplingParams() if max_new_tokens is None else SamplingParams(max_new_tokens=max_new_tokens)
+        for index, prompt in enumerate(prompts):
+            self.add_request(prompt, sampling=sampling, request_id=str(index))
+        yielded = 0
+        while True:
+            yield from self.stats.records[yielded:]
+            yielded = len(self.stats.records)
+            if not self.scheduler.has_work:
+                return
+            self.step()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One step of the loop: every scheduled request gets a prompt chunk done or 1..K+1 tokens."""
+        schedule = self.scheduler.schedule()
+        self._begin(schedule)
+        inputs = StepInputs.build(
+            schedule.entries,
+            ring=self.ring,
+            block_size=self.engine.block_size,
+            num_speculative_tokens=self.num_speculative_tokens,
+        )
+        params = sampling_tensors([entry.request.sampling for entry in schedule.entries], device=self.target.device)
+        context = inputs.target_context(self.cache, backend=self.engine.backend)
+        hidden = self.target.forward(inputs.input_ids[None], position_ids=inputs.positions[None], context=context)
+        logits = self.target.logits(hidden.post_norm[0, inputs.logits_indices(self.num_speculative_tokens)])
+        verified = self._verify(logits, inputs, params)
+        state = self._advance(inputs, verified)
+        drafts = None
+        if self.drafter is not None:
+            request_ids = [entry.request.request_id for entry in schedule.entries]
+            step = VerifiedStep(inputs=inputs, state=state, target_hidden=hidden, params=params, request_ids=request_ids)
+            drafts = self.drafter.draft(step, cache=self.cache, ring=self.ring)
+        self._commit(schedule, inputs, verified, drafts)
+
+    def _verify(self, logits: Tensor, inputs: StepInputs, params: SamplingTensors) -> VerifyOutput:
+        """Apply the verification rule to logits `[R, K+1, V]`."""
+        if self.verify_rule == "greedy" or params.all_greedy:
+            return verify_greedy(logits, draft_token_ids=inputs.draft_token_ids)
+        column = torch.arange(self.num_speculative_tokens + 1, device=logits.device)
+        return verify_standard(
+            logits,
+            draft_token_ids=inputs.draft_token_ids,
+            draft_probs=self.ring.read_draft_probs(inputs.slots),
+            params=params,
+            positions=inputs.num_tokens[:, None] + column,
+        )
+
+    def _advance(self, inputs: StepInputs, verified: VerifyOutput) -> StepState:
+        """Append the emitted tokens to the text table and move each request's frontier."""
+        num_accepted = torch.where(inputs.samples, verified.num_accepted, inputs.num_drafts)
+        num_sampled = torch.where(inputs.samples & verified.is_finite, verified.num_accepted + 1, 0)
+        column = torch.arange(self.num_speculative_tokens + 1, device=num_sampled.device)
+        self.ring.write_text(
+            inputs.slots,
+            positions=inputs.num_tokens[:, None] + column,
+            token_ids=verified.sampled_token_ids,
+            keep=column < num_sampled[:, None],
+        )
+        num_rejected = inputs.num_drafts - num_accepted
+        return StepState(
+            first_fresh=inputs.first_position,
+            frontier=inputs.first_position + inputs.num_rows - 1 - num_rejected,
+            num_known_tokens=inputs.num_tokens + num_sampled,
+            oldest_hidden=(inputs.first_position - self.ring.num_rows).clamp(min=0),
+            drafting=inputs.samples & verified.is_finite,
+            prefilling=inputs.prefilling,
+        )
+
+    def _commit(self, schedule: Schedule, inputs: StepInputs, verified: VerifyOutput, draft_token_ids: Tensor | None) -> None:
+        """The one device-to-host copy of a step, then the host's bookkeeping."""
+        sampled = verified.sampled_token_ids.tolist()
+        finite = verified.is_finite.tolist()
+        samples = inputs.samples.tolist()
+        drafts = draft_token_ids.tolist() if draft_token_ids is not None else [[]] * len(sampled)
+        self.stats.num_steps += 1
+        self.stats.num_target_rows += len(inputs.positions)
+        for row, (request, num_scheduled) in enumerate(schedule.entries):
+            num_tokens = request.num_tokens
+            self.stats.num_prompt_rows += num_scheduled if request.is_prefilling else 0
+            self.scheduler.commit(
+                request,
+                num_scheduled_tokens=num_scheduled,
+                emitted=[token for token in sampled[row] if token >= 0] if samples[row] else None,
+                drafts=drafts[row],
+                is_finite=finite[row],
+            )
+            self.stats.num_emitted_tokens += request.num_tokens - num_tokens
+            if request.status is Status.FINISHED:
+                self._retire(request)
+            elif self.auditor is not None and samples[row]:
+                self.auditor.end_round(request.request_id, request.token_ids, frontier=request.num_tokens - 2)
+
+    def _begin(self, schedule: Schedule) -> None:
+        """Write the texts of admitted requests into their slots; forget what the auditor knew of preempted ones."""
+        assert schedule.entries, "the scheduler has work and scheduled none of it"
+        for request in schedule.preempted:
+            self.stats.num_preemptions += 1
+            if self.auditor is not None:
+                self.auditor.forget(request.request_id)
+        for request in schedule.admitted:
+            tokens = torch.tensor(request.token_ids, dtype=torch.int64, device=self.ring.text.device)
+            self.ring.text[request.slot, : len(tokens)] = tokens
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self.scheduler.finish(request, reason)
+        self._retire(request)
+
+    def _retire(self, request: Request) -> None:
+        """Record a finished request."""
+        self.stats.records.append(record_of(request))
+        frontier = min(request.num_computed_tokens, request.num_tokens - 1) - 1
+        if self.auditor is not None and frontier >= 0:
+            self.auditor.finish(request.request_id, request.token_ids, frontier=frontier)
+
+    def _build_drafter(
+        self, heads: MTPHeads | Literal["null", "oracle"] | None, policy: str, sample_drafts: bool, schedule: ModuleSchedule
+    ) -> Drafter | None:
+        if self.num_speculative_tokens == 0 or heads is None:
+            return None
+        if heads == "null":
+            return NullDrafter(self.num_speculative_tokens)
+        if heads == "oracle":
+            return OracleDrafter(self.target, self.num_speculative_tokens, backend=self.engine.backend)
+        drafter = MTPDrafter(
+            heads=heads,
+            policy=POLICIES[policy],
+            num_speculative_tokens=self.num_speculative_tokens,
+            first_kv_layer=self.target.config.num_hidden_layers,
+            schedule=schedule,
+            sample_drafts=sample_drafts,
+            backend=self.engine.backend,
+            auditor=self.auditor,
+        )
+        if not self.engine.audit:
+            return drafter
+        self.auditor = Auditor(POLICIES[policy], self.num_speculative_tokens, drafter.num_kv_layers)
+        return replace(drafter, auditor=self.auditor)
+
+    def _build_state(self, *, sample_drafts: bool) -> tuple[KVCache, HiddenRing, Scheduler]:
+        """Allocate the page pool and the ring, and set up the scheduler."""
+        engine, target, drafted = self.engine, self.target, self.num_speculative_tokens
+        blocks_per_request = -(-num_slots_needed(self.max_model_len, drafted) // engine.block_size)
+        num_blocks = engine.num_blocks or engine.max_num_requests * blocks_per_request
+        num_draft_layers = self.drafter.num_kv_layers if self.drafter is not None else 0
+        num_kv_heads, key_dim, value_dim = target.kv_geometry
+        cache = KVCache(
+            target.config.num_hidden_layers + num_draft_layers,
+            num_blocks=num_blocks,
+            block_size=engine.block_size,
+            num_kv_heads=num_kv_heads,
+            head_dims=(key_dim, value_dim),
+            dtype=target.dtype,
+            device=target.device,
+        )
+        ring = HiddenRing(
+            engine.max_num_requests,
+            max_model_len=self.max_model_len,
+            num_speculative_tokens=drafted,
+            hidden_size=target.config.hidden_size,
+            vocab_size=target.config.vocab_size if sample_drafts else None,
+            dtype=target.dtype,
+            device=target.device,
+        )
+        scheduler = Scheduler(
+            BlockManager(num_blocks, block_size=engine.block_size),
+            num_slots=engine.max_num_requests,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_prefill_chunk=engine.max_prefill_chunk,
+            max_model_len=self.max_model_len,
+            num_speculative_tokens=drafted,
+        )
+        return cache, ring, scheduler
+
+
+def _check_choice(key: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key} must be one of {sorted(choices)}, got {value!r}; set {key}.")

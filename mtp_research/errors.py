@@ -1,0 +1,34 @@
+"""The failures a user can cause or meet, each with the process exit code that `train.py` and `eval.py` return.
+
+Source: the project's exit-code rule: 0 fine, 2 configuration, 3 integrity, 4 environment, 5 numeric, 75 resumable.
+"""
+
+
+class ConfigError(ValueError):
+    """A configuration or argument is wrong. Says what was expected, what was got and which key fixes it."""
+
+    exit_code = 2
+
+
+class IntegrityError(ValueError):
+    """A file or data set is not what it claims to be: truncated, changed, missing a tensor, invalid at a line."""
+
+    exit_code = 3
+
+
+class EnvironmentFault(RuntimeError):
+    """The machine lacks something that was asked for: a GPU, a package, a reachable hub."""
+
+    exit_code = 4
+
+
+class NumericFault(RuntimeError):
+    """Training met non-finite values too many times in a row."""
+
+    exit_code = 5
+
+
+class Interrupted(RuntimeError):
+    """The run was asked to stop, saved its state and can be resumed."""
+
+    exit_code = 75

@@ -1,0 +1,1 @@
+"""Evaluation: prompts, acceptance statistics with intervals, and the report."""

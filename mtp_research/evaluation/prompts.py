@@ -1,0 +1,126 @@
+"""Prompts of an evaluation: shipped, cut from the standard library, or read from the user's files.
+
+First stage of the flow: prompts -> decode loop -> statistics -> report. The file formats are
+described in `prompt_files.py`, the code prompts in `stdlib_prompts.py`.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from mtp_research.data.sources import HELD_OUT_STDLIB
+from mtp_research.errors import ConfigError
+from mtp_research.evaluation.prompt_files import Prompt, read_prompt_files
+from mtp_research.evaluation.stdlib_prompts import cut_code
+from mtp_research.provenance import REPOSITORY_ROOT, resolve_path
+
+SHIPPED_PROMPTS = REPOSITORY_ROOT / "assets" / "lab_tiny" / "prompts"
+CODE_CATEGORY = "code"
+NUM_CODE_PROMPTS = 28
+CODE_SEED = 0  # fixed: evaluations with different seeds must still ask the same prompts
+
+
+class ChatTokenizer(Protocol):
+    """What `encode_prompt` needs of a transformers tokenizer."""
+
+    bos_token_id: int | None
+    chat_template: str | None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        return_dict: bool,
+    ) -> list[int]:
+        """Token ids of a conversation."""
+        ...
+
+
+def load_prompts(
+    path: str | None, *, max_prompts: int | None = None, seed: int = 0
+) -> list[Prompt]:
+    """Load a prompt set.
+
+    Args:
+        path: a file, a folder of files (or of folders with a `question.jsonl`), or None for the
+            shipped prompts with the code prompts of the running interpreter.
+        max_prompts: keep a balanced subset of this size, >= 1; None keeps all.
+        seed: selects the subset. Smaller subsets are contained in larger ones.
+
+    Returns:
+        Prompts in file order.
+
+    Raises:
+        ConfigError: the path does not exist or holds no prompt file, or `max_prompts` < 1.
+        IntegrityError: see `read_prompt_files`; the message names file and line.
+    """
+    if max_prompts is not None and max_prompts < 1:
+        raise ConfigError(
+            f"prompts.max_prompts must be >= 1, got {max_prompts}; leave it out for all prompts."
+        )
+    if path is None:
+        prompts = read_prompt_files(SHIPPED_PROMPTS) + _code_prompts()
+    else:
+        prompts = read_prompt_files(Path(resolve_path(path)))
+    return prompts if max_prompts is None else _balanced(prompts, max_prompts, seed)
+
+
+def encode_prompt(prompt: Prompt, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+    """Token ids that the model is given.
+
+    Args:
+        prompt: the prompt.
+        tokenizer: the target's tokenizer (a transformers object).
+
+    Returns:
+        `chat`: the model's template with the opening of the assistant's turn. `completion`: the
+        bos token, if the tokenizer has one, and the text.
+
+    Raises:
+        ConfigError: a chat prompt, but the tokenizer has no chat template.
+    """
+    if prompt.format == "completion":
+        bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+        return (*bos, *tokenizer.encode(prompt.text, add_special_tokens=False))
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"prompt {prompt.question_id} has format chat, but the model's tokenizer has no chat "
+            "template; choose prompts with format completion (prompts.path) or a chat model."
+        )
+    messages = [{"role": "user", "content": prompt.text}]
+    token_ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return tuple(token_ids)
+
+
+def _code_prompts() -> list[Prompt]:
+    cuts = cut_code(HELD_OUT_STDLIB, num_prompts=NUM_CODE_PROMPTS, seed=CODE_SEED)
+    return [
+        Prompt(question_id=cut.origin, category=CODE_CATEGORY, text=cut.text, format="completion")
+        for cut in cuts
+    ]
+
+
+def _balanced(prompts: Sequence[Prompt], max_prompts: int, seed: int) -> list[Prompt]:
+    """One prompt of every category, then a second one, ... until `max_prompts`; in file order."""
+    by_category: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    order = []  # (rank within the category, category, id)
+    for category, members in by_category.items():
+        members.sort(key=lambda prompt: _rank(prompt, seed))
+        order += [(rank, category, prompt.question_id) for rank, prompt in enumerate(members)]
+    kept = {name for _, _, name in sorted(order)[:max_prompts]}
+    return [prompt for prompt in prompts if prompt.question_id in kept]
+
+
+def _rank(prompt: Prompt, seed: int) -> str:
+    return hashlib.sha256(f"{seed}:{prompt.question_id}:{prompt.sha256}".encode()).hexdigest()

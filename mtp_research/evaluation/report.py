@@ -1,0 +1,185 @@
+"""What an evaluation publishes: its figures, its tables and one last line for scripts.
+
+Last stage of the flow: prompts -> decode loop -> statistics -> report. Tables are laid out in
+`tables.py`; `results.py` keeps a report on disk.
+"""
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtp_research.evaluation.bootstrap import LEVEL, NUM_DRAWS
+from mtp_research.evaluation.prompt_files import Prompt
+from mtp_research.evaluation.statistics import ACCEPTED_WARNING, FORMULAS
+from mtp_research.evaluation.summary import (
+    ConditionResult,
+    ConditionSummary,
+    PairedComparison,
+    compare_to_first,
+    summarise,
+)
+from mtp_research.evaluation.tables import (
+    Grid,
+    condition_grids,
+    paired_grid,
+    plain_text,
+    rich_table,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PAGE_WIDTH = 120  # columns
+
+
+@dataclass(frozen=True)
+class PromptEntry:
+    """A prompt as a report names it: by hash, without its text."""
+
+    question_id: str
+    category: str
+    format: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One evaluation: what was asked, what was generated, and the figures.
+
+    Attributes:
+        dtype: of the target, such as `float32`.
+        seed: of the bootstrap.
+        prompts: what was asked; the ids are the request ids.
+        conditions: the decodings, with unique labels.
+        summaries: figures of each condition, in the same order.
+        paired: differences of each drafting condition to the first one.
+        config: the resolved configuration.
+        run: command, code, versions and machine (`provenance.run_record`).
+    """
+
+    dtype: str
+    seed: int
+    prompts: tuple[PromptEntry, ...]
+    conditions: tuple[ConditionResult, ...]
+    summaries: tuple[ConditionSummary, ...]
+    paired: tuple[PairedComparison, ...]
+    config: Mapping[str, object]
+    run: Mapping[str, object]
+
+
+def build_report(
+    conditions: Sequence[ConditionResult],
+    *,
+    prompts: Sequence[Prompt | PromptEntry],
+    dtype: str,
+    seed: int = 0,
+    config: Mapping[str, object],
+    run: Mapping[str, object],
+) -> Report:
+    """Compute every figure; see `Report` for the arguments.
+
+    Raises:
+        IntegrityError: the counters of a generation contradict each other.
+    """
+    labels = [condition.label for condition in conditions]
+    assert len(set(labels)) == len(labels), f"condition labels must be unique, got {labels}"
+    baseline = next((c for c in conditions if c.num_speculative_tokens == 0), None)
+    domains = {prompt.question_id: prompt.category for prompt in prompts}
+    return Report(
+        dtype=dtype,
+        seed=seed,
+        prompts=tuple(
+            PromptEntry(prompt.question_id, prompt.category, prompt.format, prompt.sha256)
+            for prompt in prompts
+        ),
+        conditions=tuple(conditions),
+        summaries=tuple(
+            summarise(condition, baseline=baseline, domains=domains, seed=seed)
+            for condition in conditions
+        ),
+        paired=compare_to_first(conditions, seed=seed),
+        config=config,
+        run=run,
+    )
+
+
+def last_line(report: Report, *, folder: Path | None = None) -> str:
+    """The main figures as one line of JSON, for scripts that read only the last line."""
+    line = {
+        "num_prompts": len(report.prompts),
+        "dtype": report.dtype,
+        "conditions": {summary.label: _headline(summary) for summary in report.summaries},
+        "results": None if folder is None else str(folder),
+    }
+    return json.dumps(line, allow_nan=False, separators=(",", ":"))
+
+
+def render_text(report: Report) -> str:
+    """All tables and notes as plain text, at most 120 columns for up to three conditions."""
+    parts = [plain_text(grid) for grid in report_grids(report)]
+    return "\n\n".join([*parts, "\n".join(report_notes(report))]) + "\n"
+
+
+def render_table(report: Report) -> "list[Table]":
+    """All tables for a rich console.
+
+    Raises:
+        ModuleNotFoundError: rich is not installed; `render_text` needs nothing.
+    """
+    return [rich_table(grid) for grid in report_grids(report)]
+
+
+def print_report(report: Report, *, width: int = PAGE_WIDTH) -> None:
+    """Tables and notes on standard output, drawn by rich where it is installed."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        print(render_text(report))
+        return
+    console = Console(width=width, highlight=False)
+    for table in render_table(report):
+        console.print(table)
+    console.print("\n".join(report_notes(report)), markup=False)
+
+
+def report_grids(report: Report) -> list[Grid]:
+    """Figures by condition, acceptance length by domain, paired differences."""
+    title = f"{len(report.prompts)} prompts, {report.dtype}"
+    return [
+        *condition_grids(report.summaries, title=title),
+        *(paired_grid(pair) for pair in report.paired),
+    ]
+
+
+def report_notes(report: Report) -> list[str]:
+    """What a reader of the tables has to know: warnings first, then how figures are defined."""
+    warnings = [w for summary in report.summaries for w in summary.acceptance.warnings]
+    lines = [
+        *(f"warning: {warning}" for warning in dict.fromkeys(warnings)),
+        f"acceptance length (micro) = {FORMULAS['acceptance_length_micro']}",
+        f"acceptance length (macro) = {FORMULAS['acceptance_length_macro']}",
+        f"[low, high] = {LEVEL:.0%} cluster bootstrap over prompts, {NUM_DRAWS} draws, "
+        f"seed {report.seed}; r = rejected drafts of a round",
+        ACCEPTED_WARNING,
+    ]
+    return [part for line in lines for part in textwrap.wrap(line, PAGE_WIDTH)]
+
+
+def _headline(summary: ConditionSummary) -> dict[str, object]:
+    acceptance, speed = summary.acceptance, summary.speed
+    return {
+        "num_speculative_tokens": summary.num_speculative_tokens,
+        "acceptance_length": [_rounded(x) for x in acceptance.acceptance_length_micro],
+        "acceptance_rate": _rounded(acceptance.acceptance_rate.value),
+        "tokens_per_s": _rounded(speed.tokens_per_s_end_to_end),
+        "ratio_to_baseline": _rounded(speed.ratio_end_to_end),
+        "audit": summary.audit,
+        "lossless": summary.lossless,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -1,0 +1,110 @@
+"""`results.json` and `table.txt`: a report on disk, and back.
+
+`results.json` holds the per-round counters and token ids of every generation and the hash of every
+prompt, so that `recompute` gives every published figure again. Both files are written whole or not
+at all.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.errors import IntegrityError
+from mtp_research.evaluation.bootstrap import LEVEL, NUM_DRAWS, Estimate
+from mtp_research.evaluation.report import PromptEntry, Report, build_report, render_text
+from mtp_research.evaluation.statistics import ACCEPTED_WARNING, FORMULAS
+from mtp_research.evaluation.summary import ConditionResult
+
+SCHEMA_VERSION = 1
+RESULTS_FILE = "results.json"
+TABLE_FILE = "table.txt"
+
+
+def to_json(report: Report) -> dict[str, object]:
+    """The content of `results.json`; an estimate is `{value, low, high}`, null where undefined."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "dtype": report.dtype,
+        "seed": report.seed,
+        "bootstrap": {"num_draws": NUM_DRAWS, "level": LEVEL, "unit": "prompt"},
+        "formulas": FORMULAS,
+        "accepted_warning": ACCEPTED_WARNING,
+        "config": report.config,
+        "run": report.run,
+        "summary": {"conditions": _plain(report.summaries), "paired": _plain(report.paired)},
+        "prompts": _plain(report.prompts),
+        "conditions": _plain(report.conditions),
+    }
+
+
+def recompute(path: Path) -> Report:
+    """Read a `results.json` and compute its figures again from the counters of its generations.
+
+    Raises:
+        IntegrityError: missing, no JSON, of another schema version, or with wrong fields.
+    """
+    try:
+        stored = json.loads(path.read_text(encoding="utf8"))
+    except (OSError, ValueError) as error:
+        raise IntegrityError(f"{path} is not a readable results file: {error}.") from None
+    version = stored.get("schema_version") if isinstance(stored, dict) else None
+    if version != SCHEMA_VERSION:
+        raise IntegrityError(
+            f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; evaluate again."
+        )
+    try:
+        return build_report(
+            [_condition(fields) for fields in stored["conditions"]],
+            prompts=[PromptEntry(**prompt) for prompt in stored["prompts"]],
+            dtype=stored["dtype"],
+            seed=stored["seed"],
+            config=stored["config"],
+            run=stored["run"],
+        )
+    except (KeyError, TypeError) as error:
+        raise IntegrityError(f"{path} lacks or misnames a field: {error}.") from None
+
+
+def write_results(folder: Path, report: Report) -> Path:
+    """Write `table.txt` and `results.json`, each whole or not at all; return the latter's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(to_json(report), allow_nan=False, separators=(",", ":"))
+    _write_atomically(folder / TABLE_FILE, render_text(report))
+    _write_atomically(folder / RESULTS_FILE, content + "\n")
+    return folder / RESULTS_FILE
+
+
+def _plain(value: object) -> object:
+    """JSON values of dataclasses, estimates and tuples."""
+    if isinstance(value, Estimate):
+        return value._asdict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {key: _plain(member) for key, member in value.items()}
+    return [_plain(member) for member in value] if isinstance(value, list | tuple) else value
+
+
+def _condition(fields: dict[str, Any]) -> ConditionResult:  # Any: as json.loads returns it
+    records = []
+    for stored in fields.pop("records"):
+        lists = {key: tuple(value) for key, value in stored.items() if isinstance(value, list)}
+        records.append(RequestRecord(**{**stored, **lists}))
+    return ConditionResult(records=tuple(records), **fields)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

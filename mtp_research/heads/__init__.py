@@ -1,0 +1,1 @@
+"""MTP modules: their layers, the stack of them, and their files."""

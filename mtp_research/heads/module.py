@@ -1,0 +1,84 @@
+"""One MTP module: two norms, a projection, one decoder layer of the target's family, an output norm.
+
+    u = eh_proj([enorm(Emb(x)); hnorm(prev_hidden)])        (or hidden first, by the head's spec)
+    y = block(u)                                            pre-norm output
+    z = shared_head.norm(y)                                 post-norm output; logits = lm_head(z)
+
+Letters: B batch rows (1 when decoding), T rows, D hidden.
+Source: DeepSeek-V3 (arXiv:2412.19437), section on Multi-Token Prediction; names as in its checkpoint.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mtp_research.models.attention import AttentionContext
+from mtp_research.models.families import ConcatOrder, build_block
+from mtp_research.models.target import Target
+
+
+class ModuleOutput(NamedTuple):
+    """Output of one module, before and after its own norm, each `[B, T, D]`."""
+
+    pre_norm: Tensor
+    post_norm: Tensor
+
+
+class SharedHead(nn.Module):
+    """The part of the output head that a module owns: its norm. The projection is the target's."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+
+class MTPModule(nn.Module):
+    """One trained depth.
+
+    Args:
+        target: gives the sizes, the norm class and the decoder-layer class.
+        concat_order: order of the halves of `eh_proj`'s input.
+    """
+
+    def __init__(self, target: Target, *, concat_order: ConcatOrder) -> None:
+        super().__init__()
+        hidden_size = target.config.hidden_size
+        norm_class = type(getattr(target.model.base_model, target.family.final_norm))
+        eps = target.config.rms_norm_eps
+        self.concat_order = concat_order
+        self.enorm = norm_class(hidden_size, eps=eps)
+        self.hnorm = norm_class(hidden_size, eps=eps)
+        self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.block = build_block(target.model, target.family)
+        self.shared_head = SharedHead(norm_class(hidden_size, eps=eps))
+        nn.init.normal_(self.eh_proj.weight, std=target.config.initializer_range)
+
+    def forward(
+        self,
+        token_embeds: Tensor,
+        *,
+        prev_hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        position_ids: Tensor,
+        context: AttentionContext,
+    ) -> ModuleOutput:
+        """Run the module over rows.
+
+        Args:
+            token_embeds: `[B, T, D]` embeddings of the tokens the rows consume.
+            prev_hidden_states: `[B, T, D]` target hidden state or the output of an earlier pass.
+            position_embeddings: rotary cos and sin, each `[B, T, rotary_dim]`.
+            position_ids: `[B, T]` int64.
+            context: what the rows attend to.
+        """
+        embedding, hidden = self.enorm(token_embeds), self.hnorm(prev_hidden_states)
+        halves = (embedding, hidden) if self.concat_order == "embedding_first" else (hidden, embedding)
+        output = self.block(
+            self.eh_proj(torch.cat(halves, dim=-1)),
+            position_embeddings=position_embeddings,
+            position_ids=position_ids,
+            past_key_values=context if hasattr(context, "update") else None,
+            attention_context=context,
+        )
+        return ModuleOutput(pre_norm=output, post_norm=self.shared_head.norm(output))

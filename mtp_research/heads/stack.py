@@ -1,0 +1,129 @@
+"""MTPHeads: N modules and the conventions they were trained under. Embedding and lm_head belong to the target.
+
+Letters: N modules, B batch rows (1 when decoding), T rows, D hidden, V vocabulary.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from mtp_research.errors import ConfigError
+from mtp_research.heads.module import ModuleOutput, MTPModule
+from mtp_research.models.attention import AttentionContext
+from mtp_research.models.families import ConcatOrder, NormPoint
+from mtp_research.models.target import Target, TargetHidden
+
+Init = Literal["random", "target_last_layer"]
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """Conventions recorded with a head; a wrong one is invisible in the text and costs acceptance.
+
+    Attributes:
+        num_mtp_modules: N, at least 1.
+        hidden_source: target hidden state that the first pass reads.
+        recycle_norm: whether the next pass gets a module's output before or after the module's norm.
+        concat_order: order of the halves of `eh_proj`'s input.
+        zero_position_0: zero the embedding of the row at position 0 (a habit of one serving engine).
+        unroll: training unroll, for reports; None for weights of unknown origin.
+    """
+
+    num_mtp_modules: int
+    hidden_source: NormPoint = "post_norm"
+    recycle_norm: NormPoint = "post_norm"
+    concat_order: ConcatOrder = "embedding_first"
+    zero_position_0: bool = False
+    unroll: str | None = None
+
+
+class MTPHeads(nn.Module):
+    """N MTP modules on a frozen target.
+
+    Args:
+        target: the frozen model; its embedding, rotary embedding and lm_head are used and not owned, so they are neither
+            in `parameters()` nor in `state_dict()`.
+        spec: conventions of the head.
+    """
+
+    def __init__(self, target: Target, *, spec: HeadSpec) -> None:
+        super().__init__()
+        if spec.num_mtp_modules < 1:
+            raise ConfigError(f"head.num_mtp_modules must be >= 1, got {spec.num_mtp_modules}; set it to 1 or more.")
+        self.spec = spec
+        self.mtp_modules = nn.ModuleList(
+            MTPModule(target, concat_order=spec.concat_order) for _ in range(spec.num_mtp_modules)
+        )
+        self._target = (target,)  # in a tuple, so that nn.Module does not register the target's parameters as ours
+        self.to(device=target.device, dtype=target.dtype)
+
+    @property
+    def target(self) -> Target:
+        """The frozen target these heads were built for."""
+        return self._target[0]
+
+    def run_module(
+        self,
+        module_idx: int,
+        *,
+        token_ids: Tensor,
+        prev_hidden_states: Tensor,
+        position_ids: Tensor,
+        context: AttentionContext,
+    ) -> ModuleOutput:
+        """Run one module over rows.
+
+        Args:
+            module_idx: 0..N-1.
+            token_ids: `[B, T]` int64, the token each row consumes.
+            prev_hidden_states: `[B, T, D]`.
+            position_ids: `[B, T]` int64, position of the row's hidden state.
+            context: what the rows attend to.
+        """
+        embeds = self.target.embed_tokens(token_ids)
+        if self.spec.zero_position_0:
+            embeds = torch.where((position_ids == 0)[..., None], torch.zeros_like(embeds), embeds)
+        return self.mtp_modules[module_idx](
+            embeds,
+            prev_hidden_states=prev_hidden_states,
+            position_embeddings=self.target.rotary_emb(embeds, position_ids),
+            position_ids=position_ids,
+            context=context,
+        )
+
+    def source(self, hidden: TargetHidden) -> Tensor:
+        """The target hidden state that these heads read, `[B, T, D]`."""
+        return hidden.pre_norm if self.spec.hidden_source == "pre_norm" else hidden.post_norm
+
+    def recycled(self, output: ModuleOutput) -> Tensor:
+        """What a later pass gets from `output`, `[B, T, D]`."""
+        return output.pre_norm if self.spec.recycle_norm == "pre_norm" else output.post_norm
+
+    def logits(self, post_norm: Tensor) -> Tensor:
+        """Draft logits `[..., V]` through the target's lm_head."""
+        return self.target.logits(post_norm)
+
+
+def init_heads(heads: MTPHeads, *, init: Init) -> None:
+    """Initialise freshly built heads in place.
+
+    `target_last_layer` copies every tensor of the target's last decoder layer whose name and shape match into each
+    module's block, and the final norm into `hnorm` and `shared_head.norm`; `eh_proj` starts as the average of its two
+    inputs, so that the untrained module already passes a usable hidden state. `random` leaves the constructor's values.
+    """
+    if init == "random":
+        return
+    base = heads.target.model.base_model
+    last_layer = {name: tensor for name, tensor in base.layers[-1].state_dict().items()}
+    final_norm = getattr(base, heads.target.family.final_norm).state_dict()
+    for module in heads.mtp_modules:
+        block = copy.copy(module.block.state_dict())
+        matching = {name: last_layer[name] for name in block if name in last_layer and last_layer[name].shape == block[name].shape}
+        module.block.load_state_dict(matching, strict=False)
+        module.shared_head.norm.load_state_dict(final_norm)
+        half = torch.eye(heads.target.config.hidden_size, dtype=heads.target.dtype, device=heads.target.device) / 2
+        with torch.no_grad():
+            module.eh_proj.weight.copy_(torch.cat((half, half), dim=1))

@@ -1,0 +1,253 @@
+"""Checkpoints of a run: step folders that are whole or absent, verified before they are used.
+
+    output_dir/step_000100/   <file>.safetensors ..., state.json, manifest.json
+    output_dir/latest         name of the newest step folder
+
+A step folder is written beside its final place, synced to disk, and renamed; `manifest.json` holds
+size and sha256 of each file. The target's weights are never in it, and nothing is pickled.
+
+Source: the project's reliability rules.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtp_research.errors import ConfigError, IntegrityError, NumericFault
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+_MANIFEST, _STATE, _LATEST, _LOCK = "manifest.json", "state.json", "latest", ".lock"
+_STEP_FOLDER = re.compile(r"step_(\d{6,})")
+_UNFINISHED, _RETIRED = ".writing-", ".retired-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified step folder.
+
+    Attributes:
+        folder: where it lies.
+        step: optimizer steps done.
+        state: what was saved as `state`.
+    """
+
+    folder: Path
+    step: int
+    state: dict
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Tensors of `<name>.safetensors`, on the CPU.
+
+        Raises:
+            IntegrityError: the file is missing or unreadable.
+        """
+        path = self.folder / f"{name}.safetensors"
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as fault:
+            raise IntegrityError(f"cannot read {path}: {fault}") from fault
+
+
+def save_checkpoint(
+    root: Path,
+    *,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, object],
+    keep_last: int,
+) -> Path:
+    """Write `root/step_XXXXXX` so that a crash at any moment leaves older steps usable.
+
+    Args:
+        root: folder of the run.
+        step: optimizer steps done.
+        tensors: file name without suffix -> named tensors.
+        state: JSON-serialisable facts.
+        keep_last: newest step folders to keep, at least 1.
+
+    Returns:
+        The step folder.
+
+    Raises:
+        NumericFault: a tensor is not finite.
+    """
+    for name, members in tensors.items():
+        bad = [key for key, tensor in members.items() if not _is_finite(tensor)]
+        if bad:
+            raise NumericFault(f"step {step}: {name} has non-finite values in {bad[:3]}; not saved")
+    final = root / f"step_{step:06d}"
+    folder = root / f"{_UNFINISHED}{final.name}-{os.getpid()}"
+    folder.mkdir(parents=True)
+    for name, members in tensors.items():
+        contiguous = {key: tensor.detach().contiguous().cpu() for key, tensor in members.items()}
+        save_file(contiguous, folder / f"{name}.safetensors", metadata={"format": "pt"})
+    (folder / _STATE).write_text(json.dumps(dict(state), indent=1))
+    files = sorted(folder.iterdir())
+    facts = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
+    _write_manifest(folder / _MANIFEST, {"schema": SCHEMA, "step": step, "files": facts})
+    for path in (*files, folder / _MANIFEST, folder):
+        _sync(path)
+    if final.exists():  # a damaged folder of this step that an earlier resume skipped
+        final.rename(root / f"{_RETIRED}{final.name}-{os.getpid()}")
+    folder.rename(final)
+    _sync(root)
+    _point_latest(root, final.name)
+    _rotate(root, keep_last=keep_last)
+    return final
+
+
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """Open a step folder after checking size and sha256 of each of its files.
+
+    Raises:
+        IntegrityError: names the file that is missing, truncated or changed.
+    """
+    manifest = _read_manifest(folder / _MANIFEST)
+    files = manifest["files"]
+    for name, facts in files.items():
+        path = folder / name
+        if path.parent != folder or not path.is_file():
+            raise IntegrityError(f"{path}: listed in the manifest, but missing")
+        if path.stat().st_size != facts["bytes"]:
+            raise IntegrityError(
+                f"{path}: {facts['bytes']} bytes expected, got {path.stat().st_size}"
+            )
+        if _sha256(path) != facts["sha256"]:
+            raise IntegrityError(f"{path}: content differs from the manifest's sha256")
+    if _STATE not in files:
+        raise IntegrityError(f"{folder / _STATE}: missing from the manifest")
+    return Checkpoint(
+        folder=folder, step=manifest["step"], state=json.loads((folder / _STATE).read_text())
+    )
+
+
+def newest_checkpoint(root: Path) -> Checkpoint | None:
+    """The newest step folder that verifies; damaged ones are skipped with a warning.
+
+    Raises:
+        IntegrityError: there are step folders and none of them verifies.
+    """
+    folders = step_folders(root)
+    for folder in reversed(folders):
+        try:
+            return load_checkpoint(folder)
+        except IntegrityError as fault:
+            logger.warning("skipped checkpoint %s: %s", folder.name, fault)
+            damage = fault
+    if folders:
+        raise IntegrityError(f"{root}: no step folder can be used; the oldest fails with: {damage}")
+    return None
+
+
+def step_folders(root: Path) -> list[Path]:
+    """Finished step folders, oldest first."""
+    if not root.is_dir():
+        return []
+    found = [path for path in root.iterdir() if path.is_dir() and _STEP_FOLDER.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.split("_")[1]))
+
+
+def check_same_run(saved: Mapping[str, object], current: Mapping[str, object]) -> None:
+    """Refuse to resume a run whose settings changed; both mappings have dotted keys.
+
+    Raises:
+        ConfigError: one line per key with both values.
+    """
+    keys = sorted(saved.keys() | current.keys())
+    changed = [key for key in keys if saved.get(key) != current.get(key)]
+    if changed:
+        lines = [
+            f"{key}: checkpoint {saved.get(key)!r}, now {current.get(key)!r}" for key in changed
+        ]
+        raise ConfigError(
+            "trainer.resume needs the settings of the checkpoint; set them back or choose another "
+            "output_dir. Changed:\n" + "\n".join(lines)
+        )
+
+
+@contextmanager
+def run_lock(root: Path) -> Iterator[None]:
+    """Hold the run folder; the kernel lets go when the process ends, however it ends.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / _LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as fault:
+            raise ConfigError(
+                f"output_dir {str(root)!r} is in use by another run; set output_dir=FOLDER."
+            ) from fault
+        for leftover in (*root.glob(f"{_UNFINISHED}*"), *root.glob(f"{_RETIRED}*")):
+            shutil.rmtree(leftover)
+        yield
+
+
+def _write_manifest(path: Path, body: Mapping[str, object]) -> None:
+    """The manifest carries the sha256 of its own content, so that a flipped bit in it shows too."""
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"manifest": body, "sha256": digest}, indent=1))
+
+
+def _read_manifest(path: Path) -> dict:
+    try:
+        record = json.loads(path.read_text())
+        body, digest = record["manifest"], record["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise IntegrityError(f"{path}: missing or not a manifest ({fault})") from fault
+    if hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest() != digest:
+        raise IntegrityError(f"{path}: content differs from its own sha256")
+    if body["schema"] != SCHEMA:
+        raise IntegrityError(f"{path}: schema must be {SCHEMA}, got {body['schema']!r}")
+    return body
+
+
+def _point_latest(root: Path, name: str) -> None:
+    pointer = root / f"{_LATEST}.tmp"
+    pointer.write_text(f"{name}\n")
+    _sync(pointer)
+    pointer.replace(root / _LATEST)
+    _sync(root)
+
+
+def _rotate(root: Path, *, keep_last: int) -> None:
+    """Remove all but the newest; renamed first, so that a crash leaves no half-deleted step."""
+    for folder in step_folders(root)[:-keep_last]:
+        folder.rename(root / f"{_RETIRED}{folder.name}-{os.getpid()}")
+    for retired in root.glob(f"{_RETIRED}*"):
+        shutil.rmtree(retired)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Force a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,168 @@
+"""Training documents of MTP heads: the target's own output as token ids, with a held-out part.
+
+Input is a `.jsonl` or `.jsonl.xz` file, one document a line: `id`, optional `domain`, and one of
+
+    token_ids, num_prompt_tokens    the decoded trajectory itself; preferred, because encoding a
+                                    text again may cut it into other tokens than were emitted
+    messages                        a conversation; assistant turns are the target's own output
+    text                            a plain document
+
+The split is a function of document ids alone, so that runs with other k, seeds or lengths are
+measured on the same held-out documents.
+
+Source: training on the target's own output FastMTP (arXiv:2509.18362).
+"""
+
+import hashlib
+import json
+import logging
+import lzma
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtp_research.config import DataConfig
+from mtp_research.data.packing import EncodedDocument
+from mtp_research.data.sources import Document, read_documents
+from mtp_research.data.tokenizer import encode_documents, load_tokenizer
+from mtp_research.errors import ConfigError, IntegrityError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HeadDocuments:
+    """Documents of a run.
+
+    Attributes:
+        train: documents to train on, in file order.
+        held_out: documents of the replay walk, in file order.
+        num_short: training documents left out because they have fewer than k + 2 tokens.
+        data_sha256: of the file.
+    """
+
+    train: list[EncodedDocument]
+    held_out: list[EncodedDocument]
+    num_short: int
+    data_sha256: str
+
+
+def load_head_documents(
+    data: DataConfig, *, model_path: str, vocab_size: int, num_depths: int
+) -> HeadDocuments:
+    """Read, encode and split the documents of `data.path`.
+
+    Args:
+        data: which file, how many documents, how many of them held out.
+        model_path: folder of the target, whose tokenizer encodes texts and messages.
+        vocab_size: token ids must lie below it.
+        num_depths: k; a document needs k + 2 tokens to have one anchor with k labels.
+
+    Raises:
+        ConfigError: no such file, or not more documents than are to be held out.
+        IntegrityError: a damaged file, an invalid line, or a token outside the vocabulary.
+    """
+    path = Path(data.path)
+    if not path.is_file():
+        raise ConfigError(f"data.path must be a .jsonl or .jsonl.xz file, got {data.path!r}.")
+    documents = _thin_out(_encode(path, model_path=model_path), limit=data.max_documents)
+    for document in documents:
+        if (
+            max(document.token_ids, default=0) >= vocab_size
+            or min(document.token_ids, default=0) < 0
+        ):
+            raise IntegrityError(
+                f"{path}: document {document.doc_id!r} has tokens outside the target's vocabulary "
+                f"of {vocab_size}; the file was made with another tokenizer"
+            )
+    if len(documents) <= data.eval_documents:
+        raise ConfigError(
+            f"data.path must hold more than data.eval_documents={data.eval_documents} documents, "
+            f"got {len(documents)}; set data.eval_documents={max(1, len(documents) // 5)}."
+        )
+    chosen = held_out_indices(documents, num_documents=data.eval_documents)
+    rest = [document for index, document in enumerate(documents) if index not in chosen]
+    train = [document for document in rest if len(document.token_ids) >= num_depths + 2]
+    return HeadDocuments(
+        train=train,
+        held_out=[documents[index] for index in sorted(chosen)],
+        num_short=len(rest) - len(train),
+        data_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
+
+
+def held_out_indices(documents: Sequence[EncodedDocument], *, num_documents: int) -> set[int]:
+    """Indices of the held-out documents: by hash of the id, one domain after the other in turn."""
+    by_domain: dict[str, list[int]] = defaultdict(list)
+    for index in sorted(range(len(documents)), key=lambda index: _hash(documents[index].doc_id)):
+        by_domain[documents[index].domain].append(index)
+    chosen: set[int] = set()
+    queues = [by_domain[domain] for domain in sorted(by_domain)]
+    while len(chosen) < num_documents:
+        for queue in queues:
+            if queue and len(chosen) < num_documents:
+                chosen.add(queue.pop(0))
+    return chosen
+
+
+def _thin_out(documents: list[EncodedDocument], *, limit: int | None) -> list[EncodedDocument]:
+    """At most `limit` documents, chosen by hash, in file order."""
+    if limit is None or len(documents) <= limit:
+        return documents
+    order = sorted(range(len(documents)), key=lambda index: _hash(documents[index].doc_id))
+    return [documents[index] for index in sorted(order[:limit])]
+
+
+def _encode(path: Path, *, model_path: str) -> list[EncodedDocument]:
+    """All documents of the file, in order; the tokenizer is loaded when a line needs it."""
+    first = next(_records(path), None)
+    if first is None:
+        raise IntegrityError(f"{path}: expected at least one document, the file is empty")
+    if "token_ids" in first[1]:
+        return [_trajectory(record, where=where, path=path) for where, record in _records(path)]
+    documents: Iterable[Document] = read_documents(path)
+    return list(encode_documents(list(documents), load_tokenizer(model_path)))
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict]]:
+    """(file:line, record) of each line."""
+    opener = lzma.open if path.suffix == ".xz" else open
+    number = 0
+    try:
+        with opener(path, "rt", encoding="utf8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", _parse(line, where=f"{path}:{number}")
+    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as fault:
+        raise IntegrityError(f"{path}: cannot be read after line {number} ({fault})") from fault
+
+
+def _parse(line: str, *, where: str) -> dict:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as fault:
+        raise IntegrityError(f"{where}: expected one JSON object a line, got {fault}") from fault
+    if not isinstance(record, dict):
+        raise IntegrityError(f"{where}: expected a JSON object, got {type(record).__name__}")
+    return record
+
+
+def _trajectory(record: dict, *, where: str, path: Path) -> EncodedDocument:
+    token_ids, num_prompt = record.get("token_ids"), record.get("num_prompt_tokens")
+    is_list = isinstance(token_ids, list) and all(isinstance(token, int) for token in token_ids)
+    if not is_list or not isinstance(num_prompt, int) or not 0 < num_prompt <= len(token_ids):
+        raise IntegrityError(
+            f"{where}: expected `token_ids` (a list of integers) and `num_prompt_tokens` in "
+            f"[1, number of tokens], as in the first line; fix the line"
+        )
+    return EncodedDocument(
+        doc_id=str(record.get("id", where)),
+        domain=str(record.get("domain") or path.name.split(".")[0]),
+        token_ids=tuple(token_ids),
+        loss_mask=tuple(index >= num_prompt for index in range(len(token_ids))),
+    )
+
+
+def _hash(doc_id: str) -> str:
+    return hashlib.sha256(doc_id.encode()).hexdigest()

@@ -1,0 +1,122 @@
+"""Gradients of one optimizer step: micro-batches, label counts and sums over ranks.
+
+Letters: k depths, B batch rows, S row length.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from mtp_research.config import TrainConfig
+from mtp_research.training.losses import depth_labels
+from mtp_research.training.rows import Batch, row_indices
+from mtp_research.training.setup import RunParts
+from mtp_research.training.state import step_seed
+
+
+class StepStats(NamedTuple):
+    """What a step says on the host.
+
+    Attributes:
+        loss: token-weighted, depth-weighted mean of the step.
+        accuracy: `[k]` share of labels whose argmax is right.
+        num_tokens: tokens read, padding not counted.
+        is_stop_requested: some rank got a signal.
+    """
+
+    loss: float
+    accuracy: list[float]
+    num_tokens: int
+    is_stop_requested: bool
+
+
+def accumulate_gradients(
+    parts: RunParts, *, config: TrainConfig, accelerator: Accelerator, step: int, is_stopping: bool
+) -> StepStats:
+    """Forward and backward of all micro-batches of a step.
+
+    Labels are counted over the whole step first, so that each token weighs the same however the
+    step is cut into micro-batches and ranks.
+
+    Args:
+        parts: of the run; gradients are left in the parameters of `parts.heads`.
+        config: of the run.
+        accelerator: ranks and device.
+        step: optimizer steps done before.
+        is_stopping: this rank got a signal.
+    """
+    num_micro = config.trainer.gradient_accumulation_steps
+    chosen = [
+        _rows_of(micro, parts=parts, config=config, accelerator=accelerator, step=step)
+        for micro in range(num_micro)
+    ]
+    batches = [parts.rows.batch(indices) for indices in chosen]
+    labels = [_labels(batch, num_depths=parts.unroll_spec.num_depths) for batch in batches]
+    counts = torch.stack([(depth >= 0).sum() for micro in labels for depth in micro])
+    counts = accelerator.reduce(counts.view(num_micro, -1).sum(dim=0), reduction="sum")
+
+    loss, num_correct = torch.zeros((), device=counts.device), torch.zeros_like(counts)
+    for micro, (indices, batch) in enumerate(zip(chosen, batches, strict=True)):
+        hidden = parts.rows.hidden(indices)
+        rank = accelerator.process_index
+        torch.manual_seed(step_seed(config.seed, step=step, micro_batch=micro, rank=rank))
+        is_last = micro == num_micro - 1
+        with nullcontext() if is_last else accelerator.no_sync(parts.objective):
+            part = parts.objective(batch, hidden, labels[micro], counts)
+            # Ranks average their gradients; the loss is a sum over them already.
+            accelerator.backward(part.loss * accelerator.num_processes)
+        loss += part.loss.detach()
+        num_correct += part.num_correct
+    num_tokens = torch.stack([(batch.document_index >= 0).sum() for batch in batches]).sum()
+    flags = torch.stack([num_tokens, num_tokens.new_tensor(int(is_stopping))])
+    totals = accelerator.reduce(torch.cat([num_correct, flags]), reduction="sum").tolist()
+    return StepStats(
+        loss=float(accelerator.reduce(loss, reduction="sum")),
+        accuracy=[hits / max(n, 1) for hits, n in zip(totals[:-2], counts.tolist(), strict=True)],
+        num_tokens=totals[-2],
+        is_stop_requested=totals[-1] > 0,
+    )
+
+
+@contextmanager
+def repeatable_sums(device: torch.device) -> Iterator[None]:
+    """Make a step give the same bits each time it runs, which bit-exact resume needs.
+
+    On a CPU with several threads the backward of a row gather adds duplicates in any order; the
+    ordered form is as fast. GPU kernels are left as they are, and are not bit-exact.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        if device.type == "cpu":
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def _labels(batch: Batch, *, num_depths: int) -> list[Tensor]:
+    return depth_labels(
+        batch.input_ids,
+        document_index=batch.document_index,
+        loss_mask=batch.loss_mask,
+        num_depths=num_depths,
+    )
+
+
+def _rows_of(
+    micro_batch: int, *, parts: RunParts, config: TrainConfig, accelerator: Accelerator, step: int
+) -> list[int]:
+    """Rows of this rank's micro-batch: a function of seed and step only."""
+    index = step * config.trainer.gradient_accumulation_steps + micro_batch
+    slot = index * accelerator.num_processes + accelerator.process_index
+    batch_size = config.trainer.batch_size
+    return row_indices(
+        slot * batch_size, count=batch_size, num_rows=len(parts.rows), seed=config.seed
+    )

@@ -1,0 +1,204 @@
+"""Run MTP modules over every anchor of a training batch: one function for all unrolls.
+
+Anchor t, depth d = 1..k. Row (t, d) consumes x_{t+d} and predicts x_{t+d+1}. What it reads
+besides the token follows from the decode policy that matches the unroll
+(`policy.MATCHING_POLICY`), so that a head is trained on what it is decoded with:
+
+    unroll          source at d >= 2   keys of row (t, d)                                 position
+    chain           row (t, d-1)       rows (s, d) for s <= t                             t
+    independent     target's H_t       rows (s, d) for s <= t                             t
+    ttt             row (t, d-1)       its module's rows (H_s, x_{s+1}) for s <= t, then  t + d - 1
+    shared_context                     the draft rows (t, 2..d)
+
+`ttt` is the case of one module; with several, each module runs the context rows itself, which is
+`shared_context`. The two are one code path.
+
+Letters: B batch rows, S row length, D hidden, N modules, k depths.
+Source: chain DeepSeek-V3 (arXiv:2412.19437); training-time test EAGLE-3 (arXiv:2503.01840).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtp_research.errors import ConfigError
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.attention import DenseContext
+from mtp_research.policy import (
+    MATCHING_POLICY,
+    POLICIES,
+    HiddenPolicy,
+    ModuleSchedule,
+    module_index,
+    token_offset,
+)
+from mtp_research.training.draft_rows import ModuleRows
+
+# `mixed` draws a source per token and needs its own random state; it is not implemented yet.
+UNROLLS = ("chain", "independent", "shared_context", "ttt")
+
+
+class DepthOutput(NamedTuple):
+    """Rows (t, d) of one depth.
+
+    Attributes:
+        post_norm: `[B, S, D]` output after the module's own norm; logits = lm_head(post_norm).
+        valid: `[B, S]` bool, t and t + d lie in the same document; other rows hold no meaning.
+    """
+
+    post_norm: Tensor
+    valid: Tensor
+
+
+class RowInputs(NamedTuple):
+    """What all depths of a batch share.
+
+    Attributes:
+        input_ids: `[B, S]` int64.
+        hidden: `[B, S, D]` target hidden states at the point the head reads.
+        position_ids: `[B, S]` int64, counted from 0 in each document.
+        document_index: `[B, S]` int, -1 for padding.
+    """
+
+    input_ids: Tensor
+    hidden: Tensor
+    position_ids: Tensor
+    document_index: Tensor
+
+
+def unroll(
+    heads: MTPHeads,
+    *,
+    input_ids: Tensor,
+    hidden: Tensor,
+    position_ids: Tensor,
+    document_index: Tensor,
+    num_depths: int,
+    kind: str,
+    schedule: ModuleSchedule = "cycle",
+) -> list[DepthOutput]:
+    """Outputs of depths 1..k over every anchor.
+
+    Worked example, `chain`, row `ABCD|XY` (two documents): depth 2 runs rows
+    (A: C, h1_A) (B: D, h1_B) and the rows at C, D, X, Y are not valid, because x_{t+2} lies outside
+    their document. They consume token 0 in place of a neighbour's token.
+
+    Args:
+        heads: the modules that run.
+        input_ids: `[B, S]` int64, packed documents.
+        hidden: `[B, S, D]` target hidden states, already `heads.source(...)`.
+        position_ids: `[B, S]` int64, counted from 0 in each document.
+        document_index: `[B, S]` int, document of each token, -1 for padding.
+        num_depths: k >= 1.
+        kind: one of `UNROLLS`.
+        schedule: which module runs which depth.
+
+    Returns:
+        k outputs, depth 1 first.
+
+    Raises:
+        ConfigError: unknown unroll, no depth, or `ttt` with several modules.
+    """
+    _check(heads, num_depths=num_depths, kind=kind)
+    policy = POLICIES[MATCHING_POLICY[kind]]
+    modules = [
+        module_index(schedule, depth, heads.spec.num_mtp_modules) for depth in range(num_depths)
+    ]
+    inputs = RowInputs(input_ids, hidden, position_ids, document_index)
+    run = _unroll_streams if policy.draft_rows == "none" else _unroll_draft_rows
+    outputs = run(heads, inputs, policy=policy, modules=modules)
+    return [
+        DepthOutput(output, same_document(document_index, offset=depth))
+        for depth, output in enumerate(outputs, start=1)
+    ]
+
+
+def shift_left(values: Tensor, *, offset: int, fill: int) -> Tensor:
+    """`[B, S]` values of position t + offset at t; `fill` beyond the row, which never wraps."""
+    shifted = torch.full_like(values, fill)
+    if offset < values.shape[1]:
+        shifted[:, : values.shape[1] - offset] = values[:, offset:]
+    return shifted
+
+
+def same_document(document_index: Tensor, *, offset: int) -> Tensor:
+    """`[B, S]` bool, True where t and t + offset are tokens of the same document."""
+    later = shift_left(document_index, offset=offset, fill=-1)
+    return (document_index >= 0) & (document_index == later)
+
+
+def _check(heads: MTPHeads, *, num_depths: int, kind: str) -> None:
+    if kind not in UNROLLS:
+        raise ConfigError(f"objective.unroll must be one of {list(UNROLLS)}, got {kind!r}.")
+    if num_depths < 1:
+        raise ConfigError(
+            f"objective.num_depths must be >= 1, got {num_depths}; set it to 1 or more."
+        )
+    if kind == "ttt" and heads.spec.num_mtp_modules > 1:
+        raise ConfigError(
+            f"objective.unroll=ttt needs head.num_mtp_modules=1, got {heads.spec.num_mtp_modules}; "
+            "set objective.unroll=shared_context to train several modules for the eagle policy."
+        )
+
+
+def _consumed(inputs: RowInputs, *, offset: int) -> Tensor:
+    """`[B, S]` token x_{t+offset}; 0 where it is another document's, so that nothing leaks."""
+    tokens = shift_left(inputs.input_ids, offset=offset, fill=0)
+    return torch.where(same_document(inputs.document_index, offset=offset), tokens, 0)
+
+
+def _unroll_streams(
+    heads: MTPHeads, inputs: RowInputs, *, policy: HiddenPolicy, modules: list[int]
+) -> list[Tensor]:
+    """Each depth is its own causal stream at the anchors' positions: `chain`, `independent`."""
+    context = DenseContext(inputs.document_index)
+    outputs, source = [], inputs.hidden
+    for draft_step, module_idx in enumerate(modules):
+        output = heads.run_module(
+            module_idx,
+            token_ids=_consumed(inputs, offset=token_offset(policy, draft_step)),
+            prev_hidden_states=source,
+            position_ids=inputs.position_ids,
+            context=context,
+        )
+        outputs.append(output.post_norm)
+        source = heads.recycled(output) if policy.hidden == "chain" else inputs.hidden
+    return outputs
+
+
+def _unroll_draft_rows(
+    heads: MTPHeads, inputs: RowInputs, *, policy: HiddenPolicy, modules: list[int]
+) -> list[Tensor]:
+    """Context rows from the target, draft rows above each anchor: `ttt`, `shared_context`.
+
+    Draft row j (0-based step, j >= 1) of anchor t consumes x_{t+1+j} with the output of step j - 1
+    at position t + j. A module runs its context rows when it is first used, then every draft row
+    it has not run yet, as the decode loop does.
+    """
+    module_rows: dict[int, ModuleRows] = {}
+    outputs: list[Tensor] = []
+    recycled: list[Tensor] = []
+    for draft_step, module_idx in enumerate(modules):
+        if module_idx not in module_rows:
+            module_rows[module_idx] = ModuleRows(inputs.document_index)
+            output = heads.run_module(
+                module_idx,
+                token_ids=_consumed(inputs, offset=token_offset(policy, draft_step)),
+                prev_hidden_states=inputs.hidden,
+                position_ids=inputs.position_ids,
+                context=module_rows[module_idx],
+            )
+        rows = module_rows[module_idx]
+        for step in range(rows.num_draft_rows + 1, draft_step + 1):
+            rows.begin_draft_row()
+            output = heads.run_module(
+                module_idx,
+                token_ids=_consumed(inputs, offset=step + 1),
+                prev_hidden_states=recycled[step - 1],
+                position_ids=inputs.position_ids + step,
+                context=rows,
+            )
+        outputs.append(output.post_norm)
+        recycled.append(heads.recycled(output))
+    return outputs

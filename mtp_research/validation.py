@@ -1,0 +1,201 @@
+"""Every check that needs only the configuration, made before a model is loaded.
+
+A fault line says which key, what was expected, what was got and the override that fixes it. Ranges
+and choices stand beside the keys in `mtp_research.config`; here are the rules between keys.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator
+from types import NoneType
+from typing import get_args, get_origin
+
+from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.errors import ConfigError
+
+ALIASES = {"spec.k": "spec.num_speculative_tokens"}
+
+Field = dataclasses.Field[object]
+
+
+def validate(config: TrainConfig | EvalConfig) -> None:
+    """Check all ranges, choices and rules between keys.
+
+    Raises:
+        ConfigError: one line per fault.
+    """
+    faults = list(_value_faults(config))
+    if not faults:
+        rules = _train_faults(config) if isinstance(config, TrainConfig) else _eval_faults(config)
+        faults = list(rules)
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def schema_keys(schema: type, prefix: str = "") -> dict[str, Field]:
+    """Map every dotted key of a schema, such as `spec.policy`, to its dataclass field."""
+    keys: dict[str, Field] = {}
+    for item in dataclasses.fields(schema):
+        key = f"{prefix}{item.name}"
+        if isinstance(item.type, type) and dataclasses.is_dataclass(item.type):
+            keys |= schema_keys(item.type, f"{key}.")
+        else:
+            keys[key] = item
+    return keys
+
+
+def legal_values(item: Field) -> str:
+    """Describe what a key takes, for fault lines and for `--help`."""
+    none = " or null" if NoneType in get_args(item.type) else ""
+    if choices := item.metadata.get("choices"):
+        return " | ".join(sorted(choices)) + none
+    is_integer = item.type is int or int in get_args(item.type)
+    if "low" in item.metadata:
+        low, high = item.metadata["low"], item.metadata["high"]
+        interval = f"above {low:g} up to {high:g}" if _is_open(item) else f"in {low}..{high}"
+        return f"{'an integer' if is_integer else 'a number'} {interval}{none}"
+    if item.type is bool:
+        return "true or false"
+    containers = {list: "a list", tuple: "a list of numbers", dict: "a mapping"}
+    return containers.get(get_origin(item.type), "text") + none
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return `; nearest: a, b` for the closest valid names, or nothing when none is close."""
+    known = sorted(set(choices))
+    tail = word.rsplit(".", 1)[-1]
+    tails = {name.rsplit(".", 1)[-1] for name in known}
+    close_tails = difflib.get_close_matches(tail, sorted(tails), n=1, cutoff=0.75)
+    found = [name for name in known if name.rsplit(".", 1)[-1] in close_tails]
+    found += difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    names = list(dict.fromkeys(found))[:3]
+    return f"; nearest: {', '.join(names)}" if names else ""
+
+
+def fault_line(key: str, item: Field, value: object) -> str:
+    """Compose the line for a value that a key does not take."""
+    short = next((alias for alias, full in ALIASES.items() if full == key), key)
+    line = f"{key} must be {legal_values(item)}, got {value}"
+    if choices := item.metadata.get("choices"):
+        return f"{line}{nearest(str(value), choices)}."
+    if "low" not in item.metadata:
+        return f"{line}."
+    bounded = item.default
+    if isinstance(value, int | float) and not isinstance(bounded, NoneType) and value == value:
+        bounded = min(max(value, item.metadata["low"]), item.metadata["high"])
+    if _is_open(item) and bounded == item.metadata["low"]:
+        bounded = item.default
+    return f"{line}; set {short}={'null' if bounded is None else bounded}."
+
+
+def _is_open(item: Field) -> bool:
+    return bool(item.metadata.get("open_low"))
+
+
+def _value_faults(config: object, prefix: str = "") -> Iterator[str]:
+    assert dataclasses.is_dataclass(config), f"{prefix} must be a dataclass, got {type(config)}"
+    for item in dataclasses.fields(config):
+        value, key = getattr(config, item.name), f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _value_faults(value, f"{key}.")
+        elif value is None and NoneType in get_args(item.type):
+            continue
+        elif "low" in item.metadata:
+            low, high = item.metadata["low"], item.metadata["high"]
+            if not (low <= value <= high) or (_is_open(item) and value == low):
+                yield fault_line(key, item, value)
+        elif "choices" in item.metadata:
+            for choice in value if isinstance(value, list) else [value]:
+                if choice not in item.metadata["choices"]:
+                    yield fault_line(key, item, choice)
+
+
+def _fault(key: str, expected: str, got: object, fix: str) -> str:
+    return f"{key} {expected}, got {got}; set {fix}."
+
+
+def _train_faults(config: TrainConfig) -> Iterator[str]:
+    if config.task == "target":
+        return _pretrain_faults(config)
+    return _heads_faults(config)
+
+
+def _pretrain_faults(config: TrainConfig) -> Iterator[str]:
+    pretrain = config.model.pretrain
+    if not config.model.architecture:
+        expected = "must be set for task=target"
+        yield _fault("model.architecture", expected, "nothing", "model=lab_tiny")
+    if pretrain.warmup_steps >= pretrain.max_steps:
+        key, expected = (
+            "model.pretrain.warmup_steps",
+            f"must be below max_steps={pretrain.max_steps}",
+        )
+        yield _fault(key, expected, pretrain.warmup_steps, f"{key}={pretrain.max_steps // 20}")
+    weights = pretrain.domain_weights
+    for domain, weight in weights.items():
+        if not 0 <= weight < float("inf"):
+            key = f"model.pretrain.domain_weights.{domain}"
+            yield _fault(key, "must be a finite number >= 0", weight, f"{key}=0")
+    if weights and not any(weights.values()):
+        key = "model.pretrain.domain_weights"
+        yield _fault(key, "must have a weight above 0", "only zeros", f"{key}.{min(weights)}=1")
+
+
+def _heads_faults(config: TrainConfig) -> Iterator[str]:
+    head, objective, seq_len = config.head, config.objective, config.data.seq_len
+    num_modules = head.num_mtp_modules
+    num_depths = objective.num_depths or max(num_modules, 3)
+    if num_depths < num_modules:
+        key, expected = (
+            "objective.num_depths",
+            f"must be at least head.num_mtp_modules={num_modules}",
+        )
+        yield _fault(key, expected, num_depths, f"{key}={num_modules}")
+    key, fix = "head.num_mtp_modules", "head=shared_n1"
+    if objective.unroll == "ttt" and num_modules != 1:
+        yield _fault(key, "must be 1 for objective.unroll=ttt", num_modules, fix)
+    if head.module_schedule == "first" and num_modules != 1:
+        yield _fault(key, "must be 1 for head.module_schedule=first", num_modules, fix)
+    if seq_len < num_depths + 2:
+        least = num_depths + 2
+        expected = f"must be at least objective.num_depths + 2 = {least}"
+        yield _fault("data.seq_len", expected, seq_len, f"data.seq_len={least}")
+    betas = config.trainer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        key, expected = "trainer.betas", "must be two numbers in [0, 1)"
+        yield _fault(key, expected, list(betas), f"{key}=[0.9,0.95]")
+
+
+def _eval_faults(config: EvalConfig) -> Iterator[str]:
+    spec, engine, max_new_tokens = config.spec, config.engine, config.sampling.max_new_tokens
+    if not spec.policy or len(set(spec.policy)) < len(spec.policy):
+        expected, fix = "must name at least one policy, each once", "spec.policy=[eagle,training]"
+        yield _fault("spec.policy", expected, spec.policy, fix)
+    if engine.block_size & (engine.block_size - 1):
+        key, fix = "engine.block_size", 1 << engine.block_size.bit_length()
+        yield _fault(key, "must be a power of two >= 16", engine.block_size, f"{key}={fix}")
+    num_rows = spec.num_speculative_tokens + 1
+    if engine.max_num_batched_tokens < num_rows:
+        key, expected = "engine.max_num_batched_tokens", f"must hold spec.k + 1 = {num_rows} rows"
+        yield _fault(key, expected, engine.max_num_batched_tokens, f"{key}={num_rows}")
+    if engine.max_model_len is not None and engine.max_model_len <= max_new_tokens:
+        key, expected = "engine.max_model_len", f"must exceed max_new_tokens={max_new_tokens}"
+        yield _fault(key, expected, engine.max_model_len, f"{key}={2 * max_new_tokens}")
+    yield from _sampling_faults(config)
+
+
+def _sampling_faults(config: EvalConfig) -> Iterator[str]:
+    """An option that the chosen mode would ignore is a fault, not a silent no-op."""
+    spec, sampling = config.spec, config.sampling
+    if sampling.temperature > 0:
+        if spec.verify == "greedy":
+            expected = "must be 0 for spec.verify=greedy"
+            yield _fault("sampling.temperature", expected, sampling.temperature, "spec=standard")
+        return
+    fix = "sampling.temperature=1"
+    if sampling.top_k:
+        yield _fault("sampling.top_k", "must be 0 at temperature 0", sampling.top_k, fix)
+    if sampling.top_p != 1:
+        yield _fault("sampling.top_p", "must be 1 at temperature 0", sampling.top_p, fix)
+    if spec.draft_sampling == "sample":
+        yield _fault("spec.draft_sampling", "must be greedy at temperature 0", "sample", fix)

@@ -1,0 +1,189 @@
+"""The loop against a from-scratch recompute in float64, over random acceptance histories."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mtp_research.config import EngineConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.request import SamplingParams
+from mtp_research.decode.verify import PADDING_TOKEN_ID, VerifyOutput
+from tests import oracle, tiny
+
+VOCAB = 128
+
+
+@pytest.fixture(scope="module", params=["qwen3", "glm4_moe"])
+def target(request: pytest.FixtureRequest):
+    return tiny.tiny_target(request.param)
+
+
+class DictatedLoop:
+    """A decoder whose verifier obeys a random acceptance history, and whose draft logits are recorded."""
+
+    def __init__(self, decoder: SpecDecoder, *, seed: int) -> None:
+        self.decoder = decoder
+        self.rng = random.Random(seed)
+        self.draft_logits: list[torch.Tensor] = []
+        decoder._verify = self._verify
+        heads = decoder.drafter.heads
+        self._logits = heads.logits
+        heads.logits = self._record
+
+    def close(self) -> None:
+        self.decoder.drafter.heads.logits = self._logits
+
+    def _record(self, post_norm: torch.Tensor) -> torch.Tensor:
+        self.draft_logits.append(self._logits(post_norm))
+        return self.draft_logits[-1]
+
+    def _verify(self, logits, inputs, params) -> VerifyOutput:
+        num_drafts = self.decoder.num_speculative_tokens
+        accepted, sampled = [], []
+        for row in range(len(logits)):
+            count = self.rng.randint(0, int(inputs.num_drafts[row]))
+            drafts = inputs.draft_token_ids[row, :count].tolist()
+            accepted.append(count)
+            sampled.append([*drafts, self.rng.randrange(VOCAB), *[PADDING_TOKEN_ID] * (num_drafts - count)])
+        finite = torch.ones(len(logits), dtype=torch.bool)
+        return VerifyOutput(torch.tensor(accepted), torch.tensor(sampled), finite)
+
+    def step_and_compare(self, policy: str) -> float:
+        """Largest difference between recorded draft logits and the oracle's, over the requests that drafted."""
+        self.draft_logits.clear()
+        requests = {r.request_id: r for r in self.decoder.scheduler.requests()}
+        before = {name: r.num_computed_tokens for name, r in requests.items()}
+        schedule = self.decoder.scheduler.schedule
+        order: list[str] = []
+
+        def spy():
+            result = schedule()
+            order.extend(entry.request.request_id for entry in result.entries)
+            return result
+
+        self.decoder.scheduler.schedule = spy
+        self.decoder.step()
+        self.decoder.scheduler.schedule = schedule
+        self.decoder.scheduler.check_integrity()
+        step_logits = list(self.draft_logits)  # the oracle below goes through the recorder too
+        worst = 0.0
+        for row, name in enumerate(order):
+            request = requests[name]
+            if request.slot is None or request.is_prefilling or request.num_computed_tokens == before[name]:
+                continue
+            drafts, logits = oracle.DRAFTS[policy](
+                self.decoder.drafter.heads, request.token_ids, self.decoder.num_speculative_tokens
+            )
+            assert request.draft_token_ids == drafts
+            for recorded, expected in zip(step_logits, logits, strict=True):
+                worst = max(worst, float((recorded[row] - expected).abs().max()))
+        return worst
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 256])
+@pytest.mark.parametrize(("policy", "num_modules"), [("training", 3), ("training", 1), ("eagle", 1), ("eagle", 3), ("eagle", 2)])
+def test_drafts_equal_full_recompute_for_any_history(target, policy: str, num_modules: int, chunk: int) -> None:
+    heads = tiny.tiny_heads(target, num_mtp_modules=num_modules)
+    rng = random.Random(chunk * 10 + num_modules)
+    engine = EngineConfig(max_num_requests=3, max_prefill_chunk=chunk)
+    loop = DictatedLoop(SpecDecoder(target, heads, policy=policy, num_speculative_tokens=3, engine=engine), seed=chunk)
+    for length in (1, 2, 9, 5):  # four requests on three slots: one slot is used again
+        loop.decoder.add_request([rng.randrange(VOCAB) for _ in range(length)], sampling=SamplingParams(max_new_tokens=14))
+    worst = 0.0
+    while loop.decoder.scheduler.has_work:
+        worst = max(worst, loop.step_and_compare(policy))
+    loop.close()
+    assert worst < 1e-10
+    assert loop.decoder.auditor.num_dirty_rounds == 0
+    assert loop.decoder.scheduler.blocks.num_free_blocks == loop.decoder.scheduler.blocks.num_blocks
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    policy=st.sampled_from(["training", "eagle"]),
+    num_drafts=st.integers(1, 5),
+    num_modules=st.integers(1, 4),
+    chunk=st.integers(1, 12),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    seed=st.integers(0, 2**20),
+    num_blocks=st.integers(4, 12),
+)
+def test_drafts_equal_full_recompute_under_preemption(
+    policy: str, num_drafts: int, num_modules: int, chunk: int, lengths: list[int], seed: int, num_blocks: int
+) -> None:
+    target = tiny.tiny_target("qwen3")
+    heads = tiny.tiny_heads(target, num_mtp_modules=num_modules)
+    engine = EngineConfig(max_num_requests=4, max_prefill_chunk=chunk, num_blocks=num_blocks)
+    decoder = SpecDecoder(target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=engine)
+    loop = DictatedLoop(decoder, seed=seed)
+    rng = random.Random(seed)
+    for length in lengths:
+        decoder.add_request([rng.randrange(VOCAB) for _ in range(length)], sampling=SamplingParams(max_new_tokens=12))
+    while decoder.scheduler.has_work:
+        assert loop.step_and_compare(policy) < 1e-10
+    loop.close()
+    assert decoder.auditor.num_dirty_rounds == 0
+
+
+def _drafts_of(decoder: SpecDecoder, prompt: list[int]) -> list[int]:
+    request = decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=50))
+    while request.is_prefilling:
+        decoder.step()
+    return request.draft_token_ids
+
+
+def test_policies_coincide_for_one_draft(target) -> None:
+    heads = tiny.tiny_heads(target, num_mtp_modules=1)
+    prompt = [5, 9, 77, 31, 2, 64]
+    drafts = [_drafts_of(SpecDecoder(target, heads, policy=policy, num_speculative_tokens=1), prompt) for policy in ("eagle", "training")]
+    assert drafts[0] == drafts[1]
+
+
+def test_copied_module_eagle_with_modules_equals_recycled(target) -> None:
+    one = tiny.tiny_heads(target, num_mtp_modules=1)
+    three = tiny.tiny_heads(target, num_mtp_modules=3)
+    for module in three.mtp_modules:
+        module.load_state_dict(one.mtp_modules[0].state_dict())
+    prompts = [[5, 9, 77, 31, 2, 64], [8, 8, 100]]
+    for prompt in prompts:
+        recycled = _drafts_of(SpecDecoder(target, one, policy="eagle"), prompt)
+        refreshed = _drafts_of(SpecDecoder(target, three, policy="eagle"), prompt)
+        chained = _drafts_of(SpecDecoder(target, three, policy="training"), prompt)
+        assert recycled == refreshed
+        assert chained[0] == refreshed[0]
+    # With tied weights the policies still differ from the second draft on.
+    assert any(
+        _drafts_of(SpecDecoder(target, three, policy="training"), p) != _drafts_of(SpecDecoder(target, three, policy="eagle"), p)
+        for p in ([i, 3 * i % VOCAB, 7, 90 - i] for i in range(1, 20))
+    )
+
+
+@pytest.mark.parametrize("policy", ["eagle", "training"])
+def test_foreign_pages_filled_with_nan_change_nothing(target, policy: str) -> None:
+    heads = tiny.tiny_heads(target)
+    outputs = []
+    for poison in (False, True):
+        decoder = SpecDecoder(target, heads, policy=policy, engine=EngineConfig(max_num_requests=4, max_prefill_chunk=4))
+        if poison:
+            decoder.cache.keys.fill_(torch.nan)
+            decoder.cache.values.fill_(torch.nan)
+            decoder.ring.hidden.fill_(torch.nan)
+        outputs.append({r.request_id: r.output_token_ids for r in decoder.generate([[3, 4, 5, 6, 7, 8], [9], [10, 11]], max_new_tokens=16)})
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("policy", ["eagle", "training"])
+def test_permuting_requests_permutes_outputs(target, policy: str) -> None:
+    heads = tiny.tiny_heads(target)
+    prompts = [[i, 2 * i + 1, 3] * (1 + i % 3) for i in range(1, 7)]
+    forward = {r.request_id: (r.output_token_ids, r.num_accepted_per_round) for r in _generate(target, heads, policy, prompts)}
+    backward = {r.request_id: (r.output_token_ids, r.num_accepted_per_round) for r in _generate(target, heads, policy, prompts[::-1])}
+    assert forward == {str(len(prompts) - 1 - int(name)): record for name, record in backward.items()}
+
+
+def _generate(target, heads, policy: str, prompts: list[list[int]]):
+    decoder = SpecDecoder(target, heads, policy=policy, engine=EngineConfig(max_num_requests=2))
+    return list(decoder.generate(prompts, max_new_tokens=12))

@@ -1,0 +1,78 @@
+"""Made-up generations with consistent counters, and conditions made of them."""
+
+import random
+
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.evaluation.prompt_files import Prompt
+from mtp_research.evaluation.summary import ConditionResult
+
+
+def generation(
+    name: str,
+    accepted: list[int],
+    *,
+    drafted: list[int] | None = None,
+    num_plain_steps: int = 0,
+    finish_reason: str = "length",
+) -> RequestRecord:
+    """One record: a first token, a round per entry of `accepted`, then steps without drafts."""
+    drafted = [3] * len(accepted) if drafted is None else drafted
+    num_steps = len(accepted) + num_plain_steps
+    return RequestRecord(
+        request_id=name,
+        num_prompt_tokens=5,
+        output_token_ids=tuple(range(1 + num_steps + sum(accepted))),
+        finish_reason=finish_reason,
+        num_accepted_per_round=tuple(accepted),
+        num_drafted_per_round=tuple(drafted),
+        num_target_forwards=num_steps,
+        ttft_s=0.25,
+        decode_s=0.5 * num_steps,
+    )
+
+
+def random_generations(num_prompts: int, *, probability: float, seed: int) -> list[RequestRecord]:
+    """20 rounds a prompt with K = 3; each draft is kept with `probability` until the first miss."""
+    generator = random.Random(seed)
+    records = []
+    for index in range(num_prompts):
+        rounds = [[generator.random() < probability for _ in range(3)] for _ in range(20)]
+        accepted = [(*kept, False).index(False) for kept in rounds]
+        records.append(generation(f"q{index}", accepted))
+    return records
+
+
+def some_prompts(num_prompts: int) -> list[Prompt]:
+    """Prompts q0, q1, ... alternating between two categories."""
+    return [
+        Prompt(f"q{i}", ("arith", "howto")[i % 2], f"question {i}", "chat")
+        for i in range(num_prompts)
+    ]
+
+
+def three_conditions(num_prompts: int) -> list[ConditionResult]:
+    """Baseline, eagle and training over q0 .. q(num_prompts - 1)."""
+    baseline = [generation(f"q{i}", [], num_plain_steps=19) for i in range(num_prompts)]
+    eagle = random_generations(num_prompts, probability=0.5, seed=1)
+    training = random_generations(num_prompts, probability=0.7, seed=2)
+    audit = {"WRONG": 0, "MIXED": 0, "HOLE": 0, "PROVISIONAL": 7}
+    return [
+        ConditionResult(
+            label=label,
+            policy=policy,
+            num_speculative_tokens=num_drafts,
+            records=tuple(records),
+            wall_s=wall_s,
+            num_steps=100,
+            rows_per_step=8.5,
+            lossless=f"identical {num_prompts}/{num_prompts}",
+            decode_wall_s=wall_s / 2,
+            num_decode_tokens=sum(len(record.output_token_ids) - 2 for record in records),
+            audit=audit,
+        )
+        for label, policy, num_drafts, records, wall_s in (
+            ("baseline", None, 0, baseline, 8.0),
+            ("eagle", "eagle", 3, eagle, 5.0),
+            ("training", "training", 3, training, 4.0),
+        )
+    ]

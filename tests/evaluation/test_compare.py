@@ -1,0 +1,49 @@
+import dataclasses
+
+import pytest
+
+from mtp_research.errors import ConfigError
+from mtp_research.evaluation.compare import compare
+from mtp_research.evaluation.report import Report, build_report
+from tests.evaluation.generations import some_prompts, three_conditions
+
+
+def _report(**changes: object) -> Report:
+    built = build_report(
+        three_conditions(12), prompts=some_prompts(12), dtype="float32", config={}, run={}
+    )
+    return dataclasses.replace(built, **changes)
+
+
+def test_same_results_differ_by_zero():
+    pairs = compare(_report(), _report())
+    assert list(pairs) == ["eagle", "training"]
+    assert tuple(pairs["eagle"].differences["acceptance_length_micro"]) == (0.0, 0.0, 0.0)
+
+
+def test_other_prompt_text_is_refused_with_the_ids():
+    prompts = list(_report().prompts)
+    prompts[4] = dataclasses.replace(prompts[4], sha256="0" * 64)
+    with pytest.raises(ConfigError, match=r"1 prompts with other hashes \(q4\)"):
+        compare(_report(), _report(prompts=tuple(prompts)))
+
+
+def test_long_list_of_prompts_is_cut():
+    with pytest.raises(ConfigError, match=r"12 prompts with other hashes \(.*q2 and 7 more\)"):
+        compare(_report(), _report(prompts=()))
+
+
+def test_other_dtype_and_k_are_refused_together():
+    conditions = tuple(
+        dataclasses.replace(c, num_speculative_tokens=5) if c.label == "eagle" else c
+        for c in _report().conditions
+    )
+    with pytest.raises(ConfigError) as caught:
+        compare(_report(), _report(dtype="bfloat16", conditions=conditions))
+    assert "K = 3 and 5 for eagle" in str(caught.value)
+    assert "dtype float32 and bfloat16" in str(caught.value)
+
+
+def test_results_without_a_common_condition_are_refused():
+    with pytest.raises(ConfigError, match="no common condition that drafts"):
+        compare(_report(), _report(conditions=_report().conditions[:1]))

@@ -1,0 +1,102 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from mtp_research.errors import IntegrityError
+from mtp_research.evaluation import results
+from mtp_research.evaluation.report import Report, build_report
+from mtp_research.evaluation.results import recompute, to_json, write_results
+from tests.evaluation.generations import some_prompts, three_conditions
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return build_report(
+        three_conditions(30),
+        prompts=some_prompts(30),
+        dtype="float32",
+        seed=3,
+        config={"spec": {"num_speculative_tokens": 3}},
+        run={"command": "python eval.py"},
+    )
+
+
+def test_recomputed_figures_equal_the_stored_ones(tmp_path: Path, report: Report):
+    path = write_results(tmp_path, report)
+    stored = json.loads(path.read_text())
+    again = json.loads(json.dumps(to_json(recompute(path))))
+    assert again == stored
+    assert recompute(path) == report
+
+
+def test_recomputation_uses_the_counters_and_not_the_stored_summary(tmp_path: Path, report: Report):
+    path = write_results(tmp_path, report)
+    stored = json.loads(path.read_text())
+    stored["conditions"][1]["records"][0]["num_accepted_per_round"][0] = 3
+    stored["conditions"][1]["records"][1]["num_accepted_per_round"] = [0] * 20
+    path.write_text(json.dumps(stored))
+    figures = recompute(path).summaries[1].acceptance
+    assert figures.num_accepted != report.summaries[1].acceptance.num_accepted
+
+
+def test_results_keep_hashes_and_no_prompt_text(tmp_path: Path, report: Report):
+    content = write_results(tmp_path, report).read_text()
+    assert some_prompts(1)[0].sha256 in content
+    assert "question 0" not in content
+
+
+def test_tau_identity_holds_in_the_file(tmp_path: Path, report: Report):
+    stored = json.loads(write_results(tmp_path, report).read_text())
+    for summary in stored["summary"]["conditions"][1:]:
+        figures = summary["acceptance"]
+        positions = [figure["value"] for figure in figures["acceptance_rate_per_position"]]
+        assert abs(figures["acceptance_length_micro"]["value"] - 1 - sum(positions)) < 1e-9
+
+
+def test_rewriting_puts_a_new_file_in_place(tmp_path: Path, report: Report):
+    """A reader that opened the old file keeps a whole one."""
+    with write_results(tmp_path, report).open() as opened:
+        write_results(tmp_path, dataclasses.replace(report, dtype="bfloat16"))
+        assert json.load(opened)["dtype"] == "float32"
+
+
+def test_failed_write_leaves_the_old_file_and_no_temporary(
+    tmp_path: Path, report: Report, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_results(tmp_path, report)
+    before = path.read_bytes()
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results.os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_results(tmp_path, dataclasses.replace(report, dtype="bfloat16"))
+    assert path.read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["results.json", "table.txt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("{", "not a readable results file"),
+        ("[]", "expected schema_version 1, got None"),
+        ('{"schema_version": 2}', "expected schema_version 1, got 2"),
+        ('{"schema_version": 1}', "lacks or misnames a field: 'conditions'"),
+        ('{"schema_version": 1, "conditions": [{"records": 3}]}', "lacks or misnames"),
+    ],
+    ids=["no json", "no object", "other version", "no field", "wrong type"],
+)
+def test_bad_results_file_is_refused(tmp_path: Path, content: str, fault: str):
+    path = tmp_path / "results.json"
+    path.write_text(content)
+    with pytest.raises(IntegrityError) as caught:
+        recompute(path)
+    assert fault in str(caught.value)
+
+
+def test_missing_results_file_is_refused(tmp_path: Path):
+    with pytest.raises(IntegrityError, match="not a readable results file"):
+        recompute(tmp_path / "results.json")

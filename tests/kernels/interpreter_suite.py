@@ -1,0 +1,126 @@
+"""The Triton kernels in Triton's CPU interpreter, against the slow loops.
+
+Not collected by name: test_interpreter.py runs it in a process of its own, because TRITON_INTERPRET
+must be set before the kernels are first imported. By hand:
+
+    TRITON_INTERPRET=1 pytest tests/kernels/interpreter_suite.py
+"""
+
+import os
+
+import pytest
+import torch
+from mtp_research.kernels.paged_attention import paged_attention
+from mtp_research.kernels.store_kv import store_kv
+from torch import Tensor
+
+from tests.kernels.kernel_cases import (
+    ATTENTION_CASES,
+    STORE_CASES,
+    call_arguments,
+    make_inputs,
+    make_store_inputs,
+    slow_arguments,
+)
+from tests.kernels.slow import slow_paged_attention, slow_store_kv
+
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-2}
+
+# Two splits leave some of them empty; None is what the launch chooses for 132 multiprocessors.
+SPLITS = {"mixed": 2, "kv_start": None, "sinks": 3, "positions": 2, "padded_rows": 2, "group_12": 2}
+HALF_PRECISION = {"mixed", "value_wider", "sinks_window"}
+
+ATTENTION_PARAMETERS = [
+    *((case, torch.float32) for case in ATTENTION_CASES),
+    *(
+        (case.with_splits(SPLITS[case.name]), torch.float32)
+        for case in ATTENTION_CASES
+        if case.name in SPLITS
+    ),
+    *((case, torch.float16) for case in ATTENTION_CASES if case.name in HALF_PRECISION),
+]
+
+
+@pytest.fixture(autouse=True)
+def nan_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills every new_empty with NaN, so that an output nobody wrote is seen."""
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before pytest starts"
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(self: Tensor, *size: int, **options: torch.dtype) -> Tensor:
+        made = new_empty(self, *size, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), ATTENTION_PARAMETERS, ids=lambda value: getattr(value, "name", str(value))
+)
+def test_paged_attention_interpreted_matches_slow_loop(case, dtype):
+    inputs = make_inputs(case, dtype=dtype)
+    expected = slow_paged_attention(inputs.query, **inputs.keywords(), **slow_arguments(case))
+    out = paged_attention(
+        inputs.query,
+        **inputs.keywords(),
+        **call_arguments(case),
+        backend="triton",
+        num_splits=case.num_splits,
+    )
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("case", STORE_CASES, ids=lambda case: case.name)
+def test_store_kv_interpreted_matches_slow_copy(case, dtype):
+    rows, pool = make_store_inputs(case, dtype=dtype)
+    expected = slow_store_kv(*rows, **pool)
+    store_kv(*rows, **pool, backend="triton")
+    assert torch.equal(pool["key_cache"], expected[0])
+    assert torch.equal(pool["value_cache"], expected[1])
+
+
+def test_kernels_interpreted_on_strided_cache_match():
+    case = ATTENTION_CASES[1]
+    inputs = make_inputs(case, dtype=torch.float32)
+    keywords = inputs.keywords()
+    expected = slow_paged_attention(inputs.query, **keywords, **slow_arguments(case))
+    both = torch.stack([inputs.key_cache, inputs.value_cache], dim=2)  # K and V beside each other
+    keywords["key_cache"], keywords["value_cache"] = both[:, :, 0], both[:, :, 1]
+    out = paged_attention(inputs.query, **keywords, **call_arguments(case), backend="triton")
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=0)
+
+
+def test_store_kv_interpreted_slot_outside_pool_writes_nothing():
+    rows, pool = make_store_inputs(STORE_CASES[0], dtype=torch.float32)
+    pool["slot_mapping"][:] = pool["key_cache"].shape[0] * pool["key_cache"].shape[1]
+    before = pool["key_cache"].clone()
+    store_kv(*rows, **pool, backend="triton")
+    assert torch.equal(pool["key_cache"], before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.bfloat16}, "computed wrongly by Triton's interpreter"),
+        ({"dtype": torch.float64}, "got torch.float64"),
+        ({"block_size": 24}, "set engine.block_size=32"),
+        ({"key_dim": 20}, "Dk must be a multiple of 8"),
+        ({"value_dim": 264}, "Dv must be a multiple of 8"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_store_kv_unsupported_by_triton_raises(change, message):
+    sizes = {"dtype": torch.float32, "block_size": 16, "key_dim": 16, "value_dim": 16, **change}
+    key = torch.zeros(1, 1, sizes["key_dim"], dtype=sizes["dtype"])
+    value = torch.zeros(1, 1, sizes["value_dim"], dtype=sizes["dtype"])
+    pool = (2, sizes["block_size"], 1)
+    with pytest.raises(ValueError, match=message):
+        store_kv(
+            key,
+            value,
+            key_cache=key.new_zeros(*pool, sizes["key_dim"]),
+            value_cache=key.new_zeros(*pool, sizes["value_dim"]),
+            slot_mapping=torch.zeros(1, dtype=torch.int64),
+            backend="triton",
+        )

@@ -1,0 +1,55 @@
+import pytest
+from mtp_research.kernels.attention_launch import (
+    MAX_SPLITS,
+    LaunchConfig,
+    choose_config,
+    choose_num_splits,
+    padded_head_dim,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "max_key_tiles", "expected"),
+    [
+        pytest.param(64, 128, 4, id="8_requests_8_heads_fill_one_wave"),
+        pytest.param(256, 128, 1, id="32_requests_fill_the_device"),
+        pytest.param(8, 16, 16, id="one_request_one_tile_each"),
+        pytest.param(8, 1, 1, id="one_tile_cannot_split"),
+        pytest.param(1, 10_000, MAX_SPLITS, id="never_more_than_the_maximum"),
+        pytest.param(4096, 128, 1, id="prefill_tiles_suffice"),
+    ],
+)
+def test_choose_num_splits_fills_132_multiprocessors(num_programs, max_key_tiles, expected):
+    chosen = choose_num_splits(num_programs, max_key_tiles=max_key_tiles, num_sms=132)
+    assert chosen == expected
+
+
+def test_choose_num_splits_partial_wave_splits_to_even_it_out():
+    # 300 programs take two waves of 264 slots, the second nearly empty.
+    num_splits = choose_num_splits(300, max_key_tiles=128, num_sms=132)
+    num_waves = -(-300 * num_splits // 264)
+    assert num_waves * 128 / num_splits < 0.75 * 2 * 128
+
+
+@pytest.mark.parametrize(
+    ("num_packed_rows", "head_dim", "element_bytes", "expected"),
+    [
+        pytest.param(4, 128, 2, LaunchConfig(16, 64, 4, 3), id="plain_decode"),
+        pytest.param(16, 128, 2, LaunchConfig(16, 64, 4, 3), id="verify_q4_group4"),
+        pytest.param(48, 128, 2, LaunchConfig(64, 64, 4, 3), id="verify_q4_group12"),
+        pytest.param(32, 256, 2, LaunchConfig(64, 32, 8, 3), id="wide_heads"),
+        pytest.param(48, 128, 4, LaunchConfig(16, 32, 4, 3), id="float32"),
+    ],
+)
+def test_choose_config_shapes(num_packed_rows, head_dim, element_bytes, expected):
+    config = choose_config(
+        num_packed_rows, key_dim=head_dim, value_dim=head_dim, element_bytes=element_bytes
+    )
+    assert config == expected
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "padded"), [(8, 16), (16, 16), (24, 32), (128, 128), (192, 256)]
+)
+def test_padded_head_dim_is_a_power_of_two_tl_dot_takes(head_dim, padded):
+    assert padded_head_dim(head_dim) == padded

@@ -1,0 +1,21 @@
+"""Runs interpreter_suite.py in a process of its own: see there for why."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_kernels_in_triton_interpreter_match_slow_references():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "tests/kernels/interpreter_suite.py", "-q"]
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=100"]
+    run = subprocess.run(
+        [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, f"{run.stdout[-6000:]}\n{run.stderr[-2000:]}"

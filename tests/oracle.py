@@ -1,0 +1,83 @@
+"""Slow references: every policy recomputed from scratch over the committed text, with dense attention and no pages.
+
+Nothing here imports the row plan, the pages or the loop; it follows the definitions of the policies page, one pass after the
+other, over the whole text each time.
+
+Letters: K drafts per step, N MTP modules, p frontier row, L tokens of the text, D hidden.
+"""
+
+import torch
+from torch import Tensor
+
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.attention import DenseContext
+from mtp_research.models.target import Target
+
+
+def greedy_text(target: Target, prompt: list[int], num_new: int) -> list[int]:
+    """Plain greedy decoding, the whole text recomputed for every token."""
+    text = list(prompt)
+    for _ in range(num_new):
+        text.append(int(target_logits(target, text)[-1].argmax()))
+    return text[len(prompt) :]
+
+
+def target_logits(target: Target, text: list[int]) -> Tensor:
+    """Logits `[L, V]` of every row."""
+    return target.logits(_hidden(target, text).post_norm[0])
+
+
+def _hidden(target: Target, text: list[int]):
+    ids = torch.tensor([text])
+    with torch.no_grad():
+        return target.forward(ids, position_ids=torch.arange(len(text))[None], context=DenseContext())
+
+
+def _run(heads: MTPHeads, module: int, tokens: list[int], hidden: Tensor):
+    positions = torch.arange(len(tokens))[None]
+    with torch.no_grad():
+        return heads.run_module(
+            module,
+            token_ids=torch.tensor([tokens]),
+            prev_hidden_states=hidden[None],
+            position_ids=positions,
+            context=DenseContext(),
+        )
+
+
+def training_drafts(heads: MTPHeads, text: list[int], num_drafts: int) -> tuple[list[int], list[Tensor]]:
+    """Drafts and draft logits of the chain policy at the frontier p = L - 2.
+
+    Pass m runs rows 0..p; row q consumes token q + 1 + m of the text followed by the drafts so far, and reads the output of
+    pass m - 1 at the same row.
+    """
+    target = heads.target
+    hidden = heads.source(_hidden(target, text[:-1]))[0]  # rows 0..p
+    known, logits = list(text), []
+    for m in range(num_drafts):
+        tokens = known[1 + m : 1 + m + len(hidden)]
+        output = _run(heads, m % heads.spec.num_mtp_modules, tokens, hidden)
+        logits.append(heads.logits(output.post_norm[0, -1]))
+        known.append(int(logits[-1].argmax()))
+        hidden = heads.recycled(output)[0]
+    return known[len(text) :], logits
+
+
+def eagle_drafts(heads: MTPHeads, text: list[int], num_drafts: int) -> tuple[list[int], list[Tensor]]:
+    """Drafts and draft logits of the EAGLE policy at the frontier p = L - 2.
+
+    Pass m runs its module over rows 0..p with the target's hidden states, followed by the draft rows p+1..p+m, whose hidden
+    vectors are the outputs of the earlier passes at their sampled rows.
+    """
+    target = heads.target
+    hidden = heads.source(_hidden(target, text[:-1]))[0]
+    known, logits = list(text), []
+    for m in range(num_drafts):
+        output = _run(heads, m % heads.spec.num_mtp_modules, known[1:], hidden)
+        logits.append(heads.logits(output.post_norm[0, -1]))
+        known.append(int(logits[-1].argmax()))
+        hidden = torch.cat([hidden, heads.recycled(output)[0, -1:]])
+    return known[len(text) :], logits
+
+
+DRAFTS = {"training": training_drafts, "eagle": eagle_drafts}

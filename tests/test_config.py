@@ -1,0 +1,208 @@
+"""The schema, the YAML files, the override grammar and the fault lines. No model is loaded here."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mtp_research import policy
+from mtp_research.cli import compose_config
+from mtp_research.config import MODULE_SCHEDULES, POLICIES, EvalConfig, TrainConfig
+from mtp_research.errors import ConfigError
+from mtp_research.overrides import CONF_DIR, ENTRIES, check_overrides, group_choices, help_text
+from mtp_research.validation import legal_values, schema_keys
+
+SCHEMAS = {name: schema for schema, name in ENTRIES.items()}
+YAML_FILES = sorted(CONF_DIR.glob("*/*.yaml"))
+COMMAND = re.compile(r"python (train|eval)\.py(.*)$", re.MULTILINE)
+
+
+def fault_lines(schema: type, *words: str) -> list[str]:
+    with pytest.raises(ConfigError) as fault:
+        compose_config(schema, words)
+    assert fault.value.exit_code == 2
+    return str(fault.value).splitlines()
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_yaml_file_names_a_command_that_selects_it_and_composes(path: Path) -> None:
+    command = COMMAND.search(path.read_text(encoding="utf8"))
+    assert command, f"{path} must name a command such as `python train.py group=name`"
+    words = shlex.split(command[2])
+    assert f"{path.parent.name}={path.stem}" in words
+    assert compose_config(SCHEMAS[command[1]], words).model.name
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, EvalConfig])
+def test_defaults_compose_from_another_folder(
+    schema: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert compose_config(schema, []) == compose_config(schema, ["seed=0"])
+
+
+def test_every_yaml_file_is_reachable_from_one_entry() -> None:
+    reachable = {
+        (group, name)
+        for schema in (TrainConfig, EvalConfig)
+        for group, names in group_choices(schema).items()
+        for name in names
+    }
+    assert {(path.parent.name, path.stem) for path in YAML_FILES} == reachable
+
+
+def test_choices_equal_those_of_the_policy_module() -> None:
+    assert sorted(POLICIES) == sorted(policy.POLICIES)
+    assert sorted(MODULE_SCHEDULES) == sorted(policy.MODULE_SCHEDULES)
+
+
+def test_every_key_is_read_somewhere() -> None:
+    root = CONF_DIR.parent
+    sources = [*(root / "mtp_research").rglob("*.py"), root / "train.py", root / "eval.py"]
+    sources = [path for path in sources if path.name not in ("config.py", "validation.py")]
+    trees = [ast.parse(path.read_text(encoding="utf8")) for path in sources]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    read = {node.attr for node in nodes if isinstance(node.ctx, ast.Load)}
+    keys = schema_keys(TrainConfig) | schema_keys(EvalConfig)
+    assert [key for key in keys if key.rsplit(".", 1)[-1] not in read] == []
+
+
+def test_spec_k_is_short_for_num_speculative_tokens() -> None:
+    assert compose_config(EvalConfig, ["spec.k=5"]).spec.num_speculative_tokens == 5
+
+
+@pytest.mark.parametrize("num_tokens", [0, 64])
+def test_spec_k_at_a_bound_is_taken(num_tokens: int) -> None:
+    config = compose_config(EvalConfig, [f"spec.k={num_tokens}"])
+    assert config.spec.num_speculative_tokens == num_tokens
+
+
+@pytest.mark.parametrize(
+    "value", ["-1", "65", "1000000", "three", "2.5", "true", "null", "", "[3]"]
+)
+def test_spec_k_outside_its_range_names_the_range(value: str) -> None:
+    (line,) = fault_lines(EvalConfig, f"spec.k={value}")
+    assert "spec.num_speculative_tokens must be an integer in 0..64" in line
+    assert f"got {value}" in line
+    assert "set spec.k=" in line
+
+
+@pytest.mark.parametrize(
+    ("typed", "policies"),
+    [("training", ["training"]), ("[eagle,training]", ["eagle", "training"])],
+)
+def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> None:
+    assert compose_config(EvalConfig, [f"spec.policy={typed}"]).spec.policy == policies
+
+
+@pytest.mark.parametrize(
+    ("schema", "word", "expected"),
+    [
+        (EvalConfig, "spec.polcy=eagle", "nearest: spec.policy"),
+        (EvalConfig, "modl=lab_tiny", "nearest: model"),
+        (TrainConfig, "max_steps=5", "trainer.max_steps"),
+        (TrainConfig, "trainer.max_step=5", "nearest: "),
+        (TrainConfig, "spec.k=3", "belongs to eval.py"),
+        (EvalConfig, "head=chain_n3", "belongs to train.py"),
+        (TrainConfig, "head=chian_n3", "one of chain_n3, shared_n1, got chian_n3; nearest: chain"),
+        (TrainConfig, "experiment=eval_oracle", "must be one of train_chain_n3, "),
+        (TrainConfig, "-m", "must read NAME=VALUE"),
+        (TrainConfig, "~head", "must read NAME=VALUE"),
+        (TrainConfig, "+nonsense=1", "nonsense is not a key of train.py"),
+        (EvalConfig, "spec.policy=trainin", ", got trainin; nearest: training"),
+        (EvalConfig, "spec.verify=greeedy", "greedy | standard, got greeedy; nearest: greedy"),
+        (TrainConfig, "trainer.learning_rate=fast", "a number above 0 up to 10, got fast"),
+        (TrainConfig, "trainer.learning_rate=0", "a number above 0 up to 10, got 0.0"),
+        (TrainConfig, "trainer.learning_rate=nan", "set trainer.learning_rate=0.002"),
+        (TrainConfig, "trainer.betas=[0.9]", "two numbers in [0, 1)"),
+        (TrainConfig, "trainer.betas=[0.9,1.0]", "two numbers in [0, 1)"),
+        (TrainConfig, "objective.num_depths=2", "at least head.num_mtp_modules=3"),
+        (TrainConfig, "objective.unroll=ttt", "set head=shared_n1"),
+        (TrainConfig, "head.module_schedule=first", "set head=shared_n1"),
+        (EvalConfig, "spec.policy=[]", "at least one policy"),
+        (EvalConfig, "spec.policy=[eagle,eagle]", "each once"),
+        (
+            EvalConfig,
+            "engine.block_size=24",
+            "power of two >= 16, got 24; set engine.block_size=32",
+        ),
+        (EvalConfig, "engine.block_size=8", "in 16..4096, got 8; set engine.block_size=16"),
+        (EvalConfig, "engine.max_num_batched_tokens=3", "must hold spec.k + 1 = 4 rows, got 3"),
+        (EvalConfig, "engine.max_model_len=64", "must exceed max_new_tokens=64"),
+        (EvalConfig, "engine.num_blocks=0", "or null, got 0; set engine.num_blocks=null"),
+        (EvalConfig, "sampling.temperature=0.5", "must be 0 for spec.verify=greedy"),
+        (EvalConfig, "sampling.top_k=5", "must be 0 at temperature 0"),
+        (EvalConfig, "sampling.top_p=0.5", "must be 1 at temperature 0"),
+        (EvalConfig, "spec.draft_sampling=sample", "must be greedy at temperature 0"),
+    ],
+)
+def test_wrong_override_gives_one_line_with_the_fix(schema: type, word: str, expected: str) -> None:
+    (line,) = fault_lines(schema, word)
+    assert expected in line
+    assert len(line) < 200
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("model.pretrain.warmup_steps=900000", "must be below max_steps"),
+        ("model.pretrain.domain_weights.prose=-1", "a finite number >= 0, got -1"),
+    ],
+)
+def test_wrong_pretrain_key_is_named_for_task_target(word: str, expected: str) -> None:
+    (line,) = fault_lines(TrainConfig, "task=target", "model=lab_tiny", word)
+    assert expected in line
+
+
+def test_target_without_an_architecture_is_refused() -> None:
+    (line,) = fault_lines(TrainConfig, "task=target", "model=qwen3")
+    assert line.startswith("model.architecture must be set for task=target")
+
+
+def test_several_faults_give_one_line_each() -> None:
+    lines = fault_lines(EvalConfig, "spec.k=-1", "seed=-1", "sampling.top_p=2")
+    assert [line.split()[0] for line in lines] == [
+        "spec.num_speculative_tokens",
+        "sampling.top_p",
+        "seed",
+    ]
+
+
+@pytest.mark.parametrize("path", ["a b", "x,y", "(z)", "it's", "k=v", "C:\\data"])
+def test_path_with_special_characters_arrives_unchanged(path: str) -> None:
+    assert compose_config(TrainConfig, [f"model.path={path}"]).model.path == path
+
+
+def test_mapping_takes_new_entries_with_their_types() -> None:
+    words = ["model.architecture.num_hidden_layers=2", "model.architecture.tie=true"]
+    architecture = compose_config(TrainConfig, words).model.architecture
+    assert architecture["num_hidden_layers"] == 2
+    assert architecture["tie"] is True
+
+
+def test_null_clears_an_optional_key() -> None:
+    assert compose_config(EvalConfig, ["spec.head=null"]).spec.head is None
+
+
+def test_config_holds_plain_types_only() -> None:
+    config = compose_config(TrainConfig, ["logger.tags=[a,b]"])
+    assert type(config.logger.tags) is list
+    assert type(config.trainer.betas) is tuple
+    assert type(config.model.architecture) is dict
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, EvalConfig])
+def test_help_lists_every_group_choice_and_key(schema: type) -> None:
+    text = help_text(schema)
+    for group, choices in group_choices(schema).items():
+        assert f"{group}={' | '.join(choices)}" in text
+    for key, item in schema_keys(schema).items():
+        assert f"{key}: {legal_values(item)}" in text
+
+
+def test_check_overrides_reports_all_unknown_names_at_once() -> None:
+    with pytest.raises(ConfigError) as fault:
+        check_overrides(TrainConfig, ["modl=a", "sed=1", "seed=1"])
+    assert len(str(fault.value).splitlines()) == 2

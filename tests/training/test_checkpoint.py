@@ -1,0 +1,157 @@
+"""Step folders: whole or absent, verified on load, rotated; locks and settings."""
+
+import hashlib
+import json
+import multiprocessing
+import shutil
+
+import pytest
+import torch
+
+from mtp_research.errors import ConfigError, IntegrityError, NumericFault
+from mtp_research.training.checkpoint import (
+    check_same_run,
+    load_checkpoint,
+    newest_checkpoint,
+    run_lock,
+    save_checkpoint,
+    step_folders,
+)
+
+FILES = ["manifest.json", "head.safetensors", "optimizer.safetensors", "state.json"]
+
+
+def save(root, step, *, keep_last=2, value=None):
+    tensors = {
+        "head": {"weight": torch.full((4, 3), float(step if value is None else value))},
+        "optimizer": {"step": torch.tensor(float(step))},
+    }
+    return save_checkpoint(
+        root, step=step, tensors=tensors, state={"seen": [step, 0.1]}, keep_last=keep_last
+    )
+
+
+def test_save_checkpoint_roundtrip(tmp_path):
+    folder = save(tmp_path, 7)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    checkpoint = load_checkpoint(folder)
+    assert checkpoint.step == 7
+    assert checkpoint.state == {"seen": [7, 0.1]}
+    assert torch.equal(checkpoint.tensors("head")["weight"], torch.full((4, 3), 7.0))
+    assert (tmp_path / "latest").read_text() == "step_000007\n"
+
+
+def test_save_checkpoint_keeps_the_newest(tmp_path):
+    for step in (5, 10, 1_000_000):
+        save(tmp_path, step)
+    assert [folder.name for folder in step_folders(tmp_path)] == ["step_000010", "step_1000000"]
+    assert not list(tmp_path.glob(".*ing-*"))
+    assert not list(tmp_path.glob(".retired-*"))
+
+
+def test_save_checkpoint_replaces_a_damaged_folder_of_the_same_step(tmp_path):
+    (save(tmp_path, 3) / "head.safetensors").write_bytes(b"")
+    save(tmp_path, 3, value=8.0)
+    assert load_checkpoint(tmp_path / "step_000003").tensors("head")["weight"][0, 0] == 8.0
+
+
+def test_save_checkpoint_non_finite_tensor_is_refused(tmp_path):
+    with pytest.raises(NumericFault, match="head"):
+        save(tmp_path, 1, value=float("nan"))
+    assert not step_folders(tmp_path)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
+def test_load_checkpoint_damaged_file_is_named(tmp_path, file, damage):
+    path = save(tmp_path, 1) / file
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(content[:-5])
+    else:
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    with pytest.raises(IntegrityError, match=file):
+        load_checkpoint(tmp_path / "step_000001")
+
+
+def test_load_checkpoint_any_flipped_bit_of_the_manifest_is_refused(tmp_path):
+    path = save(tmp_path, 1) / "manifest.json"
+    content = path.read_bytes()
+    for index, byte in enumerate(content):
+        path.write_bytes(content[:index] + bytes([byte ^ 4]) + content[index + 1 :])
+        if not chr(byte).isspace():
+            with pytest.raises(IntegrityError, match="manifest"):
+                load_checkpoint(path.parent)
+
+
+def test_load_checkpoint_file_outside_the_folder_is_refused(tmp_path):
+    folder = save(tmp_path, 1)
+    body = json.loads((folder / "manifest.json").read_text())["manifest"]
+    body["files"]["../latest"] = {"bytes": 12, "sha256": "0"}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps({"manifest": body, "sha256": digest}))
+    with pytest.raises(IntegrityError, match="latest"):
+        load_checkpoint(folder)
+
+
+def test_newest_checkpoint_skips_a_damaged_step(tmp_path, caplog):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "optimizer.safetensors").unlink()
+    assert newest_checkpoint(tmp_path).step == 1
+    assert "step_000002" in caplog.text
+    assert "optimizer.safetensors" in caplog.text
+
+
+def test_newest_checkpoint_without_steps_is_none(tmp_path):
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+    (tmp_path / ".writing-step_000001-99").mkdir()
+    assert newest_checkpoint(tmp_path) is None
+
+
+def test_newest_checkpoint_all_damaged_is_refused(tmp_path):
+    (save(tmp_path, 1) / "state.json").write_text("{}")
+    with pytest.raises(IntegrityError, match=r"state\.json"):
+        newest_checkpoint(tmp_path)
+
+
+def test_check_same_run_lists_every_changed_key():
+    check_same_run({"seed": 0}, {"seed": 0})
+    with pytest.raises(ConfigError) as fault:
+        check_same_run({"seed": 0, "old": 1, "same": 2}, {"seed": 1, "new": 3, "same": 2})
+    text = str(fault.value)
+    assert "seed: checkpoint 0, now 1" in text
+    assert "old: checkpoint 1, now None" in text
+    assert "same" not in text
+
+
+def hold(root, is_held, may_end):
+    with run_lock(root):
+        is_held.set()
+        may_end.wait(60)
+
+
+def test_run_lock_second_process_is_refused(tmp_path):
+    context = multiprocessing.get_context("fork")
+    is_held, may_end = context.Event(), context.Event()
+    holder = context.Process(target=hold, args=(tmp_path, is_held, may_end))
+    holder.start()
+    try:
+        assert is_held.wait(60)
+        with pytest.raises(ConfigError, match="in use by another run"), run_lock(tmp_path):
+            pass
+    finally:
+        may_end.set()
+        holder.join()
+    with run_lock(tmp_path):
+        pass
+
+
+def test_run_lock_removes_what_a_crash_left(tmp_path):
+    folder = save(tmp_path, 1)
+    shutil.copytree(folder, tmp_path / ".writing-step_000002-1")
+    with run_lock(tmp_path):
+        assert not (tmp_path / ".writing-step_000002-1").exists()
+    assert load_checkpoint(folder).step == 1

@@ -1,0 +1,58 @@
+"""Train lab targets on a GPU machine without Hydra installed: several at a time, one process each.
+
+    python tools/gpu_pretrain.py --corpus .carry/corpus --out $OUT lab_tiny lab_small
+
+Reads `conf/model/NAME.yaml`; `--set key=value` overrides a key of its `pretrain` block.
+"""
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--corpus", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--here", action="store_true", help="run in this process (one name)")
+    args = parser.parse_args()
+    if args.here:
+        return train(args)
+    processes = []
+    for name in args.names:
+        log = (args.out / f"{name}.log").open("w")
+        command = [sys.executable, "-u", __file__, "--here", *[f for s in args.set for f in ("--set", s)]]
+        command += ["--corpus", args.corpus, "--out", str(args.out), "--seed", str(args.seed), name]
+        processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+        time.sleep(1)
+    return max(process.wait() for process in processes)
+
+
+def train(args: argparse.Namespace) -> int:
+    from mtp_research.config import ModelConfig, PretrainConfig
+    from mtp_research.training.pretrain import pretrain_target
+
+    fields = yaml.safe_load((ROOT / "conf" / "model" / f"{args.names[0]}.yaml").read_text())
+    pretrain = fields.pop("pretrain")
+    pretrain["corpus_dir"] = str(Path(args.corpus).resolve())
+    pretrain |= {key: yaml.safe_load(value) for key, value in (item.split("=") for item in args.set)}
+    known = {field.name for field in dataclasses.fields(PretrainConfig)}
+    assert set(pretrain) <= known, f"unknown pretrain keys {set(pretrain) - known}"
+    model = ModelConfig(**fields, pretrain=PretrainConfig(**pretrain))
+    pretrain_target(model, output_dir=Path("/tmp/targets") / args.names[0], seed=args.seed)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
