@@ -238,3 +238,8 @@ def check_optional_range(name: str, value: int | None, *, low: int, high: int | 
     if value is not None and (value < low or (high is not None and value > high)):
         allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be {allowed} or None, got {value}.")
+
+
+def triton_version() -> str:
+    """Triton's version, or `none` where it does not import."""
+    return "none" if triton is None else triton.__version__

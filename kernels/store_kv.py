@@ -190,12 +190,11 @@ def _launch_store_kv(
         key, key_cache=key_cache, value_cache=value_cache, kernel=_store_kv_kernel
     )
     checks.check_last_dim_contiguous("value", value)
-    padded_key_dim = triton.next_power_of_2(key_dim)
-    padded_value_dim = triton.next_power_of_2(value_dim)
-    heads_that_fit = max(1, _MAX_TILE_ELEMENTS // max(padded_key_dim, padded_value_dim))
-    block_heads = min(triton.next_power_of_2(num_heads), heads_that_fit)
+    constants = store_constants(
+        num_heads, key_dim=key_dim, value_dim=value_dim, block_size=block_size
+    )
     with checks.launch_device(key):
-        _store_kv_kernel[(num_rows, triton.cdiv(num_heads, block_heads))](
+        _store_kv_kernel[(num_rows, triton.cdiv(num_heads, constants["BLOCK_HEADS"]))](
             key,
             value,
             key_cache,
@@ -206,12 +205,24 @@ def _launch_store_kv(
             *value.stride()[:2],
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
-            NUM_HEADS=num_heads,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            BLOCK_SIZE=block_size,
-            BLOCK_HEADS=block_heads,
-            PADDED_KEY_DIM=padded_key_dim,
-            PADDED_VALUE_DIM=padded_value_dim,
+            **constants,
             num_warps=4,
         )
+
+
+def store_constants(
+    num_heads: int, *, key_dim: int, value_dim: int, block_size: int
+) -> dict[str, int]:
+    """The compile-time arguments of the store kernel, by parameter name."""
+    padded_key_dim = triton.next_power_of_2(key_dim)
+    padded_value_dim = triton.next_power_of_2(value_dim)
+    heads_that_fit = max(1, _MAX_TILE_ELEMENTS // max(padded_key_dim, padded_value_dim))
+    return {
+        "NUM_HEADS": num_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_HEADS": min(triton.next_power_of_2(num_heads), heads_that_fit),
+        "PADDED_KEY_DIM": padded_key_dim,
+        "PADDED_VALUE_DIM": padded_value_dim,
+    }

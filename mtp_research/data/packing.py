@@ -1,7 +1,7 @@
 """Rows of token ids: continuous ones for pretraining, document-safe ones for head training.
 
-Third stage of the data flow: sources -> tokenizer -> packing. Letters: B rows of a batch, S tokens of
-a row. Both packers are pure functions of their arguments, so that data order is a function of
+Third stage of the data flow: sources -> tokenizer -> packing. Letters: B rows of a batch, S tokens
+of a row. Both packers are pure functions of their arguments, so that data order is a function of
 (seed, epoch) and a resumed run sees the same rows.
 
 Source: first-fit decreasing bin packing (Johnson 1973).
@@ -84,7 +84,9 @@ def pack_first_fit(
         ConfigError: no document is long enough to be packed.
     """
     lengths = [min(len(document.token_ids), seq_len) for document in documents]
-    kept = [index for index, document in enumerate(documents) if len(document.token_ids) >= min_tokens]
+    kept = [
+        index for index, document in enumerate(documents) if len(document.token_ids) >= min_tokens
+    ]
     if not kept:
         raise ConfigError(
             f"expected documents of at least {min_tokens} tokens, got none among {len(documents)}; "
@@ -120,8 +122,8 @@ def pack_first_fit(
 def _first_fit(order: Sequence[int], lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     """Rows as lists of document indices.
 
-    A tree over rows keeps the largest room in each subtree, which finds the first row with enough room
-    in O(log rows); the plain scan is quadratic and takes minutes at 10^5 documents.
+    A tree over rows keeps the largest room in each subtree, which finds the first row with enough
+    room in O(log rows); the plain scan is quadratic and takes minutes at 10^5 documents.
     """
     num_leaves = 1 << max(len(order) - 1, 0).bit_length()
     room = np.full(2 * num_leaves, seq_len, dtype=np.int64).tolist()
@@ -173,9 +175,9 @@ def build_stream(documents: Iterable[EncodedDocument], *, vocab_size: int) -> To
 def pack_stream(stream: TokenStream, *, seq_len: int, seed: int, epoch: int) -> np.ndarray:
     """Row starts of one epoch, shuffled: row r reads tokens [start, start + seq_len + 1), wrapping.
 
-    A row starts at every document and at every `seq_len` tokens inside a long one, so that each token
-    is read at least once an epoch and every document is also read from position 0, as at decoding
-    time. A row runs on into the documents that follow; attention is not cut between them.
+    A row starts at every document and at every `seq_len` tokens inside a long one, so that each
+    token is read at least once an epoch and every document is also read from position 0, as at
+    decoding time. A row runs on into the documents that follow; attention is not cut between them.
 
     Returns:
         [num_rows] int64 offsets into the stream, a pure function of the arguments.
@@ -198,8 +200,8 @@ def sample_rows(
 ) -> Iterator[np.ndarray]:
     """Endless batches of row starts, each row from a domain drawn with its weight.
 
-    The offsets index the concatenation of all streams in the order of `streams`. Inside a domain rows
-    come without replacement, epoch after epoch.
+    The offsets index the concatenation of all streams in the order of `streams`. Inside a domain
+    rows come without replacement, epoch after epoch.
 
     Yields:
         [B] int64.

@@ -1,78 +1,37 @@
 """Documents from corpus files and from the Python source of the running interpreter.
 
-First stage of the data flow: sources -> tokenizer -> packing. A corpus file is `DOMAIN.SPLIT.jsonl.xz`
-or `DOMAIN.SPLIT.N.jsonl.xz` (also uncompressed) with one JSON object a line: `id`, `source`, and either
-`text` or `messages`. The domain `python` has no file; it is read from the installed packages, so that
-nothing has to be shipped.
+First stage of the data flow: sources -> tokenizer -> packing. A corpus file is
+`DOMAIN.SPLIT.jsonl.xz` or `DOMAIN.SPLIT.N.jsonl.xz` (also uncompressed) with one JSON object a
+line: `id`, `source`, and either `text` or `messages`. The domain `python` has no file; it is read
+from the installed packages, so that nothing has to be shipped.
 """
 
-import hashlib
-import importlib.util
 import json
 import lzma
 import re
-import string
-import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mtp_research.data.python_files import HELD_OUT_STDLIB, PYTHON_PACKAGES, python_files
 from mtp_research.errors import ConfigError, IntegrityError
+
+__all__ = [
+    "HELD_OUT_STDLIB",
+    "PYTHON_DOMAIN",
+    "PYTHON_PACKAGES",
+    "Document",
+    "Split",
+    "corpus_files",
+    "load_corpus",
+    "python_sources",
+    "read_documents",
+]
 
 Split = Literal["train", "dev"]
 
 PYTHON_DOMAIN = "python"
-PYTHON_PACKAGES = ("stdlib", "numpy", "triton", "torch", "transformers")
-# Kept for evaluation by the corpus rules: code completion is measured on packages never trained on.
-RESERVED_PACKAGES = ("jinja2", "mpmath", "networkx", "sympy")
-# Standard-library files that no target is trained on: evaluation cuts its code prompts from them at
-# run time. All of them exist as a single top-level file in Python 3.11, 3.12 and 3.13.
-HELD_OUT_STDLIB = (
-    "bisect.py",
-    "calendar.py",
-    "cmd.py",
-    "codeop.py",
-    "colorsys.py",
-    "configparser.py",
-    "contextlib.py",
-    "copy.py",
-    "csv.py",
-    "difflib.py",
-    "filecmp.py",
-    "fnmatch.py",
-    "fractions.py",
-    "functools.py",
-    "getopt.py",
-    "glob.py",
-    "graphlib.py",
-    "heapq.py",
-    "linecache.py",
-    "mailbox.py",
-    "netrc.py",
-    "pprint.py",
-    "queue.py",
-    "random.py",
-    "reprlib.py",
-    "sched.py",
-    "shelve.py",
-    "shlex.py",
-    "statistics.py",
-    "string.py",
-    "textwrap.py",
-    "timeit.py",
-)
-
-MIN_SOURCE_BYTES = 400
-MAX_SOURCE_BYTES = 200_000
-_SKIPPED_FOLDERS = {
-    "__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test",
-    "testing", "tests", "turtledemo", *RESERVED_PACKAGES,
-}  # fmt: skip
-_GENERATED = re.compile(r"@generated|auto-?generated|automatically generated|do not edit", re.I)
-# What readable code is mostly made of; tables of numbers or of escapes are not.
-_CODE_BYTES = (string.ascii_letters + " \n_.,:=()[]\"'").encode()
-_LICENCE_WORDS = ("copyright", "license", "licence")
 
 
 @dataclass(frozen=True)
@@ -120,8 +79,8 @@ def corpus_files(corpus_dir: str | Path, *, domain: str, split: Split) -> list[P
     folder = Path(corpus_dir)
     if not folder.is_dir():
         raise ConfigError(
-            f"expected a folder of DOMAIN.{split}.jsonl.xz files, got {str(folder)!r}, which is not "
-            "a folder; set model.pretrain.corpus_dir"
+            f"expected a folder of DOMAIN.{split}.jsonl.xz files, got {str(folder)!r}, which "
+            "is not a folder; set model.pretrain.corpus_dir"
         )
     name = re.compile(rf"{re.escape(domain)}\.{split}(\.\d+)?\.jsonl(\.xz)?")
     found = sorted(path for path in folder.iterdir() if name.fullmatch(path.name))
@@ -139,18 +98,20 @@ def read_documents(path: str | Path, *, domain: str | None = None) -> Iterator[D
 
     Args:
         path: file to read.
-        domain: domain of the documents; None takes each record's `domain` field, else the part of the
+        domain: domain of the documents; None takes each record's `domain` field, else the part of
+        the
             file name before the first dot.
 
     Raises:
-        IntegrityError: unreadable file, invalid JSON or a missing field; names the file and the line.
+        IntegrityError: unreadable file, invalid JSON or a missing field; names the file and the
+        line.
     """
     path = Path(path)
-    opened = lzma.open(path, "rt", encoding="utf8") if path.suffix == ".xz" else path.open()
+    opener = lzma.open if path.suffix == ".xz" else open
     line_number = 0
     try:
-        with opened as lines:
-            for line_number, line in enumerate(lines, start=1):  # noqa: B007 - used in the errors
+        with opener(path, "rt", encoding="utf8") as lines:
+            for line_number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield _parse_record(line, path=path, line_number=line_number, domain=domain)
     except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
@@ -197,9 +158,9 @@ def python_sources(
 ) -> list[Document]:
     """Readable Python files of the running interpreter, at most `max_bytes` of them.
 
-    Packages share `max_bytes` equally and what a small one leaves goes to the larger ones, so that the
-    standard library is taken whole. Tests, generated files, data tables and held-out modules are left
-    out, and so are licence headers. The choice depends on file names and sizes only.
+    Packages share `max_bytes` equally and what a small one leaves goes to the larger ones, so that
+    the standard library is taken whole. Tests, generated files, data tables and held-out modules
+    are left out, and so are licence headers. The choice depends on file names and sizes only.
 
     Args:
         packages: importable names, or `stdlib`.
@@ -209,72 +170,7 @@ def python_sources(
     Raises:
         ConfigError: a package is reserved for evaluation or is not installed.
     """
-    readable = [_readable_files(package) for package in packages]
-    readable.sort(key=lambda files: sum(len(document.text or "") for document in files))
-    chosen: list[Document] = []
-    budget = max_bytes
-    for index, files in enumerate(readable):
-        share = budget // (len(readable) - index)
-        for document in sorted(files, key=lambda document: _hash(document.doc_id)):
-            num_bytes = len((document.text or "").encode())
-            if num_bytes <= share:
-                share -= num_bytes
-                budget -= num_bytes
-                chosen.append(document)
-    return [document for document in chosen if _is_dev(document) == (split == "dev")]
-
-
-def _readable_files(package: str) -> list[Document]:
-    root = _package_root(package)
-    documents = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if _is_wanted(relative) and path.stat().st_size <= MAX_SOURCE_BYTES:
-            text = _clean(path)
-            if text is not None:
-                doc_id = f"{package}/{relative.as_posix()}"
-                documents.append(Document(doc_id=doc_id, domain=PYTHON_DOMAIN, text=text))
-    return documents
-
-
-def _package_root(package: str) -> Path:
-    if package in RESERVED_PACKAGES:
-        raise ConfigError(f"{package} is reserved for evaluation; leave it out of the packages")
-    if package == "stdlib":
-        return Path(sysconfig.get_paths()["stdlib"])
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise ConfigError(f"package {package!r} is not installed; install it or leave it out")
-    return Path(spec.origin).parent
-
-
-def _is_wanted(relative: Path) -> bool:
-    """Whether a file is neither a test nor held out; `relative` starts inside the package."""
-    if _SKIPPED_FOLDERS & set(relative.parts) or re.match(r"test_|.*_test\.py$", relative.name):
-        return False
-    return relative.name not in HELD_OUT_STDLIB
-
-
-def _clean(path: Path) -> str | None:
-    """Text without its licence header; None for generated files, data tables and foreign encodings."""
-    raw = path.read_bytes()
-    try:
-        text = raw.decode("utf8").replace("\r\n", "\n")
-    except UnicodeDecodeError:
-        return None
-    num_odd = len(raw.translate(None, delete=_CODE_BYTES))
-    if num_odd > 0.2 * len(raw) or _GENERATED.search(text[:2000]):
-        return None
-    header = re.match(r"(?:[ \t]*(?:#[^\n]*)?\n)*", text)
-    if header and any(word in header.group().lower() for word in _LICENCE_WORDS):
-        text = text[header.end() :]
-    text = text.strip("\n") + "\n"
-    return text if len(text) >= MIN_SOURCE_BYTES else None
-
-
-def _is_dev(document: Document) -> bool:
-    return int(_hash(document.doc_id)[:8], 16) % 64 == 0
-
-
-def _hash(name: str) -> str:
-    return hashlib.sha256(name.encode()).hexdigest()
+    return [
+        Document(doc_id=name, domain=PYTHON_DOMAIN, text=text)
+        for name, text in python_files(packages, max_bytes=max_bytes, split=split)
+    ]

@@ -127,11 +127,12 @@ def encode_documents(
 ) -> Iterator[EncodedDocument]:
     """Token ids and loss masks of `documents`, in order; text is encoded on all cores at once.
 
-    The loss mask is True where the token is the target's own output: the content of an assistant turn
-    and the `<|end|>` that closes it; all tokens but `<|bos|>` in plain text.
+    The loss mask is True where the token is the target's own output: the content of an assistant
+    turn and the `<|end|>` that closes it; all tokens but `<|bos|>` in plain text.
 
     Raises:
-        ConfigError: the tokenizer lacks our special tokens, or a role is neither user nor assistant.
+        ConfigError: the tokenizer lacks our special tokens, or a role is neither user nor
+        assistant.
     """
     backend = _backend(tokenizer)
     for first in range(0, len(documents), _DOCUMENTS_PER_CALL):
@@ -195,8 +196,8 @@ def _backend(tokenizer: Tokenizer | PreTrainedTokenizerFast) -> Tokenizer:
     found = [backend.token_to_id(token) for token in SPECIAL_TOKENS]
     if found != list(range(len(SPECIAL_TOKENS))):
         raise ConfigError(
-            f"expected the special tokens {' '.join(SPECIAL_TOKENS)} at ids 0 to 5, got ids {found}; "
-            "use a target made by task=target"
+            f"expected the special tokens {' '.join(SPECIAL_TOKENS)} at ids 0 to 5, got ids "
+            f"{found}; use a target made by task=target"
         )
     return backend
 

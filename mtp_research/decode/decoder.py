@@ -302,7 +302,9 @@ class SpecDecoder:
     def _build_state(self, *, sample_drafts: bool) -> tuple[KVCache, HiddenRing, Scheduler]:
         """Allocate the page pool and the ring, and set up the scheduler."""
         engine, target, drafted = self.engine, self.target, self.num_speculative_tokens
-        blocks_per_request = -(-num_slots_needed(self.max_model_len, drafted) // engine.block_size)
+        num_extra_slots = self.drafter.num_extra_slots if self.drafter is not None else 0
+        slots_per_request = num_slots_needed(self.max_model_len, drafted) + num_extra_slots
+        blocks_per_request = -(-slots_per_request // engine.block_size)
         num_blocks = engine.num_blocks or engine.max_num_requests * blocks_per_request
         num_draft_layers = self.drafter.num_kv_layers if self.drafter is not None else 0
         num_kv_heads, key_dim, value_dim = target.kv_geometry
@@ -331,6 +333,7 @@ class SpecDecoder:
             max_prefill_chunk=engine.max_prefill_chunk,
             max_model_len=self.max_model_len,
             num_speculative_tokens=drafted,
+            num_extra_slots=num_extra_slots,
         )
         return cache, ring, scheduler
 

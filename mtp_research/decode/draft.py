@@ -43,9 +43,18 @@ class VerifiedStep:
 
 
 class Drafter(Protocol):
-    """Proposes K tokens a request."""
+    """Proposes K tokens a request.
 
-    num_kv_layers: int
+    Attributes:
+        num_kv_layers: KV layers it needs beside the target's.
+        num_extra_slots: positions it writes beyond `policy.num_slots_needed`.
+    """
+
+    @property
+    def num_kv_layers(self) -> int: ...
+
+    @property
+    def num_extra_slots(self) -> int: ...
 
     def draft(self, step: VerifiedStep, *, cache: KVCache, ring: HiddenRing) -> Tensor:
         """Draft token ids `[R, K]` int64, -1 for a draft that must be rejected (and for requests that do not draft).
@@ -79,6 +88,7 @@ class MTPDrafter:
     sample_drafts: bool = False
     backend: str = "auto"
     auditor: Auditor | None = None
+    num_extra_slots: int = 0
 
     @property
     def num_kv_layers(self) -> int:
@@ -160,6 +170,7 @@ class NullDrafter:
 
     num_speculative_tokens: int
     num_kv_layers: int = 0
+    num_extra_slots: int = 0
 
     def draft(self, step: VerifiedStep, *, cache: KVCache, ring: HiddenRing) -> Tensor:
         """See `Drafter.draft`."""
@@ -179,6 +190,7 @@ class OracleDrafter:
     num_speculative_tokens: int
     backend: str = "auto"
     num_kv_layers: int = 0
+    num_extra_slots: int = 1  # its last pass reads the draft before the last one, a row that no module ever runs
 
     def draft(self, step: VerifiedStep, *, cache: KVCache, ring: HiddenRing) -> Tensor:
         """See `Drafter.draft`."""

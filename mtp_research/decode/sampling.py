@@ -118,7 +118,7 @@ def uniform_noise(seed: Tensor, position: Tensor, stream: Stream) -> Tensor:
     """
     state = _mix(seed + _signed(0x9E3779B97F4A7C15))
     state = _mix(state ^ (position * _signed(0xD1342543DE82EF95)))
-    state = _mix(state + stream * _signed(0x9E3779B97F4A7C15))
+    state = _mix(state + _signed(stream * 0x9E3779B97F4A7C15))
     return _shift_right(state, 11).double() * 2.0**-53
 
 

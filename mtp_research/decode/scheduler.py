@@ -41,6 +41,7 @@ class Scheduler:
         max_prefill_chunk: most prompt rows of one request in a step.
         max_model_len: longest text.
         num_speculative_tokens: K.
+        num_extra_slots: positions the drafter writes beyond `num_slots_needed`.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Scheduler:
         max_prefill_chunk: int,
         max_model_len: int,
         num_speculative_tokens: int,
+        num_extra_slots: int = 0,
     ) -> None:
         if max_num_batched_tokens < num_slots * (num_speculative_tokens + 1):
             raise ConfigError(
@@ -63,6 +65,7 @@ class Scheduler:
         self.max_prefill_chunk = max_prefill_chunk
         self.max_model_len = max_model_len
         self.num_speculative_tokens = num_speculative_tokens
+        self.num_extra_slots = num_extra_slots
         self.running: list[Request] = []
         self._waiting: list[tuple[int, int, Request]] = []
         self._free_slots = list(range(num_slots))
@@ -90,7 +93,7 @@ class Scheduler:
                 f"got {num_prompt} tokens; shorten it or raise engine.max_model_len."
             )
         longest = min(num_prompt + request.sampling.max_new_tokens, self.max_model_len)
-        needed = self.blocks.num_blocks_for(num_slots_needed(longest, self.num_speculative_tokens))
+        needed = self.blocks.num_blocks_for(self._num_slots(longest))
         if needed > self.blocks.num_blocks:
             raise ConfigError(
                 f"request {request_id} can never fit: it needs {needed} blocks, the pool has {self.blocks.num_blocks}; "
@@ -114,7 +117,7 @@ class Scheduler:
             preempted += self._make_room(request, keep={entry.request.request_id for entry in entries})
             if request.status is not Status.RUNNING:
                 continue
-            self.blocks.reserve(request, self._num_slots(request))
+            self.blocks.reserve(request, self._num_slots(request.num_tokens))
             count = self._num_rows(request, budget)
             entries.append(Scheduled(request, count))
             budget -= count
@@ -122,7 +125,7 @@ class Scheduler:
         # A request preempted in this step must not come back in it: that would only move the shortage around.
         while self._waiting and self._free_slots and budget > 0 and not preempted:
             request = self._waiting[0][2]
-            if not self.blocks.can_reserve(request, self._num_slots(request)):
+            if not self.blocks.can_reserve(request, self._num_slots(request.num_tokens)):
                 break
             heapq.heappop(self._waiting)
             self._admit(request)
@@ -200,8 +203,8 @@ class Scheduler:
                 return kept[: index + 1], FinishReason.STOP
         return kept, FinishReason.LENGTH if len(emitted) >= limit else None
 
-    def _num_slots(self, request: Request) -> int:
-        return num_slots_needed(request.num_tokens, self.num_speculative_tokens)
+    def _num_slots(self, num_tokens: int) -> int:
+        return num_slots_needed(num_tokens, self.num_speculative_tokens) + self.num_extra_slots
 
     def _num_rows(self, request: Request, budget: int) -> int:
         missing = request.num_tokens - request.num_computed_tokens
@@ -212,14 +215,14 @@ class Scheduler:
     def _make_room(self, request: Request, *, keep: set[str]) -> list[Request]:
         """Preempt the lowest-ranked requests (at worst this one) until `request` can reserve its next step."""
         preempted = []
-        while request.status is Status.RUNNING and not self.blocks.can_reserve(request, self._num_slots(request)):
+        while request.status is Status.RUNNING and not self.blocks.can_reserve(request, self._num_slots(request.num_tokens)):
             victim = max((r for r in self.running if r.request_id not in keep), key=self._rank)
             self._preempt(victim)
             preempted.append(victim)
         return preempted
 
     def _admit(self, request: Request) -> None:
-        self.blocks.reserve(request, self._num_slots(request))
+        self.blocks.reserve(request, self._num_slots(request.num_tokens))
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
         self.running.append(request)

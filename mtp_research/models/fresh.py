@@ -1,8 +1,8 @@
 """A new target from a family's Hugging Face config: build, run for training, generate, save.
 
-The only place where `task=target` touches transformers. The classes are Hugging Face's own; training
-swaps in a causal attention without a mask tensor, because under `torch.compile` transformers always
-materialises one, which keeps SDPA from its flash kernel.
+The only place where `task=target` touches transformers. The classes are Hugging Face's own;
+training swaps in a causal attention without a mask tensor, because under `torch.compile`
+transformers always materialises one, which keeps SDPA from its flash kernel.
 """
 
 import copy
@@ -70,7 +70,7 @@ def new_target(
 
 
 def next_token_logits(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits [B, S, V] of rows [B, S] in the model's dtype; attention is causal over the whole row."""
+    """Logits [B, S, V] of rows [B, S] in the model's dtype, causal over the whole row."""
     return model(input_ids=input_ids, use_cache=False).logits
 
 
@@ -83,7 +83,9 @@ def routers(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def finish_training(model: PreTrainedModel, *, stop_ids: Sequence[int], bos_id: int, pad_id: int) -> None:
+def finish_training(
+    model: PreTrainedModel, *, stop_ids: Sequence[int], bos_id: int, pad_id: int
+) -> None:
     """Back to stock attention and eval mode, with the generation settings set, in place."""
     model.set_attn_implementation("sdpa")
     model.eval()
@@ -109,8 +111,8 @@ def generate_greedy(
 def save_target(model: PreTrainedModel, folder: str | Path) -> int:
     """Save in bf16 (buffers as they are) with configs; returns the bytes of the weights.
 
-    Parameters are rounded to bf16 in place and keep their dtype, so that what is measured afterwards is
-    what was saved.
+    Parameters are rounded to bf16 in place and keep their dtype, so that what is measured
+    afterwards is what was saved.
     """
     dtype = model.dtype
     cast_parameters(model, torch.bfloat16)

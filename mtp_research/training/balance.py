@@ -1,21 +1,26 @@
 """Expert load balance without an auxiliary loss, for routers that choose by score plus bias.
 
-After each optimiser step the bias of an expert that got less than its share rises by `rate` and that of
-one that got more falls by it. The bias only enters the choice, not the weights, so it has no gradient.
-Letters: E experts. Source: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing", algorithm 1.
+After each optimiser step the bias of an expert that got less than its share rises by `rate` and
+that of one that got more falls by it. The bias only enters the choice, not the weights, so it has
+no gradient. Letters: E experts. Source: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing",
+algorithm 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+
+RouterHook = Callable[
+    [nn.Module, tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]], None
+]
 
 
 class ExpertBalancer:
     """Counts how many tokens each expert gets and moves the routers' biases.
 
-    Must be made before the model is compiled: the counters are forward hooks, which become part of the
-    compiled graph.
+    Must be made before the model is compiled: the counters are forward hooks, which become part of
+    the compiled graph.
 
     Attributes:
         routers: modules with a buffer `e_score_correction_bias` [E] whose forward returns
@@ -40,14 +45,14 @@ class ExpertBalancer:
 
     @torch.no_grad()
     def update(self, *, scale: float = 1.0) -> torch.Tensor | None:
-        """Move every bias by one step and clear the counters, in place; nothing waits for the device.
+        """Move every bias by one step and clear the counters, in place, without a sync.
 
         Args:
             scale: factor on the rate; following the learning rate lets the biases settle with it.
 
         Returns:
-            0-dim fp32 imbalance, largest load / mean load of the worst router (1 is perfect), on the
-            device; None without routers.
+            0-dim fp32 imbalance, largest load / mean load of the worst router (1 is perfect), on
+            the device; None without routers.
         """
         if not self.routers:
             return None
@@ -69,7 +74,7 @@ def _bias(router: nn.Module) -> torch.Tensor:
     return router.get_buffer("e_score_correction_bias")
 
 
-def _count_into(load: torch.Tensor):  # noqa: ANN202 - a hook
+def _count_into(load: torch.Tensor) -> RouterHook:
     num_experts = load.shape[0]
 
     def count(

@@ -1,7 +1,7 @@
 """AdamW on fp32 master copies of low-precision parameters, and the learning-rate schedule.
 
-A step of 1e-4 relative size vanishes in bf16 (8 bits of mantissa), so the compute parameters are bf16
-copies of fp32 masters that alone are optimised. Source: Micikevicius et al. 2018, section 3.1.
+A step of 1e-4 relative size vanishes in bf16 (8 bits of mantissa), so the compute parameters are
+bf16 copies of fp32 masters that alone are optimised. Source: Micikevicius et al. 2018, section 3.1.
 """
 
 import math
@@ -89,8 +89,9 @@ class MasterWeights:
         if learning_rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-        # The fused kernel divides gradients by `grad_scale` and skips the step where `found_inf` is 1:
-        # the seam that torch's GradScaler uses, which saves a pass over the gradients and a sync.
+        # The fused kernel divides gradients by `grad_scale` and skips the step where `found_inf` is
+        # 1: the seam that torch's GradScaler uses, which saves a pass over the gradients and a
+        # sync.
         self.optimizer.grad_scale = (grad_norm / self.grad_clip).clamp(min=1.0)
         self.optimizer.found_inf = is_bad
         self.optimizer.step()
@@ -111,8 +112,8 @@ def cosine_learning_rate(
 ) -> float:
     """Linear warm-up over `warmup_steps`, times a cosine from 1 to `min_ratio` over the budget.
 
-    The cosine follows the spent fraction of the budget, not the step, so that a run that ends by the
-    clock still reaches the smallest rate.
+    The cosine follows the spent fraction of the budget, not the step, so that a run that ends by
+    the clock still reaches the smallest rate.
 
     Args:
         fraction: spent part of the budget; clamped to [0, 1].

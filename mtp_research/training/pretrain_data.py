@@ -5,15 +5,16 @@ Letters: S tokens of a row.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
 
 from mtp_research.config import PretrainConfig
-from mtp_research.data.packing import TokenStream, build_stream
+from mtp_research.data.packing import TokenStream, build_stream, sample_rows
 from mtp_research.data.sources import (
     PYTHON_DOMAIN,
     Document,
@@ -73,7 +74,7 @@ def prepare_data(pretrain: PretrainConfig, *, tokenizer_dir: Path) -> PretrainDa
         save_tokenizer(tokenizer, tokenizer_dir)
     if tokenizer.get_vocab_size() > pretrain.vocab_size:
         raise ConfigError(
-            f"expected a tokenizer of at most model.pretrain.vocab_size={pretrain.vocab_size} tokens, "
+            f"expected a tokenizer of at most model.pretrain.vocab_size={pretrain.vocab_size} ids, "
             f"got {tokenizer.get_vocab_size()} in {tokenizer_dir}; use another output_dir"
         )
     streams = {
@@ -99,6 +100,44 @@ def token_array(streams: Mapping[str, TokenStream], *, seq_len: int) -> np.ndarr
     """
     tokens = np.concatenate([stream.token_ids for stream in streams.values()]).astype(np.int32)
     return np.concatenate([tokens, np.resize(tokens, seq_len + 1)])
+
+
+def device_batches(
+    data: PretrainData, pretrain: PretrainConfig, *, seed: int, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Endless row starts [B] int64 on the device, copied there without waiting for it."""
+    is_cuda = device.type == "cuda"
+    for starts in sample_rows(
+        data.streams,
+        weights=data.weights,
+        batch_size=pretrain.batch_size,
+        seq_len=pretrain.seq_len,
+        seed=seed,
+    ):
+        batch = torch.from_numpy(starts)
+        yield batch.pin_memory().to(device, non_blocking=True) if is_cuda else batch
+
+
+def describe_data(data: PretrainData) -> list[str]:
+    """One line per domain: share of the rows, tokens, bytes per token."""
+    total = sum(data.weights.values())
+    lines = []
+    for name, stream in data.streams.items():
+        num_tokens = len(stream.token_ids)
+        lines.append(
+            f"domain {name:14s} weight {data.weights[name] / total:.3f}  {num_tokens:>11,} tokens  "
+            f"{data.num_bytes[name] / num_tokens:.2f} bytes/token"
+        )
+    return lines
+
+
+def data_record(data: PretrainData) -> dict[str, object]:
+    """What was read, for PROVENANCE.json."""
+    return {
+        "data_sha256": data.sha256,
+        "data_bytes": data.num_bytes,
+        "data_tokens": {name: len(stream.token_ids) for name, stream in data.streams.items()},
+    }
 
 
 def _positive_weights(weights: Mapping[str, float]) -> dict[str, float]:

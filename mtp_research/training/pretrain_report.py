@@ -5,7 +5,8 @@ Letters: B documents of a batch, S tokens of a document.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -25,6 +26,7 @@ from mtp_research.models.fresh import TargetModel, generate_greedy, next_token_l
 
 MAX_DEV_DOCUMENTS = 192
 DEV_BATCH_SIZE = 16
+SAMPLE_TOKENS = 96
 SAMPLE_PROMPTS: dict[str, tuple[str, str]] = {
     "math": (
         "chat",
@@ -37,6 +39,31 @@ SAMPLE_PROMPTS: dict[str, tuple[str, str]] = {
     "dialog": ("chat", "Hi, can I get a large latte with oat milk?"),
     "prose": ("completion", "It was a cold evening, and the old man"),
 }
+
+
+class Evaluation(NamedTuple):
+    """`losses` per domain as in `dev_losses`, `samples` as in `sample_texts`."""
+
+    losses: dict[str, dict[str, float]]
+    samples: dict[str, str]
+
+
+def evaluate_target(
+    model: TargetModel,
+    documents: Mapping[str, Sequence[Document]],
+    *,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    report: Callable[[str], None],
+) -> Evaluation:
+    """Dev losses and samples; `report` takes a line for each."""
+    losses = dev_losses(model, documents, tokenizer=tokenizer, seq_len=seq_len)
+    for domain, entry in losses.items():
+        report(f"dev {domain:14s} loss {entry['loss']:.3f} bits/byte {entry['bits_per_byte']:.3f}")
+    samples = sample_texts(model, tokenizer=tokenizer, max_new_tokens=SAMPLE_TOKENS)
+    for domain, text in samples.items():
+        report(f"--- sample {domain}\n{text}")
+    return Evaluation(losses=losses, samples=samples)
 
 
 @torch.inference_mode()
@@ -56,8 +83,8 @@ def dev_losses(
         seq_len: documents are cut to this many tokens.
 
     Returns:
-        Per domain and for `all`: `loss` (nats per token), `bits_per_byte` of the text that was scored
-        (special tokens cost bits and have no bytes), `num_tokens`, `num_bytes`.
+        Per domain and for `all`: `loss` (nats per token), `bits_per_byte` of the text that was
+        scored (special tokens cost bits and have no bytes), `num_tokens`, `num_bytes`.
     """
     result: dict[str, dict[str, float]] = {}
     for domain, members in documents.items():
@@ -77,9 +104,7 @@ def dev_losses(
     return result
 
 
-def _batch_nats(
-    model: TargetModel, documents: Sequence[EncodedDocument], *, seq_len: int
-) -> float:
+def _batch_nats(model: TargetModel, documents: Sequence[EncodedDocument], *, seq_len: int) -> float:
     rows = [torch.tensor(document.token_ids[:seq_len]) for document in documents]
     token_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD_ID)
     token_ids = token_ids.to(model.device)  # [B, S]

@@ -37,9 +37,7 @@ def test_read_documents_returns_both_forms(tmp_path: Path, name: str) -> None:
     path = write_lines(tmp_path / name, [json.dumps(TEXT), "", json.dumps(CHAT)])
     assert list(read_documents(path)) == [
         Document(doc_id="a:1", domain="math", text="One line.\nTwo."),
-        Document(
-            doc_id="a:2", domain="math", messages=(("user", "2 + 2?"), ("assistant", "4"))
-        ),
+        Document(doc_id="a:2", domain="math", messages=(("user", "2 + 2?"), ("assistant", "4"))),
     ]
 
 
@@ -62,9 +60,7 @@ def test_read_documents_prefers_the_given_domain(tmp_path: Path) -> None:
         ('{"id": "x", "messages": [{"role": "user"}]}', "`content`"),
     ],
 )
-def test_read_documents_bad_line_names_file_and_line(
-    tmp_path: Path, line: str, words: str
-) -> None:
+def test_read_documents_bad_line_names_file_and_line(tmp_path: Path, line: str, words: str) -> None:
     path = write_lines(tmp_path / "math.dev.jsonl", [json.dumps(TEXT), line])
     with pytest.raises(IntegrityError, match=words) as caught:
         list(read_documents(path))

@@ -33,7 +33,7 @@ CHAT = Document(
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train_tokenizer(python_sources(["stdlib"], max_bytes=600_000), vocab_size=1024)
+    return train_tokenizer(python_sources(["stdlib"], max_bytes=2_000_000), vocab_size=2048)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_decode_of_encode_is_the_text(tokenizer: Tokenizer, text: str) -> None:
 
 def test_special_tokens_have_the_first_ids(tokenizer: Tokenizer) -> None:
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(6))
-    assert tokenizer.get_vocab_size() == 1024
+    assert tokenizer.get_vocab_size() == 2048
 
 
 def test_digits_are_single_tokens(tokenizer: Tokenizer) -> None:
@@ -65,7 +65,6 @@ def test_digits_are_single_tokens(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("num_spaces", [4, 8, 12])
 def test_newline_with_indentation_is_one_token(tokenizer: Tokenizer, num_spaces: int) -> None:
-    assert len(tokenizer.encode(" " * num_spaces).ids) == 1
     assert len(tokenizer.encode("\n" + " " * num_spaces).ids) == 1
 
 
@@ -109,7 +108,9 @@ def test_folder_loads_in_transformers_with_the_same_chat_form(
     loaded = AutoTokenizer.from_pretrained(folder)
     assert CHAT.messages is not None
     messages = [{"role": role, "content": content} for role, content in CHAT.messages]
-    rendered = loaded.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    rendered = loaded.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
     encoded = encode_document(CHAT, loaded)
     assert rendered["input_ids"] == list(encoded.token_ids)
     assert [bool(mine) for mine in rendered["assistant_masks"]] == list(encoded.loss_mask)
@@ -129,7 +130,9 @@ def test_prompt_ids_equal_the_generation_prompt(tokenizer: Tokenizer, folder: Pa
 def test_load_tokenizer_round_trips_and_names_a_missing_file(
     tokenizer: Tokenizer, folder: Path, tmp_path: Path
 ) -> None:
-    assert load_tokenizer(folder).to_str() == tokenizer.to_str()
+    loaded = load_tokenizer(folder)
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert encode_document(CHAT, loaded) == encode_document(CHAT, tokenizer)
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
 

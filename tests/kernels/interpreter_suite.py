@@ -12,7 +12,6 @@ import pytest
 import torch
 from mtp_research.kernels.paged_attention import paged_attention
 from mtp_research.kernels.store_kv import store_kv
-from torch import Tensor
 
 from tests.kernels.kernel_cases import (
     ATTENTION_CASES,
@@ -41,17 +40,12 @@ ATTENTION_PARAMETERS = [
 ]
 
 
+pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
+
+
 @pytest.fixture(autouse=True)
-def nan_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills every new_empty with NaN, so that an output nobody wrote is seen."""
+def interpreter_is_on() -> None:
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before pytest starts"
-    new_empty = torch.Tensor.new_empty
-
-    def poisoned(self: Tensor, *size: int, **options: torch.dtype) -> Tensor:
-        made = new_empty(self, *size, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,9 @@ def tokenizer_dir(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     )
     only = folder / "only"
     only.mkdir()
+    (only / "target").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / "full" / name, only / name)
+        shutil.copy(folder / "full" / "target" / name, only / "target" / name)
     return only
 
 
@@ -125,17 +126,17 @@ def test_pretrain_lowers_the_loss_and_saves_a_loadable_folder(
     assert [entry["step"] for entry in log] == [8, 16, 24]
     assert losses[2] < losses[1] < losses[0]
     assert losses[2] < losses[0] - 0.8
-    assert record == json.loads((tmp_path / "PROVENANCE.json").read_text())
+    assert record == json.loads((tmp_path / "target" / "PROVENANCE.json").read_text())
 
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
     biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
     assert len(biases) == (1 if family == "glm4_moe" else 0)
     for name, tensor in tensors.items():
         assert tensor.dtype == (torch.float32 if name in biases else torch.bfloat16)
 
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
     assert model.generation_config.eos_token_id == [1, 5]
     assert sorted(model.config.eos_token_id) == [1, 5]
     messages = [{"role": "user", "content": "What is 7 + 1?"}]
@@ -156,7 +157,7 @@ def test_provenance_names_data_figures_and_versions(corpus: Path, tmp_path: Path
     assert set(record["dev"]) == {"all", "arith", "prose"}
     assert 0 < record["dev"]["all"]["bits_per_byte"] < 16
     assert record["training"]["num_tokens"] == 2 * 8 * 32
-    assert record["weights_bytes"] == (tmp_path / "model.safetensors").stat().st_size
+    assert record["weights_bytes"] == (tmp_path / "target" / "model.safetensors").stat().st_size
     assert {"command", "versions", "git", "seed", "samples"} <= record.keys()
     assert len(record["samples"]) == 6
 
@@ -170,10 +171,9 @@ def test_reused_tokenizer_gives_the_same_weights_for_the_same_seed(
         shutil.copytree(tokenizer_dir, folder)
         config = make_config(corpus, max_steps=3)
         pretrain_target(config, output_dir=folder, seed=seed, report=lambda line: None)
-        weights.append((folder / "model.safetensors").read_bytes())
-        assert (folder / "tokenizer.json").read_bytes() == (
-            tokenizer_dir / "tokenizer.json"
-        ).read_bytes()
+        weights.append((folder / "target" / "model.safetensors").read_bytes())
+        reused = (folder / "target" / "tokenizer.json").read_bytes()
+        assert reused == (tokenizer_dir / "target" / "tokenizer.json").read_bytes()
     assert weights[0] == weights[1]
     assert weights[0] != weights[2]
 

@@ -1,0 +1,158 @@
+"""Every shipped kernel shape compiles for sm_90 without a GPU: no spills, fits shared memory."""
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from mtp_research.kernels import attention_launch, store_kv
+from mtp_research.kernels.paged_attention_triton import attention_kernel, merge_splits_kernel
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402 - after the skip
+from triton.compiler import ASTSource  # noqa: E402
+
+SHARED_MEMORY_BYTES = 227 * 1024
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One compiled variant of the attention kernel."""
+
+    query_len: int
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    key_dim: int = 128
+    value_dim: int = 128
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    split: bool = True
+    sliding_window: int | None = None
+    optional: bool = False  # sinks, positions and kv_start given
+
+
+SHAPES = {
+    "decode": Shape(1),
+    "decode_direct_page64": Shape(1, split=False, block_size=64),
+    "verify_group4": Shape(4),
+    "verify_group12_page64": Shape(4, num_heads=96, block_size=64),
+    "prefill": Shape(512, split=False),
+    "verify_window_sinks_positions": Shape(4, sliding_window=128, optional=True),
+    "prefill_window_sinks_positions": Shape(64, sliding_window=128, optional=True, split=False),
+    "head_dim_64": Shape(4, num_heads=16, num_kv_heads=4, key_dim=64, value_dim=64),
+    "head_dim_256": Shape(4, num_heads=16, num_kv_heads=2, key_dim=256, value_dim=256),
+    "key_192_value_128": Shape(4, num_heads=64, num_kv_heads=4, key_dim=192),
+    "float16": Shape(4, dtype=torch.float16),
+    "float32": Shape(4, dtype=torch.float32),
+    "float32_head_dim_256": Shape(4, key_dim=256, value_dim=256, dtype=torch.float32),
+}
+
+
+def _compile(kernel, *, types, constants, num_warps, num_stages=3):
+    """Compiles as a launch would with all pointers and strides divisible by 16."""
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    constants = {name: constants.get(name) for name, kind in signature.items() if kind[0] == "c"}
+    aligned = {
+        (position,): [["tt.divisibility", 16]]
+        for position, (name, kind) in enumerate(signature.items())
+        if kind[0] == "*" or name.startswith("stride")
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def _compile_attention(shape):
+    group = shape.num_heads // shape.num_kv_heads
+    config = attention_launch.choose_config(
+        shape.query_len * group,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
+        element_bytes=shape.dtype.itemsize,
+    )
+    constants = attention_launch.attention_constants(
+        shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
+        block_size=shape.block_size,
+        sliding_window=shape.sliding_window,
+        split=shape.split,
+        config=config,
+    )
+    data = POINTERS[shape.dtype]
+    types = dict.fromkeys(attention_kernel.arg_names, "i32")
+    types |= dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "*i32")
+    types |= {"query": data, "key_cache": data, "value_cache": data, "scale_log2": "fp32"}
+    types |= {"out": "*fp32", "lse": "*fp32"} if shape.split else {"out": data, "lse": "constexpr"}
+    given = {"sinks": "*fp32", "positions": "*i64", "kv_start": "*i32"}
+    types |= given if shape.optional else dict.fromkeys(given, "constexpr")
+    types |= dict.fromkeys(constants, "constexpr")
+    compiled = _compile(
+        attention_kernel,
+        types=types,
+        constants=constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return compiled, config
+
+
+def _num_spilled_bytes(compiled, folder):
+    """Bytes of registers that ptxas spills to local memory, stores and loads together."""
+    ptxas = Path(triton.knobs.nvidia.ptxas.path)
+    if not ptxas.is_file():
+        pytest.skip(f"ptxas is not part of this triton wheel: {ptxas}")
+    source = folder / "kernel.ptx"
+    source.write_text(compiled.asm["ptx"])
+    command = [ptxas, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert found, f"ptxas printed no spill line: {report}"
+    return int(found[1]) + int(found[2])
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_attention_kernel_sm90_has_no_spills_and_fits_shared_memory(shape, tmp_path):
+    compiled, _ = _compile_attention(shape)
+    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
+    assert _num_spilled_bytes(compiled, tmp_path) == 0
+
+
+@pytest.mark.parametrize("name", ["decode", "verify_group4", "verify_group12_page64"])
+def test_attention_kernel_sm90_pipelines_keys_and_values(name):
+    # One buffer each is what a page-table load beside its dependent loads would leave.
+    compiled, config = _compile_attention(SHAPES[name])
+    pattern = rf"ttg\.local_alloc : .*memdesc<(\d+)x{config.block_n}x128xbf16"
+    buffers = [int(count) for count in re.findall(pattern, compiled.asm["ttgir"])]
+    assert len(buffers) == 2, "expected one buffer ring for K and one for V"
+    assert min(buffers) >= 2
+
+
+@pytest.mark.parametrize(("name", "instruction"), [("decode", "mma.sync"), ("prefill", "wgmma")])
+def test_attention_kernel_sm90_uses_tensor_cores(name, instruction):
+    compiled, _ = _compile_attention(SHAPES[name])
+    assert instruction in compiled.asm["ptx"]
+
+
+def test_merge_splits_kernel_sm90_has_no_spills(tmp_path):
+    constants = {"NUM_HEADS": 32, "VALUE_DIM": 256, "PADDED_VALUE_DIM": 256, "PADDED_SPLITS": 64}
+    types = dict.fromkeys(("num_requests", "num_splits", "num_row_heads"), "i32")
+    types |= {"partial": "*fp32", "lse": "*fp32", "query_start_loc": "*i32", "out": "*bf16"}
+    compiled = _compile(merge_splits_kernel, types=types, constants=constants, num_warps=4)
+    assert _num_spilled_bytes(compiled, tmp_path) == 0
+
+
+def test_store_kv_kernel_sm90_moves_16_bytes_a_thread(tmp_path):
+    kernel = store_kv._store_kv_kernel
+    constants = store_kv.store_constants(8, key_dim=128, value_dim=128, block_size=16)
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16")
+    types |= {"slot_mapping": "*i64"} | dict.fromkeys(constants, "constexpr")
+    compiled = _compile(kernel, types=types, constants=constants, num_warps=4)
+    assert _num_spilled_bytes(compiled, tmp_path) == 0
+    assert "ld.global.v4" in compiled.asm["ptx"]
+    assert "st.global.v4" in compiled.asm["ptx"]

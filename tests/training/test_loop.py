@@ -1,0 +1,287 @@
+"""Training runs on a tiny target: learning, resume, signals, bad steps, accumulation."""
+
+import copy
+import hashlib
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+from mtp_research.config import TrainConfig
+from mtp_research.errors import ConfigError, IntegrityError, Interrupted, NumericFault
+from mtp_research.heads.weights import load_heads, read_head_record
+from mtp_research.models.target import load_target
+from mtp_research.training import loop
+from mtp_research.training.loop import train_heads
+from mtp_research.training.objective import UnrollSpec
+from mtp_research.training.setup import build_run, make_accelerator
+from mtp_research.training.step import accumulate_gradients
+from tests.oracle import DRAFTS
+from tests.tiny import to_float64
+from tests.training.tiny import save_lab
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory) -> TrainConfig:
+    return save_lab(tmp_path_factory.mktemp("lab"))
+
+
+def changed(config: TrainConfig, **overrides: object) -> TrainConfig:
+    """A copy with `section__key=value` set."""
+    config = copy.deepcopy(config)
+    for path, value in overrides.items():
+        *sections, key = path.split("__")
+        holder = config
+        for section in sections:
+            holder = getattr(holder, section)
+        assert hasattr(holder, key), path
+        setattr(holder, key, value)
+    return config
+
+
+def fingerprint(folder) -> dict[str, str]:
+    """sha256 of every tensor file of a step folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) == 2
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def metrics(folder, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def spoil(monkeypatch, *, steps, action):
+    """Run `action(parts, stats)` after the gradients of the given steps; it returns the stats."""
+    plain = loop.accumulate_gradients
+
+    def wrapped(parts, *, step, **arguments):
+        stats = plain(parts, step=step, **arguments)
+        return action(parts, stats) if step in steps else stats
+
+    monkeypatch.setattr(loop, "accumulate_gradients", wrapped)
+
+
+@pytest.mark.parametrize(
+    ("unroll", "num_mtp_modules", "policy"),
+    [("chain", 3, "training"), ("ttt", 1, "eagle")],
+    ids=["chain-n3", "ttt-n1"],
+)
+def test_train_heads_walk_rises_and_equals_the_decode_oracle(
+    lab, tmp_path, unroll, num_mtp_modules, policy
+):
+    config = changed(
+        lab,
+        objective__unroll=unroll,
+        head__num_mtp_modules=num_mtp_modules,
+        trainer__max_steps=80,
+        trainer__learning_rate=5e-3,
+        trainer__eval_every=40,
+    )
+    result = train_heads(config, tmp_path)
+    assert result["acceptance_length"] > result["acceptance_length_before"] + 0.1
+    json.dumps(result, allow_nan=False)
+    losses = [line["loss"] for line in metrics(tmp_path, "train")]
+    assert len(losses) == 80
+    assert losses[-1] < losses[0]
+    assert [line["step"] for line in metrics(tmp_path, "eval")] == [0, 40, 80]
+    assert read_head_record(tmp_path / "head")["spec"]["unroll"] == unroll
+
+    target = load_target(config.model.path, device="cpu")
+    heads = load_heads(tmp_path / "head", target)
+    parts = build_run(config, accelerator=make_accelerator(config))
+    num_accepted, num_rounds = 0, 0
+    for document in parts.documents.held_out:
+        accepted = oracle_loop(heads, list(document.token_ids), num_prompt_tokens=6, policy=policy)
+        num_accepted, num_rounds = num_accepted + sum(accepted), num_rounds + len(accepted)
+    assert num_rounds == result["num_rounds"]
+    assert result["acceptance_length"] == pytest.approx(1 + num_accepted / num_rounds)
+
+
+def oracle_loop(heads, text, *, num_prompt_tokens, policy, num_drafts=3) -> list[int]:
+    """Accepted drafts of every round whose drafts lie inside `text`, drafts recomputed densely."""
+    known, accepted_per_round = num_prompt_tokens + 1, []
+    while known + num_drafts <= len(text):
+        drafts, _ = DRAFTS[policy](heads, text[:known], num_drafts)
+        accepted = 0
+        while accepted < num_drafts and drafts[accepted] == text[known + accepted]:
+            accepted += 1
+        accepted_per_round.append(accepted)
+        known += accepted + 1
+    return accepted_per_round
+
+
+def test_train_heads_changes_heads_only(lab, tmp_path, monkeypatch):
+    seen = {}
+
+    def watched(config, *, accelerator):
+        parts = build_run(config, accelerator=accelerator)
+        model = parts.heads.target.model
+        seen["model"], seen["before"] = model, copy.deepcopy(model.state_dict())
+        seen["heads"], seen["heads_before"] = parts.heads, copy.deepcopy(parts.heads.state_dict())
+        return parts
+
+    monkeypatch.setattr(loop, "build_run", watched)
+    train_heads(lab, tmp_path)
+    for name, tensor in seen["model"].state_dict().items():
+        assert torch.equal(tensor, seen["before"][name]), name
+    moved = [
+        name
+        for name, parameter in seen["heads"].named_parameters()
+        if not torch.equal(parameter, seen["heads_before"][name])
+    ]
+    assert len(moved) == len(list(seen["heads"].parameters()))
+    assert not any("embed_tokens" in name or "lm_head" in name for name in moved)
+
+
+@pytest.mark.parametrize("recipe", ["qwen3", "glm4_moe"])
+def test_train_heads_resumed_run_is_bit_identical(tmp_path, monkeypatch, recipe):
+    config = changed(
+        save_lab(tmp_path, recipe=recipe),
+        trainer__gradient_accumulation_steps=2,
+        trainer__save_every=3,
+        trainer__keep_last=9,
+        trainer__eval_every=2,
+    )
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    whole = train_heads(config, straight)
+
+    def crash(parts, stats):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        spoil(patch, steps={4}, action=crash)
+        with pytest.raises(ZeroDivisionError):
+            train_heads(config, resumed)
+    assert (resumed / "latest").read_text() == "step_000003\n"
+    result = train_heads(config, resumed)
+
+    assert fingerprint(resumed / "step_000006") == fingerprint(straight / "step_000006")
+    assert fingerprint(resumed / "step_000003") != fingerprint(straight / "step_000006")
+    assert result["acceptance_length_before"] == whole["acceptance_length_before"]
+    assert result["length_by_domain"] == whole["length_by_domain"]
+    assert [line["step"] for line in metrics(resumed, "train")] == [1, 2, 3, 4, 5, 6]
+    expected = [line["loss"] for line in metrics(straight, "train")]
+    assert [line["loss"] for line in metrics(resumed, "train")] == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_train_heads_signal_saves_and_resumes(lab, tmp_path, monkeypatch, number):
+    def send(parts, stats):
+        os.kill(os.getpid(), number)
+        return stats
+
+    handler = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        spoil(patch, steps={1}, action=send)
+        with pytest.raises(Interrupted, match=number.name) as fault:
+            train_heads(lab, tmp_path / "stopped")
+    assert fault.value.exit_code == 75
+    assert signal.getsignal(number) is handler
+    # The signal came inside step 2; the flag is shared with the next step's sums.
+    assert (tmp_path / "stopped" / "latest").read_text() == "step_000003\n"
+    train_heads(lab, tmp_path / "stopped")
+    train_heads(lab, tmp_path / "straight")
+    name = "step_000006"
+    assert fingerprint(tmp_path / "stopped" / name) == fingerprint(tmp_path / "straight" / name)
+
+
+def test_train_heads_changed_setting_is_refused_with_a_diff(lab, tmp_path):
+    train_heads(lab, tmp_path)
+    with pytest.raises(ConfigError) as fault:
+        train_heads(changed(lab, seed=5, trainer__max_steps=9), tmp_path)
+    assert "seed: checkpoint 0, now 5" in str(fault.value)
+    assert "trainer.max_steps: checkpoint 6, now 9" in str(fault.value)
+    with pytest.raises(ConfigError, match=r"trainer\.resume"):
+        train_heads(changed(lab, trainer__resume="never"), tmp_path)
+
+
+def test_train_heads_finished_run_reports_again_without_training(lab, tmp_path):
+    first = train_heads(lab, tmp_path)
+    before = fingerprint(tmp_path / "step_000006")
+    again = train_heads(lab, tmp_path)
+    assert again["acceptance_length"] == first["acceptance_length"]
+    assert fingerprint(tmp_path / "step_000006") == before
+
+
+def test_train_heads_explicit_damaged_step_is_refused(lab, tmp_path):
+    train_heads(changed(lab, trainer__save_every=3), tmp_path)
+    path = tmp_path / "step_000006" / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(IntegrityError, match=r"optimizer\.safetensors"):
+        train_heads(changed(lab, trainer__resume=str(path.parent)), tmp_path)
+
+
+def test_train_heads_non_finite_step_is_skipped_and_counted(lab, tmp_path, monkeypatch):
+    def bad_loss(parts, stats):
+        return stats._replace(loss=math.nan)
+
+    def bad_gradient(parts, stats):
+        next(parts.heads.parameters()).grad.fill_(math.inf)
+        return stats
+
+    spoil(monkeypatch, steps={1}, action=bad_loss)
+    spoil(monkeypatch, steps={3}, action=bad_gradient)
+    result = train_heads(lab, tmp_path)
+    assert result["num_skipped"] == 2
+    assert [line["loss"] is None for line in metrics(tmp_path, "train")].count(True) == 1
+    heads = load_heads(tmp_path / "head", load_target(lab.model.path, device="cpu"))
+    assert all(torch.isfinite(parameter).all() for parameter in heads.parameters())
+
+
+def test_train_heads_ten_non_finite_steps_in_a_row_end_the_run(lab, tmp_path, monkeypatch):
+    spoil(monkeypatch, steps=range(2, 99), action=lambda _, stats: stats._replace(loss=math.inf))
+    with pytest.raises(NumericFault, match="10 steps in a row") as fault:
+        train_heads(changed(lab, trainer__max_steps=20), tmp_path)
+    assert fault.value.exit_code == 5
+    assert metrics(tmp_path, "train")[-1]["step"] == 11
+
+
+def test_accumulate_gradients_split_step_equals_whole_step(lab):
+    gradients, losses = [], []
+    for batch_size, num_micro in ((4, 1), (1, 4)):
+        config = changed(
+            lab,
+            model__dtype="float64",
+            trainer__batch_size=batch_size,
+            trainer__gradient_accumulation_steps=num_micro,
+        )
+        accelerator = make_accelerator(config)
+        parts = build_run(config, accelerator=accelerator)
+        to_float64(parts.heads.target.model)
+        to_float64(parts.heads)
+        stats = accumulate_gradients(
+            parts, config=config, accelerator=accelerator, step=0, is_stopping=False
+        )
+        losses.append(stats.loss)
+        gradients.append([parameter.grad for parameter in parts.heads.parameters()])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    for whole, split in zip(*gradients, strict=True):
+        assert (whole - split).abs().max() < 1e-12
+        assert whole.abs().max() > 0
+
+
+def test_build_run_derives_the_number_of_depths(lab):
+    for num_modules, num_depths in ((1, 3), (3, 3), (5, 5)):
+        config = changed(lab, head__num_mtp_modules=num_modules)
+        parts = build_run(config, accelerator=make_accelerator(config))
+        assert parts.unroll_spec == UnrollSpec(num_depths, "chain", "cycle")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"head__init": "native"}, "head.init=native"),
+        ({"trainer__precision": "bfloat16", "model__dtype": "float32"}, "trainer.precision"),
+        ({"data__eval_documents": 60}, "data.eval_documents"),
+        ({"data__path": "nowhere.jsonl"}, "data.path"),
+        ({"objective__unroll": "ttt"}, "shared_context"),
+    ],
+    ids=["native", "precision", "held-out", "data", "ttt-n3"],
+)
+def test_train_heads_settings_that_do_not_fit_name_the_key(lab, tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        train_heads(changed(lab, **overrides), tmp_path)
