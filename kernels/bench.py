@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention_launch import LaunchConfig, launch_paged_attention
+from mtp_research.kernels.draft_head import draft_head, draft_head_ref
 from mtp_research.kernels.paged_attention import paged_attention, paged_attention_ref
 from mtp_research.kernels.store_kv import store_kv
 from torch import Tensor
@@ -91,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, value in [*report["machine"].items(), *report["ceilings"].items()]:
         print(f"{name:<16}{value}")
     copy = report["ceilings"]["copy_tb_per_s"]
-    rows = [*bench_store_kv(copy)]
+    rows = bench_store_kv(copy) + bench_draft_head(copy)
     shapes = QUICK_SHAPES if options.quick else FULL_SHAPES
     rows += [bench_attention(shape, copy) for shape in shapes]
     if options.sweep:
@@ -177,6 +178,28 @@ def bench_store_kv(copy: float) -> list[dict[str, object]]:
         ours = time_calls([lambda s=s, run=run: run(s) for s in slots])
         theirs = _time_peer([lambda s=s, peer=peer: peer(s) for s in slots])
         rows.append(_row("store_kv", f"T={num_rows} 8 d128", num_bytes, ours, theirs, copy))
+    return rows
+
+
+def bench_draft_head(copy: float) -> list[dict[str, object]]:
+    """Rows for the lm_head of a 7B model and of a 1B model with a small vocabulary."""
+    rows = []
+    for num_vocab, dim in ((151_680, 4096), (32_000, 2048)):
+        num_sets = max(1, _ROTATED_BYTES // (2 * num_vocab * dim))
+        weights = [
+            torch.randn(num_vocab, dim, device="cuda", dtype=torch.bfloat16)
+            for _ in range(num_sets)
+        ]
+        norm_weight = torch.ones(dim, device="cuda", dtype=torch.bfloat16)
+        for num_rows in (1, 8, 32):
+            hidden = torch.randn(num_rows, dim, device="cuda", dtype=torch.bfloat16)
+            head = functools.partial(draft_head, hidden, norm_weight=norm_weight)
+            reference = functools.partial(draft_head_ref, hidden, norm_weight=norm_weight)
+            peer = torch.compile(reference, dynamic=False)
+            ours = time_calls([functools.partial(head, weight=w) for w in weights])
+            theirs = _time_peer([functools.partial(peer, weight=w) for w in weights])
+            label = f"R={num_rows} V={num_vocab} D={dim}"
+            rows.append(_row("draft_head", label, weights[0].nbytes, ours, theirs, copy))
     return rows
 
 

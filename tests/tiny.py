@@ -42,7 +42,7 @@ RECIPES: dict[str, tuple[str, dict]] = {
         dict(
             _BASE,
             **_MOE,
-            num_hidden_layers=3,
+            num_hidden_layers=2,
             first_k_dense_replace=1,
             use_qk_norm=True,
             attention_bias=True,

@@ -47,12 +47,15 @@ class BlockManager:
             request.block_ids.append(block_id)
 
     def free(self, request: Request) -> None:
-        """Give back every block of the request."""
+        """Give back every block of the request; nothing changes when one of them is not its own."""
         for block_id in request.block_ids:
-            owner = self._owner.pop(block_id, None)
+            owner = self._owner.get(block_id)
             assert owner == request.request_id, (
-                f"request {request.request_id} frees block {block_id}, which belongs to {owner or 'nobody (double free)'}"
+                f"request {request.request_id} frees block {block_id}, "
+                f"which belongs to {owner or 'nobody (double free)'}"
             )
+        for block_id in request.block_ids:
+            del self._owner[block_id]
             self._free.append(block_id)
         request.block_ids.clear()
 
@@ -65,4 +68,6 @@ class BlockManager:
         )
         for request in requests:
             for block_id in request.block_ids:
-                assert self._owner[block_id] == request.request_id, f"block {block_id} of {request.request_id} has a wrong owner"
+                assert self._owner.get(block_id) == request.request_id, (
+                    f"block {block_id} of {request.request_id} has a wrong owner"
+                )

@@ -86,19 +86,15 @@ def pretrain_target(
     started = time.monotonic()
     record = run_record()
     device = resolve_device(model.device)
-    target_dir = Path(output_dir) / TARGET_FOLDER
+    target_dir = output_dir / TARGET_FOLDER
     target_dir.mkdir(parents=True, exist_ok=True)
     architecture, dtype = _architecture(model), _dtype(model, device)
     data = prepare_data(model.pretrain, tokenizer_dir=target_dir)
-    for line in describe_data(data):
-        report(line)
+    report("\n".join(describe_data(data)))
     target = new_target(model.family, architecture, dtype=dtype, device=device, seed=seed)
-    num_parameters = target.num_parameters()
-    report(f"{model.name}: {num_parameters:,} parameters, {dtype} on {device}")
+    report(f"{model.name}: {target.num_parameters():,} parameters, {dtype} on {device}")
     prepared = time.monotonic()
-    result = _train(
-        target, data, model.pretrain, seed=seed, log_dir=Path(output_dir), report=report
-    )
+    result = _train(target, data, model.pretrain, seed=seed, log_dir=output_dir, report=report)
 
     finish_training(target, stop_ids=STOP_IDS, bos_id=BOS_ID, pad_id=PAD_ID)
     num_bytes = save_target(target, target_dir)
@@ -110,12 +106,11 @@ def pretrain_target(
         report=report,
     )
     provenance = record | {
-        "name": model.name,
-        "family": model.family,
+        "model": dataclasses.asdict(model),
         "path": str(target_dir),
         "seed": seed,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "num_parameters": num_parameters,
+        "num_parameters": target.num_parameters(),
         "weights_bytes": num_bytes,
         "training": dataclasses.asdict(result),
         "setup_seconds": prepared - started,
@@ -123,8 +118,6 @@ def pretrain_target(
         "dev": losses,
         "samples": samples,
         **data_record(data),
-        "pretrain": dataclasses.asdict(model.pretrain),
-        "architecture": architecture,
     }
     text = json.dumps(provenance, indent=2)
     (target_dir / "PROVENANCE.json").write_text(f"{text}\n", encoding="utf8")

@@ -1,0 +1,151 @@
+"""Reading and splitting documents of heads."""
+
+import json
+import lzma
+
+import pytest
+
+from mtp_research.config import DataConfig
+from mtp_research.data.packing import EncodedDocument
+from mtp_research.data.sources import Document
+from mtp_research.data.tokenizer import END_ID, EOS_ID, save_tokenizer, train_tokenizer
+from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.training.documents import held_out_indices, load_head_documents
+
+
+def trajectory(index: int, *, num_tokens: int = 12) -> dict:
+    return {
+        "id": f"d{index}",
+        "domain": ("code", "math", "prose")[index % 3],
+        "token_ids": list(range(6, 6 + num_tokens)),
+        "num_prompt_tokens": 4,
+    }
+
+
+def load(path, *, eval_documents=3, max_documents=None, model_path="", vocab_size=128):
+    data = DataConfig("test", str(path), eval_documents=eval_documents, max_documents=max_documents)
+    return load_head_documents(
+        data, model_path=str(model_path), vocab_size=vocab_size, num_depths=3
+    )
+
+
+def write(path, records):
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    if path.suffix == ".xz":
+        path.write_bytes(lzma.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", ["answers.jsonl", "answers.jsonl.xz"])
+def test_load_head_documents_token_ids_are_taken_as_they_are(tmp_path, name):
+    documents = load(write(tmp_path / name, [trajectory(index) for index in range(9)]))
+    assert len(documents.train) == 6
+    assert len(documents.held_out) == 3
+    document = documents.train[0]
+    assert document.token_ids == tuple(range(6, 18))
+    assert document.loss_mask == (False,) * 4 + (True,) * 8
+    assert len(documents.data_sha256) == 64
+
+
+def test_load_head_documents_held_out_covers_every_domain(tmp_path):
+    path = write(tmp_path / "answers.jsonl", [trajectory(index) for index in range(30)])
+    documents = load(path, eval_documents=6)
+    assert sorted(document.domain for document in documents.held_out) == [
+        *("code", "code", "math", "math", "prose", "prose")
+    ]
+    train = {document.doc_id for document in documents.train}
+    assert not train & {document.doc_id for document in documents.held_out}
+
+
+def test_held_out_indices_do_not_depend_on_file_order():
+    documents = [
+        EncodedDocument(f"d{index}", ("a", "b")[index % 2], (6, 7), (True, True))
+        for index in range(20)
+    ]
+    chosen = {documents[index].doc_id for index in held_out_indices(documents, num_documents=7)}
+    backwards = documents[::-1]
+    again = {backwards[index].doc_id for index in held_out_indices(backwards, num_documents=7)}
+    assert chosen == again
+
+
+def test_load_head_documents_small_domain_leaves_its_places_to_others(tmp_path):
+    records = [trajectory(index) | {"domain": "big"} for index in range(9)]
+    path = write(tmp_path / "answers.jsonl", [*records, trajectory(9) | {"domain": "small"}])
+    documents = load(path, eval_documents=5)
+    assert [document.domain for document in documents.held_out].count("big") == 4
+
+
+def test_load_head_documents_short_ones_are_counted(tmp_path):
+    records = [trajectory(index, num_tokens=4 if index < 5 else 12) for index in range(12)]
+    documents = load(write(tmp_path / "answers.jsonl", records))
+    short = [d for d in documents.held_out if len(d.token_ids) == 4]
+    assert documents.num_short == 5 - len(short)
+    assert len(documents.train) == 12 - 3 - documents.num_short
+
+
+def test_load_head_documents_max_documents_thins_out(tmp_path):
+    path = write(tmp_path / "answers.jsonl", [trajectory(index) for index in range(20)])
+    documents = load(path, max_documents=8)
+    assert len(documents.train) + len(documents.held_out) == 8
+
+
+def test_load_head_documents_messages_and_text_are_encoded(tmp_path):
+    texts = ["some words to learn from", "more words, and 12 digits"]
+    tokenizer = train_tokenizer(
+        [Document(doc_id=text, domain="prose", text=text) for text in texts], vocab_size=280
+    )
+    save_tokenizer(tokenizer, tmp_path / "target")
+    turns = [{"role": "user", "content": "words?"}, {"role": "assistant", "content": texts[0]}]
+    records = [{"id": f"m{index}", "source": "own", "messages": turns} for index in range(4)]
+    records += [{"id": f"t{index}", "source": "own", "text": texts[1]} for index in range(4)]
+    path = write(tmp_path / "mixed.jsonl", records)
+    documents = load(path, model_path=tmp_path / "target", vocab_size=280)
+    every = {d.doc_id: d for d in (*documents.train, *documents.held_out)}
+    assert len(every) == 8
+    chat, plain = every["m0"], every["t0"]
+    assert chat.token_ids[-1] == END_ID
+    assert chat.loss_mask[-1]
+    assert not chat.loss_mask[1]
+    assert plain.token_ids[-1] == EOS_ID
+    assert plain.loss_mask == (False,) + (True,) * (len(plain.token_ids) - 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"id": "x", "token_ids": [7, 8', "answers.jsonl:3"),
+        ('{"id": "x", "token_ids": "7 8", "num_prompt_tokens": 1}', "answers.jsonl:3"),
+        ('{"id": "x", "token_ids": [7, 8], "num_prompt_tokens": 3}', "answers.jsonl:3"),
+        ('{"id": "x", "text": "plain"}', "answers.jsonl:3"),
+        ("[1, 2]", "answers.jsonl:3"),
+        ('{"id": "x", "token_ids": [7, 500], "num_prompt_tokens": 1}', "vocabulary"),
+        ('{"id": "x", "token_ids": [7, -1], "num_prompt_tokens": 1}', "vocabulary"),
+    ],
+    ids=["json", "type", "prompt", "schema", "list", "large", "negative"],
+)
+def test_load_head_documents_bad_line_is_named(tmp_path, line, message):
+    path = write(tmp_path / "answers.jsonl", [trajectory(0), trajectory(1)])
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(IntegrityError, match=message):
+        load(path, eval_documents=1)
+
+
+def test_load_head_documents_damaged_archive_is_refused(tmp_path):
+    path = write(tmp_path / "answers.jsonl.xz", [trajectory(index) for index in range(50)])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(IntegrityError, match="cannot be read"):
+        load(path)
+
+
+def test_load_head_documents_empty_file_is_refused(tmp_path):
+    (tmp_path / "answers.jsonl").write_text("\n")
+    with pytest.raises(IntegrityError, match="empty"):
+        load(tmp_path / "answers.jsonl")
+
+
+def test_load_head_documents_too_few_documents_name_the_key(tmp_path):
+    path = write(tmp_path / "answers.jsonl", [trajectory(0), trajectory(1)])
+    with pytest.raises(ConfigError, match=r"data\.eval_documents=1"):
+        load(path, eval_documents=2)

@@ -1,0 +1,44 @@
+"""Held-out report from hits: ranges, pooling, domains."""
+
+import math
+
+import numpy as np
+import pytest
+
+from mtp_research.data.packing import EncodedDocument
+from mtp_research.training.replay import walk_report
+
+
+def document(name: str, domain: str, mask: list[int]) -> EncodedDocument:
+    return EncodedDocument(name, domain, tuple(range(len(mask))), tuple(bool(m) for m in mask))
+
+
+def test_walk_report_two_documents_by_hand():
+    documents = [document("a", "code", [0, 0] + [1] * 8), document("b", "math", [0] + [1] * 6)]
+    hits = {index: np.zeros((len(d.token_ids), 2), dtype=bool) for index, d in enumerate(documents)}
+    hits[0][1] = [True, True]  # round at 1 accepts 2; next rounds at 4, 5, 6
+    hits[0][5] = [True, False]  # round at 5 accepts 1: the next would be 7, past the end
+    report = walk_report(hits, documents=documents, num_depths=2)
+    # a: anchors [1, 7), rounds at 1, 4, 5; b: anchors [0, 4), rounds at 0, 1, 2, 3
+    assert report.num_rounds == 3 + 4
+    assert report.num_documents == 2
+    assert report.acceptance_length == pytest.approx(1 + 3 / 7)
+    assert report.length_by_domain == {"code": pytest.approx(2.0), "math": pytest.approx(1.0)}
+    assert report.acceptance_rate_per_position == pytest.approx((2 / 7, 1 / 7))
+    assert report.accuracy_per_depth == pytest.approx((2 / 10, 1 / 10))
+    assert report.uniform_joint_prefix == pytest.approx(1 + 3 / 10)
+    assert report.product_of_marginals == pytest.approx(1 + 0.2 + 0.02)
+
+
+def test_walk_report_documents_without_rounds_have_no_length():
+    documents = [document("a", "code", [0, 1, 1])]
+    report = walk_report({0: np.zeros((3, 2), dtype=bool)}, documents=documents, num_depths=2)
+    assert report.num_rounds == 0
+    assert math.isnan(report.acceptance_length)
+    assert math.isnan(report.length_by_domain["code"])
+
+
+def test_walk_report_cut_document_uses_the_rows_that_ran():
+    documents = [document("a", "code", [0] + [1] * 20)]
+    report = walk_report({0: np.ones((8, 2), dtype=bool)}, documents=documents, num_depths=2)
+    assert report.num_rounds == 2  # anchors [0, 5): rounds at 0 and 3

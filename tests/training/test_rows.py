@@ -1,0 +1,62 @@
+"""Row order and the cache of target hidden states."""
+
+import numpy as np
+import pytest
+import torch
+
+from mtp_research.data.packing import EncodedDocument, pack_first_fit
+from mtp_research.training.rows import TrainingRows, row_indices
+from tests.tiny import tiny_target
+
+
+def make_rows(*, keep_hidden: bool, hidden_source: str = "post_norm") -> TrainingRows:
+    generator = np.random.default_rng(0)
+    documents = []
+    for index in range(30):
+        tokens = tuple(generator.integers(6, 128, size=int(generator.integers(5, 16))).tolist())
+        documents.append(EncodedDocument(f"d{index}", "code", tokens, (True,) * len(tokens)))
+    return TrainingRows(
+        pack_first_fit(documents, seq_len=16),
+        target=tiny_target("qwen3"),
+        hidden_source=hidden_source,
+        keep_hidden=keep_hidden,
+    )
+
+
+def test_row_indices_every_row_once_an_epoch():
+    first = row_indices(0, count=10, num_rows=10, seed=0)
+    second = row_indices(10, count=10, num_rows=10, seed=0)
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert row_indices(0, count=10, num_rows=10, seed=1) != first
+
+
+def test_row_indices_slices_agree_across_the_epoch_boundary():
+    whole = row_indices(0, count=40, num_rows=7, seed=3)
+    assert row_indices(5, count=9, num_rows=7, seed=3) == whole[5:14]
+
+
+@pytest.mark.parametrize("hidden_source", ["post_norm", "pre_norm"])
+def test_training_rows_kept_hidden_equals_computed(hidden_source):
+    kept = make_rows(keep_hidden=True, hidden_source=hidden_source)
+    computed = make_rows(keep_hidden=False, hidden_source=hidden_source)
+    assert kept.keeps_hidden
+    assert not computed.keeps_hidden
+    indices = [9, 0, 3, 9]
+    for got, expected in zip(kept.hidden(indices), computed.hidden(indices), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+        assert not got.requires_grad
+
+
+def test_training_rows_kept_hidden_does_not_depend_on_who_asked_first():
+    left, right = make_rows(keep_hidden=True), make_rows(keep_hidden=True)
+    left.hidden([1, 2])
+    right.hidden([9, 4])
+    assert torch.equal(left.hidden([2, 9]).source, right.hidden([2, 9]).source)
+
+
+def test_training_rows_post_norm_and_pre_norm_differ_by_the_norm():
+    rows = make_rows(keep_hidden=False, hidden_source="pre_norm")
+    hidden = rows.hidden([0])
+    norm = rows._target.model.base_model.norm
+    torch.testing.assert_close(norm(hidden.source), hidden.post_norm)
