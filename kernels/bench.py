@@ -12,19 +12,20 @@ Letters: B requests, H / Hkv heads, D head dim, q rows a request.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from mtp_research.kernels import checks
 from mtp_research.kernels.attention_launch import LaunchConfig, launch_paged_attention
-from mtp_research.kernels.draft_head import draft_head, draft_head_ref
+from mtp_research.kernels.bench_timing import (
+    Timing,
+    describe_machine,
+    measure_ceilings,
+    time_calls,
+)
 from mtp_research.kernels.paged_attention import paged_attention, paged_attention_ref
 from mtp_research.kernels.store_kv import store_kv
 from torch import Tensor
@@ -32,15 +33,6 @@ from torch.nn import functional
 
 EXIT_NO_DEVICE = 4
 _ROTATED_BYTES = 512 * 2**20  # ten times the H200's L2
-_COPY_BYTES = 4 * 2**30
-_MATMUL_SIZE = 8192
-
-
-class Timing(NamedTuple):
-    """Time of one call, from replays of a graph of many."""
-
-    median_us: float
-    spread_us: float  # slowest minus fastest replay
 
 
 class AttentionShape(NamedTuple):
@@ -92,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, value in [*report["machine"].items(), *report["ceilings"].items()]:
         print(f"{name:<16}{value}")
     copy = report["ceilings"]["copy_tb_per_s"]
-    rows = bench_store_kv(copy) + bench_draft_head(copy)
+    rows = bench_store_kv(copy)
     shapes = QUICK_SHAPES if options.quick else FULL_SHAPES
     rows += [bench_attention(shape, copy) for shape in shapes]
     if options.sweep:
@@ -102,55 +94,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1))
     return 0
-
-
-def describe_machine() -> dict[str, str]:
-    """Device, versions and commit that the figures belong to."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    git = subprocess.run(command, capture_output=True, text=True, check=False)
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": checks.triton_version(),
-        "commit": git.stdout.strip() or "unknown",
-    }
-
-
-def measure_ceilings() -> dict[str, float]:
-    """Bandwidth in TB/s of a copy (read + write) and of a read, TFLOP/s of a bf16 matmul."""
-    source = torch.randn(_COPY_BYTES // 4, device="cuda")
-    target = torch.empty_like(source)
-    copy = time_calls([functools.partial(target.copy_, source)])
-    read = time_calls([source.amax])
-    shape = (_MATMUL_SIZE, _MATMUL_SIZE)
-    left, right = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    matmul = time_calls([functools.partial(torch.matmul, left, right)])
-    return {
-        "copy_tb_per_s": round(2 * _COPY_BYTES / copy.median_us / 1e6, 3),
-        "read_tb_per_s": round(_COPY_BYTES / read.median_us / 1e6, 3),
-        "bf16_tflop_per_s": round(2 * _MATMUL_SIZE**3 / matmul.median_us / 1e6, 1),
-    }
-
-
-def time_calls(calls: list[Callable[[], object]], *, num_replays: int = 15) -> Timing:
-    """Median time of one of `calls`, captured together as one CUDA graph."""
-    for call in calls[:2] * 2:  # compile, and allocate what the first call allocates
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times_us = []
-    for replay in range(num_replays + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= 3:  # clocks settle
-            times_us.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return Timing(statistics.median(times_us), max(times_us) - min(times_us))
 
 
 def bench_store_kv(copy: float) -> list[dict[str, object]]:
@@ -170,36 +113,14 @@ def bench_store_kv(copy: float) -> list[dict[str, object]]:
                 key, value, key_cache=caches[0], value_cache=caches[1], slot_mapping=slot_mapping
             )
 
-        @torch.compile(dynamic=False)
+        # Not compiled: Inductor would copy the captured caches whole at every call.
         def peer(slot_mapping: Tensor, key=key, value=value, caches=caches) -> None:
-            caches[0].view(-1, 8, 128)[slot_mapping] = key
-            caches[1].view(-1, 8, 128)[slot_mapping] = value
+            caches[0].view(-1, 8, 128).index_copy_(0, slot_mapping, key)
+            caches[1].view(-1, 8, 128).index_copy_(0, slot_mapping, value)
 
         ours = time_calls([lambda s=s, run=run: run(s) for s in slots])
         theirs = _time_peer([lambda s=s, peer=peer: peer(s) for s in slots])
         rows.append(_row("store_kv", f"T={num_rows} 8 d128", num_bytes, ours, theirs, copy))
-    return rows
-
-
-def bench_draft_head(copy: float) -> list[dict[str, object]]:
-    """Rows for the lm_head of a 7B model and of a 1B model with a small vocabulary."""
-    rows = []
-    for num_vocab, dim in ((151_680, 4096), (32_000, 2048)):
-        num_sets = max(1, _ROTATED_BYTES // (2 * num_vocab * dim))
-        weights = [
-            torch.randn(num_vocab, dim, device="cuda", dtype=torch.bfloat16)
-            for _ in range(num_sets)
-        ]
-        norm_weight = torch.ones(dim, device="cuda", dtype=torch.bfloat16)
-        for num_rows in (1, 8, 32):
-            hidden = torch.randn(num_rows, dim, device="cuda", dtype=torch.bfloat16)
-            head = functools.partial(draft_head, hidden, norm_weight=norm_weight)
-            reference = functools.partial(draft_head_ref, hidden, norm_weight=norm_weight)
-            peer = torch.compile(reference, dynamic=False)
-            ours = time_calls([functools.partial(head, weight=w) for w in weights])
-            theirs = _time_peer([functools.partial(peer, weight=w) for w in weights])
-            label = f"R={num_rows} V={num_vocab} D={dim}"
-            rows.append(_row("draft_head", label, weights[0].nbytes, ours, theirs, copy))
     return rows
 
 
@@ -240,6 +161,7 @@ def bench_attention(shape: AttentionShape, copy: float) -> dict[str, object]:
         paged_attention(**sets[0], **options), expected, atol=2e-2, rtol=2e-2
     )
     ours = time_calls([lambda s=s: paged_attention(**s, **options) for s in sets])
+    torch.compiler.reset()  # past eight shapes Dynamo would fall back to eager
     compiled = torch.compile(gather_sdpa, dynamic=False)
     theirs = _time_peer([lambda s=s: compiled(**s) for s in sets])
     return _row("paged_attention", shape.label(), shape.num_bytes(), ours, theirs, copy)

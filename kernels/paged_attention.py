@@ -13,6 +13,7 @@ Source: FlashAttention-2 (online softmax), Flash-Decoding (splits), vLLM (block 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -220,25 +221,13 @@ def _paged_attention_op(
     resolved = checks.resolve_backend(backend, tensor=query, kernel=attention_kernel)
     if query.shape[0] == 0 or block_table.shape[0] == 0:
         return query.new_zeros(*query.shape[:2], value_cache.shape[3])
-    if resolved == "reference":
-        return paged_attention_ref(
-            query,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            block_table=block_table,
-            seq_lens=seq_lens,
-            query_start_loc=query_start_loc,
-            max_query_len=max_query_len,
-            scale=scale,
-            sliding_window=sliding_window,
-            sinks=sinks,
-            positions=positions,
-            kv_start=kv_start,
+    attend = paged_attention_ref
+    if resolved == "triton":
+        checks.check_kernel_layout(
+            query, key_cache=key_cache, value_cache=value_cache, kernel=attention_kernel
         )
-    checks.check_kernel_layout(
-        query, key_cache=key_cache, value_cache=value_cache, kernel=attention_kernel
-    )
-    return launch_paged_attention(
+        attend = functools.partial(launch_paged_attention, num_splits=num_splits)
+    return attend(
         query,
         key_cache=key_cache,
         value_cache=value_cache,
@@ -251,7 +240,6 @@ def _paged_attention_op(
         sinks=sinks,
         positions=positions,
         kv_start=kv_start,
-        num_splits=num_splits,
     )
 
 

@@ -1,12 +1,64 @@
 """mtp-research: train Multi-Token-Prediction heads on a frozen target and decode with them.
 
-The repository keeps its Triton kernels in the top-level folder `kernels/`, which is imported as `mtp_research.kernels`.
+    from mtp_research import SpecDecoder, load_heads, load_target
+
+    target = load_target("path/or/hub-id", dtype="bfloat16", device="cuda")
+    heads = load_heads("path", target)
+    decoder = SpecDecoder(target, heads, policy="training", num_speculative_tokens=3)
+    for output in decoder.generate(prompts, max_new_tokens=256):
+        print(output.request_id, output.output_token_ids)
+    print(decoder.stats.acceptance_length)
+
+A prompt is a sequence of token ids; text is the tokenizer's business. The names below are imported
+when they are first used, so that `import mtp_research` costs nothing. The Triton kernels lie in the
+top-level folder `kernels/`, which is imported as `mtp_research.kernels`.
 """
 
+import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-# In a source tree or an editable install `kernels/` lies beside this package, not inside it. A top-level package called
-# `kernels` would shadow Hugging Face's package of that name, so the folder is mounted here as a namespace sub-package.
+if TYPE_CHECKING:
+    from mtp_research.config import EngineConfig
+    from mtp_research.decode.decoder import SpecDecoder
+    from mtp_research.decode.request import SamplingParams
+    from mtp_research.heads.weights import load_heads
+    from mtp_research.models.target import load_target
+    from mtp_research.policy import POLICIES
+
+__all__ = [
+    "POLICIES",
+    "EngineConfig",
+    "SamplingParams",
+    "SpecDecoder",
+    "load_heads",
+    "load_target",
+]
+
+_HOMES = {
+    "POLICIES": "mtp_research.policy",
+    "EngineConfig": "mtp_research.config",
+    "SamplingParams": "mtp_research.decode.request",
+    "SpecDecoder": "mtp_research.decode.decoder",
+    "load_heads": "mtp_research.heads.weights",
+    "load_target": "mtp_research.models.target",
+}
+
+# In a source tree or an editable install `kernels/` lies beside this package, not inside it. A
+# top-level package called `kernels` would shadow Hugging Face's package of that name, so the folder
+# is mounted here as a namespace sub-package.
 _PACKAGE_DIR = Path(__file__).resolve().parent
 if not (_PACKAGE_DIR / "kernels").is_dir():
     __path__.append(str(_PACKAGE_DIR.parent))
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from where it lives."""
+    if name not in _HOMES:
+        raise AttributeError(f"mtp_research has no {name!r}; public names: {', '.join(__all__)}.")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, and those of an ordinary module."""
+    return sorted({*globals(), *__all__})

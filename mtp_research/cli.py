@@ -23,12 +23,12 @@ from mtp_research.errors import (
     NumericFault,
 )
 from mtp_research.overrides import CONF_DIR, ENTRIES, check_overrides, help_text
+from mtp_research.preflight import SPECIAL_HEADS, check_inputs
 from mtp_research.provenance import redact, resolve_path, write_run_folder
 from mtp_research.validation import fault_line, schema_keys, validate
 
 FLAGS = {"--traceback", "--cfg", "job"}
 CTRL_C_EXIT_CODE = 130
-SPECIAL_HEADS = (None, "oracle")
 
 ConfigT = TypeVar("ConfigT", TrainConfig, EvalConfig)
 
@@ -59,7 +59,7 @@ def run_entry(
         if "--cfg" in words:
             sys.stdout.write(f"{json.dumps(dataclasses.asdict(config), indent=2)}\n")
             return 0
-        _check_paths(config)
+        check_inputs(config)
         output_dir = _output_dir(config)
         write_run_folder(output_dir, config)
         run(config, output_dir)
@@ -133,22 +133,6 @@ def _resolve_paths(config: TrainConfig | EvalConfig) -> None:
         config.prompts.path = config.prompts.path and resolve_path(config.prompts.path)
         if config.spec.head not in SPECIAL_HEADS:
             config.spec.head = resolve_path(str(config.spec.head))
-
-
-def _check_paths(config: TrainConfig | EvalConfig) -> None:
-    """Refuse paths that must exist; the target's own may be a hub id and is left to its loader."""
-    if isinstance(config, TrainConfig):
-        paths = {"head.path": config.head.path}
-    else:
-        head = None if config.spec.head in SPECIAL_HEADS else config.spec.head
-        paths = {"spec.head": head, "prompts.path": config.prompts.path}
-    faults = [
-        f"{key} must be an existing path, got {path} (from {Path.cwd()}); set {key}=PATH."
-        for key, path in paths.items()
-        if path is not None and not Path(path).exists()
-    ]
-    if faults:
-        raise ConfigError("\n".join(faults))
 
 
 def _output_dir(config: TrainConfig | EvalConfig) -> Path:

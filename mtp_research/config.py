@@ -19,6 +19,8 @@ POLICIES = (
     "window",
 )
 COMPARED_POLICIES = ("eagle", "training")
+VERIFY_RULES = ("block", "greedy", "relaxed", "standard", "typical")
+ARGMAX_RULES = ("greedy", "relaxed")  # they take the target's argmax: temperature must be 0
 MODULE_SCHEDULES = ("cycle", "first", "last")
 NORMS = ("post_norm", "pre_norm")
 PRECISIONS = ("auto", "bfloat16", "float16", "float32", "float64")
@@ -161,7 +163,8 @@ class SpecConfig:
     # Folder of trained heads. null: every draft is wrong; oracle: every draft is right.
     head: str | None = "assets/lab_tiny/heads/chain_n3"
     module_schedule: str = _one_of("cycle", *MODULE_SCHEDULES)
-    verify: str = _one_of("greedy", "greedy", "standard")  # standard: rejection sampling
+    # standard: rejection sampling; block: the same, drafts judged together; the others are lossy.
+    verify: str = _one_of("greedy", *VERIFY_RULES)
     draft_sampling: str = _one_of("greedy", "greedy", "sample")
 
 

@@ -1,17 +1,18 @@
-"""The failures a user can cause or meet, each with the process exit code that `train.py` and `eval.py` return.
+"""The failures a user can cause or meet, each with the exit code of `train.py` and `eval.py`.
 
-Source: the project's exit-code rule: 0 fine, 2 configuration, 3 integrity, 4 environment, 5 numeric, 75 resumable.
+Exit codes: 0 fine, 2 configuration, 3 integrity, 4 environment, 5 numeric, 75 resumable. A message
+says what was expected, what was got and which key or call fixes it.
 """
 
 
 class ConfigError(ValueError):
-    """A configuration or argument is wrong. Says what was expected, what was got and which key fixes it."""
+    """A configuration or argument is wrong."""
 
     exit_code = 2
 
 
 class IntegrityError(ValueError):
-    """A file or data set is not what it claims to be: truncated, changed, missing a tensor, invalid at a line."""
+    """A file is not what it claims to be: cut off, changed, lacking a tensor, invalid at a line."""
 
     exit_code = 3
 

@@ -1,16 +1,19 @@
 """Hidden-state policies as data, and the row plan that every draft pass follows.
 
-After a verify step each request has a *frontier* row p: the newest row whose target hidden state is known. Drafting runs K
-passes. Pass m (`draft_step`) runs one MTP module over some rows; a row is a slot q, a token and a hidden vector. Policies
-differ only in which rows those are and where token and hidden vector come from. This file says so with a few fields, and
-turns the fields into index tensors. The decode loop, the auditor and the trace command execute the same plan, and the
-trainer's unrolls take their token offsets and module order from here.
+After a verify step each request has a *frontier* row p: the newest row whose target hidden state is
+known. Drafting runs K passes. Pass m (`draft_step`) runs one MTP module over some rows; a row is a
+slot q, a token and a hidden vector. Policies differ only in which rows those are and where token
+and hidden vector come from. This file says so with a few fields, and turns the fields into index
+tensors. The decode loop, the auditor and the trace command execute the same plan, and the trainer's
+unrolls take their token offsets and module order from here.
 
     row q of pass m reads   text[q + 1 + m]  (chain policies)   or   text[q + 1]  (EAGLE policies)
-    and the hidden vector   H_q | output of pass m-1 at row q | H_{q+m} | output g_i of the i-th draft pass
+    and the hidden vector   H_q | output of pass m-1 at row q | H_{q+m} | g_i, output of pass i-1
 
-Letters: R requests, T rows of a pass, K drafts per step, N MTP modules, p frontier row, f first fresh row, m draft step.
-Source: DeepSeek-V3 (arXiv:2412.19437) for the chain, EAGLE (arXiv:2401.15077) for recycling; row rules are our derivation.
+Letters: R requests, T rows of a pass, K drafts per step, N MTP modules, p frontier row, f first
+fresh row, m draft step.
+Source: DeepSeek-V3 (arXiv:2412.19437) for the chain, EAGLE (arXiv:2401.15077) for recycling; row
+rules are our derivation.
 """
 
 from dataclasses import dataclass
@@ -38,15 +41,19 @@ class HiddenPolicy:
 
     Attributes:
         name: config name.
-        rows: base rows of a pass. `anchored`: the K+1 rows ending at the frontier, so that every row whose token may have
-            been a rejected draft is rerun. `fresh`: the newly verified rows only. `window`: the K rows ending at the frontier.
+        rows: base rows of a pass. `anchored`: the K+1 rows ending at the frontier, so that every
+            row whose token may have been a rejected draft is rerun. `fresh`: the newly verified
+            rows only. `window`: the K rows ending at the frontier.
         shift_tokens: row q of pass m consumes text[q+1+m] (True) or text[q+1] (False).
-        hidden: hidden vector of base rows in passes m >= 1. `chain`: output of pass m-1 at the same row. `target`: H_q.
-            `shifted_target`: H_{q+m}, or g_{q+m-p} where that row is not verified yet.
-        draft_rows: rows above the frontier, fed with the module's own output. `none`; `since_last_pass`: all that this
-            module has not written in this round; `newest`: only the last one.
+        hidden: hidden vector of base rows in passes m >= 1. `chain`: output of pass m-1 at the same
+            row. `target`: H_q. `shifted_target`: H_{q+m}, or g_{q+m-p} where that row is not
+            verified yet.
+        draft_rows: rows above the frontier, fed with the module's own output. `none`;
+            `since_last_pass`: all that this module has not written in this round; `newest`: only
+            the last one.
         every_module: passes m >= 1 have base rows too (False: only pass 0 has).
-        clean: after every round each slot <= p holds what a recompute over the committed text would put there.
+        clean: after every round each slot <= p holds what a recompute over the committed text would
+            put there.
         seen_in: engines that behave like this.
     """
 
@@ -60,25 +67,36 @@ class HiddenPolicy:
     seen_in: str
 
     def num_kv_layers(self, num_speculative_tokens: int, num_mtp_modules: int) -> int:
-        """KV layers needed: one per depth where each depth sees its own history, else one per module."""
-        return num_speculative_tokens if self.shift_tokens else min(num_mtp_modules, max(num_speculative_tokens, 1))
+        """KV layers: one per depth where each depth sees its own history, else one per module."""
+        if self.shift_tokens:
+            return num_speculative_tokens
+        return min(num_mtp_modules, max(num_speculative_tokens, 1))
 
     def kv_layer(self, draft_step: int, module_idx: int) -> int:
         """KV layer (0-based among the draft layers) that pass `draft_step` writes."""
         return draft_step if self.shift_tokens else module_idx
 
 
+# fmt: off
+# name, rows, shift_tokens, hidden, draft_rows, every_module, clean, seen_in
 POLICIES: dict[str, HiddenPolicy] = {
     policy.name: policy
     for policy in (
-        HiddenPolicy("eagle", "fresh", False, "target", "since_last_pass", True, True, "vLLM, SGLang, TensorRT-LLM, llama.cpp"),
-        HiddenPolicy("training", "anchored", True, "chain", "none", True, True, "vLLM model runner v2, transformers"),
-        HiddenPolicy("eagle_norefresh", "fresh", False, "target", "newest", False, False, "vLLM's first Step-3.5 path"),
-        HiddenPolicy("training_norefresh", "fresh", True, "chain", "none", True, False, "SGLang for Step-3.5"),
-        HiddenPolicy("window", "window", True, "shifted_target", "none", True, False, "TensorRT-LLM's multi-module worker"),
-        HiddenPolicy("target_roll", "fresh", True, "target", "none", True, False, "SGLang for MiMo-V2"),
+        HiddenPolicy("eagle", "fresh", False, "target", "since_last_pass", True, True,
+                     "vLLM, SGLang, TensorRT-LLM, llama.cpp"),
+        HiddenPolicy("training", "anchored", True, "chain", "none", True, True,
+                     "vLLM model runner v2, transformers"),
+        HiddenPolicy("eagle_norefresh", "fresh", False, "target", "newest", False, False,
+                     "vLLM's first Step-3.5 path"),
+        HiddenPolicy("training_norefresh", "fresh", True, "chain", "none", True, False,
+                     "SGLang for Step-3.5"),
+        HiddenPolicy("window", "window", True, "shifted_target", "none", True, False,
+                     "TensorRT-LLM's multi-module worker"),
+        HiddenPolicy("target_roll", "fresh", True, "target", "none", True, False,
+                     "SGLang for MiMo-V2"),
     )
 }
+# fmt: on
 
 # The decode policy that shows a head the inputs it was trained on.
 MATCHING_POLICY: dict[str, str] = {
@@ -96,9 +114,12 @@ class StepState(NamedTuple):
     Attributes:
         first_fresh: int64, f: first row whose target hidden state this step computed.
         frontier: int64, p: last row of the committed text whose target hidden state is known.
-        num_known_tokens: int64, tokens of the text that are committed (or belong to the prompt), bonus included.
-        oldest_hidden: int64, first position whose target hidden state is still at hand (ring or this step).
-        drafting: bool, the request has a sampled token and wants drafts; False inside a chunked prompt.
+        num_known_tokens: int64, tokens of the text that are committed (or belong to the prompt),
+            bonus included.
+        oldest_hidden: int64, first position whose target hidden state is still at hand (ring or
+            this step).
+        drafting: bool, the request has a sampled token and wants drafts; False inside a chunked
+            prompt.
         prefilling: bool, the fresh rows are prompt rows rather than verified drafts.
     """
 
@@ -118,8 +139,10 @@ class PassPlan(NamedTuple):
         module_idx: module to run.
         kv_layer: draft KV layer to write and read, 0-based.
         request_index: `[T]` int64.
-        position: `[T]` int64, slot and rotary position of the row (negative only for padding rows of the static form).
-        token_position: `[T]` int64, absolute index of the token the row consumes; drafts follow the committed text.
+        position: `[T]` int64, slot and rotary position of the row (negative only for padding rows
+            of the static form).
+        token_position: `[T]` int64, absolute index of the token the row consumes; drafts follow the
+            committed text.
         hidden_kind: `[T]` int64 of `HiddenKind`.
         hidden_index: `[T]` int64, see `HiddenKind`.
         writes: `[T]` bool; False for padding rows and for rows whose inputs are not known yet.
@@ -180,17 +203,25 @@ def plan_pass(
         num_speculative_tokens: K.
         num_mtp_modules: N.
         schedule: which module runs which pass.
-        static: give every request the same number of base rows (K+1, or K for `window`), padding with rows that write
-            nothing; for captured graphs. Only valid when every request is decoding.
+        static: give every request the same number of base rows (K+1, or K for `window`), padding
+            with rows that write nothing; for captured graphs. Only valid when every request is
+            decoding.
 
     Returns:
         The plan. In the ragged form only rows that the policy asks for are present.
     """
     module_idx = module_index(schedule, draft_step, num_mtp_modules)
-    previous = [s for s in range(draft_step) if module_index(schedule, s, num_mtp_modules) == module_idx]
+    previous = [
+        step
+        for step in range(draft_step)
+        if module_index(schedule, step, num_mtp_modules) == module_idx
+    ]
     recycles = policy.draft_rows != "none"
     has_base = draft_step == 0 or (policy.every_module and not (recycles and previous))
-    first_draft = draft_step if policy.draft_rows == "newest" or not recycles else (previous[-1] + 1 if previous else 1)
+    if policy.draft_rows == "newest" or not recycles:
+        first_draft = draft_step
+    else:
+        first_draft = previous[-1] + 1 if previous else 1
 
     frontier = state.frontier
     start = _first_base_row(policy, state, num_speculative_tokens)
@@ -206,7 +237,8 @@ def plan_pass(
     query_start_loc = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
     query_start_loc[1:] = torch.cumsum(counts, dim=0)
     num_rows, max_query_len = _row_totals(counts)
-    request_index = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=num_rows)
+    requests = torch.arange(len(counts), device=counts.device)
+    request_index = torch.repeat_interleave(requests, counts, output_size=num_rows)
     offset = torch.arange(num_rows, device=counts.device) - query_start_loc[request_index].long()
     position = first_row[request_index] + offset
     token_position = position + token_offset(policy, draft_step)
@@ -232,9 +264,13 @@ def plan_pass(
 
 
 def num_rows_per_step(
-    policy: HiddenPolicy, num_speculative_tokens: int, num_mtp_modules: int, *, schedule: ModuleSchedule = "cycle"
+    policy: HiddenPolicy,
+    num_speculative_tokens: int,
+    num_mtp_modules: int,
+    *,
+    schedule: ModuleSchedule = "cycle",
 ) -> int:
-    """Module rows of one decoding step and request in the static form: what a captured step computes."""
+    """Module rows that a captured step computes per request: one decoding step, static form."""
     frontier = torch.tensor([10 * (num_speculative_tokens + 1)])
     state = StepState(
         first_fresh=frontier - num_speculative_tokens,
@@ -260,26 +296,30 @@ def num_rows_per_step(
     )
 
 
-def num_slots_needed(num_tokens: int, num_speculative_tokens: int, num_steps_in_flight: int = 0) -> int:
+def num_slots_needed(
+    num_tokens: int, num_speculative_tokens: int, num_steps_in_flight: int = 0
+) -> int:
     """Positions a request must own before a step that starts with `num_tokens` known tokens.
 
-    The verify step writes target rows up to `num_tokens - 1 + K`. If all drafts are accepted the text grows by K+1, and
-    EAGLE draft rows then reach `num_tokens + 2K - 2`; chain policies stay below. With the host `num_steps_in_flight` steps
-    late, the length it knows may be that many times K+1 behind.
+    The verify step writes target rows up to `num_tokens - 1 + K`. If all drafts are accepted the
+    text grows by K+1, and EAGLE draft rows then reach `num_tokens + 2K - 2`; chain policies stay
+    below. With the host `num_steps_in_flight` steps late, the length it knows may be that many
+    times K+1 behind.
     """
     drafted = num_speculative_tokens
     return num_tokens + num_steps_in_flight * (drafted + 1) + max(drafted, 2 * drafted - 1)
 
 
 def _first_base_row(policy: HiddenPolicy, state: StepState, num_speculative_tokens: int) -> Tensor:
-    """First base row of each request, `[R]`, never before the text or before the oldest hidden state at hand."""
+    """First base row of each request, `[R]`, not before the oldest hidden state at hand."""
     if policy.rows == "fresh":
         return state.first_fresh
     if policy.rows == "anchored":
         start = torch.minimum(state.first_fresh, state.frontier - num_speculative_tokens)
     else:
         window = state.frontier - num_speculative_tokens + 1
-        # While the prompt is read in chunks the rows at a chunk's end lack later hidden states; the next chunk reruns them.
+        # While the prompt is read in chunks the rows at a chunk's end lack later hidden states; the
+        # next chunk reruns them.
         chunked = torch.minimum(window, state.first_fresh - num_speculative_tokens + 1)
         start = torch.where(state.prefilling, chunked, window)
     return torch.maximum(start, state.oldest_hidden)
@@ -292,7 +332,8 @@ def _hidden_source(
     above = position - state.frontier[request_index]  # > 0 for rows above the frontier
     if policy.hidden == "chain" and draft_step > 0:
         kind = torch.full_like(position, HiddenKind.CHAIN)
-        return kind, torch.arange(len(position), device=position.device), torch.ones_like(position, dtype=torch.bool)
+        rows = torch.arange(len(position), device=position.device)
+        return kind, rows, torch.ones_like(position, dtype=torch.bool)
     shift = draft_step if policy.hidden == "shifted_target" else 0
     from_draft = above + shift > 0
     kind = torch.where(from_draft, HiddenKind.DRAFT.value, HiddenKind.TARGET.value)

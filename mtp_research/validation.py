@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import NoneType
 from typing import get_args, get_origin
 
-from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.config import ARGMAX_RULES, EvalConfig, TrainConfig
 from mtp_research.errors import ConfigError
 
 ALIASES = {"spec.k": "spec.num_speculative_tokens"}
@@ -174,9 +174,12 @@ def _eval_faults(config: EvalConfig) -> Iterator[str]:
     if engine.block_size & (engine.block_size - 1):
         key, fix = "engine.block_size", 1 << engine.block_size.bit_length()
         yield _fault(key, "must be a power of two >= 16", engine.block_size, f"{key}={fix}")
-    num_rows = spec.num_speculative_tokens + 1
+    num_rows = engine.max_num_requests * (spec.num_speculative_tokens + 1)
     if engine.max_num_batched_tokens < num_rows:
-        key, expected = "engine.max_num_batched_tokens", f"must hold spec.k + 1 = {num_rows} rows"
+        key, expected = (
+            "engine.max_num_batched_tokens",
+            f"must hold engine.max_num_requests * (spec.k + 1) = {num_rows} rows",
+        )
         yield _fault(key, expected, engine.max_num_batched_tokens, f"{key}={num_rows}")
     if engine.max_model_len is not None and engine.max_model_len <= max_new_tokens:
         key, expected = "engine.max_model_len", f"must exceed max_new_tokens={max_new_tokens}"
@@ -188,8 +191,8 @@ def _sampling_faults(config: EvalConfig) -> Iterator[str]:
     """An option that the chosen mode would ignore is a fault, not a silent no-op."""
     spec, sampling = config.spec, config.sampling
     if sampling.temperature > 0:
-        if spec.verify == "greedy":
-            expected = "must be 0 for spec.verify=greedy"
+        if spec.verify in ARGMAX_RULES:
+            expected = f"must be 0 for spec.verify={spec.verify}"
             yield _fault("sampling.temperature", expected, sampling.temperature, "spec=standard")
         return
     fix = "sampling.temperature=1"

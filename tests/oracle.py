@@ -1,7 +1,7 @@
-"""Slow references: every policy recomputed from scratch over the committed text, with dense attention and no pages.
+"""Slow references: every policy recomputed over the committed text, dense and without pages.
 
-Nothing here imports the row plan, the pages or the loop; it follows the definitions of the policies page, one pass after the
-other, over the whole text each time.
+Nothing here imports the row plan, the pages or the loop; it follows the definitions of the policies
+page, one pass after the other, over the whole text each time.
 
 Letters: K drafts per step, N MTP modules, p frontier row, L tokens of the text, D hidden.
 """
@@ -30,7 +30,9 @@ def target_logits(target: Target, text: list[int]) -> Tensor:
 def _hidden(target: Target, text: list[int]):
     ids = torch.tensor([text])
     with torch.no_grad():
-        return target.forward(ids, position_ids=torch.arange(len(text))[None], context=DenseContext())
+        return target.forward(
+            ids, position_ids=torch.arange(len(text))[None], context=DenseContext()
+        )
 
 
 def _run(heads: MTPHeads, module: int, tokens: list[int], hidden: Tensor):
@@ -45,11 +47,13 @@ def _run(heads: MTPHeads, module: int, tokens: list[int], hidden: Tensor):
         )
 
 
-def training_drafts(heads: MTPHeads, text: list[int], num_drafts: int) -> tuple[list[int], list[Tensor]]:
+def training_drafts(
+    heads: MTPHeads, text: list[int], num_drafts: int
+) -> tuple[list[int], list[Tensor]]:
     """Drafts and draft logits of the chain policy at the frontier p = L - 2.
 
-    Pass m runs rows 0..p; row q consumes token q + 1 + m of the text followed by the drafts so far, and reads the output of
-    pass m - 1 at the same row.
+    Pass m runs rows 0..p; row q consumes token q + 1 + m of the text followed by the drafts so far,
+    and reads the output of pass m - 1 at the same row.
     """
     target = heads.target
     hidden = heads.source(_hidden(target, text[:-1]))[0]  # rows 0..p
@@ -63,11 +67,13 @@ def training_drafts(heads: MTPHeads, text: list[int], num_drafts: int) -> tuple[
     return known[len(text) :], logits
 
 
-def eagle_drafts(heads: MTPHeads, text: list[int], num_drafts: int) -> tuple[list[int], list[Tensor]]:
+def eagle_drafts(
+    heads: MTPHeads, text: list[int], num_drafts: int
+) -> tuple[list[int], list[Tensor]]:
     """Drafts and draft logits of the EAGLE policy at the frontier p = L - 2.
 
-    Pass m runs its module over rows 0..p with the target's hidden states, followed by the draft rows p+1..p+m, whose hidden
-    vectors are the outputs of the earlier passes at their sampled rows.
+    Pass m runs its module over rows 0..p with the target's hidden states, followed by the draft
+    rows p+1..p+m, whose hidden vectors are the outputs of the earlier passes at their sampled rows.
     """
     target = heads.target
     hidden = heads.source(_hidden(target, text[:-1]))[0]

@@ -75,7 +75,8 @@ def test_spec_k_is_short_for_num_speculative_tokens() -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 64])
 def test_spec_k_at_a_bound_is_taken(num_tokens: int) -> None:
-    config = compose_config(EvalConfig, [f"spec.k={num_tokens}"])
+    words = [f"spec.k={num_tokens}", "engine.max_num_batched_tokens=1040"]
+    config = compose_config(EvalConfig, words)
     assert config.spec.num_speculative_tokens == num_tokens
 
 
@@ -112,7 +113,7 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (TrainConfig, "~head", "must read NAME=VALUE"),
         (TrainConfig, "+nonsense=1", "nonsense is not a key of train.py"),
         (EvalConfig, "spec.policy=trainin", ", got trainin; nearest: training"),
-        (EvalConfig, "spec.verify=greeedy", "greedy | standard, got greeedy; nearest: greedy"),
+        (EvalConfig, "spec.verify=greeedy", "standard | typical, got greeedy; nearest: greedy"),
         (TrainConfig, "trainer.learning_rate=fast", "a number above 0 up to 10, got fast"),
         (TrainConfig, "trainer.learning_rate=0", "a number above 0 up to 10, got 0.0"),
         (TrainConfig, "trainer.learning_rate=nan", "set trainer.learning_rate=0.002"),
@@ -129,7 +130,8 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
             "power of two >= 16, got 24; set engine.block_size=32",
         ),
         (EvalConfig, "engine.block_size=8", "in 16..4096, got 8; set engine.block_size=16"),
-        (EvalConfig, "engine.max_num_batched_tokens=3", "must hold spec.k + 1 = 4 rows, got 3"),
+        (EvalConfig, "engine.max_num_batched_tokens=63", "* (spec.k + 1) = 64 rows, got 63"),
+        (EvalConfig, "spec.k=32", "set engine.max_num_batched_tokens=528"),
         (EvalConfig, "engine.max_model_len=64", "must exceed max_new_tokens=64"),
         (EvalConfig, "engine.num_blocks=0", "or null, got 0; set engine.num_blocks=null"),
         (EvalConfig, "sampling.temperature=0.5", "must be 0 for spec.verify=greedy"),

@@ -3,11 +3,17 @@
 import pytest
 
 from mtp_research.decode.trace import SymbolicLoop, trace
-from mtp_research.policy import MATCHING_POLICY, POLICIES, module_index, num_rows_per_step, num_slots_needed
+from mtp_research.policy import (
+    MATCHING_POLICY,
+    POLICIES,
+    module_index,
+    num_rows_per_step,
+    num_slots_needed,
+)
 
 SCRIPT = "E>FGH 2X>NOP 0K>UVW 3Z>QRS 1J>ijk"
 
-# The page shows only the rows that are needed; the frontier-anchored form starts every pass at row p - 3.
+# The page shows the rows that are needed; the frontier-anchored form starts every pass at p - 3.
 TRAINING = """
 R0 M1 0:B|H_A 1:C|H_B 2:D|H_C 3:E|H_D -> F
 R0 M2 0:C|h1[B]@A 1:D|h1[C]@B 2:E|h1[D]@C 3:F|h1[E]@D -> G
@@ -96,14 +102,17 @@ def test_plan_worked_example_matches_page(policy: str, num_modules: int, expecte
 def test_audit_worked_example_is_clean_exactly_for_clean_policies(policy: str) -> None:
     lines = trace(SymbolicLoop(POLICIES[policy], 3, 3), prompt="ABCD", script=SCRIPT)
     last = lines[-1].split("audit")[1].split()
-    faults = sum(int(last[i + 1]) for i, word in enumerate(last) if word in {"WRONG", "MIXED", "HOLE"})
+    faults = sum(
+        int(last[i + 1]) for i, word in enumerate(last) if word in {"WRONG", "MIXED", "HOLE"}
+    )
     assert (faults == 0) == POLICIES[policy].clean
 
 
 def test_window_fully_accepted_round_leaves_one_hole_in_every_module() -> None:
     lines = trace(SymbolicLoop(POLICIES["window"], 3, 3), prompt="ABCD", script=SCRIPT)
-    assert [line for line in lines if line.startswith("R2 audit")][0].count("HOLE 0") == 3
-    assert [line for line in lines if line.startswith("R3 audit")][0].count("HOLE 1") == 3
+    audits = {line.split()[0]: line for line in lines if " audit " in line}
+    assert audits["R2"].count("HOLE 0") == 3
+    assert audits["R3"].count("HOLE 1") == 3
 
 
 @pytest.mark.parametrize(

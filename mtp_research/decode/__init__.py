@@ -1,1 +1,1 @@
-"""The speculative decode loop: scheduler, paged KV, verification, drafting, audit. Imports neither hydra nor wandb."""
+"""The decode loop: scheduler, paged KV, verification, drafting, audit; needs no training stack."""

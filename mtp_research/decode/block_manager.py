@@ -1,6 +1,7 @@
 """Owner of the page ids: which blocks are free and which request holds which.
 
-Sizes are in tokens unless a name says blocks. Source: paged attention (Kwon et al., arXiv:2309.06180).
+Sizes are in tokens unless a name says blocks.
+Source: paged attention (Kwon et al., arXiv:2309.06180).
 """
 
 from collections import deque
@@ -36,10 +37,11 @@ class BlockManager:
         return self.num_blocks_for(num_slots) - len(request.block_ids) <= self.num_free_blocks
 
     def reserve(self, request: Request, num_slots: int) -> None:
-        """Append blocks until the request owns positions `[0, num_slots)`; owning more already is fine."""
+        """Append blocks until the request owns positions `[0, num_slots)`; it may own more."""
         missing = self.num_blocks_for(num_slots) - len(request.block_ids)
         assert missing <= self.num_free_blocks, (
-            f"request {request.request_id} needs {missing} blocks, {self.num_free_blocks} are free: can_reserve was not asked"
+            f"request {request.request_id} needs {missing} blocks, {self.num_free_blocks} are "
+            "free: can_reserve was not asked"
         )
         for _ in range(missing):
             block_id = self._free.popleft()
@@ -60,11 +62,12 @@ class BlockManager:
         request.block_ids.clear()
 
     def check_integrity(self, requests: list[Request]) -> None:
-        """Assert that free and owned blocks are disjoint, complete and agree with the requests' lists."""
+        """Assert that free and owned blocks are all there, once, and as the requests list them."""
         held = [block_id for request in requests for block_id in request.block_ids]
         assert len(held) == len(set(held)), f"a block is held twice: {sorted(held)}"
         assert sorted(held + list(self._free)) == list(range(self.num_blocks)), (
-            f"{len(held)} held + {len(self._free)} free blocks are not the {self.num_blocks} of the pool"
+            f"{len(held)} held + {len(self._free)} free blocks are not the {self.num_blocks} "
+            "of the pool"
         )
         for request in requests:
             for block_id in request.block_ids:

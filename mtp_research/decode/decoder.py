@@ -25,11 +25,19 @@ from mtp_research.decode.request import FinishReason, Request, SamplingParams, S
 from mtp_research.decode.sampling import SamplingTensors, sampling_tensors
 from mtp_research.decode.scheduler import Schedule, Scheduler
 from mtp_research.decode.stats import RequestRecord, record_of
-from mtp_research.decode.verify import VERIFY_RULES, VerifyOutput, verify_greedy, verify_standard
+from mtp_research.decode.verify import VerifyInputs, VerifyOptions, VerifyOutput, verify_greedy
+from mtp_research.decode.verify_lossy import text_is_thinking
+from mtp_research.decode.verify_rules import RULES, check_options
 from mtp_research.errors import ConfigError
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.target import Target
-from mtp_research.policy import MODULE_SCHEDULES, POLICIES, ModuleSchedule, StepState, num_slots_needed
+from mtp_research.policy import (
+    MODULE_SCHEDULES,
+    POLICIES,
+    ModuleSchedule,
+    StepState,
+    num_slots_needed,
+)
 
 MAX_SPECULATIVE_TOKENS = 64
 
@@ -56,7 +64,7 @@ class DecodeStats:
 
     @property
     def acceptance_length(self) -> float | None:
-        """1 + accepted / rounds over all finished requests (bonus counted); None before any round."""
+        """1 + accepted / rounds of finished requests (bonus counted); None before any round."""
         rounds = sum(len(record.num_accepted_per_round) for record in self.records)
         accepted = sum(sum(record.num_accepted_per_round) for record in self.records)
         return 1 + accepted / rounds if rounds else None
@@ -67,13 +75,16 @@ class SpecDecoder:
 
     Args:
         target: the frozen model.
-        heads: MTP heads; `"null"` (drafts that are always rejected), `"oracle"` (the target drafts for itself) or None
-            (only with `num_speculative_tokens=0`).
+        heads: MTP heads; `"null"` (drafts that are always rejected), `"oracle"` (the target drafts
+            for itself) or None (only with `num_speculative_tokens=0`).
         policy: key of `policy.POLICIES`.
         num_speculative_tokens: K, 0..64.
         engine: pool, batch and backend settings.
-        verify: `greedy` or `standard`; standard rejection sampling equals greedy at temperature 0.
-        draft_sampling: `greedy` (argmax drafts) or `sample` (drawn with the request's sampling parameters).
+        verify: key of `verify_rules.RULES`; `standard` rejection sampling equals greedy at
+            temperature 0.
+        verify_options: settings of the lossy rules.
+        draft_sampling: `greedy` (argmax drafts) or `sample` (drawn with the request's sampling
+            parameters).
         module_schedule: which module runs which draft step.
 
     Raises:
@@ -89,21 +100,35 @@ class SpecDecoder:
         num_speculative_tokens: int = 3,
         engine: EngineConfig | None = None,
         verify: str = "standard",
+        verify_options: VerifyOptions | None = None,
         draft_sampling: str = "greedy",
         module_schedule: ModuleSchedule = "cycle",
     ) -> None:
+        if isinstance(heads, str):
+            _check_choice("spec.head", heads, ("null", "oracle"))
         _check_choice("spec.policy", policy, POLICIES)
-        _check_choice("spec.verify", verify, VERIFY_RULES)
+        _check_choice("spec.verify", verify, RULES)
         _check_choice("spec.draft_sampling", draft_sampling, ("greedy", "sample"))
         _check_choice("spec.module_schedule", module_schedule, MODULE_SCHEDULES)
         if not 0 <= num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
-            raise ConfigError(f"spec.k must be in 0..{MAX_SPECULATIVE_TOKENS}, got {num_speculative_tokens}; set spec.k.")
+            raise ConfigError(
+                f"spec.k must be in 0..{MAX_SPECULATIVE_TOKENS}, got {num_speculative_tokens}; "
+                "set spec.k."
+            )
         if num_speculative_tokens > 0 and heads is None:
-            raise ConfigError("spec.k > 0 needs heads; pass MTP heads, 'null' or 'oracle', or set spec.k=0.")
+            raise ConfigError(
+                "spec.k > 0 needs heads; pass MTP heads, 'null' or 'oracle', or set spec.k=0."
+            )
         self.target = target
         self.engine = engine or EngineConfig()
         self.num_speculative_tokens = num_speculative_tokens
-        self.verify_rule = verify
+        self.verify_options = verify_options or VerifyOptions()
+        if num_speculative_tokens > 0:
+            check_options(
+                verify, self.verify_options, num_speculative_tokens=num_speculative_tokens
+            )
+        # Without drafts every rule only samples the target.
+        self.verify_rule = verify if num_speculative_tokens > 0 else "standard"
         self.max_model_len = self.engine.max_model_len or target.config.max_position_embeddings
         self.auditor: Auditor | None = None
         sample_drafts = draft_sampling == "sample"
@@ -123,16 +148,26 @@ class SpecDecoder:
         """Queue a prompt; `max_new_tokens=0` ends at once with no output.
 
         Raises:
-            ConfigError: see `Scheduler.add`; or a token id outside the vocabulary.
+            ConfigError: see `Scheduler.add`; a token id outside the vocabulary; a temperature that
+                the rule ignores.
         """
         vocab_size = self.target.config.vocab_size
         outside = [token for token in prompt_token_ids if not 0 <= token < vocab_size]
         if outside:
-            raise ConfigError(f"prompt token ids must be in [0, {vocab_size}), got {outside[:5]}; check the tokenizer.")
+            raise ConfigError(
+                f"prompt token ids must be in [0, {vocab_size}), got {outside[:5]}; "
+                "check the tokenizer."
+            )
+        sampling = sampling or SamplingParams()
+        if sampling.temperature > 0 and not RULES[self.verify_rule].samples:
+            raise ConfigError(
+                f"sampling.temperature must be 0 for spec.verify={self.verify_rule}, "
+                f"got {sampling.temperature}; set spec.verify=standard."
+            )
         request = Request(
             request_id=request_id if request_id is not None else f"request-{next(self._names)}",
             prompt_token_ids=tuple(prompt_token_ids),
-            sampling=sampling or SamplingParams(),
+            sampling=sampling,
             priority=priority,
         )
         self.scheduler.add(request)
@@ -155,25 +190,36 @@ class SpecDecoder:
         """Decode prompts in a continuous batch and yield records as requests finish.
 
         Args:
-            prompts: token ids of each prompt; request ids are their indices.
+            prompts: token ids of each prompt; request ids are their indices. Prompts not finished
+                when the caller stops listening are aborted.
             sampling: parameters for all; default greedy.
             max_new_tokens: shorthand for greedy sampling with this limit.
         """
         if sampling is None:
-            sampling = SamplingParams() if max_new_tokens is None else SamplingParams(max_new_tokens=max_new_tokens)
-        for index, prompt in enumerate(prompts):
-            self.add_request(prompt, sampling=sampling, request_id=str(index))
-        yielded = 0
-        while True:
-            yield from self.stats.records[yielded:]
-            yielded = len(self.stats.records)
-            if not self.scheduler.has_work:
-                return
-            self.step()
+            sampling = (
+                SamplingParams()
+                if max_new_tokens is None
+                else SamplingParams(max_new_tokens=max_new_tokens)
+            )
+        num_seen = len(self.stats.records)
+        requests: list[Request] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                requests.append(self.add_request(prompt, sampling=sampling, request_id=str(index)))
+            mine = {request.request_id for request in requests}
+            while True:
+                finished, num_seen = self.stats.records[num_seen:], len(self.stats.records)
+                yield from (record for record in finished if record.request_id in mine)
+                if all(request.status is Status.FINISHED for request in requests):
+                    return
+                self.step()
+        finally:  # a bad prompt, or a caller who stops listening, must leave nothing behind
+            for request in requests:
+                self.abort(request)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One step of the loop: every scheduled request gets a prompt chunk done or 1..K+1 tokens."""
+        """One step: every scheduled request gets a prompt chunk done or 1..K+1 tokens."""
         schedule = self.scheduler.schedule()
         self._begin(schedule)
         inputs = StepInputs.build(
@@ -182,30 +228,56 @@ class SpecDecoder:
             block_size=self.engine.block_size,
             num_speculative_tokens=self.num_speculative_tokens,
         )
-        params = sampling_tensors([entry.request.sampling for entry in schedule.entries], device=self.target.device)
+        params = sampling_tensors(
+            [entry.request.sampling for entry in schedule.entries], device=self.target.device
+        )
         context = inputs.target_context(self.cache, backend=self.engine.backend)
-        hidden = self.target.forward(inputs.input_ids[None], position_ids=inputs.positions[None], context=context)
-        logits = self.target.logits(hidden.post_norm[0, inputs.logits_indices(self.num_speculative_tokens)])
+        hidden = self.target.forward(
+            inputs.input_ids[None], position_ids=inputs.positions[None], context=context
+        )
+        logits = self.target.logits(
+            hidden.post_norm[0, inputs.logits_indices(self.num_speculative_tokens)]
+        )
         verified = self._verify(logits, inputs, params)
         state = self._advance(inputs, verified)
         drafts = None
         if self.drafter is not None:
             request_ids = [entry.request.request_id for entry in schedule.entries]
-            step = VerifiedStep(inputs=inputs, state=state, target_hidden=hidden, params=params, request_ids=request_ids)
+            step = VerifiedStep(
+                inputs=inputs,
+                state=state,
+                target_hidden=hidden,
+                params=params,
+                request_ids=request_ids,
+            )
             drafts = self.drafter.draft(step, cache=self.cache, ring=self.ring)
         self._commit(schedule, inputs, verified, drafts)
 
     def _verify(self, logits: Tensor, inputs: StepInputs, params: SamplingTensors) -> VerifyOutput:
         """Apply the verification rule to logits `[R, K+1, V]`."""
-        if self.verify_rule == "greedy" or params.all_greedy:
-            return verify_greedy(logits, draft_token_ids=inputs.draft_token_ids)
+        rule = RULES[self.verify_rule]
         column = torch.arange(self.num_speculative_tokens + 1, device=logits.device)
-        return verify_standard(
-            logits,
+        thinking = self.verify_options.relaxed_thinking_token_ids
+        is_thinking = None
+        if thinking is not None:
+            text = self.ring.text[inputs.slots]
+            is_thinking = text_is_thinking(
+                text, num_tokens=inputs.num_tokens, begin=thinking[0], end=thinking[1]
+            )
+        verify_inputs = VerifyInputs(
+            target_logits=logits,
             draft_token_ids=inputs.draft_token_ids,
             draft_probs=self.ring.read_draft_probs(inputs.slots),
             params=params,
             positions=inputs.num_tokens[:, None] + column,
+            is_thinking=is_thinking,
+            options=self.verify_options,
+        )
+        # At temperature 0 the lossless rules coincide.
+        return (
+            verify_greedy(verify_inputs)
+            if rule.lossless and params.all_greedy
+            else rule.function(verify_inputs)
         )
 
     def _advance(self, inputs: StepInputs, verified: VerifyOutput) -> StepState:
@@ -225,11 +297,17 @@ class SpecDecoder:
             frontier=inputs.first_position + inputs.num_rows - 1 - num_rejected,
             num_known_tokens=inputs.num_tokens + num_sampled,
             oldest_hidden=(inputs.first_position - self.ring.num_rows).clamp(min=0),
-            drafting=inputs.samples & verified.is_finite,
+            drafting=(inputs.samples & verified.is_finite) | inputs.resumes,
             prefilling=inputs.prefilling,
         )
 
-    def _commit(self, schedule: Schedule, inputs: StepInputs, verified: VerifyOutput, draft_token_ids: Tensor | None) -> None:
+    def _commit(
+        self,
+        schedule: Schedule,
+        inputs: StepInputs,
+        verified: VerifyOutput,
+        draft_token_ids: Tensor | None,
+    ) -> None:
         """The one device-to-host copy of a step, then the host's bookkeeping."""
         sampled = verified.sampled_token_ids.tolist()
         finite = verified.is_finite.tolist()
@@ -250,18 +328,22 @@ class SpecDecoder:
             self.stats.num_emitted_tokens += request.num_tokens - num_tokens
             if request.status is Status.FINISHED:
                 self._retire(request)
-            elif self.auditor is not None and samples[row]:
-                self.auditor.end_round(request.request_id, request.token_ids, frontier=request.num_tokens - 2)
+            elif self.auditor is not None and not request.is_prefilling:
+                self.auditor.end_round(
+                    request.request_id, request.token_ids, frontier=request.num_tokens - 2
+                )
 
     def _begin(self, schedule: Schedule) -> None:
-        """Write the texts of admitted requests into their slots; forget what the auditor knew of preempted ones."""
+        """Write the texts of admitted requests into their slots; forget preempted ones."""
         assert schedule.entries, "the scheduler has work and scheduled none of it"
         for request in schedule.preempted:
             self.stats.num_preemptions += 1
             if self.auditor is not None:
                 self.auditor.forget(request.request_id)
         for request in schedule.admitted:
-            tokens = torch.tensor(request.token_ids, dtype=torch.int64, device=self.ring.text.device)
+            tokens = torch.tensor(
+                request.token_ids, dtype=torch.int64, device=self.ring.text.device
+            )
             self.ring.text[request.slot, : len(tokens)] = tokens
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
@@ -276,14 +358,20 @@ class SpecDecoder:
             self.auditor.finish(request.request_id, request.token_ids, frontier=frontier)
 
     def _build_drafter(
-        self, heads: MTPHeads | Literal["null", "oracle"] | None, policy: str, sample_drafts: bool, schedule: ModuleSchedule
+        self,
+        heads: MTPHeads | Literal["null", "oracle"] | None,
+        policy: str,
+        sample_drafts: bool,
+        schedule: ModuleSchedule,
     ) -> Drafter | None:
         if self.num_speculative_tokens == 0 or heads is None:
             return None
         if heads == "null":
             return NullDrafter(self.num_speculative_tokens)
         if heads == "oracle":
-            return OracleDrafter(self.target, self.num_speculative_tokens, backend=self.engine.backend)
+            return OracleDrafter(
+                self.target, self.num_speculative_tokens, backend=self.engine.backend
+            )
         drafter = MTPDrafter(
             heads=heads,
             policy=POLICIES[policy],
@@ -322,7 +410,8 @@ class SpecDecoder:
             max_model_len=self.max_model_len,
             num_speculative_tokens=drafted,
             hidden_size=target.config.hidden_size,
-            vocab_size=target.config.vocab_size if sample_drafts else None,
+            vocab_size=target.config.vocab_size,
+            keep_draft_probs=sample_drafts,
             dtype=target.dtype,
             device=target.device,
         )

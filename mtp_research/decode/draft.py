@@ -1,7 +1,8 @@
 """Drafting: who proposes the next K tokens, and the MTP drafter that executes a policy's row plan.
 
-A drafter gets the verified step and returns K tokens a request. `MTPDrafter` runs K passes of `policy.plan_pass`;
-`NullDrafter` and `OracleDrafter` are the two ends every evaluation can be checked against: length 1 and length K+1.
+A drafter gets the verified step and returns K tokens a request. `MTPDrafter` runs K passes of
+`policy.plan_pass`; `NullDrafter` and `OracleDrafter` are the two ends every evaluation can be
+checked against: length 1 and length K+1.
 
 Letters: R requests, T rows of a pass, K drafts per step, D hidden, V vocabulary.
 """
@@ -15,12 +16,25 @@ from torch import Tensor
 from mtp_research.decode.audit import Auditor
 from mtp_research.decode.batch import StepInputs
 from mtp_research.decode.kv_cache import HiddenRing, KVCache
-from mtp_research.decode.sampling import SamplingTensors, Stream, sample_from, target_probabilities, uniform_noise
+from mtp_research.decode.sampling import (
+    SamplingTensors,
+    Stream,
+    sample_from,
+    target_probabilities,
+    uniform_noise,
+)
 from mtp_research.decode.verify import PADDING_TOKEN_ID
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.paged import PagedContext
 from mtp_research.models.target import Target, TargetHidden
-from mtp_research.policy import HiddenKind, HiddenPolicy, ModuleSchedule, PassPlan, StepState, plan_pass
+from mtp_research.policy import (
+    HiddenKind,
+    HiddenPolicy,
+    ModuleSchedule,
+    PassPlan,
+    StepState,
+    plan_pass,
+)
 
 
 @dataclass(frozen=True)
@@ -51,16 +65,20 @@ class Drafter(Protocol):
     """
 
     @property
-    def num_kv_layers(self) -> int: ...
+    def num_kv_layers(self) -> int:
+        """See the class."""
+        ...
 
     @property
-    def num_extra_slots(self) -> int: ...
+    def num_extra_slots(self) -> int:
+        """See the class."""
+        ...
 
     def draft(self, step: VerifiedStep, *, cache: KVCache, ring: HiddenRing) -> Tensor:
-        """Draft token ids `[R, K]` int64, -1 for a draft that must be rejected (and for requests that do not draft).
+        """Draft token ids `[R, K]` int64, -1 for drafts to reject and requests that do not draft.
 
-        Writes the drafter's KV layers, appends the drafts to `ring.text` and, when drafts are sampled, keeps their
-        distributions in the ring.
+        Writes the drafter's KV layers, appends the drafts to `ring.text` and, when drafts are
+        sampled, keeps their distributions in the ring.
         """
         ...
 
@@ -75,7 +93,8 @@ class MTPDrafter:
         num_speculative_tokens: K, >= 1.
         first_kv_layer: index of the first draft layer in the cache.
         schedule: which module runs which pass.
-        sample_drafts: draw drafts from the draft distribution (with the request's sampling parameters) instead of argmax.
+        sample_drafts: draw drafts from the draft distribution (with the request's sampling
+            parameters) instead of argmax.
         backend: kernel backend.
         auditor: records every row, or None.
     """
@@ -93,10 +112,12 @@ class MTPDrafter:
     @property
     def num_kv_layers(self) -> int:
         """KV layers the policy needs."""
-        return self.policy.num_kv_layers(self.num_speculative_tokens, self.heads.spec.num_mtp_modules)
+        return self.policy.num_kv_layers(
+            self.num_speculative_tokens, self.heads.spec.num_mtp_modules
+        )
 
     def draft(self, step: VerifiedStep, *, cache: KVCache, ring: HiddenRing) -> Tensor:
-        """See `Drafter.draft`. One module pass per draft; rows, tokens and hidden vectors follow `plan_pass`."""
+        """See `Drafter.draft`. One module pass per draft, whose rows follow `plan_pass`."""
         target_hidden = self.heads.source(step.target_hidden)[0]  # [T, D]
         chain: Tensor | None = None  # the previous pass's output, for policies that chain
         recycled: list[Tensor] = []
@@ -113,7 +134,9 @@ class MTPDrafter:
             if len(plan.position) == 0:
                 drafts.append(torch.full_like(step.state.frontier, PADDING_TOKEN_ID))
                 continue
-            hidden = _gather_hidden(plan, step, target_hidden=target_hidden, ring=ring, chain=chain, recycled=recycled)
+            hidden = _gather_hidden(
+                plan, step, target_hidden=target_hidden, ring=ring, chain=chain, recycled=recycled
+            )
             token_ids = ring.read_text(step.inputs.slots[plan.request_index], plan.token_position)
             if self.auditor is not None:
                 self.auditor.record(plan, token_ids=token_ids, request_ids=step.request_ids)
@@ -152,21 +175,27 @@ class MTPDrafter:
             kv_layer=self.first_kv_layer + plan.kv_layer,
         )
 
-    def _choose(self, logits: Tensor, step: VerifiedStep, draft_step: int, ring: HiddenRing) -> Tensor:
+    def _choose(
+        self, logits: Tensor, step: VerifiedStep, draft_step: int, ring: HiddenRing
+    ) -> Tensor:
         """Draft tokens `[R]` of draft logits `[R, V]`; a non-finite row gives -1."""
         finite = torch.isfinite(logits).all(dim=-1)
         if not self.sample_drafts:
             return torch.where(finite, logits.argmax(dim=-1), PADDING_TOKEN_ID)
-        probs = target_probabilities(logits.masked_fill(~finite[:, None], 0.0)[:, None], step.params)[:, 0]
-        position = step.state.num_known_tokens + draft_step
+        probs = target_probabilities(
+            logits.masked_fill(~finite[:, None], 0.0)[:, None], step.params
+        )[:, 0]
         ring.write_draft_probs(step.inputs.slots, draft_step=draft_step, probs=probs)
-        token_ids = sample_from(probs, uniform_noise(step.params.seed, position, Stream.DRAFT))
+        # Keyed by the step too: a later step drafts this position anew (see verify_block).
+        first = step.state.num_known_tokens
+        noise = uniform_noise(step.params.seed, first, Stream.DRAFT, index=draft_step)
+        token_ids = sample_from(probs, noise)
         return torch.where(finite, token_ids, PADDING_TOKEN_ID)
 
 
 @dataclass(frozen=True)
 class NullDrafter:
-    """Proposes only drafts that must be rejected: acceptance length is exactly 1, at the cost of verifying K rows."""
+    """Proposes only drafts that must be rejected: length 1, at the cost of verifying K rows."""
 
     num_speculative_tokens: int
     num_kv_layers: int = 0
@@ -181,16 +210,19 @@ class NullDrafter:
 
 @dataclass(frozen=True)
 class OracleDrafter:
-    """Drafts with the target itself: under greedy verification the acceptance length is exactly K+1.
+    """Drafts with the target itself: under greedy verification the length is exactly K+1.
 
-    K target passes over one row a request write provisional KV at the draft positions; the verify step overwrites it.
+    K target passes over one row a request write provisional KV at the draft positions; the verify
+    step overwrites it.
     """
 
     target: Target
     num_speculative_tokens: int
     backend: str = "auto"
     num_kv_layers: int = 0
-    num_extra_slots: int = 1  # its last pass reads the draft before the last one, a row that no module ever runs
+    num_extra_slots: int = (
+        1  # its last pass reads the draft before the last one, a row that no module ever runs
+    )
 
     def draft(self, step: VerifiedStep, *, cache: KVCache, ring: HiddenRing) -> Tensor:
         """See `Drafter.draft`."""
@@ -210,7 +242,9 @@ class OracleDrafter:
                 backend=self.backend,
             )
             token_ids = ring.read_text(inputs.slots, positions)
-            hidden = self.target.forward(token_ids[None], position_ids=positions[None], context=context)
+            hidden = self.target.forward(
+                token_ids[None], position_ids=positions[None], context=context
+            )
             drafts.append(self.target.logits(hidden.post_norm[0]).argmax(dim=-1))
             ring.write_text(
                 inputs.slots,
@@ -249,7 +283,9 @@ def _gather_hidden(
 def _store_ring(step: VerifiedStep, target_hidden: Tensor, ring: HiddenRing) -> None:
     """Keep the newest target hidden states, at most K a request."""
     state = step.state
-    positions = state.frontier[:, None] - torch.arange(ring.num_rows, device=state.frontier.device)  # [R, K]
+    positions = state.frontier[:, None] - torch.arange(
+        ring.num_rows, device=state.frontier.device
+    )  # [R, K]
     keep = positions >= state.first_fresh[:, None]
     rows = step.inputs.query_start_loc[:-1, None].long() + positions - state.first_fresh[:, None]
     ring.write_hidden(

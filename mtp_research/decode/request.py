@@ -1,7 +1,8 @@
 """One generation: its accepted tokens, its drafts beside them, its counters and its limits.
 
-`Request` is one of the four state owners. `token_ids` holds accepted tokens only, never a placeholder; `draft_token_ids`
-are proposals for the positions after them. Only the scheduler changes a request.
+`Request` is one of the four state owners. `token_ids` holds accepted tokens only, never a
+placeholder; `draft_token_ids` are proposals for the positions after them. Only the scheduler
+changes a request.
 """
 
 import time
@@ -62,7 +63,10 @@ class SamplingParams:
         )
         for name, holds, expected in checks:
             if not holds:
-                raise ConfigError(f"sampling.{name} must be {expected}, got {getattr(self, name)}; set sampling.{name}.")
+                raise ConfigError(
+                    f"sampling.{name} must be {expected}, got {getattr(self, name)}; "
+                    f"set sampling.{name}."
+                )
 
 
 @dataclass
@@ -75,9 +79,12 @@ class Request:
         sampling: how to sample and when to stop.
         priority: smaller is served first; ties by arrival.
         token_ids: accepted tokens, prompt included.
-        draft_token_ids: drafts for the positions after `token_ids`, at most K; -1 marks a draft that must be rejected.
-        num_computed_tokens: target rows whose KV is in the pages, [0, num_tokens - 1] between steps.
-        num_prefill_tokens: `num_tokens` when the request was last admitted; rows below are prompt rows.
+        draft_token_ids: drafts for the positions after `token_ids`, at most K; -1 marks a draft
+            that must be rejected.
+        num_computed_tokens: target rows whose KV is in the pages, [0, num_tokens - 1] between
+            steps.
+        num_prefill_tokens: rows below are prompt rows: the prompt, or after a preemption all tokens
+            but the newest.
         block_ids: pages owned, in text order.
         slot: row in the slot-addressed state (`HiddenRing`), None while waiting.
     """

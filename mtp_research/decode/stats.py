@@ -1,8 +1,9 @@
 """Counters of finished requests: everything an acceptance figure is computed from.
 
-Warning: "accepted" differs by project. Here, as in vLLM's metrics, `num_accepted` excludes the bonus token, and
-`acceptance_length` = 1 + accepted / rounds includes it. TensorRT-LLM's `num_accepted_tokens` includes the bonus; EAGLE's
-`accept_length` excludes it. Published tables should print both `acceptance_rate` and `acceptance_length`.
+Warning: "accepted" differs by project. Here, as in vLLM's metrics, `num_accepted` excludes the
+bonus token, and `acceptance_length` = 1 + accepted / rounds includes it. TensorRT-LLM's
+`num_accepted_tokens` includes the bonus; EAGLE's `accept_length` excludes it. Published tables
+should print both `acceptance_rate` and `acceptance_length`.
 """
 
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ class RequestRecord:
         num_prompt_tokens: prompt length.
         output_token_ids: generated tokens, a stop token included.
         finish_reason: see `decode.request.FinishReason`.
-        num_accepted_per_round: per verify round with drafts, drafts the verifier accepted (0..K, bonus not counted), before
-            any cut by a stop token or a length limit.
+        num_accepted_per_round: per verify round with drafts, drafts the verifier accepted (0..K,
+            bonus not counted), before any cut by a stop token or a length limit.
         num_drafted_per_round: drafts verified in that round; same length.
         num_target_forwards: decode steps this request took part in, prompt chunks not counted.
         ttft_s: wall seconds from arrival to the first token.

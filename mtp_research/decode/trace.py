@@ -1,16 +1,19 @@
 """The policies made visible: the engine's own row plan executed on symbols instead of tensors.
 
-    python -m mtp_research.policy --policy training --k 3 --modules 3 --prompt ABCD --script 'E>FGH 2X>NOP 0K>UVW'
+    python -m mtp_research.policy --policy training --k 3 --modules 3 --prompt ABCD \
+        --script 'E>FGH 2X>NOP 0K>UVW'
 
-prints one line per module pass, `slot:token|hidden`, and an audit line per round. `h1[F]@E` is module 1's output at row E
-having consumed token F; `H_E` is the target's hidden state at E; `g1` is the output of the first draft pass at its sampled
-row. Script items are: accepted count (none for the prompt), bonus token, `>`, the new drafts.
+prints one line per module pass, `slot:token|hidden`, and an audit line per round. `h1[F]@E` is
+module 1's output at row E having consumed token F; `H_E` is the target's hidden state at E; `g1` is
+the output of the first draft pass at its sampled row. Script items are: accepted count (none for
+the prompt), bonus token, `>`, the new drafts.
 
 Letters: K drafts per step, N MTP modules, p frontier row.
 """
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +21,16 @@ import torch
 
 from mtp_research.decode.audit import Auditor, Verdict
 from mtp_research.errors import ConfigError
-from mtp_research.policy import MODULE_SCHEDULES, POLICIES, HiddenKind, HiddenPolicy, ModuleSchedule, PassPlan, StepState, plan_pass
+from mtp_research.policy import (
+    MODULE_SCHEDULES,
+    POLICIES,
+    HiddenKind,
+    HiddenPolicy,
+    ModuleSchedule,
+    PassPlan,
+    StepState,
+    plan_pass,
+)
 
 _REQUEST = "trace"
 
@@ -50,11 +62,14 @@ class SymbolicLoop:
         layers = self.policy.num_kv_layers(self.num_speculative_tokens, self.num_mtp_modules)
         self.auditor = Auditor(self.policy, self.num_speculative_tokens, layers)
 
-    def run_round(self, emitted: Sequence[int], drafts: Sequence[int]) -> list[tuple[PassPlan, list[int]]]:
+    def run_round(
+        self, emitted: Sequence[int], drafts: Sequence[int]
+    ) -> list[tuple[PassPlan, list[int]]]:
         """Commit the tokens of a verify step, then draft.
 
         Args:
-            emitted: accepted drafts and the bonus token (for the first call: the prompt and its first token).
+            emitted: accepted drafts and the bonus token (for the first call: the prompt and its
+                first token).
             drafts: the K tokens that the passes will sample.
 
         Returns:
@@ -72,7 +87,7 @@ class SymbolicLoop:
             drafting=torch.tensor([True]),
             prefilling=torch.tensor([is_prompt]),
         )
-        known = self.text + list(drafts)
+        num_known = len(self.text)
         passes = []
         for draft_step in range(self.num_speculative_tokens):
             plan = plan_pass(
@@ -83,22 +98,34 @@ class SymbolicLoop:
                 num_mtp_modules=self.num_mtp_modules,
                 schedule=self.schedule,
             )
-            token_ids = [known[position] for position in plan.token_position.tolist()]
+            token_ids = [
+                self.text[position] if position < num_known else drafts[position - num_known]
+                for position in plan.token_position.tolist()
+            ]
             self.auditor.record(plan, token_ids=torch.tensor(token_ids), request_ids=[_REQUEST])
             passes.append((plan, token_ids))
         self.auditor.end_round(_REQUEST, self.text, frontier=self.frontier)
         return passes
 
+    def verdicts(self) -> list[Counter]:
+        """Verdict counts of every KV layer over all slots <= p."""
+        return self.auditor.inspect(_REQUEST, self.text, frontier=self.frontier)
+
     def audit_line(self) -> str:
-        """Verdict counts of every module over all slots <= p."""
-        counts = self.auditor.inspect(_REQUEST, self.text, frontier=self.frontier)
+        """The verdict counts in one line."""
         return "  ".join(
             f"M{layer + 1} " + " ".join(f"{verdict} {count[verdict]}" for verdict in Verdict)
-            for layer, count in enumerate(counts)
+            for layer, count in enumerate(self.verdicts())
         )
 
 
-def format_passes(loop: SymbolicLoop, passes: list[tuple[PassPlan, list[int]]], drafts: Sequence[int], *, round_index: int) -> list[str]:
+def format_passes(
+    loop: SymbolicLoop,
+    passes: list[tuple[PassPlan, list[int]]],
+    drafts: Sequence[int],
+    *,
+    round_index: int,
+) -> list[str]:
     """One line per pass: `R1 M2 4:G|h1[F]@E 5:X|h1[G]@F -> O`."""
     lines = []
     consumed: list[str] = []
@@ -134,23 +161,32 @@ def trace(loop: SymbolicLoop, *, prompt: str, script: str) -> list[str]:
         match = re.fullmatch(r"(\d*)(\D)>(\D+)", item)
         if match is None or len(match[3]) != loop.num_speculative_tokens:
             raise ConfigError(
-                f"--script item {item!r} must be <accepted><bonus>><{loop.num_speculative_tokens} drafts>, such as 2X>NOP; "
-                "the first item has no accepted count."
+                f"--script item {item!r} must be <accepted><bonus>><{loop.num_speculative_tokens} "
+                "drafts>, such as 2X>NOP; the first item has no accepted count."
             )
         num_accepted = int(match[1] or 0)
         if bool(match[1]) != bool(round_index) or num_accepted > len(drafts):
-            raise ConfigError(f"--script item {item!r} must accept 0..{len(drafts)} drafts (the first item: none given).")
+            raise ConfigError(
+                f"--script item {item!r} must accept 0..{len(drafts)} drafts "
+                "(the first item: none given)."
+            )
         emitted = (drafts[:num_accepted] if round_index else prompt) + match[2]
         drafts = match[3]
-        passes = loop.run_round([ord(symbol) for symbol in emitted], [ord(symbol) for symbol in drafts])
-        lines += format_passes(loop, passes, [ord(symbol) for symbol in drafts], round_index=round_index)
+        passes = loop.run_round(
+            [ord(symbol) for symbol in emitted], [ord(symbol) for symbol in drafts]
+        )
+        lines += format_passes(
+            loop, passes, [ord(symbol) for symbol in drafts], round_index=round_index
+        )
         lines.append(f"R{round_index} audit  {loop.audit_line()}")
     return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m mtp_research.policy`."""
-    parser = argparse.ArgumentParser(prog="python -m mtp_research.policy", description="Print the rows a policy runs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mtp_research.policy", description="Print the rows a policy runs."
+    )
     parser.add_argument("--policy", choices=sorted(POLICIES), default="training")
     parser.add_argument("--k", type=int, default=3, help="drafts per step")
     parser.add_argument("--modules", type=int, default=None, help="MTP modules (default: k)")

@@ -1,21 +1,125 @@
-"""Verification rules: pure functions from target logits and drafts to accepted counts and emitted tokens.
+"""Verification: from target logits and drafts to accepted counts and emitted tokens.
 
-Row j of a request's target logits is the distribution of the token after the bonus token and drafts d_1..d_j. A draft id of
--1 (padding, an invalid proposal) is never accepted, so shorter draft lists need no second code path.
+Row j of a request's target logits is the distribution of the token after the newest token and
+drafts d_1..d_j. A draft id outside the vocabulary (-1 is padding or an invalid proposal) is never
+accepted and never used as an index, so shorter draft lists need no second code path.
+
+Here are the types that all rules share and the two plain rules; `verify_block`, `verify_lossy` hold
+the others, `verify_rules.RULES` lists them by name. Rules are pure functions.
 
 Letters: R requests, K drafts per step, V vocabulary.
-Source: Leviathan et al. (arXiv:2211.17192), Chen et al. (arXiv:2302.01318) for standard rejection sampling.
+Source: Leviathan et al. (arXiv:2211.17192), Chen et al. (arXiv:2302.01318) for `standard`.
 """
 
+import itertools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mtp_research.decode.sampling import SamplingTensors, Stream, sample_from, target_probabilities, uniform_noise
+from mtp_research.decode.sampling import (
+    SamplingTensors,
+    Stream,
+    sample_from,
+    target_probabilities,
+    uniform_noise,
+)
+from mtp_research.errors import ConfigError
 
 PADDING_TOKEN_ID = -1
-VERIFY_RULES = ("greedy", "standard")
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Settings of the lossy rules; each is read by the rule that its name begins with.
+
+    Attributes:
+        relaxed_top_n: accept a draft among the target's n most probable tokens, >= 1.
+        relaxed_delta: ... whose probability is at most this far below the best one's, in [0, 1].
+        relaxed_thinking_token_ids: (begin, end) tokens between which the rule holds; elsewhere, and
+            None means nowhere else, drafts are verified greedily.
+        typical_epsilon: accept a draft of probability above min(epsilon, delta * exp(-entropy)),
+            in (0, 1).
+        typical_delta: see `typical_epsilon`, > 0.
+        synthetic_rates: chance that drafts 1..j are all accepted, for j = 1..K; falling, in [0, 1].
+    """
+
+    relaxed_top_n: int = 10
+    relaxed_delta: float = 0.6
+    relaxed_thinking_token_ids: tuple[int, int] | None = None
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+    synthetic_rates: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ConfigError: names the field, the range and the value.
+        """
+        falling = (1.0, *self.synthetic_rates, 0.0)
+        checks = (
+            ("relaxed_top_n", self.relaxed_top_n >= 1, ">= 1"),
+            ("relaxed_delta", 0 <= self.relaxed_delta <= 1, "in [0, 1]"),
+            ("typical_epsilon", 0 < self.typical_epsilon < 1, "in (0, 1)"),
+            ("typical_delta", self.typical_delta > 0, "> 0"),
+            (
+                "synthetic_rates",
+                all(before >= after for before, after in itertools.pairwise(falling)),
+                "falling in [0, 1]",
+            ),
+        )
+        for name, holds, expected in checks:
+            if not holds:
+                raise ConfigError(
+                    f"VerifyOptions.{name} must be {expected}, got {getattr(self, name)}; set it."
+                )
+
+
+class VerifyInputs(NamedTuple):
+    """What a rule decides on.
+
+    Attributes:
+        target_logits: `[R, K+1, V]`.
+        draft_token_ids: `[R, K]` int64; ids outside the vocabulary are no valid drafts.
+        draft_probs: `[R, K, V]` distributions the drafts were drawn from; None for one-hot drafts.
+        params: sampling parameters of the requests.
+        positions: `[R, K+1]` int64, position of the token that each row decides; keys the noise.
+        is_thinking: `[R]` bool, the text so far ends between the thinking tokens; None: not asked.
+        options: settings of the lossy rules.
+    """
+
+    target_logits: Tensor
+    draft_token_ids: Tensor
+    draft_probs: Tensor | None
+    params: SamplingTensors
+    positions: Tensor
+    is_thinking: Tensor | None = None
+    options: VerifyOptions = VerifyOptions()
+
+    @property
+    def is_valid(self) -> Tensor:
+        """`[R, K]` bool, the draft is a token of the vocabulary."""
+        vocab_size = self.target_logits.shape[-1]
+        return (self.draft_token_ids >= 0) & (self.draft_token_ids < vocab_size)
+
+    @property
+    def draft_indices(self) -> Tensor:
+        """`[R, K]` int64, drafts that may be used as an index: 0 in place of invalid ones."""
+        return self.draft_token_ids.masked_fill(~self.is_valid, 0)
+
+    def noise(self, stream: Stream) -> Tensor:
+        """One uniform number for each row's position, `[R, K+1]`."""
+        return uniform_noise(self.params.seed[:, None], self.positions, stream)
+
+    def proposals(self) -> Tensor:
+        """`[R, K, V]` float64 distributions the drafts were drawn from, one-hot if need be."""
+        if self.draft_probs is not None:
+            return self.draft_probs.double()
+        shape = (*self.draft_token_ids.shape, self.target_logits.shape[-1])
+        zeros = torch.zeros(shape, dtype=torch.float64, device=self.target_logits.device)
+        return zeros.scatter_(-1, self.draft_indices[..., None], 1.0)
 
 
 class VerifyOutput(NamedTuple):
@@ -23,8 +127,10 @@ class VerifyOutput(NamedTuple):
 
     Attributes:
         num_accepted: `[R]` int64, 0..K, bonus not counted.
-        sampled_token_ids: `[R, K+1]` int64: accepted drafts, then the recovered or bonus token, then -1.
-        is_finite: `[R]` bool, False where a logit row that decided a token was not finite; such a request emits nothing.
+        sampled_token_ids: `[R, K+1]` int64: accepted drafts, then the recovered or bonus token,
+            then -1.
+        is_finite: `[R]` bool, False where a logit row that decided a token was not finite; such a
+            request emits nothing.
     """
 
     num_accepted: Tensor
@@ -32,68 +138,57 @@ class VerifyOutput(NamedTuple):
     is_finite: Tensor
 
 
-def verify_greedy(target_logits: Tensor, *, draft_token_ids: Tensor) -> VerifyOutput:
-    """Accept drafts while each is the target's argmax; then emit the argmax.
-
-    Args:
-        target_logits: `[R, K+1, V]`.
-        draft_token_ids: `[R, K]` int64, -1 where there is no valid draft.
-    """
-    best = target_logits.argmax(dim=-1)
-    return _emit(best, (best[:, :-1] == draft_token_ids), draft_token_ids, target_logits)
+def verify_greedy(inputs: VerifyInputs) -> VerifyOutput:
+    """Accept drafts while each is the target's argmax; then emit the argmax."""
+    best = inputs.target_logits.argmax(dim=-1)
+    matches = inputs.is_valid & (best[:, :-1] == inputs.draft_token_ids)
+    return emit(inputs, num_accepted=count_leading(matches), decided=best)
 
 
-def verify_standard(
-    target_logits: Tensor,
-    *,
-    draft_token_ids: Tensor,
-    draft_probs: Tensor | None,
-    params: SamplingTensors,
-    positions: Tensor,
-) -> VerifyOutput:
+def verify_standard(inputs: VerifyInputs) -> VerifyOutput:
     """Standard rejection sampling: the emitted text is distributed exactly as the target's.
 
-    Draft d is accepted with probability min(1, p(d) / q(d)); at the first rejection the token is drawn from the normalised
-    residual max(p - q, 0). Greedy drafts are one-hot: q(d) = 1.
+    Draft d is accepted with probability min(1, p(d) / q(d)); at the first rejection the token is
+    drawn from the normalised residual max(p - q, 0). Greedy drafts are one-hot: q(d) = 1.
+    """
+    probs = target_probabilities(inputs.target_logits, inputs.params)  # [R, K+1, V]
+    proposals = inputs.proposals()
+    drafts = inputs.draft_indices[..., None]
+    p_draft = probs[:, :-1].gather(-1, drafts)[..., 0]
+    q_draft = proposals.gather(-1, drafts)[..., 0]
+    accepted = inputs.is_valid & (inputs.noise(Stream.ACCEPT)[:, :-1] * q_draft < p_draft)
+    residual = probs.clone()
+    rejected = (probs[:, :-1] - proposals).clamp(min=0)
+    residual[:, :-1] = torch.where(inputs.is_valid[..., None], rejected, probs[:, :-1])
+    recovered = sample_residual(residual, probs, uniform=inputs.noise(Stream.RESAMPLE))
+    return emit(inputs, num_accepted=count_leading(accepted), decided=recovered)
+
+
+def sample_residual(residual: Tensor, probs: Tensor, *, uniform: Tensor) -> Tensor:
+    """Draw from residuals `[R, K+1, V]`; an empty one means p = q up to rounding: p is right."""
+    empty = residual.sum(dim=-1, keepdim=True) <= 0
+    return sample_from(torch.where(empty, probs, residual), uniform)
+
+
+def count_leading(accepted: Tensor) -> Tensor:
+    """Drafts before the first one that is not accepted, `[R]` of `[R, K]` bool."""
+    return accepted.long().cumprod(dim=-1).sum(dim=-1)
+
+
+def emit(inputs: VerifyInputs, *, num_accepted: Tensor, decided: Tensor) -> VerifyOutput:
+    """Accepted drafts, then the token decided at the row after them.
 
     Args:
-        target_logits: `[R, K+1, V]`.
-        draft_token_ids: `[R, K]` int64, -1 where there is no valid draft.
-        draft_probs: `[R, K, V]` distributions the drafts were drawn from; None for one-hot drafts.
-        params: sampling parameters of the requests.
-        positions: `[R, K+1]` int64, absolute position of the token each row decides; keys the noise.
+        inputs: what was decided on.
+        num_accepted: `[R]` int64.
+        decided: `[R, K+1]` int64, token that each row emits if it is the first without an
+            accepted draft.
     """
-    probs = target_probabilities(target_logits, params)
-    valid = draft_token_ids >= 0
-    drafts = draft_token_ids.clamp(min=0)
-    p_draft = probs[:, :-1].gather(-1, drafts[..., None])[..., 0]
-    q_draft = torch.ones_like(p_draft)
-    if draft_probs is not None:
-        q_draft = draft_probs.double().gather(-1, drafts[..., None])[..., 0]
-    noise = uniform_noise(params.seed[:, None], positions, Stream.ACCEPT)[:, :-1]
-    accepted = valid & (noise * q_draft < p_draft)
-
-    residual = probs.clone()
-    if draft_probs is None:
-        proposal = torch.zeros_like(probs[:, :-1]).scatter_(-1, drafts[..., None], 1.0)
-    else:
-        proposal = draft_probs.double()
-    residual[:, :-1] = torch.where(valid[..., None], (probs[:, :-1] - proposal).clamp(min=0), probs[:, :-1])
-    # p == q up to rounding leaves an empty residual; a rejection is then a rounding event and p itself is right.
-    empty = residual.sum(dim=-1, keepdim=True) <= 0
-    residual = torch.where(empty, probs, residual)
-    recovered = sample_from(residual, uniform_noise(params.seed[:, None], positions, Stream.RESAMPLE))
-    return _emit(recovered, accepted, draft_token_ids, target_logits)
-
-
-def _emit(decided: Tensor, matches: Tensor, draft_token_ids: Tensor, target_logits: Tensor) -> VerifyOutput:
-    """Combine per-row decisions: accepted drafts up to the first mismatch, then `decided` at that row."""
-    num_accepted = matches.long().cumprod(dim=-1).sum(dim=-1)  # [R]
     column = torch.arange(decided.shape[1], device=decided.device)
-    padded_drafts = torch.nn.functional.pad(draft_token_ids, (0, 1), value=PADDING_TOKEN_ID)
-    sampled = torch.where(column < num_accepted[:, None], padded_drafts, decided)
+    drafts = torch.nn.functional.pad(inputs.draft_token_ids, (0, 1), value=PADDING_TOKEN_ID)
+    sampled = torch.where(column < num_accepted[:, None], drafts, decided)
     used = column <= num_accepted[:, None]
-    finite_rows = torch.isfinite(target_logits.amax(dim=-1)) & ~torch.isnan(target_logits).any(dim=-1)
-    is_finite = (finite_rows | ~used).all(dim=-1)
+    best = inputs.target_logits.amax(dim=-1)  # NaN and +inf come through; -inf alone is a mask
+    is_finite = (torch.isfinite(best) | ~used).all(dim=-1)
     sampled = sampled.masked_fill(~used | ~is_finite[:, None], PADDING_TOKEN_ID)
-    return VerifyOutput(num_accepted=num_accepted * is_finite, sampled_token_ids=sampled, is_finite=is_finite)
+    return VerifyOutput(num_accepted * is_finite, sampled, is_finite)

@@ -6,11 +6,12 @@ described in `prompt_files.py`, the code prompts in `stdlib_prompts.py`.
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from mtp_research.data.sources import HELD_OUT_STDLIB
-from mtp_research.errors import ConfigError
+from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.evaluation.prompt_files import Prompt, read_prompt_files
 from mtp_research.evaluation.stdlib_prompts import cut_code
 from mtp_research.provenance import REPOSITORY_ROOT, resolve_path
@@ -41,6 +42,15 @@ class ChatTokenizer(Protocol):
     ) -> list[int]:
         """Token ids of a conversation."""
         ...
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Prompts that fit the context, and the ids of those that do not."""
+
+    prompts: tuple[Prompt, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    skipped: tuple[str, ...]
 
 
 def load_prompts(
@@ -87,8 +97,10 @@ def encode_prompt(prompt: Prompt, tokenizer: ChatTokenizer) -> tuple[int, ...]:
         ConfigError: a chat prompt, but the tokenizer has no chat template.
     """
     if prompt.format == "completion":
-        bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-        return (*bos, *tokenizer.encode(prompt.text, add_special_tokens=False))
+        return (
+            *begin_of_text(tokenizer),
+            *tokenizer.encode(prompt.text, add_special_tokens=False),
+        )
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"prompt {prompt.question_id} has format chat, but the model's tokenizer has no chat "
@@ -99,6 +111,32 @@ def encode_prompt(prompt: Prompt, tokenizer: ChatTokenizer) -> tuple[int, ...]:
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
     return tuple(token_ids)
+
+
+def begin_of_text(tokenizer: ChatTokenizer) -> tuple[int, ...]:
+    """The bos token, if the tokenizer has one."""
+    return () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt], tokenizer: ChatTokenizer, *, max_model_len: int
+) -> EncodedPrompts:
+    """Token ids of the prompts; those that leave no room for a token are skipped and counted.
+
+    Raises:
+        IntegrityError: none fits.
+    """
+    pairs = [(prompt, encode_prompt(prompt, tokenizer)) for prompt in prompts]
+    fitting = [(prompt, token_ids) for prompt, token_ids in pairs if len(token_ids) < max_model_len]
+    skipped = tuple(
+        prompt.question_id for prompt, token_ids in pairs if len(token_ids) >= max_model_len
+    )
+    if not fitting:
+        raise IntegrityError(
+            f"all {len(pairs)} prompts have {max_model_len} tokens or more, the context length; "
+            "use shorter prompts or raise engine.max_model_len."
+        )
+    return EncodedPrompts(tuple(p for p, _ in fitting), tuple(t for _, t in fitting), skipped)
 
 
 def _code_prompts() -> list[Prompt]:

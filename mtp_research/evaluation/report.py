@@ -26,6 +26,7 @@ from mtp_research.evaluation.tables import (
     condition_grids,
     paired_grid,
     plain_text,
+    printable,
     rich_table,
 )
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PAGE_WIDTH = 120  # columns
+_NUM_LISTED = 5  # skipped prompts
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Report:
         dtype: of the target, such as `float32`.
         seed: of the bootstrap.
         prompts: what was asked; the ids are the request ids.
+        skipped_prompts: ids of prompts that were not asked, because they fill the context.
         conditions: the decodings, with unique labels.
         summaries: figures of each condition, in the same order.
         paired: differences of each drafting condition to the first one.
@@ -68,6 +71,7 @@ class Report:
     paired: tuple[PairedComparison, ...]
     config: Mapping[str, object]
     run: Mapping[str, object]
+    skipped_prompts: tuple[str, ...] = ()
 
 
 def build_report(
@@ -78,6 +82,7 @@ def build_report(
     seed: int = 0,
     config: Mapping[str, object],
     run: Mapping[str, object],
+    skipped_prompts: Sequence[str] = (),
 ) -> Report:
     """Compute every figure; see `Report` for the arguments.
 
@@ -103,6 +108,7 @@ def build_report(
         paired=compare_to_first(conditions, seed=seed),
         config=config,
         run=run,
+        skipped_prompts=tuple(skipped_prompts),
     )
 
 
@@ -110,6 +116,7 @@ def last_line(report: Report, *, folder: Path | None = None) -> str:
     """The main figures as one line of JSON, for scripts that read only the last line."""
     line = {
         "num_prompts": len(report.prompts),
+        "num_skipped_prompts": len(report.skipped_prompts),
         "dtype": report.dtype,
         "conditions": {summary.label: _headline(summary) for summary in report.summaries},
         "results": None if folder is None else str(folder),
@@ -132,17 +139,25 @@ def render_table(report: Report) -> "list[Table]":
     return [rich_table(grid) for grid in report_grids(report)]
 
 
-def print_report(report: Report, *, width: int = PAGE_WIDTH) -> None:
-    """Tables and notes on standard output, drawn by rich where it is installed."""
+def print_report(report: Report, *, width: int = PAGE_WIDTH, stored_at: Path | None = None) -> None:
+    """Tables and notes on standard output, drawn by rich where it is installed.
+
+    Args:
+        report: what to print.
+        width: columns.
+        stored_at: the results file, named at the end.
+    """
     try:
         from rich.console import Console
     except ModuleNotFoundError:
         print(render_text(report))
-        return
-    console = Console(width=width, highlight=False)
-    for table in render_table(report):
-        console.print(table)
-    console.print("\n".join(report_notes(report)), markup=False)
+    else:
+        console = Console(width=width, highlight=False)
+        for table in render_table(report):
+            console.print(table)
+        console.print("\n".join(report_notes(report)), markup=False)
+    if stored_at is not None:
+        print(f"results: {stored_at}")
 
 
 def report_grids(report: Report) -> list[Grid]:
@@ -158,6 +173,7 @@ def report_notes(report: Report) -> list[str]:
     """What a reader of the tables has to know: warnings first, then how figures are defined."""
     warnings = [w for summary in report.summaries for w in summary.acceptance.warnings]
     lines = [
+        *_skipped_note(report),
         *(f"warning: {warning}" for warning in dict.fromkeys(warnings)),
         f"acceptance length (micro) = {FORMULAS['acceptance_length_micro']}",
         f"acceptance length (macro) = {FORMULAS['acceptance_length_macro']}",
@@ -166,6 +182,17 @@ def report_notes(report: Report) -> list[str]:
         ACCEPTED_WARNING,
     ]
     return [part for line in lines for part in textwrap.wrap(line, PAGE_WIDTH)]
+
+
+def _skipped_note(report: Report) -> list[str]:
+    skipped = report.skipped_prompts
+    if not skipped:
+        return []
+    listed = ", ".join(printable(name) for name in skipped[:_NUM_LISTED])
+    return [
+        f"skipped: {len(skipped)} of {len(skipped) + len(report.prompts)} prompts leave no room in "
+        f"the context and are in no figure: {listed}{', ...' * (len(skipped) > _NUM_LISTED)}"
+    ]
 
 
 def _headline(summary: ConditionSummary) -> dict[str, object]:

@@ -37,6 +37,7 @@ def to_json(report: Report) -> dict[str, object]:
         "run": report.run,
         "summary": {"conditions": _plain(report.summaries), "paired": _plain(report.paired)},
         "prompts": _plain(report.prompts),
+        "skipped_prompts": _plain(report.skipped_prompts),
         "conditions": _plain(report.conditions),
     }
 
@@ -64,6 +65,7 @@ def recompute(path: Path) -> Report:
             seed=stored["seed"],
             config=stored["config"],
             run=stored["run"],
+            skipped_prompts=stored["skipped_prompts"],
         )
     except (KeyError, TypeError) as error:
         raise IntegrityError(f"{path} lacks or misnames a field: {error}.") from None

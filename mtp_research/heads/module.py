@@ -1,11 +1,12 @@
-"""One MTP module: two norms, a projection, one decoder layer of the target's family, an output norm.
+"""One MTP module: two norms, a projection, a decoder layer of the target's family, a last norm.
 
     u = eh_proj([enorm(Emb(x)); hnorm(prev_hidden)])        (or hidden first, by the head's spec)
     y = block(u)                                            pre-norm output
     z = shared_head.norm(y)                                 post-norm output; logits = lm_head(z)
 
 Letters: B batch rows (1 when decoding), T rows, D hidden.
-Source: DeepSeek-V3 (arXiv:2412.19437), section on Multi-Token Prediction; names as in its checkpoint.
+Source: DeepSeek-V3 (arXiv:2412.19437), section on Multi-Token Prediction; names as in its
+checkpoint.
 """
 
 from typing import NamedTuple
@@ -73,7 +74,9 @@ class MTPModule(nn.Module):
             context: what the rows attend to.
         """
         embedding, hidden = self.enorm(token_embeds), self.hnorm(prev_hidden_states)
-        halves = (embedding, hidden) if self.concat_order == "embedding_first" else (hidden, embedding)
+        halves = (embedding, hidden)
+        if self.concat_order == "hidden_first":
+            halves = (hidden, embedding)
         output = self.block(
             self.eh_proj(torch.cat(halves, dim=-1)),
             position_embeddings=position_embeddings,

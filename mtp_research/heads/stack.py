@@ -1,11 +1,11 @@
-"""MTPHeads: N modules and the conventions they were trained under. Embedding and lm_head belong to the target.
+"""MTPHeads: N modules on a target that owns embedding and lm_head, and their conventions.
 
 Letters: N modules, B batch rows (1 when decoding), T rows, D hidden, V vocabulary.
 """
 
-import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,11 @@ class HeadSpec:
     Attributes:
         num_mtp_modules: N, at least 1.
         hidden_source: target hidden state that the first pass reads.
-        recycle_norm: whether the next pass gets a module's output before or after the module's norm.
+        recycle_norm: whether the next pass gets a module's output before or after the module's
+            norm.
         concat_order: order of the halves of `eh_proj`'s input.
-        zero_position_0: zero the embedding of the row at position 0 (a habit of one serving engine).
+        zero_position_0: zero the embedding of the row at position 0 (a habit of one serving
+            engine).
         unroll: training unroll, for reports; None for weights of unknown origin.
     """
 
@@ -44,20 +46,24 @@ class MTPHeads(nn.Module):
     """N MTP modules on a frozen target.
 
     Args:
-        target: the frozen model; its embedding, rotary embedding and lm_head are used and not owned, so they are neither
-            in `parameters()` nor in `state_dict()`.
+        target: the frozen model; its embedding, rotary embedding and lm_head are used and not
+            owned, so they are neither in `parameters()` nor in `state_dict()`.
         spec: conventions of the head.
     """
 
     def __init__(self, target: Target, *, spec: HeadSpec) -> None:
         super().__init__()
         if spec.num_mtp_modules < 1:
-            raise ConfigError(f"head.num_mtp_modules must be >= 1, got {spec.num_mtp_modules}; set it to 1 or more.")
+            raise ConfigError(
+                f"head.num_mtp_modules must be >= 1, got {spec.num_mtp_modules}; "
+                "set head.num_mtp_modules=1."
+            )
         self.spec = spec
         self.mtp_modules = nn.ModuleList(
             MTPModule(target, concat_order=spec.concat_order) for _ in range(spec.num_mtp_modules)
         )
-        self._target = (target,)  # in a tuple, so that nn.Module does not register the target's parameters as ours
+        # In a tuple, so that nn.Module does not register the target's parameters as ours.
+        self._target = (target,)
         self.to(device=target.device, dtype=target.dtype)
 
     @property
@@ -110,20 +116,25 @@ class MTPHeads(nn.Module):
 def init_heads(heads: MTPHeads, *, init: Init) -> None:
     """Initialise freshly built heads in place.
 
-    `target_last_layer` copies every tensor of the target's last decoder layer whose name and shape match into each
-    module's block, and the final norm into `hnorm` and `shared_head.norm`; `eh_proj` starts as the average of its two
-    inputs, so that the untrained module already passes a usable hidden state. `random` leaves the constructor's values.
+    `target_last_layer` copies every tensor of the target's last decoder layer whose name and shape
+    match into each module's block, and the final norm into `hnorm` and `shared_head.norm`;
+    `eh_proj` starts as the average of its two inputs, so that the untrained module already passes a
+    usable hidden state. `random` leaves the constructor's values.
     """
     if init == "random":
         return
     base = heads.target.model.base_model
-    last_layer = {name: tensor for name, tensor in base.layers[-1].state_dict().items()}
+    last_layer = dict(base.layers[-1].state_dict())
     final_norm = getattr(base, heads.target.family.final_norm).state_dict()
-    for module in heads.mtp_modules:
-        block = copy.copy(module.block.state_dict())
-        matching = {name: last_layer[name] for name in block if name in last_layer and last_layer[name].shape == block[name].shape}
+    for module in cast(Iterable[MTPModule], heads.mtp_modules):
+        matching = {
+            name: last_layer[name]
+            for name, tensor in module.block.state_dict().items()
+            if name in last_layer and last_layer[name].shape == tensor.shape
+        }
         module.block.load_state_dict(matching, strict=False)
         module.shared_head.norm.load_state_dict(final_norm)
-        half = torch.eye(heads.target.config.hidden_size, dtype=heads.target.dtype, device=heads.target.device) / 2
+        weight = module.eh_proj.weight
+        half = torch.eye(len(weight), dtype=weight.dtype, device=weight.device) / 2
         with torch.no_grad():
-            module.eh_proj.weight.copy_(torch.cat((half, half), dim=1))
+            weight.copy_(torch.cat((half, half), dim=1))

@@ -1,7 +1,8 @@
 """Files of a trained head: a folder with `model.safetensors` and `head.json`.
 
-`head.json` holds the head's spec (which hidden state it reads, which norm is recycled ...), the family and sizes of the
-target it belongs to, and whatever provenance the trainer adds. The target's weights are never in the folder.
+`head.json` holds the head's spec (which hidden state it reads, which norm is recycled ...), the
+family and sizes of the target it belongs to, and whatever provenance the trainer adds. The target's
+weights are never in the folder.
 """
 
 import dataclasses
@@ -12,15 +13,23 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.errors import IntegrityError
+from mtp_research.heads.record import HEAD_FORMAT, RECORD_FILE, check_head_fits, read_head_record
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.target import Target
 
-HEAD_FORMAT = 1
-_WEIGHTS, _SPEC = "model.safetensors", "head.json"
+__all__ = ["load_head_state", "load_heads", "read_head_record", "save_heads"]
+
+_WEIGHTS = "model.safetensors"
 
 
-def save_heads(heads: MTPHeads, folder: Path, *, provenance: dict[str, object] | None = None, dtype: torch.dtype | None = None) -> None:
+def save_heads(
+    heads: MTPHeads,
+    folder: Path,
+    *,
+    provenance: dict[str, object] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Write the head folder (created if missing; files are replaced).
 
     Args:
@@ -31,7 +40,7 @@ def save_heads(heads: MTPHeads, folder: Path, *, provenance: dict[str, object] |
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous().cpu()
+        name: tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
         for name, tensor in heads.state_dict().items()
     }
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
@@ -41,26 +50,25 @@ def save_heads(heads: MTPHeads, folder: Path, *, provenance: dict[str, object] |
         "target": _target_facts(heads.target),
         "provenance": provenance or {},
     }
-    (folder / _SPEC).write_text(json.dumps(record, indent=2) + "\n")
+    (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def load_heads(folder: str | Path, target: Target) -> MTPHeads:
-    """Load a head folder onto `target`, in the target's dtype and on its device, in eval mode without gradients.
+    """Load heads onto `target`: its dtype and device, eval mode, no gradients.
 
     Raises:
-        ConfigError: nothing is there, or the head belongs to another family, hidden size or vocabulary.
+        ConfigError: nothing is there, or the head belongs to another family, hidden size or
+            vocabulary.
         IntegrityError: a tensor is missing, extra or of another shape, or a file cannot be read.
     """
     folder = Path(folder)
     record = read_head_record(folder)
-    expected, got = _target_facts(target), record["target"]
-    for key, value in expected.items():
-        if got.get(key) != value:
-            raise ConfigError(
-                f"spec.head {str(folder)!r} was trained for a target with {key} {got.get(key)!r}, this target has {value!r}; "
-                "set spec.head to a head trained on this model."
-            )
-    heads = MTPHeads(target, spec=HeadSpec(**record["spec"]))
+    check_head_fits(record, folder=folder, target=_target_facts(target))
+    try:
+        spec = HeadSpec(**record["spec"])
+    except TypeError as fault:
+        raise IntegrityError(f"{folder / RECORD_FILE}: spec has other fields: {fault}.") from fault
+    heads = MTPHeads(target, spec=spec)
     load_head_state(heads, folder / _WEIGHTS)
     return heads.eval().requires_grad_(False)
 
@@ -77,29 +85,15 @@ def load_head_state(heads: MTPHeads, path: Path) -> None:
         raise IntegrityError(f"cannot read {path}: {fault}") from fault
     own = heads.state_dict()
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    misshaped = sorted(name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape)
+    misshaped = sorted(
+        name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape
+    )
     if missing or extra or misshaped:
-        raise IntegrityError(f"{path}: missing tensors {missing}, extra tensors {extra}, other shapes {misshaped}")
+        raise IntegrityError(
+            f"{path} must hold the tensors of {len(heads.mtp_modules)} MTP modules; missing "
+            f"{missing}, extra {extra}, of another shape {misshaped}."
+        )
     heads.load_state_dict(tensors)
-
-
-def read_head_record(folder: Path) -> dict:
-    """The parsed `head.json`.
-
-    Raises:
-        ConfigError: the folder or the file is missing.
-        IntegrityError: the file is not valid JSON or has another format number.
-    """
-    path = folder / _SPEC
-    if not path.is_file():
-        raise ConfigError(f"spec.head must be a head folder, null or oracle; {str(folder)!r} has no {_SPEC}.")
-    try:
-        record = json.loads(path.read_text())
-    except json.JSONDecodeError as fault:
-        raise IntegrityError(f"{path}: invalid JSON at line {fault.lineno}: {fault.msg}") from fault
-    if record.get("format") != HEAD_FORMAT:
-        raise IntegrityError(f"{path}: head format must be {HEAD_FORMAT}, got {record.get('format')!r}")
-    return record
 
 
 def _target_facts(target: Target) -> dict[str, object]:

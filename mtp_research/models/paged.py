@@ -1,13 +1,14 @@
-"""Paged attention behind Hugging Face layers: the context and cache object of one packed forward pass.
+"""Paged attention behind Hugging Face layers: context and cache object of a packed forward pass.
 
-Tokens of all requests of a step are packed as one row `[1, T]`. `PagedContext` is passed twice: as `past_key_values`, so
-that the layer hands over its new keys and values, and as `attention_context`, so that the attention function reads pages.
+Tokens of all requests of a step are packed as one row `[1, T]`. `PagedContext` is passed twice: as
+`past_key_values`, so that the layer hands over its new keys and values, and as `attention_context`,
+so that the attention function reads pages.
 
 Letters: R requests, T packed rows, M blocks per table, Hkv key-value heads, Dk / Dv head dims.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ class PagePool(Protocol):
     """Owner of the pages (`decode.kv_cache.KVCache`)."""
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Key pages `[num_blocks, block_size, Hkv, Dk]` and value pages `[num_blocks, block_size, Hkv, Dv]`."""
+        """Key and value pages, `[num_blocks, block_size, Hkv, Dk]` and `[..., Dv]`."""
         ...
 
 
@@ -29,14 +30,15 @@ class PagedContext:
 
     Attributes:
         pool: owner of the pages.
-        slot_mapping: `[T]` int64, slot each row is written to (`block_id * block_size + offset`), -1 writes nothing.
+        slot_mapping: `[T]` int64, slot each row is written to (`block_id * block_size + offset`),
+            -1 writes nothing.
         block_table: `[R, M]` int32, pages of each request.
         seq_lens: `[R]` int32, KV length including this pass's rows.
         query_start_loc: `[R + 1]` int32, first packed row of each request.
         max_query_len: largest number of rows of one request; sizes the launch grid.
         backend: kernel backend (`auto`, `reference`, `triton`).
-        kv_layer: cache layer to use instead of the layer's own index; set for MTP modules, whose KV layer depends on
-            the draft step and not on the module alone.
+        kv_layer: cache layer to use instead of the layer's own index; set for MTP modules, whose KV
+            layer depends on the draft step and not on the module alone.
     """
 
     pool: PagePool
@@ -48,9 +50,11 @@ class PagedContext:
     backend: str = "auto"
     kv_layer: int | None = None
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Cache protocol of transformers: write the new rows `[1, Hkv, T, D]` into the pages and hand them back."""
-        key_cache, value_cache = self.pool.pages(layer_idx if self.kv_layer is None else self.kv_layer)
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: object
+    ) -> tuple[Tensor, Tensor]:
+        """Cache protocol: write the new rows `[1, Hkv, T, D]` into the pages, hand them back."""
+        key_cache, value_cache = self._pages(layer_idx)
         store_kv(
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
@@ -72,8 +76,8 @@ class PagedContext:
         sliding_window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """See `models.attention.AttentionContext`; `key` and `value` are already in the pages and are not read."""
-        key_cache, value_cache = self.pool.pages(module.layer_idx if self.kv_layer is None else self.kv_layer)
+        """See `models.attention.AttentionContext`; `key` and `value` are read from the pages."""
+        key_cache, value_cache = self._pages(cast(int, module.layer_idx))
         output = paged_attention(
             query[0].transpose(0, 1),
             key_cache=key_cache,
@@ -90,5 +94,8 @@ class PagedContext:
         return output[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Cache protocol: positions are always passed explicitly, so the cache claims to be empty."""
+        """Cache protocol: positions are passed explicitly, so the cache claims to be empty."""
         return 0
+
+    def _pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return self.pool.pages(layer_idx if self.kv_layer is None else self.kv_layer)

@@ -3,22 +3,25 @@
 Letters: B batch rows (1 when decoding), T packed rows, D hidden, V vocabulary.
 """
 
-import logging
-import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from mtp_research.errors import ConfigError, EnvironmentFault
 from mtp_research.models.attention import ATTENTION_NAME, AttentionContext
 from mtp_research.models.families import FAMILIES, Family, family_of
-
-logger = logging.getLogger(__name__)
+from mtp_research.models.loading import loading, require_tensors
 
 DTYPES = {
     "float32": torch.float32,
@@ -26,8 +29,6 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-_HUB_HOST = ("huggingface.co", 443)
-_HUB_TIMEOUT_S = 2.0
 
 
 class TargetHidden(NamedTuple):
@@ -64,19 +65,29 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Device of the embedding table."""
-        return self.embed_tokens.weight.device
+        return cast(Tensor, self.embed_tokens.weight).device
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the embedding table."""
-        return self.embed_tokens.weight.dtype
+        return cast(Tensor, self.embed_tokens.weight).dtype
 
     @property
     def kv_geometry(self) -> tuple[int, int, int]:
         """Key-value heads, key head size and value head size of a cache layer."""
         config = self.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
         return config.num_key_value_heads, head_dim, head_dim
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generation, by the model's generation config."""
+        settings = self.model.generation_config
+        ends = None if settings is None else settings.eos_token_id
+        if ends is None:
+            return ()
+        return tuple(ends) if isinstance(ends, list) else (ends,)
 
     @property
     def embed_tokens(self) -> nn.Module:
@@ -86,15 +97,18 @@ class Target:
     @property
     def rotary_emb(self) -> nn.Module:
         """Rotary embedding module: `(x, position_ids) -> (cos, sin)`."""
-        return self.model.base_model.rotary_emb
+        return cast(nn.Module, self.model.base_model.rotary_emb)
 
-    def forward(self, input_ids: Tensor, *, position_ids: Tensor, context: AttentionContext) -> TargetHidden:
+    def forward(
+        self, input_ids: Tensor, *, position_ids: Tensor, context: AttentionContext
+    ) -> TargetHidden:
         """Run the decoder stack.
 
         Args:
             input_ids: `[B, T]` int64.
             position_ids: `[B, T]` int64.
-            context: what the rows attend to; a `PagedContext` also receives the new keys and values.
+            context: what the rows attend to; a `PagedContext` also receives the new keys and
+                values.
 
         Returns:
             Hidden states before and after the final norm.
@@ -102,7 +116,7 @@ class Target:
         base = self.model.base_model
         captured: list[Tensor] = []
         norm = getattr(base, self.family.final_norm)
-        # transformers 5.17 returns post-norm states only; a pre-hook is the portable way to the raw ones.
+        # transformers 5.17 returns post-norm states only; a pre-hook gives the raw ones everywhere.
         handle = norm.register_forward_pre_hook(lambda _module, inputs: captured.append(inputs[0]))
         try:
             output = base(
@@ -118,7 +132,9 @@ class Target:
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """Next-token logits `[..., V]` of hidden states `[..., D]` taken after the final norm."""
-        return self.model.get_output_embeddings()(post_norm)
+        lm_head = self.model.get_output_embeddings()
+        assert lm_head is not None, f"{type(self.model).__name__} must be a causal LM with lm_head"
+        return lm_head(post_norm)
 
 
 def wrap_target(model: PreTrainedModel, *, path: str = "") -> Target:
@@ -130,7 +146,8 @@ def wrap_target(model: PreTrainedModel, *, path: str = "") -> Target:
     model.eval().requires_grad_(False)
     model.set_attn_implementation(ATTENTION_NAME)
     if model.device.type == "cpu" or model.dtype != torch.bfloat16:
-        # grouped_mm brings nothing on a CPU and knows bfloat16 only on a GPU; the exactness tests run in float64.
+        # grouped_mm brings nothing on a CPU and knows bfloat16 only on a GPU; the exactness tests
+        # run in float64.
         model.set_experts_implementation("eager")
     return Target(model=model, family_name=family_of(model.config.get_text_config()), path=path)
 
@@ -145,20 +162,35 @@ def load_target(path: str | Path, *, dtype: str = "auto", device: str = "auto") 
 
     Raises:
         ConfigError: nothing is there, the family is not supported, or `dtype` is unknown.
+        IntegrityError: a file is damaged, or a tensor is missing or of another shape.
         EnvironmentFault: a GPU was asked for and none is usable.
     """
     place = resolve_device(device)
-    check_source(str(path))
-    model = AutoModelForCausalLM.from_pretrained(
-        str(path), dtype=resolve_dtype(dtype, place), trust_remote_code=False, attn_implementation="eager"
-    )
+    with loading(str(path)):
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        family_of(config.get_text_config())  # refuses before gigabytes are read
+        loaded = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            dtype=resolve_dtype(dtype, place),
+            trust_remote_code=False,
+            attn_implementation="eager",
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
+        )
+    model, report = cast(tuple[Any, dict[str, set[str]]], loaded)
+    require_tensors(report, path=str(path))
     return wrap_target(model.to(place), path=str(path))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Tokenizer of the target at `path` (folder or hub id)."""
-    check_source(str(path))
-    return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    """Tokenizer of the target at `path` (folder or hub id).
+
+    Raises:
+        ConfigError: nothing is there.
+        IntegrityError: its files are damaged.
+    """
+    with loading(str(path)):
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -168,7 +200,9 @@ def resolve_device(device: str) -> torch.device:
         EnvironmentFault: `cuda` was asked for and is not usable.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentFault("model.device=cuda needs a CUDA GPU, none is visible; set model.device=cpu.")
+        raise EnvironmentFault(
+            "model.device=cuda needs a CUDA GPU, none is visible; set model.device=cpu."
+        )
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(device)
@@ -183,30 +217,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
-        raise ConfigError(f"model.dtype must be one of {['auto', *sorted(DTYPES)]}, got {dtype!r}; set model.dtype=auto.")
-    return DTYPES[dtype]
-
-
-def check_source(path: str) -> None:
-    """Fail fast when `path` is neither a model folder, nor a cached hub id, nor reachable.
-
-    Raises:
-        ConfigError: says which of the three was tried.
-    """
-    folder = Path(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"model.path {path!r} must hold a config.json, it has none; point it at a model folder.")
-        return
-    looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1
-    if looks_local:
-        raise ConfigError(f"model.path must be a local folder or a hub id, {path!r} does not exist; set model.path.")
-    if isinstance(try_to_load_from_cache(path, "config.json"), str):
-        return
-    try:
-        socket.create_connection(_HUB_HOST, timeout=_HUB_TIMEOUT_S).close()
-    except OSError as fault:
         raise ConfigError(
-            f"model.path {path!r} is no local folder, is not in the hub cache, and the hub cannot be reached (offline); "
-            "download it where there is a network and set model.path to the folder."
-        ) from fault
+            f"model.dtype must be one of {sorted(['auto', *DTYPES])}, got {dtype!r}; "
+            "set model.dtype=auto."
+        )
+    return DTYPES[dtype]

@@ -100,8 +100,7 @@ def save_checkpoint(
     files = sorted(folder.iterdir())
     facts = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
     _write_manifest(folder / _MANIFEST, {"schema": SCHEMA, "step": step, "files": facts})
-    for path in (*files, folder / _MANIFEST, folder):
-        _sync(path)
+    _sync(*files, folder / _MANIFEST, folder)
     if final.exists():  # a damaged folder of this step that an earlier resume skipped
         final.rename(root / f"{_RETIRED}{final.name}-{os.getpid()}")
     folder.rename(final)
@@ -156,9 +155,8 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
 
 def step_folders(root: Path) -> list[Path]:
     """Finished step folders, oldest first."""
-    if not root.is_dir():
-        return []
-    found = [path for path in root.iterdir() if path.is_dir() and _STEP_FOLDER.fullmatch(path.name)]
+    folders = root.iterdir() if root.is_dir() else ()
+    found = [path for path in folders if path.is_dir() and _STEP_FOLDER.fullmatch(path.name)]
     return sorted(found, key=lambda path: int(path.name.split("_")[1]))
 
 
@@ -244,10 +242,9 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
-    """Force a file or folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+def _sync(*paths: Path) -> None:
+    """Force files or folders to disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
-    finally:
         os.close(descriptor)

@@ -57,30 +57,24 @@ def train_heads(config: TrainConfig, output_dir: Path) -> dict[str, object]:
         Interrupted: SIGTERM or SIGINT; the state is saved.
     """
     accelerator = make_accelerator(config)
-    with (
-        run_lock(output_dir) if accelerator.is_main_process else nullcontext(),
-        StopRequest() as stop,
-    ):
+    is_main = accelerator.is_main_process
+    with run_lock(output_dir) if is_main else nullcontext(), StopRequest() as stop:
         run = HeadRun(config, output_dir=output_dir, accelerator=accelerator, stop=stop)
-        is_main = accelerator.is_main_process
-        with (
-            Tracker(
-                output_dir,
-                settings=config.logger,
-                config=dataclasses.asdict(config),
-                first_step=run.step,
-                is_writer=is_main,
-            ) as tracker,
-            ProgressView(
-                num_steps=config.trainer.max_steps, first_step=run.step, is_shown=is_main
-            ) as view,
-            repeatable_sums(accelerator.device),
-        ):
+        tracker = Tracker(
+            output_dir,
+            settings=config.logger,
+            config=dataclasses.asdict(config),
+            first_step=run.step,
+            is_writer=is_main,
+        )
+        max_steps = config.trainer.max_steps
+        view = ProgressView(num_steps=max_steps, first_step=run.step, is_shown=is_main)
+        with tracker, view, repeatable_sums(accelerator.device):
             return run.train(tracker, view)
 
 
 class HeadRun:
-    """State of a run: parts, steps done, skipped steps, the report before training.
+    """State of a run: parts, steps done, skipped steps, held-out reports.
 
     Args:
         config: checked configuration.
@@ -100,7 +94,7 @@ class HeadRun:
         self.step = 0
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
-        self.walk_before: WalkReport | None = None
+        self.walks: list[WalkReport] = []  # before training, and the newest
         checkpoint = find_checkpoint(config, output_dir=output_dir)
         self.parts: RunParts = build_run(config, accelerator=accelerator)
         if checkpoint is not None:
@@ -108,21 +102,21 @@ class HeadRun:
             self.step = checkpoint.step
             self.num_skipped = checkpoint.state["num_skipped"]
             self.num_skipped_in_a_row = checkpoint.state["num_skipped_in_a_row"]
-            self.walk_before = WalkReport(**checkpoint.state["walk_before"])
+            self.walks = [WalkReport(**walk) for walk in checkpoint.state["walks"]]
         accelerator.wait_for_everyone()
 
     def train(self, tracker: Tracker, view: ProgressView) -> dict[str, object]:
         """Steps up to `trainer.max_steps`, then the final report, checkpoint and head folder."""
         trainer, started_s = self.config.trainer, time.perf_counter()
-        report = self._measure(tracker, view)
-        self.walk_before = self.walk_before or report
+        if not self.walks:
+            self.walks = [self._measure(tracker, view)] * 2
         num_tokens = 0
         while self.step < trainer.max_steps:
             stats = self._train_step(tracker, view)
             num_tokens += stats.num_tokens
             is_last = self.step == trainer.max_steps
             if is_last or self.step % trainer.eval_every == 0:
-                report = self._measure(tracker, view)
+                self.walks[1] = self._measure(tracker, view)
             if is_last or stats.is_stop_requested or self.step % trainer.save_every == 0:
                 self._save()
             if stats.is_stop_requested and not is_last:
@@ -131,13 +125,13 @@ class HeadRun:
                     f"{self.step}; the same command with output_dir={self.output_dir} goes on."
                 )
         seconds = time.perf_counter() - started_s
-        view.table(self.walk_before, report)
-        result = self._result(report) | {
+        view.table(*self.walks)
+        result = self._result() | {
             "seconds": round(seconds, 1),
             "train_tokens_per_s": round(num_tokens / seconds),
         }
         tracker.log("result", step=self.step, values=result)
-        self._write_head(report)
+        self._write_head(result)
         return jsonable(result)
 
     def _train_step(self, tracker: Tracker, view: ProgressView) -> StepStats:
@@ -151,11 +145,7 @@ class HeadRun:
             min_ratio=0.0,
         )
         stats = accumulate_gradients(
-            self.parts,
-            config=self.config,
-            accelerator=self.accelerator,
-            step=self.step,
-            is_stopping=self.stop.name is not None,
+            self.parts, config=self.config, ranks=self.accelerator, step=self.step, stop=self.stop
         )
         grad_norm = math.nan
         if math.isfinite(stats.loss):
@@ -170,8 +160,8 @@ class HeadRun:
             "learning_rate": learning_rate,
             "num_tokens": stats.num_tokens,
         }
-        self._count_skips(is_skipped=not math.isfinite(grad_norm), values=values, view=view)
         tracker.log("train", step=self.step, values=values)
+        self._count_skips(is_skipped=not math.isfinite(grad_norm), values=values, view=view)
         view.step(self.step, loss=stats.loss, accuracy=stats.accuracy)
         return stats
 
@@ -230,32 +220,31 @@ class HeadRun:
                 "settings": parts.settings,
                 "num_skipped": self.num_skipped,
                 "num_skipped_in_a_row": self.num_skipped_in_a_row,
-                "walk_before": dataclasses.asdict(self.walk_before),
+                "walks": [dataclasses.asdict(walk) for walk in self.walks],
             },
             keep_last=self.config.trainer.keep_last,
         )
 
-    def _result(self, report: WalkReport) -> dict[str, object]:
+    def _result(self) -> dict[str, object]:
         """Figures of the finished run."""
+        before, after = self.walks
         return {
             "head": str(self.output_dir / "head"),
             "unroll": self.config.objective.unroll,
             "num_mtp_modules": self.config.head.num_mtp_modules,
             "num_steps": self.step,
             "num_skipped": self.num_skipped,
-            "acceptance_length_before": self.walk_before.acceptance_length,
-            **dataclasses.asdict(report),
+            "acceptance_length_before": before.acceptance_length,
+            **dataclasses.asdict(after),
         }
 
-    def _write_head(self, report: WalkReport) -> None:
+    def _write_head(self, result: dict[str, object]) -> None:
         """The head folder that `spec.head=` takes (main process)."""
-        if not self.accelerator.is_main_process:
-            return
-        provenance = {
-            "config": dataclasses.asdict(self.config),
-            "data_sha256": self.parts.documents.data_sha256,
-            "num_train_documents": len(self.parts.documents.train),
-            "num_steps": self.step,
-            "held_out": dataclasses.asdict(report),
-        }
-        save_heads(self.parts.heads, self.output_dir / "head", provenance=jsonable(provenance))
+        if self.accelerator.is_main_process:
+            provenance = {
+                "config": dataclasses.asdict(self.config),
+                "data_sha256": self.parts.documents.data_sha256,
+                "result": result,
+            }
+            folder = self.output_dir / "head"
+            save_heads(self.parts.heads, folder, provenance=jsonable(provenance))

@@ -15,6 +15,7 @@ from mtp_research.config import TrainConfig
 from mtp_research.training.losses import depth_labels
 from mtp_research.training.rows import Batch, row_indices
 from mtp_research.training.setup import RunParts
+from mtp_research.training.signals import StopRequest
 from mtp_research.training.state import step_seed
 
 
@@ -35,7 +36,7 @@ class StepStats(NamedTuple):
 
 
 def accumulate_gradients(
-    parts: RunParts, *, config: TrainConfig, accelerator: Accelerator, step: int, is_stopping: bool
+    parts: RunParts, *, config: TrainConfig, ranks: Accelerator, step: int, stop: StopRequest
 ) -> StepStats:
     """Forward and backward of all micro-batches of a step.
 
@@ -45,37 +46,37 @@ def accumulate_gradients(
     Args:
         parts: of the run; gradients are left in the parameters of `parts.heads`.
         config: of the run.
-        accelerator: ranks and device.
+        ranks: processes and device.
         step: optimizer steps done before.
-        is_stopping: this rank got a signal.
+        stop: whether this rank got a signal, read after the last backward.
     """
     num_micro = config.trainer.gradient_accumulation_steps
     chosen = [
-        _rows_of(micro, parts=parts, config=config, accelerator=accelerator, step=step)
+        _rows_of(micro, parts=parts, config=config, ranks=ranks, step=step)
         for micro in range(num_micro)
     ]
     batches = [parts.rows.batch(indices) for indices in chosen]
     labels = [_labels(batch, num_depths=parts.unroll_spec.num_depths) for batch in batches]
     counts = torch.stack([(depth >= 0).sum() for micro in labels for depth in micro])
-    counts = accelerator.reduce(counts.view(num_micro, -1).sum(dim=0), reduction="sum")
+    counts = ranks.reduce(counts.view(num_micro, -1).sum(dim=0), reduction="sum")
 
     loss, num_correct = torch.zeros((), device=counts.device), torch.zeros_like(counts)
     for micro, (indices, batch) in enumerate(zip(chosen, batches, strict=True)):
         hidden = parts.rows.hidden(indices)
-        rank = accelerator.process_index
+        rank = ranks.process_index
         torch.manual_seed(step_seed(config.seed, step=step, micro_batch=micro, rank=rank))
         is_last = micro == num_micro - 1
-        with nullcontext() if is_last else accelerator.no_sync(parts.objective):
+        with nullcontext() if is_last else ranks.no_sync(parts.objective):
             part = parts.objective(batch, hidden, labels[micro], counts)
             # Ranks average their gradients; the loss is a sum over them already.
-            accelerator.backward(part.loss * accelerator.num_processes)
+            ranks.backward(part.loss * ranks.num_processes)
         loss += part.loss.detach()
         num_correct += part.num_correct
     num_tokens = torch.stack([(batch.document_index >= 0).sum() for batch in batches]).sum()
-    flags = torch.stack([num_tokens, num_tokens.new_tensor(int(is_stopping))])
-    totals = accelerator.reduce(torch.cat([num_correct, flags]), reduction="sum").tolist()
+    flags = torch.stack([num_tokens, num_tokens.new_tensor(int(stop.name is not None))])
+    totals = ranks.reduce(torch.cat([num_correct, flags]), reduction="sum").tolist()
     return StepStats(
-        loss=float(accelerator.reduce(loss, reduction="sum")),
+        loss=float(ranks.reduce(loss, reduction="sum")),
         accuracy=[hits / max(n, 1) for hits, n in zip(totals[:-2], counts.tolist(), strict=True)],
         num_tokens=totals[-2],
         is_stop_requested=totals[-1] > 0,
@@ -111,11 +112,11 @@ def _labels(batch: Batch, *, num_depths: int) -> list[Tensor]:
 
 
 def _rows_of(
-    micro_batch: int, *, parts: RunParts, config: TrainConfig, accelerator: Accelerator, step: int
+    micro_batch: int, *, parts: RunParts, config: TrainConfig, ranks: Accelerator, step: int
 ) -> list[int]:
     """Rows of this rank's micro-batch: a function of seed and step only."""
     index = step * config.trainer.gradient_accumulation_steps + micro_batch
-    slot = index * accelerator.num_processes + accelerator.process_index
+    slot = index * ranks.num_processes + ranks.process_index
     batch_size = config.trainer.batch_size
     return row_indices(
         slot * batch_size, count=batch_size, num_rows=len(parts.rows), seed=config.seed

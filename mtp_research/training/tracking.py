@@ -8,7 +8,6 @@ Source: the project's reliability rules.
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -134,9 +133,7 @@ def _start_wandb(
     try:
         import wandb
 
-        if settings.wandb == "online" and not (
-            wandb.api.api_key or os.environ.get("WANDB_API_KEY")
-        ):
+        if settings.wandb == "online" and not wandb.login(prompt=False):
             raise RuntimeError("no API key; run `wandb login` or set logger.wandb=offline")
         return wandb.init(
             project=settings.project,

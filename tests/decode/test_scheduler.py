@@ -293,6 +293,23 @@ def test_commit_drafts_never_reach_beyond_the_context() -> None:
     assert request.finish_reason is FinishReason.LENGTH
 
 
+def test_commit_non_finite_row_with_drafts_is_tried_again_without() -> None:
+    scheduler = _scheduler()
+    request = _request("a", max_new_tokens=9)
+    scheduler.add(request)
+    _commit(scheduler, scheduler.schedule())
+    (_, count), *_ = scheduler.schedule().entries
+    scheduler.commit(
+        request, num_scheduled_tokens=count, emitted=[], drafts=[5, 5, 5], is_finite=False
+    )
+    assert request.status is Status.RUNNING
+    assert request.num_accepted_per_round == [0]
+    assert _rows(scheduler.schedule()) == {"a": 1}
+    scheduler.commit(request, num_scheduled_tokens=1, emitted=[], drafts=[], is_finite=False)
+    assert request.finish_reason is FinishReason.NON_FINITE
+    assert request.output_token_ids == (7,)
+
+
 def test_commit_non_finite_row_ends_only_that_request() -> None:
     scheduler = _scheduler()
     bad, good = _request("bad"), _request("good")

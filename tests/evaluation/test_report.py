@@ -104,6 +104,16 @@ def test_few_prompts_are_warned_about_in_the_table():
     assert "warning: only 10 prompts" in render_text(built)
 
 
+def test_skipped_prompts_are_counted_and_named(report: Report):
+    names = [f"long-{index}" for index in range(7)]
+    skipping = dataclasses.replace(report, skipped_prompts=tuple(names))
+    notes = " ".join(report_notes(skipping))
+    assert "skipped: 7 of 97 prompts leave no room in the context" in notes
+    assert "long-4, ..." in notes
+    assert json.loads(last_line(skipping))["num_skipped_prompts"] == 7
+    assert "skipped" not in render_text(report)
+
+
 def test_last_line_is_one_line_of_json(report: Report):
     line = last_line(report)
     assert "\n" not in line

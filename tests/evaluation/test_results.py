@@ -20,6 +20,7 @@ def report() -> Report:
         seed=3,
         config={"spec": {"num_speculative_tokens": 3}},
         run={"command": "python eval.py"},
+        skipped_prompts=("too-long",),
     )
 
 

@@ -10,23 +10,18 @@ import os
 
 import pytest
 import torch
-from mtp_research.kernels.draft_head import draft_head
 from mtp_research.kernels.paged_attention import paged_attention
 from mtp_research.kernels.store_kv import store_kv
 
 from tests.kernels.kernel_cases import (
     ATTENTION_CASES,
-    HEAD_CASES,
     STORE_CASES,
     call_arguments,
-    make_head_inputs,
     make_inputs,
     make_store_inputs,
     slow_arguments,
 )
 from tests.kernels.slow import (
-    assert_draft_head_close,
-    slow_draft_head,
     slow_paged_attention,
     slow_store_kv,
 )
@@ -126,31 +121,3 @@ def test_store_kv_unsupported_by_triton_raises(change, message):
             slot_mapping=torch.zeros(1, dtype=torch.int64),
             backend="triton",
         )
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("case", HEAD_CASES, ids=lambda case: case.name)
-def test_draft_head_interpreted_matches_slow_loop(case, dtype):
-    hidden, keywords = make_head_inputs(case, dtype=dtype)
-    out = draft_head(hidden, **keywords, backend="triton")
-    assert_draft_head_close(out, slow_draft_head(hidden, **keywords), atol=TOLERANCES[dtype])
-
-
-def test_draft_head_interpreted_equal_logits_give_the_smallest_token():
-    weight = torch.zeros(300, 16)
-    weight[[70, 131, 299]] = 1.0
-    out = draft_head(torch.ones(2, 16), weight=weight, backend="triton")
-    assert out.token_ids.tolist() == [70, 70]
-
-
-def test_draft_head_interpreted_nan_row_stays_inside_the_vocabulary():
-    hidden = torch.ones(2, 16)
-    hidden[1, 3] = torch.nan
-    out = draft_head(hidden, weight=torch.ones(70, 16), backend="triton")
-    assert 0 <= out.token_ids[1] < 70
-    assert out.logsumexp.isnan().tolist() == [False, True]
-
-
-def test_draft_head_more_rows_than_the_kernel_takes_raises():
-    with pytest.raises(ValueError, match=r"R \(rows of hidden\) must be in \[1, 64\]"):
-        draft_head(torch.zeros(65, 16), weight=torch.zeros(4, 16), backend="triton")

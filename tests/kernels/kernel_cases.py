@@ -173,44 +173,6 @@ def random_case(seed: int) -> AttentionCase:
     )
 
 
-@dataclass(frozen=True)
-class HeadCase:
-    """Rows against a vocabulary."""
-
-    name: str
-    num_rows: int
-    dim: int
-    num_vocab: int
-    norm: bool = True
-
-
-def make_head_inputs(
-    case: HeadCase, *, dtype: torch.dtype, seed: int = 0
-) -> tuple[Tensor, dict[str, Tensor | float | None]]:
-    """Hidden rows and the keywords of `draft_head`; logits are of order one."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    weight = randn(case.num_vocab, case.dim) / case.dim**0.5
-    norm_weight = (1 + 0.1 * randn(case.dim)).to(dtype) if case.norm else None
-    keywords = {"weight": weight.to(dtype), "norm_weight": norm_weight, "norm_eps": 1e-5}
-    return (3 * randn(case.num_rows, case.dim)).to(dtype), keywords
-
-
-HEAD_CASES = [
-    HeadCase("one_row", num_rows=1, dim=64, num_vocab=64),
-    HeadCase("odd_sizes", num_rows=5, dim=72, num_vocab=131),
-    HeadCase("no_norm", num_rows=3, dim=136, num_vocab=200, norm=False),
-    HeadCase("smaller_than_a_tile", num_rows=2, dim=8, num_vocab=3),
-    HeadCase("one_token", num_rows=2, dim=16, num_vocab=1),
-    HeadCase("17_rows", num_rows=17, dim=32, num_vocab=70),
-    HeadCase("64_rows", num_rows=64, dim=40, num_vocab=129),
-    HeadCase("no_rows", num_rows=0, dim=16, num_vocab=20),
-]
-
-
 def slow_arguments(case: AttentionCase) -> dict[str, float | int | None]:
     """The scalar arguments that the slow and the real functions share."""
     return {"scale": case.key_dim**-0.5, "sliding_window": case.sliding_window}

@@ -4,8 +4,6 @@ They share nothing with the code under test: no padding, no masks, no batching; 
 the slice or it is not.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -64,31 +62,3 @@ def slow_paged_attention(
                 weights = torch.softmax(logits, 0)[: len(visible)]
                 out[row, head] = weights @ values
     return out
-
-
-def slow_draft_head(
-    hidden: Tensor, *, weight: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6
-) -> list[tuple[int, float, float]]:
-    """(token id, largest logit, log-sum-exp) of each row, in float64."""
-    rows = []
-    for row in hidden.double():
-        if norm_weight is not None:
-            row = row / math.sqrt(float((row * row).mean()) + norm_eps) * norm_weight.double()
-        logits = [float(row @ token) for token in weight.double()]
-        top = max(logits)
-        total = math.fsum(math.exp(logit - top) for logit in logits)
-        rows.append((logits.index(top), top, top + math.log(total)))
-    return rows
-
-
-def assert_draft_head_close(
-    out: tuple[Tensor, Tensor, Tensor], expected: list[tuple[int, float, float]], *, atol: float
-) -> None:
-    """Compares the statistics, and the tokens wherever they can be told apart."""
-    token_ids, top_logits, logsumexp = (tensor.cpu() for tensor in out)
-    assert len(token_ids) == len(expected)
-    for row, (token, top, total) in enumerate(expected):
-        assert abs(float(top_logits[row]) - top) <= atol
-        assert abs(float(logsumexp[row]) - total) <= atol
-        if atol < 1e-4:
-            assert int(token_ids[row]) == token

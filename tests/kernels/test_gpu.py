@@ -2,25 +2,19 @@
 
 import pytest
 import torch
-from mtp_research.kernels.draft_head import draft_head, draft_head_ref
 from mtp_research.kernels.paged_attention import paged_attention
 from mtp_research.kernels.store_kv import store_kv
 
 from tests.kernels.kernel_cases import (
     ATTENTION_CASES,
-    HEAD_CASES,
     STORE_CASES,
     AttentionCase,
-    HeadCase,
     call_arguments,
-    make_head_inputs,
     make_inputs,
     make_store_inputs,
     slow_arguments,
 )
 from tests.kernels.slow import (
-    assert_draft_head_close,
-    slow_draft_head,
     slow_paged_attention,
     slow_store_kv,
 )
@@ -148,25 +142,3 @@ def test_kernels_on_gpu_inside_compiled_graph_match_eager():
 
     expected = paged_attention(inputs.query * 2, **inputs.keywords(), **call_arguments(case)) + 1
     assert torch.equal(step(inputs.query, inputs.keywords()), expected)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("case", HEAD_CASES, ids=lambda case: case.name)
-def test_draft_head_on_gpu_matches_slow_loop(case, dtype):
-    hidden, keywords = make_head_inputs(case, dtype=dtype)
-    expected = slow_draft_head(hidden, **keywords)
-    moved = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
-    out = draft_head(hidden.cuda(), **moved)
-    assert_draft_head_close(out, expected, atol=TOLERANCES[dtype])
-
-
-@pytest.mark.parametrize("num_rows", [1, 8, 64])
-def test_draft_head_on_gpu_large_matches_reference(num_rows):
-    case = HeadCase("large", num_rows=num_rows, dim=4096, num_vocab=151_680)
-    hidden, keywords = make_head_inputs(case, dtype=torch.bfloat16)
-    moved = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
-    wide = {k: v.float() if isinstance(v, torch.Tensor) else v for k, v in moved.items()}
-    out = draft_head(hidden.cuda(), **moved)
-    expected = draft_head_ref(hidden.cuda().float(), **wide)
-    torch.testing.assert_close(out.top_logits, expected.top_logits, atol=5e-2, rtol=0)
-    torch.testing.assert_close(out.logsumexp, expected.logsumexp, atol=5e-2, rtol=0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_research.kernels import attention_launch, draft_head, store_kv
+from mtp_research.kernels import attention_launch, store_kv
 from mtp_research.kernels.paged_attention_triton import attention_kernel, merge_splits_kernel
 
 triton = pytest.importorskip("triton")
@@ -156,21 +156,3 @@ def test_store_kv_kernel_sm90_moves_16_bytes_a_thread(tmp_path):
     assert _num_spilled_bytes(compiled, tmp_path) == 0
     assert "ld.global.v4" in compiled.asm["ptx"]
     assert "st.global.v4" in compiled.asm["ptx"]
-
-
-@pytest.mark.parametrize("num_rows", [1, 32, 64])
-@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no_norm"])
-def test_draft_head_kernel_sm90_has_no_spills_and_pipelines_the_weight(num_rows, norm, tmp_path):
-    kernel = draft_head.draft_head_kernel
-    constants = draft_head.draft_head_constants(num_rows, dim=4096, element_bytes=2)
-    types = dict.fromkeys(kernel.arg_names, "i32")
-    types |= {"hidden": "*bf16", "weight": "*bf16", "norm_eps": "fp32", "part_id": "*i32"}
-    types |= {"part_top": "*fp32", "part_sum": "*fp32"}
-    types |= {"norm_weight": "*bf16" if norm else "constexpr"}
-    types |= dict.fromkeys(constants, "constexpr")
-    compiled = _compile(kernel, types=types, constants=constants, num_warps=4, num_stages=4)
-    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
-    assert _num_spilled_bytes(compiled, tmp_path) == 0
-    tile = rf"{constants['BLOCK_VOCAB']}x{constants['BLOCK_DIM']}xbf16"
-    buffers = re.findall(rf"ttg\.local_alloc : .*memdesc<(\d+)x{tile}", compiled.asm["ttgir"])
-    assert max(int(count) for count in buffers) >= 3

@@ -18,6 +18,7 @@ from mtp_research.training import loop
 from mtp_research.training.loop import train_heads
 from mtp_research.training.objective import UnrollSpec
 from mtp_research.training.setup import build_run, make_accelerator
+from mtp_research.training.signals import StopRequest
 from mtp_research.training.step import accumulate_gradients
 from tests.oracle import DRAFTS
 from tests.tiny import to_float64
@@ -164,6 +165,7 @@ def test_train_heads_resumed_run_is_bit_identical(tmp_path, monkeypatch, recipe)
     assert result["acceptance_length_before"] == whole["acceptance_length_before"]
     assert result["length_by_domain"] == whole["length_by_domain"]
     assert [line["step"] for line in metrics(resumed, "train")] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in metrics(resumed, "eval")] == [0, 2, 4, 6]
     expected = [line["loss"] for line in metrics(straight, "train")]
     assert [line["loss"] for line in metrics(resumed, "train")] == expected
 
@@ -181,7 +183,7 @@ def test_train_heads_signal_saves_and_resumes(lab, tmp_path, monkeypatch, number
             train_heads(lab, tmp_path / "stopped")
     assert fault.value.exit_code == 75
     assert signal.getsignal(number) is handler
-    # The signal came inside step 2; the flag is shared with the next step's sums.
+    # The signal came after the sums of step 2, which share it over ranks: step 3 sees it.
     assert (tmp_path / "stopped" / "latest").read_text() == "step_000003\n"
     train_heads(lab, tmp_path / "stopped")
     train_heads(lab, tmp_path / "straight")
@@ -237,7 +239,7 @@ def test_train_heads_ten_non_finite_steps_in_a_row_end_the_run(lab, tmp_path, mo
     with pytest.raises(NumericFault, match="10 steps in a row") as fault:
         train_heads(changed(lab, trainer__max_steps=20), tmp_path)
     assert fault.value.exit_code == 5
-    assert metrics(tmp_path, "train")[-1]["step"] == 11
+    assert metrics(tmp_path, "train")[-1]["step"] == 12
 
 
 def test_accumulate_gradients_split_step_equals_whole_step(lab):
@@ -254,7 +256,7 @@ def test_accumulate_gradients_split_step_equals_whole_step(lab):
         to_float64(parts.heads.target.model)
         to_float64(parts.heads)
         stats = accumulate_gradients(
-            parts, config=config, accelerator=accelerator, step=0, is_stopping=False
+            parts, config=config, ranks=accelerator, step=0, stop=StopRequest()
         )
         losses.append(stats.loss)
         gradients.append([parameter.grad for parameter in parts.heads.parameters()])

@@ -65,7 +65,7 @@ def fake_wandb(monkeypatch):
     module = types.ModuleType("wandb")
     module.started = {}
     module.run = FakeRun(num_calls=2)
-    module.api = types.SimpleNamespace(api_key=None)
+    module.login = lambda *, prompt: False
 
     def init(**arguments):
         module.started = arguments
@@ -73,7 +73,6 @@ def fake_wandb(monkeypatch):
 
     module.init = init
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
     return module
 
 

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from mtp_research.errors import ConfigError
 from mtp_research.policy import module_index
-from mtp_research.training.draft_rows import masked_attention, merge_draft_rows
 from mtp_research.training.unroll import shift_left, unroll
 from tests.training.tiny import documents, make_batch, trainable_heads
 
@@ -198,17 +197,3 @@ def test_shift_left_never_wraps():
     values = torch.tensor([[1, 2, 3]])
     assert shift_left(values, offset=1, fill=-1).tolist() == [[2, 3, -1]]
     assert shift_left(values, offset=5, fill=-1).tolist() == [[-1, -1, -1]]
-
-
-def test_merge_draft_rows_row_without_context_reads_drafts_only():
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 2, 2, 3, 4, generator=generator, requires_grad=True)
-    key, value, draft_key, draft_value = torch.randn(4, 1, 2, 3, 4, generator=generator)
-    allowed = torch.zeros(1, 1, 1, 3, 3, dtype=torch.bool)
-    output, lse = masked_attention(query, key, value, allowed=allowed, scale=0.5)
-    merged = merge_draft_rows(
-        output, lse, query=query, drafts=[(draft_key, draft_value)], scale=0.5
-    )
-    torch.testing.assert_close(merged, draft_value[:, :, None].expand_as(merged))
-    merged.sum().backward()
-    assert torch.isfinite(query.grad).all()

@@ -1,0 +1,77 @@
+"""Quiet calls of transformers' loaders, whose faults about files become ours."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
+
+from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.models.source import check_source
+
+_REPORTER = logging.getLogger("transformers.modeling_utils")
+_NUM_LISTED = 3
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def loading(path: str) -> Iterator[None]:
+    """Load without transformers' progress bar and tensor report; turn its faults into ours.
+
+    The caller checks the tensors itself, with `require_tensors`.
+
+    Raises:
+        ConfigError: nothing is at `path`, or the hub does not give it.
+        IntegrityError: a file of a local folder is damaged.
+    """
+    check_source(path)
+    had_bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    _REPORTER.addFilter(_is_no_tensor_report)
+    try:
+        yield
+    except (ConfigError, IntegrityError):  # both are ValueErrors
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as fault:
+        reason = next(iter(str(fault).strip().splitlines()), type(fault).__name__)
+        if Path(path).is_dir():
+            raise IntegrityError(
+                f"model.path {path!r} must be a whole Hugging Face model, got: {reason}"
+            ) from fault
+        raise ConfigError(
+            f"model.path {path!r} cannot be fetched from the hub: {reason}"
+        ) from fault
+    finally:
+        _REPORTER.removeFilter(_is_no_tensor_report)
+        if had_bar:
+            transformers_logging.enable_progress_bar()
+
+
+def require_tensors(report: Mapping[str, set], *, path: str) -> None:
+    """Refuse a model of which transformers would draw tensors at random.
+
+    Args:
+        report: transformers' loading report: names, or (name, shapes) of misshaped tensors.
+        path: of the model.
+
+    Raises:
+        IntegrityError: names some of the tensors that are missing or of another shape.
+    """
+    missing = sorted(report["missing_keys"])
+    misshaped = sorted(str(entry[0]) for entry in report["mismatched_keys"])
+    if missing or misshaped:
+        raise IntegrityError(
+            f"model.path {path!r} must hold every tensor of the model; {len(missing)} are missing "
+            f"{missing[:_NUM_LISTED]}, {len(misshaped)} of another shape "
+            f"{misshaped[:_NUM_LISTED]}; fetch the model again."
+        )
+    if unused := sorted(report["unexpected_keys"]):
+        listed = ", ".join(unused[:_NUM_LISTED])
+        logger.warning("%s: %d tensors are not used, such as %s", path, len(unused), listed)
+
+
+def _is_no_tensor_report(record: logging.LogRecord) -> bool:
+    return record.module != "loading_report"

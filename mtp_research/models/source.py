@@ -1,0 +1,125 @@
+"""Where a target comes from: a folder, the hub's cache, or the hub; checked without torch.
+
+`check_source` runs before anything heavy is imported, so that a mistyped path costs a second.
+Neither torch nor transformers is imported here, and huggingface_hub only for hub ids.
+"""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from mtp_research.errors import ConfigError, IntegrityError
+
+CONFIG_FILE = "config.json"
+_HUB_TIMEOUT_S = 3.0
+_NUM_HUB_ID_PARTS = 2  # ORGANISATION/NAME
+
+
+class ModelSizes(NamedTuple):
+    """Sizes of the text model that heads must share."""
+
+    hidden_size: int
+    vocab_size: int
+
+
+def check_source(path: str) -> Path | None:
+    """Fail fast when `path` is neither a model folder, nor a cached hub id, nor reachable.
+
+    Args:
+        path: folder in Hugging Face format, or a hub id.
+
+    Returns:
+        The model's `config.json`; None for a hub id that is still to be downloaded.
+
+    Raises:
+        ConfigError: says which of the three was tried.
+    """
+    folder = Path(path)
+    if folder.exists():
+        if not (folder / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"model.path must be a folder with a {CONFIG_FILE}, {path!r} has none; "
+                "set model.path to a model folder."
+            )
+        return folder / CONFIG_FILE
+    cached = _cached_config(path) if _looks_like_hub_id(path) else None
+    if cached is None and not _looks_like_hub_id(path):
+        raise ConfigError(
+            f"model.path must be a local folder or a hub id ORGANISATION/NAME, {path!r} does not "
+            f"exist (from {Path.cwd()}); set model.path=PATH."
+        )
+    if cached is None and not _hub_answers():
+        raise ConfigError(
+            f"model.path {path!r} is no local path (from {Path.cwd()}), is not in the hub cache, "
+            "and the hub is offline or out of reach; download the model where there is a network "
+            "and set model.path to its folder."
+        )
+    return cached
+
+
+def read_sizes(config_file: Path) -> ModelSizes:
+    """Hidden size and vocabulary of the text model that a `config.json` describes.
+
+    Raises:
+        IntegrityError: the file is no JSON object, or a size is missing.
+    """
+    try:
+        config = json.loads(config_file.read_text(encoding="utf8"))
+    except (OSError, ValueError) as fault:
+        raise IntegrityError(
+            f"{config_file} must be a model's configuration in JSON, got {fault}; "
+            "set model.path to a model folder."
+        ) from None
+    text = config.get("text_config", config) if isinstance(config, Mapping) else {}
+    sizes = [text.get(name) for name in ModelSizes._fields]
+    hidden_size, vocab_size = sizes
+    if not isinstance(hidden_size, int) or not isinstance(vocab_size, int):
+        raise IntegrityError(
+            f"{config_file} must hold {' and '.join(ModelSizes._fields)}, got {sizes}; "
+            "set model.path to a model folder."
+        )
+    return ModelSizes(hidden_size, vocab_size)
+
+
+def _looks_like_hub_id(path: str) -> bool:
+    parts = path.split("/")
+    return len(parts) == _NUM_HUB_ID_PARTS and all(parts) and path[0] not in ".~"
+
+
+def _cached_config(hub_id: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(hub_id, CONFIG_FILE)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _hub_answers() -> bool:
+    """Whether the hub, or the mirror and proxy that the environment names, answers in time."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S).close()
+        except urllib.error.HTTPError:
+            pass  # an error page is an answer
+        except (OSError, ValueError):
+            return
+        answered.set()
+
+    # A thread, because looking a name up can take far longer than the timeout of the connection.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_HUB_TIMEOUT_S)
+    return answered.is_set()

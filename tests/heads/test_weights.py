@@ -1,0 +1,98 @@
+"""Head folders: what is written comes back, and nothing else is taken."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.weights import load_heads, save_heads
+from mtp_research.models.target import Target
+from tests.tiny import tiny_heads, tiny_target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target("qwen3", dtype=torch.float32)
+
+
+@pytest.fixture
+def heads(target: Target) -> MTPHeads:
+    return tiny_heads(target, num_mtp_modules=2, recycle_norm="pre_norm", unroll="chain")
+
+
+def test_saved_heads_come_back_with_their_conventions(
+    heads: MTPHeads, target: Target, tmp_path: Path
+) -> None:
+    save_heads(heads, tmp_path / "head", provenance={"seed": 3})
+    loaded = load_heads(tmp_path / "head", target)
+    assert loaded.spec == heads.spec
+    assert not loaded.training
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    expected = heads.state_dict()
+    assert all(torch.equal(tensor, expected[n]) for n, tensor in loaded.state_dict().items())
+    record = json.loads((tmp_path / "head" / "head.json").read_text())
+    assert record["provenance"] == {"seed": 3}
+
+
+def test_file_holds_no_tensor_of_the_target(
+    heads: MTPHeads, target: Target, tmp_path: Path
+) -> None:
+    save_heads(heads, tmp_path)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert names
+    assert all(name.startswith("mtp_modules.") for name in names)
+    own = {id(parameter) for parameter in heads.parameters()}
+    assert not own & {id(parameter) for parameter in target.model.parameters()}
+
+
+def test_dtype_of_the_file_is_chosen_for_floats(heads: MTPHeads, tmp_path: Path) -> None:
+    save_heads(heads, tmp_path, dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("fault", ["missing", "extra", "of another shape"])
+def test_tensors_that_do_not_fit_are_named(
+    fault: str, heads: MTPHeads, target: Target, tmp_path: Path
+) -> None:
+    save_heads(heads, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "mtp_modules.1.eh_proj.weight"
+    if fault == "missing":
+        del tensors[name]
+    elif fault == "extra":
+        name = "mtp_modules.7.eh_proj.weight"
+        tensors[name] = torch.zeros(1)
+    else:
+        tensors[name] = tensors[name][:3].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(IntegrityError, match=rf"{fault} \['{name}'\]"):
+        load_heads(tmp_path, target)
+
+
+def test_head_of_another_family_is_refused_with_both_names(heads: MTPHeads, tmp_path: Path) -> None:
+    save_heads(heads, tmp_path)
+    other = tiny_target("glm4_moe", dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"family 'qwen3' \(this target: 'glm4_moe'\)"):
+        load_heads(tmp_path, other)
+
+
+def test_unknown_convention_is_refused(heads: MTPHeads, target: Target, tmp_path: Path) -> None:
+    save_heads(heads, tmp_path)
+    record = json.loads((tmp_path / "head.json").read_text())
+    record["spec"]["concatenation"] = "sum"
+    (tmp_path / "head.json").write_text(json.dumps(record))
+    with pytest.raises(IntegrityError, match="concatenation"):
+        load_heads(tmp_path, target)
+
+
+def test_cut_off_file_is_refused(heads: MTPHeads, target: Target, tmp_path: Path) -> None:
+    save_heads(heads, tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(IntegrityError, match="cannot read"):
+        load_heads(tmp_path, target)

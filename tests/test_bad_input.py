@@ -1,0 +1,290 @@
+"""What a user can get wrong, through the real entries: exit code, one line, never a traceback."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import eval as eval_entry
+import train as train_entry
+from mtp_research.cli import run_entry
+from mtp_research.config import EvalConfig, TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+LAB_TINY = ROOT / "assets" / "lab_tiny"
+HEAD = LAB_TINY / "heads" / "chain_n3"
+# Runs an entry where torch and transformers cannot be imported: what is refused here costs no more
+# than Hydra's import, about a second on an idle machine.
+LIGHT = """
+import runpy, sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def refuse_without_torch(entry: str, *words: str, folder: Path) -> tuple[int, str]:
+    """Exit code and standard error of an entry run from `folder`, which must stay empty."""
+    before = sorted(folder.rglob("*"))
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT, str(ROOT / entry), *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "no-cache")},
+        check=False,
+    )
+    assert done.stdout == ""
+    assert all(line.startswith("error: ") for line in done.stderr.splitlines()), done.stderr
+    assert sorted(folder.rglob("*")) == before, "a refused command must leave nothing behind"
+    return done.returncode, done.stderr
+
+
+def evaluate(*words: str) -> int:
+    """Run eval.py in this process with few tokens."""
+    short = ["spec.k=0", "sampling.max_new_tokens=4", "model.dtype=float32", "model.device=cpu"]
+    return run_entry(EvalConfig, eval_entry.run, argv=[*short, *words])
+
+
+def write_prompts(path: Path, *texts: str) -> Path:
+    rows = [{"question_id": f"q{i}", "turns": [text]} for i, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def copy_target(folder: Path, **config: object) -> Path:
+    """The shipped target with other values in its config.json."""
+    shutil.copytree(LAB_TINY / "target", folder)
+    described = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+def copy_head(folder: Path, **target: object) -> Path:
+    """The shipped head, said to be trained for another target."""
+    shutil.copytree(HEAD, folder)
+    record = json.loads((folder / "head.json").read_text())
+    record["target"] |= target
+    (folder / "head.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("entry", "words", "code", "expected"),
+    [
+        ("eval.py", ["spec.polcy=eagle"], 2, "spec.polcy is not a key of eval.py; nearest: spec."),
+        ("train.py", ["trainr.seed=1"], 2, "nearest: seed"),
+        ("eval.py", ["modl=lab_tiny"], 2, "nearest: model"),
+        ("train.py", ["head=chain_n33"], 2, "nearest: chain_n3"),
+        ("eval.py", ["spec.k=three"], 2, "must be an integer in 0..64, got three"),
+        ("eval.py", ["spec.k=40"], 2, "set engine.max_num_batched_tokens=656."),
+        ("eval.py", ["sampling.temperature=0.7"], 2, "must be 0 for spec.verify=greedy, got 0.7"),
+        ("eval.py", ["model.path=absent/folder/x"], 2, "local folder or a hub id ORGANISATION"),
+        ("train.py", ["model.path=/absent"], 2, "'/absent' does not exist (from /"),
+        ("eval.py", ["model.path=org/absent"], 2, "is no local path (from /"),
+        ("train.py", ["model.path=org/absent"], 2, "the hub is offline or out of reach"),
+        ("eval.py", ["model.path=a b/c?"], 2, "is no local path"),
+        ("eval.py", ["spec.head=absent"], 2, "spec.head must be an existing path, got absent"),
+        ("train.py", ["head.path=absent"], 2, "head.path must be an existing path, got absent"),
+        ("train.py", ["data.path=absent"], 2, "data.path must be an existing path, got absent"),
+        ("eval.py", ["prompts.path=absent"], 2, "prompts.path must be an existing path"),
+        ("eval.py", ["spec.head=."], 2, "has no head.json; set spec.head=PATH."),
+        ("train.py", ["head.path=."], 2, "has no head.json; set head.path=PATH."),
+        ("eval.py", ["model.path=."], 2, "must be a folder with a config.json, '.' has none"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_argument_is_refused_before_torch_is_imported(
+    entry: str, words: list[str], code: int, expected: str, tmp_path: Path
+) -> None:
+    exit_code, message = refuse_without_torch(entry, *words, folder=tmp_path)
+    assert exit_code == code
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "prompts.jsonl holds no prompts"),
+        ('{"turns": ["a"]}\n\n{"turns": \n', "prompts.jsonl, line 3: invalid JSON"),
+        ('{"turns": ["a"]}\n{"turn": ["b"]}\n', "prompts.jsonl, line 2: expected `turns`"),
+    ],
+    ids=["empty", "invalid JSON", "no prompt"],
+)
+def test_bad_prompt_file_exits_3_and_names_the_line(
+    content: str, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(content)
+    code, message = refuse_without_torch("eval.py", "prompts.path=prompts.jsonl", folder=tmp_path)
+    assert code == 3
+    assert expected in message
+
+
+@pytest.mark.parametrize(("entry", "key"), [("eval.py", "spec.head"), ("train.py", "head.path")])
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours"), [("hidden_size", 128, 256), ("vocab_size", 32000, 4096)]
+)
+def test_head_of_another_size_exits_2_with_both_values(
+    entry: str, key: str, name: str, theirs: int, ours: int, tmp_path: Path
+) -> None:
+    copy_head(tmp_path / "head", **{name: theirs})
+    code, message = refuse_without_torch(entry, f"{key}=head", folder=tmp_path)
+    assert code == 2
+    assert f"{name} {theirs} (this target: {ours})" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"format": 1,\n', "head.json, line 2: invalid JSON"),
+        ('{"format": 7}', "head format must be 1, got 7"),
+        ('{"format": 1, "spec": {}}', "lacks ['target']"),
+    ],
+    ids=["invalid JSON", "other format", "no target"],
+)
+def test_damaged_head_record_exits_3(content: str, expected: str, tmp_path: Path) -> None:
+    copy_head(tmp_path / "head")
+    (tmp_path / "head" / "head.json").write_text(content)
+    code, message = refuse_without_torch("eval.py", "spec.head=head", folder=tmp_path)
+    assert code == 3
+    assert expected in message
+
+
+def test_a_head_is_not_looked_at_when_nothing_is_drafted(tmp_path: Path) -> None:
+    argv = ["spec.k=0", f"spec.head={tmp_path / 'absent'}", f"output_dir={tmp_path / 'run'}"]
+    assert run_entry(EvalConfig, lambda config, output_dir: None, argv=argv) == 0
+
+
+def test_training_a_target_needs_no_model_path(tmp_path: Path) -> None:
+    reached = []
+    argv = ["task=target", "model.path=absent/folder/x", f"output_dir={tmp_path / 'run'}"]
+    assert run_entry(TrainConfig, lambda config, output_dir: reached.append(1), argv=argv) == 0
+    assert reached
+
+
+def test_only_prompts_beyond_the_context_exit_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", "word " * 40, "word " * 50)
+    words = [f"prompts.path={prompts}", "engine.max_model_len=16", f"output_dir={tmp_path / 'r'}"]
+    assert evaluate(*words) == 3
+    message = capsys.readouterr().err
+    assert message.startswith("error: all 2 prompts have 16 tokens or more")
+    assert message.count("\n") == 1
+
+
+def test_some_prompts_beyond_the_context_are_counted_as_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", "How are you?", "word " * 40)
+    words = [f"prompts.path={prompts}", "engine.max_model_len=32", f"output_dir={tmp_path / 'r'}"]
+    assert evaluate(*words) == 0
+    printed = capsys.readouterr().out
+    assert "skipped: 1 of 2 prompts leave no room in the context" in printed
+    assert json.loads(printed.splitlines()[-1])["num_skipped_prompts"] == 1
+    stored = json.loads((tmp_path / "r" / "results.json").read_text())
+    assert stored["skipped_prompts"] == ["q1"]
+    lengths = [
+        r["num_prompt_tokens"] + len(r["output_token_ids"])
+        for c in stored["conditions"]
+        for r in c["records"]
+    ]
+    assert lengths
+    assert max(lengths) <= 32
+
+
+def test_context_beyond_the_target_s_own_exits_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate("engine.max_model_len=4096", f"output_dir={tmp_path / 'r'}") == 2
+    assert "must be at most 2048, the target's max_position_embeddings" in capsys.readouterr().err
+
+
+def test_target_without_a_finite_output_exits_3_and_keeps_the_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_target(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(torch.nan)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    prompts = write_prompts(tmp_path / "p.jsonl", "How are you?")
+    words = [f"model.path={folder}", f"prompts.path={prompts}", f"output_dir={tmp_path / 'r'}"]
+    assert evaluate(*words) == 3
+    captured = capsys.readouterr()
+    assert "got none for baseline (ended by non_finite)" in captured.err
+    assert "no generation finished" in captured.out
+    assert (tmp_path / "r" / "results.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "expected"),
+    [
+        ("cut off", 3, "must be a whole Hugging Face model"),
+        ("tensor missing", 3, "1 are missing ['model.norm.weight'], 0 of another shape"),
+        ("tensor misshaped", 3, "1 of another shape ['model.norm.weight']"),
+        ("no weights", 3, "must be a whole Hugging Face model"),
+        ("other family", 2, "got model_type 'llama'"),
+        ("unknown family", 3, "must be a whole Hugging Face model"),
+        ("invalid config", 3, "config.json must be a model's configuration in JSON"),
+    ],
+)
+def test_unusable_target_gives_one_line(
+    damage: str, code: int, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_target(tmp_path / "model")
+    damage_target(folder, damage)
+    words = [f"model.path={folder}", "spec.k=1", f"output_dir={tmp_path / 'r'}"]
+    assert evaluate(*words) == code
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert expected in message
+    assert message.count("\n") == 1
+
+
+def damage_target(folder: Path, damage: str) -> None:
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if damage == "cut off":
+        weights.write_bytes(weights.read_bytes()[:5000])
+    elif damage == "no weights":
+        weights.unlink()
+    elif damage == "invalid config":
+        config.write_text("{")
+    elif damage in ("other family", "unknown family"):
+        kind = "llama" if damage == "other family" else "no_such_family"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": kind}))
+    else:
+        tensors = load_file(weights)
+        norm = tensors.pop("model.norm.weight")
+        if damage == "tensor misshaped":
+            tensors["model.norm.weight"] = norm[:100].clone()
+        save_file(tensors, weights, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "expected"),
+    [
+        ('{"id": "a", "text": "x"}\n{"id": \n', 3, "line 2"),
+        ("", 3, "data.jsonl"),
+        ('{"id": "a", "text": "x"}\n', 2, "data.eval_documents"),
+    ],
+    ids=["invalid JSON", "empty", "too few"],
+)
+def test_bad_training_data_gives_one_line(
+    content: str, code: int, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.jsonl").write_text(content)
+    words = [f"data.path={tmp_path / 'data.jsonl'}", f"output_dir={tmp_path / 'r'}"]
+    argv = ["model.device=cpu", *words]
+    assert run_entry(TrainConfig, train_entry.run, argv=argv) == code
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert expected in message
+    assert "Traceback" not in message

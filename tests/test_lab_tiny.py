@@ -1,0 +1,142 @@
+"""The shipped target and heads: lossless decoding on every shipped prompt, and walk = loop round for round."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtp_research.config import EngineConfig
+from mtp_research.data.packing import EncodedDocument, pack_first_fit
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.request import SamplingParams
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.evaluation.prompts import encode_prompt, load_prompts
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.target import Target, load_target, load_tokenizer
+from mtp_research.policy import MATCHING_POLICY
+from mtp_research.training.acceptance import replay_walk, response_ranges
+from mtp_research.training.objective import UnrollSpec
+from mtp_research.training.replay import held_out_hits
+from mtp_research.training.rows import TrainingRows
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets" / "lab_tiny"
+STOP = (1, 5)
+NUM_NEW = 20
+ENGINE = EngineConfig(max_num_requests=64, max_num_batched_tokens=1024, max_model_len=512)
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    return load_target(ASSETS / "target", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[tuple[int, ...]]:
+    tokenizer = load_tokenizer(ASSETS / "target")
+    return [encode_prompt(prompt, tokenizer) for prompt in load_prompts(None)]
+
+
+def decode(
+    target: Target,
+    heads: MTPHeads | None,
+    prompts: list[tuple[int, ...]],
+    *,
+    policy: str = "training",
+    num_drafts: int,
+    num_new: int = NUM_NEW,
+    stop: tuple[int, ...] = STOP,
+) -> list[RequestRecord]:
+    decoder = SpecDecoder(
+        target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=ENGINE
+    )
+    sampling = SamplingParams(max_new_tokens=num_new, stop_token_ids=stop)
+    records = list(decoder.generate(prompts, sampling=sampling))
+    return sorted(records, key=lambda record: int(record.request_id))
+
+
+@pytest.fixture(scope="session")
+def baseline(target: Target, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [record.output_token_ids for record in decode(target, None, prompts, num_drafts=0)]
+
+
+def test_assets_hold_enough_prompts_and_a_small_target(prompts: list[tuple[int, ...]]) -> None:
+    assert len(prompts) >= 96
+    assert (ASSETS / "target" / "model.safetensors").stat().st_size <= 8_000_000
+
+
+@pytest.mark.parametrize("policy", ["eagle", "training"])
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5])
+def test_greedy_text_equals_plain_decoding_on_all_shipped_prompts(
+    target: Target,
+    prompts: list[tuple[int, ...]],
+    baseline: list[tuple[int, ...]],
+    policy: str,
+    num_drafts: int,
+) -> None:
+    heads = load_heads(ASSETS / "heads" / "chain_n3", target)
+    records = decode(target, heads, prompts, policy=policy, num_drafts=num_drafts)
+    assert [record.output_token_ids for record in records] == baseline
+    assert sum(sum(record.num_accepted_per_round) for record in records) > 0
+
+
+def test_plain_decoding_equals_transformers_generate(
+    prompts: list[tuple[int, ...]], baseline: list[tuple[int, ...]]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "target", dtype=torch.float32).eval()
+    for prompt, expected in list(zip(prompts, baseline, strict=True))[::6]:
+        generated = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=list(STOP)
+        )
+        assert tuple(generated[0, len(prompt) :].tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "unroll", "num_depths"),
+    [
+        ("chain_n3", "chain", 3),
+        ("chain_n1", "chain", 3),
+        ("ttt_n1", "ttt", 3),
+        ("ttt_n1", "ttt", 4),
+    ],
+)
+def test_replay_walk_equals_the_loop_round_for_round(
+    target: Target, prompts: list[tuple[int, ...]], name: str, unroll: str, num_depths: int
+) -> None:
+    heads = load_heads(ASSETS / "heads" / name, target)
+    chosen = prompts[::5]
+    records = decode(
+        target,
+        heads,
+        chosen,
+        policy=MATCHING_POLICY[unroll],
+        num_drafts=num_depths,
+        num_new=48,
+        stop=(),
+    )
+    documents = [
+        EncodedDocument(
+            doc_id=str(index),
+            domain="lab",
+            token_ids=prompt + record.output_token_ids,
+            loss_mask=(False,) * len(prompt) + (True,) * len(record.output_token_ids),
+        )
+        for index, (prompt, record) in enumerate(zip(chosen, records, strict=True))
+    ]
+    packed = pack_first_fit(documents, seq_len=max(len(d.token_ids) for d in documents) + 60)
+    rows = TrainingRows(packed, target=target, hidden_source="post_norm", keep_hidden=False)
+    hits = held_out_hits(
+        heads,
+        rows,
+        spec=UnrollSpec(num_depths, unroll),
+        row_batches=[[index] for index in range(len(rows))],
+    )
+    num_rounds = 0
+    for index, record in enumerate(records):
+        ((start, stop),) = response_ranges(documents[index].loss_mask, num_depths=num_depths)
+        walk = replay_walk(hits[index], start=start, stop=stop)
+        assert record.num_accepted_per_round[: walk.num_rounds] == walk.accepted_per_round
+        num_rounds += walk.num_rounds
+    assert num_rounds > 5 * len(records)

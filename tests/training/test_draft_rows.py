@@ -1,0 +1,74 @@
+"""Attention of draft rows against a softmax over an explicit key list."""
+
+import pytest
+import torch
+from torch import nn
+
+from mtp_research.training.draft_rows import ModuleRows, masked_attention, merge_draft_rows
+
+HEADS, KV_HEADS, LENGTH, DIM = 4, 2, 9, 8
+DOCUMENT_INDEX = torch.tensor([[0] * 5 + [1] * 3 + [-1]])
+
+
+def random_rows(generator: torch.Generator) -> dict:
+    shapes = {"query": HEADS, "key": KV_HEADS, "value": KV_HEADS}
+    return {
+        name: torch.randn(1, heads, LENGTH, DIM, dtype=torch.float64, generator=generator)
+        for name, heads in shapes.items()
+    }
+
+
+def explicit(passes: list[dict], *, anchor: int, window: int | None, scale: float) -> torch.Tensor:
+    """Output `[H, D]` of the last pass at one anchor; context row s is at s, draft row j at t + j."""
+    first = int((DOCUMENT_INDEX[0] == DOCUMENT_INDEX[0, anchor]).nonzero()[0])
+    rows = [(s, passes[0], s) for s in range(first, anchor + 1)]
+    rows += [(anchor + j, passes[j], anchor) for j in range(1, len(passes))]
+    position = anchor + len(passes) - 1
+    if window is not None:
+        rows = [row for row in rows if position - row[0] < window]
+    repeat = HEADS // KV_HEADS
+    keys = torch.stack([p["key"][0, :, c].repeat_interleave(repeat, 0) for _, p, c in rows])
+    values = torch.stack([p["value"][0, :, c].repeat_interleave(repeat, 0) for _, p, c in rows])
+    scores = (keys * passes[-1]["query"][0, :, anchor]).sum(-1) * scale
+    return (torch.softmax(scores, dim=0)[..., None] * values).sum(0)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 6], ids=lambda window: f"window-{window}")
+def test_module_rows_three_passes_equal_explicit_keys(window):
+    generator = torch.Generator().manual_seed(0)
+    rows, passes = ModuleRows(DOCUMENT_INDEX), []
+    for draft_step in range(3):
+        if draft_step > 0:
+            rows.begin_draft_row()
+        passes.append(random_rows(generator))
+        output = rows.attend(
+            nn.Identity(), **passes[-1], scale=0.3, sliding_window=window, sinks=None
+        )
+        for anchor in range(8):
+            expected = explicit(passes, anchor=anchor, window=window, scale=0.3)
+            torch.testing.assert_close(output[0, anchor], expected, rtol=0, atol=1e-12)
+
+
+def test_module_rows_attention_sinks_are_refused():
+    rows = ModuleRows(DOCUMENT_INDEX)
+    passed = random_rows(torch.Generator().manual_seed(0))
+    rows.attend(nn.Identity(), **passed, scale=1.0, sliding_window=None, sinks=None)
+    rows.begin_draft_row()
+    with pytest.raises(NotImplementedError, match="sinks"):
+        rows.attend(
+            nn.Identity(), **passed, scale=1.0, sliding_window=None, sinks=torch.zeros(HEADS)
+        )
+
+
+def test_merge_draft_rows_row_without_context_reads_drafts_only():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 2, 2, 3, 4, generator=generator, requires_grad=True)
+    key, value, draft_key, draft_value = torch.randn(4, 1, 2, 3, 4, generator=generator)
+    allowed = torch.zeros(1, 1, 1, 3, 3, dtype=torch.bool)
+    output, lse = masked_attention(query, key, value, allowed=allowed, scale=0.5)
+    merged = merge_draft_rows(
+        output, lse, query=query, drafts=[(draft_key, draft_value)], scale=0.5
+    )
+    torch.testing.assert_close(merged, draft_value[:, :, None].expand_as(merged))
+    merged.sum().backward()
+    assert torch.isfinite(query.grad).all()
