@@ -1,4 +1,4 @@
-"""The shipped target and heads: lossless decoding on every shipped prompt, and walk = loop round for round."""
+"""The shipped target and heads: lossless on every shipped prompt, walk = loop round for round."""
 
 from pathlib import Path
 

@@ -9,65 +9,24 @@ Letters: R requests, T packed rows, K drafts per step, D hidden, V vocabulary.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mtp_research.config import EngineConfig
-from mtp_research.decode.audit import Auditor
+from mtp_research.config import MAX_SPECULATIVE_TOKENS, EngineConfig
 from mtp_research.decode.batch import StepInputs
-from mtp_research.decode.block_manager import BlockManager
-from mtp_research.decode.draft import Drafter, MTPDrafter, NullDrafter, OracleDrafter, VerifiedStep
-from mtp_research.decode.kv_cache import HiddenRing, KVCache
+from mtp_research.decode.build import Heads, build_drafter, build_state
+from mtp_research.decode.draft import VerifiedStep
 from mtp_research.decode.request import FinishReason, Request, SamplingParams, Status
 from mtp_research.decode.sampling import SamplingTensors, sampling_tensors
-from mtp_research.decode.scheduler import Schedule, Scheduler
-from mtp_research.decode.stats import RequestRecord, record_of
+from mtp_research.decode.scheduler import Schedule
+from mtp_research.decode.stats import DecodeStats, RequestRecord, record_of
 from mtp_research.decode.verify import VerifyInputs, VerifyOptions, VerifyOutput, verify_greedy
 from mtp_research.decode.verify_lossy import text_is_thinking
 from mtp_research.decode.verify_rules import RULES, check_options
 from mtp_research.errors import ConfigError
-from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.target import Target
-from mtp_research.policy import (
-    MODULE_SCHEDULES,
-    POLICIES,
-    ModuleSchedule,
-    StepState,
-    num_slots_needed,
-)
-
-MAX_SPECULATIVE_TOKENS = 64
-
-
-@dataclass
-class DecodeStats:
-    """Counters since the decoder was built.
-
-    Attributes:
-        num_steps: steps of the loop.
-        num_target_rows: packed rows of all target passes.
-        num_prompt_rows: those that were prompt rows.
-        num_emitted_tokens: tokens that requests kept.
-        num_preemptions: requests whose pages were taken away.
-        records: finished requests in the order they finished.
-    """
-
-    num_steps: int = 0
-    num_target_rows: int = 0
-    num_prompt_rows: int = 0
-    num_emitted_tokens: int = 0
-    num_preemptions: int = 0
-    records: list[RequestRecord] = field(default_factory=list)
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """1 + accepted / rounds of finished requests (bonus counted); None before any round."""
-        rounds = sum(len(record.num_accepted_per_round) for record in self.records)
-        accepted = sum(sum(record.num_accepted_per_round) for record in self.records)
-        return 1 + accepted / rounds if rounds else None
+from mtp_research.policy import MODULE_SCHEDULES, POLICIES, ModuleSchedule, StepState
 
 
 class SpecDecoder:
@@ -94,7 +53,7 @@ class SpecDecoder:
     def __init__(
         self,
         target: Target,
-        heads: MTPHeads | Literal["null", "oracle"] | None = None,
+        heads: Heads = None,
         *,
         policy: str = "training",
         num_speculative_tokens: int = 3,
@@ -130,10 +89,24 @@ class SpecDecoder:
         # Without drafts every rule only samples the target.
         self.verify_rule = verify if num_speculative_tokens > 0 else "standard"
         self.max_model_len = self.engine.max_model_len or target.config.max_position_embeddings
-        self.auditor: Auditor | None = None
         sample_drafts = draft_sampling == "sample"
-        self.drafter = self._build_drafter(heads, policy, sample_drafts, module_schedule)
-        self.cache, self.ring, self.scheduler = self._build_state(sample_drafts=sample_drafts)
+        self.drafter, self.auditor = build_drafter(
+            target,
+            heads,
+            policy=POLICIES[policy],
+            num_speculative_tokens=num_speculative_tokens,
+            engine=self.engine,
+            sample_drafts=sample_drafts,
+            schedule=module_schedule,
+        )
+        self.cache, self.ring, self.scheduler = build_state(
+            target,
+            self.drafter,
+            engine=self.engine,
+            max_model_len=self.max_model_len,
+            num_speculative_tokens=num_speculative_tokens,
+            keep_draft_probs=sample_drafts,
+        )
         self.stats = DecodeStats()
         self._names = itertools.count()
 
@@ -291,10 +264,12 @@ class SpecDecoder:
             token_ids=verified.sampled_token_ids,
             keep=column < num_sampled[:, None],
         )
-        num_rejected = inputs.num_drafts - num_accepted
+        num_fresh = inputs.num_rows - (inputs.num_drafts - num_accepted)
+        # Rows that broke are run again: none of their hidden states may be kept or drafted from.
+        num_fresh = torch.where(inputs.samples & ~verified.is_finite, 0, num_fresh)
         return StepState(
             first_fresh=inputs.first_position,
-            frontier=inputs.first_position + inputs.num_rows - 1 - num_rejected,
+            frontier=inputs.first_position + num_fresh - 1,
             num_known_tokens=inputs.num_tokens + num_sampled,
             oldest_hidden=(inputs.first_position - self.ring.num_rows).clamp(min=0),
             drafting=(inputs.samples & verified.is_finite) | inputs.resumes,
@@ -356,75 +331,6 @@ class SpecDecoder:
         frontier = min(request.num_computed_tokens, request.num_tokens - 1) - 1
         if self.auditor is not None and frontier >= 0:
             self.auditor.finish(request.request_id, request.token_ids, frontier=frontier)
-
-    def _build_drafter(
-        self,
-        heads: MTPHeads | Literal["null", "oracle"] | None,
-        policy: str,
-        sample_drafts: bool,
-        schedule: ModuleSchedule,
-    ) -> Drafter | None:
-        if self.num_speculative_tokens == 0 or heads is None:
-            return None
-        if heads == "null":
-            return NullDrafter(self.num_speculative_tokens)
-        if heads == "oracle":
-            return OracleDrafter(
-                self.target, self.num_speculative_tokens, backend=self.engine.backend
-            )
-        drafter = MTPDrafter(
-            heads=heads,
-            policy=POLICIES[policy],
-            num_speculative_tokens=self.num_speculative_tokens,
-            first_kv_layer=self.target.config.num_hidden_layers,
-            schedule=schedule,
-            sample_drafts=sample_drafts,
-            backend=self.engine.backend,
-            auditor=self.auditor,
-        )
-        if not self.engine.audit:
-            return drafter
-        self.auditor = Auditor(POLICIES[policy], self.num_speculative_tokens, drafter.num_kv_layers)
-        return replace(drafter, auditor=self.auditor)
-
-    def _build_state(self, *, sample_drafts: bool) -> tuple[KVCache, HiddenRing, Scheduler]:
-        """Allocate the page pool and the ring, and set up the scheduler."""
-        engine, target, drafted = self.engine, self.target, self.num_speculative_tokens
-        num_extra_slots = self.drafter.num_extra_slots if self.drafter is not None else 0
-        slots_per_request = num_slots_needed(self.max_model_len, drafted) + num_extra_slots
-        blocks_per_request = -(-slots_per_request // engine.block_size)
-        num_blocks = engine.num_blocks or engine.max_num_requests * blocks_per_request
-        num_draft_layers = self.drafter.num_kv_layers if self.drafter is not None else 0
-        num_kv_heads, key_dim, value_dim = target.kv_geometry
-        cache = KVCache(
-            target.config.num_hidden_layers + num_draft_layers,
-            num_blocks=num_blocks,
-            block_size=engine.block_size,
-            num_kv_heads=num_kv_heads,
-            head_dims=(key_dim, value_dim),
-            dtype=target.dtype,
-            device=target.device,
-        )
-        ring = HiddenRing(
-            engine.max_num_requests,
-            max_model_len=self.max_model_len,
-            num_speculative_tokens=drafted,
-            hidden_size=target.config.hidden_size,
-            vocab_size=target.config.vocab_size,
-            keep_draft_probs=sample_drafts,
-            dtype=target.dtype,
-            device=target.device,
-        )
-        scheduler = Scheduler(
-            BlockManager(num_blocks, block_size=engine.block_size),
-            num_slots=engine.max_num_requests,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            max_prefill_chunk=engine.max_prefill_chunk,
-            max_model_len=self.max_model_len,
-            num_speculative_tokens=drafted,
-            num_extra_slots=num_extra_slots,
-        )
-        return cache, ring, scheduler
 
 
 def _check_choice(key: str, value: str, choices: Iterable[str]) -> None:

@@ -210,7 +210,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert the invariants that hold between steps."""
         self.blocks.check_integrity(self.requests())
-        slots = [request.slot for request in self.running]
+        slots = [request.slot for request in self.running if request.slot is not None]
+        assert len(slots) == len(self.running), "a running request has no slot"
         assert sorted(slots + self._free_slots) == list(
             range(len(slots) + len(self._free_slots))
         ), f"slots in use: {slots}"
@@ -287,6 +288,7 @@ class Scheduler:
         self._push(request)
 
     def _release(self, request: Request) -> None:
+        assert request.slot is not None, f"{request.request_id} does not run"
         self.blocks.free(request)
         self._free_slots.append(request.slot)
         request.slot = None

@@ -6,7 +6,7 @@ bonus token, and `acceptance_length` = 1 + accepted / rounds includes it. Tensor
 should print both `acceptance_rate` and `acceptance_length`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mtp_research.decode.request import Request
 
@@ -41,8 +41,10 @@ class RequestRecord:
 
 def record_of(request: Request) -> RequestRecord:
     """The record of a finished request."""
+    finish_s = request.finish_s
     assert request.finish_reason is not None, f"request {request.request_id} has not finished"
-    first = request.first_token_s if request.first_token_s is not None else request.finish_s
+    assert finish_s is not None, f"request {request.request_id} has not finished"
+    first = request.first_token_s if request.first_token_s is not None else finish_s
     return RequestRecord(
         request_id=request.request_id,
         num_prompt_tokens=request.num_prompt_tokens,
@@ -52,5 +54,33 @@ def record_of(request: Request) -> RequestRecord:
         num_drafted_per_round=tuple(request.num_drafted_per_round),
         num_target_forwards=request.num_target_forwards,
         ttft_s=first - request.arrival_s,
-        decode_s=request.finish_s - first,
+        decode_s=finish_s - first,
     )
+
+
+@dataclass
+class DecodeStats:
+    """Counters since the decoder was built.
+
+    Attributes:
+        num_steps: steps of the loop.
+        num_target_rows: packed rows of all target passes.
+        num_prompt_rows: those that were prompt rows.
+        num_emitted_tokens: tokens that requests kept.
+        num_preemptions: requests whose pages were taken away.
+        records: finished requests in the order they finished.
+    """
+
+    num_steps: int = 0
+    num_target_rows: int = 0
+    num_prompt_rows: int = 0
+    num_emitted_tokens: int = 0
+    num_preemptions: int = 0
+    records: list[RequestRecord] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """1 + accepted / rounds of finished requests (bonus counted); None before any round."""
+        rounds = sum(len(record.num_accepted_per_round) for record in self.records)
+        accepted = sum(sum(record.num_accepted_per_round) for record in self.records)
+        return 1 + accepted / rounds if rounds else None

@@ -95,6 +95,18 @@ class Target:
         return self.model.get_input_embeddings()
 
     @property
+    def lm_head(self) -> nn.Module:
+        """Output projection `[D] -> [V]`, shared with the MTP modules."""
+        lm_head = self.model.get_output_embeddings()
+        assert lm_head is not None, f"{type(self.model).__name__} must be a causal LM with lm_head"
+        return lm_head
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """Weight of `lm_head`, `[V, D]`."""
+        return cast(Tensor, self.lm_head.weight)
+
+    @property
     def rotary_emb(self) -> nn.Module:
         """Rotary embedding module: `(x, position_ids) -> (cos, sin)`."""
         return cast(nn.Module, self.model.base_model.rotary_emb)
@@ -132,9 +144,7 @@ class Target:
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """Next-token logits `[..., V]` of hidden states `[..., D]` taken after the final norm."""
-        lm_head = self.model.get_output_embeddings()
-        assert lm_head is not None, f"{type(self.model).__name__} must be a causal LM with lm_head"
-        return lm_head(post_norm)
+        return self.lm_head(post_norm)
 
 
 def wrap_target(model: PreTrainedModel, *, path: str = "") -> Target:

@@ -150,12 +150,19 @@ def _parse(line: str, *, where: str) -> dict:
 
 def _trajectory(record: dict, *, where: str, path: Path) -> EncodedDocument:
     token_ids, num_prompt = record.get("token_ids"), record.get("num_prompt_tokens")
-    is_list = isinstance(token_ids, list) and all(isinstance(token, int) for token in token_ids)
-    if not is_list or not isinstance(num_prompt, int) or not 0 < num_prompt <= len(token_ids):
+    is_trajectory = (
+        isinstance(token_ids, list)
+        and all(isinstance(token, int) for token in token_ids)
+        and isinstance(num_prompt, int)
+        and 0 < num_prompt <= len(token_ids)
+    )
+    if not is_trajectory:
         raise IntegrityError(
             f"{where}: expected `token_ids` (a list of integers) and `num_prompt_tokens` in "
             f"[1, number of tokens], as in the first line; fix the line"
         )
+    assert token_ids is not None, f"{where} was checked to be a trajectory"
+    assert num_prompt is not None, f"{where} was checked to be a trajectory"
     return EncodedDocument(
         doc_id=str(record.get("id", where)),
         domain=str(record.get("domain") or path.name.split(".")[0]),

@@ -63,7 +63,7 @@ class HeadObjective(nn.Module):
             run_heads(self.heads, batch, hidden=hidden, spec=self.unroll_spec),
             labels=labels,
             num_step_labels=num_step_labels,
-            lm_head=self.heads.target.model.get_output_embeddings().weight,
+            lm_head=self.heads.target.lm_head_weight,
             spec=self.loss_spec,
             target_post_norm=hidden.post_norm,
         )

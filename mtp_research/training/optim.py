@@ -79,11 +79,13 @@ class MasterWeights:
         Returns:
             0-dim fp32 gradient norm before clipping, on the device.
         """
+        grads, new_grads = [], []
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             assert parameter.grad is not None, "a trained parameter took no part in the loss"
             master.grad = torch.empty_like(master) if master.grad is None else master.grad
-        grads = [master.grad for master in self.masters]
-        torch._foreach_copy_(grads, [parameter.grad for parameter in self.parameters])
+            grads.append(master.grad)
+            new_grads.append(parameter.grad)
+        torch._foreach_copy_(grads, new_grads)
         grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         is_bad = (~torch.isfinite(grad_norm)).float()
         if learning_rate is not None:
@@ -96,7 +98,7 @@ class MasterWeights:
         self.optimizer.found_inf = is_bad
         self.optimizer.step()
         self.num_skipped += is_bad
-        torch._foreach_copy_(self.parameters, self.masters)
+        torch._foreach_copy_(list[torch.Tensor](self.parameters), self.masters)
         for parameter in self.parameters:
             parameter.grad = None
         return grad_norm

@@ -222,7 +222,7 @@ def _dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
 def _architecture(model: ModelConfig) -> dict[str, object]:
     """Architecture with the tokenizer's vocabulary, checked against the row length."""
     vocab_size = model.pretrain.vocab_size
-    architecture = {"vocab_size": vocab_size} | model.architecture
+    architecture: dict[str, object] = {"vocab_size": vocab_size, **model.architecture}
     if architecture["vocab_size"] != vocab_size:
         raise ConfigError(
             f"model.architecture.vocab_size={architecture['vocab_size']} must equal "

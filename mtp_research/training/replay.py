@@ -67,7 +67,7 @@ def held_out_hits(
         spec: how the heads are run.
         row_batches: rows to run, batch by batch.
     """
-    lm_head = heads.target.model.get_output_embeddings().weight
+    lm_head = heads.target.lm_head_weight
     hits: dict[int, np.ndarray] = {}
     for indices in row_batches:
         batch = rows.batch(indices)
@@ -112,8 +112,8 @@ def walk_report(
     for index, document in enumerate(documents):
         by_domain[document.domain].append(index)
     return WalkReport(
-        acceptance_length=pooled_length(accepted, rounds),
-        standard_error=bootstrap_error(accepted, rounds),
+        acceptance_length=pooled_length(accepted.tolist(), rounds.tolist()),
+        standard_error=bootstrap_error(accepted.tolist(), rounds.tolist()),
         num_documents=int((rounds > 0).sum()),
         num_rounds=int(rounds.sum()),
         accuracy_per_depth=tuple((pooled.sum(axis=0) / max(len(pooled), 1)).tolist()),
@@ -121,7 +121,7 @@ def walk_report(
         product_of_marginals=proxies.product_of_marginals,
         uniform_joint_prefix=proxies.uniform_joint_prefix,
         length_by_domain={
-            domain: pooled_length(accepted[members], rounds[members])
+            domain: pooled_length(accepted[members].tolist(), rounds[members].tolist())
             for domain, members in sorted(by_domain.items())
         },
     )

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -14,9 +15,11 @@ from accelerate import Accelerator
 from mtp_research.config import TrainConfig
 from mtp_research.data.packing import pack_first_fit
 from mtp_research.errors import ConfigError
-from mtp_research.heads.stack import HeadSpec, MTPHeads, init_heads
+from mtp_research.heads.stack import HeadSpec, Init, MTPHeads, init_heads
 from mtp_research.heads.weights import load_head_state, read_head_record
+from mtp_research.models.families import ConcatOrder, NormPoint
 from mtp_research.models.target import Target, load_target, resolve_device
+from mtp_research.policy import ModuleSchedule
 from mtp_research.training.checkpoint import (
     Checkpoint,
     check_same_run,
@@ -74,7 +77,9 @@ def build_run(config: TrainConfig, *, accelerator: Accelerator) -> RunParts:
         IntegrityError: a damaged data or head file.
     """
     num_depths = config.objective.num_depths or max(config.head.num_mtp_modules, 3)
-    spec = UnrollSpec(num_depths, config.objective.unroll, config.head.module_schedule)
+    spec = UnrollSpec(
+        num_depths, config.objective.unroll, cast(ModuleSchedule, config.head.module_schedule)
+    )
     loss_spec = LossSpec(config.objective.loss, config.objective.depth_decay)
     target = load_target(config.model.path, dtype=_dtype(config), device=config.model.device)
     documents = load_head_documents(
@@ -90,7 +95,7 @@ def build_run(config: TrainConfig, *, accelerator: Accelerator) -> RunParts:
     optimizer = MasterWeights(
         [parameter for _, parameter in named],
         learning_rate=trainer.learning_rate,
-        betas=tuple(trainer.betas),
+        betas=(trainer.betas[0], trainer.betas[1]),
         weight_decay=trainer.weight_decay,
         grad_clip=trainer.grad_clip,
     )
@@ -123,9 +128,9 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
         target,
         spec=HeadSpec(
             num_mtp_modules=head.num_mtp_modules,
-            hidden_source=head.hidden_source,
-            recycle_norm=head.recycle_norm,
-            concat_order=head.concat_order,
+            hidden_source=cast(NormPoint, head.hidden_source),
+            recycle_norm=cast(NormPoint, head.recycle_norm),
+            concat_order=cast(ConcatOrder, head.concat_order),
             zero_position_0=head.zero_position_0,
             unroll=config.objective.unroll,
         ),
@@ -139,7 +144,7 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
             "set head.init=target_last_layer."
         )
     else:
-        init_heads(heads, init=head.init)
+        init_heads(heads, init=cast(Init, head.init))
     return heads.train()
 
 
@@ -217,7 +222,7 @@ def _pack(
     held_out = pack_first_fit(documents.held_out, seq_len=min(longest, limit), pad_id=pad_id)
     trainer = config.trainer
     rows_read = trainer.max_steps * trainer.batch_size * trainer.gradient_accumulation_steps
-    source = config.head.hidden_source
+    source = cast(NormPoint, config.head.hidden_source)
     return (
         TrainingRows(
             packed,

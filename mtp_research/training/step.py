@@ -5,7 +5,7 @@ Letters: k depths, B batch rows, S row length.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -58,7 +58,7 @@ def accumulate_gradients(
     batches = [parts.rows.batch(indices) for indices in chosen]
     labels = [_labels(batch, num_depths=parts.unroll_spec.num_depths) for batch in batches]
     counts = torch.stack([(depth >= 0).sum() for micro in labels for depth in micro])
-    counts = ranks.reduce(counts.view(num_micro, -1).sum(dim=0), reduction="sum")
+    counts = _sum_over(ranks, counts.view(num_micro, -1).sum(dim=0))
 
     loss, num_correct = torch.zeros((), device=counts.device), torch.zeros_like(counts)
     for micro, (indices, batch) in enumerate(zip(chosen, batches, strict=True)):
@@ -74,9 +74,9 @@ def accumulate_gradients(
         num_correct += part.num_correct
     num_tokens = torch.stack([(batch.document_index >= 0).sum() for batch in batches]).sum()
     flags = torch.stack([num_tokens, num_tokens.new_tensor(int(stop.name is not None))])
-    totals = ranks.reduce(torch.cat([num_correct, flags]), reduction="sum").tolist()
+    totals = _sum_over(ranks, torch.cat([num_correct, flags])).tolist()
     return StepStats(
-        loss=float(ranks.reduce(loss, reduction="sum")),
+        loss=float(_sum_over(ranks, loss)),
         accuracy=[hits / max(n, 1) for hits, n in zip(totals[:-2], counts.tolist(), strict=True)],
         num_tokens=totals[-2],
         is_stop_requested=totals[-1] > 0,
@@ -109,6 +109,10 @@ def _labels(batch: Batch, *, num_depths: int) -> list[Tensor]:
         loss_mask=batch.loss_mask,
         num_depths=num_depths,
     )
+
+
+def _sum_over(ranks: Accelerator, tensor: Tensor) -> Tensor:
+    return cast(Tensor, ranks.reduce(tensor, reduction="sum"))
 
 
 def _rows_of(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO, cast
 
 from mtp_research.config import LoggerConfig
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-
-Value = float | int | str | None | list[float] | dict[str, float]
 
 
 class Tracker:
@@ -66,7 +64,7 @@ class Tracker:
         if self._wandb_run is not None:
             self._guarded(self._wandb_run.finish)
 
-    def log(self, kind: str, *, step: int, values: Mapping[str, Value]) -> None:
+    def log(self, kind: str, *, step: int, values: Mapping[str, object]) -> None:
         """Write one line `{"kind": ..., "step": ..., ...}`; `kind` prefixes the names in W&B."""
         if self._file is None:
             return
@@ -85,20 +83,24 @@ class Tracker:
             self._wandb_run = None
 
 
-def jsonable(value: object) -> object:
-    """`value` with NaN and infinities as None, which strict JSON readers need."""
+def jsonable(values: Mapping) -> dict[str, object]:
+    """`values` with NaN and infinities as None, which strict JSON readers need."""
+    return {str(key): _finite(item) for key, item in values.items()}
+
+
+def _finite(value: object) -> object:
     if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
+        return jsonable(value)
     if isinstance(value, list | tuple):
-        return [jsonable(item) for item in value]
+        return [_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
-def _flatten(values: Mapping[str, Value]) -> dict[str, float | int | str]:
+def _flatten(values: Mapping[str, object]) -> dict[str, object]:
     """Scalars by name; lists get 1-based suffixes, mappings their keys."""
-    flat: dict[str, float | int | str] = {}
+    flat: dict[str, object] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
             flat |= {f"{name}/{key}": item for key, item in value.items()}
@@ -138,7 +140,7 @@ def _start_wandb(
         return wandb.init(
             project=settings.project,
             dir=str(output_dir),
-            mode=settings.wandb,
+            mode=cast(Literal["offline", "online"], settings.wandb),  # checked
             tags=list(settings.tags),
             config=dict(config),
             # The folder names the run, so that a resumed run goes on in the same curves.

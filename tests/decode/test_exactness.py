@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from mtp_research.config import EngineConfig
@@ -32,10 +32,14 @@ def experts_target():
 
 
 class DictatedLoop:
-    """A decoder whose verifier obeys a random history, and whose draft logits are recorded."""
+    """A decoder whose verifier obeys a random history, and whose draft logits are recorded.
 
-    def __init__(self, decoder: SpecDecoder, *, seed: int) -> None:
+    With `break_chance` a verification with drafts fails as if its logits were not finite.
+    """
+
+    def __init__(self, decoder: SpecDecoder, *, seed: int, break_chance: float = 0.0) -> None:
         self.decoder = decoder
+        self.break_chance = break_chance
         self.rng = random.Random(seed)
         self.draft_logits: list[torch.Tensor] = []
         decoder._verify = self._verify
@@ -60,8 +64,10 @@ class DictatedLoop:
             sampled.append(
                 [*drafts, self.rng.randrange(VOCAB), *[PADDING_TOKEN_ID] * (num_drafts - count)]
             )
-        finite = torch.ones(len(logits), dtype=torch.bool)
-        return VerifyOutput(torch.tensor(accepted), torch.tensor(sampled), finite)
+        breaks = torch.tensor([self.rng.random() < self.break_chance for _ in accepted])
+        finite = ~breaks | (inputs.num_drafts == 0)
+        tokens = torch.tensor(sampled).masked_fill(~finite[:, None], PADDING_TOKEN_ID)
+        return VerifyOutput(torch.tensor(accepted) * finite, tokens, finite)
 
     def step_and_compare(self, policy: str) -> float:
         """Largest difference between recorded and oracle draft logits of requests that drafted."""
@@ -158,7 +164,7 @@ def test_drafts_of_experts_equal_full_recompute_for_any_history(
     chunk=st.integers(1, 12),
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4),
     seed=st.integers(0, 2**20),
-    num_blocks=st.integers(4, 12),
+    num_blocks=st.integers(10, 16),
 )
 def test_drafts_equal_full_recompute_under_preemption(
     dense_target,
@@ -171,7 +177,9 @@ def test_drafts_equal_full_recompute_under_preemption(
     num_blocks: int,
 ) -> None:
     heads = tiny.tiny_heads(dense_target, num_mtp_modules=num_modules)
-    engine = EngineConfig(max_num_requests=4, max_prefill_chunk=chunk, num_blocks=num_blocks)
+    engine = EngineConfig(
+        max_num_requests=4, max_prefill_chunk=chunk, num_blocks=num_blocks, block_size=4
+    )
     decoder = SpecDecoder(
         dense_target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=engine
     )
@@ -184,7 +192,22 @@ def test_drafts_equal_full_recompute_under_preemption(
     while decoder.scheduler.has_work:
         assert loop.step_and_compare(policy) < 1e-10
     loop.close()
+    event("preempted" if decoder.stats.num_preemptions else "undisturbed")
     assert decoder.auditor.num_dirty_rounds == 0
+
+
+@pytest.mark.parametrize(("policy", "num_modules"), [("training", 3), ("eagle", 1), ("eagle", 3)])
+def test_drafts_equal_full_recompute_after_broken_verifications(
+    dense_target, policy: str, num_modules: int
+) -> None:
+    heads = tiny.tiny_heads(dense_target, num_mtp_modules=num_modules)
+    loop = DictatedLoop(SpecDecoder(dense_target, heads, policy=policy), seed=4, break_chance=0.3)
+    for prompt in ([5, 9, 77, 31, 2, 64], [8]):
+        loop.decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=14))
+    while loop.decoder.scheduler.has_work:
+        assert loop.step_and_compare(policy) < 1e-10
+    loop.close()
+    assert all(len(record.output_token_ids) == 14 for record in loop.decoder.stats.records)
 
 
 def _drafts_of(decoder: SpecDecoder, prompt: list[int]) -> list[int]:

@@ -50,6 +50,13 @@ def target():
     return tiny.tiny_target("qwen3")
 
 
+@pytest.fixture(scope="module")
+def outputs(target):
+    """Greedy texts."""
+    decoder = SpecDecoder(target, num_speculative_tokens=0)
+    return texts_of(run(decoder, sampling=SamplingParams(max_new_tokens=14)))
+
+
 def _highest_slot(
     target,
     monkeypatch: pytest.MonkeyPatch,
@@ -57,15 +64,10 @@ def _highest_slot(
     heads: object,
     policy: str = "eagle",
     num_drafts: int,
+    outputs: dict[str, tuple[int, ...]],
     chance: float = 1.0,
     engine: EngineConfig | None = None,
 ) -> int:
-    outputs = texts_of(
-        run(
-            SpecDecoder(target, num_speculative_tokens=0),
-            sampling=SamplingParams(max_new_tokens=14),
-        )
-    )
     with monkeypatch.context() as patch:
         draft_rightly(patch, outputs, chance=chance)
         decoder = SpecDecoder(
@@ -80,13 +82,15 @@ def _highest_slot(
     return spy.highest
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_drafts", [1, 2, 4])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_highest_slot_is_the_documented_one(
-    target, policy: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+    target, outputs, policy: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = tiny.tiny_heads(target, num_mtp_modules=min(num_drafts, 2))
-    highest = _highest_slot(target, monkeypatch, heads=heads, policy=policy, num_drafts=num_drafts)
+    highest = _highest_slot(
+        target, monkeypatch, heads=heads, policy=policy, num_drafts=num_drafts, outputs=outputs
+    )
     # Relative to L: the target's verify rows end at L-1+K. After full acceptance the frontier is
     # L+K-1, and draft rows reach K-1 further.
     expected = num_drafts - 1
@@ -96,23 +100,27 @@ def test_highest_slot_is_the_documented_one(
     assert highest < num_slots_needed(0, num_drafts)
 
 
-def test_reservation_is_no_larger_than_needed(target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reservation_is_no_larger_than_needed(
+    target, outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heads = tiny.tiny_heads(target, num_mtp_modules=1)
-    highest = _highest_slot(target, monkeypatch, heads=heads, num_drafts=4)
+    highest = _highest_slot(target, monkeypatch, heads=heads, num_drafts=4, outputs=outputs)
     assert highest == num_slots_needed(0, 4) - 1
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])
 def test_oracle_writes_only_what_it_declares(
-    target, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+    target, outputs, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    highest = _highest_slot(target, monkeypatch, heads="oracle", num_drafts=num_drafts)
+    highest = _highest_slot(
+        target, monkeypatch, heads="oracle", num_drafts=num_drafts, outputs=outputs
+    )
     assert highest == num_slots_needed(0, num_drafts)  # its one extra slot
 
 
 @pytest.mark.parametrize("policy", ["eagle", "training", "window"])
 def test_slots_stay_the_requests_own_under_preemption_and_mixed_histories(
-    target, policy: str, monkeypatch: pytest.MonkeyPatch
+    target, outputs, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = tiny.tiny_heads(target, num_mtp_modules=3)
     for num_blocks in (9, 11):
@@ -122,6 +130,7 @@ def test_slots_stay_the_requests_own_under_preemption_and_mixed_histories(
             heads=heads,
             policy=policy,
             num_drafts=3,
+            outputs=outputs,
             chance=0.6,
             engine=small_pool(num_blocks, max_prefill_chunk=3),
         )

@@ -19,7 +19,7 @@ def random_rows(generator: torch.Generator) -> dict:
 
 
 def explicit(passes: list[dict], *, anchor: int, window: int | None, scale: float) -> torch.Tensor:
-    """Output `[H, D]` of the last pass at one anchor; context row s is at s, draft row j at t + j."""
+    """`[H, D]` of the last pass at one anchor; context row s is at s, draft row j at t + j."""
     first = int((DOCUMENT_INDEX[0] == DOCUMENT_INDEX[0, anchor]).nonzero()[0])
     rows = [(s, passes[0], s) for s in range(first, anchor + 1)]
     rows += [(anchor + j, passes[j], anchor) for j in range(1, len(passes))]
