@@ -184,6 +184,9 @@ def _eval_faults(config: EvalConfig) -> Iterator[str]:
     if engine.max_model_len is not None and engine.max_model_len <= max_new_tokens:
         key, expected = "engine.max_model_len", f"must exceed max_new_tokens={max_new_tokens}"
         yield _fault(key, expected, engine.max_model_len, f"{key}={2 * max_new_tokens}")
+    if config.logger.wandb != "disabled":
+        key, expected = "logger.wandb", "must be disabled for eval.py, which writes files only"
+        yield _fault(key, expected, config.logger.wandb, "logger=none")
     yield from _sampling_faults(config)
 
 

@@ -201,6 +201,21 @@ def test_some_prompts_beyond_the_context_are_counted_as_skipped(
     assert max(lengths) <= 32
 
 
+def test_triton_kernels_on_a_cpu_exit_4(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert evaluate("engine.backend=triton", f"output_dir={tmp_path / 'r'}") == 4
+    assert "needs a CUDA GPU, the target is on cpu" in capsys.readouterr().err
+
+
+def test_pool_too_small_for_a_request_exits_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate("engine.num_blocks=1", f"output_dir={tmp_path / 'r'}") == 2
+    assert "can never fit: it needs" in capsys.readouterr().err
+
+
 def test_context_beyond_the_target_s_own_exits_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

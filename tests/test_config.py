@@ -135,6 +135,7 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (EvalConfig, "engine.max_model_len=64", "must exceed max_new_tokens=64"),
         (EvalConfig, "engine.num_blocks=0", "or null, got 0; set engine.num_blocks=null"),
         (EvalConfig, "sampling.temperature=0.5", "must be 0 for spec.verify=greedy"),
+        (EvalConfig, "logger.wandb=offline", "must be disabled for eval.py"),
         (EvalConfig, "sampling.top_k=5", "must be 0 at temperature 0"),
         (EvalConfig, "sampling.top_p=0.5", "must be 1 at temperature 0"),
         (EvalConfig, "spec.draft_sampling=sample", "must be greedy at temperature 0"),

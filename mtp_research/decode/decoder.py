@@ -166,7 +166,8 @@ class SpecDecoder:
             prompts: token ids of each prompt; request ids are their indices. Prompts not finished
                 when the caller stops listening are aborted.
             sampling: parameters for all; default greedy.
-            max_new_tokens: shorthand for greedy sampling with this limit.
+            max_new_tokens: shorthand for greedy sampling with this limit and no stop token; pass
+                `sampling` with `stop_token_ids=target.stop_token_ids` to end at the model's own.
         """
         if sampling is None:
             sampling = (

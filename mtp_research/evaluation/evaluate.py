@@ -6,6 +6,7 @@ statistics -> report. Letter: K drafts per step.
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -13,7 +14,7 @@ from typing import cast
 from mtp_research.config import EvalConfig
 from mtp_research.decode.request import SamplingParams
 from mtp_research.decode.verify_rules import LOSSLESS_RULES
-from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.evaluation.conditions import conditions_of, run_condition
 from mtp_research.evaluation.prompts import ChatTokenizer, encode_prompts, load_prompts
 from mtp_research.evaluation.report import Report, build_report, last_line, print_report
@@ -35,10 +36,12 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
 
     Raises:
         ConfigError: model, head or prompts are missing or do not fit each other.
+        EnvironmentFault: the device or the kernels asked for cannot be used here.
         IntegrityError: a prompt file is damaged, no prompt fits the context, or no generation of a
             condition finished (the results are written all the same).
     """
     target = load_target(config.model.path, dtype=config.model.dtype, device=config.model.device)
+    _check_backend(config.engine.backend, target)
     tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
     prompts = load_prompts(
         config.prompts.path, max_prompts=config.prompts.max_prompts, seed=config.seed
@@ -64,6 +67,20 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
     print_report(report, stored_at=path)
     _require_outputs(report, output_dir)
     return json.loads(last_line(report, folder=output_dir))
+
+
+def _check_backend(backend: str, target: Target) -> None:
+    """Refuse Triton kernels on a CPU, unless Triton's own interpreter is on.
+
+    Raises:
+        EnvironmentFault: `backend` is `triton` and cannot run.
+    """
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if backend == "triton" and target.device.type != "cuda" and not is_interpreted:
+        raise EnvironmentFault(
+            f"engine.backend=triton needs a CUDA GPU, the target is on {target.device}; "
+            "set engine.backend=auto, or TRITON_INTERPRET=1 to run Triton's interpreter."
+        )
 
 
 def _context_length(config: EvalConfig, target: Target) -> int:
