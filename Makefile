@@ -6,8 +6,6 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
-# Waiting threads that spin make small models ten times slower on a busy machine; sleeping ones cost a fifth on a quiet one.
-export OMP_WAIT_POLICY := passive
 
 .PHONY: help venv demo test lint format bench lock clean
 help:
