@@ -7,10 +7,16 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo test lint format bench lock clean
+# The newest transformers that pyproject.toml allows; laid over .venv, whose pins of everything else it accepts.
+NEWEST_TRANSFORMERS := 5.23.0
+NEWEST_SITE := $(CURDIR)/build/transformers-$(NEWEST_TRANSFORMERS)
+
+.PHONY: help venv demo test test-transformers-523 accept-guard lint format bench lock clean
 help:
 	@echo "make demo    train heads on the lab target, then compare both policies (prints a results folder)"
 	@echo "make test    the whole suite on CPU"
+	@echo "make test-transformers-523  what depends on transformers, with the newest version that is allowed"
+	@echo "make accept-guard  acceptance of the shipped heads against recorded intervals (under a minute)"
 	@echo "make lint    ruff, codespell, pyright"
 	@echo "make format  ruff format and safe fixes"
 	@echo "make bench   kernels against their references (needs a GPU for real figures)"
@@ -45,6 +51,19 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PY) -m pytest -n 2
+
+test-transformers-523: export PYTHONPATH := $(NEWEST_SITE)
+test-transformers-523: $(NEWEST_SITE)/transformers-$(NEWEST_TRANSFORMERS).dist-info
+	$(PY) -c 'import transformers; assert transformers.__version__ == "$(NEWEST_TRANSFORMERS)", transformers.__file__'
+	$(PY) -m pytest -n 2 tests/models tests/heads tests/decode/test_loop.py tests/decode/test_exactness.py \
+		tests/decode/test_recurrent.py tests/training/test_diagonal.py tests/test_lab_tiny.py
+
+$(NEWEST_SITE)/transformers-$(NEWEST_TRANSFORMERS).dist-info: | $(STAMP)
+	rm -rf $(NEWEST_SITE)
+	$(PY) -m pip install --quiet --no-deps --target $(NEWEST_SITE) transformers==$(NEWEST_TRANSFORMERS)
+
+accept-guard: $(STAMP)
+	$(PY) -m mtp_research.evaluation.accept_guard
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

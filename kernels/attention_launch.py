@@ -80,11 +80,7 @@ def launch_paged_attention(
             max_key_tiles=ceil_div(max_keys, config.block_n),
             num_sms=checks.num_multiprocessors(query.device),
         )
-    partial, lse = out, None
-    if num_splits > 1:
-        partial_shape = (num_splits, num_rows, num_heads, value_dim)
-        partial = query.new_empty(partial_shape, dtype=torch.float32)
-        lse = query.new_empty(partial_shape[:3], dtype=torch.float32)
+    partial, lse = split_outputs(out, num_splits)
     with checks.launch_device(query):
         attention_kernel[(num_requests * num_query_tiles, num_kv_heads, num_splits)](
             query,
@@ -119,22 +115,38 @@ def launch_paged_attention(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        if num_splits > 1:
-            merge_splits_kernel[(num_rows * num_heads,)](
-                partial,
-                lse,
-                query_start_loc,
-                out,
-                num_requests,
-                num_splits,
-                num_rows * num_heads,
-                NUM_HEADS=num_heads,
-                VALUE_DIM=value_dim,
-                PADDED_VALUE_DIM=padded_head_dim(value_dim),
-                PADDED_SPLITS=next_power_of_two(num_splits),
-                num_warps=4,
-            )
+        if lse is not None:
+            merge_splits(partial, lse, query_start_loc=query_start_loc, out=out, num_warps=4)
     return out
+
+
+def split_outputs(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor | None]:
+    """Where the programs write: partial outputs and log-sum-exps, or `out` itself for one split."""
+    if num_splits == 1:
+        return out, None
+    partial = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
+    return partial, out.new_empty(partial.shape[:3], dtype=torch.float32)
+
+
+def merge_splits(
+    partial: Tensor, lse: Tensor, *, query_start_loc: Tensor, out: Tensor, num_warps: int
+) -> None:
+    """Launch the merge of `split_outputs` into `out` `[T, H, Dv]`."""
+    num_rows, num_heads, value_dim = out.shape
+    merge_splits_kernel[(num_rows * num_heads,)](
+        partial,
+        lse,
+        query_start_loc,
+        out,
+        len(query_start_loc) - 1,
+        len(partial),
+        num_rows * num_heads,
+        NUM_HEADS=num_heads,
+        VALUE_DIM=value_dim,
+        PADDED_VALUE_DIM=padded_head_dim(value_dim),
+        PADDED_SPLITS=next_power_of_two(len(partial)),
+        num_warps=num_warps,
+    )
 
 
 def attention_constants(

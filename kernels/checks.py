@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "reference", "triton")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
+MAX_LATENT_DIM = 512
 MIN_BLOCK_SIZE = 16
 
 Kernel = TypeVar("Kernel", bound=Callable[..., None])
@@ -94,15 +95,15 @@ def check_kernel_dtype(name: str, tensor: Tensor, *, kernel: object) -> None:
         )
 
 
-def check_head_dim(name: str, head_dim: int) -> None:
-    """Refuses head dims outside the multiples of 8 in [8, 256].
+def check_head_dim(name: str, head_dim: int, *, high: int = MAX_HEAD_DIM) -> None:
+    """Refuses head dims outside the multiples of 8 in [8, `high`].
 
     Raises:
         ValueError: names the dim and the supported set.
     """
-    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+    if head_dim % 8 or not 8 <= head_dim <= high:
         raise ValueError(
-            f"{name} must be a multiple of 8 in [8, {MAX_HEAD_DIM}] for backend 'triton', "
+            f"{name} must be a multiple of 8 in [8, {high}] for backend 'triton', "
             f"got {head_dim}; use backend='reference'."
         )
 
@@ -201,7 +202,12 @@ def check_paged_cache(key_cache: Tensor, value_cache: Tensor, *, rows: Tensor) -
 
 
 def check_kernel_layout(
-    rows: Tensor, *, key_cache: Tensor, value_cache: Tensor, kernel: object
+    rows: Tensor,
+    *,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    kernel: object,
+    max_head_dim: int = MAX_HEAD_DIM,
 ) -> None:
     """Refuses what the Triton kernels cannot run: dtypes, head dims, page sizes, strides.
 
@@ -209,8 +215,8 @@ def check_kernel_layout(
         ValueError: names the property, the supported set and the reference backend.
     """
     check_kernel_dtype("key_cache", key_cache, kernel=kernel)
-    check_head_dim("Dk", key_cache.shape[3])
-    check_head_dim("Dv", value_cache.shape[3])
+    check_head_dim("Dk", key_cache.shape[3], high=max_head_dim)
+    check_head_dim("Dv", value_cache.shape[3], high=max_head_dim)
     check_block_size(key_cache.shape[1])
     tensors = {"query or key": rows, "key_cache": key_cache, "value_cache": value_cache}
     for name, tensor in tensors.items():

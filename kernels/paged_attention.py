@@ -18,7 +18,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from mtp_research.kernels import checks
+from mtp_research.kernels import attention_checks, checks
 from mtp_research.kernels.attention_launch import MAX_SPLITS, ceil_div, launch_paged_attention
 from mtp_research.kernels.paged_attention_triton import attention_kernel
 
@@ -259,17 +259,9 @@ def _check_indices(
             f"query heads H must be a multiple of the cache's Hkv, got H={num_heads}, "
             f"Hkv={num_kv_heads}; repeat or slice heads before the call."
         )
-    checks.check_rank("block_table", block_table, letters="[R, M]")
-    num_requests, num_blocks = block_table.shape
-    indices = (
-        ("block_table", block_table, (num_requests, num_blocks), "[R, M]"),
-        ("seq_lens", seq_lens, (num_requests,), "[R]"),
-        ("query_start_loc", query_start_loc, (num_requests + 1,), "[R + 1]"),
+    attention_checks.check_attention_indices(
+        block_table, seq_lens=seq_lens, query_start_loc=query_start_loc, device=query.device
     )
-    for name, tensor, shape, letters in indices:
-        checks.check_shape(name, tensor, shape=shape, letters=letters)
-        checks.check_dtype(name, tensor, dtype=torch.int32)
-        checks.check_device(name, tensor, device=query.device)
 
 
 def _check_options(
@@ -283,14 +275,10 @@ def _check_options(
 ) -> None:
     checks.check_optional_range("sliding_window", sliding_window, low=1, high=None)
     checks.check_optional_range("num_splits", num_splits, low=1, high=MAX_SPLITS)
-    num_rows, num_heads = query.shape[:2]
-    optional = (
-        ("sinks", sinks, (num_heads,), "[H]", torch.float32),
-        ("positions", positions, (num_rows,), "[T]", torch.int64),
-        ("kv_start", kv_start, tuple(seq_lens.shape), "[R]", torch.int32),
+    attention_checks.check_optional_positions(
+        query, seq_lens, positions=positions, kv_start=kv_start
     )
-    for name, tensor, shape, letters, dtype in optional:
-        if tensor is not None:
-            checks.check_shape(name, tensor, shape=shape, letters=letters)
-            checks.check_dtype(name, tensor, dtype=dtype)
-            checks.check_device(name, tensor, device=query.device)
+    if sinks is not None:
+        checks.check_shape("sinks", sinks, shape=(query.shape[1],), letters="[H]")
+        checks.check_dtype("sinks", sinks, dtype=torch.float32)
+        checks.check_device("sinks", sinks, device=query.device)

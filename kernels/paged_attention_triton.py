@@ -59,7 +59,7 @@ def attention_kernel(
     first_head = tl.program_id(1) * GROUP
     value_dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
     if not SPLIT:
-        _zero_spare_rows(
+        zero_spare_rows(
             out + first_head * VALUE_DIM + value_dims,
             tl.load(query_start_loc + tl.num_programs(0) // num_query_tiles),
             num_rows,
@@ -212,7 +212,7 @@ def _attend_keys(
 
 
 @checks.kernel_jit
-def _zero_spare_rows(
+def zero_spare_rows(
     out,  # pointers [1, Dv] to row 0 of the group's first head
     first_spare,  # the first row that belongs to no request
     num_rows,
@@ -222,6 +222,7 @@ def _zero_spare_rows(
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
+    """Zeros the rows of a KV head that belong to no request."""
     lanes = tl.arange(0, BLOCK_M)
     num_spare = (num_rows - first_spare) * GROUP
     for begin in range(tl.program_id(0) * BLOCK_M, num_spare, tl.num_programs(0) * BLOCK_M):

@@ -187,7 +187,11 @@ def _launch_store_kv(
     value_dim = value.shape[2]
     num_blocks, block_size = key_cache.shape[:2]
     checks.check_kernel_layout(
-        key, key_cache=key_cache, value_cache=value_cache, kernel=_store_kv_kernel
+        key,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        kernel=_store_kv_kernel,
+        max_head_dim=checks.MAX_LATENT_DIM,  # a latent and its rotary key are rows of one head
     )
     checks.check_last_dim_contiguous("value", value)
     constants = store_constants(

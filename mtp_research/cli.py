@@ -7,9 +7,11 @@ left to `wandb sweep`, so `--multirun` is not offered.
 
 import dataclasses
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -22,9 +24,11 @@ from mtp_research.errors import (
     Interrupted,
     NumericFault,
 )
+from mtp_research.launch import submit
 from mtp_research.overrides import CONF_DIR, ENTRIES, check_overrides, help_text
 from mtp_research.preflight import SPECIAL_HEADS, check_inputs
 from mtp_research.provenance import redact, resolve_path, write_run_folder
+from mtp_research.run_lock import run_lock
 from mtp_research.validation import fault_line, schema_keys, validate
 
 FLAGS = {"--traceback", "--cfg", "job"}
@@ -61,8 +65,15 @@ def run_entry(
             return 0
         check_inputs(config)
         output_dir = _output_dir(config)
-        write_run_folder(output_dir, config)
-        run(config, output_dir)
+        if isinstance(config, TrainConfig) and config.launcher.kind == "slurm":
+            job_id = submit(config.launcher, words=words, output_dir=output_dir)
+            sys.stdout.write(f"{json.dumps({'job_id': job_id, 'output_dir': str(output_dir)})}\n")
+            return 0
+        is_writer = os.environ.get("RANK", "0") == "0"  # set by torchrun and accelerate launch
+        with run_lock(output_dir) if is_writer else nullcontext():
+            if is_writer:
+                write_run_folder(output_dir, config)
+            run(config, output_dir)
     except (ConfigError, IntegrityError, EnvironmentFault, NumericFault, Interrupted) as fault:
         if "--traceback" in words:
             traceback.print_exc()
@@ -128,6 +139,9 @@ def _resolve_paths(config: TrainConfig | EvalConfig) -> None:
     config.model.pretrain.corpus_dir = resolve_path(config.model.pretrain.corpus_dir)
     if isinstance(config, TrainConfig):
         config.data.path = resolve_path(config.data.path)
+        config.data.hidden_cache = config.data.hidden_cache and resolve_path(
+            config.data.hidden_cache
+        )
         config.head.path = config.head.path and resolve_path(config.head.path)
     else:
         config.prompts.path = config.prompts.path and resolve_path(config.prompts.path)

@@ -9,6 +9,8 @@ one alias is `spec.k`. Letters: K drafts per step, N MTP modules, R requests, T 
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from mtp_research.errors import ConfigError
+
 MAX_SPECULATIVE_TOKENS = 64
 POLICIES = (
     "eagle",
@@ -18,14 +20,20 @@ POLICIES = (
     "training_norefresh",
     "window",
 )
-COMPARED_POLICIES = ("eagle", "training")
-VERIFY_RULES = ("block", "greedy", "relaxed", "standard", "typical")
+CLEAN_POLICIES = ("eagle", "training")  # their draft KV depends on the text alone
+COMPARED_POLICIES = CLEAN_POLICIES
+VERIFY_RULES = ("block", "greedy", "relaxed", "standard", "synthetic", "typical")
+DRAFT_LENGTHS = ("batch_table", "confidence", "expected_gain", "fixed")
 ARGMAX_RULES = ("greedy", "relaxed")  # they take the target's argmax: temperature must be 0
 MODULE_SCHEDULES = ("cycle", "first", "last")
 NORMS = ("post_norm", "pre_norm")
+UNROLLS = ("chain", "independent", "mixed", "shared_context", "ttt")
+LOSS_TERMS = ("ce", "e2e_tv", "hidden", "kl", "lk", "tv")
+DEPTH_WEIGHTS = ("decay", "dpace", "expected_length", "uniform")
+PARALLEL = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 PRECISIONS = ("auto", "bfloat16", "float16", "float32", "float64")
 
-Number = TypeVar("Number", int, float, int | None)
+Number = TypeVar("Number", int, float, int | None, float | None)
 
 
 def _within(default: Number, low: float, high: float) -> Number:
@@ -40,6 +48,28 @@ def _above(default: float, low: float, high: float) -> float:
 
 def _one_of(default: str, *choices: str) -> str:
     return field(default=default, metadata={"choices": tuple(sorted(choices))})
+
+
+def parse_loss(text: str) -> dict[str, float]:
+    """Terms and weights of `objective.loss`: `kl+0.1*hidden` is {"kl": 1.0, "hidden": 0.1}.
+
+    Raises:
+        ConfigError: an unknown term, a term named twice, or a weight that is not above 0.
+    """
+    weights: dict[str, float] = {}
+    for part in text.replace(" ", "").split("+"):
+        factor, _, name = part.rpartition("*")
+        try:
+            weight = float(factor) if factor else 1.0
+        except ValueError:
+            weight = 0.0
+        if name not in LOSS_TERMS or name in weights or not 0 < weight < float("inf"):
+            raise ConfigError(
+                f"objective.loss must be a sum of {' | '.join(LOSS_TERMS)}, each once and with an "
+                f"optional weight above 0, got {text}; set objective.loss=kl+0.1*hidden."
+            )
+        weights[name] = weight
+    return weights
 
 
 @dataclass
@@ -84,8 +114,11 @@ class HeadConfig:
     """The MTP modules that are trained."""
 
     num_mtp_modules: int = _within(3, 1, MAX_SPECULATIVE_TOKENS)  # N
-    init: str = _one_of("target_last_layer", "native", "random", "target_last_layer")
-    path: str | None = None  # heads to start from
+    # native: the target's own MTP layers; replicate: the one module of head.path, N times.
+    init: str = _one_of("target_last_layer", "native", "random", "replicate", "target_last_layer")
+    path: str | None = None  # heads to start from, or the one module of init=replicate
+    # Parts that stay as they start: a dotted part of a parameter's name (experts) or a pattern.
+    freeze: list[str] = field(default_factory=list)
     hidden_source: str = _one_of("post_norm", *NORMS)  # target hidden, seen from its final norm
     recycle_norm: str = _one_of("post_norm", *NORMS)  # module output fed on, seen from its own norm
     concat_order: str = _one_of("embedding_first", "embedding_first", "hidden_first")
@@ -105,17 +138,26 @@ class DataConfig:
     seq_len: int = _within(256, 8, 1 << 20)  # tokens per packed row
     eval_documents: int = _within(96, 1, 10**7)  # held out for the replay walk
     max_documents: int | None = _within(None, 2, 10**9)
+    # Folder of the target's hidden states, written by task=cache; None: computed while training.
+    hidden_cache: str | None = None
 
 
 @dataclass
 class ObjectiveConfig:
     """What is minimised."""
 
-    # chain matches the decode policy `training`, ttt matches `eagle`.
-    unroll: str = _one_of("chain", "chain", "ttt")
+    # Decode policy that shows a head what it was trained on: chain and mixed `training`, ttt (one
+    # module) and shared_context `eagle`, independent `target_roll`.
+    unroll: str = _one_of("chain", *UNROLLS)
     num_depths: int | None = _within(None, 1, MAX_SPECULATIVE_TOKENS)  # None: max(N, 3)
-    loss: str = _one_of("ce", "ce")
-    depth_decay: float = _above(0.8, 0.0, 1.0)  # weight of depth d: depth_decay ** (d - 1)
+    # A term of LOSS_TERMS, or a weighted sum of them such as kl+0.1*hidden.
+    loss: str = "ce"
+    # decay: depth_decay ** (d - 1); dpace: by the draft's own confidence, anchor by anchor;
+    # expected_length: by how much the depth adds to the greedy acceptance length.
+    depth_weights: str = _one_of("decay", *DEPTH_WEIGHTS)
+    depth_decay: float = _above(0.8, 0.0, 1.0)
+    lk_eta: float = _within(3.0, 0.0, 1000.0)  # lk leaves kl for tv as exp(-lk_eta * acceptance)
+    lk_acceptance: str = _one_of("row", "batch", "row")  # what lk_eta multiplies: row's or mean
 
 
 @dataclass
@@ -135,6 +177,16 @@ class TrainerConfig:
     save_every: int = _within(100, 1, 10**9)  # steps
     keep_last: int = _within(2, 1, 10**6)  # checkpoints
     resume: str = "auto"  # auto, never, or the step folder to continue from
+    # Settings that may differ from the checkpoint's when a run is resumed, such as `world size`.
+    allow_drift: list[str] = field(default_factory=list)
+    # Evaluations without a longer held-out walk after which a run ends; null: never.
+    early_stopping_patience: int | None = _within(None, 1, 10**6)
+    decode_eval_prompts: int = _within(0, 0, 10**6)  # prompts of the real loop at each evaluation
+    # How weights, gradients and moments are spread over ranks; zero1..zero3 are DeepSpeed's.
+    parallel: str = _one_of("ddp", *PARALLEL)
+    shard_target: bool = False  # spread the frozen target's layers over ranks
+    activation_checkpointing: bool = False  # recompute a module's inside in the backward pass
+    compile: bool = False  # torch.compile for the modules and the target's layers
 
     def __post_init__(self) -> None:
         """OmegaConf hands a list over where the schema says tuple."""
@@ -148,6 +200,20 @@ class LoggerConfig:
     wandb: str = _one_of("disabled", "disabled", "offline", "online")
     project: str = "mtp-research"
     tags: list[str] = field(default_factory=list)
+    tensorboard: bool = False  # event files in the run folder
+
+
+@dataclass
+class LauncherConfig:
+    """Where `train.py` runs."""
+
+    kind: str = _one_of("local", "local", "slurm")
+    partition: str | None = None  # None: the cluster's default
+    num_nodes: int = _within(1, 1, 10**5)
+    gpus_per_node: int = _within(8, 1, 64)  # as many processes
+    cpus_per_node: int = _within(64, 1, 10**4)
+    max_minutes: int = _within(240, 1, 10**6)
+    grace_s: int = _within(120, 1, 10**5)  # SIGTERM, which saves, comes this long before the end
 
 
 @dataclass
@@ -165,7 +231,26 @@ class SpecConfig:
     module_schedule: str = _one_of("cycle", *MODULE_SCHEDULES)
     # standard: rejection sampling; block: the same, drafts judged together; the others are lossy.
     verify: str = _one_of("greedy", *VERIFY_RULES)
-    draft_sampling: str = _one_of("greedy", "greedy", "sample")
+    # processed: the argmax after the request's own logit processors (penalties, masks).
+    draft_sampling: str = _one_of("greedy", "greedy", "processed", "sample")
+    # fixed: always K drafts. The others make fewer where more do not pay, see decode/draft_length.
+    draft_length: str = _one_of("fixed", *DRAFT_LENGTHS)
+    # confidence: stop before the first draft whose probability is below this.
+    draft_p_min: float = _within(0.3, 0.0, 1.0)
+    # batch_table: drafts by least batch size, such as {1:3,8:2,32:0}.
+    draft_table: dict[int, int] = field(default_factory=dict)
+    # expected_gain: price of one more draft in steps that make none; None: measured by the clock.
+    draft_cost_ratio: float | None = _within(None, 0.0, 1e3)
+    # Settings of the lossy rules, each read by the rule that its name begins with; their ranges
+    # stand in decode.verify_options.VerifyOptions.
+    relaxed_top_n: int = 10
+    relaxed_delta: float = 0.6
+    relaxed_thinking_token_ids: list[int] | None = None  # begin and end token
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+    synthetic_rates: list[float] = field(default_factory=list)  # falling, one per draft
+    synthetic_length: float | None = None  # instead of rates: mean acceptance length
+    synthetic_schedule: str = _one_of("minimum_variance", "geometric", "minimum_variance")
 
 
 @dataclass
@@ -175,6 +260,14 @@ class SamplingConfig:
     temperature: float = _within(0.0, 0.0, 100.0)  # 0 is greedy
     top_k: int = _within(0, 0, 1 << 20)  # 0 is off
     top_p: float = _above(1.0, 0.0, 1.0)  # 1 is off
+    min_p: float = _within(0.0, 0.0, 1.0)  # relative to the best token's probability; 0 is off
+    repetition_penalty: float = _above(1.0, 0.0, 100.0)  # 1 is off
+    frequency_penalty: float = _within(0.0, -2.0, 2.0)  # per occurrence in the output
+    presence_penalty: float = _within(0.0, -2.0, 2.0)  # once for a token in the output
+    dry_multiplier: float = _within(0.0, 0.0, 1e6)  # against repeated sequences; 0 is off
+    dry_base: float = _within(1.75, 1.0, 1e6)
+    dry_allowed_length: int = _within(2, 1, 32)  # tokens; shorter repetitions are free
+    min_tokens: int = _within(0, 0, 1 << 20)  # no stop token before so many
     max_new_tokens: int = _within(64, 1, 1 << 20)  # per request
     ignore_eos: bool = False
 
@@ -183,14 +276,24 @@ class SamplingConfig:
 class EngineConfig:
     """Memory and batching of the decode loop."""
 
-    block_size: int = _within(16, 16, 1 << 12)  # KV slots per block, a power of two
+    # KV slots per block; the Triton kernels and eval.py want a power of two from 16 on.
+    block_size: int = _within(16, 1, 1 << 12)
     num_blocks: int | None = _within(None, 1, 1 << 31)  # None: enough for max_num_requests
     max_num_requests: int = _within(16, 1, 1 << 16)  # R
     max_num_batched_tokens: int = _within(512, 1, 1 << 20)  # T
     max_prefill_chunk: int = _within(256, 1, 1 << 20)  # prompt rows of one request in a step
     max_model_len: int | None = _within(None, 2, 1 << 24)  # tokens; None: the target's limit
     backend: str = _one_of("auto", "auto", "reference", "triton")
+    # Keep the KV of finished texts and share it with texts that start alike; changes no output.
+    prefix_caching: bool = False
+    steps_per_priority: int = _within(1000, 1, 1 << 30)  # head start of one level of priority
+    # The host learns a step's tokens while the next one runs; changes no output.
+    deferred_output: bool = False
+    # Replay decode steps as CUDA graphs; wants deferred_output and no audit.
+    cuda_graphs: bool = False
+    compile: bool = False  # run captured steps through torch.compile
     audit: bool = True  # count WRONG, MIXED and HOLE slots of the draft KV
+    audit_every: int = _within(1, 1, 1 << 20)  # watch about one request in so many, by id
 
 
 @dataclass
@@ -204,16 +307,38 @@ class PromptsConfig:
 
 
 @dataclass
+class MatrixConfig:
+    """The train-unroll x decode-policy matrix of `task=matrix`."""
+
+    num_mtp_modules: list[int] = field(default_factory=lambda: [1, 3])  # N of the heads
+    # ttt is left out for N > 1, and shared_context for N = 1, where ttt is the same.
+    unrolls: list[str] = field(
+        default_factory=lambda: ["chain", "ttt", "shared_context", "independent"],
+        metadata={"choices": UNROLLS},
+    )
+    policies: list[str] = field(
+        default_factory=lambda: ["training", "eagle", "target_roll"],
+        metadata={"choices": ("eagle", "target_roll", "training")},
+    )
+    num_prompts: int = _within(12, 1, 10**6)  # held-out prompts that are decoded
+    max_new_tokens: int = _within(48, 1, 1 << 20)  # per prompt; stop tokens do not end it
+
+
+@dataclass
 class TrainConfig:
     """Everything `train.py` takes."""
 
     model: ModelConfig
     data: DataConfig
-    task: str = _one_of("heads", "heads", "target")  # target: train a small target instead
+    # cache: write data.hidden_cache; matrix: heads of every unroll under every policy; target:
+    # train a small target instead.
+    task: str = _one_of("heads", "cache", "heads", "matrix", "target")
     head: HeadConfig = field(default_factory=HeadConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    matrix: MatrixConfig = field(default_factory=MatrixConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
     seed: int = _within(0, 0, (1 << 32) - 1)
     output_dir: str | None = None  # None: runs/<task>-<model>-<timestamp>
 

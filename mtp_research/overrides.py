@@ -37,8 +37,8 @@ def group_choices(schema: Schema) -> dict[str, list[str]]:
     """Map each config group of an entry to its YAML names; an experiment belongs to one entry."""
     names = [item.name for item in dataclasses.fields(schema)] + ["experiment"]
     found = {name: sorted(path.stem for path in (CONF_DIR / name).glob("*.yaml")) for name in names}
-    prefix = f"{ENTRIES[schema]}_"
-    found["experiment"] = [name for name in found["experiment"] if name.startswith(prefix)]
+    is_eval = ENTRIES[schema] == "eval"
+    found["experiment"] = [n for n in found["experiment"] if n.startswith("eval_") == is_eval]
     return {name: choices for name, choices in found.items() if choices}
 
 
@@ -123,6 +123,8 @@ def _spell(schema: Schema, key: str, value: str) -> str:
     item = schema_keys(schema).get(key)
     if item is None:
         return f"{key}={value}"
+    if get_origin(item.type) is dict:  # its entries are new keys, which Hydra wants to hear
+        return f"++{key}={value}"
     if get_origin(item.type) in (list, tuple) and not value.startswith("["):
         value = f"[{value}]"
     # Paths may hold spaces, commas and brackets; null and quoted text are left as they are.

@@ -124,18 +124,19 @@ def _redact_values(text: str) -> str:
     return text
 
 
-def _redact_tree(value: object, name: str = "") -> object:
+def redact_tree(value: object, name: str = "") -> object:
+    """A copy of nested mappings and lists without secrets, by key (`api_key`) or by content."""
     if isinstance(value, dict):
-        return {key: _redact_tree(item, str(key)) for key, item in value.items()}
+        return {key: redact_tree(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_redact_tree(item, name) for item in value]
+        return [redact_tree(item, name) for item in value]
     if value is not None and _SECRET_NAME.search(name):
         return HIDDEN
     return redact(value) if isinstance(value, str) else value
 
 
 def _write_json(path: Path, value: object) -> None:
-    text = json.dumps(_redact_tree(value), indent=2)
+    text = json.dumps(redact_tree(value), indent=2)
     path.write_text(f"{text}\n", encoding="utf8")
 
 

@@ -10,7 +10,15 @@ from collections.abc import Iterable, Iterator
 from types import NoneType
 from typing import get_args, get_origin
 
-from mtp_research.config import ARGMAX_RULES, EvalConfig, TrainConfig
+from mtp_research.config import (
+    ARGMAX_RULES,
+    CLEAN_POLICIES,
+    MAX_SPECULATIVE_TOKENS,
+    EvalConfig,
+    ObjectiveConfig,
+    TrainConfig,
+    parse_loss,
+)
 from mtp_research.errors import ConfigError
 
 ALIASES = {"spec.k": "spec.num_speculative_tokens"}
@@ -29,6 +37,20 @@ def validate(config: TrainConfig | EvalConfig) -> None:
         rules = _train_faults(config) if isinstance(config, TrainConfig) else _eval_faults(config)
         faults = list(rules)
     if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def check_values(config: object, *, section: str) -> None:
+    """Check ranges and choices of one section, as the command line does.
+
+    Args:
+        config: a section of the schema, such as `EngineConfig`.
+        section: its key, such as `engine`.
+
+    Raises:
+        ConfigError: one line per fault.
+    """
+    if faults := list(_value_faults(config, f"{section}.")):
         raise ConfigError("\n".join(faults))
 
 
@@ -156,6 +178,14 @@ def _heads_faults(config: TrainConfig) -> Iterator[str]:
         yield _fault(key, "must be 1 for objective.unroll=ttt", num_modules, fix)
     if head.module_schedule == "first" and num_modules != 1:
         yield _fault(key, "must be 1 for head.module_schedule=first", num_modules, fix)
+    yield from _loss_faults(config)
+    for count in config.matrix.num_mtp_modules if config.task == "matrix" else ():
+        most = objective.num_depths or MAX_SPECULATIVE_TOKENS
+        if not 1 <= count <= most:
+            key, expected = "matrix.num_mtp_modules", f"must lie in 1..{most}"
+            yield _fault(key, expected, count, f"{key}=[1,{min(3, most)}]")
+    if config.task == "cache" and config.data.hidden_cache is None:
+        yield _fault("data.hidden_cache", "must be set for task=cache", "nothing", "data=cached")
     if seq_len < num_depths + 2:
         least = num_depths + 2
         expected = f"must be at least objective.num_depths + 2 = {least}"
@@ -164,6 +194,40 @@ def _heads_faults(config: TrainConfig) -> Iterator[str]:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         key, expected = "trainer.betas", "must be two numbers in [0, 1)"
         yield _fault(key, expected, list(betas), f"{key}=[0.9,0.95]")
+    yield from _scale_faults(config)
+
+
+def _scale_faults(config: TrainConfig) -> Iterator[str]:
+    trainer, head = config.trainer, config.head
+    if head.init == "replicate" and head.path is None:
+        expected = "must be set for head.init=replicate"
+        yield _fault("head.path", expected, "nothing", "head.path=PATH")
+    is_gathered = trainer.parallel in ("fsdp2", "zero3")
+    if trainer.decode_eval_prompts and (is_gathered or trainer.shard_target):
+        key, expected = "trainer.decode_eval_prompts", "must be 0 with weights spread over ranks"
+        yield _fault(key, expected, trainer.decode_eval_prompts, f"{key}=0")
+    if trainer.compile and is_gathered:  # their hooks inside the modules break the graph
+        expected = f"must be false for trainer.parallel={trainer.parallel}"
+        yield _fault("trainer.compile", expected, "true", "trainer.compile=false")
+
+
+def _loss_faults(config: TrainConfig) -> Iterator[str]:
+    """A key that the chosen loss ignores is a fault, not a silent no-op."""
+    objective, plain = config.objective, ObjectiveConfig()
+    try:
+        terms = parse_loss(objective.loss)
+    except ConfigError as fault:
+        yield str(fault)
+        return
+    for key in ("lk_eta", "lk_acceptance") if "lk" not in terms else ():
+        value, default = getattr(objective, key), getattr(plain, key)
+        if value != default:
+            expected = f"must be {default} for objective.loss={objective.loss}, which has no lk"
+            yield _fault(f"objective.{key}", expected, value, f"objective.{key}={default}")
+    if objective.depth_weights != "decay" and objective.depth_decay != plain.depth_decay:
+        key, default = "objective.depth_decay", plain.depth_decay
+        expected = f"must be {default} for objective.depth_weights={objective.depth_weights}"
+        yield _fault(key, expected, objective.depth_decay, f"{key}={default}")
 
 
 def _eval_faults(config: EvalConfig) -> Iterator[str]:
@@ -171,8 +235,8 @@ def _eval_faults(config: EvalConfig) -> Iterator[str]:
     if not spec.policy or len(set(spec.policy)) < len(spec.policy):
         expected, fix = "must name at least one policy, each once", "spec.policy=[eagle,training]"
         yield _fault("spec.policy", expected, spec.policy, fix)
-    if engine.block_size & (engine.block_size - 1):
-        key, fix = "engine.block_size", 1 << engine.block_size.bit_length()
+    if engine.block_size < 16 or engine.block_size & (engine.block_size - 1):
+        key, fix = "engine.block_size", max(1 << engine.block_size.bit_length(), 16)
         yield _fault(key, "must be a power of two >= 16", engine.block_size, f"{key}={fix}")
     num_rows = engine.max_num_requests * (spec.num_speculative_tokens + 1)
     if engine.max_num_batched_tokens < num_rows:
@@ -181,12 +245,19 @@ def _eval_faults(config: EvalConfig) -> Iterator[str]:
             f"must hold engine.max_num_requests * (spec.k + 1) = {num_rows} rows",
         )
         yield _fault(key, expected, engine.max_num_batched_tokens, f"{key}={num_rows}")
+    unclean = [policy for policy in spec.policy if policy not in CLEAN_POLICIES]
+    if engine.prefix_caching and unclean:
+        key, expected = "engine.prefix_caching", f"must be false for spec.policy={unclean[0]}"
+        yield _fault(key, expected, "true", f"{key}=false")
     if engine.max_model_len is not None and engine.max_model_len <= max_new_tokens:
         key, expected = "engine.max_model_len", f"must exceed max_new_tokens={max_new_tokens}"
         yield _fault(key, expected, engine.max_model_len, f"{key}={2 * max_new_tokens}")
     if config.logger.wandb != "disabled":
         key, expected = "logger.wandb", "must be disabled for eval.py, which writes files only"
         yield _fault(key, expected, config.logger.wandb, "logger=none")
+    if config.logger.tensorboard:
+        key, expected = "logger.tensorboard", "must be false for eval.py, which writes files only"
+        yield _fault(key, expected, "true", f"{key}=false")
     yield from _sampling_faults(config)
 
 
@@ -203,5 +274,7 @@ def _sampling_faults(config: EvalConfig) -> Iterator[str]:
         yield _fault("sampling.top_k", "must be 0 at temperature 0", sampling.top_k, fix)
     if sampling.top_p != 1:
         yield _fault("sampling.top_p", "must be 1 at temperature 0", sampling.top_p, fix)
+    if sampling.min_p:
+        yield _fault("sampling.min_p", "must be 0 at temperature 0", sampling.min_p, fix)
     if spec.draft_sampling == "sample":
         yield _fault("spec.draft_sampling", "must be greedy at temperature 0", "sample", fix)

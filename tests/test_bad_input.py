@@ -246,8 +246,8 @@ def test_target_without_a_finite_output_exits_3_and_keeps_the_results(
         ("tensor missing", 3, "1 are missing ['model.norm.weight'], 0 of another shape"),
         ("tensor misshaped", 3, "1 of another shape ['model.norm.weight']"),
         ("no weights", 3, "must be a whole Hugging Face model"),
-        ("other family", 2, "got model_type 'llama'"),
-        ("unknown family", 3, "must be a whole Hugging Face model"),
+        ("other family", 2, "got model_type 'olmo2'"),
+        ("unknown family", 2, "got model_type 'no_such_family'"),
         ("invalid config", 3, "config.json must be a model's configuration in JSON"),
     ],
 )
@@ -273,7 +273,7 @@ def damage_target(folder: Path, damage: str) -> None:
     elif damage == "invalid config":
         config.write_text("{")
     elif damage in ("other family", "unknown family"):
-        kind = "llama" if damage == "other family" else "no_such_family"
+        kind = "olmo2" if damage == "other family" else "no_such_family"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": kind}))
     else:
         tensors = load_file(weights)

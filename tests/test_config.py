@@ -9,13 +9,14 @@ import pytest
 
 from mtp_research import policy
 from mtp_research.cli import compose_config
-from mtp_research.config import MODULE_SCHEDULES, POLICIES, EvalConfig, TrainConfig
+from mtp_research.config import CLEAN_POLICIES, MODULE_SCHEDULES, POLICIES, EvalConfig, TrainConfig
 from mtp_research.errors import ConfigError
 from mtp_research.overrides import CONF_DIR, ENTRIES, check_overrides, group_choices, help_text
 from mtp_research.validation import legal_values, schema_keys
 
 SCHEMAS = {name: schema for schema, name in ENTRIES.items()}
-YAML_FILES = sorted(CONF_DIR.glob("*/*.yaml"))
+# Sweeps are read by W&B's agent, not composed: tests/test_sweeps.py.
+YAML_FILES = sorted(path for path in CONF_DIR.glob("*/*.yaml") if path.parent.name != "sweep")
 COMMAND = re.compile(r"python (train|eval)\.py(.*)$", re.MULTILINE)
 
 
@@ -56,6 +57,15 @@ def test_every_yaml_file_is_reachable_from_one_entry() -> None:
 def test_choices_equal_those_of_the_policy_module() -> None:
     assert sorted(POLICIES) == sorted(policy.POLICIES)
     assert sorted(MODULE_SCHEDULES) == sorted(policy.MODULE_SCHEDULES)
+    clean = [name for name in policy.POLICIES if policy.POLICIES[name].clean]
+    assert sorted(CLEAN_POLICIES) == sorted(clean)
+
+
+def test_prefix_caching_with_an_unclean_policy_is_a_fault() -> None:
+    words = ["spec.policy=[eagle,window]", "engine.prefix_caching=true"]
+    (line,) = fault_lines(EvalConfig, *words)
+    assert "engine.prefix_caching must be false for spec.policy=window" in line
+    assert compose_config(EvalConfig, words[1:]).engine.prefix_caching
 
 
 def test_every_key_is_read_somewhere() -> None:
@@ -108,12 +118,16 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (TrainConfig, "spec.k=3", "belongs to eval.py"),
         (EvalConfig, "head=chain_n3", "belongs to train.py"),
         (TrainConfig, "head=chian_n3", "one of chain_n3, shared_n1, got chian_n3; nearest: chain"),
-        (TrainConfig, "experiment=eval_oracle", "must be one of train_chain_n3, "),
+        (
+            TrainConfig,
+            "experiment=eval_oracle",
+            "must be one of policy_matrix_tiny, train_chain_n3, ",
+        ),
         (TrainConfig, "-m", "must read NAME=VALUE"),
         (TrainConfig, "~head", "must read NAME=VALUE"),
         (TrainConfig, "+nonsense=1", "nonsense is not a key of train.py"),
         (EvalConfig, "spec.policy=trainin", ", got trainin; nearest: training"),
-        (EvalConfig, "spec.verify=greeedy", "standard | typical, got greeedy; nearest: greedy"),
+        (EvalConfig, "spec.verify=greeedy", "synthetic | typical, got greeedy; nearest: greedy"),
         (TrainConfig, "trainer.learning_rate=fast", "a number above 0 up to 10, got fast"),
         (TrainConfig, "trainer.learning_rate=0", "a number above 0 up to 10, got 0.0"),
         (TrainConfig, "trainer.learning_rate=nan", "set trainer.learning_rate=0.002"),
@@ -121,6 +135,10 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (TrainConfig, "trainer.betas=[0.9,1.0]", "two numbers in [0, 1)"),
         (TrainConfig, "objective.num_depths=2", "at least head.num_mtp_modules=3"),
         (TrainConfig, "objective.unroll=ttt", "set head=shared_n1"),
+        (TrainConfig, "objective.loss=mse", "must be a sum of ce | e2e_tv | hidden | kl | lk | tv"),
+        (TrainConfig, "objective.lk_eta=2", "must be 3.0 for objective.loss=ce, which has no lk"),
+        (TrainConfig, "objective.depth_weights=none", "decay | dpace | expected_length | uniform"),
+        (TrainConfig, "task=cache", "must be set for task=cache, got nothing; set data=cached"),
         (TrainConfig, "head.module_schedule=first", "set head=shared_n1"),
         (EvalConfig, "spec.policy=[]", "at least one policy"),
         (EvalConfig, "spec.policy=[eagle,eagle]", "each once"),
@@ -129,7 +147,7 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
             "engine.block_size=24",
             "power of two >= 16, got 24; set engine.block_size=32",
         ),
-        (EvalConfig, "engine.block_size=8", "in 16..4096, got 8; set engine.block_size=16"),
+        (EvalConfig, "engine.block_size=8", "power of two >= 16, got 8; set engine.block_size=16"),
         (EvalConfig, "engine.max_num_batched_tokens=63", "* (spec.k + 1) = 64 rows, got 63"),
         (EvalConfig, "spec.k=32", "set engine.max_num_batched_tokens=528"),
         (EvalConfig, "engine.max_model_len=64", "must exceed max_new_tokens=64"),
@@ -137,6 +155,10 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (EvalConfig, "sampling.temperature=0.5", "must be 0 for spec.verify=greedy"),
         (EvalConfig, "logger.wandb=offline", "must be disabled for eval.py"),
         (EvalConfig, "sampling.top_k=5", "must be 0 at temperature 0"),
+        (EvalConfig, "sampling.min_p=0.5", "must be 0 at temperature 0"),
+        (EvalConfig, "spec.draft_length=adaptive", "| fixed, got adaptive"),
+        (EvalConfig, "spec.draft_p_min=1.5", "in 0.0..1.0, got 1.5; set spec.draft_p_min=1.0"),
+        (EvalConfig, "engine.audit_every=0", "set engine.audit_every=1"),
         (EvalConfig, "sampling.top_p=0.5", "must be 1 at temperature 0"),
         (EvalConfig, "spec.draft_sampling=sample", "must be greedy at temperature 0"),
     ],

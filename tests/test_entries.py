@@ -139,7 +139,12 @@ def test_run_folder_holds_config_record_and_diff_without_secrets(
     argv = ["logger.tags=[swordfish-9876]", "trainer.max_steps=7", f"output_dir={tmp_path}"]
     assert run_entry(TrainConfig, lambda config, output_dir: None, argv=argv) == 0
 
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "run.json", "git.diff"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".lock",
+        "config.json",
+        "run.json",
+        "git.diff",
+    }
     config = json.loads((tmp_path / "config.json").read_text())
     record = json.loads((tmp_path / "run.json").read_text())
     assert config["trainer"]["max_steps"] == 7

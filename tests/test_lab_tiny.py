@@ -8,7 +8,7 @@ import torch
 from mtp_research.config import EngineConfig
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.request import SamplingParams
+from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.prompts import encode_prompt, load_prompts
 from mtp_research.heads.stack import MTPHeads
@@ -17,7 +17,7 @@ from mtp_research.models.target import Target, load_target, load_tokenizer
 from mtp_research.policy import MATCHING_POLICY
 from mtp_research.training.acceptance import replay_walk, response_ranges
 from mtp_research.training.objective import UnrollSpec
-from mtp_research.training.replay import held_out_hits
+from mtp_research.training.replay import held_out_drafts
 from mtp_research.training.rows import TrainingRows
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "lab_tiny"
@@ -127,7 +127,7 @@ def test_replay_walk_equals_the_loop_round_for_round(
     ]
     packed = pack_first_fit(documents, seq_len=max(len(d.token_ids) for d in documents) + 60)
     rows = TrainingRows(packed, target=target, hidden_source="post_norm", keep_hidden=False)
-    hits = held_out_hits(
+    drafts = held_out_drafts(
         heads,
         rows,
         spec=UnrollSpec(num_depths, unroll),
@@ -136,7 +136,7 @@ def test_replay_walk_equals_the_loop_round_for_round(
     num_rounds = 0
     for index, record in enumerate(records):
         ((start, stop),) = response_ranges(documents[index].loss_mask, num_depths=num_depths)
-        walk = replay_walk(hits[index], start=start, stop=stop)
+        walk = replay_walk(drafts[index].is_hit, start=start, stop=stop)
         assert record.num_accepted_per_round[: walk.num_rounds] == walk.accepted_per_round
         num_rounds += walk.num_rounds
     assert num_rounds > 5 * len(records)

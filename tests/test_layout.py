@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # The area -> the areas it may import directly; what those may import is allowed too.
 DIRECTIONS = {
     "kernels": set(),
-    "policy": set(),
+    "hidden_policy": set(),
+    "row_layout": set(),
+    "policy": {"hidden_policy", "row_layout"},
     "data": set(),
     "models": {"kernels", "policy"},
     "heads": {"models"},
@@ -24,8 +26,8 @@ DIRECTIONS = {
     "training": {"heads", "models", "policy", "data"},
     "evaluation": {"decode", "data"},
 }
-FOR_ALL = {"config", "errors", "provenance"}
-OWN_NOTHING = {"kernels", "policy"}
+FOR_ALL = {"config", "errors", "files", "provenance", "validation", "run_lock"}
+OWN_NOTHING = {"kernels", "hidden_policy", "row_layout", "policy"}
 # A heavy package -> the files and folders that may import it.
 HOMES = {
     "transformers": ("mtp_research/models/", "mtp_research/heads/weights.py", "mtp_research/data/"),
@@ -34,8 +36,17 @@ HOMES = {
     "deepspeed": ("mtp_research/training/",),
     "hydra": ("mtp_research/cli.py",),
     "omegaconf": ("mtp_research/cli.py",),
+    "xgrammar": ("mtp_research/decode/xgrammar_adapter.py",),
 }
-NOT_NEEDED_TO_DECODE = ("hydra", "omegaconf", "wandb", "deepspeed", "accelerate", "datasets")
+NOT_NEEDED_TO_DECODE = (
+    "hydra",
+    "omegaconf",
+    "wandb",
+    "deepspeed",
+    "accelerate",
+    "datasets",
+    "xgrammar",
+)
 LIBRARY_PROBE = """
 import importlib, sys
 for name in {blocked!r}:

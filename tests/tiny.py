@@ -11,67 +11,29 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.models.families import FAMILIES
 from mtp_research.models.target import Target, wrap_target
-
-_BASE = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-_MOE = {
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.5,
-    "norm_topk_prob": True,
-}
-RECIPES: dict[str, tuple[str, dict]] = {
-    "glm4_moe": (
-        "glm4_moe",
-        dict(
-            _BASE,
-            **_MOE,
-            num_hidden_layers=2,
-            first_k_dense_replace=1,
-            use_qk_norm=True,
-            attention_bias=True,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": 1e6,
-                "partial_rotary_factor": 0.5,
-            },
-        ),
-    ),
-    "qwen3": ("qwen3", dict(_BASE, num_hidden_layers=2)),
-}
+from tests.recipes import RECIPES, RECURRENT_RECIPES
 
 
 def tiny_target(
-    recipe: str = "qwen3", *, dtype: torch.dtype = torch.float64, seed: int = 0
+    recipe: str = "qwen3",
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    **changes: object,  # of the recipe
 ) -> Target:
     """A random target; float64 ones compute norms and routers in float64 too."""
     torch.manual_seed(seed)
-    model_type, kwargs = RECIPES[recipe]
+    model_type, kwargs = (RECIPES | RECURRENT_RECIPES)[recipe]
     model = AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING[model_type](**kwargs), attn_implementation="eager"
+        CONFIG_MAPPING[model_type](**kwargs | changes), attn_implementation="eager"
     )
     randomise(model, seed=seed + 1)
     model = model.to(dtype)
     if dtype is torch.float64:
         to_float64(model)
-    return wrap_target(model)
+    return wrap_target(model, family_name=recipe if recipe in FAMILIES else None)
 
 
 def tiny_heads(

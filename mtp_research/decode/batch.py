@@ -8,21 +8,16 @@ Source: metadata names as in vLLM's `CommonAttentionMetadata`.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtp_research.decode.kv_cache import HiddenRing, KVCache
 from mtp_research.decode.request import Request
+from mtp_research.decode.schedule import Scheduled
 from mtp_research.models.paged import PagedContext
-
-
-class Scheduled(NamedTuple):
-    """One entry of a schedule."""
-
-    request: Request
-    num_scheduled_tokens: int
+from mtp_research.models.recurrent import RecurrentContext, with_states
+from mtp_research.row_layout import BaseRows, bounded_rows, equal_rows
 
 
 @dataclass(frozen=True)
@@ -39,6 +34,7 @@ class StepInputs:
         slots: `[R]` int64, request slots in the ring.
         first_position: `[R]` int64, position of each request's first row (`num_computed_tokens`).
         num_rows: `[R]` int64, `num_scheduled_tokens`.
+        row_counts: the same, on the host.
         num_tokens: `[R]` int64, accepted tokens before the step (L).
         num_drafts: `[R]` int64, drafts among the rows.
         draft_token_ids: `[R, K]` int64, -1 padded.
@@ -48,6 +44,9 @@ class StepInputs:
         prefilling: `[R]` bool, the rows are prompt rows.
         max_query_len: most rows of one request.
         block_size: tokens a page.
+        static: every request decodes with K+1 rows, so that all shapes follow from R.
+        is_prefill: `prefilling` on the host, where drafting must not wait for the device to learn
+            the shapes of its passes; else None.
     """
 
     input_ids: Tensor
@@ -59,6 +58,7 @@ class StepInputs:
     slots: Tensor
     first_position: Tensor
     num_rows: Tensor
+    row_counts: tuple[int, ...]
     num_tokens: Tensor
     num_drafts: Tensor
     draft_token_ids: Tensor
@@ -67,6 +67,8 @@ class StepInputs:
     prefilling: Tensor
     max_query_len: int
     block_size: int
+    static: bool
+    is_prefill: tuple[bool, ...] | None = None
 
     @classmethod
     def build(
@@ -75,68 +77,113 @@ class StepInputs:
         *,
         ring: HiddenRing,
         block_size: int,
-        num_speculative_tokens: int,
+        deferred: bool = False,
     ) -> "StepInputs":
-        """Lay out the rows of a schedule; `ring.text` already holds prompts and drafts."""
+        """Lay out the rows of a schedule; the ring already holds texts, lengths and drafts.
+
+        Args:
+            scheduled: one entry a request.
+            ring: state of the request slots.
+            block_size: tokens a page.
+            deferred: the host is one step late: nothing here or in drafting may wait for the
+                device.
+        """
         device = ring.text.device
         requests = [entry.request for entry in scheduled]
-        width = max(len(request.block_ids) for request in requests)
-        tables = [
-            request.block_ids + [0] * (width - len(request.block_ids)) for request in requests
-        ]
-        drafts = [
-            request.draft_token_ids + [-1] * (num_speculative_tokens - len(request.draft_token_ids))
-            for request in requests
-        ]
-        facts = torch.tensor(
+        block_table = _block_table(requests, device=device)
+        is_prefill = tuple(entry.is_prefill for entry in scheduled)
+        if deferred and not any(is_prefill):
+            slots = to_device([r.slot for r in requests], dtype=torch.int64, device=device)
+            return cls.decoding(slots, block_table, ring=ring, block_size=block_size)
+        facts = to_device(
             [
                 (
-                    request.slot,
-                    request.num_computed_tokens,
-                    count,
-                    request.num_tokens,
-                    max(request.num_computed_tokens + count - request.num_tokens, 0),
-                    request.is_prefilling,
-                    request.num_computed_tokens + count == request.num_prefill_tokens,
+                    entry.request.slot,
+                    entry.first_position,
+                    entry.num_scheduled_tokens,
+                    entry.is_prefill,
+                    entry.samples,
+                    entry.resumes,
                 )
-                for request, count in scheduled
+                for entry in scheduled
             ],
             dtype=torch.int64,
             device=device,
         )
-        slots, first_position, num_rows, num_tokens, num_drafts, prefilling, ends_prefill = (
-            facts.unbind(dim=1)
-        )
-        samples = first_position + num_rows >= num_tokens
-        query_start_loc = torch.zeros(len(requests) + 1, dtype=torch.int32, device=device)
-        query_start_loc[1:] = torch.cumsum(num_rows, dim=0)
-        request_index = torch.repeat_interleave(
-            torch.arange(len(requests), device=device), num_rows
-        )
-        offset = (
-            torch.arange(len(request_index), device=device) - query_start_loc[request_index].long()
-        )
-        positions = first_position[request_index] + offset
+        slots, first_position, num_rows, *flags = facts.unbind(dim=1)
+        prefilling, samples, resumes = (flag.bool() for flag in flags)
+        # A decoding request starts at its newest token, wherever the device has moved that to.
+        num_tokens = ring.num_tokens[slots]
+        first_position = torch.where(prefilling, first_position, num_tokens - 1)
+        num_drafts = torch.where(prefilling, 0, num_rows - 1)
+        counts = [entry.num_scheduled_tokens for entry in scheduled]
+        rows = BaseRows(num_rows, total=sum(counts), longest=max(counts))
+        layout = bounded_rows(rows, 0)
+        request_index, positions = layout.request_index, layout.positions(first_position)
+        drafts = ring.read_drafts(slots, num_drafts=num_drafts)
         return cls(
-            input_ids=ring.read_text(slots[request_index], positions),
+            input_ids=ring.read_inputs(slots, request_index, positions, drafts),
             positions=positions,
             request_index=request_index,
-            query_start_loc=query_start_loc,
+            query_start_loc=layout.query_start_loc,
             seq_lens=(first_position + num_rows).int(),
-            block_table=torch.tensor(tables, dtype=torch.int32, device=device),
+            block_table=block_table,
             slots=slots,
             first_position=first_position,
             num_rows=num_rows,
+            row_counts=tuple(counts),
             num_tokens=num_tokens,
             num_drafts=num_drafts,
-            draft_token_ids=torch.tensor(drafts, dtype=torch.int64, device=device).view(
-                len(requests), -1
-            ),
+            draft_token_ids=drafts,
             samples=samples,
-            resumes=ends_prefill.bool() & ~samples,
-            prefilling=prefilling.bool(),
-            max_query_len=max(entry.num_scheduled_tokens for entry in scheduled),
+            resumes=resumes,
+            prefilling=prefilling,
+            max_query_len=max(counts),
             block_size=block_size,
+            static=False,
+            is_prefill=is_prefill if deferred else None,
+        )
+
+    @classmethod
+    def decoding(
+        cls, slots: Tensor, block_table: Tensor, *, ring: HiddenRing, block_size: int
+    ) -> "StepInputs":
+        """Inputs of a step in which every request decodes with K+1 rows, made on the device.
+
+        Args:
+            slots: `[R]` int64.
+            block_table: `[R, M]` int32.
+            ring: state of the request slots.
+            block_size: tokens a page.
+        """
+        num_requests, num_drafts = len(slots), ring.draft_token_ids.shape[1]
+        rows_each = num_drafts + 1
+        layout = equal_rows(rows_each, slots)
+        num_tokens = ring.num_tokens[slots]
+        first_position = num_tokens - 1
+        request_index, positions = layout.request_index, layout.positions(first_position)
+        drafts = ring.draft_token_ids[slots]
+        yes = torch.ones_like(slots, dtype=torch.bool)
+        return cls(
+            input_ids=ring.read_inputs(slots, request_index, positions, drafts),
+            positions=positions,
+            request_index=request_index,
+            query_start_loc=layout.query_start_loc,
+            seq_lens=(first_position + rows_each).int(),
+            block_table=block_table,
+            slots=slots,
+            first_position=first_position,
+            num_rows=layout.counts,
+            row_counts=(rows_each,) * num_requests,
+            num_tokens=num_tokens,
+            num_drafts=torch.full_like(slots, num_drafts),
+            draft_token_ids=drafts,
+            samples=yes,
+            resumes=~yes,
+            prefilling=~yes,
+            max_query_len=rows_each,
+            block_size=block_size,
+            static=True,
         )
 
     def slot_mapping(
@@ -150,9 +197,9 @@ class StepInputs:
         slot = block.long() * self.block_size + safe % self.block_size
         return slot if writes is None else torch.where(writes, slot, -1)
 
-    def target_context(self, cache: KVCache, *, backend: str) -> PagedContext:
-        """Attention context of the target forward pass."""
-        return PagedContext(
+    def target_context(self, cache: KVCache, *, backend: str) -> PagedContext | RecurrentContext:
+        """Context of the target forward pass: pages, and states where layers are recurrent."""
+        paged = PagedContext(
             pool=cache,
             slot_mapping=self.slot_mapping(self.request_index, self.positions),
             block_table=self.block_table,
@@ -160,6 +207,13 @@ class StepInputs:
             query_start_loc=self.query_start_loc,
             max_query_len=self.max_query_len,
             backend=backend,
+        )
+        return with_states(
+            paged,
+            states=cache.recurrent,
+            slots=self.slots,
+            first_position=self.first_position,
+            num_rows=self.row_counts,
         )
 
     def logits_indices(self, num_speculative_tokens: int) -> Tensor:
@@ -171,3 +225,18 @@ class StepInputs:
         last = self.query_start_loc[1:].long() - 1
         column = torch.arange(num_speculative_tokens + 1, device=last.device)
         return torch.minimum((last - self.num_drafts)[:, None] + column, last[:, None])
+
+
+def _block_table(requests: list[Request], *, device: torch.device) -> Tensor:
+    """`[R, M]` int32 for the longest of these requests, padded with 0."""
+    width = max(len(request.block_ids) for request in requests)
+    tables = [request.block_ids + [0] * (width - len(request.block_ids)) for request in requests]
+    return to_device(tables, dtype=torch.int32, device=device)
+
+
+def to_device(values: list, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of host values, copied without waiting for the device to finish its work."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -9,10 +9,19 @@ from typing import Literal, NamedTuple
 from mtp_research.config import EngineConfig
 from mtp_research.decode.audit import Auditor
 from mtp_research.decode.block_manager import BlockManager
-from mtp_research.decode.draft import Drafter, MTPDrafter, NullDrafter, OracleDrafter
+from mtp_research.decode.draft import DraftSampling, MTPDrafter
+from mtp_research.decode.draft_length import DraftLength
+from mtp_research.decode.drafter import Drafter, NullDrafter, OracleDrafter
+from mtp_research.decode.graphs import StepGraphs
 from mtp_research.decode.kv_cache import HiddenRing, KVCache
+from mtp_research.decode.prefix_cache import PrefixCache
 from mtp_research.decode.scheduler import Scheduler
+from mtp_research.decode.step import DeviceStep
+from mtp_research.errors import ConfigError, EnvironmentFault
 from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.merged import merge_projections
+from mtp_research.models.recurrent_states import RecurrentStates
+from mtp_research.models.sparse import require_exact_length
 from mtp_research.models.target import Target
 from mtp_research.policy import HiddenPolicy, ModuleSchedule, num_slots_needed
 
@@ -41,8 +50,9 @@ def build_drafter(
     policy: HiddenPolicy,
     num_speculative_tokens: int,
     engine: EngineConfig,
-    sample_drafts: bool,
+    draft_sampling: DraftSampling,
     schedule: ModuleSchedule,
+    length: DraftLength,
 ) -> DraftParts:
     """Drafter of `heads`, and its auditor where the engine asks for one; see `SpecDecoder`."""
     if num_speculative_tokens == 0 or heads is None:
@@ -56,14 +66,20 @@ def build_drafter(
         heads=heads,
         policy=policy,
         num_speculative_tokens=num_speculative_tokens,
-        first_kv_layer=target.config.num_hidden_layers,
+        first_kv_layer=len(target.kv_layers),
         schedule=schedule,
-        sample_drafts=sample_drafts,
+        draft_sampling=draft_sampling,
         backend=engine.backend,
+        length=length,
     )
     if not engine.audit:
         return DraftParts(drafter, None)
-    auditor = Auditor(policy, num_speculative_tokens, drafter.num_kv_layers)
+    auditor = Auditor(
+        policy,
+        num_speculative_tokens,
+        drafter.num_kv_layers,
+        num_requests_per_watched=engine.audit_every,
+    )
     return DraftParts(replace(drafter, auditor=auditor), auditor)
 
 
@@ -77,20 +93,30 @@ def build_state(
     keep_draft_probs: bool,
 ) -> LoopState:
     """Allocate the page pool and the ring, and set up the scheduler."""
+    require_exact_length(max_model_len, limit=target.max_exact_tokens)
     num_extra_slots = drafter.num_extra_slots if drafter is not None else 0
     num_draft_layers = drafter.num_kv_layers if drafter is not None else 0
-    slots_per_request = num_slots_needed(max_model_len, num_speculative_tokens) + num_extra_slots
-    blocks_per_request = -(-slots_per_request // engine.block_size)
+    blocks_per_request = _blocks_per_request(
+        drafter,
+        engine=engine,
+        max_model_len=max_model_len,
+        num_speculative_tokens=num_speculative_tokens,
+    )
     num_blocks = engine.num_blocks or engine.max_num_requests * blocks_per_request
-    num_kv_heads, key_dim, value_dim = target.kv_geometry
+    recurrent = None
+    if target.has_recurrent_state:
+        recurrent = RecurrentStates(
+            target.mixers,
+            num_slots=engine.max_num_requests,
+            num_speculative_tokens=num_speculative_tokens,
+        )
     cache = KVCache(
-        target.config.num_hidden_layers + num_draft_layers,
-        num_blocks=num_blocks,
+        [*target.kv_layers, *[target.draft_kv_layer] * num_draft_layers],
+        num_blocks=num_blocks + 1,  # the last one belongs to the padding of captured batches
         block_size=engine.block_size,
-        num_kv_heads=num_kv_heads,
-        head_dims=(key_dim, value_dim),
         dtype=target.dtype,
         device=target.device,
+        recurrent=recurrent,
     )
     ring = HiddenRing(
         engine.max_num_requests,
@@ -103,12 +129,104 @@ def build_state(
         device=target.device,
     )
     scheduler = Scheduler(
-        BlockManager(num_blocks, block_size=engine.block_size),
+        BlockManager(
+            num_blocks,
+            block_size=engine.block_size,
+            prefix_cache=_build_prefix_cache(target, drafter, engine=engine),
+        ),
         num_slots=engine.max_num_requests,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_prefill_chunk=engine.max_prefill_chunk,
         max_model_len=max_model_len,
         num_speculative_tokens=num_speculative_tokens,
         num_extra_slots=num_extra_slots,
+        steps_per_priority=engine.steps_per_priority,
+        deferred=engine.deferred_output,
     )
     return LoopState(cache, ring, scheduler)
+
+
+def build_graphs(
+    step: DeviceStep, *, engine: EngineConfig, max_model_len: int
+) -> StepGraphs | None:
+    """Captured steps, where the engine asks for them.
+
+    Raises:
+        ConfigError: settings that a captured step cannot follow.
+        EnvironmentFault: there is no GPU.
+    """
+    if not engine.cuda_graphs:
+        return None
+    if step.target.device.type != "cuda":
+        raise EnvironmentFault(
+            f"engine.cuda_graphs=true needs the model on a CUDA GPU, got {step.target.device}; "
+            "set engine=auto."
+        )
+    if engine.audit or not engine.deferred_output:
+        raise ConfigError(
+            "engine.cuda_graphs=true needs engine.deferred_output=true and engine.audit=false, got "
+            f"{engine.deferred_output} and {engine.audit}; set engine=h200."
+        )
+    if step.target.has_recurrent_state:
+        raise ConfigError(
+            "engine.cuda_graphs=true does not support recurrent layers, got family "
+            f"{step.target.family_name}; set engine.cuda_graphs=false."
+        )
+    if engine.compile:
+        merge_projections(step.target.model)
+        if isinstance(step.drafter, MTPDrafter):
+            merge_projections(step.drafter.heads)
+    return StepGraphs(
+        step,
+        max_num_requests=engine.max_num_requests,
+        num_table_blocks=_blocks_per_request(
+            step.drafter,
+            engine=engine,
+            max_model_len=max_model_len,
+            num_speculative_tokens=step.num_speculative_tokens,
+        ),
+        block_size=engine.block_size,
+        compile_step=engine.compile,
+    )
+
+
+def _blocks_per_request(
+    drafter: Drafter | None,
+    *,
+    engine: EngineConfig,
+    max_model_len: int,
+    num_speculative_tokens: int,
+) -> int:
+    """Blocks that the longest request can own."""
+    num_slots = num_slots_needed(max_model_len, num_speculative_tokens, int(engine.deferred_output))
+    num_slots += drafter.num_extra_slots if drafter is not None else 0
+    return -(-num_slots // engine.block_size)
+
+
+def _build_prefix_cache(
+    target: Target, drafter: Drafter | None, *, engine: EngineConfig
+) -> PrefixCache | None:
+    """The prefix cache that the engine asks for.
+
+    Raises:
+        ConfigError: blocks of this target or policy cannot be shared.
+    """
+    if not engine.prefix_caching:
+        return None
+    if target.has_recurrent_state:
+        raise ConfigError(
+            "engine.prefix_caching must be false for a target with recurrent layers, whose states "
+            "are not kept by block; set engine.prefix_caching=false."
+        )
+    if not isinstance(drafter, MTPDrafter):
+        return PrefixCache(block_size=engine.block_size, num_following_tokens=0)
+    if not drafter.policy.clean:
+        raise ConfigError(
+            f"engine.prefix_caching must be false for spec.policy={drafter.policy.name}, whose "
+            "draft KV depends on the history of each request; set engine.prefix_caching=false."
+        )
+    return PrefixCache(
+        block_size=engine.block_size,
+        num_following_tokens=drafter.num_speculative_tokens,
+        watcher=drafter.auditor,
+    )

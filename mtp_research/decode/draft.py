@@ -1,86 +1,43 @@
-"""Drafting: who proposes the next K tokens, and the MTP drafter that executes a policy's row plan.
-
-A drafter gets the verified step and returns K tokens a request. `MTPDrafter` runs K passes of
-`policy.plan_pass`; `NullDrafter` and `OracleDrafter` are the two ends every evaluation can be
-checked against: length 1 and length K+1.
+"""The MTP drafter: runs modules over the rows that a policy's plan asks for, one pass per draft.
 
 Letters: R requests, T rows of a pass, K drafts per step, D hidden, V vocabulary.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from mtp_research.decode.audit import Auditor
-from mtp_research.decode.batch import StepInputs
+from mtp_research.decode.batch import StepInputs, to_device
+from mtp_research.decode.draft_length import NOT_DRAFTED, DraftLength, FixedLength
+from mtp_research.decode.drafter import VerifiedStep
 from mtp_research.decode.kv_cache import HiddenRing, KVCache
+from mtp_research.decode.processors import process_logits
 from mtp_research.decode.sampling import (
-    SamplingTensors,
     Stream,
     sample_from,
     target_probabilities,
     uniform_noise,
 )
 from mtp_research.decode.verify import PADDING_TOKEN_ID
+from mtp_research.heads.module import ModuleOutput
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.paged import PagedContext
-from mtp_research.models.target import Target, TargetHidden
 from mtp_research.policy import (
+    BaseRows,
     HiddenKind,
     HiddenPolicy,
     ModuleSchedule,
     PassPlan,
     StepState,
+    bound_base_rows,
     plan_pass,
 )
 
-
-@dataclass(frozen=True)
-class VerifiedStep:
-    """What drafting may use of a step.
-
-    Attributes:
-        inputs: the step's inputs.
-        state: where each request stands after verification.
-        target_hidden: hidden states of the step's packed rows, each `[1, T, D]`.
-        params: sampling parameters of the requests.
-        request_ids: for the auditor.
-    """
-
-    inputs: StepInputs
-    state: StepState
-    target_hidden: TargetHidden
-    params: SamplingTensors
-    request_ids: list[str]
-
-
-class Drafter(Protocol):
-    """Proposes K tokens a request.
-
-    Attributes:
-        num_kv_layers: KV layers it needs beside the target's.
-        num_extra_slots: positions it writes beyond `policy.num_slots_needed`.
-    """
-
-    @property
-    def num_kv_layers(self) -> int:
-        """See the class."""
-        ...
-
-    @property
-    def num_extra_slots(self) -> int:
-        """See the class."""
-        ...
-
-    def draft(self, step: VerifiedStep, *, cache: KVCache, ring: HiddenRing) -> Tensor:
-        """Draft token ids `[R, K]` int64, -1 for drafts to reject and requests that do not draft.
-
-        Writes the drafter's KV layers, appends the drafts to `ring.text` and, when drafts are
-        sampled, keeps their distributions in the ring.
-        """
-        ...
+DraftSampling = Literal["greedy", "processed", "sample"]
+DRAFT_SAMPLINGS: tuple[DraftSampling, ...] = get_args(DraftSampling)
 
 
 @dataclass(frozen=True)
@@ -93,10 +50,11 @@ class MTPDrafter:
         num_speculative_tokens: K, >= 1.
         first_kv_layer: index of the first draft layer in the cache.
         schedule: which module runs which pass.
-        sample_drafts: draw drafts from the draft distribution (with the request's sampling
-            parameters) instead of argmax.
+        draft_sampling: `greedy` takes the argmax, `processed` the argmax after the request's own
+            logit processors, `sample` draws with its temperature and truncation.
         backend: kernel backend.
         auditor: records every row, or None.
+        length: how many drafts are made.
     """
 
     heads: MTPHeads
@@ -104,9 +62,10 @@ class MTPDrafter:
     num_speculative_tokens: int
     first_kv_layer: int
     schedule: ModuleSchedule = "cycle"
-    sample_drafts: bool = False
+    draft_sampling: DraftSampling = "greedy"
     backend: str = "auto"
     auditor: Auditor | None = None
+    length: DraftLength = field(default_factory=FixedLength)
     num_extra_slots: int = 0
 
     @property
@@ -122,46 +81,99 @@ class MTPDrafter:
         chain: Tensor | None = None  # the previous pass's output, for policies that chain
         recycled: list[Tensor] = []
         drafts: list[Tensor] = []
+        num_made = torch.zeros_like(step.state.frontier)
+        base_rows = self._base_rows(step.inputs)
         for draft_step in range(self.num_speculative_tokens):
+            drafts.append(torch.full_like(num_made, NOT_DRAFTED))
+            is_open = step.state.drafting & (num_made == draft_step)
             plan = plan_pass(
                 self.policy,
-                step.state,
+                self._state(step, is_open),
                 draft_step=draft_step,
                 num_speculative_tokens=self.num_speculative_tokens,
                 num_mtp_modules=self.heads.spec.num_mtp_modules,
                 schedule=self.schedule,
+                static=step.inputs.static,
+                base_rows=base_rows,
+                makes_draft=draft_step < step.draft_limit,
             )
-            if len(plan.position) == 0:
-                drafts.append(torch.full_like(step.state.frontier, PADDING_TOKEN_ID))
-                continue
-            hidden = _gather_hidden(
-                plan, step, target_hidden=target_hidden, ring=ring, chain=chain, recycled=recycled
-            )
-            token_ids = ring.read_text(step.inputs.slots[plan.request_index], plan.token_position)
-            if self.auditor is not None:
-                self.auditor.record(plan, token_ids=token_ids, request_ids=step.request_ids)
-            output = self.heads.run_module(
-                plan.module_idx,
-                token_ids=token_ids[None],
-                prev_hidden_states=hidden[None],
-                position_ids=plan.position.clamp(min=0)[None],
-                context=self._context(plan, step.inputs, cache),
-            )
-            own_output = self.heads.recycled(output)[0]
-            chain = own_output if self.policy.hidden == "chain" else None
-            sampled_rows = plan.last_rows.clamp(min=0)
-            recycled.append(own_output[sampled_rows])
-            logits = self.heads.logits(output.post_norm[0, sampled_rows])  # [R, V]
-            token_ids = self._choose(logits, step, draft_step, ring)
-            drafts.append(token_ids.masked_fill(~step.state.drafting, PADDING_TOKEN_ID))
+            if len(plan.position) > 0:
+                hidden = _gather_hidden(
+                    plan,
+                    step,
+                    target_hidden=target_hidden,
+                    ring=ring,
+                    chain=chain,
+                    recycled=recycled,
+                )
+                output = self._run(plan, step, hidden=hidden, cache=cache, ring=ring)
+                own_output = self.heads.recycled(output)[0]
+                chain = own_output if self.policy.hidden == "chain" else None
+                if draft_step < step.draft_limit:
+                    sampled_rows = plan.last_rows.clamp(min=0)
+                    recycled.append(own_output[sampled_rows])
+                    logits = self.heads.logits(output.post_norm[0, sampled_rows])  # [R, V]
+                    token_ids = self._choose(logits, step, draft_step, ring)
+                    is_made = is_open & self._keeps(logits)
+                    drafts[-1] = torch.where(is_made, token_ids, NOT_DRAFTED)
+                    num_made = num_made + is_made
+            # Where the step broke, the old drafts must not be fed again; prompts are left alone.
             ring.write_text(
                 step.inputs.slots,
                 positions=(step.state.num_known_tokens + draft_step)[:, None],
                 token_ids=drafts[-1][:, None],
-                keep=step.state.drafting[:, None],
+                keep=(step.inputs.samples | step.inputs.resumes)[:, None],
             )
         _store_ring(step, target_hidden, ring)
         return torch.stack(drafts, dim=1)
+
+    def _run(
+        self,
+        plan: PassPlan,
+        step: VerifiedStep,
+        *,
+        hidden: Tensor,
+        cache: KVCache,
+        ring: HiddenRing,
+    ) -> ModuleOutput:
+        """Run a pass's module over hidden vectors `[T, D]` and the tokens that its rows consume."""
+        token_ids = ring.read_text(step.inputs.slots[plan.request_index], plan.token_position)
+        if self.auditor is not None:
+            self.auditor.record(plan, token_ids=token_ids, request_ids=step.request_ids)
+        return self.heads.run_module(
+            plan.module_idx,
+            token_ids=token_ids[None],
+            prev_hidden_states=hidden[None],
+            position_ids=plan.position.clamp(min=0)[None],
+            context=self._context(plan, step.inputs, cache),
+        )
+
+    def _base_rows(self, inputs: StepInputs) -> BaseRows | None:
+        """Bounds of the base rows of a batch with prompt rows; None where they may be read."""
+        if inputs.is_prefill is None:
+            return None
+        counts = bound_base_rows(
+            self.policy,
+            inputs.row_counts,
+            is_prefill=inputs.is_prefill,
+            num_speculative_tokens=self.num_speculative_tokens,
+        )
+        on_device = to_device(counts, dtype=torch.int64, device=inputs.slots.device)
+        return BaseRows(on_device, total=sum(counts), longest=max(counts))
+
+    def _state(self, step: VerifiedStep, is_open: Tensor) -> StepState:
+        """The state to plan a pass with: a request that stopped has no rows above its frontier."""
+        has_fixed_rows = step.inputs.static or step.inputs.is_prefill is not None
+        if has_fixed_rows or self.policy.draft_rows == "none":
+            return step.state
+        return step.state._replace(drafting=is_open)
+
+    def _keeps(self, logits: Tensor) -> Tensor | bool:
+        """`[R]` bool, the length rule makes a draft of logits `[R, V]`; NaN makes one, as -1."""
+        if not self.length.reads_probability:
+            return True
+        probability = torch.softmax(logits.double(), dim=-1).amax(dim=-1)
+        return self.length.keeps(probability) | probability.isnan()
 
     def _context(self, plan: PassPlan, inputs: StepInputs, cache: KVCache) -> PagedContext:
         return PagedContext(
@@ -180,7 +192,16 @@ class MTPDrafter:
     ) -> Tensor:
         """Draft tokens `[R]` of draft logits `[R, V]`; a non-finite row gives -1."""
         finite = torch.isfinite(logits).all(dim=-1)
-        if not self.sample_drafts:
+        if self.draft_sampling == "processed" and step.params.processors is not None:
+            num_tokens = step.state.num_known_tokens + draft_step
+            logits = process_logits(
+                logits[:, None],
+                step.params.processors,
+                text=ring.text[step.inputs.slots],
+                num_tokens=num_tokens[:, None],
+            )[:, 0]
+            finite = finite & (logits.amax(dim=-1) > -torch.inf)  # no token may be left
+        if self.draft_sampling != "sample":
             return torch.where(finite, logits.argmax(dim=-1), PADDING_TOKEN_ID)
         probs = target_probabilities(
             logits.masked_fill(~finite[:, None], 0.0)[:, None], step.params
@@ -191,68 +212,6 @@ class MTPDrafter:
         noise = uniform_noise(step.params.seed, first, Stream.DRAFT, index=draft_step)
         token_ids = sample_from(probs, noise)
         return torch.where(finite, token_ids, PADDING_TOKEN_ID)
-
-
-@dataclass(frozen=True)
-class NullDrafter:
-    """Proposes only drafts that must be rejected: length 1, at the cost of verifying K rows."""
-
-    num_speculative_tokens: int
-    num_kv_layers: int = 0
-    num_extra_slots: int = 0
-
-    def draft(self, step: VerifiedStep, *, cache: KVCache, ring: HiddenRing) -> Tensor:
-        """See `Drafter.draft`."""
-        shape = (len(step.state.frontier), self.num_speculative_tokens)
-        device = step.state.frontier.device
-        return torch.full(shape, PADDING_TOKEN_ID, dtype=torch.int64, device=device)
-
-
-@dataclass(frozen=True)
-class OracleDrafter:
-    """Drafts with the target itself: under greedy verification the length is exactly K+1.
-
-    K target passes over one row a request write provisional KV at the draft positions; the verify
-    step overwrites it.
-    """
-
-    target: Target
-    num_speculative_tokens: int
-    backend: str = "auto"
-    num_kv_layers: int = 0
-    num_extra_slots: int = (
-        1  # its last pass reads the draft before the last one, a row that no module ever runs
-    )
-
-    def draft(self, step: VerifiedStep, *, cache: KVCache, ring: HiddenRing) -> Tensor:
-        """See `Drafter.draft`."""
-        inputs, state = step.inputs, step.state
-        rows = torch.arange(len(inputs.slots), device=inputs.slots.device)
-        query_start_loc = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
-        drafts = []
-        for draft_step in range(self.num_speculative_tokens):
-            positions = state.num_known_tokens - 1 + draft_step
-            context = PagedContext(
-                pool=cache,
-                slot_mapping=inputs.slot_mapping(rows, positions, writes=state.drafting),
-                block_table=inputs.block_table,
-                seq_lens=(positions + 1).int(),
-                query_start_loc=query_start_loc,
-                max_query_len=1,
-                backend=self.backend,
-            )
-            token_ids = ring.read_text(inputs.slots, positions)
-            hidden = self.target.forward(
-                token_ids[None], position_ids=positions[None], context=context
-            )
-            drafts.append(self.target.logits(hidden.post_norm[0]).argmax(dim=-1))
-            ring.write_text(
-                inputs.slots,
-                positions=(positions + 1)[:, None],
-                token_ids=drafts[-1][:, None],
-                keep=state.drafting[:, None],
-            )
-        return torch.stack(drafts, dim=1)
 
 
 def _gather_hidden(
@@ -277,7 +236,7 @@ def _gather_hidden(
         return hidden
     outputs = torch.stack(recycled)  # [m, R, D]
     own = outputs[(plan.hidden_index - 1).clamp(0, len(recycled) - 1), plan.request_index]
-    return torch.where((plan.hidden_kind == HiddenKind.DRAFT)[:, None], own, hidden)
+    return torch.where((plan.hidden_kind == HiddenKind.DRAFT.value)[:, None], own, hidden)
 
 
 def _store_ring(step: VerifiedStep, target_hidden: Tensor, ring: HiddenRing) -> None:

@@ -8,8 +8,13 @@ changes a request.
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from mtp_research.errors import ConfigError
+from mtp_research.decode.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # they import this module
+    from mtp_research.decode.grammar import Matcher
+    from mtp_research.decode.logprobs import TokenLogprobs
 
 
 class Status(StrEnum):
@@ -25,48 +30,8 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # a stop token was emitted (it is part of the output)
     LENGTH = "length"  # max_new_tokens or the context limit was reached
-    NON_FINITE = "non_finite"  # the target's logits were not finite
+    NON_FINITE = "non_finite"  # the target's logits were not finite, or masks left no token
     ABORT = "abort"
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled and when it stops.
-
-    Attributes:
-        temperature: 0 is greedy, otherwise > 0.
-        top_k: keep the k most probable tokens, 0 keeps all.
-        top_p: keep the smallest set with at least this probability, in (0, 1].
-        seed: noise seed of this request; equal seeds give equal noise whatever the batch.
-        max_new_tokens: most tokens to emit, >= 0.
-        stop_token_ids: tokens that end the request; the stop token itself is emitted.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    max_new_tokens: int = 64
-    stop_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check ranges.
-
-        Raises:
-            ConfigError: names the field, the range and the value.
-        """
-        checks = (
-            ("temperature", self.temperature >= 0.0, ">= 0"),
-            ("top_k", self.top_k >= 0, ">= 0 (0 keeps all)"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("max_new_tokens", self.max_new_tokens >= 0, ">= 0"),
-        )
-        for name, holds, expected in checks:
-            if not holds:
-                raise ConfigError(
-                    f"sampling.{name} must be {expected}, got {getattr(self, name)}; "
-                    f"set sampling.{name}."
-                )
 
 
 @dataclass
@@ -81,12 +46,20 @@ class Request:
         token_ids: accepted tokens, prompt included.
         draft_token_ids: drafts for the positions after `token_ids`, at most K; -1 marks a draft
             that must be rejected.
-        num_computed_tokens: target rows whose KV is in the pages, [0, num_tokens - 1] between
-            steps.
+        num_computed_tokens: target rows whose KV is in the pages or will be once the scheduled
+            prompt chunks have run; [0, num_tokens - 1] when no step is in flight.
         num_prefill_tokens: rows below are prompt rows: the prompt, or after a preemption all tokens
             but the newest.
-        block_ids: pages owned, in text order.
+        block_ids: pages held, in text order; leading ones may be shared (see `PrefixCache`).
+        block_keys: content keys of the leading full blocks, as far as they were needed.
+        num_published_blocks: leading blocks that were taken from or offered to the prefix cache.
+        num_cached_tokens: rows whose KV was taken from the prefix cache at the last admission.
+        cache_salt: texts with different salts share no cached block.
+        num_in_flight: scheduled steps that decide tokens or drafts and are not committed yet; at
+            most 1 between steps, and that only with deferred output.
         slot: row in the slot-addressed state (`HiddenRing`), None while waiting.
+        matcher: where the output stands in its grammar, None without one.
+        token_logprobs: one entry per output token if `sampling.logprobs` asks for them.
     """
 
     request_id: str
@@ -97,8 +70,15 @@ class Request:
     draft_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_prefill_tokens: int = 0
+    num_in_flight: int = 0
     block_ids: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    num_published_blocks: int = 0
+    num_cached_tokens: int = 0
+    cache_salt: str = ""
     slot: int | None = None
+    matcher: "Matcher | None" = None
+    token_logprobs: "list[TokenLogprobs]" = field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     num_accepted_per_round: list[int] = field(default_factory=list)
@@ -113,6 +93,27 @@ class Request:
         """Start the accepted text with the prompt."""
         self.token_ids = list(self.prompt_token_ids)
         self.num_prefill_tokens = len(self.token_ids)
+
+    def note_round(self, *, num_emitted: int) -> None:
+        """Count the verification of the current drafts, and time the first token.
+
+        Args:
+            num_emitted: accepted drafts and the token after them; 0 where the target broke.
+        """
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter()
+        if self.draft_token_ids:
+            num_drafted = len(self.draft_token_ids)
+            self.num_accepted_per_round.append(min(max(num_emitted - 1, 0), num_drafted))
+            self.num_drafted_per_round.append(num_drafted)
+
+    def restart(self) -> None:
+        """Recompute the text from its start once the request, which waits, is admitted again."""
+        has_output = self.num_tokens > self.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.num_prefill_tokens = self.num_tokens - has_output
+        if not self.num_in_flight:  # the step in flight still has to be judged by its drafts
+            self.draft_token_ids = []
 
     @property
     def num_tokens(self) -> int:
@@ -131,5 +132,5 @@ class Request:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether prompt rows (or rows recomputed after a preemption) are still missing."""
+        """Whether prompt rows (or rows recomputed after a preemption) are still to schedule."""
         return self.num_computed_tokens < self.num_prefill_tokens

@@ -8,12 +8,11 @@ Letters: R requests, J rows a request, V vocabulary.
 """
 
 from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mtp_research.decode.request import SamplingParams
+from mtp_research.decode.sampling_tensors import SamplingTensors
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -28,40 +27,6 @@ class Stream(IntEnum):
     RESAMPLE = 3
 
 
-class SamplingTensors(NamedTuple):
-    """Sampling parameters of a batch.
-
-    Attributes:
-        temperature: `[R]` float64, 0 is greedy.
-        top_k: `[R]` int64, 0 keeps all.
-        top_p: `[R]` float64, in (0, 1].
-        seed: `[R]` int64.
-        all_greedy: no request samples; known on the host.
-        keeps_all: no request truncates; known on the host.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    seed: Tensor
-    all_greedy: bool
-    keeps_all: bool
-
-
-def sampling_tensors(params: list[SamplingParams], *, device: torch.device) -> SamplingTensors:
-    """Stack the parameters of a batch."""
-    return SamplingTensors(
-        temperature=torch.tensor(
-            [p.temperature for p in params], dtype=torch.float64, device=device
-        ),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
-        seed=torch.tensor([_signed(p.seed) for p in params], dtype=torch.int64, device=device),
-        all_greedy=all(p.temperature == 0 for p in params),
-        keeps_all=all(p.top_k == 0 and p.top_p == 1 for p in params),
-    )
-
-
 def target_probabilities(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Probabilities that a request is sampled from.
 
@@ -70,34 +35,74 @@ def target_probabilities(logits: Tensor, params: SamplingTensors) -> Tensor:
         params: one entry per request.
 
     Returns:
-        `[R, J, V]` float64; one-hot at the argmax where the temperature is 0. Temperature first,
-        then top-k, then top-p, then renormalisation (the order of transformers and vLLM).
+        `[R, J, V]` float64; one-hot at the argmax where the temperature is 0.
     """
-    values = logits.double()
-    greedy = torch.zeros_like(values).scatter_(-1, values.argmax(dim=-1, keepdim=True), 1.0)
+    token_id = torch.arange(logits.shape[-1], device=logits.device)
+    greedy = (token_id == logits.argmax(dim=-1, keepdim=True)).double()
     if params.all_greedy:
         return greedy
+    probs = torch.softmax(scaled_logits(logits, params), dim=-1)
+    return torch.where(params.temperature[:, None, None] > 0, probs, greedy)
+
+
+def scaled_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Temperature, then top-k, top-p and min-p, the order of transformers.
+
+    Args:
+        logits: `[R, J, V]`, any float dtype.
+        params: one entry per request; temperature 0 scales by 1 and truncates nothing.
+
+    Returns:
+        `[R, J, V]` float64, relative to the best token; -inf where a token is not kept. The most
+        probable token always stays, of equals the first.
+    """
     temperature = params.temperature[:, None, None]
+    divisor = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
     # Relative to the best token, so that no temperature, however low, overflows.
-    relative = values - values.amax(dim=-1, keepdim=True)
-    scaled = relative / torch.where(temperature > 0, temperature, torch.ones_like(temperature))
-    if not params.keeps_all:
-        scaled = scaled.masked_fill(~_keep_top(scaled, params), -torch.inf)
-    return torch.where(temperature > 0, torch.softmax(scaled, dim=-1), greedy)
+    best = logits.amax(dim=-1, keepdim=True).double()
+    scaled = (logits.double() - best) / divisor
+    if params.keeps_all:
+        return scaled
+    keep = _keep_top(logits, params) & (scaled.exp() >= params.min_p[:, None, None])
+    return scaled.masked_fill(~keep & (temperature > 0), -torch.inf)
 
 
-def _keep_top(scaled: Tensor, params: SamplingTensors) -> Tensor:
-    """Mask `[R, J, V]` of what top-k and top-p keep; the most probable token always stays."""
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scaled.shape[-1], device=scaled.device)
-    top_k = torch.where(params.top_k == 0, scaled.shape[-1], params.top_k)[:, None, None]
-    keep = rank < top_k
-    probs = torch.softmax(ordered.masked_fill(~keep, -torch.inf), dim=-1)
+def _keep_top(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Mask `[R, J, V]` of what top-k and top-p keep.
+
+    Both keep the first n tokens in falling order; n is found on sorted values alone. Values are
+    sorted in their own dtype, which has half the bits of the probabilities, and only as many as a
+    top-k can keep: at V = 150 000 sorting is most of the cost of sampling.
+    """
+    vocab_size = logits.shape[-1]
+    if params.top_k_bound is not None:
+        ordered = logits.topk(min(params.top_k_bound, vocab_size), dim=-1).values
+    else:
+        ordered = logits.sort(dim=-1, descending=True).values
+    rank = torch.arange(ordered.shape[-1], device=logits.device)
+    unbounded = params.top_k == 0
+    top_k = torch.where(unbounded, vocab_size, params.top_k)[:, None, None]
+    temperature = params.temperature[:, None, None]
+    divisor = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
+    scaled = (ordered.double() - ordered[..., :1].double()) / divisor
+    probs = torch.softmax(scaled.masked_fill(rank >= top_k, -torch.inf), dim=-1)
     mass_before = probs.cumsum(dim=-1) - probs
     top_p = params.top_p[:, None, None]
     # At 1 the sum, which rounds, has no say: what a request keeps must not depend on the batch.
-    keep = keep & ((mass_before < top_p) | (top_p == 1) | (rank == 0))
-    return torch.zeros_like(keep).scatter_(-1, order, keep)
+    keep = (rank < top_k) & ((mass_before < top_p) | (top_p == 1) | (rank == 0))
+    kept = keep.sum(dim=-1, keepdim=True)
+    first = _first_of_order(logits, ordered, kept)
+    # A request without top-k that keeps all is not bound by a neighbour's top-k.
+    return first | (unbounded[:, None, None] & (top_p == 1))
+
+
+def _first_of_order(logits: Tensor, ordered: Tensor, kept: Tensor) -> Tensor:
+    """Mask `[R, J, V]` of the first `kept` `[R, J, 1]` tokens in falling order, ties by index."""
+    smallest = ordered.gather(-1, kept - 1)
+    above = logits > smallest
+    ties = logits == smallest
+    num_ties = kept - above.sum(dim=-1, keepdim=True)
+    return above | (ties & (ties.cumsum(dim=-1) <= num_ties))
 
 
 def sample_from(probs: Tensor, uniform: Tensor) -> Tensor:

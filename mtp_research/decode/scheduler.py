@@ -1,36 +1,20 @@
 """Who runs in the next step: admission, chunks, decoding, preemption; and the bookkeeping after it.
 
 Requests that decode come first, then prompt chunks, then admissions, all under one token budget.
-Sizes are in tokens.
 
-Letters: R requests, K drafts per step.
+Letters: K drafts per step. Sizes are in tokens.
 Source: continuous batching (Orca, OSDI 2022); counters named as in vLLM v1.
 """
 
-import heapq
-import itertools
 import time
-from typing import NamedTuple
 
-from mtp_research.decode.batch import Scheduled
 from mtp_research.decode.block_manager import BlockManager
+from mtp_research.decode.integrity import check_progress, check_slots, check_waiting
+from mtp_research.decode.limits import check_arrival, check_budget, cut_emitted, text_limit
 from mtp_research.decode.request import FinishReason, Request, Status
-from mtp_research.errors import ConfigError
+from mtp_research.decode.schedule import Schedule, Scheduled
+from mtp_research.decode.waiting import WaitingQueue
 from mtp_research.policy import num_slots_needed
-
-
-class Schedule(NamedTuple):
-    """One step's work.
-
-    Attributes:
-        entries: rows to run.
-        admitted: requests with a fresh slot, whose text must be written before the step.
-        preempted: requests whose pages and slot were taken away.
-    """
-
-    entries: list[Scheduled]
-    admitted: list[Request]
-    preempted: list[Request]
 
 
 class Scheduler:
@@ -45,6 +29,9 @@ class Scheduler:
         max_model_len: longest text.
         num_speculative_tokens: K.
         num_extra_slots: positions the drafter writes beyond `num_slots_needed`.
+        steps_per_priority: head start of one level of priority, see `WaitingQueue`.
+        deferred: the host commits a step after the next one was scheduled. A decoding request then
+            always has K+1 rows, because the host does not know its drafts.
     """
 
     def __init__(
@@ -57,29 +44,26 @@ class Scheduler:
         max_model_len: int,
         num_speculative_tokens: int,
         num_extra_slots: int = 0,
+        steps_per_priority: int = 1000,
+        deferred: bool = False,
     ) -> None:
-        if max_num_batched_tokens < num_slots * (num_speculative_tokens + 1):
-            raise ConfigError(
-                f"engine.max_num_batched_tokens must be >= max_num_requests * (K + 1) = "
-                f"{num_slots * (num_speculative_tokens + 1)}, got {max_num_batched_tokens}; "
-                "raise it."
-            )
+        check_budget(max_num_batched_tokens, num_rows=num_slots * (num_speculative_tokens + 1))
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_prefill_chunk = max_prefill_chunk
         self.max_model_len = max_model_len
         self.num_speculative_tokens = num_speculative_tokens
         self.num_extra_slots = num_extra_slots
+        self.deferred = deferred
         self.running: list[Request] = []
-        self._waiting: list[tuple[int, int, Request]] = []
+        self.waiting = WaitingQueue(steps_per_priority=steps_per_priority)
         self._free_slots = list(range(num_slots))
-        self._arrivals: dict[str, int] = {}
-        self._num_arrived = itertools.count()
+        self._num_steps = 0
 
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
-        return bool(self.running or self._waiting)
+        return bool(self.running or len(self.waiting))
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -88,109 +72,88 @@ class Scheduler:
             ConfigError: empty prompt, id in use, prompt beyond the context, or a text that can
                 never fit into the pool.
         """
-        request_id, num_prompt = request.request_id, request.num_prompt_tokens
-        if request_id in self._arrivals:
-            raise ConfigError(
-                f"request_id must be unique among live requests, {request_id!r} is taken."
-            )
-        if num_prompt == 0:
-            raise ConfigError(
-                f"request {request_id}: the prompt must hold at least one token, got none."
-            )
-        if num_prompt >= self.max_model_len:
-            raise ConfigError(
-                f"request {request_id}: the prompt must be shorter than "
-                f"engine.max_model_len={self.max_model_len}, got {num_prompt} tokens; "
-                "shorten it or raise engine.max_model_len."
-            )
-        longest = min(num_prompt + request.sampling.max_new_tokens, self.max_model_len)
-        needed = self.blocks.num_blocks_for(self._num_slots(longest))
-        if needed > self.blocks.num_blocks:
-            raise ConfigError(
-                f"request {request_id} can never fit: it needs {needed} blocks, the pool has "
-                f"{self.blocks.num_blocks}; "
-                "raise engine.num_blocks or lower sampling.max_new_tokens."
-            )
-        self._arrivals[request_id] = next(self._num_arrived)
-        self._push(request)
+        self.waiting.check_new(request)
+        longest = text_limit(request, max_model_len=self.max_model_len)
+        num_needed = self.blocks.num_blocks_for(self._num_slots(longest))
+        check_arrival(
+            request,
+            max_model_len=self.max_model_len,
+            num_needed=num_needed,
+            num_blocks=self.blocks.num_blocks,
+        )
+        self.waiting.arrive(request, step=self._num_steps)
 
     def requests(self) -> list[Request]:
         """Every live request."""
-        return self.running + [request for _, _, request in self._waiting]
+        return [*self.running, *self.waiting]
 
     def schedule(self) -> Schedule:
         """Choose the rows of the next step and reserve their blocks; may preempt."""
+        self._num_steps += 1
         budget = self.max_num_batched_tokens
         entries: list[Scheduled] = []
         preempted: list[Request] = []
-        for request in sorted(self.running, key=lambda r: (r.is_prefilling, self._rank(r))):
+        for request in sorted(self.running, key=lambda r: (r.is_prefilling, self.waiting.rank(r))):
             if request.status is not Status.RUNNING or budget == 0:
                 continue  # preempted by an earlier one, or left for the next step
-            preempted += self._make_room(
-                request, keep={entry.request.request_id for entry in entries}
-            )
+            limit = text_limit(request, max_model_len=self.max_model_len)
+            if request.num_in_flight and request.num_tokens + 1 >= limit:
+                continue  # the step in flight ends it
+            preempted += self._make_room(request, keep={e.request.request_id for e in entries})
             if request.status is not Status.RUNNING:
                 continue
             self.blocks.reserve(request, self._num_slots(request.num_tokens))
-            count = self._num_rows(request, budget)
-            entries.append(Scheduled(request, count))
-            budget -= count
+            entries.append(self._entry(request, budget))
+            budget -= entries[-1].num_scheduled_tokens
         admitted = []
         # A request preempted in this step must not come back in it: the shortage would only move.
-        while self._waiting and self._free_slots and budget > 0 and not preempted:
-            request = self._waiting[0][2]
-            if not self.blocks.can_reserve(request, self._num_slots(request.num_tokens)):
-                break
-            heapq.heappop(self._waiting)
-            self._admit(request)
+        while len(self.waiting) and self._free_slots and budget > 0 and not preempted:
+            request = self.waiting.first()
+            if not self._admit(request):
+                break  # nobody overtakes it by being shorter
             admitted.append(request)
-            count = self._num_rows(request, budget)
-            entries.append(Scheduled(request, count))
-            budget -= count
+            entries.append(self._entry(request, budget))
+            budget -= entries[-1].num_scheduled_tokens
         return Schedule(entries, admitted, preempted)
 
     def commit(
-        self,
-        request: Request,
-        *,
-        num_scheduled_tokens: int,
-        emitted: list[int] | None,
-        drafts: list[int],
-        is_finite: bool,
+        self, entry: Scheduled, *, emitted: list[int], drafts: list[int], is_finite: bool
     ) -> None:
-        """Apply a step's result to one request.
+        """Apply a step's result to one request; nothing if it ended while the step ran.
 
         Args:
-            request: a scheduled request.
-            num_scheduled_tokens: rows it had.
-            emitted: accepted drafts and the bonus token; None where nothing was sampled.
-            drafts: proposals for the next step; ignored while prompt rows are missing.
+            entry: what was scheduled.
+            emitted: accepted drafts and the bonus token; ignored where nothing was sampled.
+            drafts: proposals for the next step; ignored inside a prompt.
             is_finite: False where target logits were not finite; ends a request that had no drafts.
         """
-        decoding = not request.is_prefilling
-        request.num_target_forwards += decoding
-        if emitted is None:
-            request.num_computed_tokens += num_scheduled_tokens
-            if not request.is_prefilling:  # recomputed after a preemption: the next token is known
-                request.draft_token_ids = self._usable(drafts, request)
+        request = entry.request
+        if request.status is Status.FINISHED:
             return
-        if not is_finite and not request.draft_token_ids:
+        request.num_target_forwards += not entry.is_prefill
+        if not (entry.samples or entry.resumes):
+            if request.status is Status.RUNNING:
+                self.blocks.publish(request, num_rows=entry.end_position)
+            return
+        request.num_in_flight -= 1
+        had_drafts = bool(request.draft_token_ids)
+        if not entry.samples:  # recomputed after a preemption: the next token is known
+            self._continue(request, drafts)
+            return
+        if not is_finite and not had_drafts:
+            if entry.is_prefill:
+                request.num_computed_tokens = entry.first_position  # these rows broke
             self.finish(request, FinishReason.NON_FINITE)
             return
-        now = time.perf_counter()
-        request.first_token_s = request.first_token_s if request.first_token_s is not None else now
-        if request.draft_token_ids:
-            request.num_accepted_per_round.append(max(len(emitted) - 1, 0))
-            request.num_drafted_per_round.append(len(request.draft_token_ids))
+        request.note_round(num_emitted=len(emitted))
         if not is_finite:
             # A draft can break the rows before it: attention weighs its value by 0, and 0 * NaN is
             # NaN. The newest token's row is run again alone; it ends the request if it breaks.
-            request.draft_token_ids = []
+            self._continue(request, [])
             return
-        kept, reason = self._cut(request, emitted)
+        kept, reason = cut_emitted(request, emitted, max_model_len=self.max_model_len)
         request.token_ids.extend(kept)
-        request.num_computed_tokens = request.num_tokens - 1
-        request.draft_token_ids = self._usable(drafts, request)
+        self._continue(request, drafts)
         if reason is not None:
             self.finish(request, reason)
 
@@ -200,58 +163,45 @@ class Scheduler:
         request.finish_s = time.perf_counter()
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self._release(request)
-        else:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
-            heapq.heapify(self._waiting)
+            self._release(request, is_sound=reason is not FinishReason.NON_FINITE)
+        self.waiting.leave(request)
         request.status = Status.FINISHED
-        self._arrivals.pop(request.request_id, None)
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between steps."""
         self.blocks.check_integrity(self.requests())
-        slots = [request.slot for request in self.running if request.slot is not None]
-        assert len(slots) == len(self.running), "a running request has no slot"
-        assert sorted(slots + self._free_slots) == list(
-            range(len(slots) + len(self._free_slots))
-        ), f"slots in use: {slots}"
-        for request in self.running:
-            assert min(request.token_ids) >= 0, f"{request.request_id} holds a placeholder token"
-            assert request.num_computed_tokens < request.num_tokens, (
-                f"{request.request_id} is ahead of its text"
-            )
-            covered = len(request.block_ids) * self.blocks.block_size
-            assert covered >= request.num_computed_tokens, (
-                f"{request.request_id} owns {covered} slots, too few"
-            )
-        for _, _, request in self._waiting:
-            assert not request.block_ids, f"{request.request_id} waits and holds blocks"
-            assert request.slot is None, f"{request.request_id} waits and holds a slot"
+        check_slots(self.running, free_slots=self._free_slots)
+        check_progress(self.running, block_size=self.blocks.block_size)
+        check_waiting(self.waiting)
 
-    def _cut(self, request: Request, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
-        """The part of `emitted` that stays, and why the request ends, if it does."""
-        limit = (
-            min(request.num_prompt_tokens + request.sampling.max_new_tokens, self.max_model_len)
-            - request.num_tokens
-        )
-        kept = emitted[:limit]
-        for index, token_id in enumerate(kept):
-            if token_id in request.sampling.stop_token_ids:
-                return kept[: index + 1], FinishReason.STOP
-        return kept, FinishReason.LENGTH if len(emitted) >= limit else None
-
-    def _usable(self, drafts: list[int], request: Request) -> list[int]:
-        """Drafts whose target rows stay inside the context."""
-        return drafts[: self.max_model_len - request.num_tokens]
+    def _continue(self, request: Request, drafts: list[int]) -> None:
+        """Go on after the newest token, with the drafts whose rows stay inside the context."""
+        if request.status is Status.WAITING:  # preempted while the step ran
+            request.restart()
+            return
+        request.num_computed_tokens = request.num_tokens - 1
+        self.blocks.publish(request, num_rows=request.num_computed_tokens)
+        request.draft_token_ids = drafts[: self.max_model_len - request.num_tokens]
 
     def _num_slots(self, num_tokens: int) -> int:
-        return num_slots_needed(num_tokens, self.num_speculative_tokens) + self.num_extra_slots
+        needed = num_slots_needed(num_tokens, self.num_speculative_tokens, int(self.deferred))
+        return needed + self.num_extra_slots
 
-    def _num_rows(self, request: Request, budget: int) -> int:
-        if request.is_prefilling:
-            missing = request.num_prefill_tokens - request.num_computed_tokens
-            return min(missing, budget, self.max_prefill_chunk)
-        return request.num_tokens - request.num_computed_tokens + len(request.draft_token_ids)
+    def _entry(self, request: Request, budget: int) -> Scheduled:
+        """The next rows of a request, at most `budget` prompt rows."""
+        first = request.num_computed_tokens
+        is_prefill = request.is_prefilling
+        if is_prefill:
+            count = min(request.num_prefill_tokens - first, budget, self.max_prefill_chunk)
+            request.num_computed_tokens += count
+        elif self.deferred:
+            count = self.num_speculative_tokens + 1
+        else:
+            count = 1 + len(request.draft_token_ids)
+        samples = first + count >= request.num_tokens
+        resumes = not samples and not request.is_prefilling
+        request.num_in_flight += samples or resumes
+        return Scheduled(request, count, first, is_prefill, samples, resumes)
 
     def _make_room(self, request: Request, *, keep: set[str]) -> list[Request]:
         """Preempt the lowest ranks, at worst this one, until `request` can reserve its step."""
@@ -259,16 +209,25 @@ class Scheduler:
         while request.status is Status.RUNNING and not self.blocks.can_reserve(
             request, self._num_slots(request.num_tokens)
         ):
-            victim = max((r for r in self.running if r.request_id not in keep), key=self._rank)
+            movable = (other for other in self.running if other.request_id not in keep)
+            victim = max(movable, key=self.waiting.rank)
             self._preempt(victim)
             preempted.append(victim)
         return preempted
 
-    def _admit(self, request: Request) -> None:
-        self.blocks.reserve(request, self._num_slots(request.num_tokens))
+    def _admit(self, request: Request) -> bool:
+        """Start the first waiting request, with what is cached of its text, if there is room."""
+        cached = self.blocks.find_cached(request)
+        num_slots = self._num_slots(request.num_tokens)
+        if not self.blocks.can_reserve(request, num_slots, cached=cached):
+            return False
+        self.waiting.pop()
+        self.blocks.take_cached(request, cached)
+        self.blocks.reserve(request, num_slots)
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
         self.running.append(request)
+        return True
 
     def _preempt(self, request: Request) -> None:
         """Free everything; the text is recomputed when the request is admitted again.
@@ -280,21 +239,12 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         request.status = Status.WAITING
-        request.num_computed_tokens = 0
-        has_output = request.num_tokens > request.num_prompt_tokens
-        request.num_prefill_tokens = request.num_tokens - has_output
-        request.draft_token_ids = []
+        request.restart()
         request.num_preemptions += 1
-        self._push(request)
+        self.waiting.push(request)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, *, is_sound: bool = True) -> None:
         assert request.slot is not None, f"{request.request_id} does not run"
-        self.blocks.free(request)
+        self.blocks.free(request, forget=not is_sound)
         self._free_slots.append(request.slot)
         request.slot = None
-
-    def _rank(self, request: Request) -> tuple[int, int]:
-        return request.priority, self._arrivals[request.request_id]
-
-    def _push(self, request: Request) -> None:
-        heapq.heappush(self._waiting, (*self._rank(request), request))

@@ -15,8 +15,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtp_research.decode.audit import Verdict
 from mtp_research.decode.trace import SymbolicLoop
+from mtp_research.decode.verdicts import Verdict
 from mtp_research.policy import MODULE_SCHEDULES, POLICIES, ModuleSchedule
 
 _FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mtp_research.decode.audit import Auditor, Verdict
+from mtp_research.decode.audit import Auditor
+from mtp_research.decode.verdicts import Verdict
 from mtp_research.errors import ConfigError
 from mtp_research.policy import (
     MODULE_SCHEDULES,
@@ -104,6 +105,7 @@ class SymbolicLoop:
             ]
             self.auditor.record(plan, token_ids=torch.tensor(token_ids), request_ids=[_REQUEST])
             passes.append((plan, token_ids))
+        self.auditor.apply_step()
         self.auditor.end_round(_REQUEST, self.text, frontier=self.frontier)
         return passes
 

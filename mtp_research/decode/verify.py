@@ -11,8 +11,6 @@ Letters: R requests, K drafts per step, V vocabulary.
 Source: Leviathan et al. (arXiv:2211.17192), Chen et al. (arXiv:2302.01318) for `standard`.
 """
 
-import itertools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,56 +23,9 @@ from mtp_research.decode.sampling import (
     target_probabilities,
     uniform_noise,
 )
-from mtp_research.errors import ConfigError
+from mtp_research.decode.verify_options import VerifyOptions
 
 PADDING_TOKEN_ID = -1
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """Settings of the lossy rules; each is read by the rule that its name begins with.
-
-    Attributes:
-        relaxed_top_n: accept a draft among the target's n most probable tokens, >= 1.
-        relaxed_delta: ... whose probability is at most this far below the best one's, in [0, 1].
-        relaxed_thinking_token_ids: (begin, end) tokens between which the rule holds; elsewhere, and
-            None means nowhere else, drafts are verified greedily.
-        typical_epsilon: accept a draft of probability above min(epsilon, delta * exp(-entropy)),
-            in (0, 1).
-        typical_delta: see `typical_epsilon`, > 0.
-        synthetic_rates: chance that drafts 1..j are all accepted, for j = 1..K; falling, in [0, 1].
-    """
-
-    relaxed_top_n: int = 10
-    relaxed_delta: float = 0.6
-    relaxed_thinking_token_ids: tuple[int, int] | None = None
-    typical_epsilon: float = 0.09
-    typical_delta: float = 0.3
-    synthetic_rates: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check ranges.
-
-        Raises:
-            ConfigError: names the field, the range and the value.
-        """
-        falling = (1.0, *self.synthetic_rates, 0.0)
-        checks = (
-            ("relaxed_top_n", self.relaxed_top_n >= 1, ">= 1"),
-            ("relaxed_delta", 0 <= self.relaxed_delta <= 1, "in [0, 1]"),
-            ("typical_epsilon", 0 < self.typical_epsilon < 1, "in (0, 1)"),
-            ("typical_delta", self.typical_delta > 0, "> 0"),
-            (
-                "synthetic_rates",
-                all(before >= after for before, after in itertools.pairwise(falling)),
-                "falling in [0, 1]",
-            ),
-        )
-        for name, holds, expected in checks:
-            if not holds:
-                raise ConfigError(
-                    f"VerifyOptions.{name} must be {expected}, got {getattr(self, name)}; set it."
-                )
 
 
 class VerifyInputs(NamedTuple):
@@ -152,14 +103,17 @@ def verify_standard(inputs: VerifyInputs) -> VerifyOutput:
     drawn from the normalised residual max(p - q, 0). Greedy drafts are one-hot: q(d) = 1.
     """
     probs = target_probabilities(inputs.target_logits, inputs.params)  # [R, K+1, V]
-    proposals = inputs.proposals()
     drafts = inputs.draft_indices[..., None]
     p_draft = probs[:, :-1].gather(-1, drafts)[..., 0]
-    q_draft = proposals.gather(-1, drafts)[..., 0]
+    if inputs.draft_probs is None:  # one-hot: the residual is the target without the draft
+        q_draft = torch.ones_like(p_draft)
+        rejected = probs[:, :-1].scatter(-1, drafts, 0.0)
+    else:
+        q_draft = inputs.draft_probs.double().gather(-1, drafts)[..., 0]
+        rejected = (probs[:, :-1] - inputs.draft_probs).clamp(min=0)
     accepted = inputs.is_valid & (inputs.noise(Stream.ACCEPT)[:, :-1] * q_draft < p_draft)
-    residual = probs.clone()
-    rejected = (probs[:, :-1] - proposals).clamp(min=0)
-    residual[:, :-1] = torch.where(inputs.is_valid[..., None], rejected, probs[:, :-1])
+    rejected = torch.where(inputs.is_valid[..., None], rejected, probs[:, :-1])
+    residual = torch.cat([rejected, probs[:, -1:]], dim=1)
     recovered = sample_residual(residual, probs, uniform=inputs.noise(Stream.RESAMPLE))
     return emit(inputs, num_accepted=count_leading(accepted), decided=recovered)
 

@@ -7,17 +7,17 @@ Source: relaxed acceptance as in TensorRT-LLM's DeepSeek-R1 recipe; typical acce
 (Cai et al., arXiv:2401.10774, section 2.3.1); synthetic acceptance as in serving benchmarks.
 """
 
-import math
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from mtp_research.decode.sampling import Stream, sample_from, target_probabilities
-from mtp_research.decode.verify import VerifyInputs, VerifyOutput, count_leading, emit
-from mtp_research.errors import ConfigError
-
-LengthSchedule = Literal["minimum_variance", "geometric"]
+from mtp_research.decode.verify import (
+    VerifyInputs,
+    VerifyOutput,
+    count_leading,
+    emit,
+)
+from mtp_research.decode.verify_options import synthetic_rates
 
 
 def verify_relaxed(inputs: VerifyInputs) -> VerifyOutput:
@@ -61,50 +61,28 @@ def verify_typical(inputs: VerifyInputs) -> VerifyOutput:
 def verify_synthetic(inputs: VerifyInputs) -> VerifyOutput:
     """Accept drafts by chance at given rates, whatever they are; for speed at a known acceptance.
 
-    The token after the accepted drafts is drawn from the target. A draft outside the vocabulary is
-    rejected here too.
+    The token after the accepted drafts is drawn from the target. A draft outside the vocabulary or
+    under a mask (its logit is -inf) is rejected here too.
     """
-    rates = inputs.options.synthetic_rates
     num_drafts = inputs.draft_token_ids.shape[1]
-    assert len(rates) == num_drafts, f"{len(rates)} synthetic rates for {num_drafts} drafts"
-    chances = inputs.target_logits.new_tensor(_conditional(rates), dtype=torch.float64)
-    probs = target_probabilities(inputs.target_logits, inputs.params)
-    accepted = inputs.is_valid & (inputs.noise(Stream.ACCEPT)[:, :-1] < chances)
-    decided = sample_from(probs, inputs.noise(Stream.RESAMPLE))
+    chances = _conditional(synthetic_rates(inputs.options, num_speculative_tokens=num_drafts))
+    noise = inputs.noise(Stream.ACCEPT)
+    by_chance = [noise[:, step] < chance for step, chance in enumerate(chances)]
+    accepted = inputs.is_valid & _is_unmasked(inputs)
+    if by_chance:
+        accepted = accepted & torch.stack(by_chance, dim=1)
+    if inputs.params.all_greedy:
+        decided = inputs.target_logits.argmax(dim=-1)
+    else:
+        probs = target_probabilities(inputs.target_logits, inputs.params)
+        decided = sample_from(probs, inputs.noise(Stream.RESAMPLE))
     return emit(inputs, num_accepted=count_leading(accepted), decided=decided)
 
 
-def rates_of_length(
-    acceptance_length: float, *, num_speculative_tokens: int, schedule: LengthSchedule
-) -> tuple[float, ...]:
-    """Synthetic rates with a given mean acceptance length.
-
-    Args:
-        acceptance_length: mean tokens per step, bonus counted, in [1, K+1].
-        num_speculative_tokens: K.
-        schedule: `minimum_variance` accepts the two counts around the mean and no others;
-            `geometric` gives every draft the same chance once the ones before it are accepted.
-
-    Returns:
-        Chance that drafts 1..j are all accepted, for j = 1..K; they sum to the length minus one.
-
-    Raises:
-        ConfigError: the length is out of range.
-
-    Example:
-        length 2.5, K = 3: `minimum_variance` gives (1, 0.5, 0), lengths 2 and 3 half the time each.
-    """
-    if not 1 <= acceptance_length <= num_speculative_tokens + 1:
-        raise ConfigError(
-            f"the acceptance length must be in [1, K + 1 = {num_speculative_tokens + 1}], "
-            f"got {acceptance_length}; lower it or raise spec.k."
-        )
-    mean = acceptance_length - 1
-    steps = range(num_speculative_tokens)
-    if schedule == "minimum_variance":
-        return tuple(min(max(mean - step, 0.0), 1.0) for step in steps)
-    chance = _geometric_chance(mean, num_speculative_tokens)
-    return tuple(chance ** (step + 1) for step in steps)
+def _is_unmasked(inputs: VerifyInputs) -> Tensor:
+    """`[R, K]` bool, the target's logit of the draft is not -inf."""
+    logits = inputs.target_logits[:, :-1].gather(-1, inputs.draft_indices[..., None])[..., 0]
+    return logits > -torch.inf
 
 
 def thinking_rows(is_thinking: Tensor, draft_token_ids: Tensor, *, begin: int, end: int) -> Tensor:
@@ -135,14 +113,3 @@ def _conditional(rates: tuple[float, ...]) -> list[float]:
     """Chance of draft j given that all before it were accepted."""
     before = (1.0, *rates)
     return [rate / prior if prior > 0 else 0.0 for prior, rate in zip(before, rates, strict=False)]
-
-
-def _geometric_chance(mean: float, num_drafts: int) -> float:
-    """The c in [0, 1] with c + c^2 + ... + c^K = mean, by bisection to the last bit."""
-    low, high = 0.0, 1.0
-    while low < (middle := (low + high) / 2) < high:
-        if math.fsum(middle ** (step + 1) for step in range(num_drafts)) < mean:
-            low = middle
-        else:
-            high = middle
-    return high

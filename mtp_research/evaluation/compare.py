@@ -1,12 +1,21 @@
 """Two stored results side by side; results that measure different things are refused.
 
-How to run: `compare(recompute(path_a), recompute(path_b))`. Both sides are computed by the
-formulas of this version; files of another schema version do not load.
+    python -m mtp_research.evaluation.compare ours/results.json theirs/results.json
+
+prints the paired differences ours - theirs, or exits with 2 and every prompt whose hash differs. A
+file with other formulas, or with figures that its own counters do not give, is refused (exit 3).
 """
 
-from mtp_research.errors import ConfigError
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.evaluation.report import Report
+from mtp_research.evaluation.runs import read_runs
 from mtp_research.evaluation.summary import PairedComparison, paired
+from mtp_research.evaluation.tables import paired_grid, plain_text, printable
 
 _NUM_LISTED = 5
 
@@ -43,15 +52,51 @@ def require_comparable(ours: Report, theirs: Report) -> None:
         )
 
 
-def _prompt_differences(ours: Report, theirs: Report) -> list[str]:
-    """Ids that one side lacks, and ids whose text differs (such as code of another Python)."""
+def differing_prompts(ours: Report, theirs: Report) -> dict[str, tuple[str | None, str | None]]:
+    """Our and their hash by id, where they differ; None where a side lacks the prompt.
+
+    Texts can differ under one id, such as code that was cut from another Python.
+    """
     our_hashes = {prompt.question_id: prompt.sha256 for prompt in ours.prompts}
     their_hashes = {prompt.question_id: prompt.sha256 for prompt in theirs.prompts}
-    differing = sorted(
-        name
-        for name in our_hashes.keys() | their_hashes.keys()
-        if our_hashes.get(name) != their_hashes.get(name)
+    pairs = {
+        name: (our_hashes.get(name), their_hashes.get(name))
+        for name in sorted(our_hashes.keys() | their_hashes.keys())
+    }
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `python -m mtp_research.evaluation.compare`; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mtp_research.evaluation.compare",
+        description="Paired differences of two results over the same prompts.",
     )
+    parser.add_argument("ours", type=Path, help="results.json, or its folder")
+    parser.add_argument("theirs", type=Path)
+    options = parser.parse_args(argv)
+    try:
+        runs = read_runs([options.ours, options.theirs])
+    except IntegrityError as fault:
+        sys.stderr.write(f"error: {fault}\n")
+        return fault.exit_code
+    ours, theirs = (run.report for run in runs)
+    try:
+        pairs = compare(ours, theirs)
+    except ConfigError as fault:
+        sys.stderr.write(f"error: {fault}\n")
+        for name, hashes in differing_prompts(ours, theirs).items():
+            sides = " and ".join((digest or "no such prompt")[:16] for digest in hashes)
+            sys.stderr.write(f"  {printable(name)}: {sides}\n")
+        return fault.exit_code
+    grids = [plain_text(paired_grid(pair)) for pair in pairs.values()]
+    title = f"{runs[0].name} - {runs[1].name}, {len(ours.prompts)} prompts"
+    sys.stdout.write("\n\n".join([title, *grids]) + "\n")
+    return 0
+
+
+def _prompt_differences(ours: Report, theirs: Report) -> list[str]:
+    differing = [printable(name) for name in differing_prompts(ours, theirs)]
     if not differing:
         return []
     listed = ", ".join(differing[:_NUM_LISTED])
@@ -69,3 +114,7 @@ def _draft_differences(ours: Report, theirs: Report) -> list[str]:
         for label, num_drafts in shared.items()
         if num_drafts != references[label]
     ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -12,10 +12,11 @@ from typing import Literal, NamedTuple, cast
 import torch
 
 from mtp_research.config import EvalConfig
-from mtp_research.decode.audit import Verdict
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.request import SamplingParams
+from mtp_research.decode.draft import DraftSampling
+from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.evaluation.prompts import EncodedPrompts
+from mtp_research.evaluation.settings import draft_length, verify_options
 from mtp_research.evaluation.summary import ConditionResult
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
@@ -80,8 +81,10 @@ def run_condition(
     ]
     _decode(_decoder(condition, target, config), encoded, warm_up)
     decoder = _decoder(condition, target, config)
-    decoder.cache.keys.zero_()  # touch the pool's pages before the clock starts
-    decoder.cache.values.zero_()
+    decoder.cache.fill(0.0)  # touch the pool's pages before the clock starts
+    if decoder.graphs is not None:
+        with torch.inference_mode():
+            decoder.graphs.prepare(sampling[0])
     on_gpu = target.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(target.device)
@@ -97,7 +100,7 @@ def run_condition(
         lossless="not checked",
         decode_wall_s=clock.decode_wall_s,
         num_decode_tokens=clock.num_decode_tokens,
-        audit=_audit_counts(decoder),
+        audit=decoder.stats.audit,
         peak_memory_bytes=torch.cuda.max_memory_allocated(target.device) if on_gpu else None,
     )
 
@@ -127,6 +130,7 @@ def _decode(
 
 
 def _decoder(condition: Condition, target: Target, config: EvalConfig) -> SpecDecoder:
+    drafts = condition.num_speculative_tokens > 0
     return SpecDecoder(
         target,
         condition.heads,
@@ -134,14 +138,8 @@ def _decoder(condition: Condition, target: Target, config: EvalConfig) -> SpecDe
         num_speculative_tokens=condition.num_speculative_tokens,
         engine=config.engine,
         verify=config.spec.verify,
-        draft_sampling=config.spec.draft_sampling,
+        verify_options=verify_options(config.spec) if drafts else None,
+        draft_sampling=cast(DraftSampling, config.spec.draft_sampling),  # checked
         module_schedule=cast(ModuleSchedule, config.spec.module_schedule),  # checked
+        draft_length=draft_length(config.spec) if drafts else None,
     )
-
-
-def _audit_counts(decoder: SpecDecoder) -> dict[str, int] | None:
-    """Slots by finding, over all requests; None if the auditor was off."""
-    if decoder.auditor is None:
-        return None
-    totals = decoder.auditor.totals
-    return {verdict.value: sum(total[verdict] for total in totals) for verdict in Verdict}

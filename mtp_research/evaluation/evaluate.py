@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import cast
 
 from mtp_research.config import EvalConfig
-from mtp_research.decode.request import SamplingParams
+from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.verify_rules import LOSSLESS_RULES
 from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.evaluation.conditions import conditions_of, run_condition
+from mtp_research.evaluation.head_facts import head_facts
 from mtp_research.evaluation.prompts import ChatTokenizer, encode_prompts, load_prompts
 from mtp_research.evaluation.report import Report, build_report, last_line, print_report
 from mtp_research.evaluation.results import write_results
+from mtp_research.evaluation.settings import sampling_params
 from mtp_research.evaluation.summary import ConditionResult
 from mtp_research.models.target import Target, load_target, load_tokenizer
 from mtp_research.provenance import run_record
@@ -60,7 +62,7 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
         dtype=str(target.dtype).removeprefix("torch."),
         seed=config.seed,
         config=dataclasses.asdict(config),
-        run=run_record(),
+        run=run_record() | {"head": head_facts(config.spec.head)},
         skipped_prompts=encoded.skipped,
     )
     path = write_results(output_dir, report)
@@ -101,15 +103,11 @@ def _context_length(config: EvalConfig, target: Target) -> int:
 
 def _sampling(config: EvalConfig, target: Target, *, num_prompts: int) -> list[SamplingParams]:
     """Parameters of each prompt; seeds differ per prompt and agree across conditions."""
-    sampling = config.sampling
     return [
-        SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
+        sampling_params(
+            config.sampling,
             seed=config.seed * 1_000_003 + index,
-            max_new_tokens=sampling.max_new_tokens,
-            stop_token_ids=() if sampling.ignore_eos else target.stop_token_ids,
+            stop_token_ids=target.stop_token_ids,
         )
         for index in range(num_prompts)
     ]

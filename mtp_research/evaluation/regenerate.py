@@ -24,7 +24,7 @@ from typing import cast
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.request import SamplingParams
+from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.evaluation.tasks import (
     SpecialTokenizer,

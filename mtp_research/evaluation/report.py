@@ -170,18 +170,35 @@ def report_grids(report: Report) -> list[Grid]:
 
 
 def report_notes(report: Report) -> list[str]:
+    """The lines of `note_paragraphs`, at most 120 columns wide."""
+    return [part for text in note_paragraphs(report) for part in textwrap.wrap(text, PAGE_WIDTH)]
+
+
+def note_paragraphs(report: Report) -> list[str]:
     """What a reader of the tables has to know: warnings first, then how figures are defined."""
     warnings = [w for summary in report.summaries for w in summary.acceptance.warnings]
-    lines = [
+    return [
         *_skipped_note(report),
         *(f"warning: {warning}" for warning in dict.fromkeys(warnings)),
+        *_draft_length_note(report),
         f"acceptance length (micro) = {FORMULAS['acceptance_length_micro']}",
         f"acceptance length (macro) = {FORMULAS['acceptance_length_macro']}",
         f"[low, high] = {LEVEL:.0%} cluster bootstrap over prompts, {NUM_DRAWS} draws, "
         f"seed {report.seed}; r = rejected drafts of a round",
         ACCEPTED_WARNING,
     ]
-    return [part for line in lines for part in textwrap.wrap(line, PAGE_WIDTH)]
+
+
+def _draft_length_note(report: Report) -> list[str]:
+    """A step without drafts is no round, which flatters a rule that drafts where it is easy."""
+    spec = report.config.get("spec")
+    rule = spec.get("draft_length", "fixed") if isinstance(spec, Mapping) else "fixed"
+    if rule == "fixed":
+        return []
+    return [
+        f"warning: spec.draft_length={rule}: steps without drafts are no rounds; compare such "
+        "runs by target forwards per token, not by acceptance length"
+    ]
 
 
 def _skipped_note(report: Report) -> list[str]:

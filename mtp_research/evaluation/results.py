@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from mtp_research.decode.stats import RequestRecord
@@ -22,6 +23,17 @@ from mtp_research.evaluation.summary import ConditionResult
 SCHEMA_VERSION = 1
 RESULTS_FILE = "results.json"
 TABLE_FILE = "table.txt"
+_REPORT_TYPES = {"config": dict, "run": dict, "dtype": str, "seed": int, "skipped_prompts": list}
+_PROMPT_TYPES = {"question_id": str, "category": str, "format": str, "sha256": str}
+_RECORD_TYPES = {
+    "request_id": str,
+    "num_prompt_tokens": int,
+    "finish_reason": str,
+    "num_target_forwards": int,
+    "ttft_s": float | int,
+    "decode_s": float | int,
+}
+_RECORD_LISTS = ("output_token_ids", "num_accepted_per_round", "num_drafted_per_round")
 
 
 def to_json(report: Report) -> dict[str, object]:
@@ -49,8 +61,8 @@ def recompute(path: Path) -> Report:
         IntegrityError: missing, no JSON, of another schema version, or with wrong fields.
     """
     try:
-        stored = json.loads(path.read_text(encoding="utf8"))
-    except (OSError, ValueError) as error:
+        stored = json.loads(path.read_text(encoding="utf8"), parse_constant=_refuse_constant)
+    except (OSError, ValueError, RecursionError) as error:
         raise IntegrityError(f"{path} is not a readable results file: {error}.") from None
     version = stored.get("schema_version") if isinstance(stored, dict) else None
     if version != SCHEMA_VERSION:
@@ -58,6 +70,9 @@ def recompute(path: Path) -> Report:
             f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; evaluate again."
         )
     try:
+        _check_types(stored, _REPORT_TYPES)
+        for prompt in stored["prompts"]:
+            _check_types(prompt, _PROMPT_TYPES)
         return build_report(
             [_condition(fields) for fields in stored["conditions"]],
             prompts=[PromptEntry(**prompt) for prompt in stored["prompts"]],
@@ -67,7 +82,9 @@ def recompute(path: Path) -> Report:
             run=stored["run"],
             skipped_prompts=stored["skipped_prompts"],
         )
-    except (KeyError, TypeError) as error:
+    except IntegrityError:  # is a ValueError, and says more than the line below
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise IntegrityError(f"{path} lacks or misnames a field: {error}.") from None
 
 
@@ -75,9 +92,22 @@ def write_results(folder: Path, report: Report) -> Path:
     """Write `table.txt` and `results.json`, each whole or not at all; return the latter's path."""
     folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(to_json(report), allow_nan=False, separators=(",", ":"))
-    _write_atomically(folder / TABLE_FILE, render_text(report))
-    _write_atomically(folder / RESULTS_FILE, content + "\n")
+    write_atomically(folder / TABLE_FILE, render_text(report))
+    write_atomically(folder / RESULTS_FILE, content + "\n")
     return folder / RESULTS_FILE
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _plain(value: object) -> object:
@@ -95,18 +125,23 @@ def _plain(value: object) -> object:
 def _condition(fields: dict[str, Any]) -> ConditionResult:  # Any: as json.loads returns it
     records = []
     for stored in fields.pop("records"):
+        _check_types(stored, _RECORD_TYPES)
+        counts = [stored[name] for name, kind in _RECORD_TYPES.items() if kind is int]
+        counts += [number for name in _RECORD_LISTS for number in stored[name]]
+        if not all(isinstance(number, int) and number >= 0 for number in counts):
+            raise TypeError(f"{', '.join(_RECORD_LISTS)} must be lists of whole numbers >= 0")
         lists = {key: tuple(value) for key, value in stored.items() if isinstance(value, list)}
         records.append(RequestRecord(**{**stored, **lists}))
     return ConditionResult(records=tuple(records), **fields)
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _check_types(fields: Mapping[str, object], expected: Mapping[str, type | UnionType]) -> None:
+    """Raise a TypeError for the first field of another type, a KeyError for a missing one."""
+    for name, kind in expected.items():
+        if not isinstance(fields[name], kind):
+            raise TypeError(f"{name} must be {kind}, got {type(fields[name])}")
+
+
+def _refuse_constant(name: str) -> float:
+    """JSON has no NaN and no Infinity, and every figure computed from one would be lost."""
+    raise ValueError(f"{name} is no number")

@@ -84,13 +84,17 @@ def acceptance_ratios(
         "acceptance_rate": Ratio(accepted, drafted),
         "target_forwards_per_token": Ratio(forwards, later_tokens),
     }
-    reached = rounds  # rounds in which all drafts before position i were accepted
     for i in range(1, num_speculative_tokens + 1):
         kept = _column(sum(a >= i for a in record.num_accepted_per_round) for record in records)
         ratios[f"p_{i}"] = Ratio(kept, rounds)
-        ratios[f"p_{i}/p_{i - 1}"] = Ratio(kept, reached)
-        reached = kept
+        ratios[f"p_{i}/p_{i - 1}"] = Ratio(kept, _column(_reached(r, i) for r in records))
     return ratios
+
+
+def _reached(record: Rounds, position: int) -> int:
+    """Rounds that made the draft of this position and accepted all before it."""
+    pairs = zip(record.num_accepted_per_round, record.num_drafted_per_round, strict=True)
+    return sum(a >= position - 1 and d >= position for a, d in pairs)
 
 
 def _column(values: Iterable[int]) -> NDArray[np.float64]:

@@ -7,7 +7,8 @@ one verify step of one request that had drafts. Letters: P prompts, K drafts per
 - acceptance length (macro) = mean over prompts of the prompt's own micro length
 - acceptance rate = sum(accepted)/sum(drafted)
 - p_i (unconditional) = rounds with at least i accepted drafts / rounds
-- p_i/p_{i-1} (conditional), with p_0 = 1
+- p_i/p_{i-1} (conditional, p_0 = 1) over the rounds that made draft i: a round that a draft-length
+  rule or the context limit stopped before it says nothing about it
 - target forwards per token = decode steps / tokens after the first (which the prefill gives)
 
 Each is a ratio of two sums over prompts; `bootstrap.py` puts the intervals around them.
@@ -39,7 +40,8 @@ FORMULAS = {
     "acceptance_length_macro": "mean over prompts of 1 + sum(accepted)/rounds of the prompt",
     "acceptance_rate": "sum(accepted)/sum(drafted)",
     "acceptance_rate_per_position": "p_i = rounds with >= i accepted drafts / rounds",
-    "conditional_acceptance_rate_per_position": "p_i/p_{i-1}, p_0 = 1",
+    "conditional_acceptance_rate_per_position": "rounds with >= i accepted drafts / "
+    "rounds that made draft i and accepted all before it; p_i/p_{i-1} for a fixed number of drafts",
     "target_forwards_per_token": "decode steps / (tokens after the first of each prompt)",
 }
 MIN_PROMPTS = 80
@@ -63,7 +65,8 @@ class AcceptanceStatistics:
         acceptance_length_macro: the same as a mean over prompts.
         acceptance_rate: in [0, 1].
         acceptance_rate_per_position: p_1 .. p_K.
-        conditional_acceptance_rate_per_position: p_i/p_{i-1} for i = 1 .. K.
+        conditional_acceptance_rate_per_position: p_i/p_{i-1} for i = 1 .. K, over
+            the rounds that made draft i.
         target_forwards_per_token: 1 without drafts, below 1 is the gain.
         warnings: what a reader of these figures has to know.
     """

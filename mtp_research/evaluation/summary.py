@@ -33,7 +33,8 @@ class ConditionResult:
         lossless: verdict on the outputs, such as `identical 153/153` (tables show 24 characters).
         decode_wall_s: seconds spent in steps without prompt chunks; None if not measured.
         num_decode_tokens: tokens emitted in those steps; None if not measured.
-        audit: slots by finding (WRONG, MIXED, HOLE, PROVISIONAL); None if the auditor was off.
+        audit: slots by finding (WRONG, MIXED, HOLE, PROVISIONAL) and `slots`, the number looked at;
+            None if the auditor was off.
         peak_memory_bytes: of the device; None on a CPU.
     """
 

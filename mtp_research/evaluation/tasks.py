@@ -11,7 +11,7 @@ from typing import Protocol
 from mtp_research.config import EngineConfig
 from mtp_research.data.sources import read_documents
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.request import SamplingParams
+from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.evaluation.prompts import ChatTokenizer, begin_of_text
 from mtp_research.models.target import Target
 

@@ -3,6 +3,7 @@
     u = eh_proj([enorm(Emb(x)); hnorm(prev_hidden)])        (or hidden first, by the head's spec)
     y = block(u)                                            pre-norm output
     z = shared_head.norm(y)                                 post-norm output; logits = lm_head(z)
+                                                            (or the target's norm, by the family)
 
 Letters: B batch rows (1 when decoding), T rows, D hidden.
 Source: DeepSeek-V3 (arXiv:2412.19437), section on Multi-Token Prediction; names as in its
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mtp_research.models.attention import AttentionContext
-from mtp_research.models.families import ConcatOrder, build_block
+from mtp_research.models.block import build_block
+from mtp_research.models.family import ConcatOrder
 from mtp_research.models.target import Target
 
 
@@ -45,14 +47,19 @@ class MTPModule(nn.Module):
     def __init__(self, target: Target, *, concat_order: ConcatOrder) -> None:
         super().__init__()
         hidden_size = target.config.hidden_size
-        norm_class = type(getattr(target.model.base_model, target.family.final_norm))
-        eps = target.config.rms_norm_eps
+        final_norm = getattr(target.model.base_model, target.family.final_norm)
+        norm_class = type(final_norm)
+        eps = getattr(target.config, target.family.norm_eps)
         self.concat_order = concat_order
         self.enorm = norm_class(hidden_size, eps=eps)
         self.hnorm = norm_class(hidden_size, eps=eps)
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.block = build_block(target.model, target.family)
-        self.shared_head = SharedHead(norm_class(hidden_size, eps=eps))
+        self.shared_head: SharedHead | None = None
+        if target.family.owns_norm:
+            self.shared_head = SharedHead(norm_class(hidden_size, eps=eps))
+        # In a tuple, so that nn.Module does not register the target's norm as ours.
+        self._final_norm = (final_norm,)
         nn.init.normal_(self.eh_proj.weight, std=target.config.initializer_range)
 
     def forward(
@@ -84,4 +91,7 @@ class MTPModule(nn.Module):
             past_key_values=context if hasattr(context, "update") else None,
             attention_context=context,
         )
-        return ModuleOutput(pre_norm=output, post_norm=self.shared_head.norm(output))
+        if isinstance(output, tuple):  # some layers hand on what the next one attends to
+            output = output[0]
+        norm = self._final_norm[0] if self.shared_head is None else self.shared_head.norm
+        return ModuleOutput(pre_norm=output, post_norm=norm(output))

@@ -8,6 +8,8 @@ from mtp_research.errors import ConfigError, IntegrityError
 
 HEAD_FORMAT = 1
 RECORD_FILE = "head.json"
+_HASH = "_sha256"  # ending of facts that folders of older versions lack
+_NUM_DIGITS = 12  # of a hash in a message
 
 
 def read_head_record(folder: Path, *, key: str = "spec.head") -> dict:
@@ -56,20 +58,34 @@ def check_head_fits(
     Args:
         record: of `read_head_record`.
         folder: head folder, for the message.
-        target: what is known of the target: `family`, `hidden_size`, `vocab_size`.
+        target: what is known of the target: `family`, `hidden_size`, `vocab_size`, and hashes
+            (`..._sha256`), which are compared where both sides have them.
         key: the configuration key that names the folder.
 
     Raises:
         ConfigError: names every differing fact with both values.
+        IntegrityError: the sizes are the same and a hash differs: another model, or other weights.
     """
     trained_for = record["target"]
     differences = [
         f"{name} {trained_for.get(name)!r} (this target: {value!r})"
         for name, value in target.items()
-        if trained_for.get(name) != value
+        if not name.endswith(_HASH) and trained_for.get(name) != value
     ]
     if differences:
         raise ConfigError(
             f"{key} must be a head of this target, {str(folder)!r} was trained for "
             f"{', '.join(differences)}; set {key} to a head trained on this model."
+        )
+    hashes = {name: trained_for[name] for name in target if name in trained_for}
+    changed = [
+        f"target.{name} {str(hashes[name])[:_NUM_DIGITS]} (this target: {str(now)[:_NUM_DIGITS]})"
+        for name, now in target.items()
+        if now is not None and hashes.get(name) not in (None, now)
+    ]
+    if changed:
+        raise IntegrityError(
+            f"{key} must be a head of this target, {folder / RECORD_FILE} has "
+            f"{', '.join(changed)}: another model of the same sizes; set {key} to a head of this "
+            "model, or start from this one in training, with head.path."
         )

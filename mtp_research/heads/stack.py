@@ -3,9 +3,7 @@
 Letters: N modules, B batch rows (1 when decoding), T rows, D hidden, V vocabulary.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +11,8 @@ from torch import Tensor, nn
 from mtp_research.errors import ConfigError
 from mtp_research.heads.module import ModuleOutput, MTPModule
 from mtp_research.models.attention import AttentionContext
-from mtp_research.models.families import ConcatOrder, NormPoint
+from mtp_research.models.family import ConcatOrder, NormPoint
 from mtp_research.models.target import Target, TargetHidden
-
-Init = Literal["random", "target_last_layer"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,10 @@ class MTPHeads(nn.Module):
         )
         # In a tuple, so that nn.Module does not register the target's parameters as ours.
         self._target = (target,)
-        self.to(device=target.device, dtype=target.dtype)
+        # Parameters only: the library keeps the routers' corrections in float32 as well.
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(target.dtype)
+        self.to(target.device)
 
     @property
     def target(self) -> Target:
@@ -95,7 +94,7 @@ class MTPHeads(nn.Module):
         return self.mtp_modules[module_idx](
             embeds,
             prev_hidden_states=prev_hidden_states,
-            position_embeddings=self.target.rotary_emb(embeds, position_ids),
+            position_embeddings=self.target.position_embeddings(embeds, position_ids),
             position_ids=position_ids,
             context=context,
         )
@@ -111,30 +110,3 @@ class MTPHeads(nn.Module):
     def logits(self, post_norm: Tensor) -> Tensor:
         """Draft logits `[..., V]` through the target's lm_head."""
         return self.target.logits(post_norm)
-
-
-def init_heads(heads: MTPHeads, *, init: Init) -> None:
-    """Initialise freshly built heads in place.
-
-    `target_last_layer` copies every tensor of the target's last decoder layer whose name and shape
-    match into each module's block, and the final norm into `hnorm` and `shared_head.norm`;
-    `eh_proj` starts as the average of its two inputs, so that the untrained module already passes a
-    usable hidden state. `random` leaves the constructor's values.
-    """
-    if init == "random":
-        return
-    base = heads.target.model.base_model
-    last_layer = dict(base.layers[-1].state_dict())
-    final_norm = getattr(base, heads.target.family.final_norm).state_dict()
-    for module in cast(Iterable[MTPModule], heads.mtp_modules):
-        matching = {
-            name: last_layer[name]
-            for name, tensor in module.block.state_dict().items()
-            if name in last_layer and last_layer[name].shape == tensor.shape
-        }
-        module.block.load_state_dict(matching, strict=False)
-        module.shared_head.norm.load_state_dict(final_norm)
-        weight = module.eh_proj.weight
-        half = torch.eye(len(weight), dtype=weight.dtype, device=weight.device) / 2
-        with torch.no_grad():
-            weight.copy_(torch.cat((half, half), dim=1))

@@ -1,24 +1,35 @@
 """Files of a trained head: a folder with `model.safetensors` and `head.json`.
 
 `head.json` holds the head's spec (which hidden state it reads, which norm is recycled ...), the
-family and sizes of the target it belongs to, and whatever provenance the trainer adds. The target's
-weights are never in the folder.
+family, sizes and hashes of the target it belongs to, and whatever provenance the trainer adds. The
+target's weights are never in the folder.
 """
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from mtp_research.errors import IntegrityError
+from mtp_research.heads.native import has_native_heads, load_native_heads
 from mtp_research.heads.record import HEAD_FORMAT, RECORD_FILE, check_head_fits, read_head_record
 from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.models.fingerprint import target_hashes
 from mtp_research.models.target import Target
 
-__all__ = ["load_head_state", "load_heads", "read_head_record", "save_heads"]
+__all__ = [
+    "check_head_tensors",
+    "load_head_state",
+    "load_heads",
+    "read_head_record",
+    "read_head_tensors",
+    "save_heads",
+]
 
 _WEIGHTS = "model.safetensors"
 
@@ -29,39 +40,52 @@ def save_heads(
     *,
     provenance: dict[str, object] | None = None,
     dtype: torch.dtype | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the head folder (created if missing; files are replaced).
+    """Write the head folder (created if missing; each file is replaced at once).
 
     Args:
         heads: what to write.
         folder: destination.
         provenance: JSON-serialisable facts to record under `provenance`.
         dtype: dtype of floating tensors in the file; None keeps the current one.
+        tensors: the whole tensors of heads that are sharded over ranks; None takes their own.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
+    whole = {
         name: tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
-        for name, tensor in heads.state_dict().items()
+        for name, tensor in (heads.state_dict() if tensors is None else tensors).items()
     }
-    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    unfinished = folder / f".{_WEIGHTS}.tmp"
+    save_file(whole, unfinished, metadata={"format": "pt"})
+    unfinished.replace(folder / _WEIGHTS)
     record = {
         "format": HEAD_FORMAT,
         "spec": dataclasses.asdict(heads.spec),
         "target": _target_facts(heads.target),
         "provenance": provenance or {},
     }
-    (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
+    unfinished = folder / f".{RECORD_FILE}.tmp"
+    unfinished.write_text(json.dumps(record, indent=2) + "\n")
+    unfinished.replace(folder / RECORD_FILE)
 
 
 def load_heads(folder: str | Path, target: Target) -> MTPHeads:
     """Load heads onto `target`: its dtype and device, eval mode, no gradients.
 
+    Args:
+        folder: heads in our own format, or a checkpoint with the MTP modules of its family.
+        target: the model they belong to.
+
     Raises:
         ConfigError: nothing is there, or the head belongs to another family, hidden size or
             vocabulary.
-        IntegrityError: a tensor is missing, extra or of another shape, or a file cannot be read.
+        IntegrityError: the head belongs to another target of these sizes; a tensor is missing,
+            extra or of another shape; or a file cannot be read.
     """
     folder = Path(folder)
+    if not (folder / RECORD_FILE).exists() and has_native_heads(folder, target):
+        return load_native_heads(folder, target)
     record = read_head_record(folder)
     check_head_fits(record, folder=folder, target=_target_facts(target))
     try:
@@ -79,21 +103,51 @@ def load_head_state(heads: MTPHeads, path: Path) -> None:
     Raises:
         IntegrityError: unreadable file; missing, extra or misshaped tensors, by name.
     """
+    tensors = _read(path)
+    own = heads.state_dict()
+    check_head_tensors({name: tensor.shape for name, tensor in own.items()}, tensors, where=path)
+    heads.load_state_dict(tensors)
+
+
+def read_head_tensors(folder: Path) -> dict[str, Tensor]:
+    """Tensors of a head folder by name, on the CPU.
+
+    Raises:
+        IntegrityError: the file is missing or unreadable.
+    """
+    return _read(folder / _WEIGHTS)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
     try:
-        tensors = load_file(path)
+        return load_file(path)
     except (OSError, SafetensorError) as fault:
         raise IntegrityError(f"cannot read {path}: {fault}") from fault
-    own = heads.state_dict()
-    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+
+
+def check_head_tensors(
+    shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], *, where: Path
+) -> None:
+    """Refuse tensors that are not those of the heads.
+
+    Args:
+        shapes: of the heads' `state_dict`, by name.
+        tensors: what was read.
+        where: file it was read from, for the message.
+
+    Raises:
+        IntegrityError: missing, extra or misshaped tensors, by name.
+    """
+    missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     misshaped = sorted(
-        name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape
+        name for name in shapes.keys() & tensors.keys() if shapes[name] != tensors[name].shape
     )
     if missing or extra or misshaped:
+        modules = {name.split(".")[1] for name in shapes if name.startswith("mtp_modules.")}
         raise IntegrityError(
-            f"{path} must hold the tensors of {len(heads.mtp_modules)} MTP modules; missing "
+            f"{where} must hold the tensors of {len(modules)} MTP modules; missing "
             f"{missing}, extra {extra}, of another shape {misshaped}."
         )
-    heads.load_state_dict(tensors)
 
 
 def _target_facts(target: Target) -> dict[str, object]:
@@ -101,4 +155,5 @@ def _target_facts(target: Target) -> dict[str, object]:
         "family": target.family_name,
         "hidden_size": target.config.hidden_size,
         "vocab_size": target.config.vocab_size,
+        **target_hashes(target),
     }

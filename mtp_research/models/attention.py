@@ -9,8 +9,9 @@ it does not know.
 Letters: B batch rows, S row length, H / Hkv heads, Dk / Dv head dims.
 """
 
+import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -107,17 +108,18 @@ class DenseContext:
         sliding_window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """See `AttentionContext.attend`; padding rows attend to padding only.
-
-        Raises:
-            NotImplementedError: attention sinks, which no family supported in training uses yet.
-        """
-        if sinks is not None:
-            raise NotImplementedError("attention sinks are not supported by DenseContext")
-        fused = self.document_index is None and sliding_window is None
+        """See `AttentionContext.attend`; padding rows attend to padding only."""
+        fused = self.document_index is None and sliding_window is None and sinks is None
         mask = (
             None if fused else self.mask(sliding_window, length=query.shape[2], device=query.device)
         )
+        if sinks is not None:
+            assert mask is not None, "the fused kernel knows no sinks"
+            key, value, mask = with_sinks(key, value, mask, sinks)
+        if mask is not None and query.is_cuda and key.shape[1] != query.shape[1]:
+            # The fused kernels that take a mask know no head groups; what is left writes [S, S].
+            groups = query.shape[1] // key.shape[1]
+            key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
         output = nn.functional.scaled_dot_product_attention(
             query,
             key,
@@ -128,3 +130,40 @@ class DenseContext:
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return output.transpose(1, 2)
+
+
+class SinkInputs(NamedTuple):
+    """Keys and values with one more row, and an additive mask that holds the sinks in its column.
+
+    Attributes:
+        key: `[B, Hkv, S + 1, Dk]`.
+        value: `[B, Hkv, S + 1, Dv]`.
+        mask: `[B, H, rows, S + 1]` in the dtype of `key`.
+    """
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor
+
+
+def with_sinks(key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> SinkInputs:
+    """Express attention sinks as one more key, so that any attention with a mask computes them.
+
+    The key is zero, so that its score is what the mask adds: the sink, one logit per head. Its
+    value is zero, so that it takes weight and gives nothing.
+
+    Args:
+        key: `[B, Hkv, S, Dk]`.
+        value: `[B, Hkv, S, Dv]`.
+        mask: `[B, 1, rows, S]` bool, True where a row may read a key.
+        sinks: `[H]`.
+    """
+    batch, _, num_rows, num_keys = mask.shape
+    scores = torch.zeros(mask.shape, dtype=key.dtype, device=key.device)
+    scores = scores.masked_fill(~mask, -math.inf).expand(batch, len(sinks), num_rows, num_keys)
+    column = sinks.to(key.dtype)[None, :, None, None].expand(batch, -1, num_rows, 1)
+    return SinkInputs(
+        nn.functional.pad(key, (0, 0, 0, 1)),
+        nn.functional.pad(value, (0, 0, 0, 1)),
+        torch.cat((scores, column), dim=-1),
+    )

@@ -1,95 +1,223 @@
 """What differs between model families, as one literal table.
 
-A family entry says how to build an MTP block from the family's own Hugging Face decoder layer and
-which hidden-state conventions its published heads follow. Nothing else in the project branches on a
-model type.
+A family entry says how to build an MTP block from the family's own Hugging Face decoder layer,
+which hidden-state conventions its published heads follow and under which names they are published.
+Nothing else in the project branches on a model type.
 
-Source: the families' modeling files in transformers 5.17-5.23; engines compared in the project's
-families page.
+Source: the families' modeling files in transformers 5.17-5.23; names and conventions as published;
+where serving engines disagree, the project's families page gives the reason for the choice.
 """
 
-import copy
-from dataclasses import dataclass, field
-from typing import Literal, cast
-
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from dataclasses import replace
 
 from mtp_research.errors import ConfigError
+from mtp_research.models.family import NEUTRAL_LAYOUT, Family, NativeLayout
 
-NormPoint = Literal["pre_norm", "post_norm"]
-ConcatOrder = Literal["embedding_first", "hidden_first"]
-
-
-@dataclass(frozen=True)
-class Family:
-    """One model family.
-
-    Attributes:
-        model_types: values of `config.model_type` that belong to this family.
-        block_overrides: config fields set before the decoder layer of an MTP module is built with
-            `layer_idx` 0.
-        final_norm: attribute of the base model that holds the final norm.
-        hidden_source: which target hidden state the first module reads.
-        recycle_norm: whether the next pass gets a module's output before or after the module's own
-            norm.
-        concat_order: order of the two halves of `eh_proj`'s input.
-    """
-
-    model_types: tuple[str, ...]
-    block_overrides: dict[str, object] = field(default_factory=dict)
-    final_norm: str = "norm"
-    hidden_source: NormPoint = "post_norm"
-    recycle_norm: NormPoint = "post_norm"
-    concat_order: ConcatOrder = "embedding_first"
-
+_DEEPSEEK_LAYOUT = NativeLayout(
+    prefix="model.layers.{layer}.",
+    names=(
+        ("enorm.", "enorm."),
+        ("hnorm.", "hnorm."),
+        ("eh_proj.", "eh_proj."),
+        ("shared_head.norm.", "shared_head.norm."),
+        ("block.", ""),
+    ),
+    copies=(("embed_tokens.weight", "embed_tokens"), ("shared_head.head.weight", "lm_head")),
+    count_field="num_nextn_predict_layers",
+)
+_ONE_FULL_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 
 FAMILIES: dict[str, Family] = {
-    "glm4_moe": Family(model_types=("glm4_moe",), block_overrides={"first_k_dense_replace": 0}),
-    "qwen3": Family(
-        model_types=("qwen3", "qwen2"),
-        block_overrides={"layer_types": ["full_attention"], "num_hidden_layers": 1},
+    "deepseek_v3": Family(
+        model_types=("deepseek_v3",),
+        block_overrides={"first_k_dense_replace": 0},
+        latent_attention=True,
+        native=_DEEPSEEK_LAYOUT,
+    ),
+    "deepseek_v32": Family(
+        model_types=("deepseek_v32",),
+        block_overrides={"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
+        latent_attention=True,
+        sparse_attention=True,
+        native=_DEEPSEEK_LAYOUT,
+    ),
+    "ernie4_5_moe": Family(
+        model_types=("ernie4_5_moe",),
+        block_overrides={"moe_layer_start_index": 1, "moe_layer_end_index": 0},
+        recycle_norm="pre_norm",
+        hidden_source="pre_norm",
+        owns_norm=False,
+        native=NativeLayout(
+            prefix="model.mtp_",
+            names=(
+                ("enorm.", "emb_norm.{module}."),
+                ("hnorm.", "hidden_norm.{module}."),
+                ("eh_proj.", "linear_proj.{module}."),
+                ("block.", "block.{module}."),
+            ),
+            count_field="num_nextn_predict_layers",
+        ),
+    ),
+    "exaone_moe": Family(
+        model_types=("exaone_moe",),
+        block_overrides={
+            "num_hidden_layers": 1,
+            "layer_types": ["sliding_attention"],
+            "mlp_layer_types": ["dense"],
+        },
+        native=replace(NEUTRAL_LAYOUT, count_field="num_nextn_predict_layers"),
+    ),
+    "glm4_moe": Family(
+        model_types=("glm4_moe",),
+        block_overrides={"first_k_dense_replace": 0},
+        native=_DEEPSEEK_LAYOUT,
+    ),
+    "glm4_moe_lite": Family(
+        model_types=("glm4_moe_lite",),
+        block_overrides={"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
+        latent_attention=True,
+        native=_DEEPSEEK_LAYOUT,
+    ),
+    "glm_moe_dsa": Family(
+        model_types=("glm_moe_dsa",),
+        block_overrides={
+            "num_hidden_layers": 1,
+            "mlp_layer_types": ["sparse"],
+            "indexer_types": ["full"],
+        },
+        latent_attention=True,
+        sparse_attention=True,
+        native=_DEEPSEEK_LAYOUT,
+    ),
+    "hy_v3": Family(
+        model_types=("hy_v3",),
+        block_overrides={"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
+        native=NativeLayout(
+            prefix="model.layers.{layer}.",
+            names=(
+                ("enorm.", "enorm."),
+                ("hnorm.", "hnorm."),
+                ("eh_proj.", "eh_proj."),
+                ("shared_head.norm.", "final_layernorm."),
+                ("block.mlp.gate.", "mlp.router.gate."),
+                ("block.mlp.e_score_correction_bias", "mlp.expert_bias"),
+                ("block.mlp.shared_experts.", "mlp.shared_mlp."),
+                ("block.", ""),
+            ),
+            count_field="num_nextn_predict_layers",
+        ),
+    ),
+    "llama": Family(model_types=("llama",), block_overrides={"num_hidden_layers": 1}),
+    "longcat_flash": Family(
+        model_types=("longcat_flash",),
+        latent_attention=True,
+        composes_block=True,
+        native=NativeLayout(
+            prefix="model.mtp.",
+            names=(
+                ("enorm.", "layers.0.enorm.m."),
+                ("hnorm.", "layers.0.hnorm.m."),
+                ("eh_proj.", "layers.0.eh_proj."),
+                ("shared_head.norm.", "norm."),
+                ("block.mlp.", "layers.0.transformer_layer.mlp."),
+                ("block.", "layers.0."),
+            ),
+            copies=(("embed_tokens.weight", "embed_tokens"),),
+            count_field="num_nextn_predict_layers",
+        ),
+    ),
+    "mimo": Family(
+        model_types=("mimo",),
+        block_overrides=_ONE_FULL_LAYER,
+        hidden_source="pre_norm",
+        concat_order="hidden_first",
+        native=NativeLayout(
+            prefix="model.mtp_layers.{module}.",
+            names=(
+                ("enorm.", "token_layernorm."),
+                ("hnorm.", "hidden_layernorm."),
+                ("eh_proj.", "input_proj."),
+                ("shared_head.norm.", "final_layernorm."),
+                ("block.", ""),
+            ),
+            count_field="num_nextn_predict_layers",
+        ),
+        loads_as="qwen2",
+    ),
+    "mimo_v2": Family(
+        model_types=("mimo_v2_flash",),
+        block_overrides={
+            "num_hidden_layers": 1,
+            "layer_types": ["sliding_attention"],
+            "mlp_layer_types": ["dense"],
+        },
+        block_layer_type="sliding_attention",
+        hidden_source="pre_norm",
+        native=NativeLayout(
+            prefix="model.mtp.layers.{module}.",
+            names=(
+                ("enorm.", "enorm."),
+                ("hnorm.", "hnorm."),
+                ("eh_proj.", "eh_proj."),
+                ("shared_head.norm.", "final_layernorm."),
+                ("block.post_attention_layernorm.", "pre_mlp_layernorm."),
+                ("block.self_attn.sinks", "self_attn.attention_sink_bias"),
+                ("block.", ""),
+            ),
+        ),
+    ),
+    "minimax_m2": Family(model_types=("minimax_m2",)),
+    "nemotron_h": Family(
+        model_types=("nemotron_h",),
+        block_overrides={"layers_block_type": ["full_attention", "moe"]},
+        final_norm="norm_f",
+        norm_eps="layer_norm_epsilon",
+        attention="mixer",
+        mixer="mixer",
+        stacks_layers=True,
+        native=NativeLayout(
+            prefix="mtp.layers.",
+            names=(
+                ("enorm.", "0.enorm."),
+                ("hnorm.", "0.hnorm."),
+                ("eh_proj.", "0.eh_proj."),
+                ("shared_head.norm.", "1.final_layernorm."),
+                ("block.layers.", ""),
+            ),
+            count_field="num_nextn_predict_layers",
+        ),
+    ),
+    "qwen3": Family(model_types=("qwen3", "qwen2"), block_overrides=_ONE_FULL_LAYER),
+    "qwen3_moe": Family(
+        model_types=("qwen3_moe",),
+        block_overrides={"mlp_only_layers": [], "decoder_sparse_step": 1},
+    ),
+    "qwen3_5": Family(
+        model_types=("qwen3_5_text", "qwen3_5_moe_text"),
+        block_overrides=_ONE_FULL_LAYER,
+        num_position_axes=3,
+        mixer="linear_attn",
+        native=replace(NEUTRAL_LAYOUT, count_field="mtp_num_hidden_layers"),
+    ),
+    "qwen3_next": Family(
+        model_types=("qwen3_next",),
+        block_overrides={**_ONE_FULL_LAYER, "mlp_only_layers": [], "decoder_sparse_step": 1},
+        mixer="linear_attn",
     ),
 }
 
 
-def family_of(config: PreTrainedConfig) -> str:
-    """Name of the family that `config` belongs to.
+def family_of(model_type: str) -> str:
+    """Name of the family that a published `model_type` belongs to.
 
     Raises:
         ConfigError: no entry lists the model type; the message names those that are supported.
     """
     for name, family in FAMILIES.items():
-        if config.model_type in family.model_types:
+        if model_type in family.model_types:
             return name
-    supported = sorted(
-        model_type for family in FAMILIES.values() for model_type in family.model_types
-    )
+    supported = sorted(other for family in FAMILIES.values() for other in family.model_types)
     raise ConfigError(
-        f"model.path must hold one of {supported}, got model_type {config.model_type!r}; "
+        f"model.path must hold one of {supported}, got model_type {model_type!r}; "
         "add an entry to mtp_research/models/families.py to support it."
     )
-
-
-def build_block(model: PreTrainedModel, family: Family) -> nn.Module:
-    """A fresh decoder layer of the target's own class, with the family's overrides for MTP modules.
-
-    Args:
-        model: the target; its last decoder layer gives the class, its config the sizes.
-        family: the family entry.
-
-    Returns:
-        The layer on the CPU in the default dtype, weights as its constructor leaves them (see
-        `init_block`).
-    """
-    config = copy.deepcopy(model.config.get_text_config())
-    for key, value in family.block_overrides.items():
-        setattr(config, key, copy.deepcopy(value))
-    config._attn_implementation = model.config._attn_implementation
-    config._experts_implementation = model.config._experts_implementation
-    layers = cast(nn.ModuleList, model.base_model.layers)
-    block = type(layers[-1])(config, 0)
-    # The class's own initialiser covers routers and expert stacks; rules for Linear would not.
-    for module in block.modules():
-        model._init_weights(module)
-    return block

@@ -4,11 +4,14 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple, cast
 
 from safetensors import SafetensorError
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.models.families import FAMILIES, family_of
 from mtp_research.models.source import check_source
 
 _REPORTER = logging.getLogger("transformers.modeling_utils")
@@ -35,7 +38,7 @@ def loading(path: str) -> Iterator[None]:
         yield
     except (ConfigError, IntegrityError):  # both are ValueErrors
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as fault:
+    except (KeyError, OSError, ValueError, RuntimeError, SafetensorError) as fault:
         reason = next(iter(str(fault).strip().splitlines()), type(fault).__name__)
         if Path(path).is_dir():
             raise IntegrityError(
@@ -48,6 +51,40 @@ def loading(path: str) -> Iterator[None]:
         _REPORTER.removeFilter(_is_no_tensor_report)
         if had_bar:
             transformers_logging.enable_progress_bar()
+
+
+class PublishedConfig(NamedTuple):
+    """Configuration of a published model and the family that it belongs to."""
+
+    config: PreTrainedConfig
+    family_name: str
+
+
+def read_config(path: str) -> PublishedConfig:
+    """Configuration of the model at `path` (folder or hub id); no remote code is run.
+
+    A family that the library has no class for is read as the one that its entry names.
+
+    Raises:
+        ConfigError: the family is not supported.
+    """
+    raw, _ = PreTrainedConfig.get_config_dict(path)
+    model_type = str(raw.get("model_type"))
+    loads_as = {
+        name: family.loads_as
+        for family in FAMILIES.values()
+        for name in family.model_types
+        if family.loads_as is not None
+    }
+    if model_type in loads_as:
+        foreign = ("architectures", "auto_map", "model_type", "transformers_version")
+        fields = {name: value for name, value in raw.items() if name not in foreign}
+        config = AutoConfig.for_model(cast(str, loads_as[model_type]), **fields)
+        return PublishedConfig(config, family_of(model_type))
+    if model_type not in CONFIG_MAPPING:
+        family_of(model_type)  # refuses by name what only remote code would know
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return PublishedConfig(config, family_of(config.get_text_config().model_type))
 
 
 def require_tensors(report: Mapping[str, set], *, path: str) -> None:

@@ -7,20 +7,24 @@ so that the attention function reads pages.
 Letters: R requests, T packed rows, M blocks per table, Hkv key-value heads, Dk / Dv head dims.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from mtp_research.kernels.paged_attention import paged_attention
 from mtp_research.kernels.store_kv import store_kv
+from mtp_research.models.compiled import store_and_attend, store_and_attend_latents
+from mtp_research.models.geometry import KVPages
+from mtp_research.models.latent import absorb_query, expand_output
 
 
 class PagePool(Protocol):
     """Owner of the pages (`decode.kv_cache.KVCache`)."""
 
-    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Key and value pages, `[num_blocks, block_size, Hkv, Dk]` and `[..., Dv]`."""
+    def pages(self, layer: int) -> KVPages:
+        """Pages of a cache layer, writable."""
         ...
 
 
@@ -49,17 +53,29 @@ class PagedContext:
     max_query_len: int
     backend: str = "auto"
     kv_layer: int | None = None
+    _new_latents: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object
     ) -> tuple[Tensor, Tensor]:
-        """Cache protocol: write the new rows `[1, Hkv, T, D]` into the pages, hand them back."""
-        key_cache, value_cache = self._pages(layer_idx)
+        """Cache protocol: write the new rows `[1, Hkv, T, D]` into the pages, hand them back.
+
+        Latent layers hand over the latent and the rotary key here, and `attend` gets what was
+        expanded from them: the two are kept for it.
+        """
+        pages = self._pages(layer_idx)
+        if pages.kind == "latent":
+            self._new_latents[layer_idx] = (key, value)
+            return key, value
+        if torch.compiler.is_compiling():
+            return key, value  # `attend` stores them
         store_kv(
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
-            key_cache=key_cache,
-            value_cache=value_cache,
+            key_cache=pages.keys,
+            value_cache=pages.values,
             slot_mapping=self.slot_mapping,
             backend=self.backend,
         )
@@ -77,11 +93,32 @@ class PagedContext:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `models.attention.AttentionContext`; `key` and `value` are read from the pages."""
-        key_cache, value_cache = self._pages(cast(int, module.layer_idx))
+        pages = self._pages(cast(int, module.layer_idx))
+        if pages.kind == "latent":
+            return self._attend_latents(module, query, pages, scale=scale)[None]
+        sinks = None if sinks is None else sinks.float()
+        if torch.compiler.is_compiling():
+            output = store_and_attend(
+                query[0].transpose(0, 1),
+                key[0].transpose(0, 1),
+                value[0].transpose(0, 1),
+                pages.keys,
+                pages.values,
+                self.slot_mapping,
+                self.block_table,
+                self.seq_lens,
+                self.query_start_loc,
+                self.max_query_len,
+                scale,
+                sliding_window,
+                sinks,
+                self.backend,
+            )
+            return output[None]
         output = paged_attention(
             query[0].transpose(0, 1),
-            key_cache=key_cache,
-            value_cache=value_cache,
+            key_cache=pages.keys,
+            value_cache=pages.values,
             block_table=self.block_table,
             seq_lens=self.seq_lens,
             query_start_loc=self.query_start_loc,
@@ -93,9 +130,31 @@ class PagedContext:
         )
         return output[None]
 
+    def _attend_latents(
+        self, module: nn.Module, query: Tensor, pages: KVPages, *, scale: float
+    ) -> Tensor:
+        """Output `[T, H, Dv]` of `query` `[1, H, T, nope + P]`."""
+        absorbed = absorb_query(module, query[0])
+        latent, rope = self._new_latents.pop(cast(int, module.layer_idx))
+        attended = store_and_attend_latents(
+            absorbed.latent,
+            absorbed.rope,
+            latent[0].transpose(0, 1),
+            rope[0].transpose(0, 1),
+            pages.keys[:, :, 0],
+            self.slot_mapping,
+            self.block_table,
+            self.seq_lens,
+            self.query_start_loc,
+            self.max_query_len,
+            scale,
+            self.backend,
+        )
+        return expand_output(module, attended)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Cache protocol: positions are passed explicitly, so the cache claims to be empty."""
         return 0
 
-    def _pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def _pages(self, layer_idx: int) -> KVPages:
         return self.pool.pages(layer_idx if self.kv_layer is None else self.kv_layer)

@@ -46,7 +46,7 @@ def check_source(path: str) -> Path | None:
                 "set model.path to a model folder."
             )
         return folder / CONFIG_FILE
-    cached = _cached_config(path) if _looks_like_hub_id(path) else None
+    cached = local_file(path, CONFIG_FILE)
     if cached is None and not _looks_like_hub_id(path):
         raise ConfigError(
             f"model.path must be a local folder or a hub id ORGANISATION/NAME, {path!r} does not "
@@ -85,20 +85,31 @@ def read_sizes(config_file: Path) -> ModelSizes:
     return ModelSizes(hidden_size, vocab_size)
 
 
-def _looks_like_hub_id(path: str) -> bool:
-    parts = path.split("/")
-    return len(parts) == _NUM_HUB_ID_PARTS and all(parts) and path[0] not in ".~"
+def local_file(path: str, name: str) -> Path | None:
+    """A model's file in its folder or in the hub's cache; None where it is in neither.
 
-
-def _cached_config(hub_id: str) -> Path | None:
+    Args:
+        path: folder in Hugging Face format, or a hub id.
+        name: of the file.
+    """
+    file = Path(path) / name
+    if file.is_file():
+        return file
+    if Path(path).exists() or not _looks_like_hub_id(path):
+        return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(hub_id, CONFIG_FILE)
+        found = try_to_load_from_cache(path, name)
     except HFValidationError:
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+def _looks_like_hub_id(path: str) -> bool:
+    parts = path.split("/")
+    return len(parts) == _NUM_HUB_ID_PARTS and all(parts) and path[0] not in ".~"
 
 
 def _hub_answers() -> bool:

@@ -3,14 +3,15 @@
 Letters: B batch rows (1 when decoding), T packed rows, D hidden, V vocabulary.
 """
 
-from dataclasses import dataclass
+import contextlib
+import functools
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -18,17 +19,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from mtp_research.errors import ConfigError, EnvironmentFault
 from mtp_research.models.attention import ATTENTION_NAME, AttentionContext
-from mtp_research.models.families import FAMILIES, Family, family_of
-from mtp_research.models.loading import loading, require_tensors
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+from mtp_research.models.block import block_kv_layer, kv_layers
+from mtp_research.models.families import FAMILIES, family_of
+from mtp_research.models.family import Family
+from mtp_research.models.geometry import LayerGeometry
+from mtp_research.models.loading import loading, read_config, require_tensors
+from mtp_research.models.mixers import mixers_of, route_mixers
+from mtp_research.models.placement import resolve_device, resolve_dtype
+from mtp_research.models.sparse import route_sparse
 
 
 class TargetHidden(NamedTuple):
@@ -46,11 +45,13 @@ class Target:
         model: Hugging Face causal LM in eval mode, no parameter requires a gradient.
         family_name: key of `families.FAMILIES`.
         path: folder or hub id it was loaded from, for provenance; empty for models built in memory.
+        captured: where the hook on the final norm leaves its input during `forward`.
     """
 
     model: PreTrainedModel
     family_name: str
     path: str = ""
+    captured: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def family(self) -> Family:
@@ -72,13 +73,30 @@ class Target:
         """Dtype of the embedding table."""
         return cast(Tensor, self.embed_tokens.weight).dtype
 
+    @functools.cached_property
+    def kv_layers(self) -> tuple[LayerGeometry, ...]:
+        """What each cache layer keeps of a token; layers without attention keep nothing."""
+        return kv_layers(self.model, self.family)
+
+    @functools.cached_property
+    def draft_kv_layer(self) -> LayerGeometry:
+        """What a cache layer of an MTP module keeps of a token."""
+        return block_kv_layer(self.model, self.family)
+
     @property
-    def kv_geometry(self) -> tuple[int, int, int]:
-        """Key-value heads, key head size and value head size of a cache layer."""
-        config = self.config
-        head_dim = getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        return config.num_key_value_heads, head_dim, head_dim
+    def max_exact_tokens(self) -> int | None:
+        """Longest text that is computed as the model means it; None where there is no limit."""
+        return self.config.index_topk if self.family.sparse_attention else None
+
+    @property
+    def mixers(self) -> dict[int, nn.Module]:
+        """Recurrent layers by layer index; empty for targets of attention layers only."""
+        return mixers_of(self.model, self.family.mixer)
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether some layers keep a state instead of rows: it cannot be shared by prefix."""
+        return bool(self.mixers)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -106,10 +124,23 @@ class Target:
         """Weight of `lm_head`, `[V, D]`."""
         return cast(Tensor, self.lm_head.weight)
 
-    @property
-    def rotary_emb(self) -> nn.Module:
-        """Rotary embedding module: `(x, position_ids) -> (cos, sin)`."""
-        return cast(nn.Module, self.model.base_model.rotary_emb)
+    def position_embeddings(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotary cos and sin `[B, T, rotary_dim]` for the block of an MTP module.
+
+        Args:
+            hidden: any `[B, T, D]`; gives dtype and device.
+            position_ids: `[B, T]` int64 text positions.
+        """
+        rotary_emb = getattr(self.model.base_model, "rotary_emb", None)
+        if rotary_emb is None:  # a family whose attention knows no positions
+            nothing = hidden.new_empty(*hidden.shape[:-1], 0)
+            return nothing, nothing
+        axes, layer_type = self.family.num_position_axes, self.family.block_layer_type
+        if axes > 1:
+            position_ids = position_ids.expand(axes, *position_ids.shape)
+        if layer_type is None:
+            return rotary_emb(hidden, position_ids)
+        return rotary_emb(hidden, position_ids, layer_type)
 
     def forward(
         self, input_ids: Tensor, *, position_ids: Tensor, context: AttentionContext
@@ -125,30 +156,29 @@ class Target:
         Returns:
             Hidden states before and after the final norm.
         """
-        base = self.model.base_model
-        captured: list[Tensor] = []
-        norm = getattr(base, self.family.final_norm)
-        # transformers 5.17 returns post-norm states only; a pre-hook gives the raw ones everywhere.
-        handle = norm.register_forward_pre_hook(lambda _module, inputs: captured.append(inputs[0]))
-        try:
-            output = base(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                past_key_values=context if hasattr(context, "update") else None,
-                use_cache=False,
-                attention_context=context,
-            )
-        finally:
-            handle.remove()
-        return TargetHidden(pre_norm=captured[0], post_norm=output.last_hidden_state)
+        output = self.model.base_model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            past_key_values=context if hasattr(context, "update") else None,
+            use_cache=False,
+            attention_context=context,
+        )
+        return TargetHidden(self.captured.pop("pre_norm"), output.last_hidden_state)
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """Next-token logits `[..., V]` of hidden states `[..., D]` taken after the final norm."""
         return self.lm_head(post_norm)
 
 
-def wrap_target(model: PreTrainedModel, *, path: str = "") -> Target:
+def wrap_target(
+    model: PreTrainedModel, *, path: str = "", family_name: str | None = None
+) -> Target:
     """Freeze `model`, route its attention through our contexts and wrap it.
+
+    Args:
+        model: a causal LM.
+        path: where it was loaded from.
+        family_name: key of `families.FAMILIES`; None goes by the model type.
 
     Raises:
         ConfigError: the model's family is not supported.
@@ -158,8 +188,23 @@ def wrap_target(model: PreTrainedModel, *, path: str = "") -> Target:
     if model.device.type == "cpu" or model.dtype != torch.bfloat16:
         # grouped_mm brings nothing on a CPU and knows bfloat16 only on a GPU; the exactness tests
         # run in float64.
-        model.set_experts_implementation("eager")
-    return Target(model=model, family_name=family_of(model.config.get_text_config()), path=path)
+        # Some classes know the eager loop only, and take no setting.
+        with contextlib.suppress(ValueError):
+            model.set_experts_implementation("eager")
+    family_name = family_name or family_of(model.config.get_text_config().model_type)
+    target = Target(model=model, family_name=family_name, path=path)
+    norm = getattr(model.base_model, target.family.final_norm)
+    # transformers 5.17 returns post-norm states only; a pre-hook gives the raw ones everywhere, and
+    # one that stays can be compiled.
+    norm.register_forward_pre_hook(
+        lambda _module, inputs: target.captured.update(pre_norm=inputs[0])
+    )
+    route_mixers(target.mixers.values())
+    if target.family.sparse_attention:
+        layers = cast(nn.ModuleList, model.base_model.layers)
+        attentions = [layer.get_submodule(target.family.attention) for layer in layers]
+        route_sparse(attentions, config=target.config)
+    return target
 
 
 def load_target(path: str | Path, *, dtype: str = "auto", device: str = "auto") -> Target:
@@ -167,7 +212,7 @@ def load_target(path: str | Path, *, dtype: str = "auto", device: str = "auto") 
 
     Args:
         path: local folder in Hugging Face format, or a hub id.
-        dtype: `auto` (bfloat16 on a GPU, else float32) or a key of `DTYPES`.
+        dtype: `auto` (bfloat16 on a GPU, else float32) or a key of `placement.DTYPES`.
         device: `auto`, `cpu` or `cuda`.
 
     Raises:
@@ -177,10 +222,10 @@ def load_target(path: str | Path, *, dtype: str = "auto", device: str = "auto") 
     """
     place = resolve_device(device)
     with loading(str(path)):
-        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        family_of(config.get_text_config())  # refuses before gigabytes are read
+        config, family_name = read_config(str(path))  # refuses before gigabytes are read
         loaded = AutoModelForCausalLM.from_pretrained(
             str(path),
+            config=config,
             dtype=resolve_dtype(dtype, place),
             trust_remote_code=False,
             attn_implementation="eager",
@@ -189,7 +234,7 @@ def load_target(path: str | Path, *, dtype: str = "auto", device: str = "auto") 
         )
     model, report = cast(tuple[Any, dict[str, set[str]]], loaded)
     require_tensors(report, path=str(path))
-    return wrap_target(model.to(place), path=str(path))
+    return wrap_target(model.to(place), path=str(path), family_name=family_name)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -201,34 +246,3 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     with loading(str(path)):
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-
-
-def resolve_device(device: str) -> torch.device:
-    """`auto` is the GPU when there is one.
-
-    Raises:
-        EnvironmentFault: `cuda` was asked for and is not usable.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentFault(
-            "model.device=cuda needs a CUDA GPU, none is visible; set model.device=cpu."
-        )
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
-
-
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 elsewhere.
-
-    Raises:
-        ConfigError: `dtype` is neither `auto` nor a key of `DTYPES`.
-    """
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype not in DTYPES:
-        raise ConfigError(
-            f"model.dtype must be one of {sorted(['auto', *DTYPES])}, got {dtype!r}; "
-            "set model.dtype=auto."
-        )
-    return DTYPES[dtype]

@@ -150,13 +150,18 @@ def accepted_prefix(hits: BoolArray) -> np.ndarray:
     return np.cumprod(np.asarray(hits, dtype=bool), axis=1).sum(axis=1)
 
 
-def pooled_length(num_accepted: Sequence[float], num_rounds: Sequence[float]) -> float:
+def pooled_length(
+    num_accepted: Sequence[float] | np.ndarray, num_rounds: Sequence[float] | np.ndarray
+) -> float:
     """Acceptance length (micro) over documents: 1 + sum accepted / sum rounds."""
     return _length(float(np.sum(num_accepted)), float(np.sum(num_rounds)))
 
 
 def bootstrap_error(
-    num_accepted: Sequence[float], num_rounds: Sequence[float], *, seed: int = 0
+    num_accepted: Sequence[float] | np.ndarray,
+    num_rounds: Sequence[float] | np.ndarray,
+    *,
+    seed: int = 0,
 ) -> float:
     """Standard error of `pooled_length` when documents are drawn again with replacement.
 

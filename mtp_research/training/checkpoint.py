@@ -9,15 +9,13 @@ size and sha256 of each file. The target's weights are never in it, and nothing 
 Source: the project's reliability rules.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +25,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtp_research.errors import ConfigError, IntegrityError, NumericFault
+from mtp_research.files import sha256_of, sync_to_disk
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
-_MANIFEST, _STATE, _LATEST, _LOCK = "manifest.json", "state.json", "latest", ".lock"
+_MANIFEST, _STATE, _LATEST = "manifest.json", "state.json", "latest"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 _UNFINISHED, _RETIRED = ".writing-", ".retired-"
 
@@ -98,13 +97,13 @@ def save_checkpoint(
         save_file(contiguous, folder / f"{name}.safetensors", metadata={"format": "pt"})
     (folder / _STATE).write_text(json.dumps(dict(state), indent=1))
     files = sorted(folder.iterdir())
-    facts = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
+    facts = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files}
     _write_manifest(folder / _MANIFEST, {"schema": SCHEMA, "step": step, "files": facts})
-    _sync(*files, folder / _MANIFEST, folder)
+    sync_to_disk(*files, folder / _MANIFEST, folder)
     if final.exists():  # a damaged folder of this step that an earlier resume skipped
         final.rename(root / f"{_RETIRED}{final.name}-{os.getpid()}")
     folder.rename(final)
-    _sync(root)
+    sync_to_disk(root)
     _point_latest(root, final.name)
     _rotate(root, keep_last=keep_last)
     return final
@@ -126,7 +125,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             raise IntegrityError(
                 f"{path}: {facts['bytes']} bytes expected, got {path.stat().st_size}"
             )
-        if _sha256(path) != facts["sha256"]:
+        if sha256_of(path) != facts["sha256"]:
             raise IntegrityError(f"{path}: content differs from the manifest's sha256")
     if _STATE not in files:
         raise IntegrityError(f"{folder / _STATE}: missing from the manifest")
@@ -160,42 +159,37 @@ def step_folders(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.split("_")[1]))
 
 
-def check_same_run(saved: Mapping[str, object], current: Mapping[str, object]) -> None:
-    """Refuse to resume a run whose settings changed; both mappings have dotted keys.
+def check_same_run(
+    saved: Mapping[str, object], current: Mapping[str, object], *, allow_drift: Sequence[str] = ()
+) -> None:
+    """Refuse to resume a run whose settings changed.
+
+    Args:
+        saved: of the checkpoint, by dotted key.
+        current: of this run, by dotted key.
+        allow_drift: keys that may differ.
 
     Raises:
         ConfigError: one line per key with both values.
     """
     keys = sorted(saved.keys() | current.keys())
-    changed = [key for key in keys if saved.get(key) != current.get(key)]
+    wanted = [key for key in keys if key not in allow_drift]
+    changed = [key for key in wanted if saved.get(key) != current.get(key)]
     if changed:
         lines = [
             f"{key}: checkpoint {saved.get(key)!r}, now {current.get(key)!r}" for key in changed
         ]
         raise ConfigError(
-            "trainer.resume needs the settings of the checkpoint; set them back or choose another "
-            "output_dir. Changed:\n" + "\n".join(lines)
+            "trainer.resume needs the settings of the checkpoint; set them back, choose another "
+            f"output_dir, or set trainer.allow_drift=[{','.join(changed)}]. Changed:\n"
+            + "\n".join(lines)
         )
 
 
-@contextmanager
-def run_lock(root: Path) -> Iterator[None]:
-    """Hold the run folder; the kernel lets go when the process ends, however it ends.
-
-    Raises:
-        ConfigError: another process holds it.
-    """
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / _LOCK).open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as fault:
-            raise ConfigError(
-                f"output_dir {str(root)!r} is in use by another run; set output_dir=FOLDER."
-            ) from fault
-        for leftover in (*root.glob(f"{_UNFINISHED}*"), *root.glob(f"{_RETIRED}*")):
-            shutil.rmtree(leftover)
-        yield
+def clear_leftovers(root: Path) -> None:
+    """Remove what a crash left half written or half removed; the caller holds the folder."""
+    for leftover in (*root.glob(f"{_UNFINISHED}*"), *root.glob(f"{_RETIRED}*")):
+        shutil.rmtree(leftover)
 
 
 def _write_manifest(path: Path, body: Mapping[str, object]) -> None:
@@ -220,9 +214,9 @@ def _read_manifest(path: Path) -> dict:
 def _point_latest(root: Path, name: str) -> None:
     pointer = root / f"{_LATEST}.tmp"
     pointer.write_text(f"{name}\n")
-    _sync(pointer)
+    sync_to_disk(pointer)
     pointer.replace(root / _LATEST)
-    _sync(root)
+    sync_to_disk(root)
 
 
 def _rotate(root: Path, *, keep_last: int) -> None:
@@ -235,16 +229,3 @@ def _rotate(root: Path, *, keep_last: int) -> None:
 
 def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(*paths: Path) -> None:
-    """Force files or folders to disk."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)

@@ -27,6 +27,7 @@ from mtp_research.data.packing import EncodedDocument
 from mtp_research.data.sources import Document, read_documents
 from mtp_research.data.tokenizer import encode_documents, load_tokenizer
 from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ def load_head_documents(
     path = Path(data.path)
     if not path.is_file():
         raise ConfigError(f"data.path must be a .jsonl or .jsonl.xz file, got {data.path!r}.")
+    if data.kind == "original":
+        logger.warning("data.kind=original: heads learn text that the target itself did not write")
     documents = _thin_out(_encode(path, model_path=model_path), limit=data.max_documents)
     for document in documents:
         if (
@@ -88,7 +91,7 @@ def load_head_documents(
         train=train,
         held_out=[documents[index] for index in sorted(chosen)],
         num_short=len(rest) - len(train),
-        data_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        data_sha256=sha256_of(path),
     )
 
 

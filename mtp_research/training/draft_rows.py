@@ -60,8 +60,6 @@ class ModuleRows:
                 sliding_window=sliding_window,
                 sinks=sinks,
             )
-        if sinks is not None:
-            raise NotImplementedError("attention sinks are not supported in the ttt unroll")
         assert self._context is not None, "draft rows were run before the module's context rows"
         self._drafts.append((key, value))
         assert len(self._drafts) == self.num_draft_rows, "begin_draft_row once per draft pass"
@@ -75,7 +73,7 @@ class ModuleRows:
             else min(sliding_window, self.num_draft_rows)
         )
         output = merge_draft_rows(
-            output, lse, query=query, drafts=self._drafts[-window:], scale=scale
+            output, lse, query=query, drafts=self._drafts[-window:], scale=scale, sinks=sinks
         )
         return output.flatten(1, 2).transpose(1, 2)
 
@@ -111,7 +109,13 @@ def masked_attention(
 
 
 def merge_draft_rows(
-    output: Tensor, lse: Tensor, *, query: Tensor, drafts: list[tuple[Tensor, Tensor]], scale: float
+    output: Tensor,
+    lse: Tensor,
+    *,
+    query: Tensor,
+    drafts: list[tuple[Tensor, Tensor]],
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Add each anchor's own draft rows to a finished attention over its context.
 
@@ -121,12 +125,16 @@ def merge_draft_rows(
         query: `[B, Hkv, G, S, Dk]`.
         drafts: keys `[B, Hkv, S, Dk]` and values `[B, Hkv, S, Dv]`, one pair per draft row.
         scale: factor of the scalar products.
+        sinks: `[H]`, one more logit per head, which takes weight and gives nothing; None for none.
 
     Returns:
         `[B, Hkv, G, S, Dv]`.
     """
     scores = [_wide((query * key[:, :, None]).sum(dim=-1)) * scale for key, _ in drafts]
-    merged_lse = torch.logsumexp(torch.stack((lse, *scores), dim=-1), dim=-1)
+    logits = [lse, *scores]
+    if sinks is not None:
+        logits.append(sinks.to(lse.dtype).view(1, *lse.shape[1:3], 1).expand_as(lse))
+    merged_lse = torch.logsumexp(torch.stack(logits, dim=-1), dim=-1)
     merged = torch.exp(lse - merged_lse)[..., None] * output
     for score, (_, value) in zip(scores, drafts, strict=True):
         merged = merged + torch.exp(score - merged_lse)[..., None] * value[:, :, None]

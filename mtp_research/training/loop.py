@@ -4,61 +4,66 @@
     every eval_every steps: replay walk on held-out documents; every save_every: a checkpoint
 
 Written for one process or many: rows, label counts and the stop request are shared over ranks
-through accelerate, and only the main process writes.
-
-Letters: k depths, B batch rows.
+through accelerate, and only the main process writes. `head/` holds the heads of the longest
+held-out walk, not the last ones: past its best a head's loss goes on falling while its drafts get
+worse. Letters: k depths, B batch rows.
 """
 
 import dataclasses
-import math
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list
 
 from mtp_research.config import TrainConfig
-from mtp_research.errors import Interrupted, NumericFault
-from mtp_research.heads.weights import save_heads
-from mtp_research.training.checkpoint import run_lock, save_checkpoint
+from mtp_research.errors import Interrupted
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.training.best import BestWalk, write_best_head
+from mtp_research.training.checkpoint import clear_leftovers, save_checkpoint
+from mtp_research.training.figures import FigureQueue, SkippedSteps, StepFigures
+from mtp_research.training.held_out import measure_held_out
 from mtp_research.training.optim import cosine_learning_rate
 from mtp_research.training.progress import ProgressView
-from mtp_research.training.replay import WalkReport, held_out_hits, walk_report
-from mtp_research.training.setup import (
-    RunParts,
-    build_run,
-    find_checkpoint,
-    make_accelerator,
-    restore_run,
-)
+from mtp_research.training.replay import WalkReport
+from mtp_research.training.setup import RunParts, build_run, find_checkpoint, make_accelerator
 from mtp_research.training.signals import StopRequest
-from mtp_research.training.state import optimizer_tensors
-from mtp_research.training.step import StepStats, accumulate_gradients, repeatable_sums
+from mtp_research.training.step import accumulate_gradients, repeatable_sums
 from mtp_research.training.tracking import Tracker, jsonable
 
-MAX_SKIPPED_IN_A_ROW = 10
+DecodeEval = Callable[[MTPHeads], Mapping[str, object]]
 
 
-def train_heads(config: TrainConfig, output_dir: Path) -> dict[str, object]:
-    """Train heads, or go on where `output_dir` stopped, and write them to `output_dir/head`.
+def train_heads(
+    config: TrainConfig, output_dir: Path, *, decode_eval: DecodeEval | None = None
+) -> dict[str, object]:
+    """Train heads, or go on where `output_dir` stopped, and write the best to `output_dir/head`.
+
+    One run a folder: `mtp_research.run_lock` keeps a second one out; the entries hold it.
 
     Args:
         config: checked configuration.
-        output_dir: run folder: step folders, `metrics.jsonl`, `head/`.
+        output_dir: run folder: step folders, `metrics.jsonl`, `head/`. Rank 0's is everyone's.
+        decode_eval: runs the real decode loop on the heads and returns its figures; called on the
+            main process at each evaluation.
 
     Returns:
-        JSON-serialisable result: acceptance length before and after, per depth and domain, time.
+        JSON-serialisable result: acceptance length before and at best, per depth and domain, time.
 
     Raises:
-        ConfigError: settings that do not fit; a folder that another run uses.
+        ConfigError: settings that do not fit.
         IntegrityError: damaged data or checkpoint.
         NumericFault: ten steps in a row with a non-finite loss or gradient.
         Interrupted: SIGTERM or SIGINT; the state is saved.
     """
     accelerator = make_accelerator(config)
     is_main = accelerator.is_main_process
-    with run_lock(output_dir) if is_main else nullcontext(), StopRequest() as stop:
+    output_dir = Path(broadcast_object_list([str(output_dir)])[0])
+    if is_main:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(output_dir)
+    with StopRequest() as stop:
         run = HeadRun(config, output_dir=output_dir, accelerator=accelerator, stop=stop)
         tracker = Tracker(
             output_dir,
@@ -70,7 +75,7 @@ def train_heads(config: TrainConfig, output_dir: Path) -> dict[str, object]:
         max_steps = config.trainer.max_steps
         view = ProgressView(num_steps=max_steps, first_step=run.step, is_shown=is_main)
         with tracker, view, repeatable_sums(accelerator.device):
-            return run.train(tracker, view)
+            return run.train(tracker, view, decode_eval=decode_eval)
 
 
 class HeadRun:
@@ -92,51 +97,63 @@ class HeadRun:
         self.accelerator = accelerator
         self.stop = stop
         self.step = 0
-        self.num_skipped = 0
-        self.num_skipped_in_a_row = 0
-        self.walks: list[WalkReport] = []  # before training, and the newest
+        self.num_tokens = 0
+        self.skips = SkippedSteps()
+        self.is_stop_requested = False
+        self.figures = FigureQueue()
+        self.first_walk: WalkReport | None = None
+        self.best = BestWalk()
         checkpoint = find_checkpoint(config, output_dir=output_dir)
-        self.parts: RunParts = build_run(config, accelerator=accelerator)
+        self.parts: RunParts = build_run(config, accelerator=accelerator, checkpoint=checkpoint)
         if checkpoint is not None:
-            restore_run(self.parts, checkpoint)
             self.step = checkpoint.step
-            self.num_skipped = checkpoint.state["num_skipped"]
-            self.num_skipped_in_a_row = checkpoint.state["num_skipped_in_a_row"]
-            self.walks = [WalkReport(**walk) for walk in checkpoint.state["walks"]]
+            self.skips = SkippedSteps(**checkpoint.state["skips"])
+            self.first_walk = WalkReport(**checkpoint.state["first_walk"])
+            self.best = BestWalk.from_state(checkpoint.state["best"])
         accelerator.wait_for_everyone()
 
-    def train(self, tracker: Tracker, view: ProgressView) -> dict[str, object]:
-        """Steps up to `trainer.max_steps`, then the final report, checkpoint and head folder."""
+    @property
+    def is_finished(self) -> bool:
+        """All steps are done, or the walk has not grown for too long."""
+        trainer = self.config.trainer
+        return self.step >= trainer.max_steps or self.best.is_stale(trainer.early_stopping_patience)
+
+    def train(
+        self, tracker: Tracker, view: ProgressView, *, decode_eval: DecodeEval | None
+    ) -> dict[str, object]:
+        """Steps until the run is finished, then the final report and checkpoint."""
         trainer, started_s = self.config.trainer, time.perf_counter()
-        if not self.walks:
-            self.walks = [self._measure(tracker, view)] * 2
-        num_tokens = 0
-        while self.step < trainer.max_steps:
-            stats = self._train_step(tracker, view)
-            num_tokens += stats.num_tokens
+        if self.first_walk is None:
+            self.first_walk = self._measure(tracker, view, decode_eval=decode_eval)
+        while not self.is_finished:
+            self._train_step()
+            self._report(self.figures.ready(), tracker=tracker, view=view)
             is_last = self.step == trainer.max_steps
-            if is_last or self.step % trainer.eval_every == 0:
-                self.walks[1] = self._measure(tracker, view)
-            if is_last or stats.is_stop_requested or self.step % trainer.save_every == 0:
+            is_measured = is_last or self.step % trainer.eval_every == 0
+            is_saved = is_last or self.step % trainer.save_every == 0
+            if is_measured or is_saved or self.is_stop_requested:
+                self._report(self.figures.drain(), tracker=tracker, view=view)
+            if is_measured:
+                self._measure(tracker, view, decode_eval=decode_eval)
+            if is_saved or self.is_finished or self.is_stop_requested:
                 self._save()
-            if stats.is_stop_requested and not is_last:
+            if self.is_stop_requested and not self.is_finished:
                 raise Interrupted(
                     f"stopped by {self.stop.name or 'a signal on another rank'} after step "
                     f"{self.step}; the same command with output_dir={self.output_dir} goes on."
                 )
         seconds = time.perf_counter() - started_s
-        view.table(*self.walks)
+        view.table(self.first_walk, self.best.report)
         result = self._result() | {
             "seconds": round(seconds, 1),
-            "train_tokens_per_s": round(num_tokens / seconds),
+            "train_tokens_per_s": round(self.num_tokens / seconds),
         }
-        tracker.log("result", step=self.step, values=result)
-        self._write_head(result)
+        tracker.result(step=self.step, values=result, head=self.output_dir / "head")
         return jsonable(result)
 
-    def _train_step(self, tracker: Tracker, view: ProgressView) -> StepStats:
-        """One optimizer step: gradients of all micro-batches, then the update, or a skip."""
-        trainer = self.config.trainer
+    def _train_step(self) -> None:
+        """Queue one optimizer step on the device; nothing here waits for it."""
+        trainer, parts = self.config.trainer, self.parts
         learning_rate = cosine_learning_rate(
             self.step / trainer.max_steps,
             step=self.step,
@@ -145,106 +162,83 @@ class HeadRun:
             min_ratio=0.0,
         )
         stats = accumulate_gradients(
-            self.parts, config=self.config, ranks=self.accelerator, step=self.step, stop=self.stop
+            parts, config=self.config, ranks=self.accelerator, step=self.step, stop=self.stop
         )
-        grad_norm = math.nan
-        if math.isfinite(stats.loss):
-            grad_norm = float(self.parts.optimizer.step(learning_rate=learning_rate))
-        else:
-            self.parts.heads.zero_grad(set_to_none=True)
+        grad_norm = parts.engine.step(learning_rate=learning_rate)
         self.step += 1
-        values = {
-            "loss": stats.loss,
-            "accuracy": stats.accuracy,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "num_tokens": stats.num_tokens,
-        }
-        tracker.log("train", step=self.step, values=values)
-        self._count_skips(is_skipped=not math.isfinite(grad_norm), values=values, view=view)
-        view.step(self.step, loss=stats.loss, accuracy=stats.accuracy)
-        return stats
+        self.figures.push(stats, step=self.step, learning_rate=learning_rate, grad_norm=grad_norm)
 
-    def _count_skips(
-        self, *, is_skipped: bool, values: dict[str, object], view: ProgressView
+    def _report(
+        self, finished: Iterable[StepFigures], *, tracker: Tracker, view: ProgressView
     ) -> None:
-        """Count a skipped step; ten in a row end the run."""
-        self.num_skipped += is_skipped
-        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if is_skipped else 0
-        if not is_skipped:
-            return
-        figures = f"loss {values['loss']}, gradient norm {values['grad_norm']}"
-        view.note(f"step {self.step} skipped: {figures}")
-        if self.num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise NumericFault(
-                f"{self.num_skipped_in_a_row} steps in a row were not finite, the last at step "
-                f"{self.step} ({figures}); lower trainer.learning_rate or look at the data."
-            )
+        """Log steps whose figures have arrived, and count those that were skipped."""
+        for figures in finished:
+            values = {
+                "loss": figures.loss,
+                "accuracy": figures.accuracy,
+                "acceptance": figures.acceptance,
+                "grad_norm": figures.grad_norm,
+                "learning_rate": figures.learning_rate,
+                "num_tokens": figures.num_tokens,
+            }
+            tracker.log("train", step=figures.step, values=values)
+            view.step(figures.step, loss=figures.loss, accuracy=figures.accuracy)
+            self.num_tokens += figures.num_tokens
+            self.is_stop_requested |= figures.is_stop_requested
+            if self.skips.add(figures):
+                view.note(f"step {figures.step} skipped: {figures.diagnosis}")
 
-    def _measure(self, tracker: Tracker, view: ProgressView) -> WalkReport:
-        """Replay walk on held-out documents; rows are shared over ranks."""
+    def _measure(
+        self, tracker: Tracker, view: ProgressView, *, decode_eval: DecodeEval | None
+    ) -> WalkReport:
+        """Replay walk on held-out documents, shared over ranks; a longer walk is the new best."""
         parts, ranks = self.parts, self.accelerator
-        mine = list(range(len(parts.held_out_rows)))[ranks.process_index :: ranks.num_processes]
-        size = self.config.trainer.batch_size
-        parts.heads.eval()
-        hits = held_out_hits(
-            parts.heads,
-            parts.held_out_rows,
-            spec=parts.unroll_spec,
-            row_batches=[mine[start : start + size] for start in range(0, len(mine), size)],
-        )
-        parts.heads.train()
-        report = walk_report(
-            dict(gather_object(list(hits.items()))),
-            documents=parts.documents.held_out,
-            num_depths=parts.unroll_spec.num_depths,
-        )
+        report = measure_held_out(parts, ranks=ranks, batch_size=self.config.trainer.batch_size)
         tracker.log("eval", step=self.step, values=dataclasses.asdict(report))
         view.walk(self.step, report)
+        if decode_eval is not None and ranks.is_main_process:
+            parts.heads.eval()
+            tracker.log("decode", step=self.step, values=decode_eval(parts.heads))
+            parts.heads.train()
+        if self.best.add(report, step=self.step):
+            tensors = parts.engine.head_tensors()
+            if ranks.is_main_process:
+                folder = self.output_dir / "head"
+                write_best_head(parts, folder, tensors=tensors, config=self.config, best=self.best)
         return report
 
     def _save(self) -> None:
-        """Write a step folder (main process)."""
+        """Write a step folder (main process); all ranks gather what is sharded."""
+        engine = self.parts.engine
+        tensors = {"head": engine.head_tensors(), "optimizer": engine.optimizer_tensors()}
+        if self.accelerator.is_main_process:
+            assert self.first_walk is not None, "a run is measured before its first step"
+            save_checkpoint(
+                self.output_dir,
+                step=self.step,
+                tensors=tensors,
+                state={
+                    "settings": self.parts.settings,
+                    "skips": dataclasses.asdict(self.skips),
+                    "first_walk": dataclasses.asdict(self.first_walk),
+                    "best": self.best.state(),
+                },
+                keep_last=self.config.trainer.keep_last,
+            )
         self.accelerator.wait_for_everyone()
-        if not self.accelerator.is_main_process:
-            return
-        parts = self.parts
-        save_checkpoint(
-            self.output_dir,
-            step=self.step,
-            tensors={
-                "head": parts.heads.state_dict(),
-                "optimizer": optimizer_tensors(parts.optimizer, names=parts.names),
-            },
-            state={
-                "settings": parts.settings,
-                "num_skipped": self.num_skipped,
-                "num_skipped_in_a_row": self.num_skipped_in_a_row,
-                "walks": [dataclasses.asdict(walk) for walk in self.walks],
-            },
-            keep_last=self.config.trainer.keep_last,
-        )
 
     def _result(self) -> dict[str, object]:
-        """Figures of the finished run."""
-        before, after = self.walks
+        """Figures of the finished run; those of the walk belong to the best heads."""
+        assert self.first_walk is not None, "a run is measured before its first step"
         return {
             "head": str(self.output_dir / "head"),
             "unroll": self.config.objective.unroll,
             "num_mtp_modules": self.config.head.num_mtp_modules,
             "num_steps": self.step,
-            "num_skipped": self.num_skipped,
-            "acceptance_length_before": before.acceptance_length,
-            **dataclasses.asdict(after),
+            "num_skipped": self.skips.total,
+            "num_short_documents": self.parts.documents.num_short,
+            "best_step": self.best.step,
+            "acceptance_length_before": self.first_walk.acceptance_length,
+            "acceptance_length_last": self.best.newest_length,
+            **dataclasses.asdict(self.best.report),
         }
-
-    def _write_head(self, result: dict[str, object]) -> None:
-        """The head folder that `spec.head=` takes (main process)."""
-        if self.accelerator.is_main_process:
-            provenance = {
-                "config": dataclasses.asdict(self.config),
-                "data_sha256": self.parts.documents.data_sha256,
-                "result": result,
-            }
-            folder = self.output_dir / "head"
-            save_heads(self.parts.heads, folder, provenance=jsonable(provenance))

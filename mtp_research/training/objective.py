@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.policy import ModuleSchedule
-from mtp_research.training.losses import DepthLoss, LossSpec, multi_depth_loss
+from mtp_research.training.loss_terms import LossSpec
+from mtp_research.training.losses import DepthLoss, multi_depth_loss
 from mtp_research.training.rows import Batch, BatchHidden
 from mtp_research.training.unroll import DepthOutput, unroll
 
@@ -66,4 +67,5 @@ class HeadObjective(nn.Module):
             lm_head=self.heads.target.lm_head_weight,
             spec=self.loss_spec,
             target_post_norm=hidden.post_norm,
+            num_positions=batch.num_labels,
         )

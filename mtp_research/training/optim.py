@@ -5,7 +5,7 @@ bf16 copies of fp32 masters that alone are optimised. Source: Micikevicius et al
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -52,18 +52,8 @@ class MasterWeights:
             raise ConfigError("expected parameters that require gradients, got none")
         self.masters = [p.detach().to(torch.float32, copy=True) for p in self.parameters]
         self.grad_clip = grad_clip
-        decayed = [master for master in self.masters if master.ndim >= 2]
-        plain = [master for master in self.masters if master.ndim < 2]
-        groups = [
-            {"params": decayed, "weight_decay": weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=learning_rate,
-            betas=betas,
-            eps=1e-8,
-            fused=True,
+        self.optimizer = make_adamw(
+            self.masters, learning_rate=learning_rate, betas=betas, weight_decay=weight_decay
         )
         self.num_skipped = torch.zeros((), device=self.masters[0].device)
 
@@ -87,21 +77,70 @@ class MasterWeights:
             new_grads.append(parameter.grad)
         torch._foreach_copy_(grads, new_grads)
         grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-        is_bad = (~torch.isfinite(grad_norm)).float()
-        if learning_rate is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-        # The fused kernel divides gradients by `grad_scale` and skips the step where `found_inf` is
-        # 1: the seam that torch's GradScaler uses, which saves a pass over the gradients and a
-        # sync.
-        self.optimizer.grad_scale = (grad_norm / self.grad_clip).clamp(min=1.0)
-        self.optimizer.found_inf = is_bad
-        self.optimizer.step()
-        self.num_skipped += is_bad
+        self.num_skipped += guarded_update(
+            self.optimizer,
+            grad_norm=grad_norm,
+            grad_clip=self.grad_clip,
+            learning_rate=learning_rate,
+        )
         torch._foreach_copy_(list[torch.Tensor](self.parameters), self.masters)
         for parameter in self.parameters:
             parameter.grad = None
         return grad_norm
+
+
+def make_adamw(
+    masters: Sequence[torch.Tensor],
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> torch.optim.AdamW:
+    """Fused AdamW over fp32 tensors; vectors get no weight decay."""
+    decayed = [master for master in masters if master.ndim >= 2]
+    plain = [master for master in masters if master.ndim < 2]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=learning_rate,
+        betas=betas,
+        eps=1e-8,
+        fused=True,
+    )
+
+
+def guarded_update(
+    optimizer: torch.optim.AdamW,
+    *,
+    grad_norm: torch.Tensor,
+    grad_clip: float,
+    learning_rate: float | None,
+) -> torch.Tensor:
+    """Clip and step, unless the norm is not finite; decided on the device.
+
+    The fused kernel divides gradients by `grad_scale` and skips the step where `found_inf` is 1:
+    the seam that torch's GradScaler uses, which saves a pass over the gradients and a sync.
+
+    Args:
+        optimizer: of `make_adamw`, whose tensors hold gradients.
+        grad_norm: 0-dim global norm of these gradients.
+        grad_clip: largest global norm.
+        learning_rate: rate of this step; None keeps the last one.
+
+    Returns:
+        0-dim fp32, 1 when the step was skipped.
+    """
+    is_bad = (~torch.isfinite(grad_norm)).float()
+    if learning_rate is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+    optimizer.grad_scale = (grad_norm / grad_clip).clamp(min=1.0)
+    optimizer.found_inf = is_bad
+    optimizer.step()
+    return is_bad
 
 
 def cosine_learning_rate(

@@ -28,7 +28,7 @@ from mtp_research.models.fresh import (
     routers,
     save_target,
 )
-from mtp_research.models.target import resolve_device, resolve_dtype
+from mtp_research.models.placement import resolve_device, resolve_dtype
 from mtp_research.provenance import run_record
 from mtp_research.training.balance import ExpertBalancer
 from mtp_research.training.optim import MasterWeights, cosine_learning_rate

@@ -30,6 +30,7 @@ from mtp_research.data.tokenizer import (
     train_tokenizer,
 )
 from mtp_research.errors import ConfigError
+from mtp_research.files import sha256_of
 from mtp_research.provenance import resolve_path
 
 MAX_PYTHON_BYTES = 40_000_000
@@ -172,7 +173,7 @@ def _file_hashes(corpus_dir: str, documents: Mapping[str, list[Document]]) -> di
             continue
         for split in ("train", "dev"):
             for path in corpus_files(corpus_dir, domain=domain, split=split):
-                hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+                hashes[path.name] = sha256_of(path)
     return hashes
 
 

@@ -1,31 +1,51 @@
-"""Held-out measurement: hits of every anchor, and the replay walk over them, per domain too.
+"""Held-out measurement: what every anchor drafts, and the replays over it, per domain too.
 
-Sits between the training loop, which asks for a report, and `acceptance`, which defines the walk.
+Sits between the training loop, which asks for a report, and `acceptance`, which defines the walk of
+a greedy loop and the expectation of a sampled one. The text should be the target's own, greedy for
+the first and sampled at temperature 1 for the second.
 
 Letters: T tokens of a document, k depths, B batch rows, S row length.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.heads.stack import MTPHeads
+from mtp_research.kernels.distill import distill
 from mtp_research.training.acceptance import (
     AnchorRange,
     bootstrap_error,
     others_proxies,
     pooled_length,
+    replay_dp,
     replay_walk,
     response_ranges,
 )
-from mtp_research.training.losses import argmax_tokens
+from mtp_research.training.loss_rows import loss_rows
+from mtp_research.training.losses import depth_labels
 from mtp_research.training.objective import UnrollSpec, run_heads
 from mtp_research.training.rows import TrainingRows
-from mtp_research.training.unroll import same_document, shift_left
+from mtp_research.training.unroll import MEASURED_UNROLL
+
+
+class AnchorDrafts(NamedTuple):
+    """What the drafts of a document's anchors are worth, each `[T, k]`.
+
+    Attributes:
+        is_hit: bool, the greedy draft is the text's token x_{t+d+1}.
+        acceptance: float32, min(1, q / p) of that token: the chance that a sampled draft was kept,
+            given that the text went on with it.
+    """
+
+    is_hit: np.ndarray
+    acceptance: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -38,10 +58,14 @@ class WalkReport:
         num_documents: documents with at least one round.
         num_rounds: rounds of the walk.
         accuracy_per_depth: `[k]` hits / anchors, the marginal figure.
+        conditional_accuracy_per_depth: `[k]` hits / anchors whose earlier depths all hit.
         acceptance_rate_per_position: `[k]` share of rounds that accept at least i drafts.
         product_of_marginals: what others log; assumes uniform round starts.
         uniform_joint_prefix: what others log; assumes uniform round starts.
+        sampled_acceptance_length: micro, of rejection sampling at temperature 1, in expectation.
+        sampled_standard_error: bootstrap over documents.
         length_by_domain: acceptance length of each domain.
+        sampled_length_by_domain: the same of rejection sampling.
     """
 
     acceptance_length: float
@@ -49,17 +73,21 @@ class WalkReport:
     num_documents: int
     num_rounds: int
     accuracy_per_depth: tuple[float, ...]
+    conditional_accuracy_per_depth: tuple[float, ...]
     acceptance_rate_per_position: tuple[float, ...]
     product_of_marginals: float
     uniform_joint_prefix: float
+    sampled_acceptance_length: float
+    sampled_standard_error: float
     length_by_domain: dict[str, float]
+    sampled_length_by_domain: dict[str, float]
 
 
 @torch.no_grad()
-def held_out_hits(
+def held_out_drafts(
     heads: MTPHeads, rows: TrainingRows, *, spec: UnrollSpec, row_batches: Sequence[Sequence[int]]
-) -> dict[int, np.ndarray]:
-    """Hits of documents, document index -> `[T, k]` bool.
+) -> dict[int, AnchorDrafts]:
+    """Drafts of documents by document index, run as the matching decode policy runs them.
 
     Args:
         heads: what is measured.
@@ -67,64 +95,92 @@ def held_out_hits(
         spec: how the heads are run.
         row_batches: rows to run, batch by batch.
     """
-    lm_head = heads.target.lm_head_weight
-    hits: dict[int, np.ndarray] = {}
+    spec = dataclasses.replace(spec, kind=MEASURED_UNROLL.get(spec.kind, spec.kind))
+    found: dict[int, AnchorDrafts] = {}
     for indices in row_batches:
-        batch = rows.batch(indices)
-        outputs = run_heads(heads, batch, hidden=rows.hidden(indices), spec=spec)
-        is_hit = torch.zeros(*batch.input_ids.shape, spec.num_depths, dtype=torch.bool)
-        for depth, output in enumerate(outputs, start=1):
-            expected = shift_left(batch.input_ids, offset=depth + 1, fill=-1)
-            known = same_document(batch.document_index, offset=depth + 1)
-            # Prompt rows are never anchors; their logits would be most of the cost.
-            known &= shift_left(batch.loss_mask.long(), offset=depth + 1, fill=0) > 0
-            drafts = argmax_tokens(output.post_norm[known], lm_head=lm_head)
-            is_hit[..., depth - 1][known.cpu()] = (drafts == expected[known]).cpu()
+        batch, hidden = rows.batch(indices), rows.hidden(indices)
+        outputs = run_heads(heads, batch, hidden=hidden, spec=spec)
+        # Prompt rows are never anchors; their logits would be most of the cost.
+        chosen = loss_rows(
+            depth_labels(
+                batch.input_ids,
+                document_index=batch.document_index,
+                loss_mask=batch.loss_mask,
+                num_depths=spec.num_depths,
+            ),
+            num_positions=batch.num_labels,
+        )
+        result = distill(
+            [chosen.gather(out.post_norm, depth=d) for d, out in enumerate(outputs, start=1)],
+            labels=chosen.label,
+            valid=chosen.valid,
+            lm_head=heads.target.lm_head_weight,
+            teacher=hidden.post_norm.flatten(0, 1)[chosen.position],
+        )
+        acceptance = torch.exp(result.teacher_nll - result.nll).clamp(max=1).float()
+        by_anchor = [chosen.to_anchors(x) for x in (result.is_hit, acceptance)]
+        shape = batch.input_ids.shape
+        is_hit, kept = (x.T.unflatten(0, shape).cpu().numpy() for x in by_anchor)  # [B, S, k]
         for index, row, columns in _documents(batch.document_index.cpu().numpy()):
-            hits[index] = is_hit[row, columns].numpy()
-    return hits
+            found[index] = AnchorDrafts(is_hit[row, columns], kept[row, columns])
+    return found
 
 
 def walk_report(
-    hits: dict[int, np.ndarray], *, documents: Sequence[EncodedDocument], num_depths: int
+    drafts: dict[int, AnchorDrafts], *, documents: Sequence[EncodedDocument], num_depths: int
 ) -> WalkReport:
     """Walk over every response of every document.
 
     Args:
-        hits: of `held_out_hits`.
-        documents: what the indices of `hits` refer to.
+        drafts: of `held_out_drafts`.
+        documents: what the indices of `drafts` refer to.
         num_depths: k.
     """
-    accepted, rounds = np.zeros(len(documents)), np.zeros(len(documents))
+    greedy, sampled = np.zeros((2, len(documents))), np.zeros((2, len(documents)))
     per_position = np.zeros(num_depths)
     anchors: list[np.ndarray] = []
-    for index, flags in sorted(hits.items()):
-        mask = documents[index].loss_mask[: len(flags)]
+    for index, (is_hit, acceptance) in sorted(drafts.items()):
+        mask = documents[index].loss_mask[: len(is_hit)]
         for start, stop in response_ranges(mask, num_depths=num_depths):
-            walk = replay_walk(flags, start=start, stop=stop)
-            accepted[index] += walk.num_accepted
-            rounds[index] += walk.num_rounds
+            walk = replay_walk(is_hit, start=start, stop=stop)
+            expected = replay_dp(acceptance, start=start, stop=stop)
+            greedy[:, index] += walk.num_accepted, walk.num_rounds
+            sampled[:, index] += expected.num_accepted, expected.num_rounds
             per_position += _at_least(walk.accepted_per_round, num_depths)
-            anchors.append(flags[start:stop])
+            anchors.append(is_hit[start:stop])
     pooled = np.concatenate(anchors or [np.zeros((0, num_depths), dtype=bool)])
     proxies = others_proxies(pooled, ranges=[AnchorRange(0, len(pooled))])
-    by_domain: dict[str, list[int]] = defaultdict(list)
-    for index, document in enumerate(documents):
-        by_domain[document.domain].append(index)
+    num_rounds = int(greedy[1].sum())
     return WalkReport(
-        acceptance_length=pooled_length(accepted.tolist(), rounds.tolist()),
-        standard_error=bootstrap_error(accepted.tolist(), rounds.tolist()),
-        num_documents=int((rounds > 0).sum()),
-        num_rounds=int(rounds.sum()),
+        acceptance_length=pooled_length(*greedy),
+        standard_error=bootstrap_error(*greedy),
+        num_documents=int((greedy[1] > 0).sum()),
+        num_rounds=num_rounds,
         accuracy_per_depth=tuple((pooled.sum(axis=0) / max(len(pooled), 1)).tolist()),
-        acceptance_rate_per_position=tuple((per_position / max(rounds.sum(), 1)).tolist()),
+        conditional_accuracy_per_depth=_conditional(pooled),
+        acceptance_rate_per_position=tuple((per_position / max(num_rounds, 1)).tolist()),
         product_of_marginals=proxies.product_of_marginals,
         uniform_joint_prefix=proxies.uniform_joint_prefix,
-        length_by_domain={
-            domain: pooled_length(accepted[members].tolist(), rounds[members].tolist())
-            for domain, members in sorted(by_domain.items())
-        },
+        sampled_acceptance_length=pooled_length(*sampled),
+        sampled_standard_error=bootstrap_error(*sampled),
+        length_by_domain=_by_domain(greedy, documents=documents),
+        sampled_length_by_domain=_by_domain(sampled, documents=documents),
     )
+
+
+def _by_domain(counts: np.ndarray, *, documents: Sequence[EncodedDocument]) -> dict[str, float]:
+    """Acceptance length of each domain; `counts` `[2, documents]`: accepted drafts, rounds."""
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, document in enumerate(documents):
+        members[document.domain].append(index)
+    return {name: pooled_length(*counts[:, chosen]) for name, chosen in sorted(members.items())}
+
+
+def _conditional(is_hit: np.ndarray) -> tuple[float, ...]:
+    """`[k]` hits of depth d / anchors `[n, k]` whose depths below d all hit; nan without any."""
+    joint = np.cumprod(is_hit, axis=1).sum(axis=0)
+    reached = np.concatenate(([len(is_hit)], joint[:-1]))
+    return tuple((joint / np.where(reached > 0, reached, np.nan)).tolist())
 
 
 def _at_least(accepted_per_round: Sequence[int], num_depths: int) -> np.ndarray:

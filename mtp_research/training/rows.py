@@ -3,7 +3,9 @@
 Which rows a step sees is a pure function of (seed, position), so a resumed run needs no data state.
 Hidden states are computed when a row is needed. When the run reads its rows more than once and they
 fit, they are kept: always computed in the same blocks of rows, since the rounding of a batched
-forward depends on its neighbours and a resumed run must repeat it bit for bit.
+forward depends on its neighbours and a resumed run must repeat it bit for bit. They may also come
+from a cache on disk, made of the same blocks; one row of each of its shards is computed again, so
+that a cache of another model cannot pass for this one's.
 
 Letters: B batch rows, S row length, D hidden.
 """
@@ -15,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtp_research.data.hidden_cache import HiddenCache
 from mtp_research.data.packing import PackedRows
+from mtp_research.errors import IntegrityError
 from mtp_research.models.attention import DenseContext
-from mtp_research.models.families import NormPoint
+from mtp_research.models.family import NormPoint
 from mtp_research.models.target import Target
 
 CACHE_BYTES = 1 << 30
@@ -32,12 +36,14 @@ class Batch(NamedTuple):
         position_ids: `[B, S]` int64, counted from 0 in each document.
         document_index: `[B, S]` int64, -1 for padding.
         loss_mask: `[B, S]` bool, True where the token is the target's own output.
+        num_labels: labels at depth 1, counted on the host.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     document_index: Tensor
     loss_mask: Tensor
+    num_labels: int
 
 
 class BatchHidden(NamedTuple):
@@ -60,42 +66,49 @@ class TrainingRows:
         target: the frozen model.
         hidden_source: the point that the heads read.
         keep_hidden: keep hidden states once computed, if all of them fit in `CACHE_BYTES`.
+        cache: hidden states of these rows on disk; the target then computes only samples.
+        checks_cache: compare a row of each shard with the target's own.
     """
 
     def __init__(
-        self, packed: PackedRows, *, target: Target, hidden_source: NormPoint, keep_hidden: bool
+        self,
+        packed: PackedRows,
+        *,
+        target: Target,
+        hidden_source: NormPoint,
+        keep_hidden: bool,
+        cache: HiddenCache | None = None,
+        checks_cache: bool = True,
     ) -> None:
         """Put the rows on the target's device."""
         self._target = target
         self._hidden_source = hidden_source
-        self._rows = Batch(
-            *(
-                torch.from_numpy(np.ascontiguousarray(array)).to(target.device)
-                for array in (
-                    packed.token_ids,
-                    packed.position,
-                    packed.document_index,
-                    packed.loss_mask,
-                )
-            )
-        )
+        self._cache = cache
+        self._checks_cache = checks_cache
+        arrays = (packed.token_ids, packed.position, packed.document_index, packed.loss_mask)
+        self._rows = [
+            torch.from_numpy(np.ascontiguousarray(array)).to(target.device) for array in arrays
+        ]
+        self._num_labels = num_row_labels(packed)
         num_tensors = 1 if hidden_source == "post_norm" else 2
         bytes_per_token = target.config.hidden_size * target.dtype.itemsize * num_tensors
-        self.keeps_hidden = (
-            keep_hidden and self._rows.input_ids.numel() * bytes_per_token <= CACHE_BYTES
-        )
+        self.keeps_hidden = keep_hidden and self._rows[0].numel() * bytes_per_token <= CACHE_BYTES
         self._blocks: dict[int, BatchHidden] = {}
 
     def __len__(self) -> int:
         """Number of rows."""
-        return len(self._rows.input_ids)
+        return len(self._num_labels)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The rows of `indices`, without hidden states."""
-        return Batch(*(tensor[list(indices)] for tensor in self._rows))
+        # Not indexed by a tensor: its copy to the device would be waited for.
+        tensors = (torch.stack([tensor[index] for index in indices]) for tensor in self._rows)
+        return Batch(*tensors, num_labels=int(self._num_labels[list(indices)].sum()))
 
     def hidden(self, indices: Sequence[int]) -> BatchHidden:
         """Target hidden states of the rows of `indices`, without gradient."""
+        if self._cache is not None:
+            return self._read(self._cache, indices)
         if not self.keeps_hidden:
             return self._forward(self.batch(indices))
         parts = [self._block(index // BLOCK_ROWS) for index in indices]
@@ -108,11 +121,44 @@ class TrainingRows:
         )
         return BatchHidden(source, post_norm)
 
+    def computed(self, indices: range) -> dict[str, Tensor]:
+        """Hidden states `[rows, S, D]` of whole blocks by name, for a cache; nothing is kept."""
+        blocks = range(indices.start // BLOCK_ROWS, -(-indices.stop // BLOCK_ROWS))
+        parts = [self._compute_block(block) for block in blocks]
+        names = ("post_norm",) if self._hidden_source == "post_norm" else ("source", "post_norm")
+        return {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+
+    def _read(self, cache: HiddenCache, indices: Sequence[int]) -> BatchHidden:
+        samples = [index for index in indices if cache.open_shard(index)]
+        device = self._target.device
+        post_norm = cache.rows("post_norm", indices).to(device)
+        source = post_norm
+        if self._hidden_source == "pre_norm":
+            source = cache.rows("source", indices).to(device)
+        if self._checks_cache:
+            for index in samples:
+                self._compare(post_norm[list(indices).index(index)], index=index)
+        return BatchHidden(source, post_norm)
+
+    def _compare(self, cached: Tensor, *, index: int) -> None:
+        """Refuse a row `[S, D]` of the cache that this target does not compute."""
+        own = self._forward(self.batch([index])).post_norm[0].float()
+        error = float((cached.float() - own).norm() / own.norm())
+        limit = 1e-3 if self._target.dtype.itemsize >= torch.float32.itemsize else 0.05
+        if not error <= limit:
+            raise IntegrityError(
+                f"data.hidden_cache: row {index} differs from this target's hidden states by "
+                f"{error:.2g} of their norm, {limit:g} allowed; write the cache again, task=cache."
+            )
+
     def _block(self, block: int) -> BatchHidden:
         if block not in self._blocks:
-            indices = range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, len(self)))
-            self._blocks[block] = self._forward(self.batch(indices))
+            self._blocks[block] = self._compute_block(block)
         return self._blocks[block]
+
+    def _compute_block(self, block: int) -> BatchHidden:
+        indices = range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, len(self)))
+        return self._forward(self.batch(indices))
 
     @torch.no_grad()
     def _forward(self, batch: Batch) -> BatchHidden:
@@ -123,6 +169,12 @@ class TrainingRows:
         )
         is_post = self._hidden_source == "post_norm"
         return BatchHidden(hidden.post_norm if is_post else hidden.pre_norm, hidden.post_norm)
+
+
+def num_row_labels(packed: PackedRows) -> np.ndarray:
+    """`[rows]` labels of depth 1: own tokens that are at least the third of their document."""
+    is_label = packed.loss_mask & (packed.document_index >= 0) & (packed.position >= 2)
+    return is_label.sum(axis=1)
 
 
 def row_indices(position: int, *, count: int, num_rows: int, seed: int) -> list[int]:

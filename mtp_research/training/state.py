@@ -6,59 +6,59 @@ the rows of a step follow from (seed, step), see `rows.row_indices`.
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mtp_research.config import TrainConfig
 from mtp_research.errors import IntegrityError
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.training.optim import MasterWeights
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 # Trainer keys that change neither the weights nor the order of the data.
-_FREE_TRAINER_KEYS = ("eval_every", "save_every", "keep_last", "resume")
+_FREE_TRAINER_KEYS = (
+    "eval_every",
+    "save_every",
+    "keep_last",
+    "resume",
+    "allow_drift",
+    "early_stopping_patience",
+    "decode_eval_prompts",
+)
 
 
-def optimizer_tensors(optimizer: MasterWeights, *, names: Sequence[str]) -> dict[str, Tensor]:
-    """Masters and moments as `<what>.<parameter name>`.
+def moment_tensors(
+    name: str, *, master: Tensor, moments: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Master and moments of one parameter as `<what>.<parameter name>`."""
+    tensors = {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
+    return {f"master.{name}": master, **tensors}
+
+
+def check_optimizer_tensors(
+    tensors: Mapping[str, Tensor], *, shapes: Mapping[str, torch.Size]
+) -> None:
+    """Refuse masters and moments that are not those of these parameters.
 
     Args:
-        optimizer: after at least one step.
-        names: of `optimizer.parameters`, in order.
-    """
-    tensors: dict[str, Tensor] = {}
-    for name, master in zip(names, optimizer.masters, strict=True):
-        tensors[f"master.{name}"] = master
-        moments = optimizer.optimizer.state[master]
-        tensors |= {f"{moment}.{name}": moments[moment] for moment in _MOMENTS}
-    return tensors
-
-
-def restore_optimizer(
-    optimizer: MasterWeights, *, names: Sequence[str], tensors: Mapping[str, Tensor]
-) -> None:
-    """Put saved masters and moments into a fresh optimizer, in place.
+        tensors: as `moment_tensors` names them.
+        shapes: of the trained parameters, by name.
 
     Raises:
         IntegrityError: tensors are missing, extra or of another shape.
     """
-    expected = {f"{what}.{name}" for what in ("master", *_MOMENTS) for name in names}
+    expected = {f"{what}.{name}" for what in ("master", *MOMENTS) for name in shapes}
     if expected != tensors.keys():
         odd = sorted(expected ^ tensors.keys())
         raise IntegrityError(f"optimizer state: missing or extra tensors {odd[:5]}")
-    for name, master in zip(names, optimizer.masters, strict=True):
-        saved = tensors[f"master.{name}"]
-        if saved.shape != master.shape:
+    for name, shape in shapes.items():
+        saved = tensors[f"master.{name}"].shape
+        if saved != shape:
             raise IntegrityError(
-                f"optimizer state: {name} must be {list(master.shape)}, got {list(saved.shape)}"
+                f"optimizer state: {name} must be {list(shape)}, got {list(saved)}"
             )
-        master.data.copy_(saved)
-        state = {moment: tensors[f"{moment}.{name}"].to(master.device) for moment in _MOMENTS}
-        optimizer.optimizer.state[master] = state
-    for parameter, master in zip(optimizer.parameters, optimizer.masters, strict=True):
-        parameter.data.copy_(master)
 
 
 def run_settings(
@@ -87,7 +87,7 @@ def run_settings(
         "model (sha256 of its final norm)": hashlib.sha256(
             norm.detach().float().cpu().numpy().tobytes()
         ).hexdigest(),
-        "world size": world_size,
+        "world_size": world_size,
     }
 
 

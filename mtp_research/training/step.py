@@ -4,35 +4,20 @@ Letters: k depths, B batch rows, S row length.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import NamedTuple, cast
+from contextlib import contextmanager
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
 from mtp_research.config import TrainConfig
-from mtp_research.training.losses import depth_labels
+from mtp_research.training.figures import StepStats
+from mtp_research.training.losses import depth_labels, label_counts
 from mtp_research.training.rows import Batch, row_indices
 from mtp_research.training.setup import RunParts
 from mtp_research.training.signals import StopRequest
 from mtp_research.training.state import step_seed
-
-
-class StepStats(NamedTuple):
-    """What a step says on the host.
-
-    Attributes:
-        loss: token-weighted, depth-weighted mean of the step.
-        accuracy: `[k]` share of labels whose argmax is right.
-        num_tokens: tokens read, padding not counted.
-        is_stop_requested: some rank got a signal.
-    """
-
-    loss: float
-    accuracy: list[float]
-    num_tokens: int
-    is_stop_requested: bool
 
 
 def accumulate_gradients(
@@ -57,30 +42,39 @@ def accumulate_gradients(
     ]
     batches = [parts.rows.batch(indices) for indices in chosen]
     labels = [_labels(batch, num_depths=parts.unroll_spec.num_depths) for batch in batches]
-    counts = torch.stack([(depth >= 0).sum() for micro in labels for depth in micro])
-    counts = _sum_over(ranks, counts.view(num_micro, -1).sum(dim=0))
+    counts = _sum_over(ranks, torch.stack([label_counts(micro) for micro in labels]).sum(dim=0))
 
-    loss, num_correct = torch.zeros((), device=counts.device), torch.zeros_like(counts)
+    loss, num_correct = torch.zeros((), device=counts.device), torch.zeros_like(counts[:-1])
+    sum_acceptance = torch.zeros_like(num_correct, dtype=torch.float32)
     for micro, (indices, batch) in enumerate(zip(chosen, batches, strict=True)):
         hidden = parts.rows.hidden(indices)
         rank = ranks.process_index
         torch.manual_seed(step_seed(config.seed, step=step, micro_batch=micro, rank=rank))
-        is_last = micro == num_micro - 1
-        with nullcontext() if is_last else ranks.no_sync(parts.objective):
-            part = parts.objective(batch, hidden, labels[micro], counts)
-            # Ranks average their gradients; the loss is a sum over them already.
-            ranks.backward(part.loss * ranks.num_processes)
+        with parts.engine.micro_batch(is_last=micro == num_micro - 1):
+            part = parts.engine.objective(batch, hidden, labels[micro], counts)
+            parts.engine.backward(part.loss * _poison(part.loss))
         loss += part.loss.detach()
         num_correct += part.num_correct
+        sum_acceptance += part.sum_acceptance
     num_tokens = torch.stack([(batch.document_index >= 0).sum() for batch in batches]).sum()
-    flags = torch.stack([num_tokens, num_tokens.new_tensor(int(stop.name is not None))])
-    totals = _sum_over(ranks, torch.cat([num_correct, flags])).tolist()
+    num_stops = num_tokens.new_full((), int(stop.name is not None))
+    totals = _sum_over(ranks, torch.cat([num_correct, torch.stack([num_tokens, num_stops])]))
     return StepStats(
-        loss=float(_sum_over(ranks, loss)),
-        accuracy=[hits / max(n, 1) for hits, n in zip(totals[:-2], counts.tolist(), strict=True)],
+        loss=_sum_over(ranks, loss),
+        num_correct=totals[:-2],
+        sum_acceptance=_sum_over(ranks, sum_acceptance),
+        num_labels=counts[:-1],
         num_tokens=totals[-2],
-        is_stop_requested=totals[-1] > 0,
+        num_stops=totals[-1],
     )
+
+
+def _poison(loss: Tensor) -> Tensor:
+    """1, or NaN for a loss that is not finite, which may have finite gradients.
+
+    So a bad loss on one rank shows in the gradient norm of all, which alone decides on the update.
+    """
+    return torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 
 
 @contextmanager

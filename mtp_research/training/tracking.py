@@ -1,6 +1,6 @@
-"""Curves of a run: `metrics.jsonl` always, Weights & Biases when asked for.
+"""Curves of a run: `metrics.jsonl` always, Weights & Biases or TensorBoard when asked for.
 
-Tracking never ends a run: a failing W&B costs one warning and its curves, the file goes on.
+Tracking never ends a run: a failing service costs one warning and its curves, the file goes on.
 
 Source: the project's reliability rules.
 """
@@ -8,15 +8,14 @@ Source: the project's reliability rules.
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO, cast
+from typing import Literal, Protocol, TextIO, cast
 
 from mtp_research.config import LoggerConfig
-
-if TYPE_CHECKING:
-    import wandb
+from mtp_research.provenance import redact_tree
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ class Tracker:
     Args:
         output_dir: folder of `metrics.jsonl`.
         settings: which services.
-        config: resolved configuration, for W&B.
+        config: resolved configuration, for W&B; secrets are redacted here.
         first_step: steps already done when the run is resumed; later lines of an interrupted
             attempt are dropped, so that a step appears once.
         is_writer: False on all ranks but one, which then write nothing.
@@ -44,43 +43,167 @@ class Tracker:
         first_step: int = 0,
         is_writer: bool = True,
     ) -> None:
-        """Open the file and, if asked for, the W&B run."""
+        """Open the file and the services that are asked for."""
         self._file: TextIO | None = None
-        self._wandb_run: wandb.Run | None = None
-        if is_writer:
-            path = output_dir / METRICS_FILE
-            _drop_after(path, step=first_step)
-            self._file = path.open("a", encoding="utf8")
-            self._wandb_run = _start_wandb(output_dir, settings=settings, config=config)
+        self._services: list[Service] = []
+        if not is_writer:
+            return
+        path = output_dir / METRICS_FILE
+        _drop_after(path, step=first_step)
+        self._file = path.open("a", encoding="utf8")
+        if settings.wandb != "disabled":
+            self._add("W&B", partial(WandbService, output_dir, settings=settings, config=config))
+        if settings.tensorboard:
+            self._add("TensorBoard", partial(TensorboardService, output_dir, first_step=first_step))
 
     def __enter__(self) -> "Tracker":
         """The tracker itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close file and W&B run."""
+        """Close file and services."""
         if self._file is not None:
             self._file.close()
-        if self._wandb_run is not None:
-            self._guarded(self._wandb_run.finish)
+        self._each(lambda service: service.close())
 
     def log(self, kind: str, *, step: int, values: Mapping[str, object]) -> None:
-        """Write one line `{"kind": ..., "step": ..., ...}`; `kind` prefixes the names in W&B."""
+        """Write one line `{"kind": ..., "step": ..., ...}`; services name a value `kind/name`."""
         if self._file is None:
             return
         self._file.write(json.dumps({"kind": kind, "step": step, **jsonable(values)}) + "\n")
         self._file.flush()
         flat = {f"{kind}/{name}": value for name, value in _flatten(values).items()}
-        if self._wandb_run is not None:
-            self._guarded(partial(self._wandb_run.log, flat, step=step))
+        self._each(lambda service: service.log(flat, step=step))
 
-    def _guarded(self, call: Callable[[], object]) -> None:
+    def result(self, *, step: int, values: Mapping[str, object], head: Path) -> None:
+        """The figures of a finished run; W&B also gets a summary, a table and the head folder."""
+        self.log("result", step=step, values=values)
+        if self._file is not None:
+            self._each(lambda service: service.result(values, head=head))
+
+    def _add(self, name: str, start: "Callable[[], Service]") -> None:
         try:
-            call()
-        # Whatever W&B and its transport raise, the run is worth more than the curve.
-        except Exception as fault:
-            logger.warning("W&B stopped (%s); curves go on in %s", fault, METRICS_FILE)
-            self._wandb_run = None
+            self._services.append(start())
+        except Exception as fault:  # see _each
+            logger.warning("%s is off (%s); curves go to %s only", name, fault, METRICS_FILE)
+
+    def _each(self, call: "Callable[[Service], None]") -> None:
+        """Hand something to every service; one that fails is dropped."""
+        for service in list(self._services):
+            try:
+                call(service)
+            # Whatever a service and its transport raise, the run is worth more than the curve.
+            except Exception as fault:
+                logger.warning("%s stopped (%s); curves go on in %s", service, fault, METRICS_FILE)
+                self._services.remove(service)
+
+
+class Service(Protocol):
+    """Somewhere else that curves go."""
+
+    def log(self, values: Mapping[str, object], *, step: int) -> None:
+        """Scalars of a step, by name."""
+
+    def result(self, values: Mapping[str, object], *, head: Path) -> None:
+        """Figures of the finished run, and the folder of its heads."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class WandbService:
+    """Weights & Biases: curves over our own step, a summary, per-domain lengths, the heads.
+
+    Args:
+        output_dir: of the run; its name is the run's id, so that a resumed run goes on in the same
+            curves. Inside a sweep the agent names the run.
+        settings: mode, project, tags.
+        config: resolved configuration.
+
+    Raises:
+        RuntimeError: online without an API key.
+    """
+
+    def __init__(
+        self, output_dir: Path, *, settings: LoggerConfig, config: Mapping[str, object]
+    ) -> None:
+        """Start the run."""
+        import wandb
+
+        if settings.wandb == "online" and not wandb.login(prompt=False):
+            raise RuntimeError("no API key; run `wandb login` or set logger.wandb=offline")
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=settings.project,
+            dir=str(output_dir),
+            mode=cast(Literal["offline", "online"], settings.wandb),  # checked
+            tags=list(settings.tags),
+            config=cast(dict[str, object], redact_tree(dict(config))),
+            id=None if "WANDB_SWEEP_ID" in os.environ else output_dir.resolve().name,
+            resume="allow",
+        )
+        # W&B drops what comes at a step below its own counter, as after resuming from a checkpoint.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def __str__(self) -> str:
+        return "W&B"
+
+    def log(self, values: Mapping[str, object], *, step: int) -> None:
+        """See `Service.log`."""
+        self._run.log({"step": step, **values})
+
+    def result(self, values: Mapping[str, object], *, head: Path) -> None:
+        """See `Service.result`."""
+        self._run.summary.update(_flatten(values))
+        lengths = values.get("length_by_domain")
+        if isinstance(lengths, Mapping):
+            table = self._wandb.Table(columns=["domain", "acceptance_length"])
+            for domain, length in lengths.items():
+                table.add_data(domain, length)
+            self._run.log({"acceptance_by_domain": table})
+        artifact = self._wandb.Artifact(f"heads-{self._run.id}", type="model")
+        artifact.add_dir(str(head))
+        self._run.log_artifact(artifact)
+
+    def close(self) -> None:
+        """See `Service.close`."""
+        self._run.finish()
+
+
+class TensorboardService:
+    """TensorBoard event files in `output_dir/tensorboard`.
+
+    Args:
+        output_dir: of the run.
+        first_step: steps already done; later points of an interrupted attempt are dropped.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+
+    def __init__(self, output_dir: Path, *, first_step: int) -> None:
+        """Open the event file."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(output_dir / "tensorboard", purge_step=first_step + 1)
+
+    def __str__(self) -> str:
+        return "TensorBoard"
+
+    def log(self, values: Mapping[str, object], *, step: int) -> None:
+        """See `Service.log`."""
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def result(self, values: Mapping[str, object], *, head: Path) -> None:
+        """Nothing beyond the curves."""
+
+    def close(self) -> None:
+        """See `Service.close`."""
+        self._writer.close()
 
 
 def jsonable(values: Mapping) -> dict[str, object]:
@@ -125,28 +248,3 @@ def _drop_after(path: Path, *, step: int) -> None:
     replacement = path.with_suffix(".tmp")
     replacement.write_text("".join(kept), encoding="utf8")
     replacement.replace(path)
-
-
-def _start_wandb(
-    output_dir: Path, *, settings: LoggerConfig, config: Mapping[str, object]
-) -> "wandb.Run | None":
-    if settings.wandb == "disabled":
-        return None
-    try:
-        import wandb
-
-        if settings.wandb == "online" and not wandb.login(prompt=False):
-            raise RuntimeError("no API key; run `wandb login` or set logger.wandb=offline")
-        return wandb.init(
-            project=settings.project,
-            dir=str(output_dir),
-            mode=cast(Literal["offline", "online"], settings.wandb),  # checked
-            tags=list(settings.tags),
-            config=dict(config),
-            # The folder names the run, so that a resumed run goes on in the same curves.
-            id=output_dir.resolve().name,
-            resume="allow",
-        )
-    except Exception as fault:  # see Tracker._guarded
-        logger.warning("W&B is off (%s); curves go to %s only", fault, METRICS_FILE)
-        return None

@@ -6,12 +6,15 @@ besides the token follows from the decode policy that matches the unroll
 
     unroll          source at d >= 2   keys of row (t, d)                                 position
     chain           row (t, d-1)       rows (s, d) for s <= t                             t
+    mixed           drawn per token    rows (s, d) for s <= t                             t
     independent     target's H_t       rows (s, d) for s <= t                             t
     ttt             row (t, d-1)       its module's rows (H_s, x_{s+1}) for s <= t, then  t + d - 1
     shared_context                     the draft rows (t, 2..d)
 
 `ttt` is the case of one module; with several, each module runs the context rows itself, which is
-`shared_context`. The two are one code path.
+`shared_context`. The two are one code path. `mixed` draws the source of each token uniformly from
+{H_t, row (t, 1) .. row (t, d-1)}: a chain that also learns from cleaner inputs; it is measured as
+the chain that it is decoded as.
 
 Letters: B batch rows, S row length, D hidden, N modules, k depths.
 Source: chain DeepSeek-V3 (arXiv:2412.19437); training-time test EAGLE-3 (arXiv:2503.01840).
@@ -35,8 +38,9 @@ from mtp_research.policy import (
 )
 from mtp_research.training.draft_rows import ModuleRows
 
-# `mixed` draws a source per token and needs its own random state; it is not implemented yet.
-UNROLLS = ("chain", "independent", "shared_context", "ttt")
+UNROLLS = tuple(sorted(MATCHING_POLICY))
+# Unrolls that measure with another one, because what they add to it is noise for training.
+MEASURED_UNROLL = {"mixed": "chain"}
 
 
 class DepthOutput(NamedTuple):
@@ -106,8 +110,11 @@ def unroll(
         module_index(schedule, depth, heads.spec.num_mtp_modules) for depth in range(num_depths)
     ]
     inputs = RowInputs(input_ids, hidden, position_ids, document_index)
-    run = _unroll_streams if policy.draft_rows == "none" else _unroll_draft_rows
-    outputs = run(heads, inputs, policy=policy, modules=modules)
+    if policy.draft_rows != "none":
+        outputs = _unroll_draft_rows(heads, inputs, policy=policy, modules=modules)
+    else:
+        is_drawn = kind == "mixed"
+        outputs = _unroll_streams(heads, inputs, policy=policy, modules=modules, is_drawn=is_drawn)
     return [
         DepthOutput(output, same_document(document_index, offset=depth))
         for depth, output in enumerate(outputs, start=1)
@@ -149,22 +156,43 @@ def _consumed(inputs: RowInputs, *, offset: int) -> Tensor:
 
 
 def _unroll_streams(
-    heads: MTPHeads, inputs: RowInputs, *, policy: HiddenPolicy, modules: list[int]
+    heads: MTPHeads,
+    inputs: RowInputs,
+    *,
+    policy: HiddenPolicy,
+    modules: list[int],
+    is_drawn: bool,
 ) -> list[Tensor]:
     """Each depth is its own causal stream at the anchors' positions: `chain`, `independent`."""
     context = DenseContext(inputs.document_index)
-    outputs, source = [], inputs.hidden
+    outputs, sources = [], [inputs.hidden]
     for draft_step, module_idx in enumerate(modules):
         output = heads.run_module(
             module_idx,
             token_ids=_consumed(inputs, offset=token_offset(policy, draft_step)),
-            prev_hidden_states=source,
+            prev_hidden_states=draw_sources(sources) if is_drawn else sources[-1],
             position_ids=inputs.position_ids,
             context=context,
         )
         outputs.append(output.post_norm)
-        source = heads.recycled(output) if policy.hidden == "chain" else inputs.hidden
+        if policy.hidden == "chain":
+            sources.append(heads.recycled(output))
     return outputs
+
+
+def draw_sources(sources: list[Tensor]) -> Tensor:
+    """`[B, S, D]` each token's vector from one of the sources `[B, S, D]`, uniformly.
+
+    Draws from the device's default generator, which the trainer seeds for every micro-batch.
+    """
+    if len(sources) == 1:
+        return sources[0]
+    shape, device = sources[0].shape[:2], sources[0].device
+    chosen = torch.randint(len(sources), shape, device=device)[..., None]
+    drawn = sources[0]
+    for index, source in enumerate(sources[1:], start=1):
+        drawn = torch.where(chosen == index, source, drawn)
+    return drawn
 
 
 def _unroll_draft_rows(

@@ -12,17 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.decode.request import SamplingParams
-from mtp_research.decode.sampling import (
-    SamplingTensors,
-    Stream,
-    sample_from,
-    sampling_tensors,
-    target_probabilities,
-    uniform_noise,
-)
+from mtp_research.decode.processors import process_logits, processor_tensors
+from mtp_research.decode.sampling import Stream, sample_from, target_probabilities, uniform_noise
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling_tensors import SamplingTensors, sampling_tensors
 from mtp_research.decode.verify import VerifyInputs, VerifyOutput
 from tests.decode.chi_square import chi_square_p_value, smallest_of
+from tests.oracle_processors import probabilities, processed_row
 
 CPU = torch.device("cpu")
 VOCAB = 5
@@ -66,15 +62,32 @@ def decode(
     sampling: SamplingParams,
     num_drafts: int = 3,
     sample_drafts: bool = False,
+    process_drafts: bool = False,
     num_tokens: int = 5,
     num_requests: int = NUM_REQUESTS,
     noise: DraftNoise = draft_noise,
 ) -> Decoded:
-    """Decode `num_requests` texts that start with token 0, each with its own seed."""
+    """Decode `num_requests` texts that start with token 0, each with its own seed.
+
+    Token 0 is the prompt. Drafts are the argmax of the drafter's logits, of its processed logits
+    (`process_drafts`), or drawn from its distribution (`sample_drafts`).
+    """
     target, draft = chains(seed)
     params = sampling_tensors([sampling], device=CPU)
     seeds = torch.arange(num_requests) + seed * num_requests
-    params = SamplingTensors(*(p.expand(num_requests) for p in params[:3]), seeds, *params[4:])
+    params = SamplingTensors(*(p.expand(num_requests) for p in params[:4]), seeds, *params[5:])
+    processors = processor_tensors(
+        [sampling] * num_requests,
+        num_prompt_tokens=[1] * num_requests,
+        vocab_size=VOCAB,
+        device=CPU,
+    )
+
+    def process(logits: Tensor, num_tokens: Tensor) -> Tensor:
+        if processors is None:
+            return logits
+        return process_logits(logits, processors, text=text, num_tokens=num_tokens)
+
     draft_table = target_probabilities(draft[None], sampling_tensors([sampling], device=CPU))[0]
     text = torch.zeros(num_requests, num_tokens * (num_drafts + 1) + 1, dtype=torch.int64)
     length = torch.ones(num_requests, dtype=torch.int64)
@@ -87,10 +100,16 @@ def decode(
             probs.append(draft_table[tokens[-1]])
             uniform = noise(params, length + step, length, step)
             drawn = sample_from(probs[-1], uniform)
-            tokens.append(drawn if sample_drafts else probs[-1].argmax(dim=-1))
+            if process_drafts:
+                own = process(draft[tokens[-1]][:, None], (length + step)[:, None])
+                drawn = own[:, 0].argmax(dim=-1)
+            elif not sample_drafts:
+                drawn = probs[-1].argmax(dim=-1)
+            text[rows, length + step] = drawn
+            tokens.append(drawn)
         output = rule(
             VerifyInputs(
-                target_logits=target[torch.stack(tokens, dim=1)],
+                target_logits=process(target[torch.stack(tokens, dim=1)], length[:, None] + column),
                 draft_token_ids=torch.stack(tokens[1:], dim=1),
                 draft_probs=torch.stack(probs, dim=1) if sample_drafts else None,
                 params=params,
@@ -119,6 +138,25 @@ def text_p_value(decoded: Decoded) -> float:
         marginal = joint.sum(dim=0)
         p_values.append(_p_value(text[:, position], marginal))
     return smallest_of(p_values)
+
+
+def processed_text_p_value(decoded: Decoded, *, seed: int, sampling: SamplingParams) -> float:
+    """As `text_p_value` where the next token depends on the whole text: every text is a cell."""
+    target = chains(seed)[0].tolist()
+    texts, probs = [[0]], [1.0]
+    for _ in range(1, decoded.text.shape[1]):
+        longer, chances = [], []
+        for text, chance in zip(texts, probs, strict=True):
+            if chance == 0:
+                following = [0.0] * VOCAB
+            else:
+                row = processed_row(target[text[-1]], text, 1, sampling)
+                following = probabilities(row, sampling)
+            longer += [[*text, token] for token in range(VOCAB)]
+            chances += [chance * one for one in following]
+        texts, probs = longer, chances
+    weights = VOCAB ** torch.arange(decoded.text.shape[1]).flip(0)
+    return _p_value((decoded.text * weights).sum(dim=1), torch.tensor(probs, dtype=torch.float64))
 
 
 def column_p_value(decoded: Decoded) -> float:

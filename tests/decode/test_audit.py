@@ -11,9 +11,10 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from mtp_research.decode.audit import Auditor, Verdict
+from mtp_research.decode.audit import Auditor
 from mtp_research.decode.simulate import main, simulate
 from mtp_research.decode.trace import SymbolicLoop
+from mtp_research.decode.verdicts import Verdict
 from mtp_research.policy import POLICIES, HiddenKind, HiddenPolicy, PassPlan
 
 FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
@@ -143,11 +144,22 @@ def _auditor(policy: str = "eagle", num_drafts: int = 2, num_layers: int = 1) ->
     return Auditor(POLICIES[policy], num_drafts, num_layers)
 
 
+def _log(
+    auditor: Auditor, plan: PassPlan, *, token_ids: torch.Tensor, request_ids: list[str]
+) -> None:
+    """One pass that is a whole step."""
+    auditor.record(plan, token_ids=token_ids, request_ids=request_ids)
+    auditor.apply_step()
+
+
 def test_verdicts_of_hand_made_rows_are_as_defined() -> None:
     auditor, text = _auditor(), [10, 11, 12, 13, 14, 15]
-    auditor.record(_plan([0, 1]), token_ids=torch.tensor([11, 12]), request_ids=["a"])
-    auditor.record(
-        _plan([2, 4], kind=HiddenKind.DRAFT), token_ids=torch.tensor([13, 99]), request_ids=["a"]
+    _log(auditor, _plan([0, 1]), token_ids=torch.tensor([11, 12]), request_ids=["a"])
+    _log(
+        auditor,
+        _plan([2, 4], kind=HiddenKind.DRAFT),
+        token_ids=torch.tensor([13, 99]),
+        request_ids=["a"],
     )
     (counts,) = auditor.inspect("a", text, frontier=4)
     # 0 and 1 are right, 2 holds a draft-made vector, 3 was never written, 4 has a wrong token
@@ -167,7 +179,7 @@ def test_rows_of_other_requests_and_unwritten_rows_do_not_count() -> None:
         query_start_loc=torch.tensor([0, 1, 3]),
         writes=torch.tensor([True, True, False]),
     )
-    auditor.record(plan, token_ids=torch.tensor([11, 77, 12]), request_ids=["a", "b"])
+    _log(auditor, plan, token_ids=torch.tensor([11, 77, 12]), request_ids=["a", "b"])
     assert auditor.inspect("a", text, frontier=1)[0][Verdict.HOLE] == 1
     assert auditor.inspect("a", text, frontier=1)[0][Verdict.WRONG] == 0
     assert auditor.inspect("b", text, frontier=1)[0][Verdict.WRONG] == 1
@@ -177,7 +189,7 @@ def test_rows_of_other_requests_and_unwritten_rows_do_not_count() -> None:
 def test_finish_adds_up_and_forgets() -> None:
     auditor, text = _auditor(), [10, 11, 12]
     for name in ("a", "b"):
-        auditor.record(_plan([0]), token_ids=torch.tensor([11]), request_ids=[name])
+        _log(auditor, _plan([0]), token_ids=torch.tensor([11]), request_ids=[name])
         auditor.finish(name, text, frontier=1)
     assert auditor.totals[0][Verdict.HOLE] == 2
     assert auditor.num_slots == 4
@@ -187,7 +199,7 @@ def test_finish_adds_up_and_forgets() -> None:
 def test_end_round_only_looks_at_slots_a_round_can_touch() -> None:
     auditor = _auditor(num_drafts=1)
     text = list(range(100, 140))
-    auditor.record(_plan(list(range(10, 39))), token_ids=torch.arange(111, 140), request_ids=["a"])
+    _log(auditor, _plan(list(range(10, 39))), token_ids=torch.arange(111, 140), request_ids=["a"])
     auditor.end_round("a", text, frontier=38)
     assert (auditor.num_rounds, auditor.num_dirty_rounds) == (1, 0)
     assert auditor.inspect("a", text, frontier=38)[0][Verdict.HOLE] == 10
@@ -278,3 +290,54 @@ def test_audit_module_runs_as_a_command() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1].split() == ["M3", "0.00", "0.00", "0.00"]
     assert done.stderr == ""
+
+
+def _rounds_of_many(auditors: list[Auditor], names: list[str]) -> None:
+    """Each request writes slot 0 rightly; slot 1 is wrong in every second one, a hole in others."""
+    text = [10, 11, 12]
+    for index, name in enumerate(names):
+        plan = _plan([0, 1])._replace(writes=torch.tensor([True, index % 2 == 0]))
+        for auditor in auditors:
+            _log(auditor, plan, token_ids=torch.tensor([11, 99]), request_ids=[name])
+            auditor.end_round(name, text, frontier=1)
+            auditor.finish(name, text, frontier=1)
+
+
+def test_sampled_auditor_counts_its_requests_exactly_and_no_others() -> None:
+    names = [f"q{i}" for i in range(60)]
+    sampled, full = _auditor(), _auditor()
+    sampled.num_requests_per_watched = 4
+    watched = [name for name in names if sampled.watches(name)]
+    _rounds_of_many([sampled], names)
+    _rounds_of_many([full], names)
+    assert 5 <= len(watched) <= 30
+    assert sampled.num_requests == sampled.num_rounds == len(watched)
+    assert sampled.num_slots == 2 * len(watched)
+    wrong = sum(names.index(name) % 2 == 0 for name in watched)
+    assert sampled.totals[0][Verdict.WRONG] == wrong
+    assert sampled.totals[0][Verdict.HOLE] == len(watched) - wrong
+    assert full.num_requests == 60
+
+
+def test_auditor_copies_nothing_for_requests_that_it_does_not_watch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies: list[int] = []
+    copy = torch.Tensor.cpu
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(tensor.numel())
+        return copy(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    auditor = _auditor()
+    auditor.num_requests_per_watched = 4
+    names = [f"q{i}" for i in range(40)]
+    for name in names:
+        auditor.record(_plan([0]), token_ids=torch.tensor([11]), request_ids=[name])
+    assert copies == []  # not before the round ends, for anybody
+    for name in names:
+        if not auditor.watches(name):
+            auditor.end_round(name, [10, 11], frontier=0)
+            auditor.finish(name, [10, 11], frontier=0)
+    assert copies == []

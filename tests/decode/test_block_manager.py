@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mtp_research.decode.block_manager import BlockManager
-from mtp_research.decode.request import Request, SamplingParams
+from mtp_research.decode.request import Request
+from mtp_research.decode.sampling_params import SamplingParams
 
 NAMES = ("a", "b", "c")
 

@@ -1,7 +1,6 @@
 """Noise that behaves like noise, and probabilities against a loop over sorted tokens."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -9,15 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtp_research.decode.request import SamplingParams
-from mtp_research.decode.sampling import (
-    Stream,
-    sample_from,
-    sampling_tensors,
-    target_probabilities,
-    uniform_noise,
-)
+from mtp_research.decode.sampling import Stream, sample_from, target_probabilities, uniform_noise
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling_tensors import sampling_tensors
 from tests.decode.chi_square import chi_square_p_value, smallest_of
+from tests.oracle_processors import probabilities
 
 CPU = torch.device("cpu")
 N = 20_000
@@ -105,25 +100,6 @@ def test_noise_batch_order_does_not_matter() -> None:
     assert torch.equal(torch.cat(alone), together)
 
 
-def _slow_probabilities(logits: list[float], params: SamplingParams) -> list[float]:
-    """One row, token by token."""
-    best = max(range(len(logits)), key=lambda token: (logits[token], -token))
-    if params.temperature == 0:
-        return [float(token == best) for token in range(len(logits))]
-    weights = [math.exp((logit - logits[best]) / params.temperature) for logit in logits]
-    order = sorted(range(len(logits)), key=lambda token: (-weights[token], token))
-    if params.top_k:
-        order = order[: params.top_k]
-    total = sum(weights[token] for token in order)
-    kept, mass = [], 0.0
-    for token in order:
-        if kept and mass >= params.top_p * total:
-            break
-        kept.append(token)
-        mass += weights[token]
-    return [weights[token] / mass if token in kept else 0.0 for token in range(len(logits))]
-
-
 @settings(max_examples=80)
 @given(
     rows=st.lists(
@@ -131,6 +107,7 @@ def _slow_probabilities(logits: list[float], params: SamplingParams) -> list[flo
             st.sampled_from([0.0, 0.3, 1.0, 2.5]),
             st.sampled_from([0, 1, 2, 5, 100]),
             st.sampled_from([0.05, 0.5, 0.83, 1.0]),
+            st.sampled_from([0.0, 0.05, 0.4, 1.0]),
         ),
         min_size=1,
         max_size=5,
@@ -138,18 +115,43 @@ def _slow_probabilities(logits: list[float], params: SamplingParams) -> list[flo
     seed=st.integers(0, 2**20),
 )
 def test_target_probabilities_any_batch_equals_slow_reference(rows, seed: int) -> None:
-    params = [_params(temperature=t, top_k=k, top_p=p) for t, k, p in rows]
+    params = [_params(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in rows]
     logits = torch.randn(len(rows), 2, 11, generator=torch.Generator().manual_seed(seed)) * 2
     probs = target_probabilities(logits, sampling_tensors(params, device=CPU))
     for row, column in itertools.product(range(len(rows)), range(2)):
-        expected = _slow_probabilities(logits[row, column].double().tolist(), params[row])
+        expected = probabilities(logits[row, column].double().tolist(), params[row])
         assert probs[row, column].tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def test_target_probabilities_ties_keep_the_first_tokens() -> None:
-    params = sampling_tensors([_params(top_k=2)], device=CPU)
+@pytest.mark.parametrize("fields", [{"top_k": 2}, {"top_p": 0.5}, {"top_p": 0.4, "top_k": 3}])
+def test_target_probabilities_ties_keep_the_first_tokens(fields: dict) -> None:
+    params = sampling_tensors([_params(**fields)], device=CPU)
     probs = target_probabilities(torch.zeros(1, 1, 4), params)
     assert probs[0, 0].tolist() == [0.5, 0.5, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "bound"),
+    [
+        ([{"top_k": 5}, {"top_k": 9, "top_p": 0.5}, {}], 16),
+        ([{"top_k": 8}, {"min_p": 0.1}], 8),
+        ([{"top_k": 8}, {"top_p": 0.9}], None),
+        ([{"top_k": 8}, {"top_p": 0.9, "temperature": 0.0}], 8),
+    ],
+)
+def test_top_k_bound_covers_every_request_that_truncates(fields, bound: int | None) -> None:
+    params = [_params(**row) for row in fields]
+    assert sampling_tensors(params, device=CPU).top_k_bound == bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_target_probabilities_do_not_depend_on_how_much_was_sorted(dtype: torch.dtype) -> None:
+    logits = torch.randn(1, 1, 3000, generator=torch.Generator().manual_seed(4)).to(dtype)
+    mine = _params(top_k=40, top_p=0.9, min_p=0.02)  # bfloat16 values hold many ties
+    alone = target_probabilities(logits, sampling_tensors([mine], device=CPU))
+    both = sampling_tensors([mine, _params(top_p=0.5)], device=CPU)
+    assert both.top_k_bound is None
+    assert torch.equal(target_probabilities(logits.expand(2, 1, -1), both)[:1], alone)
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-12, 1e300])

@@ -5,7 +5,8 @@ import random
 import pytest
 
 from mtp_research.decode.block_manager import BlockManager
-from mtp_research.decode.request import FinishReason, Request, SamplingParams, Status
+from mtp_research.decode.request import FinishReason, Request, Status
+from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.scheduler import Schedule, Scheduler
 from mtp_research.errors import ConfigError
 from mtp_research.policy import num_slots_needed
@@ -38,13 +39,10 @@ def _commit(
     scheduler: Scheduler, schedule: Schedule, *, emitted: dict[str, list[int]] | None = None
 ) -> None:
     """Every scheduled request emits one token (or what `emitted` says) and gets K drafts."""
-    for request, count in schedule.entries:
-        end = request.num_computed_tokens + count
-        tokens = (emitted or {}).get(request.request_id, [7])
+    for entry in schedule.entries:
         scheduler.commit(
-            request,
-            num_scheduled_tokens=count,
-            emitted=tokens if end >= request.num_tokens else None,
+            entry,
+            emitted=(emitted or {}).get(entry.request.request_id, [7]),
             drafts=[5] * scheduler.num_speculative_tokens,
             is_finite=True,
         )
@@ -52,7 +50,7 @@ def _commit(
 
 
 def _rows(schedule: Schedule) -> dict[str, int]:
-    return {request.request_id: count for request, count in schedule.entries}
+    return {entry.request.request_id: entry.num_scheduled_tokens for entry in schedule.entries}
 
 
 def _finished_order(scheduler: Scheduler, requests: list[Request]) -> list[str]:
@@ -102,7 +100,7 @@ def test_schedule_prompt_is_read_in_chunks_and_samples_at_its_end() -> None:
     counts = []
     while not request.output_token_ids:
         schedule = scheduler.schedule()
-        counts += [count for _, count in schedule.entries]
+        counts += [entry.num_scheduled_tokens for entry in schedule.entries]
         _commit(scheduler, schedule)
     assert counts == [4, 4, 2]
     assert _rows(scheduler.schedule()) == {"a": 4}  # the newest token and three drafts
@@ -132,11 +130,11 @@ def test_schedule_never_exceeds_budget_for_random_arrivals() -> None:
         if not scheduler.has_work:
             continue
         schedule = scheduler.schedule()
-        assert sum(count for _, count in schedule.entries) <= 21
-        assert all(count > 0 for _, count in schedule.entries)
+        assert sum(_rows(schedule).values()) <= 21
+        assert all(count > 0 for count in _rows(schedule).values())
         rows = {
-            request.request_id: [7] * rng.randint(1, 1 + len(request.draft_token_ids))
-            for request, _ in schedule.entries
+            entry.request.request_id: [7] * rng.randint(1, 1 + len(entry.request.draft_token_ids))
+            for entry in schedule.entries
         }
         _commit(scheduler, schedule, emitted=rows)
     for request in requests:
@@ -286,8 +284,8 @@ def test_commit_drafts_never_reach_beyond_the_context() -> None:
     scheduler.add(request)
     while request.status is not Status.FINISHED:
         schedule = scheduler.schedule()
-        for entry, count in schedule.entries:
-            assert entry.num_computed_tokens + count <= 8
+        for entry in schedule.entries:
+            assert entry.first_position + entry.num_scheduled_tokens <= 8
         _commit(scheduler, schedule)
     assert request.num_tokens == 8
     assert request.finish_reason is FinishReason.LENGTH
@@ -298,14 +296,13 @@ def test_commit_non_finite_row_with_drafts_is_tried_again_without() -> None:
     request = _request("a", max_new_tokens=9)
     scheduler.add(request)
     _commit(scheduler, scheduler.schedule())
-    (_, count), *_ = scheduler.schedule().entries
-    scheduler.commit(
-        request, num_scheduled_tokens=count, emitted=[], drafts=[5, 5, 5], is_finite=False
-    )
+    (entry,) = scheduler.schedule().entries
+    scheduler.commit(entry, emitted=[], drafts=[5, 5, 5], is_finite=False)
     assert request.status is Status.RUNNING
     assert request.num_accepted_per_round == [0]
-    assert _rows(scheduler.schedule()) == {"a": 1}
-    scheduler.commit(request, num_scheduled_tokens=1, emitted=[], drafts=[], is_finite=False)
+    (entry,) = scheduler.schedule().entries
+    assert entry.num_scheduled_tokens == 1
+    scheduler.commit(entry, emitted=[], drafts=[], is_finite=False)
     assert request.finish_reason is FinishReason.NON_FINITE
     assert request.output_token_ids == (7,)
 
@@ -315,10 +312,8 @@ def test_commit_non_finite_row_ends_only_that_request() -> None:
     bad, good = _request("bad"), _request("good")
     scheduler.add(bad)
     scheduler.add(good)
-    for request, count in scheduler.schedule().entries:
-        scheduler.commit(
-            request, num_scheduled_tokens=count, emitted=[7], drafts=[], is_finite=request is good
-        )
+    for entry in scheduler.schedule().entries:
+        scheduler.commit(entry, emitted=[7], drafts=[], is_finite=entry.request is good)
     assert bad.finish_reason is FinishReason.NON_FINITE
     assert bad.output_token_ids == ()
     assert good.output_token_ids == (7,)

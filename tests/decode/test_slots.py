@@ -5,7 +5,7 @@ import torch
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.request import SamplingParams
+from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.models import paged
 from mtp_research.policy import POLICIES, num_slots_needed
 from tests import tiny
@@ -27,11 +27,11 @@ class SlotSpy:
         """Reservations are made: note what each request owns."""
         self._build(schedule)
         self.owned = {
-            block_id: (request, index)
-            for request, _ in schedule.entries
-            for index, block_id in enumerate(request.block_ids)
+            block_id: (entry.request, index)
+            for entry in schedule.entries
+            for index, block_id in enumerate(entry.request.block_ids)
         }
-        self.num_tokens = {r.request_id: r.num_tokens for r, _ in schedule.entries}
+        self.num_tokens = {e.request.request_id: e.request.num_tokens for e in schedule.entries}
 
     def store(self, key, value, *, slot_mapping: torch.Tensor, **rest) -> None:
         size = self.decoder.engine.block_size
@@ -100,12 +100,16 @@ def test_highest_slot_is_the_documented_one(
     assert highest < num_slots_needed(0, num_drafts)
 
 
+@pytest.mark.parametrize("num_late_steps", [0, 1])
 def test_reservation_is_no_larger_than_needed(
-    target, outputs, monkeypatch: pytest.MonkeyPatch
+    target, outputs, num_late_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = tiny.tiny_heads(target, num_mtp_modules=1)
-    highest = _highest_slot(target, monkeypatch, heads=heads, num_drafts=4, outputs=outputs)
-    assert highest == num_slots_needed(0, 4) - 1
+    engine = EngineConfig(block_size=4, deferred_output=num_late_steps == 1)
+    highest = _highest_slot(
+        target, monkeypatch, heads=heads, num_drafts=4, outputs=outputs, engine=engine
+    )
+    assert highest == num_slots_needed(0, 4, num_late_steps) - 1
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])

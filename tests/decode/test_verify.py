@@ -7,16 +7,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mtp_research.config import ARGMAX_RULES, VERIFY_RULES
-from mtp_research.decode.request import SamplingParams
-from mtp_research.decode.sampling import Stream, sample_from, sampling_tensors, uniform_noise
+from mtp_research.decode.sampling import Stream, sample_from, uniform_noise
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling_tensors import sampling_tensors
 from mtp_research.decode.verify import (
     PADDING_TOKEN_ID,
     VerifyInputs,
-    VerifyOptions,
     verify_greedy,
     verify_standard,
 )
-from mtp_research.decode.verify_rules import LOSSLESS_RULES, RULES, check_options
+from mtp_research.decode.verify_options import VerifyOptions, check_options
+from mtp_research.decode.verify_rules import LOSSLESS_RULES, RULES
 from mtp_research.errors import ConfigError
 from tests.decode.markov import CPU, column_p_value, decode, text_p_value
 
@@ -249,7 +250,7 @@ def test_batch_order_and_company_do_not_matter(rule: str) -> None:
 
 def test_rules_of_the_table_and_of_the_configuration_agree() -> None:
     assert sorted(LOSSLESS_RULES) == ["block", "greedy", "standard"]
-    assert set(VERIFY_RULES) == set(RULES) - {"synthetic"}  # needs rates, which only the API takes
+    assert set(VERIFY_RULES) == set(RULES)
     assert set(ARGMAX_RULES) == {name for name, rule in RULES.items() if not rule.samples}
 
 
@@ -260,6 +261,13 @@ def test_rules_of_the_table_and_of_the_configuration_agree() -> None:
         ("standard", VerifyOptions(synthetic_rates=(0.5,)), "synthetic_rates must be left alone"),
         ("synthetic", VerifyOptions(), "must hold spec.k=3 rates, got 0"),
         ("synthetic", VerifyOptions(synthetic_rates=(0.5,)), "must hold spec.k=3 rates, got 1"),
+        ("synthetic", VerifyOptions(synthetic_length=4.5), r"in \[1, K \+ 1 = 4\], got 4.5"),
+        (
+            "synthetic",
+            VerifyOptions(synthetic_length=2, synthetic_rates=(0.5, 0.5, 0.5)),
+            "must be empty where synthetic_length is set",
+        ),
+        ("typical", VerifyOptions(synthetic_length=2.0), "synthetic_length must be left alone"),
     ],
 )
 def test_options_that_a_rule_ignores_or_lacks_are_refused(
@@ -280,8 +288,11 @@ def test_options_that_a_rule_ignores_or_lacks_are_refused(
         {"synthetic_rates": (1.1,)},
         {"synthetic_rates": (0.5, -0.1)},
         {"synthetic_rates": (float("nan"),)},
+        {"synthetic_length": 0.5},
+        {"synthetic_schedule": "geometric"},
+        {"synthetic_schedule": "flat", "synthetic_length": 2.0},
     ],
 )
 def test_options_out_of_range_name_the_field(fields: dict) -> None:
-    with pytest.raises(ConfigError, match=f"VerifyOptions.{next(iter(fields))} must be"):
+    with pytest.raises(ConfigError, match=f"spec.{next(iter(fields))} must be"):
         VerifyOptions(**fields)

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_research.decode.verify import VerifyOptions, verify_greedy
+from mtp_research.decode.verify import verify_greedy
 from mtp_research.decode.verify_lossy import (
-    rates_of_length,
     text_is_thinking,
     thinking_rows,
     verify_relaxed,
     verify_synthetic,
     verify_typical,
 )
+from mtp_research.decode.verify_options import VerifyOptions, rates_of_length
 from mtp_research.errors import ConfigError
 from tests.decode.test_verify import make_inputs
 
@@ -155,6 +155,28 @@ def test_synthetic_acceptance_follows_the_rates(rates: tuple[float, ...]) -> Non
         assert measured == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / num_requests))
     last = output.sampled_token_ids.gather(1, output.num_accepted[:, None])
     assert (last == 2).all()  # the token after them is the target's
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lengths"), [("minimum_variance", {2, 3}), ("geometric", {1, 2, 3, 4})]
+)
+def test_synthetic_acceptance_by_mean_length(schedule: str, lengths: set[int]) -> None:
+    num_requests = 20_000
+    options = VerifyOptions(synthetic_length=2.3, synthetic_schedule=schedule)
+    logits = torch.zeros(num_requests, 4, 3)
+    inputs = make_inputs(logits, [[0, 1, 0]] * num_requests, options=options)
+    length = verify_synthetic(inputs).num_accepted.double() + 1
+    assert set(length.long().tolist()) == lengths
+    spread = float(length.std()) / math.sqrt(num_requests)
+    assert float(length.mean()) == pytest.approx(2.3, abs=4 * spread)
+
+
+def test_synthetic_draft_under_a_mask_is_rejected() -> None:
+    logits = torch.zeros(1, 4, 3)
+    logits[:, 1, 0] = -torch.inf
+    options = VerifyOptions(synthetic_rates=(1.0, 1.0, 1.0))
+    output = verify_synthetic(make_inputs(logits, [[0, 0, 0]], options=options))
+    assert output.num_accepted.tolist() == [1]
 
 
 @given(

@@ -1,10 +1,12 @@
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from mtp_research.errors import ConfigError
-from mtp_research.evaluation.compare import compare
+from mtp_research.evaluation.compare import compare, main
 from mtp_research.evaluation.report import Report, build_report
+from mtp_research.evaluation.results import write_results
 from tests.evaluation.generations import some_prompts, three_conditions
 
 
@@ -47,3 +49,36 @@ def test_other_dtype_and_k_are_refused_together():
 def test_results_without_a_common_condition_are_refused():
     with pytest.raises(ConfigError, match="no common condition that drafts"):
         compare(_report(), _report(conditions=_report().conditions[:1]))
+
+
+def _stored(folder: Path, report: Report) -> str:
+    return str(write_results(folder, report))
+
+
+def test_command_prints_the_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _stored(tmp_path / "a", _report())
+    assert main([path, _stored(tmp_path / "b", _report())]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("a - b, 12 prompts\n")
+    assert "eagle - eagle" in shown
+    assert "+0.000 [+0.000, +0.000]" in shown
+
+
+def test_command_lists_every_differing_hash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [dataclasses.replace(p, sha256="0" * 64) for p in _report().prompts]
+    other = _report(prompts=tuple(prompts))
+    ours = _stored(tmp_path / "a", _report())
+    assert main([ours, _stored(tmp_path / "b", other)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 + 12
+    assert f"  q4: {_report().prompts[4].sha256[:16]} and {'0' * 16}" in lines
+
+
+def test_command_refuses_other_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, path = _stored(tmp_path / "a", _report()), tmp_path / "b" / "results.json"
+    _stored(path.parent, _report())
+    path.write_text(path.read_text().replace("sum(accepted)/sum(drafted)", "accepted/rounds"))
+    assert main([ours, str(path)]) == 3
+    assert "formulas of this version, got others for acceptance_rate" in capsys.readouterr().err

@@ -167,3 +167,19 @@ def test_print_falls_back_to_text_without_rich(
     monkeypatch.setattr(builtins, "__import__", without_rich)
     print_report(report)
     assert capsys.readouterr().out == render_text(report) + "\n"
+
+
+def test_length_rule_is_named_in_the_notes_and_a_fixed_number_is_not():
+    def notes(spec: dict[str, object]) -> str:
+        made = build_report(
+            three_conditions(4),
+            prompts=some_prompts(4),
+            dtype="float32",
+            config={"spec": spec},
+            run={},
+        )
+        return " ".join(report_notes(made))
+
+    assert "spec.draft_length=confidence: steps without" in notes({"draft_length": "confidence"})
+    assert "draft_length" not in notes({"draft_length": "fixed"})
+    assert "draft_length" not in notes({})

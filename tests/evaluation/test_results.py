@@ -8,6 +8,7 @@ from mtp_research.errors import IntegrityError
 from mtp_research.evaluation import results
 from mtp_research.evaluation.report import Report, build_report
 from mtp_research.evaluation.results import recompute, to_json, write_results
+from mtp_research.provenance import REPOSITORY_ROOT
 from tests.evaluation.generations import some_prompts, three_conditions
 
 
@@ -85,7 +86,7 @@ def test_failed_write_leaves_the_old_file_and_no_temporary(
         ("{", "not a readable results file"),
         ("[]", "expected schema_version 1, got None"),
         ('{"schema_version": 2}', "expected schema_version 1, got 2"),
-        ('{"schema_version": 1}', "lacks or misnames a field: 'conditions'"),
+        ('{"schema_version": 1}', "lacks or misnames a field: 'config'"),
         ('{"schema_version": 1, "conditions": [{"records": 3}]}', "lacks or misnames"),
     ],
     ids=["no json", "no object", "other version", "no field", "wrong type"],
@@ -101,3 +102,46 @@ def test_bad_results_file_is_refused(tmp_path: Path, content: str, fault: str):
 def test_missing_results_file_is_refused(tmp_path: Path):
     with pytest.raises(IntegrityError, match="not a readable results file"):
         recompute(tmp_path / "results.json")
+
+
+def test_schema_page_names_every_stored_field(tmp_path: Path, report: Report):
+    page = (REPOSITORY_ROOT / "docs" / "results_schema.md").read_text(encoding="utf8")
+    stored = json.loads(write_results(tmp_path, report).read_text())
+    parts = [
+        stored,
+        stored["bootstrap"],
+        stored["prompts"][0],
+        stored["conditions"][0],
+        stored["conditions"][0]["records"][0],
+        stored["formulas"],
+    ]
+    missing = {key for part in parts for key in part if f"`{key}`" not in page}
+    assert not missing, f"docs/results_schema.md does not name {sorted(missing)}"
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("config",), None),
+        (("run",), "text"),
+        (("prompts", 0, "sha256"), 1.5),
+        (("prompts", 0, "category"), []),
+        (("conditions", 1, "records", 0, "num_prompt_tokens"), -1),
+        (("conditions", 1, "records", 0, "num_target_forwards"), "many"),
+        (("conditions", 1, "records", 0, "num_accepted_per_round"), ["<b>"]),
+        (("conditions", 1, "records"), []),
+        (("conditions", 1, "records", 0, "request_id"), "nobody"),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_field_of_another_kind_is_refused(
+    tmp_path: Path, report: Report, place: tuple[str | int, ...], value: object
+):
+    path = write_results(tmp_path, report)
+    stored = node = json.loads(path.read_text())
+    for key in place[:-1]:
+        node = node[key]
+    node[place[-1]] = value
+    path.write_text(json.dumps(stored))
+    with pytest.raises(IntegrityError):
+        recompute(path)

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import random
 
@@ -54,7 +55,26 @@ def test_length_equals_one_plus_sum_of_positions(records):
 
 @settings(max_examples=60, deadline=None)
 @given(records=GENERATIONS)
-def test_conditionals_multiply_to_the_unconditional(records):
+def test_conditionals_divide_by_rounds_that_made_the_draft_and_reached_it(records):
+    figures = acceptance_statistics(records, num_speculative_tokens=K, num_draws=5)
+    rounds = [
+        pair
+        for record in records
+        for pair in zip(record.num_accepted_per_round, record.num_drafted_per_round, strict=True)
+    ]
+    for i, rate in enumerate(figures.conditional_acceptance_rate_per_position, start=1):
+        reached = [accepted >= i for accepted, drafted in rounds if accepted >= i - 1 < drafted]
+        expected = sum(reached) / len(reached) if reached else None
+        assert rate.value == (None if expected is None else pytest.approx(expected))
+
+
+@settings(max_examples=60, deadline=None)
+@given(records=GENERATIONS)
+def test_conditionals_multiply_to_the_unconditional_if_all_rounds_make_k_drafts(records):
+    records = [
+        dataclasses.replace(record, num_drafted_per_round=(K,) * len(record.num_drafted_per_round))
+        for record in records
+    ]
     figures = acceptance_statistics(records, num_speculative_tokens=K, num_draws=5)
     product = 1.0
     for plain, conditional in zip(

@@ -1,6 +1,8 @@
 """Head folders: what is written comes back, and nothing else is taken."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,11 @@ from safetensors.torch import load_file, save_file
 from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads, save_heads
-from mtp_research.models.target import Target
+from mtp_research.models.fingerprint import target_hashes
+from mtp_research.models.target import Target, load_target
 from tests.tiny import tiny_heads, tiny_target
+
+LAB_TINY = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny"
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +84,70 @@ def test_head_of_another_family_is_refused_with_both_names(heads: MTPHeads, tmp_
     other = tiny_target("glm4_moe", dtype=torch.float32)
     with pytest.raises(ConfigError, match=r"family 'qwen3' \(this target: 'glm4_moe'\)"):
         load_heads(tmp_path, other)
+
+
+def refused_field(folder: Path, target: Target) -> str:
+    """The one hash that a refusal names."""
+    with pytest.raises(IntegrityError, match=r"another model of the same sizes") as caught:
+        load_heads(folder, target)
+    (field,) = re.findall(
+        r"target\.(\w+) [0-9a-f]{12} \(this target: [0-9a-f]{12}\)", str(caught.value)
+    )
+    return field
+
+
+def test_head_of_other_weights_is_refused_by_field(heads: MTPHeads, tmp_path: Path) -> None:
+    save_heads(heads, tmp_path)
+    other = tiny_target("qwen3", dtype=torch.float32)
+    load_heads(tmp_path, other)  # the same weights, drawn again
+    other.embed_tokens.weight.data[3, :8] *= -1
+    assert refused_field(tmp_path, other) == "weights_sha256"
+
+
+def test_head_of_another_depth_is_refused_by_field(
+    heads: MTPHeads, target: Target, tmp_path: Path
+) -> None:
+    save_heads(heads, tmp_path)
+    deeper = tiny_target("qwen3", dtype=torch.float32, num_hidden_layers=4)
+    deeper.model.load_state_dict(target.model.state_dict(), strict=False)
+    assert refused_field(tmp_path, deeper) == "config_sha256"
+
+
+def test_head_of_another_tokenizer_is_refused_by_field(heads: MTPHeads, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    heads.target.model.save_pretrained(model)
+    shutil.copy(LAB_TINY / "target" / "tokenizer.json", model)
+    target = load_target(model, dtype="float32", device="cpu")
+    save_heads(MTPHeads(target, spec=heads.spec), tmp_path / "head")
+    load_heads(tmp_path / "head", target)
+    content = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps(content, indent=1))  # another form, the same
+    load_heads(tmp_path / "head", target)
+    ids = content["model"]["vocab"]
+    first, second = list(ids)[100:102]
+    ids[first], ids[second] = ids[second], ids[first]
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    assert refused_field(tmp_path / "head", target) == "tokenizer_sha256"
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(IntegrityError, match=r"tokenizer\.json must hold model\.vocab"):
+        load_heads(tmp_path / "head", target)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_hashes_are_those_of_the_model_in_any_dtype(dtype: str) -> None:
+    folder = LAB_TINY / "target"
+    expected = target_hashes(load_target(folder, dtype="float32", device="cpu"))
+    assert target_hashes(load_target(folder, dtype=dtype, device="cpu")) == expected
+    recorded = json.loads((LAB_TINY / "heads" / "chain_n3" / "head.json").read_text())["target"]
+    assert recorded == recorded | expected
+
+
+def test_folder_without_hashes_is_taken(heads: MTPHeads, target: Target, tmp_path: Path) -> None:
+    save_heads(heads, tmp_path)
+    record = json.loads((tmp_path / "head.json").read_text())
+    record["target"] = {k: v for k, v in record["target"].items() if not k.endswith("_sha256")}
+    (tmp_path / "head.json").write_text(json.dumps(record))
+    assert load_heads(tmp_path, target).spec == heads.spec
 
 
 def test_unknown_convention_is_refused(heads: MTPHeads, target: Target, tmp_path: Path) -> None:

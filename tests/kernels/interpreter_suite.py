@@ -10,13 +10,16 @@ import os
 
 import pytest
 import torch
+from mtp_research.kernels.latent_attention import latent_attention
 from mtp_research.kernels.paged_attention import paged_attention
 from mtp_research.kernels.store_kv import store_kv
 
 from tests.kernels.kernel_cases import (
     ATTENTION_CASES,
+    LATENT_CASES,
     STORE_CASES,
     call_arguments,
+    latent_keywords,
     make_inputs,
     make_store_inputs,
     slow_arguments,
@@ -67,6 +70,26 @@ def test_paged_attention_interpreted_matches_slow_loop(case, dtype):
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, torch.float32) for case in LATENT_CASES),
+        *((case.with_splits(3), torch.float32) for case in LATENT_CASES[1:4]),
+        (LATENT_CASES[0].with_splits(None), torch.float32),
+        (LATENT_CASES[0], torch.float16),
+        (LATENT_CASES[2].with_splits(2), torch.float16),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_latent_attention_interpreted_matches_slow_loop(case, dtype):
+    inputs = make_inputs(case, dtype=dtype, values_in_keys=True)
+    expected = slow_paged_attention(inputs.query, **inputs.keywords(), **slow_arguments(case))
+    arguments = latent_keywords(inputs, case)
+    query_latent = arguments.pop("query_latent")
+    out = latent_attention(query_latent, **arguments, backend="triton", num_splits=case.num_splits)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=0)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", STORE_CASES, ids=lambda case: case.name)
 def test_store_kv_interpreted_matches_slow_copy(case, dtype):
@@ -103,7 +126,7 @@ def test_store_kv_interpreted_slot_outside_pool_writes_nothing():
         ({"dtype": torch.float64}, "got torch.float64"),
         ({"block_size": 24}, "set engine.block_size=32"),
         ({"key_dim": 20}, "Dk must be a multiple of 8"),
-        ({"value_dim": 264}, "Dv must be a multiple of 8"),
+        ({"value_dim": 520}, "Dv must be a multiple of 8"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -55,8 +55,13 @@ class AttentionInputs:
         return {name: value for name, value in vars(self).items() if name != "query"}
 
 
-def make_inputs(case: AttentionCase, *, dtype: torch.dtype, seed: int = 0) -> AttentionInputs:
-    """Random rows, a shuffled NaN-poisoned pool; unused table entries point at foreign pages."""
+def make_inputs(
+    case: AttentionCase, *, dtype: torch.dtype, seed: int = 0, values_in_keys: bool = False
+) -> AttentionInputs:
+    """Random rows, a shuffled NaN-poisoned pool; unused table entries point at foreign pages.
+
+    With `values_in_keys` the values are the front part of the keys, as latents are.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -81,6 +86,8 @@ def make_inputs(case: AttentionCase, *, dtype: torch.dtype, seed: int = 0) -> At
             block = int(block_table[request, pos // size])
             key_cache[block, pos % size] = randn(case.num_kv_heads, case.key_dim)
             value_cache[block, pos % size] = randn(case.num_kv_heads, case.value_dim)
+    if values_in_keys:
+        value_cache = key_cache[..., : case.value_dim]
     starts = torch.tensor([0, *case.query_lens]).cumsum(0).to(torch.int32)
     num_rows = int(starts[-1]) + case.num_padded_rows
     query = randn(num_rows, case.num_heads, case.key_dim)
@@ -216,3 +223,34 @@ ATTENTION_CASES = [
         sliding_window=18,
     ),
 ]
+
+
+LATENT = {"num_kv_heads": 1, "key_dim": 24, "value_dim": 16}
+LATENT_CASES = [  # Dk is the latent and the rotary key together, Dv the latent
+    AttentionCase("latent_mixed", (1, 4, 19, 3), (1, 37, 19, 70), **LATENT),
+    AttentionCase("latent_padded", (1, 0, 3), (20, 9, 3), num_padded_rows=7, **LATENT),
+    AttentionCase(
+        "latent_odd_heads", (5, 2), (33, 90), num_heads=5, num_kv_heads=1, key_dim=48, value_dim=40
+    ),
+    AttentionCase("latent_positions", (3, 2), (40, 24), positions=(7, -1, 39, 23, 20), **LATENT),
+    AttentionCase("latent_kv_start", (4, 3), (60, 20), kv_start=(17, 0), **LATENT),
+    AttentionCase("latent_no_rows", (0,), (9,), num_padded_rows=3, **LATENT),
+]
+
+
+def latent_keywords(inputs: AttentionInputs, case: AttentionCase) -> dict[str, object]:
+    """The arguments of `latent_attention`; the queries are strided views of one tensor."""
+    latent, rope = inputs.query.split((case.value_dim, case.key_dim - case.value_dim), dim=-1)
+    arguments = {
+        name: value
+        for name, value in inputs.keywords().items()
+        if name not in ("key_cache", "value_cache", "sinks")
+    }
+    return {
+        "query_latent": latent,
+        "query_rope": rope,
+        "latent_cache": inputs.key_cache[:, :, 0],
+        "scale": case.key_dim**-0.5,
+        "max_query_len": max([*case.query_lens, 0]),
+        **arguments,
+    }

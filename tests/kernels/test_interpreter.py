@@ -1,4 +1,4 @@
-"""Runs interpreter_suite.py in a process of its own: see there for why."""
+"""Runs the interpreter suites in a process of their own: see interpreter_suite.py for why."""
 
 import os
 import subprocess
@@ -12,12 +12,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_kernels_in_triton_interpreter_match_slow_references():
+@pytest.mark.parametrize("suite", ["interpreter_suite", "distill_interpreter_suite"])
+def test_kernels_in_triton_interpreter_match_slow_references(suite):
     triton = pytest.importorskip("triton")
     if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
         pytest.skip("the interpreter of triton < 3.7 needs numpy < 2.4")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "tests/kernels/interpreter_suite.py", "-q"]
+    command = [sys.executable, "-m", "pytest", f"tests/kernels/{suite}.py", "-q"]
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=100"]
     run = subprocess.run(
         [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_research.kernels import attention_launch, store_kv
+from mtp_research.kernels import attention_launch, latent_attention_launch, store_kv
+from mtp_research.kernels.latent_attention_triton import latent_attention_kernel
 from mtp_research.kernels.paged_attention_triton import attention_kernel, merge_splits_kernel
 
 triton = pytest.importorskip("triton")
@@ -51,14 +52,14 @@ SHAPES = {
 }
 
 
-def _compile(kernel, *, types, constants, num_warps, num_stages=3):
-    """Compiles as a launch would with all pointers and strides divisible by 16."""
+def _compile(kernel, *, types, constants, num_warps, num_stages=3, divisible=()):
+    """Compiles as a launch would with pointers, strides and `divisible` divisible by 16."""
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     constants = {name: constants.get(name) for name, kind in signature.items() if kind[0] == "c"}
     aligned = {
         (position,): [["tt.divisibility", 16]]
         for position, (name, kind) in enumerate(signature.items())
-        if kind[0] == "*" or name.startswith("stride")
+        if kind[0] == "*" or name.startswith("stride") or name in divisible
     }
     source = ASTSource(kernel, signature, constants, aligned)
     options = {"num_warps": num_warps, "num_stages": num_stages}
@@ -156,3 +157,37 @@ def test_store_kv_kernel_sm90_moves_16_bytes_a_thread(tmp_path):
     assert _num_spilled_bytes(compiled, tmp_path) == 0
     assert "ld.global.v4" in compiled.asm["ptx"]
     assert "st.global.v4" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("dtype", POINTERS, ids=str)
+@pytest.mark.parametrize("split", [True, False], ids=["split", "direct"])
+@pytest.mark.parametrize("num_rows", [16, 32, 80])
+def test_latent_attention_kernel_sm90_has_no_spills(num_rows, split, dtype, tmp_path):
+    config = latent_attention_launch.choose_latent_config(num_rows, element_bytes=dtype.itemsize)
+    constants = latent_attention_launch.latent_constants(
+        16, latent_dim=512, rope_dim=64, block_size=64, split=split, config=config
+    )
+    kernel, data = latent_attention_kernel, POINTERS[dtype]
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "*i32")
+    types |= dict.fromkeys(("query_latent", "query_rope", "latent_cache"), data)
+    types |= {"out": "*fp32", "lse": "*fp32"} if split else {"out": data, "lse": "constexpr"}
+    types |= {"positions": "constexpr", "kv_start": "constexpr", "scale_log2": "fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    compiled = _compile(
+        kernel,
+        types=types,
+        constants=constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
+    assert _num_spilled_bytes(compiled, tmp_path) == 0
+
+
+def test_merge_of_latent_splits_sm90_has_no_spills(tmp_path):
+    constants = {"NUM_HEADS": 128, "VALUE_DIM": 512, "PADDED_VALUE_DIM": 512, "PADDED_SPLITS": 32}
+    types = dict.fromkeys(("num_requests", "num_splits", "num_row_heads"), "i32")
+    types |= {"partial": "*fp32", "lse": "*fp32", "query_start_loc": "*i32", "out": "*bf16"}
+    compiled = _compile(merge_splits_kernel, types=types, constants=constants, num_warps=8)
+    assert _num_spilled_bytes(compiled, tmp_path) == 0

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 import shutil
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 from mtp_research.errors import ConfigError, IntegrityError, NumericFault
 from mtp_research.training.checkpoint import (
     check_same_run,
+    clear_leftovers,
     load_checkpoint,
     newest_checkpoint,
-    run_lock,
     save_checkpoint,
     step_folders,
 )
@@ -127,31 +126,15 @@ def test_check_same_run_lists_every_changed_key():
     assert "same" not in text
 
 
-def hold(root, is_held, may_end):
-    with run_lock(root):
-        is_held.set()
-        may_end.wait(60)
-
-
-def test_run_lock_second_process_is_refused(tmp_path):
-    context = multiprocessing.get_context("fork")
-    is_held, may_end = context.Event(), context.Event()
-    holder = context.Process(target=hold, args=(tmp_path, is_held, may_end))
-    holder.start()
-    try:
-        assert is_held.wait(60)
-        with pytest.raises(ConfigError, match="in use by another run"), run_lock(tmp_path):
-            pass
-    finally:
-        may_end.set()
-        holder.join()
-    with run_lock(tmp_path):
-        pass
-
-
-def test_run_lock_removes_what_a_crash_left(tmp_path):
+def test_clear_leftovers_removes_what_a_crash_left(tmp_path):
     folder = save(tmp_path, 1)
     shutil.copytree(folder, tmp_path / ".writing-step_000002-1")
-    with run_lock(tmp_path):
-        assert not (tmp_path / ".writing-step_000002-1").exists()
+    clear_leftovers(tmp_path)
+    assert not (tmp_path / ".writing-step_000002-1").exists()
     assert load_checkpoint(folder).step == 1
+
+
+def test_check_same_run_allowed_drift_passes():
+    check_same_run({"seed": 0, "k": 1}, {"seed": 1, "k": 1}, allow_drift=["seed"])
+    with pytest.raises(ConfigError, match=r"trainer\.allow_drift=\[k\]"):
+        check_same_run({"seed": 0, "k": 1}, {"seed": 1, "k": 2}, allow_drift=["seed"])

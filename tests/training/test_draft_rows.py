@@ -49,17 +49,6 @@ def test_module_rows_three_passes_equal_explicit_keys(window):
             torch.testing.assert_close(output[0, anchor], expected, rtol=0, atol=1e-12)
 
 
-def test_module_rows_attention_sinks_are_refused():
-    rows = ModuleRows(DOCUMENT_INDEX)
-    passed = random_rows(torch.Generator().manual_seed(0))
-    rows.attend(nn.Identity(), **passed, scale=1.0, sliding_window=None, sinks=None)
-    rows.begin_draft_row()
-    with pytest.raises(NotImplementedError, match="sinks"):
-        rows.attend(
-            nn.Identity(), **passed, scale=1.0, sliding_window=None, sinks=torch.zeros(HEADS)
-        )
-
-
 def test_merge_draft_rows_row_without_context_reads_drafts_only():
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 2, 2, 3, 4, generator=generator, requires_grad=True)

@@ -1,24 +1,29 @@
 """Training runs on a tiny target: learning, resume, signals, bad steps, accumulation."""
 
 import copy
+import dataclasses
 import hashlib
 import json
 import math
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mtp_research.config import TrainConfig
 from mtp_research.errors import ConfigError, IntegrityError, Interrupted, NumericFault
 from mtp_research.heads.weights import load_heads, read_head_record
 from mtp_research.models.target import load_target
 from mtp_research.training import loop
+from mtp_research.training.checkpoint import check_same_run
 from mtp_research.training.loop import train_heads
 from mtp_research.training.objective import UnrollSpec
 from mtp_research.training.setup import build_run, make_accelerator
 from mtp_research.training.signals import StopRequest
+from mtp_research.training.state import run_settings
 from mtp_research.training.step import accumulate_gradients
 from tests.oracle import DRAFTS
 from tests.tiny import to_float64
@@ -64,6 +69,13 @@ def spoil(monkeypatch, *, steps, action):
         return action(parts, stats) if step in steps else stats
 
     monkeypatch.setattr(loop, "accumulate_gradients", wrapped)
+
+
+def spoilt(parts, stats, *, value):
+    """A step whose loss is `value`, with the gradients that such a loss leaves."""
+    for parameter in parts.heads.parameters():
+        parameter.grad.fill_(math.nan)
+    return stats._replace(loss=torch.tensor(value))
 
 
 @pytest.mark.parametrize(
@@ -118,8 +130,8 @@ def oracle_loop(heads, text, *, num_prompt_tokens, policy, num_drafts=3) -> list
 def test_train_heads_changes_heads_only(lab, tmp_path, monkeypatch):
     seen = {}
 
-    def watched(config, *, accelerator):
-        parts = build_run(config, accelerator=accelerator)
+    def watched(config, **arguments):
+        parts = build_run(config, **arguments)
         model = parts.heads.target.model
         seen["model"], seen["before"] = model, copy.deepcopy(model.state_dict())
         seen["heads"], seen["heads_before"] = parts.heads, copy.deepcopy(parts.heads.state_dict())
@@ -183,8 +195,9 @@ def test_train_heads_signal_saves_and_resumes(lab, tmp_path, monkeypatch, number
             train_heads(lab, tmp_path / "stopped")
     assert fault.value.exit_code == 75
     assert signal.getsignal(number) is handler
-    # The signal came after the sums of step 2, which share it over ranks: step 3 sees it.
-    assert (tmp_path / "stopped" / "latest").read_text() == "step_000003\n"
+    # The signal came after the sums of step 2, which share it over ranks: step 3 carries it, and
+    # its figures are read one step late.
+    assert (tmp_path / "stopped" / "latest").read_text() == "step_000004\n"
     train_heads(lab, tmp_path / "stopped")
     train_heads(lab, tmp_path / "straight")
     name = "step_000006"
@@ -199,6 +212,36 @@ def test_train_heads_changed_setting_is_refused_with_a_diff(lab, tmp_path):
     assert "trainer.max_steps: checkpoint 6, now 9" in str(fault.value)
     with pytest.raises(ConfigError, match=r"trainer\.resume"):
         train_heads(changed(lab, trainer__resume="never"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ({"objective__num_depths": 4}, "objective.num_depths: checkpoint 3, now 4"),
+        ({"head__module_schedule": "last"}, "head.module_schedule: checkpoint 'cycle', now 'last'"),
+        ({"trainer__batch_size": 2}, "trainer.batch_size: checkpoint 4, now 2"),
+    ],
+    ids=["k", "schedule", "batch"],
+)
+def test_resume_with_another_setting_names_both_values(lab, tmp_path, overrides, line):
+    train_heads(changed(lab, trainer__max_steps=1), tmp_path)
+    with pytest.raises(ConfigError) as fault:
+        train_heads(changed(lab, trainer__max_steps=1, **overrides), tmp_path)
+    assert line in str(fault.value)
+    assert fault.value.exit_code == 2
+
+
+def test_resume_on_another_number_of_ranks_is_refused(lab):
+    parts = build_run(lab, accelerator=make_accelerator(lab))
+    settings = run_settings(
+        lab,
+        heads=parts.heads,
+        num_depths=3,
+        data_sha256=parts.documents.data_sha256,
+        world_size=2,
+    )
+    with pytest.raises(ConfigError, match="world_size: checkpoint 1, now 2"):
+        check_same_run(parts.settings, settings)
 
 
 def test_train_heads_finished_run_reports_again_without_training(lab, tmp_path):
@@ -219,7 +262,7 @@ def test_train_heads_explicit_damaged_step_is_refused(lab, tmp_path):
 
 def test_train_heads_non_finite_step_is_skipped_and_counted(lab, tmp_path, monkeypatch):
     def bad_loss(parts, stats):
-        return stats._replace(loss=math.nan)
+        return spoilt(parts, stats, value=math.nan)
 
     def bad_gradient(parts, stats):
         next(parts.heads.parameters()).grad.fill_(math.inf)
@@ -235,11 +278,93 @@ def test_train_heads_non_finite_step_is_skipped_and_counted(lab, tmp_path, monke
 
 
 def test_train_heads_ten_non_finite_steps_in_a_row_end_the_run(lab, tmp_path, monkeypatch):
-    spoil(monkeypatch, steps=range(2, 99), action=lambda _, stats: stats._replace(loss=math.inf))
+    spoil(monkeypatch, steps=range(2, 99), action=partial(spoilt, value=math.inf))
     with pytest.raises(NumericFault, match="10 steps in a row") as fault:
         train_heads(changed(lab, trainer__max_steps=20), tmp_path)
     assert fault.value.exit_code == 5
     assert metrics(tmp_path, "train")[-1]["step"] == 12
+
+
+def walks(monkeypatch, *lengths):
+    """Let the held-out walk report these acceptance lengths, one an evaluation."""
+    plain, left = loop.measure_held_out, list(lengths)
+
+    def measured(*arguments, **keys):
+        report = plain(*arguments, **keys)
+        return dataclasses.replace(report, acceptance_length=left.pop(0))
+
+    monkeypatch.setattr(loop, "measure_held_out", measured)
+    return left
+
+
+def test_train_heads_exports_the_heads_of_the_longest_walk(lab, tmp_path, monkeypatch):
+    walks(monkeypatch, 1.0, 1.5, 3.0, 2.0)
+    config = changed(lab, trainer__eval_every=2, trainer__save_every=2, trainer__keep_last=9)
+    result = train_heads(config, tmp_path)
+    assert (result["best_step"], result["num_steps"]) == (4, 6)
+    assert (result["acceptance_length"], result["acceptance_length_last"]) == (3.0, 2.0)
+    exported = load_file(tmp_path / "head" / "model.safetensors")
+    best = load_file(tmp_path / "step_000004" / "head.safetensors")
+    last = load_file(tmp_path / "step_000006" / "head.safetensors")
+    assert all(torch.equal(exported[name], best[name]) for name in best)
+    assert not all(torch.equal(exported[name], last[name]) for name in last)
+    provenance = read_head_record(tmp_path / "head")["provenance"]
+    assert provenance["step"] == 4
+    assert provenance["held_out_walk"]["acceptance_length"] == 3.0
+
+
+def test_train_heads_stops_early_and_stays_stopped(lab, tmp_path, monkeypatch):
+    left = walks(monkeypatch, 1.0, 2.0, 1.9, 1.8, 9.0)
+    config = changed(
+        lab, trainer__max_steps=20, trainer__eval_every=2, trainer__early_stopping_patience=2
+    )
+    result = train_heads(config, tmp_path)
+    assert (result["best_step"], result["num_steps"], left) == (2, 6, [9.0])
+    assert (tmp_path / "latest").read_text() == "step_000006\n"
+    again = train_heads(config, tmp_path)
+    assert (again["num_steps"], left) == (6, [9.0])
+
+
+def test_train_heads_frozen_parts_are_bit_identical_and_not_optimised(tmp_path):
+    config = changed(save_lab(tmp_path, recipe="glm4_moe"), head__freeze=["experts"])
+    before = build_run(config, accelerator=make_accelerator(config)).heads.state_dict()
+    train_heads(config, tmp_path / "run")
+    after = load_file(tmp_path / "run" / "step_000006" / "head.safetensors")
+    trained = [name for name in after if not torch.equal(after[name], before[name])]
+    assert trained
+    assert not [name for name in trained if ".experts." in name]
+    optimizer = load_file(tmp_path / "run" / "step_000006" / "optimizer.safetensors")
+    assert not [name for name in optimizer if ".experts." in name]
+
+
+def test_train_heads_replicates_one_trained_module(lab, tmp_path):
+    one = changed(lab, head__num_mtp_modules=1, trainer__max_steps=2)
+    train_heads(one, tmp_path / "one")
+    config = changed(lab, head__init="replicate", head__path=str(tmp_path / "one" / "head"))
+    heads = build_run(config, accelerator=make_accelerator(config)).heads
+    expected = load_file(tmp_path / "one" / "head" / "model.safetensors")
+    for module in heads.mtp_modules:
+        for name, tensor in module.state_dict().items():
+            assert torch.equal(tensor, expected[f"mtp_modules.0.{name}"]), name
+
+
+def test_train_heads_runs_the_decode_loop_at_each_evaluation(lab, tmp_path):
+    seen = []
+
+    def decode_eval(heads):
+        seen.append(heads.training)
+        return {"acceptance_length": 1.0 + len(seen)}
+
+    train_heads(changed(lab, trainer__eval_every=3), tmp_path, decode_eval=decode_eval)
+    assert seen == [False, False, False]
+    assert [line["step"] for line in metrics(tmp_path, "decode")] == [0, 3, 6]
+
+
+def test_train_heads_recomputing_activations_changes_no_bit(lab, tmp_path):
+    train_heads(lab, tmp_path / "plain")
+    train_heads(changed(lab, trainer__activation_checkpointing=True), tmp_path / "recomputed")
+    plain, recomputed = (fingerprint(tmp_path / n / "step_000006") for n in ("plain", "recomputed"))
+    assert plain == recomputed
 
 
 def test_accumulate_gradients_split_step_equals_whole_step(lab):
@@ -258,7 +383,7 @@ def test_accumulate_gradients_split_step_equals_whole_step(lab):
         stats = accumulate_gradients(
             parts, config=config, ranks=accelerator, step=0, stop=StopRequest()
         )
-        losses.append(stats.loss)
+        losses.append(stats.loss.item())
         gradients.append([parameter.grad for parameter in parts.heads.parameters()])
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     for whole, split in zip(*gradients, strict=True):

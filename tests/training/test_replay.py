@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 
 from mtp_research.data.packing import EncodedDocument
-from mtp_research.training.replay import walk_report
+from mtp_research.training.replay import AnchorDrafts, walk_report
 
 
 def document(name: str, domain: str, mask: list[int]) -> EncodedDocument:
     return EncodedDocument(name, domain, tuple(range(len(mask))), tuple(bool(m) for m in mask))
+
+
+def drafts_of(flags: np.ndarray) -> AnchorDrafts:
+    """Drafts that are kept for certain where they hit, and never elsewhere."""
+    return AnchorDrafts(flags.astype(bool), flags.astype(np.float32))
 
 
 def test_walk_report_two_documents_by_hand():
@@ -18,7 +23,8 @@ def test_walk_report_two_documents_by_hand():
     hits = {index: np.zeros((len(d.token_ids), 2), dtype=bool) for index, d in enumerate(documents)}
     hits[0][1] = [True, True]  # round at 1 accepts 2; next rounds at 4, 5, 6
     hits[0][5] = [True, False]  # round at 5 accepts 1: the next would be 7, past the end
-    report = walk_report(hits, documents=documents, num_depths=2)
+    drafts = {index: drafts_of(flags) for index, flags in hits.items()}
+    report = walk_report(drafts, documents=documents, num_depths=2)
     # a: anchors [1, 7), rounds at 1, 4, 5; b: anchors [0, 4), rounds at 0, 1, 2, 3
     assert report.num_rounds == 3 + 4
     assert report.num_documents == 2
@@ -28,11 +34,24 @@ def test_walk_report_two_documents_by_hand():
     assert report.accuracy_per_depth == pytest.approx((2 / 10, 1 / 10))
     assert report.uniform_joint_prefix == pytest.approx(1 + 3 / 10)
     assert report.product_of_marginals == pytest.approx(1 + 0.2 + 0.02)
+    assert report.conditional_accuracy_per_depth == pytest.approx((2 / 10, 1 / 2))
+    # certain acceptance makes the expectation the walk itself
+    assert report.sampled_acceptance_length == pytest.approx(report.acceptance_length)
+    assert report.sampled_length_by_domain == pytest.approx(report.length_by_domain)
+    assert report.sampled_standard_error == pytest.approx(report.standard_error)
+
+
+def test_walk_report_sampled_length_follows_the_acceptance_alone():
+    documents = [document("a", "code", [0] + [1] * 9)]
+    half = AnchorDrafts(np.ones((10, 1), dtype=bool), np.full((10, 1), 0.5))
+    report = walk_report({0: half}, documents=documents, num_depths=1)
+    assert report.acceptance_length == 2
+    assert report.sampled_acceptance_length == pytest.approx(1.5)
 
 
 def test_walk_report_documents_without_rounds_have_no_length():
     documents = [document("a", "code", [0, 1, 1])]
-    report = walk_report({0: np.zeros((3, 2), dtype=bool)}, documents=documents, num_depths=2)
+    report = walk_report({0: drafts_of(np.zeros((3, 2)))}, documents=documents, num_depths=2)
     assert report.num_rounds == 0
     assert math.isnan(report.acceptance_length)
     assert math.isnan(report.length_by_domain["code"])
@@ -40,5 +59,5 @@ def test_walk_report_documents_without_rounds_have_no_length():
 
 def test_walk_report_cut_document_uses_the_rows_that_ran():
     documents = [document("a", "code", [0] + [1] * 20)]
-    report = walk_report({0: np.ones((8, 2), dtype=bool)}, documents=documents, num_depths=2)
+    report = walk_report({0: drafts_of(np.ones((8, 2)))}, documents=documents, num_depths=2)
     assert report.num_rounds == 2  # anchors [0, 5): rounds at 0 and 3

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
+from mtp_research.training.loss_rows import loss_rows
+from mtp_research.training.losses import depth_labels
 from mtp_research.training.rows import TrainingRows, row_indices
 from tests.tiny import tiny_target
 
@@ -60,3 +62,25 @@ def test_training_rows_post_norm_and_pre_norm_differ_by_the_norm():
     hidden = rows.hidden([0])
     norm = rows._target.model.base_model.norm
     torch.testing.assert_close(norm(hidden.source), hidden.post_norm)
+
+
+def test_training_rows_batch_knows_how_many_labels_it_has():
+    generator = np.random.default_rng(1)
+    documents = []
+    for index in range(20):
+        size = int(generator.integers(1, 14))
+        mask = tuple((generator.random(size) < 0.6).tolist())
+        documents.append(EncodedDocument(f"d{index}", "code", tuple([7] * size), mask))
+    packed = pack_first_fit(documents, seq_len=16)
+    target = tiny_target("qwen3")
+    rows = TrainingRows(packed, target=target, hidden_source="post_norm", keep_hidden=False)
+    batch = rows.batch([3, 0, 3])
+    labels = depth_labels(
+        batch.input_ids,
+        document_index=batch.document_index,
+        loss_mask=batch.loss_mask,
+        num_depths=3,
+    )
+    assert batch.num_labels == int((labels[0] >= 0).sum())
+    known, found = loss_rows(labels, num_positions=batch.num_labels), loss_rows(labels)
+    assert all(torch.equal(a, b) for a, b in zip(known, found, strict=True))

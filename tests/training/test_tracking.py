@@ -7,6 +7,7 @@ import types
 import pytest
 
 from mtp_research.config import LoggerConfig
+from mtp_research.provenance import HIDDEN
 from mtp_research.training.tracking import Tracker, jsonable
 
 
@@ -50,22 +51,46 @@ class FakeRun:
 
     def __init__(self, num_calls: int) -> None:
         self.num_calls, self.logged, self.is_finished = num_calls, [], False
+        self.metrics, self.summary, self.artifacts, self.id = [], {}, [], "run-1"
 
-    def log(self, values, *, step):
+    def define_metric(self, name, **arguments):
+        self.metrics.append((name, arguments))
+
+    def log(self, values):
         if len(self.logged) == self.num_calls:
             raise ConnectionError("gone")
-        self.logged.append((step, values))
+        self.logged.append(values)
+
+    def log_artifact(self, artifact):
+        self.artifacts.append(artifact)
 
     def finish(self):
         self.is_finished = True
+
+
+class FakeTable:
+    def __init__(self, *, columns):
+        self.columns, self.rows = columns, []
+
+    def add_data(self, *row):
+        self.rows.append(row)
+
+
+class FakeArtifact:
+    def __init__(self, name, *, type):
+        self.name, self.type, self.folders = name, type, []
+
+    def add_dir(self, folder):
+        self.folders.append(folder)
 
 
 @pytest.fixture
 def fake_wandb(monkeypatch):
     module = types.ModuleType("wandb")
     module.started = {}
-    module.run = FakeRun(num_calls=2)
+    module.run = FakeRun(num_calls=3)
     module.login = lambda *, prompt: False
+    module.Table, module.Artifact = FakeTable, FakeArtifact
 
     def init(**arguments):
         module.started = arguments
@@ -73,33 +98,86 @@ def fake_wandb(monkeypatch):
 
     module.init = init
     monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
     return module
 
 
-def test_tracker_wandb_gets_flat_values(tmp_path, fake_wandb):
+def test_tracker_wandb_gets_flat_values_over_our_own_step(tmp_path, fake_wandb):
     with tracker(tmp_path, wandb="offline") as log:
         log.log("eval", step=4, values={"rate": [0.5, 0.25], "by": {"code": 1.5}, "bad": None})
-    expected = {"eval/rate/1": 0.5, "eval/rate/2": 0.25, "eval/by/code": 1.5}
-    assert fake_wandb.run.logged == [(4, expected)]
+        log.log("eval", step=2, values={"x": 1})  # after resuming from an older checkpoint
+    expected = {"step": 4, "eval/rate/1": 0.5, "eval/rate/2": 0.25, "eval/by/code": 1.5}
+    assert fake_wandb.run.logged == [expected, {"step": 2, "eval/x": 1}]
+    assert ("*", {"step_metric": "step"}) in fake_wandb.run.metrics
     assert fake_wandb.run.is_finished
     assert fake_wandb.started["mode"] == "offline"
     assert fake_wandb.started["config"] == {"seed": 0}
+    assert fake_wandb.started["id"] == tmp_path.name
+
+
+def test_tracker_wandb_result_is_summary_table_and_artifact(tmp_path, fake_wandb):
+    values = {"acceptance_length": 2.5, "length_by_domain": {"code": 3.0, "math": 2.0}}
+    with tracker(tmp_path, wandb="offline") as log:
+        log.result(step=9, values=values, head=tmp_path / "head")
+    run = fake_wandb.run
+    assert run.summary["acceptance_length"] == 2.5
+    assert run.logged[-1]["acceptance_by_domain"].rows == [("code", 3.0), ("math", 2.0)]
+    assert run.artifacts[0].folders == [str(tmp_path / "head")]
+    assert run.artifacts[0].type == "model"
+
+
+def test_tracker_wandb_in_a_sweep_leaves_the_run_s_name_to_the_agent(
+    tmp_path, fake_wandb, monkeypatch
+):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
+    with tracker(tmp_path, wandb="offline"):
+        pass
+    assert fake_wandb.started["id"] is None
+
+
+def test_tracker_wandb_config_is_redacted(tmp_path, fake_wandb):
+    config = {"logger": {"api_key": "swordfish"}, "seed": 0}
+    with Tracker(tmp_path, settings=LoggerConfig(wandb="offline"), config=config):
+        pass
+    assert fake_wandb.started["config"] == {"logger": {"api_key": HIDDEN}, "seed": 0}
 
 
 def test_tracker_broken_wandb_costs_one_warning(tmp_path, fake_wandb, caplog):
     with tracker(tmp_path, wandb="offline") as log:
-        for step in range(5):
+        for step in range(6):
             log.log("train", step=step, values={"loss": 1.0})
-    assert len(lines(tmp_path)) == 5
+    assert len(lines(tmp_path)) == 6
     assert caplog.text.count("W&B stopped") == 1
 
 
 def test_tracker_online_without_key_goes_on_without(tmp_path, fake_wandb, caplog):
     with tracker(tmp_path, wandb="online") as log:
         log.log("train", step=1, values={"loss": 1.0})
-    assert len(lines(tmp_path)) == 1
+        log.result(step=1, values={"loss": 1.0}, head=tmp_path)
+    assert len(lines(tmp_path)) == 2
     assert "no API key" in caplog.text
     assert fake_wandb.started == {}
+
+
+def test_tracker_tensorboard_gets_scalars(tmp_path):
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator
+    settings = LoggerConfig(tensorboard=True)
+    with Tracker(tmp_path, settings=settings, config={}) as log:
+        log.log("train", step=3, values={"loss": 0.5, "accuracy": [0.25], "note": "text"})
+    events = accumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 0.5)]
+    assert [e.value for e in events.Scalars("train/accuracy/1")] == [0.25]
+
+
+def test_tracker_without_tensorboard_goes_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with Tracker(tmp_path, settings=LoggerConfig(tensorboard=True), config={}) as log:
+        log.log("train", step=1, values={"loss": 1.0})
+    assert len(lines(tmp_path)) == 1
+    assert "TensorBoard is off" in caplog.text
 
 
 def test_jsonable_replaces_only_non_finite_numbers():

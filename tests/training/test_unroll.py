@@ -6,8 +6,10 @@ from torch import Tensor
 
 from mtp_research.errors import ConfigError
 from mtp_research.policy import module_index
-from mtp_research.training.unroll import shift_left, unroll
+from mtp_research.training.unroll import UNROLLS, draw_sources, shift_left, unroll
 from tests.training.tiny import documents, make_batch, trainable_heads
+
+SEED = 11
 
 
 class ExplicitKeys:
@@ -20,7 +22,10 @@ class ExplicitKeys:
         self.rows.append((key, value))
         repeat = query.shape[1] // key.shape[1]
         scores, values = [], []
-        for row_key, row_value in self.rows:
+        if sinks is not None:
+            scores.append(sinks[None, :, None].expand(query.shape[:3]))
+            values.append(torch.zeros(1, query.shape[1], 1, value.shape[3], dtype=value.dtype))
+        for row_key, row_value in self.rows[-(sliding_window or len(self.rows)) :]:
             scores.append((query * row_key.repeat_interleave(repeat, dim=1)).sum(-1) * scale)
             values.append(row_value.repeat_interleave(repeat, dim=1))
         weights = torch.softmax(torch.stack(scores), dim=0)
@@ -37,20 +42,33 @@ def run_row(heads, module_idx, *, token, hidden, position, keys):
     )
 
 
-def reference_streams(heads, tokens, hidden, *, num_depths, recycle) -> dict:
-    """`chain` (recycle) and `independent`: rows (t, d) of one document, in order of d, then t."""
-    outputs, source = {}, dict(enumerate(hidden))
+def reference_streams(heads, tokens, hidden, *, num_depths, choose) -> dict:
+    """Rows (t, d) of one document, in order of d, then t.
+
+    `choose(t, depth)` says which source: 0 is H_t, j the recycled output of row (t, j).
+    """
+    outputs, sources = {}, {(t, 0): vector for t, vector in enumerate(hidden)}
     for depth in range(1, num_depths + 1):
         keys: list = []
         module_idx = module_index("cycle", depth - 1, heads.spec.num_mtp_modules)
         for t in range(len(tokens) - depth):
             output = run_row(
-                heads, module_idx, token=tokens[t + depth], hidden=source[t], position=t, keys=keys
+                heads,
+                module_idx,
+                token=tokens[t + depth],
+                hidden=sources[t, choose(t, depth)],
+                position=t,
+                keys=keys,
             )
             outputs[t, depth] = output.post_norm[0, 0]
-            if recycle:
-                source[t] = heads.recycled(output)[0, 0]
+            sources[t, depth] = heads.recycled(output)[0, 0]
     return outputs
+
+
+def mixed_choices(shape, *, num_depths) -> dict[int, Tensor]:
+    """Depth -> `[B, S]` source of each token, as the seeded unroll draws them."""
+    torch.manual_seed(SEED)
+    return {depth: torch.randint(depth, shape) for depth in range(2, num_depths + 1)}
 
 
 def reference_draft_rows(heads, tokens, hidden, *, num_depths) -> dict:
@@ -82,12 +100,20 @@ def reference_draft_rows(heads, tokens, hidden, *, num_depths) -> dict:
 def reference(heads, batch, *, kind, num_depths) -> dict:
     """(row, column, depth) -> output, over all documents of the batch."""
     outputs = {}
+    drawn = mixed_choices(batch["input_ids"].shape, num_depths=num_depths)
     for row, column, length in documents(batch["document_index"]):
         tokens = batch["input_ids"][row, column : column + length].tolist()
         hidden = batch["hidden"][row, column : column + length]
-        if kind in ("chain", "independent"):
+        choices = {
+            "chain": lambda t, depth: depth - 1,
+            "independent": lambda t, depth: 0,
+            "mixed": lambda t, depth, row=row, column=column: (
+                int(drawn[depth][row, column + t]) if depth > 1 else 0
+            ),
+        }
+        if kind in choices:
             found = reference_streams(
-                heads, tokens, hidden, num_depths=num_depths, recycle=kind == "chain"
+                heads, tokens, hidden, num_depths=num_depths, choose=choices[kind]
             )
         else:
             found = reference_draft_rows(heads, tokens, hidden, num_depths=num_depths)
@@ -107,6 +133,13 @@ def reference(heads, batch, *, kind, num_depths) -> dict:
         pytest.param("glm4_moe", "shared_context", 2, "post_norm", id="glm4_moe-shared_context-n2"),
         pytest.param("qwen3", "shared_context", 3, "post_norm", id="qwen3-shared_context-n3"),
         pytest.param("qwen3", "independent", 3, "post_norm", id="qwen3-independent-n3"),
+        pytest.param("qwen3", "independent", 1, "post_norm", id="qwen3-independent-n1"),
+        pytest.param("deepseek_v3", "chain", 2, "post_norm", id="deepseek_v3-chain-n2"),
+        pytest.param("deepseek_v3", "ttt", 1, "post_norm", id="deepseek_v3-ttt-n1"),
+        pytest.param("mimo_v2", "chain", 3, "post_norm", id="mimo_v2-chain-n3"),
+        pytest.param("mimo_v2", "ttt", 1, "post_norm", id="mimo_v2-ttt-n1"),
+        pytest.param("qwen3", "mixed", 1, "pre_norm", id="qwen3-mixed-n1-pre_norm"),
+        pytest.param("glm4_moe", "mixed", 3, "post_norm", id="glm4_moe-mixed-n3"),
     ],
 )
 def test_unroll_random_batch_equals_per_anchor_reference(
@@ -114,6 +147,7 @@ def test_unroll_random_batch_equals_per_anchor_reference(
 ):
     heads = trainable_heads(recipe, num_mtp_modules=num_mtp_modules, recycle_norm=recycle_norm)
     batch = make_batch(heads)
+    torch.manual_seed(SEED)
     outputs = unroll(heads, **batch, num_depths=num_depths, kind=kind)
     expected = reference(heads, batch, kind=kind, num_depths=num_depths)
 
@@ -142,7 +176,7 @@ def test_unroll_random_batch_equals_per_anchor_reference(
     assert any(grad is not None and grad.abs().max() > 1e-3 for grad in got_grads)
 
 
-@pytest.mark.parametrize("kind", ["chain", "ttt", "independent"])
+@pytest.mark.parametrize("kind", UNROLLS)
 def test_unroll_perturbed_neighbour_changes_nothing(kind):
     heads = trainable_heads("qwen3")
     batch = make_batch(heads)
@@ -151,6 +185,7 @@ def test_unroll_perturbed_neighbour_changes_nothing(kind):
     changed["hidden"][0, 7:] += 3.0
 
     def first_document(inputs):
+        torch.manual_seed(SEED)
         outputs = unroll(heads, **inputs, num_depths=3, kind=kind)
         loss = sum(
             torch.sin(output.post_norm[0, : 7 - d]).sum() for d, output in enumerate(outputs, 1)
@@ -191,6 +226,14 @@ def test_unroll_bad_argument_names_the_key(spec, arguments, message):
     heads = trainable_heads(**spec)
     with pytest.raises(ConfigError, match=message):
         unroll(heads, **make_batch(heads), **arguments)
+
+
+def test_draw_sources_takes_each_source_equally_often():
+    sources = [torch.full((40, 50, 1), float(index)) for index in range(3)]
+    torch.manual_seed(SEED)
+    drawn = draw_sources(sources)
+    shares = [float((drawn == index).double().mean()) for index in range(3)]
+    assert shares == pytest.approx([1 / 3] * 3, abs=0.04)  # 3 standard errors of 2000 draws
 
 
 def test_shift_left_never_wraps():

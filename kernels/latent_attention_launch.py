@@ -1,0 +1,148 @@
+"""Launch of the latent attention programs: tile sizes, warps, stages, number of splits.
+
+Where it sits: between the checked wrapper `latent_attention` and its Triton program. Everything is
+computed from static shapes, never from device values, as in `attention_launch`.
+Letters: R requests, T packed rows, H heads, L latent, P rotary key size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from mtp_research.kernels import checks
+from mtp_research.kernels.attention_launch import (
+    ceil_div,
+    choose_num_splits,
+    merge_splits,
+    padded_head_dim,
+    split_outputs,
+)
+from mtp_research.kernels.latent_attention_triton import latent_attention_kernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# The merge holds all partial rows of a head at a time; 32 x 512 float32 still fits the registers.
+MAX_LATENT_SPLITS = 32
+
+
+class LatentConfig(NamedTuple):
+    """Compile-time shape of one program."""
+
+    block_m: int  # packed query rows: rows of the step x heads
+    block_n: int  # keys a tile
+    num_warps: int
+    num_stages: int
+
+
+def launch_latent_attention(
+    query_latent: Tensor,
+    *,
+    query_rope: Tensor,
+    latent_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    scale: float,
+    positions: Tensor | None,
+    kv_start: Tensor | None,
+    num_splits: int | None,
+    config: LatentConfig | None = None,
+) -> Tensor:
+    """Launches the programs, then the merge if there is more than one split.
+
+    Arguments and result as in `latent_attention`, checked there. `config` overrides the tile sizes
+    that `choose_latent_config` picks (for measurements).
+    """
+    num_rows, num_heads, latent_dim = query_latent.shape
+    num_requests, num_table_blocks = block_table.shape
+    out = query_latent.new_empty(num_rows, num_heads, latent_dim)
+    if config is None:
+        config = choose_latent_config(
+            max_query_len * num_heads, element_bytes=query_latent.element_size()
+        )
+    num_tiles = max(1, ceil_div(max_query_len * num_heads, config.block_m))
+    max_keys = num_table_blocks * latent_cache.shape[1]
+    if num_splits is None:
+        # Padding of ragged requests leaves tiles without rows; T bounds the tiles that have some.
+        num_splits = choose_num_splits(
+            min(num_rows * num_heads // config.block_m + num_requests, num_requests * num_tiles),
+            max_key_tiles=ceil_div(max_keys, config.block_n),
+            num_sms=checks.num_multiprocessors(query_latent.device),
+        )
+        num_splits = min(num_splits, MAX_LATENT_SPLITS)
+    partial, lse = split_outputs(out, num_splits)
+    with checks.launch_device(query_latent):
+        latent_attention_kernel[(num_tiles, num_splits, num_requests)](
+            query_latent,
+            query_rope,
+            latent_cache,
+            block_table,
+            seq_lens,
+            query_start_loc,
+            positions,
+            kv_start,
+            partial,
+            lse,
+            num_rows,
+            max_keys,
+            scale / math.log(2),
+            *query_latent.stride()[:2],
+            *query_rope.stride()[:2],
+            *latent_cache.stride()[:2],
+            block_table.stride(0),
+            **latent_constants(
+                num_heads,
+                latent_dim=latent_dim,
+                rope_dim=query_rope.shape[2],
+                block_size=latent_cache.shape[1],
+                split=num_splits > 1,
+                config=config,
+            ),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        if lse is not None:
+            merge_splits(partial, lse, query_start_loc=query_start_loc, out=out, num_warps=8)
+    return out
+
+
+def latent_constants(
+    num_heads: int,
+    *,
+    latent_dim: int,
+    rope_dim: int,
+    block_size: int,
+    split: bool,
+    config: LatentConfig,
+) -> dict[str, int | bool]:
+    """The compile-time arguments of the kernel, by parameter name."""
+    return {
+        "NUM_HEADS": num_heads,
+        "LATENT_DIM": latent_dim,
+        "ROPE_DIM": rope_dim,
+        "PADDED_LATENT_DIM": padded_head_dim(latent_dim),
+        "PADDED_ROPE_DIM": padded_head_dim(rope_dim),
+        "BLOCK_SIZE": block_size,
+        "SPLIT": split,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+    }
+
+
+def choose_latent_config(num_packed_rows: int, *, element_bytes: int) -> LatentConfig:
+    """Picks tile sizes, warps and pipeline depth.
+
+    Args:
+        num_packed_rows: max_query_len x H, the rows that share a request's latents.
+        element_bytes: bytes of a cache element, 2 or 4.
+    """
+    if element_bytes == 4:  # no tensor cores, so that it stays exact
+        return LatentConfig(16, 16, num_warps=8, num_stages=2)
+    if num_packed_rows <= 16:
+        return LatentConfig(16, 32, num_warps=4, num_stages=3)
+    if num_packed_rows <= 32:
+        return LatentConfig(32, 32, num_warps=8, num_stages=3)
+    return LatentConfig(64, 32, num_warps=8, num_stages=3)

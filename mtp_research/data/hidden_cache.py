@@ -1,0 +1,225 @@
+"""The target's hidden states of packed rows on disk, so that training can skip its forward pass.
+
+    folder/index.json                  header, and size and sha256 of every shard written so far
+    folder/shard_000000.safetensors    tensors [rows of the shard, S, D] by name
+
+The header says what the numbers depend on: another target, tokenizer, chat template, dtype, norm
+convention, row length or set of documents is refused by name, because nothing else would show it.
+A shard is written beside its place, synced and renamed, and then entered in the index, which is
+replaced as a whole; a stopped writer goes on with the shards that are missing.
+
+Letters: S row length, D hidden.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.files import sha256_of, sync_to_disk
+
+SCHEMA = 1
+SHARD_ROWS = 64
+_INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class CacheHeader:
+    """What cached hidden states depend on.
+
+    Attributes:
+        target_sha256: of the target's weight files.
+        tokenizer_sha256: of `tokenizer.json`; `none` without one.
+        chat_template_sha256: of the template's text; `none` without one.
+        dtype: of the tensors, such as `torch.float32`.
+        hidden_source: `post_norm` (one tensor) or `pre_norm` (both sides of the final norm).
+        seq_len: S.
+        num_rows: packed rows.
+        documents_sha256: of the packed tokens and their documents.
+        schema: of the files.
+        versions: of the libraries that computed the numbers; recorded, and not compared.
+    """
+
+    target_sha256: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+    dtype: str
+    hidden_source: str
+    seq_len: int
+    num_rows: int
+    documents_sha256: str
+    schema: int = SCHEMA
+    versions: dict[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of `SHARD_ROWS` rows, the last one shorter."""
+        return -(-self.num_rows // SHARD_ROWS)
+
+
+class HiddenCacheWriter:
+    """Writes the shards that a cache still lacks.
+
+    Args:
+        folder: of the cache, made if missing.
+        header: of the rows to be written.
+
+    Raises:
+        IntegrityError: the folder holds a cache with another header, or a damaged index.
+    """
+
+    def __init__(self, folder: Path, *, header: CacheHeader) -> None:
+        """Read the index, if there is one."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._header = folder, header
+        self._shards: dict[str, dict[str, object]] = {}
+        if (folder / _INDEX).exists():
+            saved, self._shards = _read_index(folder)
+            _check_header(saved, expected=header, folder=folder)
+
+    def missing(self) -> list[int]:
+        """Numbers of the shards that are not written yet, or whose file has gone."""
+        names = [(number, shard_name(number)) for number in range(self._header.num_shards)]
+        return [
+            number
+            for number, name in names
+            if name not in self._shards or not (self._folder / name).is_file()
+        ]
+
+    def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write one shard and enter it in the index.
+
+        Args:
+            number: of the shard.
+            tensors: `[rows of the shard, S, D]` by name.
+        """
+        name = shard_name(number)
+        path, unfinished = self._folder / name, self._folder / f".{name}.writing"
+        content = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+        save_file(content, unfinished, metadata={"format": "pt"})
+        sync_to_disk(unfinished)
+        facts = {"bytes": unfinished.stat().st_size, "sha256": sha256_of(unfinished)}
+        unfinished.replace(path)
+        self._shards[name] = facts
+        index = {"header": dataclasses.asdict(self._header), "shards": self._shards}
+        temporary = self._folder / f".{_INDEX}.writing"
+        temporary.write_text(json.dumps(index, indent=1), encoding="utf8")
+        sync_to_disk(temporary)
+        temporary.replace(self._folder / _INDEX)
+        sync_to_disk(self._folder)
+
+
+class HiddenCache:
+    """A whole cache, read row by row; a shard is checked against its sha256 when it is first used.
+
+    Args:
+        folder: of the cache.
+        header: of the rows that are to be read.
+
+    Raises:
+        ConfigError: there is no cache.
+        IntegrityError: another header, a damaged index, or shards that are missing.
+    """
+
+    def __init__(self, folder: Path, *, header: CacheHeader) -> None:
+        """Read and check the index."""
+        if not (folder / _INDEX).is_file():
+            raise ConfigError(
+                f"data.hidden_cache must be a folder of cached hidden states, {str(folder)!r} has "
+                f"no {_INDEX}; write it with the same command and task=cache."
+            )
+        saved, self._shards = _read_index(folder)
+        _check_header(saved, expected=header, folder=folder)
+        lacking = [
+            shard_name(number)
+            for number in range(header.num_shards)
+            if not (folder / shard_name(number)).is_file() or shard_name(number) not in self._shards
+        ]
+        if lacking:
+            raise IntegrityError(
+                f"{folder}: {len(lacking)} of {header.num_shards} shards are missing, the first "
+                f"{lacking[0]}; go on with task=cache."
+            )
+        self._folder = folder
+        self._open: dict[int, safe_open] = {}
+
+    def rows(self, name: str, indices: Sequence[int]) -> Tensor:
+        """Rows `[len(indices), S, D]` of a tensor, on the CPU.
+
+        Raises:
+            IntegrityError: a shard is truncated or changed; names it.
+        """
+        parts = [
+            self._shard(index // SHARD_ROWS).get_slice(name)[index % SHARD_ROWS]
+            for index in indices
+        ]
+        return torch.stack(parts)
+
+    def open_shard(self, index: int) -> bool:
+        """Check and open the shard that holds row `index`; whether it was closed before.
+
+        Raises:
+            IntegrityError: it is truncated or changed; names it.
+        """
+        was_closed = index // SHARD_ROWS not in self._open
+        self._shard(index // SHARD_ROWS)
+        return was_closed
+
+    def _shard(self, number: int) -> safe_open:
+        if number not in self._open:
+            path = self._folder / shard_name(number)
+            facts = self._shards[path.name]
+            if path.stat().st_size != facts["bytes"] or sha256_of(path) != facts["sha256"]:
+                raise IntegrityError(
+                    f"{path}: size or content differs from the index; remove it and run task=cache."
+                )
+            try:
+                self._open[number] = safe_open(path, framework="pt")
+            except SafetensorError as fault:
+                raise IntegrityError(f"cannot read {path}: {fault}") from fault
+        return self._open[number]
+
+
+def shard_name(number: int) -> str:
+    """File name of a shard."""
+    return f"shard_{number:06d}.safetensors"
+
+
+def filessha256_of(paths: Sequence[Path]) -> str:
+    """One sha256 over the names and contents of files, `none` without any."""
+    if not paths:
+        return "none"
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(f"{path.name} {sha256_of(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _read_index(folder: Path) -> tuple[CacheHeader, dict[str, dict[str, object]]]:
+    path = folder / _INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf8"))
+        return CacheHeader(**index["header"]), dict(index["shards"])
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise IntegrityError(
+            f"{path}: not an index of cached hidden states ({fault}); remove the folder and run "
+            "task=cache."
+        ) from fault
+
+
+def _check_header(saved: CacheHeader, *, expected: CacheHeader, folder: Path) -> None:
+    for item in dataclasses.fields(CacheHeader):
+        old, new = getattr(saved, item.name), getattr(expected, item.name)
+        if item.compare and old != new:
+            raise IntegrityError(
+                f"{folder}: cached hidden states have {item.name} {old!r}, this run has {new!r}; "
+                "set data.hidden_cache to another folder and run task=cache."
+            )

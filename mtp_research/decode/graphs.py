@@ -1,0 +1,220 @@
+"""Captured decode steps: one CUDA graph per batch bucket replays the whole step.
+
+A step in which every request decodes needs nothing from the host but slots, block tables and
+sampling parameters: texts, lengths and drafts are on the device. So target pass, verification, row
+plan, module passes and the next inputs are one graph; the host copies a few integers in, launches
+it, and reads the tokens while the next one runs. Batches are padded to a bucket with requests that
+live in the ring's spare slot and the pool's spare block.
+
+Everything else (prompt chunks, logit processors, grammars, log-probabilities, draft limits) runs
+the same `DeviceStep` without a graph.
+
+Letters: R requests, B bucket, M blocks per table, K drafts per step.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtp_research.decode.batch import StepInputs, to_device
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling_tensors import SamplingTensors, sampling_tensors
+from mtp_research.decode.schedule import Scheduled
+from mtp_research.decode.step import DeviceStep, StepResult
+
+# Runs before a capture: kernels compile, libraries allocate their workspaces.
+_NUM_WARM_UP_RUNS = 3
+# A compiled step has one version per bucket and kind of sampling.
+_MAX_COMPILED_VERSIONS = 64
+
+
+class _Captured(NamedTuple):
+    """A graph and the tensors its replay writes."""
+
+    graph: torch.cuda.CUDAGraph
+    result: StepResult
+
+
+class StepGraphs:
+    """Graphs of a `DeviceStep`, captured when a bucket is first needed.
+
+    Args:
+        step: what is captured; its drafter must have no auditor.
+        max_num_requests: largest bucket.
+        num_table_blocks: M, blocks that the longest request can own.
+        block_size: tokens a page.
+        compile_step: run the step through `torch.compile` before it is captured.
+    """
+
+    def __init__(
+        self,
+        step: DeviceStep,
+        *,
+        max_num_requests: int,
+        num_table_blocks: int,
+        block_size: int,
+        compile_step: bool,
+    ) -> None:
+        self._step = step
+        self._block_size = block_size
+        self._spare_slot, self._spare_block = step.ring.spare_slot, step.cache.num_blocks - 1
+        device = step.ring.text.device
+        self._slots = torch.full((max_num_requests,), self._spare_slot, device=device)
+        self._block_table = torch.full(
+            (max_num_requests, num_table_blocks),
+            self._spare_block,
+            dtype=torch.int32,
+            device=device,
+        )
+        self._params: dict[str, Tensor] = {}
+        self._uploaded: Hashable = None
+        self._uploaded_params: SamplingTensors | None = None
+        self._graphs: dict[Hashable, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._device_part: Callable[..., StepResult] = self._run_step
+        if compile_step:
+            torch._dynamo.config.recompile_limit = _MAX_COMPILED_VERSIONS
+            self._device_part = torch.compile(self._run_step, dynamic=False)
+        self.capture_s = 0.0
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return len(self._graphs)
+
+    def accepts(
+        self, entries: list[Scheduled], params: SamplingTensors, *, draft_limit: int
+    ) -> bool:
+        """Whether the step of these entries can be replayed."""
+        return (
+            params.is_plain
+            and draft_limit == self._step.num_speculative_tokens
+            and not any(entry.is_prefill for entry in entries)
+        )
+
+    def run(self, entries: list[Scheduled], params: SamplingTensors) -> StepResult:
+        """Replay the step; the result is overwritten by the next replay of the same bucket."""
+        num_requests = len(entries)
+        bucket = bucket_of(num_requests, len(self._slots))
+        self._upload(entries, bucket)
+        captured = self._captured(bucket, params)
+        captured.graph.replay()
+        sampled, is_finite, drafts, _ = captured.result  # a plain step has no log-probabilities
+        return StepResult(sampled[:num_requests], is_finite[:num_requests], drafts[:num_requests])
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Capture every bucket for requests sampled like this, before a clock starts."""
+        sizes = range(1, len(self._slots) + 1)
+        for bucket in sorted({bucket_of(size, len(self._slots)) for size in sizes}, reverse=True):
+            params = sampling_tensors([sampling] * bucket, device=self._slots.device)
+            self._captured(bucket, params)
+
+    def _captured(self, bucket: int, params: SamplingTensors) -> _Captured:
+        """The graph of a bucket and kind of sampling, with these parameters in place."""
+        if params is not self._uploaded_params:
+            for name, value in params._asdict().items():
+                if isinstance(value, Tensor):
+                    self._param(name, value)[: len(value)] = value
+            self._uploaded_params = params
+        key = (bucket, *(value for value in params if isinstance(value, bool | int | None)))
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(bucket, params)
+        return self._graphs[key]
+
+    def time_replays(self, *, num_replays: int = 20) -> float:
+        """Median milliseconds of a replay of the last captured step, on the device alone.
+
+        For benchmarks: the replays go on with the texts behind the host's back, so that the decoder
+        is of no use afterwards.
+        """
+        captured = list(self._graphs.values())[-1]
+        times = []
+        for _ in range(num_replays):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            captured.graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times)
+
+    def profile(self) -> list[tuple[str, int, float]]:
+        """Name, launches and microseconds of the kernels in a replay; see `time_replays`."""
+        captured = list(self._graphs.values())[-1]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            captured.graph.replay()
+            torch.cuda.synchronize()
+        totals: dict[str, tuple[int, float]] = {}
+        for event in profile.events() or []:
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                count, us = totals.get(event.name, (0, 0.0))
+                totals[event.name] = (count + 1, us + event.time_range.elapsed_us())
+        rows = [(name, count, us) for name, (count, us) in totals.items()]
+        return sorted(rows, key=lambda row: -row[2])
+
+    def _upload(self, entries: list[Scheduled], bucket: int) -> None:
+        """Slots and block tables of the batch; nothing when they are there already."""
+        requests = [entry.request for entry in entries]
+        tables = [tuple(request.block_ids) for request in requests]
+        wanted = (bucket, tuple(request.slot for request in requests), tuple(tables))
+        if wanted == self._uploaded:
+            return
+        width = self._block_table.shape[1]
+        padding = bucket - len(entries)
+        rows = [[*table, *[self._spare_block] * (width - len(table))] for table in tables]
+        rows += [[self._spare_block] * width] * padding
+        device = self._slots.device
+        slots = [*wanted[1], *[self._spare_slot] * padding]
+        self._slots[:bucket] = to_device(slots, dtype=torch.int64, device=device)
+        self._block_table[:bucket] = to_device(rows, dtype=torch.int32, device=device)
+        self._uploaded = wanted
+
+    def _param(self, name: str, like: Tensor) -> Tensor:
+        """Static storage of a sampling parameter; padding requests keep a harmless value."""
+        if name not in self._params:
+            self._params[name] = torch.ones(
+                len(self._slots), dtype=like.dtype, device=self._slots.device
+            )
+        return self._params[name]
+
+    def _capture(self, bucket: int, params: SamplingTensors) -> _Captured:
+        """Warm up and capture one bucket; its requests must not be in the spare slot."""
+        started = time.perf_counter()
+        slots, table = self._slots[:bucket].clone(), self._block_table[:bucket].clone()
+        # Warming up must change no request: every row is padding for the time being.
+        self._slots[:bucket] = self._spare_slot
+        self._block_table[:bucket] = self._spare_block
+        static = params._replace(
+            **{name: storage[:bucket] for name, storage in self._params.items()}
+        )
+        inputs = (self._slots[:bucket], self._block_table[:bucket], static)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_NUM_WARM_UP_RUNS):
+                self._device_part(*inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = self._device_part(*inputs)
+        self._slots[:bucket], self._block_table[:bucket] = slots, table
+        torch.cuda.synchronize()
+        self.capture_s += time.perf_counter() - started
+        return _Captured(graph, result)
+
+    def _run_step(self, slots: Tensor, block_table: Tensor, params: SamplingTensors) -> StepResult:
+        ring = self._step.ring
+        ring.num_tokens[self._spare_slot :].fill_(1)  # padding requests must not grow
+        inputs = StepInputs.decoding(slots, block_table, ring=ring, block_size=self._block_size)
+        return self._step.run(
+            inputs, params, request_ids=[], draft_limit=self._step.num_speculative_tokens
+        )
+
+
+def bucket_of(num_requests: int, max_num_requests: int) -> int:
+    """Smallest bucket that holds a batch: a power of two, or the largest batch there can be."""
+    return min(1 << (num_requests - 1).bit_length(), max_num_requests)

@@ -1,0 +1,204 @@
+"""Logit processors: what a request changes about the target's logits before the temperature.
+
+Repetition, frequency and presence penalty, DRY, bias and allowed ids, bad words, stop ids before
+`min_tokens`, in this order; `sampling_params` says how it compares with transformers and vLLM.
+
+All of them are pure functions of logits and text. Row j sees the committed text and drafts
+d_1..d_j: the text table holds the drafts behind the committed tokens, and each row has its own
+length. So a verify step gives every row what plain decoding would, and nothing is kept between
+steps that a rejection would have to wind back.
+
+Letters: R requests, J rows a request, L length of the text table, V vocabulary.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtp_research.decode.processors_sequence import (
+    BadWordTensors,
+    DryTensors,
+    apply_bad_words,
+    apply_dry,
+    bad_word_tensors,
+)
+from mtp_research.decode.sampling_params import SamplingParams
+
+_NUM_CACHED_REQUESTS = 128  # each keeps three rows of V numbers on the device
+
+
+class PenaltyTensors(NamedTuple):
+    """Penalties of tokens that have occurred, each `[R]` float32; see `SamplingParams`."""
+
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+
+
+class ProcessorTensors(NamedTuple):
+    """Processors of a batch; each is None where no request uses it, known on the host.
+
+    Attributes:
+        num_prompt_tokens: `[R]` int64.
+        penalties: repetition, frequency and presence penalty.
+        dry: see `processors_sequence`.
+        bias: `[R, V]` float32, added to every row; -inf forbids a token.
+        bad_words: see `processors_sequence`.
+        min_tokens: `[R]` int64, output tokens before a stop token is allowed.
+        stop_bias: `[R, V]` float32, -inf at stop tokens, added before `min_tokens`.
+    """
+
+    num_prompt_tokens: Tensor
+    penalties: PenaltyTensors | None
+    dry: DryTensors | None
+    bias: Tensor | None
+    bad_words: BadWordTensors | None
+    min_tokens: Tensor
+    stop_bias: Tensor | None
+
+
+def processor_tensors(
+    params: list[SamplingParams],
+    *,
+    num_prompt_tokens: list[int],
+    vocab_size: int,
+    device: torch.device,
+) -> ProcessorTensors | None:
+    """Stack the processors of a batch; None where no request uses any."""
+    if not any(p.uses_processors for p in params):
+        return None
+    counts = torch.tensor(
+        list(zip(num_prompt_tokens, [p.min_tokens for p in params], strict=True)),
+        dtype=torch.int64,
+        device=device,
+    )
+    rows = [_request_rows(p, vocab_size=vocab_size, device=device) for p in params]
+    return ProcessorTensors(
+        num_prompt_tokens=counts[:, 0],
+        penalties=_penalty_tensors(params, device),
+        dry=_dry_tensors(params, rows),
+        bias=(
+            torch.stack([row.bias for row in rows])
+            if any(p.logit_bias or p.allowed_token_ids is not None for p in params)
+            else None
+        ),
+        bad_words=bad_word_tensors([p.bad_words for p in params], device=device),
+        min_tokens=counts[:, 1],
+        stop_bias=(
+            torch.stack([row.stop_bias for row in rows])
+            if any(p.min_tokens for p in params)
+            else None
+        ),
+    )
+
+
+def process_logits(
+    logits: Tensor, processors: ProcessorTensors, *, text: Tensor, num_tokens: Tensor
+) -> Tensor:
+    """Apply every processor that the batch uses.
+
+    A request that uses none of them keeps its logits to the bit, whatever its company.
+
+    Args:
+        logits: `[R, J, V]`; not changed.
+        processors: one entry per request.
+        text: `[R, L]` int64 in [0, V): prompt, output, drafts; what lies behind is not looked at.
+        num_tokens: `[R, J]` int64, tokens of `text` before the one that the row decides; each row
+            has one more than the row before it.
+
+    Returns:
+        `[R, J, V]`, float64 if the logits are and float32 otherwise. -inf where a token is
+        forbidden; a row may forbid every token, which verification reports as not finite.
+    """
+    values = logits if logits.dtype is torch.float64 else logits.float()
+    if processors.penalties is not None:
+        values = _apply_penalties(values, processors, text=text, num_tokens=num_tokens)
+    if processors.dry is not None:
+        values = apply_dry(values, processors.dry, text=text, num_tokens=num_tokens)
+    if processors.bias is not None:
+        values = values + processors.bias[:, None]
+    if processors.bad_words is not None:
+        values = apply_bad_words(values, processors.bad_words, text=text, num_tokens=num_tokens)
+    if processors.stop_bias is not None:
+        num_output = num_tokens - processors.num_prompt_tokens[:, None]
+        is_early = num_output < processors.min_tokens[:, None]
+        values = values + torch.where(is_early[..., None], processors.stop_bias[:, None], 0.0)
+    return values
+
+
+def _apply_penalties(
+    values: Tensor, processors: ProcessorTensors, *, text: Tensor, num_tokens: Tensor
+) -> Tensor:
+    """Repetition over prompt and output, then frequency and presence over the output alone."""
+    assert processors.penalties is not None, "no request has a penalty"
+    repetition, frequency, presence = (row[:, None, None] for row in processors.penalties)
+    counts = _output_counts(
+        text,
+        num_prompt_tokens=processors.num_prompt_tokens,
+        num_tokens=num_tokens,
+        vocab_size=values.shape[-1],
+    )
+    position = torch.arange(text.shape[1], device=text.device)
+    is_prompt = (position < processors.num_prompt_tokens[:, None]).float()
+    in_prompt = torch.zeros_like(counts[:, 0]).scatter_add_(1, text, is_prompt)  # [R, V]
+    is_seen = (counts > 0) | (in_prompt > 0)[:, None]
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(is_seen & (repetition != 1), repeated, values)
+    return values - frequency * counts - presence * (counts > 0)
+
+
+def _output_counts(
+    text: Tensor, *, num_prompt_tokens: Tensor, num_tokens: Tensor, vocab_size: int
+) -> Tensor:
+    """How often each token occurs in the output before each row, `[R, J, V]` float32."""
+    position = torch.arange(text.shape[1], device=text.device)
+    is_output = (position >= num_prompt_tokens[:, None]) & (position < num_tokens[:, :1])
+    added = torch.zeros(*num_tokens.shape, vocab_size, device=text.device)
+    added[:, 0].scatter_add_(1, text, is_output.float())
+    newest = text.gather(1, (num_tokens[:, 1:] - 1).clamp(max=text.shape[1] - 1))  # [R, J-1]
+    added[:, 1:].scatter_(2, newest[..., None], 1.0)
+    return added.cumsum(dim=1)
+
+
+def _penalty_tensors(params: list[SamplingParams], device: torch.device) -> PenaltyTensors | None:
+    rows = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+    if all(row == (1, 0, 0) for row in rows):
+        return None
+    return PenaltyTensors(*torch.tensor(rows, dtype=torch.float32, device=device).unbind(dim=1))
+
+
+def _dry_tensors(params: list[SamplingParams], rows: list["_RequestRows"]) -> DryTensors | None:
+    if not any(p.dry_multiplier for p in params):
+        return None
+    is_breaker = torch.stack([row.is_breaker for row in rows])
+    facts = torch.tensor(
+        [(p.dry_multiplier, p.dry_base, p.dry_allowed_length) for p in params],
+        dtype=torch.float32,
+        device=is_breaker.device,
+    )
+    return DryTensors(*facts.unbind(dim=1), is_breaker=is_breaker)
+
+
+class _RequestRows(NamedTuple):
+    """What does not change while a request runs, each `[V]`; see `ProcessorTensors`."""
+
+    bias: Tensor
+    stop_bias: Tensor
+    is_breaker: Tensor
+
+
+@lru_cache(maxsize=_NUM_CACHED_REQUESTS)
+def _request_rows(params: SamplingParams, *, vocab_size: int, device: torch.device) -> _RequestRows:
+    bias = torch.zeros(vocab_size)
+    if params.allowed_token_ids is not None:
+        bias = torch.full((vocab_size,), -torch.inf)
+        bias[list(params.allowed_token_ids)] = 0.0
+    for token_id, amount in params.logit_bias:
+        bias[token_id] += amount
+    stop_bias = torch.zeros(vocab_size)
+    stop_bias[list(params.stop_token_ids) if params.min_tokens else []] = -torch.inf
+    is_breaker = torch.zeros(vocab_size, dtype=torch.bool)
+    is_breaker[list(params.dry_breaker_token_ids)] = True
+    return _RequestRows(bias.to(device), stop_bias.to(device), is_breaker.to(device))

@@ -1,0 +1,131 @@
+"""Bytes that a decode step has to read: the limit that its time is compared with.
+
+Weights are read once per pass that uses them, experts as often as they are unique in a step (which
+is counted, because the routing of random weights is not uniform), keys and values once per pass.
+
+Letters: K drafts per step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from mtp_research.decode.batch import StepInputs
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling_tensors import sampling_tensors
+from mtp_research.heads.stack import MTPHeads
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes read by one step.
+
+    Attributes:
+        target_weights: without the embedding table, with lm_head.
+        draft_weights: of all K module passes, each with lm_head.
+        keys_values: of the target pass and the module passes.
+        unique_experts: mean unique experts per expert layer of the target; None without experts.
+    """
+
+    target_weights: int
+    draft_weights: int
+    keys_values: int
+    unique_experts: float | None
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.target_weights + self.draft_weights + self.keys_values
+
+
+def measure_bytes(decoder: SpecDecoder, heads: MTPHeads | None) -> StepBytes:
+    """Bytes of a decoding step of the running requests; runs one step to see the routing.
+
+    The step happens behind the host's back: the decoder is of no use afterwards.
+
+    Args:
+        decoder: in the middle of decoding, all requests past their prompts.
+        heads: its modules; None without drafts.
+    """
+    model, num_drafts = decoder.target.model, decoder.num_speculative_tokens
+    share = _share_of_experts_used(decoder)
+    embedding = cast(Tensor, decoder.target.embed_tokens.weight)
+    target = _read_bytes(model, share) - _bytes(embedding)
+    if decoder.target.lm_head_weight is embedding:
+        target += _bytes(decoder.target.lm_head_weight)
+    drafts = 0
+    if heads is not None:
+        per_module = _read_bytes(heads, share) // heads.spec.num_mtp_modules
+        drafts = num_drafts * (per_module + _bytes(decoder.target.lm_head_weight))
+    num_tokens = sum(request.num_tokens for request in decoder.scheduler.running)
+    cache, num_target = decoder.cache, decoder.target.config.num_hidden_layers
+    per_token = sum(cache.bytes_per_token(layer) for layer in range(num_target))
+    if heads is not None:
+        per_token += num_drafts * cache.bytes_per_token(num_target)
+    counts = [experts for _, experts in share.values()]
+    return StepBytes(
+        target_weights=target,
+        draft_weights=drafts,
+        keys_values=num_tokens * per_token,
+        unique_experts=sum(counts) / len(counts) if counts else None,
+    )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _read_bytes(model: nn.Module, share: dict[nn.Module, tuple[float, int]]) -> int:
+    """Bytes of the parameters, those of expert stacks times the share of experts in use."""
+    used = {id(p): part for module, (part, _) in share.items() for p in module.parameters()}
+    return sum(int(_bytes(p) * used.get(id(p), 1.0)) for p in model.parameters())
+
+
+def _share_of_experts_used(decoder: SpecDecoder) -> dict[nn.Module, tuple[float, int]]:
+    """Share and number of experts that one step uses, by stack of experts."""
+    modules = [*decoder.target.model.modules()]
+    if decoder.drafter is not None and hasattr(decoder.drafter, "heads"):
+        modules += [*decoder.drafter.heads.modules()]
+    stacks = [module for module in modules if _is_expert_stack(module)]
+    used: dict[nn.Module, tuple[float, int]] = {}
+    handles = [stack.register_forward_pre_hook(_note_experts(used)) for stack in stacks]
+    if handles:
+        _run_step(decoder)
+    for handle in handles:
+        handle.remove()
+    return used
+
+
+def _is_expert_stack(module: nn.Module) -> bool:
+    """Whether the module holds its experts' weights as one tensor `[E, out, in]`."""
+    return any(p.dim() == 3 for p in module.parameters(recurse=False))
+
+
+def _note_experts(used: dict[nn.Module, tuple[float, int]]) -> Callable:
+    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        num_experts = next(p for p in module.parameters(recurse=False) if p.dim() == 3).shape[0]
+        count = len(torch.unique(inputs[1]))
+        used[module] = (count / num_experts, count)
+
+    return note
+
+
+@torch.inference_mode()
+def _run_step(decoder: SpecDecoder) -> None:
+    requests = decoder.scheduler.running
+    width = max(len(request.block_ids) for request in requests)
+    tables = [r.block_ids + [0] * (width - len(r.block_ids)) for r in requests]
+    device = decoder.target.device
+    inputs = StepInputs.decoding(
+        torch.tensor([request.slot for request in requests], device=device),
+        torch.tensor(tables, dtype=torch.int32, device=device),
+        ring=decoder.ring,
+        block_size=decoder.engine.block_size,
+    )
+    params = sampling_tensors([request.sampling for request in requests], device=device)
+    decoder.device_step.run(
+        inputs, params, request_ids=[], draft_limit=decoder.num_speculative_tokens
+    )

@@ -1,0 +1,249 @@
+"""Speed of the decode loop on models by shape: random weights, synthetic acceptance, a real loop.
+
+    python -m mtp_research.evaluation.bench_decode --shapes dense_1b mimo_7b --batch 1 32 --k 0 3
+
+Both sides of a comparison read the same bytes whatever the drafts are, so acceptance is set
+(`--accept`, the chance of a draft given that it is reached) and speed is measured. Every row is
+printed beside the limit of the same run: bytes that a step must read over the measured copy
+bandwidth.
+
+Letters: B requests, K drafts per step.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from mtp_research.config import EngineConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.verify_options import VerifyOptions
+from mtp_research.evaluation.bench_bytes import measure_bytes
+from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.kernels.bench_timing import describe_machine, measure_ceilings
+from mtp_research.models.shapes import SHAPES, random_target
+from mtp_research.models.target import Target
+
+COLUMNS = {
+    "shape": "{}",
+    "batch": "{}",
+    "num_drafts": "{}",
+    "policy": "{}",
+    "num_modules": "{}",
+    "context": "{}",
+    "tau": "{:.3f}",
+    "tok_per_s": "{:.0f}",
+    "step_ms": "{:.3f}",
+    "graph_ms": "{:.3f}",
+    "limit_ms": "{:.3f}",
+    "share": "{:.3f}",
+    "host_ms": "{:.3f}",
+    "launches": "{}",
+    "experts": "{:.1f}",
+    "ready_s": "{:.0f}",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of the benchmark."""
+
+    shape: str
+    batch: int
+    num_drafts: int
+    policy: str
+    num_modules: int
+    context: int
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print one row per case and write them as JSON; returns the exit status."""
+    options = _parse(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not options.cpu:
+        print("error: bench_decode needs a CUDA GPU; --cpu tries the commands.", file=sys.stderr)
+        return 4
+    report: dict[str, object] = {"arguments": vars(options) | {"json": str(options.json)}}
+    copy_tb_per_s = None
+    if device.type == "cuda":
+        ceilings = measure_ceilings()
+        report |= {"machine": describe_machine(), "ceilings": ceilings}
+        copy_tb_per_s = ceilings["copy_tb_per_s"]
+        print(json.dumps(report["machine"] | ceilings))
+        torch.cuda.empty_cache()
+    print("  ".join(COLUMNS), flush=True)
+    rows: list[dict[str, object]] = []
+    for shape in options.shapes:
+        target = random_target(
+            shape, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device
+        )
+        for row in _measure_shape(target, shape, options, copy_tb_per_s):
+            rows.append(row)
+            print("  ".join(_cell(row.get(name), form) for name, form in COLUMNS.items()))
+            for name, count, us in (row["kernels"] or [])[: options.kernels]:
+                print(f"    {us:9.1f} us {count:5d}  {name[:110]}")
+            sys.stdout.flush()
+            if options.json is not None:
+                options.json.write_text(json.dumps(report | {"rows": rows}, indent=1))
+        del target
+        gc.collect()
+        torch.cuda.empty_cache()
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mtp_research.evaluation.bench_decode")
+    parser.add_argument("--shapes", nargs="+", default=["dense_1b", "mimo_7b"], choices=SHAPES)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--k", nargs="+", type=int, default=[0, 3])
+    parser.add_argument("--policy", nargs="+", default=["eagle"])
+    parser.add_argument("--modules", type=int, default=1)
+    parser.add_argument("--context", nargs="+", type=int, default=[1024], help="prompt tokens")
+    parser.add_argument("--accept", type=float, default=0.8)
+    parser.add_argument("--steps", type=int, default=100, help="timed steps")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--kernels", type=int, default=0, help="print the slowest so many kernels")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--strict-sync", action="store_true", help="fail on any device sync")
+    parser.add_argument("--cpu", action="store_true", help="run without a GPU, to try the command")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(arguments)
+
+
+def _cell(value: object, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _measure_shape(
+    target: Target, shape: str, options: argparse.Namespace, copy_tb_per_s: float | None
+) -> Iterator[dict[str, object]]:
+    heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=options.modules)).requires_grad_(False)
+    for case in _cases(shape, options):
+        yield _measure(target, heads, case, options, copy_tb_per_s)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _cases(shape: str, options: argparse.Namespace) -> Iterable[Case]:
+    for context in options.context:
+        for batch in options.batch:
+            for num_drafts in options.k:
+                # Without drafts there is no policy to choose.
+                for policy in options.policy if num_drafts else options.policy[:1]:
+                    modules = options.modules if num_drafts else 0
+                    yield Case(shape, batch, num_drafts, policy, modules, context)
+
+
+def _measure(
+    target: Target,
+    heads: MTPHeads,
+    case: Case,
+    options: argparse.Namespace,
+    copy_tb_per_s: float | None,
+) -> dict[str, object]:
+    """One row: fill the batch, warm up, time `steps` steps of the loop."""
+    started = time.perf_counter()
+    decoder = _decoder(target, heads, case, options)
+    generator = torch.Generator().manual_seed(case.batch)
+    for seed in range(case.batch):
+        prompt = torch.randint(
+            target.config.vocab_size, (case.context,), generator=generator
+        ).tolist()
+        decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=1 << 20, seed=seed))
+    while any(r.is_prefilling for r in decoder.scheduler.requests()):
+        decoder.step()
+    for _ in range(8):  # capture, and let the clocks settle
+        decoder.step()
+    _synchronize()
+    ready_s = time.perf_counter() - started
+    stats = decoder.stats
+    steps_before, host_before = stats.num_steps, stats.busy_s - stats.wait_s
+    step_ms, tokens, steps = _time_steps(decoder, options)
+    host_s = stats.busy_s - stats.wait_s - host_before
+    graph_ms = launches = profile = None
+    if decoder.graphs is not None:  # what follows leaves the decoder unusable
+        graph_ms = decoder.graphs.time_replays()
+        profile = decoder.graphs.profile()
+        launches = sum(count for _, count, _ in profile)
+    needed = measure_bytes(decoder, heads if case.num_drafts else None)
+    limit_ms = None if copy_tb_per_s is None else needed.total / copy_tb_per_s / 1e9
+    return {
+        **dataclasses.asdict(case),
+        "tau": tokens / steps / case.batch,
+        "tok_per_s": tokens / steps / step_ms * 1e3,
+        "step_ms": step_ms,
+        "graph_ms": graph_ms,
+        "limit_ms": limit_ms,
+        "share": None if limit_ms is None else limit_ms / step_ms,
+        "host_ms": host_s / (stats.num_steps - steps_before) * 1e3,
+        "launches": launches,
+        "experts": needed.unique_experts,
+        "ready_s": ready_s,
+        "capture_s": None if decoder.graphs is None else decoder.graphs.capture_s,
+        "bytes": dataclasses.asdict(needed),
+        "kernels": profile,
+    }
+
+
+def _decoder(
+    target: Target, heads: MTPHeads, case: Case, options: argparse.Namespace
+) -> SpecDecoder:
+    on_gpu = target.device.type == "cuda"
+    rates = tuple(options.accept ** (step + 1) for step in range(case.num_drafts))
+    longest = case.context + (options.steps + 40) * (case.num_drafts + 1)
+    engine = EngineConfig(
+        block_size=options.block_size,
+        max_num_requests=case.batch,
+        max_num_batched_tokens=max(8192, case.batch * (case.num_drafts + 1)),
+        max_prefill_chunk=2048,
+        max_model_len=-(-longest // 256) * 256,
+        deferred_output=True,
+        cuda_graphs=on_gpu and not options.no_graphs,
+        compile=on_gpu and not options.no_compile,
+        audit=False,
+    )
+    return SpecDecoder(
+        target,
+        heads if case.num_drafts else None,
+        policy=case.policy,
+        num_speculative_tokens=case.num_drafts,
+        engine=engine,
+        verify="synthetic" if case.num_drafts else "greedy",
+        verify_options=VerifyOptions(synthetic_rates=rates),
+    )
+
+
+def _time_steps(decoder: SpecDecoder, options: argparse.Namespace) -> tuple[float, int, int]:
+    """Wall milliseconds a step (median of five slices), tokens emitted and steps timed."""
+    slices, per_slice = 5, max(options.steps // 5, 1)
+    times, first = [], decoder.stats.num_emitted_tokens
+    if options.strict_sync:
+        torch.cuda.set_sync_debug_mode("error")
+    for _ in range(slices):
+        started = time.perf_counter()
+        for _ in range(per_slice):
+            decoder.step()
+        times.append((time.perf_counter() - started) / per_slice * 1e3)
+    if options.strict_sync:
+        torch.cuda.set_sync_debug_mode("default")
+    _synchronize()
+    emitted = decoder.stats.num_emitted_tokens - first
+    return statistics.median(times), emitted, slices * per_slice
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

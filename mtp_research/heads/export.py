@@ -1,0 +1,47 @@
+"""Write trained heads in the published names of their family.
+
+    python -m mtp_research.heads.export --model MODEL_FOLDER --head HEAD_FOLDER --out NEW_FOLDER
+    python -m mtp_research.heads.export ... --alone
+
+Without `--alone` NEW_FOLDER is a whole checkpoint: links to the target's files and one new shard.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.heads.native_export import export_heads, stitch_heads
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.target import load_target
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    options = _parse(arguments)
+    try:
+        target = load_target(options.model, dtype="float32", device="cpu")
+        heads = load_heads(options.head, target)
+        write = export_heads if options.alone else stitch_heads
+        written = write(heads, options.out, source=options.model)
+    except (ConfigError, IntegrityError, EnvironmentFault) as fault:
+        print(f"error: {fault}", file=sys.stderr)
+        return fault.exit_code
+    print(
+        f"{written.folder}: {heads.spec.num_mtp_modules} MTP modules of family "
+        f"{target.family_name}, {len(written.names)} tensors, {written.names[0]} ..."
+    )
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mtp_research.heads.export")
+    parser.add_argument("--model", type=Path, required=True, help="folder of the target")
+    parser.add_argument("--head", type=Path, required=True, help="folder of the trained heads")
+    parser.add_argument("--out", type=Path, required=True, help="new folder")
+    parser.add_argument("--alone", action="store_true", help="write the modules without the target")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""What MTP modules start from, and which of their parts stay as they start.
+
+    random             the constructor's values
+    target_last_layer  the target's last decoder layer
+    native             the target's own MTP layers
+    replicate          one trained module, N times (MiMo's recipe: train one, then tune N copies)
+
+Letters: N modules.
+Source: MiMo (arXiv:2505.07608) for `replicate`.
+"""
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from torch import nn
+
+from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.heads.module import MTPModule
+from mtp_research.heads.native import has_native_heads, read_native
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.weights import read_head_tensors
+from mtp_research.models.layer_stack import LayerStack
+
+Init = Literal["native", "random", "replicate", "target_last_layer"]
+
+_MODULES = "mtp_modules"
+
+
+def init_heads(heads: MTPHeads, *, init: Init, path: Path | None = None) -> None:
+    """Initialise freshly built heads in place.
+
+    Args:
+        heads: as constructed.
+        init: see the module.
+        path: folder of heads with one module, for `replicate`.
+
+    Raises:
+        ConfigError: `native` for a target without MTP layers, with other conventions or another
+            number of modules; `replicate` without a folder of one module.
+        IntegrityError: a file is damaged or its tensors do not fit.
+    """
+    if init == "target_last_layer":
+        _copy_last_layer(heads)
+    elif init == "native":
+        _check_native_conventions(heads)
+        read_native(heads, folder=heads.target.path)
+    elif init == "replicate":
+        replicate_module(heads, path=path)
+
+
+def replicate_module(heads: MTPHeads, *, path: Path | None) -> None:
+    """Give each module the weights of the one module in `path`, in place.
+
+    Raises:
+        ConfigError: no folder, or heads with several modules.
+        IntegrityError: damaged file or tensors of another shape.
+    """
+    if path is None:
+        raise ConfigError("head.init=replicate needs head.path, a folder of heads with one module.")
+    tensors = read_head_tensors(path)
+    first, others = f"{_MODULES}.0.", [n for n in tensors if not n.startswith(f"{_MODULES}.0.")]
+    if others:
+        raise ConfigError(
+            f"head.init=replicate needs heads with one module, {str(path)!r} has more "
+            f"({others[0]}); set head.path to heads trained with head.num_mtp_modules=1."
+        )
+    own = {name.removeprefix(first): tensor for name, tensor in tensors.items()}
+    for module in heads.mtp_modules:
+        try:
+            module.load_state_dict(own)
+        except RuntimeError as fault:
+            reason = " ".join(str(fault).split())
+            raise IntegrityError(
+                f"{path}: its module does not fit this target: {reason}"
+            ) from fault
+
+
+def freeze_parts(heads: MTPHeads, *, patterns: Sequence[str]) -> list[str]:
+    """Stop training the parameters that match, in place; they are then not in the optimizer.
+
+    Args:
+        heads: whose parameters want gradients.
+        patterns: a dotted part of the name, such as `experts` or `mtp_modules.0`, or a shell
+            pattern over the whole name, such as `*.block.self_attn.*`.
+
+    Returns:
+        Names of the frozen parameters.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or nothing is left to train.
+    """
+    frozen: dict[str, None] = {}
+    named = dict(heads.named_parameters())
+    for pattern in patterns:
+        matching = [name for name in named if _matches(name, pattern)]
+        if not matching:
+            parts = sorted({part for name in named for part in name.split(".") if part.isalpha()})
+            raise ConfigError(
+                f"head.freeze must name parts of the modules, {pattern!r} matches none; parts are "
+                f"{', '.join(parts)}."
+            )
+        frozen |= dict.fromkeys(matching)
+    if len(frozen) == len(named):
+        raise ConfigError(f"head.freeze={list(patterns)} leaves no parameter to train; name fewer.")
+    for name in frozen:
+        named[name].requires_grad_(False)
+    return list(frozen)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return f".{pattern}." in f".{name}." or fnmatchcase(name, pattern)
+
+
+def _copy_last_layer(heads: MTPHeads) -> None:
+    """Copy every tensor of the target's last decoder layer whose name and shape match.
+
+    A block of several layers takes each from the target's last layer of that type.
+
+    The final norm goes into `hnorm`'s place after the block; `eh_proj` starts as the average of its
+    two inputs, so that the untrained module already passes a usable hidden state.
+    """
+    base = heads.target.model.base_model
+    layers = cast(nn.ModuleList, base.layers)
+    final_norm = getattr(base, heads.target.family.final_norm).state_dict()
+    for module in cast(Iterable[MTPModule], heads.mtp_modules):
+        if isinstance(module.block, LayerStack):
+            for layer in module.block.layers:
+                _copy_matching(_last_of(layers, layer.block_type), layer)
+        else:
+            _copy_matching(layers[-1], module.block)
+        if module.shared_head is not None:
+            module.shared_head.norm.load_state_dict(final_norm)
+        weight = module.eh_proj.weight
+        half = torch.eye(len(weight), dtype=weight.dtype, device=weight.device) / 2
+        with torch.no_grad():
+            weight.copy_(torch.cat((half, half), dim=1))
+
+
+def _last_of(layers: Iterable[nn.Module], block_type: object) -> nn.Module:
+    return [layer for layer in layers if layer.block_type == block_type][-1]
+
+
+def _copy_matching(source: nn.Module, block: nn.Module) -> None:
+    tensors = source.state_dict()
+    matching = {
+        name: tensors[name]
+        for name, tensor in block.state_dict().items()
+        if name in tensors and tensors[name].shape == tensor.shape
+    }
+    block.load_state_dict(matching, strict=False)
+
+
+def _check_native_conventions(heads: MTPHeads) -> None:
+    """The target must have MTP layers, and they are run as their family runs them."""
+    if not has_native_heads(heads.target.path, heads.target):
+        raise ConfigError(
+            f"head.init=native needs a target with MTP layers of its own, {heads.target.path!r} "
+            "has none; set head.init=target_last_layer."
+        )
+    for name in ("hidden_source", "recycle_norm", "concat_order"):
+        wanted, got = getattr(heads.target.family, name), getattr(heads.spec, name)
+        if wanted != got:
+            raise ConfigError(
+                f"head.{name} must be {wanted} for head.init=native, as this family's own layers "
+                f"are run, got {got}; set head.{name}={wanted}."
+            )

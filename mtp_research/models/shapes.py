@@ -1,0 +1,129 @@
+"""Models by shape: published sizes with random weights, for measuring speed without a checkpoint.
+
+Letters: none. Sizes are those of the configs on the hub, cut where noted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mtp_research.models.target import Target, wrap_target
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published size.
+
+    Attributes:
+        model_type: of the Hugging Face config.
+        arguments: of the Hugging Face config.
+        note: what differs from the published model.
+    """
+
+    model_type: str
+    arguments: Mapping[str, object]
+    note: str = ""
+
+
+_DENSE_1B = {
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": False,
+}
+_MIMO_7B = {
+    "vocab_size": 151_680,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": False,
+}
+_GLM_AIR = {
+    "vocab_size": 151_552,
+    "hidden_size": 4096,
+    "intermediate_size": 10_944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": False,
+}
+_GLM_FLASH = {
+    "vocab_size": 154_880,
+    "hidden_size": 2048,
+    "intermediate_size": 10_240,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 47,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": False,
+}
+SHAPES: dict[str, Shape] = {
+    "dense_1b": Shape("qwen3", _DENSE_1B, "no published model; 20 layers as in our tables"),
+    "mimo_7b": Shape("qwen2", _MIMO_7B, "MiMo-7B, whose layers are Qwen2's"),
+    "glm45_air_8": Shape("glm4_moe", _GLM_AIR, "GLM-4.5-Air, 8 of 46 layers"),
+    "glm47_flash": Shape("glm4_moe_lite", _GLM_FLASH, "GLM-4.7-Flash"),
+    "tiny": Shape(
+        "qwen3",
+        _DENSE_1B
+        | {
+            "vocab_size": 256,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        },
+        "for trying the commands on a CPU",
+    ),
+}
+
+
+def random_target(name: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Target:
+    """A target of shape `name` with random weights, initialised where it lives."""
+    shape = SHAPES[name]
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(shape.model_type, **shape.arguments)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    return wrap_target(model, path=f"random:{name}")

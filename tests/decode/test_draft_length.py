@@ -1,0 +1,153 @@
+"""The rules for the number of drafts, on host numbers and on tensors; no model."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtp_research.decode.draft_length import (
+    BatchTableLength,
+    ConfidenceLength,
+    ExpectedGainLength,
+    FixedLength,
+    best_num_drafts,
+)
+from mtp_research.decode.recent_rounds import RecentRounds
+from mtp_research.errors import ConfigError
+
+RATES = st.lists(st.floats(0, 1), min_size=1, max_size=6)
+
+
+def test_fixed_rule_always_drafts_k() -> None:
+    recent = RecentRounds(4)
+    assert {FixedLength().num_drafts(batch_size=size, recent=recent) for size in (1, 64)} == {4}
+    assert not FixedLength().reads_probability
+
+
+def test_confidence_keeps_at_the_bar_and_drops_below_it_and_nan() -> None:
+    probability = torch.tensor([0.31, 0.3, 0.29, torch.nan])
+    assert ConfidenceLength(0.3).keeps(probability).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "expected"), [(0, 5), (1, 5), (7, 5), (8, 2), (31, 2), (32, 0), (500, 0)]
+)
+def test_batch_table_holds_from_its_size_on(batch_size: int, expected: int) -> None:
+    rule = BatchTableLength(((1, 9), (8, 2), (32, 0)))
+    assert rule.num_drafts(batch_size=batch_size, recent=RecentRounds(5)) == expected
+
+
+@given(rates=RATES, cost_ratio=st.floats(0, 2))
+def test_best_number_of_drafts_equals_exhaustive_search(
+    rates: list[float], cost_ratio: float
+) -> None:
+    def tokens_per_cost(n: int) -> float:
+        tokens = 1.0
+        for i in range(1, n + 1):
+            product = 1.0
+            for rate in rates[:i]:
+                product *= rate
+            tokens += product
+        return tokens / (1 + cost_ratio * n)
+
+    best = best_num_drafts(rates, cost_ratio=cost_ratio)
+    scores = [tokens_per_cost(n) for n in range(len(rates) + 1)]
+    assert scores[best] == pytest.approx(max(scores))
+    assert all(score < scores[best] + 1e-12 for score in scores[:best])
+
+
+def test_expected_gain_worked_example() -> None:
+    assert best_num_drafts([0.8, 0.5], cost_ratio=0.2) == 2
+    assert best_num_drafts([0.8, 0.5], cost_ratio=0.4) == 1
+    assert best_num_drafts([0.8, 0.5], cost_ratio=0.9) == 0
+    assert best_num_drafts([1.0, 1.0], cost_ratio=0.0) == 2
+
+
+def feed(recent: RecentRounds, rounds: list[tuple[int, int]], *, times: int = 1) -> None:
+    for drafted, accepted in rounds * times:
+        recent.add_round(num_drafted=drafted, num_accepted=accepted)
+        recent.end_step(num_drafts=drafted, seconds=1.0)
+
+
+def test_estimate_starts_at_the_prior_and_ends_at_the_rates() -> None:
+    recent = RecentRounds(3, half_life_steps=1e9)
+    assert recent.conditional_acceptance() == pytest.approx([0.8] * 3)
+    # Draft 1 is accepted 3 times in 4, draft 2 once in 3 (made in every round), draft 3 never.
+    feed(recent, [(3, 0), (3, 1), (3, 1), (3, 2)], times=500)
+    assert recent.conditional_acceptance() == pytest.approx([3 / 4, 1 / 3, 0.0], abs=0.01)
+
+
+def test_estimate_ignores_positions_that_were_not_drafted() -> None:
+    recent = RecentRounds(3, half_life_steps=1e9)
+    feed(recent, [(1, 1)], times=1000)
+    first, second, third = recent.conditional_acceptance()
+    assert first == pytest.approx(1.0, abs=0.01)
+    assert (second, third) == (0.8, 0.8)
+
+
+def test_estimate_forgets_half_in_a_half_life() -> None:
+    recent = RecentRounds(1, half_life_steps=10)
+    recent.add_round(num_drafted=1, num_accepted=1)
+    for _ in range(10):
+        recent.end_step(num_drafts=0, seconds=1.0)
+    assert recent.reached == pytest.approx([0.5])
+    assert recent.accepted == pytest.approx([0.5])
+
+
+def test_expected_gain_drops_hopeless_drafts_and_tries_them_again() -> None:
+    rule, recent = ExpectedGainLength(cost_ratio=0.2), RecentRounds(3)
+    chosen = []
+    for _ in range(600):
+        n = rule.num_drafts(batch_size=1, recent=recent)
+        recent.add_round(num_drafted=n, num_accepted=min(n, 1))  # draft 2 is never right
+        recent.end_step(num_drafts=n, seconds=1.0)
+        chosen.append(n)
+    assert chosen[0] == 3  # optimism: what was never seen is tried
+    later = chosen[100:]
+    assert {2, 3} & set(later)  # and again later, in case the text has changed
+    assert later.count(1) > 0.9 * len(later)
+
+
+def test_expected_gain_measures_the_cost_it_was_not_given() -> None:
+    rule, recent = ExpectedGainLength(), RecentRounds(4)
+    chosen = []
+    for _ in range(60):
+        n = rule.num_drafts(batch_size=1, recent=recent)
+        recent.add_round(num_drafted=n, num_accepted=n)
+        recent.end_step(num_drafts=n, seconds=1.0 + 0.5 * n)
+        chosen.append(n)
+    assert set(chosen[:24]) == {0, 4}
+    assert recent.cost_ratio() == pytest.approx(0.5)
+    assert set(chosen[24:]) == {4}  # all accepted: 5 tokens for 3 steps
+
+
+def test_measured_cost_leaves_out_steps_after_a_change() -> None:
+    recent = RecentRounds(2)
+    for n, seconds in [(0, 1.0)] * 6 + [(2, 99.0)] + [(2, 1.4)] * 5:
+        recent.end_step(num_drafts=n, seconds=seconds)
+    assert recent.cost_ratio() == pytest.approx(0.2)
+    assert RecentRounds(2).cost_ratio() is None
+
+
+def test_prices_that_drafts_cannot_pay_end_drafting() -> None:
+    rule, recent = ExpectedGainLength(cost_ratio=3.0), RecentRounds(3)
+    assert rule.num_drafts(batch_size=1, recent=recent) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ConfidenceLength(1.1), r"spec.draft_p_min must be in \[0, 1\], got 1.1"),
+        (lambda: ConfidenceLength(float("nan")), "spec.draft_p_min must be"),
+        (lambda: BatchTableLength(()), "spec.draft_table must map rising batch sizes"),
+        (lambda: BatchTableLength(((2, 3),)), "from 1 on"),
+        (lambda: BatchTableLength(((1, 3), (8, 1), (8, 2))), "rising"),
+        (lambda: BatchTableLength(((1, 3), (8, -1))), "drafts >= 0"),
+        (lambda: ExpectedGainLength(-0.1), "spec.draft_cost_ratio must be >= 0, got -0.1"),
+    ],
+)
+def test_bad_settings_name_the_key(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -1,0 +1,327 @@
+"""Fewer drafts in the real loop: same text, clean draft KV, right denominators, rows saved."""
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from mtp_research.config import EngineConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.draft_length import (
+    NOT_DRAFTED,
+    BatchTableLength,
+    ConfidenceLength,
+    DraftLength,
+    ExpectedGainLength,
+)
+from mtp_research.decode.recent_rounds import RecentRounds
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.verdicts import Verdict
+from mtp_research.decode.verify import VerifyInputs, VerifyOutput, verify_standard
+from mtp_research.decode.verify_block import verify_block
+from mtp_research.errors import ConfigError
+from mtp_research.policy import POLICIES, num_rows_per_step
+from tests import oracle, tiny
+from tests.decode.loops import PROMPTS, draft_rightly, run, texts_of
+from tests.decode.markov import decode, text_p_value
+from tests.decode.test_exactness import VOCAB, DictatedLoop
+
+CLEAN = [("training", 3), ("training", 1), ("eagle", 1), ("eagle", 2), ("eagle", 3)]
+
+
+@dataclass(frozen=True)
+class RandomLength:
+    """Any limit in any step and, with `stops`, any request stopped after any pass."""
+
+    seed: int
+    stops: bool
+    reads_probability: ClassVar[bool] = True
+
+    def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
+        """Reads the number of steps only, so that a run can be repeated."""
+        rng = random.Random(f"{self.seed} {recent.num_steps} {sum(recent.reached)}")
+        return rng.randint(0, recent.num_speculative_tokens)
+
+    def keeps(self, probability: torch.Tensor) -> torch.Tensor:
+        """A coin per request, from the bits of its probability."""
+        coin = (probability * 1e6).long() % 5 > 0
+        return coin if self.stops else torch.ones_like(coin)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.tiny_target("qwen3")
+
+
+def compare_made_drafts(loop: DictatedLoop, policy: str) -> tuple[float, int]:
+    """One step; largest difference of the draft logits to the oracle's, and drafts compared."""
+    loop.draft_logits.clear()
+    schedule, order = loop.decoder.scheduler.schedule, []
+
+    def spy():
+        result = schedule()
+        order.extend(entry.request for entry in result.entries)
+        return result
+
+    loop.decoder.scheduler.schedule = spy
+    loop.decoder.step()
+    loop.decoder.scheduler.schedule = schedule
+    loop.decoder.scheduler.check_integrity()
+    logits_of_step, worst, compared = list(loop.draft_logits), 0.0, 0
+    for row, request in enumerate(order):
+        made = len(request.draft_token_ids)
+        if request.slot is None or made == 0:
+            continue
+        drafts, logits = oracle.DRAFTS[policy](
+            loop.decoder.drafter.heads, request.token_ids, loop.decoder.num_speculative_tokens
+        )
+        assert request.draft_token_ids == drafts[:made]
+        for recorded, expected in zip(logits_of_step, logits[:made], strict=False):
+            worst = max(worst, float((recorded[row] - expected).abs().max()))
+        compared += made
+    return worst, compared
+
+
+@pytest.mark.parametrize(
+    ("chunk", "stops"), [(256, False), (3, True)], ids=["limits", "limits_and_stops"]
+)
+@pytest.mark.parametrize(("policy", "num_modules"), CLEAN)
+def test_drafts_equal_full_recompute_whatever_was_left_out(
+    target, policy: str, num_modules: int, chunk: int, stops: bool
+) -> None:
+    decoder = SpecDecoder(
+        target,
+        tiny.tiny_heads(target, num_mtp_modules=num_modules),
+        policy=policy,
+        num_speculative_tokens=4,
+        engine=EngineConfig(max_num_requests=3, max_prefill_chunk=chunk),
+        draft_length=RandomLength(seed=chunk, stops=stops),
+    )
+    loop, rng = DictatedLoop(decoder, seed=chunk), random.Random(chunk)
+    for length in (1, 9, 5, 2):
+        prompt = [rng.randrange(VOCAB) for _ in range(length)]
+        decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=14))
+    worst, compared = 0.0, 0
+    while decoder.scheduler.has_work:
+        difference, count = compare_made_drafts(loop, policy)
+        worst, compared = max(worst, difference), compared + count
+    loop.close()
+    assert worst < 1e-10
+    assert compared > 20
+    assert decoder.auditor.num_dirty_rounds == 0
+    faults = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
+    assert not any(total[fault] for total in decoder.auditor.totals for fault in faults)
+    drafted = [n for record in decoder.stats.records for n in record.num_drafted_per_round]
+    assert len(set(drafted)) >= 3
+
+
+def test_leaving_whole_passes_out_would_break_the_draft_kv(target, monkeypatch) -> None:
+    """The base rows are needed: the reason why `training` saves no module rows."""
+    from mtp_research.decode import draft
+
+    plan_pass = draft.plan_pass
+
+    def plan_nothing(*args, makes_draft: bool, **kwargs):
+        plan = plan_pass(*args, makes_draft=makes_draft, **kwargs)
+        return plan if makes_draft else plan._replace(writes=plan.writes & False)
+
+    monkeypatch.setattr(draft, "plan_pass", plan_nothing)
+    decoder = SpecDecoder(
+        target,
+        tiny.tiny_heads(target),
+        policy="training",
+        draft_length=BatchTableLength(((1, 1), (3, 3))),
+    )
+    run(decoder, sampling=[SamplingParams(max_new_tokens=8 + 9 * i) for i in range(4)])
+    assert sum(total[Verdict.HOLE] for total in decoder.auditor.totals) > 0
+
+
+RULES: dict[str, DraftLength] = {
+    "confidence": ConfidenceLength(0.05),
+    "never": ConfidenceLength(1.0),
+    "table": BatchTableLength(((1, 3), (2, 1), (4, 0))),
+    "gain": ExpectedGainLength(0.2),
+    "measured": ExpectedGainLength(),
+}
+
+
+def assert_text_is_the_baselines(target, policy: str, rule: str, *, num_tokens: int) -> None:
+    sampling = SamplingParams(max_new_tokens=num_tokens)
+    baseline = texts_of(run(SpecDecoder(target, num_speculative_tokens=0), sampling=sampling))
+    heads = tiny.tiny_heads(target)
+    decoder = SpecDecoder(target, heads, policy=policy, draft_length=RULES[rule])
+    assert texts_of(run(decoder, sampling=sampling)) == baseline
+    if POLICIES[policy].clean:
+        assert decoder.auditor.num_dirty_rounds == 0
+    if rule == "never":
+        assert decoder.stats.acceptance.num_rounds == 0
+        assert decoder.stats.target_forwards_per_token == 1.0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_greedy_text_is_the_baselines_under_every_policy(target, policy: str) -> None:
+    assert_text_is_the_baselines(target, policy, "table", num_tokens=9)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.usefixtures("output_timing")
+def test_greedy_text_is_the_baselines_under_every_rule(target, rule: str) -> None:
+    num_tokens = 28 if rule == "measured" else 9
+    assert_text_is_the_baselines(target, "training", rule, num_tokens=num_tokens)
+
+
+@pytest.mark.parametrize(("policy", "num_modules"), [("training", 3), ("eagle", 1), ("eagle", 3)])
+def test_shorter_rounds_verify_and_draft_fewer_rows(
+    target, monkeypatch: pytest.MonkeyPatch, policy: str, num_modules: int
+) -> None:
+    """What each policy saves, as the module docstring of `draft_length` has it."""
+    heads, sampling = tiny.tiny_heads(target, num_mtp_modules=num_modules), SamplingParams()
+    module_rows: list[int] = []
+    run_module = heads.run_module
+
+    def counted(*args, token_ids: torch.Tensor, **kwargs):
+        module_rows.append(token_ids.numel())
+        return run_module(*args, token_ids=token_ids, **kwargs)
+
+    monkeypatch.setattr(heads, "run_module", counted)
+    found = {}
+    for num_drafts in (3, 1):
+        module_rows.clear()
+        decoder = SpecDecoder(
+            target,
+            heads,
+            policy=policy,
+            engine=EngineConfig(deferred_output=False),
+            draft_length=BatchTableLength(((1, num_drafts),)),
+        )
+        # Random modules are never right: every round emits one token, whatever the limit.
+        monkeypatch.setattr(
+            type(decoder.drafter),
+            "_choose",
+            lambda _, logits, *__: torch.full_like(logits.argmax(dim=-1), -1),
+        )
+        run(decoder, PROMPTS[:1], sampling=sampling)
+        rounds = decoder.stats.acceptance.num_rounds
+        assert decoder.stats.num_target_rows == len(PROMPTS[0]) + rounds * (1 + num_drafts)
+        found[num_drafts] = sum(module_rows) / rounds
+    saves_rows = policy == "eagle"
+    assert (found[1] < found[3]) == saves_rows
+    if policy == "eagle" and num_modules == 1:  # passes 2 and 3 are gone
+        assert found[3] - found[1] == pytest.approx(2, abs=0.1)
+
+
+def test_records_count_the_drafts_that_were_made(target, monkeypatch) -> None:
+    decoder = SpecDecoder(target, num_speculative_tokens=0)
+    sampling = SamplingParams(max_new_tokens=20)
+    outputs = texts_of(run(decoder, sampling=sampling))
+    draft_rightly(monkeypatch, outputs, chance=0.7)
+    decoder = SpecDecoder(
+        target, tiny.tiny_heads(target), draft_length=RandomLength(seed=1, stops=True)
+    )
+    records = run(decoder, sampling=sampling)
+    assert texts_of(records) == outputs
+    pairs = [
+        pair
+        for record in records.values()
+        for pair in zip(record.num_accepted_per_round, record.num_drafted_per_round, strict=True)
+    ]
+    assert all(0 <= accepted <= drafted for accepted, drafted in pairs)
+    assert {drafted for _, drafted in pairs} == {1, 2, 3}
+    counts = decoder.stats.acceptance
+    assert counts.num_rounds == len(pairs)
+    assert sum(counts.num_drafted) == sum(drafted for _, drafted in pairs)
+    assert decoder.stats.tokens_per_s > 0
+
+
+def test_non_finite_draft_logits_count_as_made_and_rejected(target) -> None:
+    heads = tiny.tiny_heads(target)
+    logits = heads.logits
+    heads.logits = lambda post_norm: logits(post_norm) * torch.nan
+    decoder = SpecDecoder(target, heads, draft_length=ConfidenceLength(0.9))
+    run(decoder)
+    heads.logits = logits
+    assert decoder.stats.acceptance_rate == 0.0
+    assert decoder.stats.draft_rate_per_position[-1] > 0.8
+
+
+@pytest.mark.parametrize("heads", ["null", "oracle"])
+def test_length_rule_without_passes_is_refused(target, heads: str) -> None:
+    with pytest.raises(ConfigError, match=r"spec\.draft_length must be fixed for spec\.head="):
+        SpecDecoder(target, heads, draft_length=ConfidenceLength(0.3))
+
+
+def _stopping(rule, judge):
+    """`rule` after the drafts from the first one that `judge(probs, drafts)` drops are cut off."""
+
+    def verify(inputs: VerifyInputs) -> VerifyOutput:
+        made = judge(inputs.draft_probs, inputs.draft_token_ids).long().cumprod(dim=-1).bool()
+        cut = torch.where(made, inputs.draft_token_ids, NOT_DRAFTED)
+        return rule(inputs._replace(draft_token_ids=cut))
+
+    return verify
+
+
+def _by_distribution(probs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return ConfidenceLength(0.45).keeps(probs.amax(dim=-1))
+
+
+def _by_own_draw(probs: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+    return ConfidenceLength(0.45).keeps(probs.gather(-1, drafts[..., None])[..., 0])
+
+
+@pytest.mark.parametrize("rule", [verify_standard, verify_block])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_confidence_leaves_sampled_text_distributed_as_the_targets(rule, seed: int) -> None:
+    sampling = SamplingParams(temperature=1.0)
+    verify = _stopping(rule, _by_distribution)
+    decoded = decode(verify, seed=seed, sampling=sampling, sample_drafts=True)
+    assert text_p_value(decoded) > 1e-4
+
+
+def test_judging_the_drawn_token_instead_would_bias_the_text() -> None:
+    sampling = SamplingParams(temperature=1.0)
+    p_values = [
+        text_p_value(
+            decode(
+                _stopping(verify_standard, _by_own_draw),
+                seed=seed,
+                sampling=sampling,
+                sample_drafts=True,
+            )
+        )
+        for seed in (0, 1)
+    ]
+    assert min(p_values) < 1e-6
+
+
+@pytest.mark.parametrize("makes_draft", [True, False])
+def test_rows_of_a_pass_without_a_draft(makes_draft: bool) -> None:
+    """The row plan itself: base rows stay, rows above the frontier go."""
+    from mtp_research.policy import StepState, plan_pass
+
+    frontier = torch.tensor([20])
+    state = StepState(
+        first_fresh=frontier - 1,
+        frontier=frontier,
+        num_known_tokens=frontier + 2,
+        oldest_hidden=torch.zeros_like(frontier),
+        drafting=torch.ones(1, dtype=torch.bool),
+        prefilling=torch.zeros(1, dtype=torch.bool),
+    )
+    for (name, modules), static in itertools.product(CLEAN, (False, True)):
+        plan = plan_pass(
+            POLICIES[name],
+            state,
+            draft_step=1,
+            num_speculative_tokens=3,
+            num_mtp_modules=modules,
+            static=static,
+            makes_draft=makes_draft,
+        )
+        above = plan.position[plan.position > 20].tolist()
+        assert above == ([21] if makes_draft and name == "eagle" else [])
+        assert (20 in plan.position.tolist()) == (name == "training" or modules > 1)
+    assert num_rows_per_step(POLICIES["eagle"], 3, 1) == 6

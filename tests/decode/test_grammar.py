@@ -1,0 +1,201 @@
+"""Structured output: masks per draft position, the matcher as it was, the whole loop, xgrammar."""
+
+import re
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtp_research.config import EngineConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.grammar import Grammar, apply_bitmask, step_bitmask
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.verify_options import VerifyOptions
+from mtp_research.decode.xgrammar_adapter import XGrammarCompiler
+from mtp_research.errors import ConfigError, EnvironmentFault
+from tests import tiny
+from tests.decode.loops import PROMPTS, draft_rightly, run, small_pool, texts_of
+from tests.decode.toy_grammar import NOTHING, PAIRS, WORD, ToyMatcher
+
+STOP = (1, 2)
+VOCAB = 128
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.tiny_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def heads(target):
+    return tiny.tiny_heads(target, num_mtp_modules=2)
+
+
+def _sampling(grammar: Grammar | None, **fields) -> SamplingParams:
+    settings = {"max_new_tokens": 10, "stop_token_ids": STOP} | fields
+    return SamplingParams(grammar=grammar, **settings)
+
+
+def _follows(grammar, text: tuple[int, ...]) -> bool:
+    matcher = grammar.start(stop_token_ids=STOP)
+    return all(matcher.accept_token(token) for token in text)
+
+
+@given(
+    accepted=st.lists(st.sampled_from([10, 60, 127]), max_size=4),
+    drafts=st.lists(st.sampled_from([10, 12, 60, 127, 1, 5, -1, 500]), max_size=4),
+)
+def test_step_bitmask_every_row_equals_a_fresh_matcher(
+    accepted: list[int], drafts: list[int]
+) -> None:
+    matcher = PAIRS.start(stop_token_ids=STOP)
+    text = [token for token in accepted if matcher.accept_token(token)]
+    before = list(matcher.history)
+    bitmask = step_bitmask(
+        [None, matcher], [drafts, drafts], num_speculative_tokens=4, vocab_size=VOCAB
+    )
+    assert matcher.history == before
+    assert (bitmask[0] == -1).all()
+    allowed = apply_bitmask(torch.zeros(2, 5, VOCAB), bitmask)[1] == 0
+    for row in range(len(drafts) + 1):
+        fresh = PAIRS.start(stop_token_ids=STOP)
+        if not all(fresh.accept_token(token) for token in text + drafts[:row]):
+            break  # a draft before this row is rejected
+        if fresh.is_terminated:
+            break
+        expected = set(fresh.moves[fresh.history[-1]])
+        assert set(allowed[row].nonzero()[:, 0].tolist()) == expected
+
+
+def test_apply_bitmask_odd_vocabulary_and_nan_survive() -> None:
+    logits = torch.zeros(1, 1, 35)
+    logits[0, 0, 3] = torch.nan
+    bitmask = torch.tensor([[[1 << 2, 1 << 1]]], dtype=torch.int32)
+    masked = apply_bitmask(logits, bitmask)[0, 0]
+    assert (masked == 0).nonzero()[:, 0].tolist() == [2, 33]
+    assert masked[3].isnan()
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+@pytest.mark.parametrize("verify", ["standard", "block", "typical"])
+def test_greedy_mixed_batch_equals_baseline(
+    target, heads, verify: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [_sampling(PAIRS), _sampling(None), _sampling(WORD), _sampling(PAIRS, min_tokens=6)]
+    baseline = run(SpecDecoder(target, num_speculative_tokens=0), sampling=params)
+    expected = texts_of(baseline)
+    assert expected["2"][:3] == (40, 41, 42)
+    assert baseline["2"].finish_reason == "stop"
+    assert all(_follows(PAIRS, expected[name]) for name in ("0", "3"))
+    assert not _follows(PAIRS, expected["1"])
+    draft_rightly(monkeypatch, expected, chance=0.7)
+    decoder = SpecDecoder(target, heads, num_speculative_tokens=num_drafts, verify=verify)
+    assert texts_of(run(decoder, sampling=params)) == expected
+    assert decoder.stats.acceptance_length > 1.2
+
+
+def test_sampled_drafts_that_the_grammar_forbids_are_never_emitted(target, heads) -> None:
+    params = [
+        _sampling(grammar, temperature=1.5, seed=seed, max_new_tokens=12)
+        for seed, grammar in enumerate((PAIRS, None, WORD, PAIRS))
+    ]
+    synthetic = VerifyOptions(synthetic_rates=(1.0, 1.0, 1.0))
+    for verify, options in (("standard", None), ("block", None), ("synthetic", synthetic)):
+        decoder = SpecDecoder(
+            target, heads, verify=verify, draft_sampling="sample", verify_options=options
+        )
+        texts = texts_of(run(decoder, sampling=params))
+        assert _follows(PAIRS, texts["0"])
+        assert _follows(WORD, texts["2"])
+        assert _follows(PAIRS, texts["3"])
+
+
+def test_preempted_request_keeps_its_place_in_the_grammar(target, heads) -> None:
+    params = [_sampling(PAIRS), _sampling(None), _sampling(WORD), _sampling(PAIRS)]
+    expected = texts_of(run(SpecDecoder(target, num_speculative_tokens=0), sampling=params))
+    decoder = SpecDecoder(target, heads, num_speculative_tokens=2, engine=small_pool(8))
+    assert texts_of(run(decoder, sampling=params)) == expected
+    assert decoder.stats.num_preemptions > 0
+
+
+def test_matcher_after_every_step_stands_at_the_output(target, heads, monkeypatch) -> None:
+    params = [_sampling(PAIRS)] * 4
+    expected = texts_of(run(SpecDecoder(target, num_speculative_tokens=0), sampling=params))
+    draft_rightly(monkeypatch, expected, chance=0.7)
+    decoder = SpecDecoder(target, heads)
+    requests = [
+        decoder.add_request(prompt, sampling=params[0], request_id=str(index))
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    while decoder.scheduler.has_work:
+        decoder.step()
+        for request in requests:
+            assert isinstance(request.matcher, ToyMatcher)
+            assert len(request.matcher.history) == 1 + len(request.output_token_ids)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_grammar_that_allows_nothing_ends_its_request_alone(target, heads, num_drafts) -> None:
+    params = [_sampling(NOTHING), _sampling(None), _sampling(PAIRS), _sampling(None)]
+    decoder = SpecDecoder(target, heads, num_speculative_tokens=num_drafts)
+    records = run(decoder, sampling=params)
+    assert records["0"].finish_reason == "non_finite"
+    assert records["0"].output_token_ids == ()
+    assert len(records["1"].output_token_ids) == 10
+
+
+def test_grammar_with_deferred_output_is_refused(target) -> None:
+    decoder = SpecDecoder(
+        target, num_speculative_tokens=0, engine=EngineConfig(deferred_output=True)
+    )
+    with pytest.raises(ConfigError, match=r"set engine\.deferred_output=false"):
+        decoder.add_request([3], sampling=_sampling(PAIRS))
+
+
+def test_grammar_without_a_stop_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match="stop_token_ids must be at least one id"):
+        SamplingParams(grammar=PAIRS)
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    pytest.importorskip("xgrammar")
+    vocabulary = [bytes([token]) if token > 2 else b"" for token in range(VOCAB)]
+    return XGrammarCompiler(vocabulary, stop_token_ids=STOP)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda c: c.regex("[a-f]{2}(0|1[0-9])+"), id="regex"),
+        pytest.param(lambda c: c.ebnf('root ::= "<" [a-z]+ ">" | "-" root'), id="ebnf"),
+        pytest.param(lambda c: c.json_schema('{"enum": ["north", "south"]}'), id="json"),
+    ],
+)
+def test_xgrammar_greedy_equals_baseline(
+    target, heads, compiler, make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [_sampling(make(compiler), min_tokens=4), _sampling(None)] * 2
+    expected = texts_of(run(SpecDecoder(target, num_speculative_tokens=0), sampling=params))
+    draft_rightly(monkeypatch, expected, chance=0.8)
+    decoder = SpecDecoder(target, heads)
+    assert texts_of(run(decoder, sampling=params)) == expected
+    assert decoder.stats.acceptance_length > 1.3
+
+
+def test_xgrammar_finished_outputs_match_their_expression(target, heads, compiler) -> None:
+    grammar = compiler.regex("[a-f]{2}[01]{3}")
+    params = [_sampling(grammar, temperature=1.0, seed=seed) for seed in range(4)]
+    records = run(SpecDecoder(target, heads, draft_sampling="sample"), sampling=params)
+    for record in records.values():
+        assert record.finish_reason == "stop"
+        text = bytes(record.output_token_ids[:-1]).decode()
+        assert re.fullmatch("[a-f]{2}[01]{3}", text)
+
+
+def test_xgrammar_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(EnvironmentFault, match=r"pip install 'mtp-research\[grammar\]'"):
+        XGrammarCompiler([b"a"], stop_token_ids=(0,))

@@ -1,0 +1,108 @@
+"""Captured steps decode what the loop without graphs decodes; settings they cannot follow."""
+
+import pytest
+import torch
+
+from mtp_research.config import EngineConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.graphs import bucket_of
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.errors import EnvironmentFault
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.target import Target
+from tests import tiny
+from tests.decode.loops import PROMPTS, run, texts_of
+
+needs_gpu = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "bucket"), [(1, 1), (2, 2), (3, 4), (5, 8), (9, 12), (12, 12)]
+)
+def test_bucket_is_a_power_of_two_or_the_largest_batch(num_requests: int, bucket: int) -> None:
+    assert bucket_of(num_requests, 12) == bucket
+
+
+def test_graphs_without_a_gpu_are_refused() -> None:
+    engine = EngineConfig(cuda_graphs=True, deferred_output=True, audit=False)
+    with pytest.raises(EnvironmentFault, match="needs the model on a CUDA GPU"):
+        SpecDecoder(tiny.tiny_target("qwen3"), num_speculative_tokens=0, engine=engine)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.tiny_target("qwen3", dtype=torch.float32)
+
+
+def _heads(target: Target, num_mtp_modules: int = 3) -> MTPHeads:
+    """Target and heads on the GPU, made on the CPU as everywhere in the tests."""
+    target.model.to("cpu")
+    heads = tiny.tiny_heads(target, num_mtp_modules=num_mtp_modules)
+    target.model.to("cuda")
+    return heads.to("cuda")
+
+
+def _engine(**changes: object) -> EngineConfig:
+    settings = {
+        "max_num_requests": 3,
+        "max_prefill_chunk": 4,
+        "deferred_output": True,
+        "audit": False,
+    }
+    return EngineConfig(**(settings | changes))
+
+
+@needs_gpu
+@pytest.mark.parametrize("compile_step", [False, True])
+@pytest.mark.parametrize(("policy", "num_modules"), [("training", 3), ("eagle", 1), ("eagle", 3)])
+def test_graphs_decode_what_the_plain_loop_decodes(
+    target, policy: str, num_modules: int, compile_step: bool
+) -> None:
+    heads = _heads(target, num_modules)
+    sampling = [
+        SamplingParams(max_new_tokens=count, temperature=temperature, seed=count)
+        for count, temperature in ((24, 0.0), (9, 0.0), (17, 0.8), (30, 0.0))
+    ]
+
+    def decode(**changes: object):
+        decoder = SpecDecoder(target, heads, policy=policy, engine=_engine(**changes))
+        return decoder, run(decoder, PROMPTS, sampling=sampling)
+
+    _, plain = decode()
+    decoder, captured = decode(cuda_graphs=True, compile=compile_step)
+    assert texts_of(captured) == texts_of(plain)
+    assert {name: r.num_accepted_per_round for name, r in captured.items()} == {
+        name: r.num_accepted_per_round for name, r in plain.items()
+    }
+    assert decoder.graphs.num_graphs >= 2
+
+
+@needs_gpu
+def test_graphs_survive_preemption(target) -> None:
+    heads = _heads(target)
+    sampling = SamplingParams(max_new_tokens=20)
+    plain = SpecDecoder(target, heads, engine=_engine(block_size=16))
+    wanted = texts_of(run(plain, PROMPTS, sampling=sampling))
+    decoder = SpecDecoder(
+        target, heads, engine=_engine(block_size=16, num_blocks=5, cuda_graphs=True)
+    )
+    assert texts_of(run(decoder, PROMPTS, sampling=sampling)) == wanted
+    assert decoder.stats.num_preemptions > 0
+
+
+@needs_gpu
+def test_steady_decoding_never_waits_for_the_device(target) -> None:
+    decoder = SpecDecoder(
+        target, _heads(target), engine=_engine(cuda_graphs=True, max_model_len=256)
+    )
+    for prompt in PROMPTS[:3]:
+        decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=200))
+    for _ in range(12):
+        decoder.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(30):
+            decoder.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert decoder.stats.num_emitted_tokens > 60

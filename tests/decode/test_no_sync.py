@@ -1,0 +1,121 @@
+"""What runs between a step's logits and its tokens never waits for the device.
+
+On a CPU nothing waits, so the operations themselves are watched: the ones that read a value on the
+host, whose result has a size that depends on values, or that copy a host list.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mtp_research.decode.grammar import apply_bitmask
+from mtp_research.decode.logprobs import step_logprobs
+from mtp_research.decode.processors import process_logits
+from mtp_research.decode.request import Request
+from mtp_research.decode.sampling import target_probabilities
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling_tensors import BatchSampling, sampling_tensors
+from mtp_research.decode.verify_lossy import text_is_thinking
+from mtp_research.decode.verify_options import VerifyOptions
+from mtp_research.decode.verify_rules import RULES
+from tests.decode.test_verify import make_inputs
+
+CPU = torch.device("cpu")
+FORBIDDEN = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::unique_consecutive",
+    "aten::_unique2",
+    "aten::lift_fresh",
+    "aten::repeat_interleave.Tensor",
+}
+
+
+class NoSync(TorchDispatchMode):
+    """Fails at the first operation that would wait for a device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        assert name not in FORBIDDEN, f"{name} waits for the device"
+        if name in ("aten::index.Tensor", "aten::index_put_", "aten::index_put"):
+            masks = [index for index in args[1] if index is not None and index.dtype == torch.bool]
+            assert not masks, f"{name} with a mask has a size that depends on values"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(lambda x: x.sum().item(), id="item"),
+        pytest.param(lambda x: x[x > 0], id="mask"),
+        pytest.param(lambda x: torch.tensor([1.0, 2.0]), id="host-list"),
+        pytest.param(lambda x: x.nonzero(), id="nonzero"),
+        pytest.param(lambda x: bool((x > 0).any()), id="bool"),
+    ],
+)
+def test_watch_finds_operations_that_wait(operation) -> None:
+    with pytest.raises(AssertionError, match=r"waits|depends"), NoSync():
+        operation(torch.ones(3))
+
+
+OPTIONS = {
+    "synthetic": VerifyOptions(synthetic_length=2.5, synthetic_schedule="geometric"),
+    "relaxed": VerifyOptions(relaxed_thinking_token_ids=(4, 5)),
+}
+
+
+@pytest.mark.parametrize(
+    "draft_probs", [None, torch.full((3, 2, 6), 1 / 6)], ids=["hot", "sampled"]
+)
+@pytest.mark.parametrize("fields", [{}, {"top_k": 3}, {"top_p": 0.9, "min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_does_not_wait(rule: str, fields: dict, draft_probs) -> None:
+    inputs = make_inputs(
+        torch.randn(3, 3, 6),
+        [[1, 2], [7, -1], [0, 3]],
+        draft_probs=draft_probs,
+        options=OPTIONS.get(rule),
+    )
+    params = [SamplingParams(temperature=t, **fields) for t in (0.0, 0.5, 1.0)]
+    inputs = inputs._replace(params=sampling_tensors(params, device=CPU))
+    text, num_tokens = torch.zeros(3, 9, dtype=torch.int64), torch.tensor([2, 3, 4])
+    with NoSync():
+        thinking = text_is_thinking(text, num_tokens=num_tokens, begin=4, end=5)
+        RULES[rule].function(inputs._replace(is_thinking=thinking))
+
+
+def test_processors_masks_and_logprobs_do_not_wait() -> None:
+    params = [
+        SamplingParams(
+            temperature=0.8,
+            top_p=0.9,
+            repetition_penalty=1.2,
+            frequency_penalty=0.2,
+            dry_multiplier=0.5,
+            logit_bias=((1, 1.0),),
+            allowed_token_ids=(1, 2, 3),
+            bad_words=((1, 2), (3,)),
+            stop_token_ids=(2,),
+            min_tokens=3,
+            logprobs=2,
+            logprobs_kind=kind,
+        )
+        for kind in ("raw", "processed")
+    ]
+    requests = [
+        Request(request_id=str(row), prompt_token_ids=(1, 2), sampling=p)
+        for row, p in enumerate(params)
+    ]
+    sampling = BatchSampling(num_speculative_tokens=2, vocab_size=6, device=CPU)
+    tensors = sampling.tensors(requests)
+    assert not tensors.is_plain
+    logits, text = torch.randn(2, 3, 6), torch.ones(2, 9, dtype=torch.int64)
+    num_tokens = torch.tensor([[3, 4, 5], [2, 3, 4]])
+    bitmask = torch.full((2, 3, 1), -1, dtype=torch.int32)
+    sampled = torch.tensor([[1, 2, -1], [3, -1, -1]])
+    with NoSync():
+        processed = process_logits(logits, tensors.processors, text=text, num_tokens=num_tokens)
+        processed = apply_bitmask(processed, bitmask)
+        target_probabilities(processed, tensors)
+        step_logprobs(logits, processed, sampled_token_ids=sampled, params=tensors)

@@ -1,0 +1,59 @@
+"""Tensors of a batch: made once while the batch stays the same, masks made for every step."""
+
+import torch
+
+from mtp_research.decode.request import Request
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling_tensors import BatchSampling
+from tests.decode.toy_grammar import PAIRS
+
+CPU = torch.device("cpu")
+
+
+def _request(name: str, **fields) -> Request:
+    sampling = SamplingParams(**fields)
+    request = Request(request_id=name, prompt_token_ids=(3, 4), sampling=sampling)
+    if sampling.grammar is not None:
+        request.matcher = sampling.grammar.start(stop_token_ids=sampling.stop_token_ids)
+    return request
+
+
+def _batch() -> BatchSampling:
+    return BatchSampling(num_speculative_tokens=2, vocab_size=128, device=CPU)
+
+
+def test_tensors_follow_the_batch_and_are_kept_while_it_stays() -> None:
+    batch, first, second = _batch(), _request("a", seed=1), _request("b", seed=2, temperature=1.0)
+    together = batch.tensors([first, second])
+    assert together.is_plain
+    assert together.seed.tolist() == [1, 2]
+    assert batch.tensors([first, second]) is together
+    assert batch.tensors([second, first]).seed.tolist() == [2, 1]
+    alone = batch.tensors([second])
+    assert alone.seed.tolist() == [2]
+    assert not alone.all_greedy
+    assert batch.tensors([second, _request("a", seed=7)]).seed.tolist() == [2, 7]
+
+
+def test_masks_follow_the_drafts_of_the_step() -> None:
+    batch = _batch()
+    request = _request("a", grammar=PAIRS, stop_token_ids=(1,))
+    assert not batch.tensors([request]).is_plain
+    masks = []
+    for drafts in ([10, 60], [10, 99], []):
+        request.draft_token_ids = drafts
+        masks.append(batch.tensors([request]).bitmask[0].tolist())
+    unmasked = [-1] * 4
+    assert masks[0][0] == masks[0][2] != masks[0][1]  # a pair ends where it began
+    assert masks[1] == [masks[0][0], masks[0][1], unmasked]  # 99 is forbidden, nothing follows
+    assert masks[2] == [masks[0][0], unmasked, unmasked]
+
+
+def test_extras_are_asked_for_one_by_one() -> None:
+    batch = _batch()
+    assert batch.tensors([_request("a", presence_penalty=1.0)]).processors is not None
+    tensors = batch.tensors([_request("a", logprobs=2), _request("b", logprobs=4)])
+    assert tensors.processors is None
+    assert tensors.logprobs is not None
+    assert tensors.logprobs.num_top == 4
+    assert not tensors.is_plain

@@ -1,0 +1,62 @@
+"""The policy table: shares, rows per step and intervals, from files written by an evaluation."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from mtp_research.evaluation.policy_table import main, table_rows
+from mtp_research.evaluation.report import Report, build_report
+from mtp_research.evaluation.results import write_results
+from tests.evaluation.generations import some_prompts, three_conditions
+
+HEAD = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny" / "heads" / "chain_n3"
+AUDIT = {"WRONG": 3, "MIXED": 1, "HOLE": 0, "PROVISIONAL": 7, "slots": 400}
+
+
+def report(*, audit: dict[str, int] | None, head: Path = HEAD) -> Report:
+    conditions = [dataclasses.replace(one, audit=audit) for one in three_conditions(20)]
+    config = {"spec": {"head": str(head), "num_speculative_tokens": 3}}
+    return build_report(
+        conditions, prompts=some_prompts(20), dtype="float32", config=config, run={}
+    )
+
+
+def test_row_has_module_rows_shares_and_the_reports_figures() -> None:
+    made = report(audit=AUDIT)
+    eagle, training = table_rows(made)
+    assert eagle[:8] == ("chain_n3", "3", "3", "eagle", "15", "0.75", "0.25", "0.00")
+    assert training[:5] == ("chain_n3", "3", "3", "training", "12")
+    figure = made.summaries[2].acceptance.acceptance_length_micro
+    assert training[8] == f"{figure.value:.3f} [{figure.low:.3f}, {figure.high:.3f}]"
+    assert sum(map(float, training[10].split())) == pytest.approx(figure.value - 1, abs=2e-3)
+    assert training[9] == "-"
+    lengths = [float(row[8].split()[0]) for row in (eagle, training)]
+    assert float(eagle[9].split()[0]) == pytest.approx(lengths[0] - lengths[1], abs=2e-3)
+
+
+def test_evaluation_without_auditor_shows_dashes() -> None:
+    assert table_rows(report(audit=None))[0][5:8] == ("-", "-", "-")
+
+
+def test_main_prints_one_table_of_all_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        write_results(tmp_path / name, report(audit=AUDIT))
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 4
+    assert {line.count("|") for line in lines} == {lines[0].count("|")}
+
+
+def test_main_refuses_missing_results_and_heads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path)]) == 3
+    write_results(tmp_path, report(audit=AUDIT, head=tmp_path / "gone"))
+    assert main([str(tmp_path)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [line.startswith("error: ") for line in errors] == [True, True]
+    assert json.loads((tmp_path / "results.json").read_text())["schema_version"] == 1

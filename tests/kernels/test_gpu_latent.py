@@ -1,0 +1,57 @@
+"""Latent attention on a CUDA device: the interpreter's cases in all dtypes, and real sizes."""
+
+import pytest
+import torch
+from mtp_research.kernels.latent_attention import latent_attention, latent_attention_ref
+from torch import Tensor
+
+from tests.kernels.kernel_cases import (
+    LATENT_CASES,
+    AttentionCase,
+    latent_keywords,
+    make_inputs,
+    slow_arguments,
+)
+from tests.kernels.slow import slow_paged_attention
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_in_new_memory")]
+
+# Largest absolute difference to float64 (slow loop) or float32 (reference) of the same inputs.
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+FULL = {"num_kv_heads": 1, "key_dim": 576, "value_dim": 512}
+LARGE_CASES = [
+    AttentionCase("decode_16", (1,) * 4, (1000, 2048, 1, 77), 16, **FULL),
+    AttentionCase("verify_20_page64", (4,) * 3, (1000, 2048, 130), 20, block_size=64, **FULL),
+    AttentionCase("verify_128", (4, 4), (900, 130), 128, **FULL),
+    AttentionCase("prefill_mixed", (150, 4, 1), (150, 700, 40), 16, **FULL),
+]
+
+
+def _moved(arguments: dict[str, object]) -> dict[str, object]:
+    return {k: v.to("cuda") if isinstance(v, Tensor) else v for k, v in arguments.items()}
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, None])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("case", LATENT_CASES, ids=lambda case: case.name)
+def test_latent_attention_on_gpu_matches_slow_loop(case, dtype, num_splits):
+    inputs = make_inputs(case, dtype=dtype, values_in_keys=True)
+    expected = slow_paged_attention(inputs.query, **inputs.keywords(), **slow_arguments(case))
+    arguments = _moved(latent_keywords(inputs, case))
+    out = latent_attention(arguments.pop("query_latent"), **arguments, num_splits=num_splits)
+    torch.testing.assert_close(out.cpu().double(), expected, atol=TOLERANCES[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
+def test_latent_attention_of_real_sizes_on_gpu_matches_reference(case, dtype):
+    arguments = latent_keywords(make_inputs(case, dtype=dtype, values_in_keys=True), case)
+    arguments["scale"] = 192**-0.5
+    wide = {
+        k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in arguments.items()
+    }
+    expected = latent_attention_ref(wide.pop("query_latent"), **wide)
+    moved = _moved(arguments)
+    out = latent_attention(moved.pop("query_latent"), **moved)
+    torch.testing.assert_close(out.cpu().float(), expected, atol=TOLERANCES[dtype], rtol=1e-2)

@@ -1,0 +1,58 @@
+"""The reference of latent attention, its checks, and its shapes compiled for sm_90."""
+
+import pytest
+import torch
+from mtp_research.kernels import bench_latent
+from mtp_research.kernels.latent_attention import latent_attention
+
+from tests.kernels.kernel_cases import LATENT_CASES, latent_keywords, make_inputs, slow_arguments
+from tests.kernels.slow import slow_paged_attention
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", LATENT_CASES, ids=lambda case: case.name)
+def test_latent_attention_reference_matches_slow_loop(case, dtype):
+    inputs = make_inputs(case, dtype=dtype, values_in_keys=True)
+    expected = slow_paged_attention(inputs.query, **inputs.keywords(), **slow_arguments(case))
+    arguments = latent_keywords(inputs, case)
+    out = latent_attention(arguments.pop("query_latent"), **arguments)
+    tolerance = 1e-12 if dtype is torch.float64 else 2e-2
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("latent_cache", lambda t: t[..., :-1], r"latent_cache must have shape .*L \+ P"),
+        ("query_rope", lambda t: t[:, :1], "query_rope must have shape"),
+        ("query_rope", lambda t: t.float(), "query_rope must have dtype"),
+        ("block_table", lambda t: t.long(), "block_table must have dtype torch.int32"),
+    ],
+)
+def test_latent_attention_wrong_argument_is_named(name, change, message):
+    case = LATENT_CASES[0]
+    arguments = latent_keywords(make_inputs(case, dtype=torch.float64, values_in_keys=True), case)
+    arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=message):
+        latent_attention(arguments.pop("query_latent"), **arguments)
+
+
+def test_latent_attention_traced_by_compile_is_one_opaque_call():
+    case = LATENT_CASES[0]
+    arguments = latent_keywords(make_inputs(case, dtype=torch.float64, values_in_keys=True), case)
+    query_latent = arguments.pop("query_latent")
+    compiled = torch.compile(
+        lambda query: latent_attention(query * 1, **arguments), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(query_latent), latent_attention(query_latent, **arguments))
+
+
+def test_bench_counts_what_moves_and_its_peer_computes_the_same():
+    shape = bench_latent.LatentShape(2, 128, 3, num_heads=2)
+    (inputs,) = bench_latent.make_latent_inputs(shape, num_sets=1, device="cpu")
+    moved = ["latent_cache", "query_latent", "query_latent", "query_rope"]  # queries and output
+    assert shape.num_bytes() == sum(inputs[name].nbytes for name in moved)
+    wide = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
+    expected = latent_attention(**wide, max_query_len=3, scale=0.1)
+    peer = bench_latent.gather_sdpa(**wide, scale=0.1)
+    torch.testing.assert_close(peer, expected, atol=1e-5, rtol=0)

@@ -1,0 +1,55 @@
+"""Merged projections: the same numbers, one product where three were."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+from mtp_research.models.merged import merge_projections
+from tests import tiny
+
+
+class _Attention(nn.Module):
+    """Three projections of one input, as in a decoder layer."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(32, size, bias=bias) for size in (48, 16, 16)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Something of all three."""
+        parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        return torch.cat([part.sin() for part in parts], dim=-1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_compiled_group_is_one_product_with_the_same_result(bias: bool) -> None:
+    module = _Attention(bias=bias).requires_grad_(False)
+    plain = copy.deepcopy(module)
+    assert merge_projections(module) == 1
+    x = torch.randn(1, 4, 32)
+    output, code = run_and_get_code(torch.compile(module, dynamic=False), x)
+    torch.testing.assert_close(output, plain(x), rtol=1e-5, atol=1e-5)
+    calls = code[0].count("extern_kernels.mm(") + code[0].count("extern_kernels.addmm(")
+    assert calls == 1
+    assert torch.equal(module(x), plain(x))  # without the compiler nothing changes
+
+
+def test_model_keeps_names_values_and_memory() -> None:
+    target = tiny.tiny_target("glm4_moe", dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    # Attention of both layers, the dense MLP and the shared expert.
+    assert merge_projections(target.model) == 4
+    after = target.model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert merge_projections(target.model) == 0
+
+
+def test_trained_projections_are_left_alone() -> None:
+    assert merge_projections(_Attention(bias=False)) == 0

@@ -1,0 +1,50 @@
+"""One run a folder: the second is refused and changes nothing."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from mtp_research.cli import run_entry
+from mtp_research.config import TrainConfig
+from mtp_research.errors import ConfigError
+from mtp_research.run_lock import run_lock
+
+
+def hold(root, is_held, may_end):
+    with run_lock(root):
+        is_held.set()
+        may_end.wait(60)
+
+
+def test_run_lock_second_process_is_refused(tmp_path):
+    context = multiprocessing.get_context("fork")
+    is_held, may_end = context.Event(), context.Event()
+    holder = context.Process(target=hold, args=(tmp_path, is_held, may_end))
+    holder.start()
+    try:
+        assert is_held.wait(60)
+        with pytest.raises(ConfigError, match="in use by another run"), run_lock(tmp_path):
+            pass
+    finally:
+        may_end.set()
+        holder.join()
+    with run_lock(tmp_path):
+        pass
+
+
+def test_second_run_in_a_folder_exits_2_and_leaves_the_first_s_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def second(config: TrainConfig, output_dir: Path) -> None:
+        before = (output_dir / "config.json").read_text()
+        words = ["seed=2", f"output_dir={output_dir}"]
+        code = run_entry(
+            TrainConfig, lambda config, folder: pytest.fail("must not run"), argv=words
+        )
+        assert code == 2
+        assert (output_dir / "config.json").read_text() == before
+
+    argv = ["seed=1", f"output_dir={tmp_path}"]
+    assert run_entry(TrainConfig, second, argv=argv) == 0
+    assert "is in use by another run" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""Two ranks give the weights of one: real processes over gloo, each mode in the same pair."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from mtp_research.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
+from mtp_research.errors import ConfigError
+from mtp_research.training.loop import train_heads
+from tests.training.tiny import save_lab
+
+ROOT = Path(__file__).resolve().parents[2]
+# AdamW divides by the root of the second moment, so a rounding difference in a gradient near zero
+# is one of the size of the learning rate times that rounding: 2e-3 and float32.
+TOLERANCE = 2e-5
+# Resumed under another number of ranks: the global batch is the same, so the rows are too.
+DRIFT = ["world_size", "trainer.batch_size", "trainer.parallel"]
+RANK = """
+import json, sys
+from pathlib import Path
+from mtp_research.training.loop import train_heads
+from tests.training.test_parallel import read_config
+folder = Path(sys.argv[1])
+for name, keys in json.loads(sys.argv[2]).items():
+    train_heads(read_config(folder, **keys), folder / name)
+"""
+
+
+def read_config(folder: Path, **trainer: object) -> TrainConfig:
+    """The configuration that `write_lab` left, with trainer keys changed."""
+    saved = json.loads((folder / "config.json").read_text())
+    keys = saved["trainer"] | trainer
+    return TrainConfig(
+        model=ModelConfig(**saved["model"]),
+        data=DataConfig(**saved["data"]),
+        trainer=TrainerConfig(**keys),
+    )
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, its answers, and a run of one rank: two micro-batches of 4 rows."""
+    folder = tmp_path_factory.mktemp("lab")
+    config = save_lab(folder)
+    config.trainer = dataclasses.replace(
+        config.trainer, gradient_accumulation_steps=2, save_every=3, keep_last=9
+    )
+    fields = dataclasses.asdict(config)
+    fields["model"].pop("pretrain")
+    (folder / "config.json").write_text(json.dumps(fields))
+    train_heads(config, folder / "one")
+    return folder
+
+
+def run_ranks(folder: Path, runs: dict[str, dict], *, num_ranks: int = 2) -> None:
+    """Train each of `runs` (name -> trainer keys) in processes that all ranks share."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    processes = []
+    for rank in range(num_ranks):
+        env = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-c", RANK, str(folder), json.dumps(runs)]
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+        )
+    errors = [process.communicate(timeout=110)[1] for process in processes]
+    for process, text in zip(processes, errors, strict=True):
+        assert process.returncode == 0, text[-2000:]
+
+
+def largest_gap(folder: Path, other: Path) -> float:
+    """Largest difference of any tensor of two step folders, which must hold the same names."""
+    gaps = []
+    for file in ("head.safetensors", "optimizer.safetensors"):
+        ours, theirs = load_file(folder / file), load_file(other / file)
+        assert ours.keys() == theirs.keys()
+        gaps += [(ours[name] - theirs[name]).abs().max().item() for name in ours]
+    return max(gaps)
+
+
+def check(lab: Path, *names: str) -> None:
+    for name in names:
+        gap = largest_gap(lab / name / "step_000006", lab / "one" / "step_000006")
+        assert gap < TOLERANCE, name
+    moved = largest_gap(lab / "one" / "step_000003", lab / "one" / "step_000006")
+    assert moved > 100 * TOLERANCE, "a step must move the weights by far more than the tolerance"
+
+
+def test_two_ranks_equal_one(lab: Path) -> None:
+    half = {"batch_size": 2}
+    step = str(lab / "one" / "step_000003")
+    runs = {
+        "ddp": half | {"parallel": "ddp"},
+        "fsdp2": half
+        | {"parallel": "fsdp2", "activation_checkpointing": True, "shard_target": True},
+        # One rank's checkpoint goes on as shards on two.
+        "resumed": half | {"parallel": "fsdp2", "resume": step, "allow_drift": DRIFT},
+    }
+    run_ranks(lab, runs)
+    check(lab, *runs)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_deepspeed_equal_one(lab: Path) -> None:
+    pytest.importorskip("deepspeed")
+    half, step = {"batch_size": 2}, str(lab / "one" / "step_000003")
+    runs = {name: half | {"parallel": name} for name in ("zero1", "zero2", "zero3")}
+    resumed = {
+        f"{name}-resumed": half | {"parallel": name, "resume": step, "allow_drift": DRIFT}
+        for name in ("zero2", "zero3")
+    }
+    run_ranks(lab, runs | resumed)
+    check(lab, *runs, *resumed)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"parallel": "fsdp2"}, {"parallel": "zero2"}, {"shard_target": True}],
+    ids=["fsdp2", "zero2", "shard_target"],
+)
+def test_sharding_over_one_rank_is_refused(lab: Path, tmp_path: Path, keys: dict) -> None:
+    with pytest.raises(ConfigError, match="trainer"):
+        train_heads(read_config(lab, **keys), tmp_path)
+
+
+def test_resuming_on_another_number_of_ranks_is_refused_unless_allowed(lab: Path) -> None:
+    record = lab / "one" / "step_000003" / "state.json"
+    assert json.loads(record.read_text())["settings"]["world_size"] == 1
+    with pytest.raises(ConfigError, match="allow_drift"):
+        train_heads(read_config(lab, batch_size=2), lab / "one")
