@@ -193,7 +193,7 @@ def shard_name(number: int) -> str:
     return f"shard_{number:06d}.safetensors"
 
 
-def filessha256_of(paths: Sequence[Path]) -> str:
+def files_sha256(paths: Sequence[Path]) -> str:
     """One sha256 over the names and contents of files, `none` without any."""
     if not paths:
         return "none"
