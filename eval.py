@@ -15,9 +15,14 @@ from mtp_research.config import EvalConfig
 
 def run(config: EvalConfig, output_dir: Path) -> None:
     """Evaluate; the last printed line is one JSON object. Imports torch, which --help does not."""
-    from mtp_research.evaluation.evaluate import evaluate
+    if config.task == "fault_price":
+        from mtp_research.evaluation.fault_price import price_faults
 
-    result = evaluate(config, output_dir)
+        result = price_faults(config, output_dir)
+    else:
+        from mtp_research.evaluation.evaluate import evaluate
+
+        result = evaluate(config, output_dir)
     print(json.dumps(result))
 
 

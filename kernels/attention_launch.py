@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
+from mtp_research.kernels.merge_in_order import merge_in_order
 from mtp_research.kernels.paged_attention_triton import attention_kernel, merge_splits_kernel
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ _PIPELINE_BYTES = 104 * 1024
 _MAX_STAGES = 4
 _PROGRAMS_PER_SM = 2
 MAX_SPLITS = 64
+# Keys of a split whose bounds do not depend on the batch; a multiple of every tile width.
+INVARIANT_SPLIT_KEYS = 512
 # Start, drain and partial write of a split, in units of one key tile. Estimated, not measured.
 _SPLIT_OVERHEAD_TILES = 2
 
@@ -52,11 +55,13 @@ def launch_paged_attention(
     kv_start: Tensor | None,
     num_splits: int | None,
     config: LaunchConfig | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """Launches the attention programs, then the merge if there is more than one split.
 
     Arguments and result as in `paged_attention`, checked there. `config` overrides the tile sizes
-    that `choose_config` picks (for measurements).
+    that `choose_config` picks (for measurements). With `invariant` tiles are those of one row and
+    splits lie at fixed positions, so that a row's result does not depend on its batch.
     """
     num_rows, num_heads, key_dim = query.shape
     block_size, num_kv_heads, value_dim = value_cache.shape[1:]
@@ -65,14 +70,16 @@ def launch_paged_attention(
     out = query.new_empty(num_rows, num_heads, value_dim)
     if config is None:
         config = choose_config(
-            max_query_len * group,
+            1 if invariant else max_query_len * group,
             key_dim=key_dim,
             value_dim=value_dim,
             element_bytes=query.element_size(),
         )
     num_query_tiles = max(1, ceil_div(max_query_len * group, config.block_m))
     max_keys = num_table_blocks * block_size
-    if num_splits is None:
+    if invariant:
+        num_splits = ceil_div(max_keys, INVARIANT_SPLIT_KEYS)
+    elif num_splits is None:
         # Padding of ragged requests leaves tiles without rows; T bounds the tiles that have some.
         num_tiles = num_rows * group // config.block_m + num_requests
         num_splits = choose_num_splits(
@@ -80,7 +87,7 @@ def launch_paged_attention(
             max_key_tiles=ceil_div(max_keys, config.block_n),
             num_sms=checks.num_multiprocessors(query.device),
         )
-    partial, lse = split_outputs(out, num_splits)
+    partial, lse = split_outputs(out, num_splits, always_split=invariant)
     with checks.launch_device(query):
         attention_kernel[(num_requests * num_query_tiles, num_kv_heads, num_splits)](
             query,
@@ -109,20 +116,24 @@ def launch_paged_attention(
                 value_dim=value_dim,
                 block_size=block_size,
                 sliding_window=sliding_window,
-                split=num_splits > 1,
+                split=lse is not None,
+                split_keys=INVARIANT_SPLIT_KEYS if invariant else 0,
                 config=config,
             ),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
         if lse is not None:
-            merge_splits(partial, lse, query_start_loc=query_start_loc, out=out, num_warps=4)
+            merge = merge_in_order if invariant else merge_splits
+            merge(partial, lse, query_start_loc=query_start_loc, out=out, num_warps=4)
     return out
 
 
-def split_outputs(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor | None]:
+def split_outputs(
+    out: Tensor, num_splits: int, *, always_split: bool
+) -> tuple[Tensor, Tensor | None]:
     """Where the programs write: partial outputs and log-sum-exps, or `out` itself for one split."""
-    if num_splits == 1:
+    if num_splits == 1 and not always_split:
         return out, None
     partial = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
     return partial, out.new_empty(partial.shape[:3], dtype=torch.float32)
@@ -159,6 +170,7 @@ def attention_constants(
     sliding_window: int | None,
     split: bool,
     config: LaunchConfig,
+    split_keys: int = 0,
 ) -> dict[str, int | bool]:
     """The compile-time arguments of the attention kernel, by parameter name."""
     return {
@@ -171,6 +183,7 @@ def attention_constants(
         "BLOCK_SIZE": block_size,
         "WINDOW": sliding_window or 0,
         "SPLIT": split,
+        "SPLIT_KEYS": split_keys,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
     }
@@ -212,7 +225,9 @@ def choose_config(
     block_m = 16 if exact or num_packed_rows <= 16 else 64
     block_n = 32 if exact or wide else 64
     stage_bytes = block_n * padded_width * element_bytes
-    num_stages = max(2, min(_MAX_STAGES, _PIPELINE_BYTES // stage_bytes))
+    # Keys of 192 with values of 128 spill with four stages of few rows (ptxas, sm_90).
+    max_stages = 3 if wide and block_m == 16 else _MAX_STAGES
+    num_stages = max(2, min(max_stages, _PIPELINE_BYTES // stage_bytes))
     num_warps = 8 if wide and block_m == 64 else 4
     return LaunchConfig(block_m, block_n, num_warps=num_warps, num_stages=num_stages)
 

@@ -22,7 +22,8 @@ except ImportError:  # a machine without Triton runs the references
 if TYPE_CHECKING:
     from torch import Tensor
 
-BACKENDS = ("auto", "reference", "triton")
+INVARIANT = "invariant"
+BACKENDS = ("auto", INVARIANT, "reference", "triton")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
@@ -47,7 +48,8 @@ def resolve_backend(
     """Turns `auto` into the backend that runs `tensor`, and refuses one that cannot.
 
     Args:
-        backend: `auto` (Triton for CUDA tensors, else the reference), `reference` or `triton`.
+        backend: `auto` (Triton for CUDA tensors, else the reference), `invariant` (the same, with
+            results that do not depend on the batch), `reference` or `triton`.
         tensor: any input of the call; its device decides.
         kernel: the jitted kernel, which knows whether it is interpreted.
 
@@ -57,7 +59,7 @@ def resolve_backend(
     if backend not in BACKENDS:
         choices = ", ".join(BACKENDS)
         raise ValueError(f"backend must be one of {choices}, got {backend!r}; use 'auto'.")
-    if backend == "auto":
+    if backend in ("auto", INVARIANT):
         return "triton" if tensor.is_cuda and triton is not None else "reference"
     if backend == "reference":
         return "reference"

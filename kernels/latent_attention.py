@@ -42,6 +42,7 @@ def latent_attention_ref(
     scale: float,
     positions: Tensor | None = None,
     kv_start: Tensor | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """Plain PyTorch, float32 or wider inside, any device: attention with one KV head of L + P.
 
@@ -59,6 +60,7 @@ def latent_attention_ref(
         scale=scale,
         positions=positions,
         kv_start=kv_start,
+        invariant=invariant,
     )
 
 
@@ -94,7 +96,7 @@ def latent_attention(
         scale: factor on the logits, > 0; of the expanded heads, not of L + P.
         positions: `[T]` int64 position of each row; None derives it from `seq_lens`.
         kv_start: `[R]` int32, keys of request r below it are hidden; None for 0.
-        backend: `auto`, `reference` or `triton`.
+        backend: `auto`, `invariant`, `reference` or `triton`, see `checks.resolve_backend`.
         num_splits: programs a request's keys are spread over, 1..32; None chooses. Triton only.
 
     Returns:
@@ -145,10 +147,13 @@ def _latent_attention_op(
     resolved = checks.resolve_backend(backend, tensor=query_latent, kernel=latent_attention_kernel)
     if query_latent.shape[0] == 0 or block_table.shape[0] == 0:
         return query_latent.new_zeros(query_latent.shape)
-    attend = latent_attention_ref
+    invariant = backend == checks.INVARIANT
+    attend = functools.partial(latent_attention_ref, invariant=invariant)
     if resolved == "triton":
         _check_kernel_layout(query_latent, query_rope, latent_cache)
-        attend = functools.partial(launch_latent_attention, num_splits=num_splits)
+        attend = functools.partial(
+            launch_latent_attention, num_splits=num_splits, invariant=invariant
+        )
     return attend(
         query_latent,
         query_rope=query_rope,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention_launch import (
+    INVARIANT_SPLIT_KEYS,
     ceil_div,
     choose_num_splits,
     merge_splits,
@@ -19,6 +20,7 @@ from mtp_research.kernels.attention_launch import (
     split_outputs,
 )
 from mtp_research.kernels.latent_attention_triton import latent_attention_kernel
+from mtp_research.kernels.merge_in_order import merge_in_order
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,22 +52,25 @@ def launch_latent_attention(
     kv_start: Tensor | None,
     num_splits: int | None,
     config: LatentConfig | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """Launches the programs, then the merge if there is more than one split.
 
     Arguments and result as in `latent_attention`, checked there. `config` overrides the tile sizes
-    that `choose_latent_config` picks (for measurements).
+    that `choose_latent_config` picks (for measurements); `invariant` as in `attention_launch`.
     """
     num_rows, num_heads, latent_dim = query_latent.shape
     num_requests, num_table_blocks = block_table.shape
     out = query_latent.new_empty(num_rows, num_heads, latent_dim)
     if config is None:
         config = choose_latent_config(
-            max_query_len * num_heads, element_bytes=query_latent.element_size()
+            1 if invariant else max_query_len * num_heads, element_bytes=query_latent.element_size()
         )
     num_tiles = max(1, ceil_div(max_query_len * num_heads, config.block_m))
     max_keys = num_table_blocks * latent_cache.shape[1]
-    if num_splits is None:
+    if invariant:
+        num_splits = ceil_div(max_keys, INVARIANT_SPLIT_KEYS)
+    elif num_splits is None:
         # Padding of ragged requests leaves tiles without rows; T bounds the tiles that have some.
         num_splits = choose_num_splits(
             min(num_rows * num_heads // config.block_m + num_requests, num_requests * num_tiles),
@@ -73,7 +78,7 @@ def launch_latent_attention(
             num_sms=checks.num_multiprocessors(query_latent.device),
         )
         num_splits = min(num_splits, MAX_LATENT_SPLITS)
-    partial, lse = split_outputs(out, num_splits)
+    partial, lse = split_outputs(out, num_splits, always_split=invariant)
     with checks.launch_device(query_latent):
         latent_attention_kernel[(num_tiles, num_splits, num_requests)](
             query_latent,
@@ -98,14 +103,16 @@ def launch_latent_attention(
                 latent_dim=latent_dim,
                 rope_dim=query_rope.shape[2],
                 block_size=latent_cache.shape[1],
-                split=num_splits > 1,
+                split=lse is not None,
+                split_keys=INVARIANT_SPLIT_KEYS if invariant else 0,
                 config=config,
             ),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
         if lse is not None:
-            merge_splits(partial, lse, query_start_loc=query_start_loc, out=out, num_warps=8)
+            merge = merge_in_order if invariant else merge_splits
+            merge(partial, lse, query_start_loc=query_start_loc, out=out, num_warps=8)
     return out
 
 
@@ -117,6 +124,7 @@ def latent_constants(
     block_size: int,
     split: bool,
     config: LatentConfig,
+    split_keys: int = 0,
 ) -> dict[str, int | bool]:
     """The compile-time arguments of the kernel, by parameter name."""
     return {
@@ -127,6 +135,7 @@ def latent_constants(
         "PADDED_ROPE_DIM": padded_head_dim(rope_dim),
         "BLOCK_SIZE": block_size,
         "SPLIT": split,
+        "SPLIT_KEYS": split_keys,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
     }

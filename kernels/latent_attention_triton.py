@@ -10,7 +10,7 @@ other, so that they find its latents in L2.
 from __future__ import annotations
 
 from mtp_research.kernels import checks
-from mtp_research.kernels.paged_attention_triton import zero_spare_rows
+from mtp_research.kernels.paged_attention_triton import split_span, zero_spare_rows
 
 try:
     import triton.language as tl
@@ -47,6 +47,7 @@ def latent_attention_kernel(
     PADDED_ROPE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,  # 0 = a split is an even share of the keys that the tile sees
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -92,9 +93,7 @@ def latent_attention_kernel(
     end = tl.max(tl.where(is_row, row_pos, -1), 0) + 1
     end = tl.minimum(tl.minimum(end, seq_len), max_keys)
     if SPLIT:
-        tiles_per_split = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), tl.num_programs(1))
-        begin += split * tiles_per_split * BLOCK_N
-        end = tl.minimum(begin + tiles_per_split * BLOCK_N, end)
+        begin, end = split_span(begin, end, split, tl.num_programs(1), SPLIT_KEYS, BLOCK_N)
         if begin >= end:
             tl.store(
                 lse + tile_start + lanes, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from mtp_research.kernels import attention_checks, checks
 from mtp_research.kernels.attention_launch import MAX_SPLITS, ceil_div, launch_paged_attention
+from mtp_research.kernels.merge_in_order import rows_as_requests
 from mtp_research.kernels.paged_attention_triton import attention_kernel
 
 if TYPE_CHECKING:
@@ -40,18 +41,26 @@ def paged_attention_ref(
     sinks: Tensor | None = None,
     positions: Tensor | None = None,
     kv_start: Tensor | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """Plain PyTorch, float32 or wider inside, any device; the CPU path of the engine.
 
     Requests of similar q_len run together, so that a prefill chunk does not pad the verify rows
-    beside it. Reads lengths on the host. Arguments and result as in `paged_attention`.
+    beside it; with `invariant` every row runs alone, so that its bits do not depend on the batch.
+    Reads lengths on the host. Arguments and result as in `paged_attention`.
 
     Raises:
         ValueError: a request has more rows than `max_query_len`.
     """
     block_size, value_dim = key_cache.shape[1], value_cache.shape[3]
     out = query.new_zeros(*query.shape[:2], value_dim)
-    for requests in _group_by_query_len(query_start_loc.tolist(), max_query_len=max_query_len):
+    groups = _group_by_query_len(query_start_loc.tolist(), max_query_len=max_query_len)
+    if invariant:
+        block_table, seq_lens, query_start_loc, kv_start = rows_as_requests(
+            block_table, seq_lens, query_start_loc, positions=positions, kv_start=kv_start
+        )
+        positions, groups = None, [[row] for row in range(len(seq_lens))]
+    for requests in groups:
         index = torch.tensor(requests, device=query.device)
         lens = seq_lens[index, None].long()  # [r, 1]
         first_row = query_start_loc[index, None].long()
@@ -170,7 +179,7 @@ def paged_attention(
         positions: `[T]` int64 position of each row; a row at -1 sees no key. None derives it from
             `seq_lens` as the module docstring says.
         kv_start: `[R]` int32, keys of request r below it are hidden; None for 0.
-        backend: `auto`, `reference` or `triton`.
+        backend: `auto`, `invariant`, `reference` or `triton`, see `checks.resolve_backend`.
         num_splits: programs a request's keys are spread over, 1..64; None chooses. Triton only.
 
     Returns:
@@ -221,12 +230,15 @@ def _paged_attention_op(
     resolved = checks.resolve_backend(backend, tensor=query, kernel=attention_kernel)
     if query.shape[0] == 0 or block_table.shape[0] == 0:
         return query.new_zeros(*query.shape[:2], value_cache.shape[3])
-    attend = paged_attention_ref
+    invariant = backend == checks.INVARIANT
+    attend = functools.partial(paged_attention_ref, invariant=invariant)
     if resolved == "triton":
         checks.check_kernel_layout(
             query, key_cache=key_cache, value_cache=value_cache, kernel=attention_kernel
         )
-        attend = functools.partial(launch_paged_attention, num_splits=num_splits)
+        attend = functools.partial(
+            launch_paged_attention, num_splits=num_splits, invariant=invariant
+        )
     return attend(
         query,
         key_cache=key_cache,

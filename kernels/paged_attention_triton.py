@@ -50,6 +50,7 @@ def attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 = none
     SPLIT: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,  # 0 = a split is an even share of the keys that the tile sees
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -97,10 +98,11 @@ def attention_kernel(
     begin = lowest_key // BLOCK_N * BLOCK_N
     end = tl.minimum(tl.minimum(last_pos + 1, seq_len), max_keys)
     if SPLIT:
-        tiles_per_split = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), tl.num_programs(2))
-        begin += tl.program_id(2) * tiles_per_split * BLOCK_N
-        end = tl.minimum(begin + tiles_per_split * BLOCK_N, end)
-        if begin >= end:
+        begin, end = split_span(
+            begin, end, tl.program_id(2), tl.num_programs(2), SPLIT_KEYS, BLOCK_N
+        )
+        # The first split counts the sinks, and has to although it may hold no visible key.
+        if (begin >= end) & ((sinks is None) | (tl.program_id(2) > 0)):
             tl.store(lse + row_head, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
             return
 
@@ -209,6 +211,26 @@ def _attend_keys(
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         highest = new_highest
     return acc, highest, total
+
+
+@checks.kernel_jit
+def split_span(
+    begin,
+    end,
+    split,
+    num_splits,
+    SPLIT_KEYS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The part `[begin, end)` of a tile's keys that belongs to a split."""
+    if SPLIT_KEYS > 0:
+        begin = tl.maximum(begin, split * SPLIT_KEYS)
+        end = tl.minimum((split + 1) * SPLIT_KEYS, end)
+    else:
+        tiles_per_split = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits)
+        begin += split * tiles_per_split * BLOCK_N
+        end = tl.minimum(begin + tiles_per_split * BLOCK_N, end)
+    return begin, end
 
 
 @checks.kernel_jit

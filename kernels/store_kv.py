@@ -128,7 +128,7 @@ def store_kv(
         value_cache: `[num_blocks, block_size, Hkv, Dv]`; a non-contiguous view is fine.
         slot_mapping: `[T]` int64, `block_id * block_size + offset`, distinct where >= 0; -1 writes
             nothing.
-        backend: `auto`, `reference` or `triton`.
+        backend: `auto`, `invariant` (copies have no order), `reference` or `triton`.
 
     Raises:
         ValueError: shapes, dtypes or devices disagree, or the backend cannot run them.

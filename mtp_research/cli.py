@@ -69,9 +69,14 @@ def run_entry(
             job_id = submit(config.launcher, words=words, output_dir=output_dir)
             sys.stdout.write(f"{json.dumps({'job_id': job_id, 'output_dir': str(output_dir)})}\n")
             return 0
-        is_writer = os.environ.get("RANK", "0") == "0"  # set by torchrun and accelerate launch
+        rank = os.environ.get("RANK", "0")  # set by torchrun and accelerate launch
+        is_writer = rank == "0"
+        if isinstance(config, EvalConfig) and not is_writer:  # with model.tp_plan all ranks decode
+            output_dir = output_dir / f"rank_{rank}"
+            output_dir.mkdir(parents=True, exist_ok=True)
         with run_lock(output_dir) if is_writer else nullcontext():
             if is_writer:
+                _check_unfinished(config, output_dir)
                 write_run_folder(output_dir, config)
             run(config, output_dir)
     except (ConfigError, IntegrityError, EnvironmentFault, NumericFault, Interrupted) as fault:
@@ -145,8 +150,20 @@ def _resolve_paths(config: TrainConfig | EvalConfig) -> None:
         config.head.path = config.head.path and resolve_path(config.head.path)
     else:
         config.prompts.path = config.prompts.path and resolve_path(config.prompts.path)
-        if config.spec.head not in SPECIAL_HEADS:
-            config.spec.head = resolve_path(str(config.spec.head))
+        config.spec.head = _resolve_head(config.spec.head)
+        config.grid.head = [_resolve_head(head) for head in config.grid.head]
+
+
+def _check_unfinished(config: TrainConfig | EvalConfig, output_dir: Path) -> None:
+    """Refuse a folder with an unfinished evaluation of other settings while its record is whole."""
+    if isinstance(config, EvalConfig):
+        from mtp_research.evaluation.journal import check_resumable  # imports torch
+
+        check_resumable(output_dir, config)
+
+
+def _resolve_head(head: str | None) -> str | None:
+    return head if head in SPECIAL_HEADS else resolve_path(str(head))
 
 
 def _output_dir(config: TrainConfig | EvalConfig) -> Path:

@@ -104,6 +104,11 @@ class ModelConfig:
     path: str  # folder in Hugging Face format, or a hub id
     dtype: str = _one_of("auto", *PRECISIONS)  # auto: float32 on cpu, bfloat16 on cuda
     device: str = _one_of("auto", "auto", "cpu", "cuda")
+    # eval.py under torchrun: split over its processes by the model's own plan, projections and
+    # heads (tensor) or whole experts.
+    tp_plan: str = _one_of("none", "experts", "none", "tensor")
+    # auto: spread over the GPUs of one process, then memory and disk; eval.py wants one GPU.
+    device_map: str = _one_of("none", "auto", "none")
     # Arguments of the family's Hugging Face config; read by task=target only.
     architecture: dict[str, Any] = field(default_factory=dict)
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
@@ -119,6 +124,7 @@ class HeadConfig:
     path: str | None = None  # heads to start from, or the one module of init=replicate
     # Parts that stay as they start: a dotted part of a parameter's name (experts) or a pattern.
     freeze: list[str] = field(default_factory=list)
+    lora_rank: int = _within(0, 0, 4096)  # train low-rank updates through peft; 0: the weights
     hidden_source: str = _one_of("post_norm", *NORMS)  # target hidden, seen from its final norm
     recycle_norm: str = _one_of("post_norm", *NORMS)  # module output fed on, seen from its own norm
     concat_order: str = _one_of("embedding_first", "embedding_first", "hidden_first")
@@ -230,7 +236,8 @@ class SpecConfig:
     head: str | None = "assets/lab_tiny/heads/chain_n3"
     module_schedule: str = _one_of("cycle", *MODULE_SCHEDULES)
     # standard: rejection sampling; block: the same, drafts judged together; the others are lossy.
-    verify: str = _one_of("greedy", *VERIFY_RULES)
+    # auto: greedy at temperature 0, standard above.
+    verify: str = _one_of("greedy", "auto", *VERIFY_RULES)
     # processed: the argmax after the request's own logit processors (penalties, masks).
     draft_sampling: str = _one_of("greedy", "greedy", "processed", "sample")
     # fixed: always K drafts. The others make fewer where more do not pay, see decode/draft_length.
@@ -241,6 +248,9 @@ class SpecConfig:
     draft_table: dict[int, int] = field(default_factory=dict)
     # expected_gain: price of one more draft in steps that make none; None: measured by the clock.
     draft_cost_ratio: float | None = _within(None, 0.0, 1e3)
+    # Draft from so many tokens only, the most frequent ones by token_ranking.json of spec.head;
+    # None: all.
+    draft_vocabulary_size: int | None = _within(None, 1, 1 << 24)
     # Settings of the lossy rules, each read by the rule that its name begins with; their ranges
     # stand in decode.verify_options.VerifyOptions.
     relaxed_top_n: int = 10
@@ -278,7 +288,9 @@ class EngineConfig:
 
     # KV slots per block; the Triton kernels and eval.py want a power of two from 16 on.
     block_size: int = _within(16, 1, 1 << 12)
-    num_blocks: int | None = _within(None, 1, 1 << 31)  # None: enough for max_num_requests
+    # None: enough for max_num_requests, as far as memory_fraction goes.
+    num_blocks: int | None = _within(None, 1, 1 << 31)
+    memory_fraction: float = _above(0.9, 0.0, 1.0)  # of a GPU's free memory, for the pool
     max_num_requests: int = _within(16, 1, 1 << 16)  # R
     max_num_batched_tokens: int = _within(512, 1, 1 << 20)  # T
     max_prefill_chunk: int = _within(256, 1, 1 << 20)  # prompt rows of one request in a step
@@ -292,6 +304,10 @@ class EngineConfig:
     # Replay decode steps as CUDA graphs; wants deferred_output and no audit.
     cuda_graphs: bool = False
     compile: bool = False  # run captured steps through torch.compile
+    max_graph_requests: int | None = _within(None, 1, 1 << 16)  # larger batches are split
+    # Batch-invariant products and attention: greedy text is the same to the bit for any K, batch
+    # and order; wants compile=false.
+    deterministic: bool = False
     audit: bool = True  # count WRONG, MIXED and HOLE slots of the draft KV
     audit_every: int = _within(1, 1, 1 << 20)  # watch about one request in so many, by id
 
@@ -303,6 +319,7 @@ class PromptsConfig:
     name: str = "lab"
     # question.jsonl or a folder of them; None: shipped prompts and standard-library code.
     path: str | None = None
+    domains: list[str] = field(default_factory=list)  # categories that are kept; empty: all
     max_prompts: int | None = _within(None, 1, 10**9)
 
 
@@ -320,6 +337,12 @@ class MatrixConfig:
         default_factory=lambda: ["training", "eagle", "target_roll"],
         metadata={"choices": ("eagle", "target_roll", "training")},
     )
+    seeds: list[int] | None = None  # each trains every head once; None: the run's own seed
+    # Each is trained, and decoded with each, to price a wrong record; empty: head.recycle_norm.
+    recycle_norms: list[str] = field(default_factory=list, metadata={"choices": NORMS})
+    # Share of the prompts of a cell whose text or rounds may differ from plain decoding and from
+    # the walk, for rounding; in float32 on a CPU none does.
+    max_differing_share: float = _within(0.0, 0.0, 1.0)
     num_prompts: int = _within(12, 1, 10**6)  # held-out prompts that are decoded
     max_new_tokens: int = _within(48, 1, 1 << 20)  # per prompt; stop tokens do not end it
 
@@ -344,6 +367,43 @@ class TrainConfig:
 
 
 @dataclass
+class GridConfig:
+    """Lists of values: every combination is measured, in one process on the same prompts.
+
+    An empty list means the one value of the key in `GRID_AXES`. On the command line a list for that
+    key goes here: `spec.k=[1,3]`.
+    """
+
+    num_speculative_tokens: list[int] = field(
+        default_factory=list, metadata={"low": 0, "high": MAX_SPECULATIVE_TOKENS}
+    )
+    head: list[str | None] = field(default_factory=list)
+    draft_sampling: list[str] = field(
+        default_factory=list, metadata={"choices": ("greedy", "processed", "sample")}
+    )
+    temperature: list[float] = field(default_factory=list, metadata={"low": 0.0, "high": 100.0})
+    max_num_requests: list[int] = field(default_factory=list, metadata={"low": 1, "high": 1 << 16})
+
+
+GRID_AXES = {
+    "grid.num_speculative_tokens": "spec.num_speculative_tokens",
+    "grid.head": "spec.head",
+    "grid.draft_sampling": "spec.draft_sampling",
+    "grid.temperature": "sampling.temperature",
+    "grid.max_num_requests": "engine.max_num_requests",
+}
+
+
+@dataclass
+class TimingConfig:
+    """How the conditions of an evaluation take turns."""
+
+    # Decodings of the prompt set by each condition, one or an even number: with two, conditions
+    # A and B run in the order A B B A, which takes a slow drift of the machine out of the ratios.
+    passes: int = _within(1, 1, 100)
+
+
+@dataclass
 class EvalConfig:
     """Everything `eval.py` takes."""
 
@@ -356,3 +416,10 @@ class EvalConfig:
     seed: int = _within(0, 0, (1 << 32) - 1)
     output_dir: str | None = None  # None: results/eval-<model>-<timestamp>
     baseline: bool = True  # measure K = 0 on the same prompts
+    # fault_price: what the slots that unclean policies leave behind cost.
+    task: str = _one_of("evaluate", "evaluate", "fault_price")
+    grid: GridConfig = field(default_factory=GridConfig)
+    timing: TimingConfig = field(default_factory=TimingConfig)
+    # Label or policy of the condition that paired differences are taken to; None: the first one
+    # that drafts.
+    reference: str | None = None

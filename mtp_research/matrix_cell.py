@@ -1,22 +1,20 @@
 """One cell of the policy matrix: a decode loop's rounds against the replay walk over its own text.
 
-Used by `policy_matrix`, which decodes. Letters: N MTP modules, K drafts per step, k = K depths.
+Letters: N MTP modules, K drafts per step, k = K depths.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from mtp_research.config import EngineConfig
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.errors import NumericFault
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.policy import MATCHING_POLICY, POLICIES
-from mtp_research.training.acceptance import (
-    bootstrap_error,
-    pooled_length,
-    replay_walk,
-    response_ranges,
-)
+from mtp_research.models.target import Target
+from mtp_research.policy import POLICIES
+from mtp_research.training.acceptance import replay_walk, response_ranges
 from mtp_research.training.objective import UnrollSpec
 from mtp_research.training.replay import held_out_drafts
 from mtp_research.training.rows import TrainingRows
@@ -26,30 +24,44 @@ from mtp_research.training.stale_walk import stale_walk
 WALK_UNROLL = {"training": "chain", "eagle": "shared_context", "target_roll": "independent"}
 
 
-class Cell(NamedTuple):
-    """Heads of one unroll under one policy.
+def decode_prompts(
+    target: Target,
+    heads: MTPHeads | None,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    policy: str,
+    num_drafts: int,
+    num_new: int,
+) -> list[RequestRecord]:
+    """Greedy text of a fixed length, every prompt read whole in its first step."""
+    longest, total = max(map(len, prompts)), sum(map(len, prompts))
+    engine = EngineConfig(
+        max_num_requests=len(prompts),
+        max_num_batched_tokens=max(512, total + len(prompts) * (num_drafts + 1)),
+        max_prefill_chunk=longest,
+        max_model_len=longest + num_new + 1,
+    )
+    decoder = SpecDecoder(
+        target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=engine
+    )
+    records = decoder.generate(prompts, sampling=SamplingParams(max_new_tokens=num_new))
+    return sorted(records, key=lambda record: int(record.request_id))
+
+
+class CellRounds(NamedTuple):
+    """Accepted drafts of each round of each prompt, rounds whose K tokens are all known.
 
     Attributes:
-        unroll: what the heads were trained with.
-        num_mtp_modules: N.
-        policy: what they were decoded with.
-        is_match: the policy shows them what they were trained on.
-        acceptance_length: micro, of the loop's rounds whose K tokens are all known; each of them
-            was found equal to the walk's.
-        standard_error: bootstrap over prompts.
-        clean_length: if the rows of rejected drafts were rerun; what a policy that leaves them
-            behind pays is the difference.
-        num_rounds: of the loop.
+        loop: of the decode loop.
+        clean: of the walk, if the rows of rejected drafts were rerun; None for a clean policy.
+        differing: prompts at which loop and walk differ; none in float32.
+        walks: of the walk under the policy as it is.
     """
 
-    unroll: str
-    num_mtp_modules: int
-    policy: str
-    is_match: bool
-    acceptance_length: float
-    standard_error: float
-    clean_length: float
-    num_rounds: int
+    loop: tuple[tuple[int, ...], ...]
+    clean: tuple[tuple[int, ...], ...] | None
+    differing: tuple[int, ...]
+    walks: tuple[tuple[int, ...], ...]
 
 
 def measure_cell(
@@ -59,38 +71,31 @@ def measure_cell(
     prompts: Sequence[tuple[int, ...]],
     policy: str,
     num_drafts: int,
-) -> Cell:
+) -> CellRounds:
     """Compare the loop's rounds with the walk over its own text.
 
-    Raises:
-        NumericFault: a round that must be equal is not.
+    Args:
+        heads: as they were decoded.
+        records: of the loop, one per prompt, in order.
+        prompts: token ids.
+        policy: what was run.
+        num_drafts: K.
     """
-    unroll = heads.spec.unroll
-    assert unroll is not None, "heads trained here know their unroll"
     documents = _documents(records, prompts=prompts)
     walks = _walks(heads, documents, policy=policy, num_drafts=num_drafts)
-    loop, num_rounds, clean, num_clean = [], [], [], []
-    for index, (record, walk) in enumerate(zip(records, walks, strict=True)):
-        rounds = record.num_accepted_per_round[: len(walk.exact)]
-        if rounds != walk.exact:
-            raise NumericFault(
-                f"policy matrix: {unroll} N={heads.spec.num_mtp_modules} under {policy}, prompt "
-                f"{index}: the loop accepted {rounds}, the walk {walk.exact}; they are equal in "
-                "float32, set model.dtype=float32."
-            )
-        loop.append(sum(rounds))
-        num_rounds.append(len(rounds))
-        clean.append(sum(walk.clean))
-        num_clean.append(len(walk.clean))
-    return Cell(
-        unroll=unroll,
-        num_mtp_modules=heads.spec.num_mtp_modules,
-        policy=policy,
-        is_match=MATCHING_POLICY[unroll] == policy,
-        acceptance_length=pooled_length(loop, num_rounds),
-        standard_error=bootstrap_error(loop, num_rounds),
-        clean_length=pooled_length(clean, num_clean),
-        num_rounds=sum(num_rounds),
+    loop = tuple(
+        _known_rounds(record.num_accepted_per_round, walk)
+        for record, walk in zip(records, walks, strict=True)
+    )
+    return CellRounds(
+        loop=loop,
+        clean=None if POLICIES[policy].clean else tuple(walk.clean for walk in walks),
+        differing=tuple(
+            index
+            for index, (rounds, walk) in enumerate(zip(loop, walks, strict=True))
+            if rounds != walk.exact
+        ),
+        walks=tuple(walk.exact for walk in walks),
     )
 
 
@@ -100,10 +105,23 @@ class _Walks(NamedTuple):
     Attributes:
         exact: of the policy as it is.
         clean: as if the rows of rejected drafts were rerun; the same for a clean policy.
+        num_anchors: anchors whose K tokens are known.
     """
 
     exact: tuple[int, ...]
     clean: tuple[int, ...]
+    num_anchors: int
+
+
+def _known_rounds(accepted: Sequence[int], walk: _Walks) -> tuple[int, ...]:
+    """The loop's rounds that start at an anchor whose K tokens are known."""
+    known, anchor = [], 0
+    for count in accepted:
+        if anchor >= walk.num_anchors:
+            break
+        known.append(count)
+        anchor += count + 1
+    return tuple(known)
 
 
 def _documents(
@@ -151,5 +169,5 @@ def _walks(
                 stop=stop,
                 num_depths=num_drafts,
             )
-        found.append(_Walks(exact, clean))
+        found.append(_Walks(exact, clean, stop - start))
     return found

@@ -6,10 +6,11 @@ A word selects a YAML file of a group (`model=lab_tiny`), sets a key (`seed=1`,
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import get_origin
 
-from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.config import GRID_AXES, EvalConfig, TrainConfig
 from mtp_research.errors import ConfigError
 from mtp_research.provenance import REPOSITORY_ROOT
 from mtp_research.validation import ALIASES, legal_values, nearest, schema_keys
@@ -17,6 +18,7 @@ from mtp_research.validation import ALIASES, legal_values, nearest, schema_keys
 CONF_DIR = REPOSITORY_ROOT / "conf"
 Schema = type[TrainConfig] | type[EvalConfig]
 ENTRIES: dict[Schema, str] = {TrainConfig: "train", EvalConfig: "eval"}
+_AXIS_OF = {key: axis for axis, key in GRID_AXES.items()}
 EXAMPLES = {
     "train": (
         "python train.py",
@@ -28,6 +30,7 @@ EXAMPLES = {
         "python eval.py spec.k=3",
         "python eval.py spec.k=5 spec.policy=training spec.head=runs/first/head",
         "python eval.py spec=standard sampling=warm",
+        "python eval.py spec.k=[1,3] engine.max_num_requests=[1,16] timing.passes=2",
         "python eval.py experiment=eval_oracle",
     ),
 }
@@ -37,9 +40,15 @@ def group_choices(schema: Schema) -> dict[str, list[str]]:
     """Map each config group of an entry to its YAML names; an experiment belongs to one entry."""
     names = [item.name for item in dataclasses.fields(schema)] + ["experiment"]
     found = {name: sorted(path.stem for path in (CONF_DIR / name).glob("*.yaml")) for name in names}
-    is_eval = ENTRIES[schema] == "eval"
-    found["experiment"] = [n for n in found["experiment"] if n.startswith("eval_") == is_eval]
+    own = {*names, "defaults"}
+    found["experiment"] = [n for n in found["experiment"] if _names_in_experiment(n) <= own]
     return {name: choices for name, choices in found.items() if choices}
+
+
+def _names_in_experiment(name: str) -> set[str]:
+    """Groups and sections that an experiment sets, read without a YAML parser for --help's sake."""
+    text = (CONF_DIR / "experiment" / f"{name}.yaml").read_text(encoding="utf8")
+    return set(re.findall(r"(?:^|override /)(\w+):", text, re.MULTILINE))
 
 
 def check_overrides(schema: Schema, words: Sequence[str]) -> list[str]:
@@ -50,7 +59,8 @@ def check_overrides(schema: Schema, words: Sequence[str]) -> list[str]:
         words: `key=value` overrides.
 
     Returns:
-        The overrides with aliases replaced and a single policy made a list.
+        The overrides with aliases replaced, a single policy made a list, and a list for a key that
+        takes one value put on its axis of `grid`.
 
     Raises:
         ConfigError: one line per unknown key or group choice, with the nearest valid names.
@@ -62,7 +72,14 @@ def check_overrides(schema: Schema, words: Sequence[str]) -> list[str]:
         if fault:
             faults.append(fault)
             continue
-        spelled.append(_spell(schema, ALIASES.get(key, key), value))
+        full = ALIASES.get(key, key)
+        axis = _AXIS_OF.get(full) if schema is EvalConfig else None
+        if axis is None:
+            spelled.append(_spell(schema, full, value))
+        elif value.startswith("[") and value != "[]":
+            spelled.append(_spell_axis(axis, value, is_text=full == "spec.head"))
+        else:  # one value, whatever lists an experiment has
+            spelled += [_spell(schema, full, value), f"{axis}=[]"]
     if faults:
         raise ConfigError("\n".join(faults))
     return spelled
@@ -116,6 +133,21 @@ def _mapping_of(schema: Schema, key: str) -> str | None:
     return None
 
 
+def _spell_axis(axis: str, value: str, *, is_text: bool) -> str:
+    """A list for a grid axis; texts are quoted, because paths may hold spaces."""
+    if not is_text:
+        return f"{axis}={value}"
+    words = [word.strip() for word in value.removeprefix("[").removesuffix("]").split(",")]
+    return f"{axis}=[{','.join(map(_quote, words))}]"
+
+
+def _quote(text: str) -> str:
+    """A text as Hydra reads it; null and quoted texts are left as they are."""
+    if text == "null" or text.startswith(("'", '"')):
+        return text
+    return "'" + text.replace("'", "\\'") + "'"
+
+
 def _spell(schema: Schema, key: str, value: str) -> str:
     """Write one override so that Hydra's grammar reads it as it was meant."""
     if _mapping_of(schema, key):
@@ -127,8 +159,6 @@ def _spell(schema: Schema, key: str, value: str) -> str:
         return f"++{key}={value}"
     if get_origin(item.type) in (list, tuple) and not value.startswith("["):
         value = f"[{value}]"
-    # Paths may hold spaces, commas and brackets; null and quoted text are left as they are.
+    # Paths may hold spaces, commas and brackets.
     is_text = item.type in (str, str | None) and "choices" not in item.metadata
-    if is_text and value != "null" and not value.startswith(("'", '"')):
-        value = "'" + value.replace("'", "\\'") + "'"
-    return f"{key}={value}"
+    return f"{key}={_quote(value) if is_text else value}"

@@ -1,38 +1,62 @@
 """`task=matrix`: heads of every unroll, decoded with every policy, the walk against the loop.
 
-    python train.py experiment=policy_matrix_tiny
+    python train.py experiment=policy_matrix          three seeds, intervals over seeds and prompts
+    python train.py experiment=policy_matrix_tiny     one seed, a CPU, 3.5 minutes
+    python train.py experiment=recycle_norm           each head with its own and the other norm
 
-trains heads for each unroll and number of modules on the same documents, decodes the same prompts
-with each head under each policy, and holds every cell to two equalities: the text is the one that
-plain decoding gives, and the rounds of the loop are the rounds of the replay walk, one by one.
+trains heads for each seed, number of modules and unroll on the same documents, decodes the same
+prompts with each head under each policy, and holds every cell to two equalities: the text is the
+one that plain decoding gives, and the rounds of the loop are the rounds of the replay walk, one by
+one. `matrix.json` is written after every cell; a run that was killed goes on with the next one.
 
 Stands beside the entries because it is the one place that both trains and decodes.
-Letters: N MTP modules, K drafts per step, k = K depths.
+Letters: N MTP modules, K drafts per step.
 """
 
-import copy
-from collections.abc import Sequence
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
-from mtp_research.config import EngineConfig, TrainConfig
+from mtp_research.config import TrainConfig
 from mtp_research.data.packing import EncodedDocument
-from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.errors import ConfigError, NumericFault
+from mtp_research.errors import ConfigError, IntegrityError, NumericFault
+from mtp_research.evaluation.seed_figures import group_figures, matrix_grids, write_matrix
+from mtp_research.evaluation.seed_matrix import (
+    MATRIX_FILE,
+    GroupKey,
+    MatrixCell,
+    MatrixPrompt,
+    SeedMatrix,
+    read_matrix,
+)
+from mtp_research.evaluation.tables import rich_table
+from mtp_research.files import sha256_of
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
-from mtp_research.matrix_cell import Cell, measure_cell
+from mtp_research.matrix_cell import decode_prompts, measure_cell
+from mtp_research.matrix_heads import HeadRun, decoded_as, head_runs, same_settings, train_run
 from mtp_research.models.target import Target
-from mtp_research.policy import POLICIES
-from mtp_research.training.loop import train_heads
-from mtp_research.training.setup import cache_hidden, depths_of, load_inputs
+from mtp_research.policy import MATCHING_POLICY
+from mtp_research.provenance import run_record
+from mtp_research.training.setup import depths_of, load_inputs
 
-TABLE_WIDTH = 120  # characters; log files have no width of their own
+TABLE_WIDTH = 160  # characters; log files have no width of their own
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What every cell decodes, and the texts of plain decoding."""
+
+    target: Target
+    prompts: list[tuple[int, ...]]
+    plain: list[RequestRecord]
+    config: TrainConfig
 
 
 def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object]:
@@ -40,94 +64,162 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
 
     Args:
         config: checked configuration; `head`, `objective` and `trainer` hold for all heads but for
-            the unroll and N.
+            the unroll, N, the recycled norm and the seed.
         output_dir: run folder; each head has its own below it, which a repeated call reuses.
 
     Returns:
-        JSON-serialisable result with one entry a cell.
+        JSON-serialisable result with one entry a group of cells that differ in the seed.
 
     Raises:
         ConfigError: no held-out document has a prompt and an answer.
-        NumericFault: a cell's text or rounds are not those of plain decoding and of the walk.
+        IntegrityError: `output_dir` holds a matrix of other prompts or settings.
+        NumericFault: too many of a cell's texts or rounds are not those of plain decoding and of
+            the walk.
     """
-    runs = [
-        _run_of(config, output_dir, unroll=unroll, num_mtp_modules=num_modules)
-        for num_modules in config.matrix.num_mtp_modules
-        for unroll in unrolls_of(num_modules, wanted=config.matrix.unrolls)
-    ]
-    for name, run in runs:
-        cache_hidden(run)
-        train_heads(run, output_dir / name)
     target, documents = load_inputs(config)
-    prompts = _prompts(documents.held_out, limit=config.matrix.num_prompts)
-    num_new = config.matrix.max_new_tokens
-    plain = _decode(target, None, prompts, policy="training", num_drafts=0, num_new=num_new)
-    cells = []
-    for name, run in runs:
-        heads = load_heads(output_dir / name / "head", target)
-        for policy in config.matrix.policies:
-            num_drafts = depths_of(run)
-            records = _decode(
-                target, heads, prompts, policy=policy, num_drafts=num_drafts, num_new=num_new
+    chosen = _prompt_documents(documents.held_out, limit=config.matrix.num_prompts)
+    prompts = [prompt for prompt, _ in chosen]
+    plain = decode_prompts(
+        target, None, prompts, policy="training", num_drafts=0, num_new=config.matrix.max_new_tokens
+    )
+    asked = _Asked(target, prompts, plain, config)
+    matrix = _start(config, output_dir, prompts=map(_prompt_facts, chosen), target=target)
+    for seed in matrix.seeds:
+        for run in head_runs(config, output_dir, seed=seed):
+            train_run(run)
+            matrix = _measure_head(matrix, run, asked, output_dir=output_dir)
+        write_matrix(output_dir, matrix, figures=True)
+    console = Console(stderr=True, width=max(Console(stderr=True).width, TABLE_WIDTH))
+    for grid in matrix_grids(matrix):
+        console.print(rich_table(grid))
+    return {
+        "num_prompts": len(prompts),
+        "seeds": list(matrix.seeds),
+        "results": str(output_dir / MATRIX_FILE),
+        "cells": [
+            {
+                **one.key._asdict(),
+                "is_match": one.is_match,
+                "acceptance_length": one.length.value,
+                "interval": [one.length.low, one.length.high],
+                "clean_length": one.clean_length.value if one.clean_length else one.length.value,
+                "num_rounds": one.num_rounds,
+            }
+            for one in group_figures(matrix)
+        ],
+    }
+
+
+def _measure_head(
+    matrix: SeedMatrix, run: HeadRun, asked: _Asked, *, output_dir: Path
+) -> SeedMatrix:
+    """The matrix with the cells of one head, those that it has already left as they are."""
+    heads, config = load_heads(run.folder / "head", asked.target), run.config
+    sha256 = sha256_of(run.folder / "head" / "model.safetensors")
+    for policy in config.matrix.policies:
+        for norm in config.matrix.recycle_norms or [config.head.recycle_norm]:
+            key = GroupKey(
+                config.objective.unroll,
+                config.head.num_mtp_modules,
+                config.head.recycle_norm,
+                policy,
+                norm,
             )
-            _check_text(records, plain, where=f"{name} under {policy}")
-            cells.append(
-                measure_cell(heads, records, prompts=prompts, policy=policy, num_drafts=num_drafts)
-            )
-    width = max(Console(stderr=True).width, TABLE_WIDTH)
-    Console(stderr=True, width=width).print(matrix_table(cells))
-    return {"num_prompts": len(prompts), "cells": [cell._asdict() for cell in cells]}
+            same = [c for c in matrix.cells if (c.key, c.seed) == (key, config.seed)]
+            if same and same[0].head_sha256 == sha256:
+                continue
+            cell = _cell(decoded_as(heads, norm), key, asked, run=run, sha256=sha256)
+            cells = (*(c for c in matrix.cells if c not in same), cell)
+            matrix = dataclasses.replace(matrix, cells=cells)
+            write_matrix(output_dir, matrix, figures=False)
+    return matrix
 
 
-def unrolls_of(num_mtp_modules: int, *, wanted: Sequence[str]) -> list[str]:
-    """Unrolls that make sense for N modules: `ttt` is `shared_context` with one module."""
-    left_out = "shared_context" if num_mtp_modules == 1 and "ttt" in wanted else ""
-    left_out = "ttt" if num_mtp_modules > 1 else left_out
-    return [unroll for unroll in wanted if unroll != left_out]
+def _cell(
+    heads: MTPHeads, key: GroupKey, asked: _Asked, *, run: HeadRun, sha256: str
+) -> MatrixCell:
+    num_drafts = depths_of(run.config)
+    records = decode_prompts(
+        asked.target,
+        heads,
+        asked.prompts,
+        policy=key.policy,
+        num_drafts=num_drafts,
+        num_new=run.config.matrix.max_new_tokens,
+    )
+    rounds = measure_cell(
+        heads, records, prompts=asked.prompts, policy=key.policy, num_drafts=num_drafts
+    )
+    pairs = zip(records, asked.plain, strict=True)
+    texts = [r.request_id for r, p in pairs if r.output_token_ids != p.output_token_ids]
+    allowed = run.config.matrix.max_differing_share * len(records)
+    where = f"{run.folder.name} under {key.policy}"
+    if len(texts) > allowed:
+        raise NumericFault(
+            f"policy matrix: {where}, prompts {texts[:5]}: the text differs from plain decoding; "
+            "they are equal in float32, set model.dtype=float32."
+        )
+    if len(rounds.differing) > allowed:
+        first = rounds.differing[0]
+        raise NumericFault(
+            f"policy matrix: {where}, prompt {first}: the loop accepted {rounds.loop[first]}, the "
+            f"walk {rounds.walks[first]}; they are equal in float32, set model.dtype=float32."
+        )
+    return MatrixCell(
+        key=key,
+        seed=run.config.seed,
+        num_speculative_tokens=num_drafts,
+        is_match=MATCHING_POLICY[key.unroll] == key.policy
+        and key.recycle_norm == key.decode_recycle_norm,
+        head_sha256=sha256,
+        accepted_per_round=rounds.loop,
+        clean_per_round=rounds.clean,
+        num_other_texts=len(texts),
+        num_other_rounds=len(rounds.differing),
+    )
 
 
-def matrix_table(cells: Sequence[Cell]) -> Table:
-    """Acceptance length of each head (row) under each policy (column), the match in bold."""
-    policies = list(dict.fromkeys(cell.policy for cell in cells))
-    table = Table(title="acceptance length, loop = walk; bold: the policy matches the unroll")
-    table.add_column("heads")
-    for policy in policies:
-        table.add_column(policy + ("" if POLICIES[policy].clean else ", leaves stale rows"))
-    rows: dict[str, dict[str, str]] = {}
-    for cell in cells:
-        text = f"{cell.acceptance_length:.3f} +- {cell.standard_error:.3f}"
-        if not POLICIES[cell.policy].clean:
-            text += f", {cell.clean_length:.3f} if rerun"
-        name = f"{cell.unroll} N={cell.num_mtp_modules}"
-        rows.setdefault(name, {})[cell.policy] = f"[bold]{text}[/bold]" if cell.is_match else text
-    for name, row in rows.items():
-        table.add_row(name, *(row[policy] for policy in policies))
-    return table
+def _start(
+    config: TrainConfig, output_dir: Path, *, prompts: Iterable[MatrixPrompt], target: Target
+) -> SeedMatrix:
+    """A matrix without cells, or the one that `output_dir` holds, if it asks the same."""
+    seeds = tuple(config.matrix.seeds or [config.seed])
+    num_norms = max(1, len(config.matrix.recycle_norms))
+    num_heads = len(head_runs(config, output_dir, seed=seeds[0]))
+    matrix = SeedMatrix(
+        seeds=seeds,
+        num_cells_per_seed=num_heads * len(config.matrix.policies) * num_norms,
+        prompts=tuple(prompts),
+        cells=(),
+        bootstrap_seed=config.seed,
+        settings={
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "config": json.loads(json.dumps(dataclasses.asdict(config))),
+        },
+        run=run_record(),
+    )
+    if not (output_dir / MATRIX_FILE).is_file():
+        return matrix
+    stored = read_matrix(output_dir)
+    same = dataclasses.replace(stored, cells=(), run=matrix.run, settings=matrix.settings) == matrix
+    if not same or not same_settings(stored.settings, matrix.settings):
+        raise IntegrityError(
+            f"{output_dir / MATRIX_FILE} holds a matrix of other prompts or settings; "
+            "set another output_dir."
+        )
+    return stored
 
 
-class _Run(NamedTuple):
-    name: str
-    config: TrainConfig
-
-
-def _run_of(config: TrainConfig, output_dir: Path, *, unroll: str, num_mtp_modules: int) -> _Run:
-    """Configuration of one head; all heads of equal depth share one cache of hidden states."""
-    config = copy.deepcopy(config)
-    config.task = "heads"
-    config.objective.unroll, config.head.num_mtp_modules = unroll, num_mtp_modules
-    if config.data.hidden_cache is None:
-        config.data.hidden_cache = str(output_dir / f"hidden_k{depths_of(config)}")
-    return _Run(f"{unroll}_n{num_mtp_modules}", config)
-
-
-def _prompts(documents: Sequence[EncodedDocument], *, limit: int) -> list[tuple[int, ...]]:
+def _prompt_documents(
+    documents: Sequence[EncodedDocument], *, limit: int
+) -> list[tuple[tuple[int, ...], EncodedDocument]]:
     """What comes before the first own token of each document, evenly spread over them."""
     lengths = [
         (document, document.loss_mask.index(True))
         for document in documents
         if any(document.loss_mask)
     ]
-    found = [document.token_ids[:length] for document, length in lengths if length > 0]
+    found = [(document.token_ids[:n], document) for document, n in lengths if n > 0]
     if not found:
         raise ConfigError(
             "data.path must hold documents with a prompt before the target's own tokens, got none "
@@ -136,36 +228,7 @@ def _prompts(documents: Sequence[EncodedDocument], *, limit: int) -> list[tuple[
     return found[:: max(1, len(found) // limit)][:limit]
 
 
-def _decode(
-    target: Target,
-    heads: MTPHeads | None,
-    prompts: Sequence[tuple[int, ...]],
-    *,
-    policy: str,
-    num_drafts: int,
-    num_new: int,
-) -> list[RequestRecord]:
-    """Greedy text of a fixed length, every prompt read whole in its first step."""
-    longest, total = max(map(len, prompts)), sum(map(len, prompts))
-    engine = EngineConfig(
-        max_num_requests=len(prompts),
-        max_num_batched_tokens=max(512, total + len(prompts) * (num_drafts + 1)),
-        max_prefill_chunk=longest,
-        max_model_len=longest + num_new + 1,
-    )
-    decoder = SpecDecoder(
-        target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=engine
-    )
-    records = decoder.generate(prompts, sampling=SamplingParams(max_new_tokens=num_new))
-    return sorted(records, key=lambda record: int(record.request_id))
-
-
-def _check_text(
-    records: Sequence[RequestRecord], plain: Sequence[RequestRecord], *, where: str
-) -> None:
-    for record, expected in zip(records, plain, strict=True):
-        if record.output_token_ids != expected.output_token_ids:
-            raise NumericFault(
-                f"policy matrix: {where}, prompt {record.request_id}: the text differs from plain "
-                "decoding; they are equal in float32, set model.dtype=float32."
-            )
+def _prompt_facts(chosen: tuple[tuple[int, ...], EncodedDocument]) -> MatrixPrompt:
+    prompt, document = chosen
+    digest = hashlib.sha256(json.dumps(list(prompt)).encode()).hexdigest()
+    return MatrixPrompt(document.doc_id, document.domain, digest)

@@ -4,14 +4,16 @@ Values and rules between keys were checked by `validation`; here are the files. 
 only in tensors, or in a model still to be downloaded, is left to the loaders.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from mtp_research.config import EvalConfig, TrainConfig
-from mtp_research.errors import ConfigError
+from mtp_research.errors import ConfigError, EnvironmentFault
 from mtp_research.evaluation.prompt_files import read_prompt_files
 from mtp_research.evaluation.settings import check_settings
+from mtp_research.grid import expand
 from mtp_research.heads.record import RECORD_FILE, check_head_fits, read_head_record
-from mtp_research.models.source import CONFIG_FILE, check_source, read_sizes
+from mtp_research.models.source import CONFIG_FILE, check_source, looks_like_hub_id, read_sizes
 
 SPECIAL_HEADS = (None, "oracle")
 
@@ -26,29 +28,52 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
         ConfigError: a path does not exist, the head belongs to another target, or a setting of a
             rule is out of range or would be ignored.
         IntegrityError: a prompt file, `head.json` or `config.json` is damaged; names file and line.
+        EnvironmentFault: captured steps are asked for, and the machine cannot run them.
     """
     if isinstance(config, TrainConfig):
         if config.task == "target":  # model.path and data.path are not read
             return
-        _require_paths({"data.path": config.data.path, "head.path": config.head.path})
+        _require_paths(("data.path", config.data.path), ("head.path", config.head.path))
         _check_cache(config)
         config_file = check_source(config.model.path)
         _check_head(config.head.path, key="head.path", config_file=config_file)
         return
     check_settings(config)
-    head = config.spec.head if config.spec.num_speculative_tokens > 0 else None
-    head = None if head in SPECIAL_HEADS else head
-    _require_paths({"spec.head": head, "prompts.path": config.prompts.path})
+    cells = [cell for cell in expand(config).cells if cell.spec.num_speculative_tokens > 0]
+    heads = dict.fromkeys(cell.spec.head for cell in cells if cell.spec.head not in SPECIAL_HEADS)
+    local = [head for head in heads if head is not None and not looks_like_hub_id(head)]
+    _require_paths(*(("spec.head", head) for head in local), ("prompts.path", config.prompts.path))
     config_file = check_source(config.model.path)
-    _check_head(head, key="spec.head", config_file=config_file)
+    for head in heads:
+        if head is not None and not Path(head).exists():
+            check_source(head, key="spec.head")  # a checkpoint on the hub
+        else:
+            _check_head(head, key="spec.head", config_file=config_file)
     if config.prompts.path is not None:
         read_prompt_files(Path(config.prompts.path))
+    if config.engine.cuda_graphs:
+        _require_gpu(config.model.device)
 
 
-def _require_paths(paths: dict[str, str | None]) -> None:
+def _require_gpu(device: str) -> None:
+    """Refuse captured steps where they cannot run; imports torch, which is what knows."""
+    missing = [] if device != "cpu" else ["model.device=cuda (got cpu)"]
+    if find_spec("triton") is None:
+        missing.append("the triton package (not installed)")
+    import torch  # after what needs no second to find out
+
+    if not torch.cuda.is_available():
+        missing.append("a CUDA GPU that torch can use (none is visible)")
+    if missing:
+        raise EnvironmentFault(
+            f"engine.cuda_graphs=true needs {' and '.join(missing)}; set engine=auto."
+        )
+
+
+def _require_paths(*paths: tuple[str, str | None]) -> None:
     faults = [
         f"{key} must be an existing path, got {path} (from {Path.cwd()}); set {key}=PATH."
-        for key, path in paths.items()
+        for key, path in paths
         if path is not None and not Path(path).exists()
     ]
     if faults:

@@ -1,30 +1,34 @@
 """A page, tables and charts from the results of some evaluations.
 
-    python -m mtp_research.report results.json [more.json ...] --out folder
+    python -m mtp_research.report results.json [more ...] [--out folder]
 
-Writes into the folder: `report.html` (one file that loads nothing), `figures.csv` (every acceptance
-figure in full precision), `tables/*.csv` and `tables/*.tex`, `charts/*.svg`. Every number is
-computed again from the per-request counters and must equal the stored one.
+Takes results of `eval.py`, the `matrix.json` of `train.py experiment=policy_matrix` and the
+`fault_price.json` of `eval.py experiment=fault_price`. Writes into the folder: `report.html` (one
+file that loads nothing), `figures.csv` (every acceptance figure in full precision),
+`tables/*.csv`, `tables/*.tex` and `charts/*.svg`. Every number is computed again from the counters
+of the files, and must equal the stored one.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mtp_research.errors import EnvironmentFault, IntegrityError
-from mtp_research.evaluation.figures import Figure, run_figures, shared_figures, slug
+from mtp_research.evaluation.fault_study import STUDY_FILE
+from mtp_research.evaluation.figures import slug
 from mtp_research.evaluation.html_page import render_page
-from mtp_research.evaluation.policy_matrix import policy_matrices
-from mtp_research.evaluation.report_tables import overview_grid, run_grids
-from mtp_research.evaluation.results import write_atomically
-from mtp_research.evaluation.runs import Run, entries, read_runs
-from mtp_research.evaluation.svg import standalone
+from mtp_research.evaluation.results import RESULTS_FILE, write_atomically
+from mtp_research.evaluation.runs import Run, read_runs
+from mtp_research.evaluation.sections import Section, results_sections
+from mtp_research.evaluation.seed_matrix import MATRIX_FILE
+from mtp_research.evaluation.study_sections import fault_section, matrix_section
+from mtp_research.evaluation.svg_parts import standalone
 from mtp_research.evaluation.table_files import figures_csv, grid_csv, grid_latex
-from mtp_research.evaluation.tables import Grid
 from mtp_research.provenance import redact
 
 PAGE_FILE = "report.html"
+_STUDIES = {MATRIX_FILE: matrix_section, STUDY_FILE: fault_section}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,12 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m mtp_research.report",
         description="One HTML page, CSV, LaTeX and SVG from the results of evaluations.",
     )
-    parser.add_argument("results", nargs="+", type=Path, help="results.json, or its folder")
-    parser.add_argument("--out", required=True, type=Path, help="folder of the report")
+    parser.add_argument("results", nargs="+", type=Path, help="a JSON file, or its folder")
+    parser.add_argument("--out", type=Path, help="default: `report` beside the first file")
     options = parser.parse_args(argv)
+    folder = options.out or _folder(options.results[0]) / "report"
     try:
-        runs = read_runs(options.results)
-        page = write_report(options.out, runs)
+        files = [file for path in options.results for file in _files(path)]
+        runs = read_runs([file for file in files if file.name not in _STUDIES])
+        studies = _study_sections([file for file in files if file.name in _STUDIES])
+        page = write_report(folder, [*studies, *results_sections(runs)], runs)
         _require_outputs(runs, page)
     except (IntegrityError, EnvironmentFault) as fault:
         sys.stderr.write(f"error: {redact(str(fault))}\n")
@@ -47,18 +54,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_report(folder: Path, runs: Sequence[Run]) -> Path:
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _files(path: Path) -> list[Path]:
+    """The file itself, or every file of a folder that a report can show."""
+    names = (MATRIX_FILE, STUDY_FILE, RESULTS_FILE)
+    found = [path / name for name in names if (path / name).is_file()]
+    return found or [path]
+
+
+def _study_sections(files: Sequence[Path]) -> list[Section]:
+    """A section for each; its name is the folder's, and unique."""
+    sections: list[Section] = []
+    for number, file in enumerate(files, start=1):
+        name = slug(file.resolve().parent.name)
+        is_taken = any(section.name == name for section in sections)
+        unique = f"{name}-{number}" if is_taken else name
+        sections.append(_STUDIES[file.name](file.parent, name=unique))
+    return sections
+
+
+def write_report(folder: Path, sections: Sequence[Section], runs: Sequence[Run]) -> Path:
     """Write every file of a report; return the path of its page.
 
     Raises:
         EnvironmentFault: the folder cannot be written.
     """
-    files = {folder / PAGE_FILE: render_page(runs), folder / "figures.csv": figures_csv(runs)}
-    for stem, grid in _named_grids(runs):
-        files[folder / "tables" / f"{stem}.csv"] = grid_csv(grid)
-        files[folder / "tables" / f"{stem}.tex"] = grid_latex(grid)
-    for stem, figure in _named_figures(runs):
-        files[folder / "charts" / f"{stem}.svg"] = standalone(figure.markup)
+    page = folder / PAGE_FILE
+    files = {page: render_page(sections), folder / "figures.csv": figures_csv(runs)}
+    for section in sections:
+        files |= _section_files(folder, section)
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,26 +94,23 @@ def write_report(folder: Path, runs: Sequence[Run]) -> Path:
         raise EnvironmentFault(
             f"--out must be a writable folder, got {folder} ({fault.strerror}); set --out PATH."
         ) from None
-    return folder / PAGE_FILE
+    return page
 
 
-def _named_grids(runs: Sequence[Run]) -> Iterator[tuple[str, Grid]]:
-    """Every table with its file name, numbered in the order of the page."""
-    found = entries(runs)
-    shared = [overview_grid(found), *(m.grid for m in policy_matrices(found))]
-    named = [("all", shared)] if len(runs) > 1 else []
-    named += [(slug(run.name), run_grids(run.report)) for run in runs]
-    for name, grids in named:
-        for number, grid in enumerate(grids, start=1):
-            yield f"{name}-{number:02d}-{slug(grid.title)}", grid
-
-
-def _named_figures(runs: Sequence[Run]) -> Iterator[tuple[str, Figure]]:
-    named = [("all", shared_figures(entries(runs)))] if len(runs) > 1 else []
-    named += [(slug(run.name), run_figures(run.report)) for run in runs]
-    for name, figures in named:
-        for number, figure in enumerate(figures, start=1):
-            yield f"{name}-{number:02d}-{figure.stem}", figure
+def _section_files(folder: Path, section: Section) -> dict[Path, str]:
+    """Tables and charts of a section, numbered in the order of the page."""
+    files = {}
+    source = f"{section.caption}. {section.command}"
+    for number, grid in enumerate(section.grids, start=1):
+        stem = f"{section.name}-{number:02d}-{slug(grid.title)}"
+        files[folder / "tables" / f"{stem}.csv"] = grid_csv(grid)
+        files[folder / "tables" / f"{stem}.tex"] = grid_latex(grid, source=source)
+    for number, figure in enumerate(section.charts, start=1):
+        stem = f"{section.name}-{number:02d}-{figure.stem}"
+        description = f"{figure.title}. {figure.note} {source}"
+        chart = standalone(figure.markup, description=description)
+        files[folder / "charts" / f"{stem}.svg"] = chart
+    return files
 
 
 def _require_outputs(runs: Sequence[Run], page: Path) -> None:

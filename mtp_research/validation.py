@@ -13,13 +13,17 @@ from typing import get_args, get_origin
 from mtp_research.config import (
     ARGMAX_RULES,
     CLEAN_POLICIES,
+    GRID_AXES,
     MAX_SPECULATIVE_TOKENS,
     EvalConfig,
+    GridConfig,
     ObjectiveConfig,
     TrainConfig,
     parse_loss,
 )
 from mtp_research.errors import ConfigError
+from mtp_research.grid import expand
+from mtp_research.placing_rules import placing_faults
 
 ALIASES = {"spec.k": "spec.num_speculative_tokens"}
 
@@ -35,7 +39,7 @@ def validate(config: TrainConfig | EvalConfig) -> None:
     faults = list(_value_faults(config))
     if not faults:
         rules = _train_faults(config) if isinstance(config, TrainConfig) else _eval_faults(config)
-        faults = list(rules)
+        faults = [*rules, *(_fault(*fault) for fault in placing_faults(config))]
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -96,6 +100,9 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 def fault_line(key: str, item: Field, value: object) -> str:
     """Compose the line for a value that a key does not take."""
+    if key in GRID_AXES:  # a value of a list: say it of the key that takes one
+        key = GRID_AXES[key]
+        item = schema_keys(EvalConfig)[key]
     short = next((alias for alias, full in ALIASES.items() if full == key), key)
     line = f"{key} must be {legal_values(item)}, got {value}"
     if choices := item.metadata.get("choices"):
@@ -124,8 +131,9 @@ def _value_faults(config: object, prefix: str = "") -> Iterator[str]:
             continue
         elif "low" in item.metadata:
             low, high = item.metadata["low"], item.metadata["high"]
-            if not (low <= value <= high) or (_is_open(item) and value == low):
-                yield fault_line(key, item, value)
+            for number in value if isinstance(value, list) else [value]:
+                if not (low <= number <= high) or (_is_open(item) and number == low):
+                    yield fault_line(key, item, number)
         elif "choices" in item.metadata:
             for choice in value if isinstance(value, list) else [value]:
                 if choice not in item.metadata["choices"]:
@@ -184,6 +192,10 @@ def _heads_faults(config: TrainConfig) -> Iterator[str]:
         if not 1 <= count <= most:
             key, expected = "matrix.num_mtp_modules", f"must lie in 1..{most}"
             yield _fault(key, expected, count, f"{key}=[1,{min(3, most)}]")
+    seeds = config.matrix.seeds
+    if seeds is not None and (len(set(seeds)) < max(len(seeds), 1) or min(seeds) < 0):
+        expected = "must hold at least one number >= 0, each once"
+        yield _fault("matrix.seeds", expected, seeds, "matrix.seeds=[0,1,2]")
     if config.task == "cache" and config.data.hidden_cache is None:
         yield _fault("data.hidden_cache", "must be set for task=cache", "nothing", "data=cached")
     if seq_len < num_depths + 2:
@@ -206,6 +218,9 @@ def _scale_faults(config: TrainConfig) -> Iterator[str]:
     if trainer.decode_eval_prompts and (is_gathered or trainer.shard_target):
         key, expected = "trainer.decode_eval_prompts", "must be 0 with weights spread over ranks"
         yield _fault(key, expected, trainer.decode_eval_prompts, f"{key}=0")
+    if head.lora_rank and trainer.parallel != "ddp":
+        expected = f"must be 0 for trainer.parallel={trainer.parallel}, which shards whole weights"
+        yield _fault("head.lora_rank", expected, head.lora_rank, "head.lora_rank=0")
     if trainer.compile and is_gathered:  # their hooks inside the modules break the graph
         expected = f"must be false for trainer.parallel={trainer.parallel}"
         yield _fault("trainer.compile", expected, "true", "trainer.compile=false")
@@ -231,6 +246,28 @@ def _loss_faults(config: TrainConfig) -> Iterator[str]:
 
 
 def _eval_faults(config: EvalConfig) -> Iterator[str]:
+    """Rules of every cell of the grid; one line a key, from the cell with the most rows a step."""
+    for key in GRID_AXES:
+        values = _grid_values(config.grid)[key]
+        if len(set(values)) < len(values):
+            full = GRID_AXES[key]
+            yield _fault(full, "must name each value once", values, f"{full}=[A,B]")
+    if config.timing.passes > 1 and config.timing.passes % 2:
+        expected, passes = "must be 1 or even, as in A B B A", config.timing.passes
+        yield _fault("timing.passes", expected, passes, f"timing.passes={passes + 1}")
+    cells = sorted(
+        expand(config).cells,
+        key=lambda cell: cell.engine.max_num_requests * (cell.spec.num_speculative_tokens + 1),
+    )
+    lines = {line.split()[0]: line for cell in cells for line in _cell_faults(cell)}
+    yield from lines.values()
+
+
+def _grid_values(grid: GridConfig) -> dict[str, list]:
+    return {f"grid.{name}": values for name, values in dataclasses.asdict(grid).items()}
+
+
+def _cell_faults(config: EvalConfig) -> Iterator[str]:
     spec, engine, max_new_tokens = config.spec, config.engine, config.sampling.max_new_tokens
     if not spec.policy or len(set(spec.policy)) < len(spec.policy):
         expected, fix = "must name at least one policy, each once", "spec.policy=[eagle,training]"
@@ -249,6 +286,12 @@ def _eval_faults(config: EvalConfig) -> Iterator[str]:
     if engine.prefix_caching and unclean:
         key, expected = "engine.prefix_caching", f"must be false for spec.policy={unclean[0]}"
         yield _fault(key, expected, "true", f"{key}=false")
+    if engine.deterministic and engine.compile:
+        key, fix = "engine.compile", "engine=h200_deterministic"
+        yield _fault(key, "must be false for engine.deterministic=true", "true", fix)
+    if engine.max_graph_requests is not None and not engine.cuda_graphs:
+        key, expected = "engine.max_graph_requests", "must be null for engine.cuda_graphs=false"
+        yield _fault(key, expected, engine.max_graph_requests, f"{key}=null")
     if engine.max_model_len is not None and engine.max_model_len <= max_new_tokens:
         key, expected = "engine.max_model_len", f"must exceed max_new_tokens={max_new_tokens}"
         yield _fault(key, expected, engine.max_model_len, f"{key}={2 * max_new_tokens}")
@@ -267,7 +310,8 @@ def _sampling_faults(config: EvalConfig) -> Iterator[str]:
     if sampling.temperature > 0:
         if spec.verify in ARGMAX_RULES:
             expected = f"must be 0 for spec.verify={spec.verify}"
-            yield _fault("sampling.temperature", expected, sampling.temperature, "spec=standard")
+            fix = "spec.verify=auto"
+            yield _fault("sampling.temperature", expected, sampling.temperature, fix)
         return
     fix = "sampling.temperature=1"
     if sampling.top_k:

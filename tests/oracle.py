@@ -60,8 +60,9 @@ def training_drafts(
     known, logits = list(text), []
     for m in range(num_drafts):
         tokens = known[1 + m : 1 + m + len(hidden)]
-        output = _run(heads, m % heads.spec.num_mtp_modules, tokens, hidden)
-        logits.append(heads.logits(output.post_norm[0, -1]))
+        module_idx = m % heads.spec.num_mtp_modules
+        output = _run(heads, module_idx, tokens, hidden)
+        logits.append(heads.logits(output.post_norm[0, -1], module_idx=module_idx))
         known.append(int(logits[-1].argmax()))
         hidden = heads.recycled(output)[0]
     return known[len(text) :], logits
@@ -79,8 +80,9 @@ def eagle_drafts(
     hidden = heads.source(_hidden(target, text[:-1]))[0]
     known, logits = list(text), []
     for m in range(num_drafts):
-        output = _run(heads, m % heads.spec.num_mtp_modules, known[1:], hidden)
-        logits.append(heads.logits(output.post_norm[0, -1]))
+        module_idx = m % heads.spec.num_mtp_modules
+        output = _run(heads, module_idx, known[1:], hidden)
+        logits.append(heads.logits(output.post_norm[0, -1], module_idx=module_idx))
         known.append(int(logits[-1].argmax()))
         hidden = torch.cat([hidden, heads.recycled(output)[0, -1:]])
     return known[len(text) :], logits

@@ -1,5 +1,7 @@
 """Configurations of tiny targets, one per family: `name: (model_type, keyword arguments)`."""
 
+from mtp_research.models.step import STEP_MODEL_TYPE
+
 _BASE = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -40,6 +42,7 @@ _EXPERTS = {
 }
 _INDEX = {"index_topk": 24, "index_head_dim": 16, "index_n_heads": 4}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_STEP_LAYERS = ["full_attention", "sliding_attention", "full_attention"]
 _NO_HEAD_DIM = {name: value for name, value in _BASE.items() if name != "head_dim"}
 RECIPES: dict[str, tuple[str, dict]] = {
     "glm4_moe": (
@@ -167,6 +170,36 @@ RECIPES: dict[str, tuple[str, dict]] = {
         ),
     ),
     "llama": ("llama", dict(_BASE, num_hidden_layers=2)),
+    "gemma": ("gemma", dict(_BASE, num_hidden_layers=2)),
+    "gemma3": (
+        "gemma3_text",
+        dict(
+            _BASE,
+            num_hidden_layers=3,
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            query_pre_attn_scalar=16,
+        ),
+    ),
+    "step3p5": (
+        STEP_MODEL_TYPE,
+        dict(
+            _BASE,
+            num_hidden_layers=3,
+            moe_intermediate_size=32,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            share_expert_dim=32,
+            moe_router_scaling_factor=1.5,
+            sliding_window=4,
+            num_sliding_attention_heads=6,
+            num_nextn_predict_layers=3,
+            layer_types=_STEP_LAYERS + ["sliding_attention"] * 3,
+            mlp_layer_types=["dense", "dense", "sparse"] + ["dense"] * 3,
+            rope_theta=[5e6, 1e4, 5e6, 1e4, 1e4, 1e4],
+            partial_rotary_factors=[0.5, 1.0, 0.5, 1.0, 1.0, 1.0],
+        ),
+    ),
     "qwen3_moe": (
         "qwen3_moe",
         dict(
@@ -179,6 +212,9 @@ RECIPES: dict[str, tuple[str, dict]] = {
         ),
     ),
 }
+# Models of other sizes in the same families.
+RECIPES["glm45_air"] = ("glm4_moe", RECIPES["glm4_moe"][1] | {"use_qk_norm": False})
+RECIPES["kimi_k2"] = ("deepseek_v3", RECIPES["deepseek_v3"][1] | {"num_nextn_predict_layers": 0})
 
 _RECURRENT = dict(
     _BASE,
@@ -227,6 +263,10 @@ _NEMOTRON = {
 RECURRENT_RECIPES: dict[str, tuple[str, dict]] = {
     "nemotron_h": ("nemotron_h", _NEMOTRON),
     "qwen3_5": ("qwen3_5_text", dict(_RECURRENT, rope_parameters=_MROPE)),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        dict(_RECURRENT, **_SHARED_EXPERTS, rope_parameters=_MROPE),
+    ),
     "qwen3_next": (
         "qwen3_next",
         dict(_RECURRENT, **_SHARED_EXPERTS, norm_topk_prob=True, decoder_sparse_step=1),

@@ -110,6 +110,22 @@ def test_wrong_argument_is_refused_before_torch_is_imported(
     assert expected in message
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("engine", ["h200", "h200_deterministic"])
+def test_captured_engine_without_a_gpu_exits_4_before_a_model_is_loaded(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = copy_target(tmp_path / "target")
+    (target / "model.safetensors").unlink()  # a loader would complain about this instead
+    words = [f"engine={engine}", f"model.path={target}", f"output_dir={tmp_path / 'run'}"]
+    assert evaluate(*words, "model.device=auto") == 4
+    message = capsys.readouterr().err
+    assert message.startswith("error: engine.cuda_graphs=true needs ")
+    assert "a CUDA GPU that torch can use (none is visible); set engine=auto." in message
+    assert message.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [

@@ -68,6 +68,16 @@ def test_prefix_caching_with_an_unclean_policy_is_a_fault() -> None:
     assert compose_config(EvalConfig, words[1:]).engine.prefix_caching
 
 
+def test_deterministic_engine_with_compiled_steps_names_the_preset() -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose_config(EvalConfig, ["engine=h200", "engine.deterministic=true"])
+    assert str(refused.value) == (
+        "engine.compile must be false for engine.deterministic=true, got true; "
+        "set engine=h200_deterministic."
+    )
+    assert compose_config(EvalConfig, ["engine=h200_deterministic"]).engine.deterministic
+
+
 def test_every_key_is_read_somewhere() -> None:
     root = CONF_DIR.parent
     sources = [*(root / "mtp_research").rglob("*.py"), root / "train.py", root / "eval.py"]
@@ -90,9 +100,7 @@ def test_spec_k_at_a_bound_is_taken(num_tokens: int) -> None:
     assert config.spec.num_speculative_tokens == num_tokens
 
 
-@pytest.mark.parametrize(
-    "value", ["-1", "65", "1000000", "three", "2.5", "true", "null", "", "[3]"]
-)
+@pytest.mark.parametrize("value", ["-1", "65", "1000000", "three", "2.5", "true", "null", "", "[]"])
 def test_spec_k_outside_its_range_names_the_range(value: str) -> None:
     (line,) = fault_lines(EvalConfig, f"spec.k={value}")
     assert "spec.num_speculative_tokens must be an integer in 0..64" in line
@@ -121,7 +129,7 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (
             TrainConfig,
             "experiment=eval_oracle",
-            "must be one of policy_matrix_tiny, train_chain_n3, ",
+            "must be one of policy_matrix, policy_matrix_tiny, recycle_norm, train_chain_n3, ",
         ),
         (TrainConfig, "-m", "must read NAME=VALUE"),
         (TrainConfig, "~head", "must read NAME=VALUE"),
@@ -152,6 +160,8 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (EvalConfig, "spec.k=32", "set engine.max_num_batched_tokens=528"),
         (EvalConfig, "engine.max_model_len=64", "must exceed max_new_tokens=64"),
         (EvalConfig, "engine.num_blocks=0", "or null, got 0; set engine.num_blocks=null"),
+        (EvalConfig, "engine.memory_fraction=0", "above 0 up to 1, got 0"),
+        (EvalConfig, "engine.max_graph_requests=4", "must be null for engine.cuda_graphs=false"),
         (EvalConfig, "sampling.temperature=0.5", "must be 0 for spec.verify=greedy"),
         (EvalConfig, "logger.wandb=offline", "must be disabled for eval.py"),
         (EvalConfig, "sampling.top_k=5", "must be 0 at temperature 0"),

@@ -26,12 +26,12 @@ DIRECTIONS = {
     "training": {"heads", "models", "policy", "data"},
     "evaluation": {"decode", "data"},
 }
-FOR_ALL = {"config", "errors", "files", "provenance", "validation", "run_lock"}
+FOR_ALL = {"config", "errors", "files", "grid", "provenance", "validation", "run_lock"}
 OWN_NOTHING = {"kernels", "hidden_policy", "row_layout", "policy"}
 # A heavy package -> the files and folders that may import it.
 HOMES = {
     "transformers": ("mtp_research/models/", "mtp_research/heads/weights.py", "mtp_research/data/"),
-    "wandb": ("mtp_research/training/tracking.py", "mtp_research/evaluation/report.py"),
+    "wandb": ("mtp_research/training/tracking.py", "mtp_research/evaluation/wandb_tables.py"),
     "accelerate": ("mtp_research/training/",),
     "deepspeed": ("mtp_research/training/",),
     "hydra": ("mtp_research/cli.py",),

@@ -22,6 +22,7 @@ from mtp_research.errors import ConfigError
             "set trainer.decode_eval_prompts=0.",
         ),
         (TrainConfig, ["trainer=fsdp2", "trainer.compile=true"], "set trainer.compile=false."),
+        (TrainConfig, ["head.lora_rank=4", "trainer=zero2"], "set head.lora_rank=0."),
         (EvalConfig, ["logger.tensorboard=true"], "set logger.tensorboard=false."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

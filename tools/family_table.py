@@ -1,7 +1,7 @@
-"""Write docs/families.md: the family table, and by which tests each family is covered.
+"""Write the family table: which tests cover each family, in docs/families.md and in README.md.
 
-    python tools/family_table.py            print
-    python tools/family_table.py --write    write docs/families.md
+    python tools/family_table.py            print docs/families.md
+    python tools/family_table.py --write    write it, and README.md between its two markers
 
 Names and conventions come from `mtp_research/models/families.py`, coverage from what the tests run,
 so that neither can be claimed by hand; tests/test_family_table.py keeps the file current.
@@ -14,26 +14,39 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mtp_research.models.families import FAMILIES
+from mtp_research.models.families import FAMILIES, REFUSED, REFUSED_FIELDS
 from mtp_research.models.family import Family
 from tests.decode.test_exactness import ALL_TESTED, FAMILIES_TESTED
 from tests.decode.test_recurrent import RECIPES_RECOMPUTED
 from tests.heads.release import RELEASES
 from tests.heads.test_library_drafts import LIBRARY_FAMILIES
+from tests.heads.test_references import FAMILIES_REFERENCED
 from tests.recipes import RECIPES, RECURRENT_RECIPES
 
 PATH = ROOT / "docs" / "families.md"
+README = ROOT / "README.md"
+README_START = "<!-- Written by python tools/family_table.py --write, down to the end marker. -->\n"
+README_END = "<!-- End of the family table. -->\n"
+README_OPENING = """## Families
+
+Checks run on tiny random models on a CPU, most on checkpoints in release names; no released weights
+were loaded. The last column comes from what the tests run. What a check compares, and where engines
+differ: [docs/families.md](docs/families.md). `mtp.*` is also for families that publish no modules.
+
+| family | model types | its modules' tensors | checked by |
+|---|---|---|---|
+"""
 OPENING = """# Model families
 
 Written by `python tools/family_table.py --write` from `mtp_research/models/families.py` and the
 tests; do not edit. All checks run on tiny random models (CPU): no released weights were loaded.
 
 Conventions: what the first module reads and what the next pass gets (before or after a final norm),
-order of the projection's input, and where a release keeps its modules (`mtp.*` is also the neutral
-layout for heads of families that ship none).
+order of the projection's input, whose output head the modules use, and where a release keeps its
+modules (`mtp.*` is also the neutral layout for heads of families that ship none).
 
-| family | model types | attention | reads / recycles | input order | published names | checked by |
-|---|---|---|---|---|---|---|
+| family | model types | attention | reads / recycles | input order | head | tensors | checked by |
+|---|---|---|---|---|---|---|---|
 """
 CHECKS = """
 Checks:
@@ -45,19 +58,70 @@ Checks:
 - **names**: a checkpoint in release names loads, matches a reference of the module's wrapper,
   drafts without changing the greedy text, and is written back byte for byte
   (`tests/heads/test_native.py`)
+- **reference**: every loaded module gives the numbers of a float64 reference that was written from
+  formulas and published code on the released tensors, attention, rotary embedding, routing and head
+  included (`tests/heads/test_references.py`, float32, below 1e-6 of the largest magnitude)
 - **library**: our `training` drafts are those of transformers' `generate(use_mtp=True)`, one and
   three modules (`tests/heads/test_library_drafts.py`)
 
 Sparse attention (a learned index over keys) is run densely: exact up to `index_topk` tokens,
-refused beyond. Not supported: families whose text model has no causal-LM class in transformers
-(Step-3.5), hyper-connections (DeepSeek-V4, hy_v4, Qwen4), and DSpark stages (DeepSeek-V4.1).
+refused beyond. Step-3.5's text model is the library's (5.17 to 5.23), which has no causal-LM class
+for it; `mtp_research/models/step.py` adds the lm_head and the release's names. Its modules have
+output heads of their own, which are decoded and exported, not trained: new heads use the target's
+lm_head, and their export repeats it in each module. Kimi-K2 and MiniMax-M2 publish no modules.
+"""
+DIFFERENCES = {
+    "ernie4_5_moe": "vLLM feeds post-norm states, puts no norm before the head and turns halves of "
+    "a head instead of neighbours; training code feeds pre-norm states and uses the target's final "
+    "norm, as here",
+    "exaone_moe": "older vLLM and SGLang give its module layer 0's type; here "
+    "`mtp_layer_types` of the config decides, full attention without it",
+    "glm4_moe": "vLLM 0.33 recycles before the module's norm: `head.recycle_norm=pre_norm` in "
+    "training, `recycle_norm` of `head.json` in decoding (glm4_moe_lite: the same)",
+    "glm_moe_dsa": "with `index_share_for_mtp_iteration` engines reuse the first draft's selection "
+    "of keys in later drafts; here every row attends to all keys",
+    "mimo": "SGLang and FastMTP feed post-norm states: `head.hidden_source=post_norm`",
+    "mimo_v2": "SGLang does not chain: every module reads the target's state at shifted tokens, "
+    "`spec.policy=target_roll`, trained by `objective.unroll=independent`; vLLM runs module 0 "
+    "only, `spec.module_schedule=first`",
+    "step3p5": "transformers feeds post-norm states, vLLM and SGLang pre-norm ones",
+}
+DIFFERENCES_OPENING = """
+Where engines disagree, a released head runs as the table says, and these settings give the other
+way (engines as read in their published wheels, none was run here):
+
+"""
+REFUSED_OPENING = """
+Refused by name:
+
 """
 
 
 def family_table() -> str:
     """The whole file."""
     rows = [_row(name, family) for name, family in sorted(FAMILIES.items())]
-    return OPENING + "\n".join(rows) + "\n" + CHECKS
+    differences = [f"- **{name}**: {text}\n" for name, text in sorted(DIFFERENCES.items())]
+    refused = [f"- `{name}`: {reason}\n" for name, reason in sorted(REFUSED.items())]
+    refused += [f"- field `{name}`: {reason}\n" for name, reason in sorted(REFUSED_FIELDS.items())]
+    parts = ("\n".join(rows), "\n", CHECKS, DIFFERENCES_OPENING, *differences)
+    return OPENING + "".join((*parts, REFUSED_OPENING, *refused))
+
+
+def readme_section() -> str:
+    """What stands in README.md between the two markers."""
+    rows = (
+        f"| {name} | {', '.join(family.model_types)} | `{family.native.prefix}*` | "
+        f"{', '.join(_checks(name)) or 'nothing'} |\n"
+        for name, family in sorted(FAMILIES.items())
+    )
+    return f"\n{README_OPENING}{''.join(rows)}\n"
+
+
+def with_section(readme: str) -> str:
+    """`readme` with the current section; both markers must be there."""
+    before, rest = readme.split(README_START)
+    _, after = rest.split(README_END)
+    return before + README_START + readme_section() + README_END + after
 
 
 def _row(name: str, family: Family) -> str:
@@ -67,6 +131,7 @@ def _row(name: str, family: Family) -> str:
         _attention(family),
         f"{family.hidden_source} / {family.recycle_norm}",
         family.concat_order.replace("_", " "),
+        "own" if family.owns_lm_head else "target's",
         f"`{family.native.prefix}*`",
         ", ".join(_checks(name)) or "nothing",
     )
@@ -87,6 +152,7 @@ def _checks(name: str) -> list[str]:
         "paged": RECIPES | RECURRENT_RECIPES,
         "exact": {*ALL_TESTED, *FAMILIES_TESTED, *RECIPES_RECOMPUTED},
         "names": RELEASES,
+        "reference": FAMILIES_REFERENCED,
         "library": LIBRARY_FAMILIES,
     }
     return [check for check, names in covered.items() if name in names]
@@ -97,5 +163,6 @@ if __name__ == "__main__":
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
         PATH.write_text(family_table(), encoding="utf8")
+        README.write_text(with_section(README.read_text(encoding="utf8")), encoding="utf8")
     else:
         sys.stdout.write(family_table())

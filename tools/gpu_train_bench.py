@@ -1,12 +1,15 @@
-"""One GPU: the head training step at the shapes of a lab target, with its time split and MFU.
+"""One GPU: the head training step at the shapes of lab targets, with its time split and MFU.
 
-    python tools/gpu_train_bench.py --out $OUT                       lab_base and a larger shape
-    python tools/gpu_train_bench.py --out /tmp/x --model lab_tiny --seq-len 64 --batch-size 2 \
-        --steps 3 --no-compile --no-large                            tiny, on a CPU
+    python tools/gpu_train_bench.py --out $OUT                   lab_small and lab_base, ce and kl
+    python tools/gpu_train_bench.py --out $OUT --models runs/lab_base/target \
+        --documents runs/lab_base/answers.jsonl                  trained weights and their own text
+    python tools/gpu_train_bench.py --out /tmp/x --models lab_tiny --losses ce --seq-len 64 \
+        --batch-size 2 --steps 3 --compile no                    tiny, on a CPU
 
-Per shape: tokens/s and MFU of the whole step as `train.py` runs it (target forward, unroll, loss,
-backward, AdamW), against a bf16 8192^3 product measured in the same run; peak memory; the split by
-stage, each stage drained, so that its parts add up to more than the step.
+Per model, batch size, loss and hidden state source: tokens/s and MFU of the whole step as
+`train.py` runs it (target forward, unroll, loss, backward, AdamW), against a bf16 8192^3 product
+measured in the same run; peak memory; the split by stage, each stage drained, so that its parts add
+up to more than the step. A table, and everything as `train_bench.json`.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,36 +34,27 @@ from training_bench_parts import (  # puts the repository on the path
     time_of,
 )
 
-from mtp_research.config import TrainerConfig
+from mtp_research.config import TrainConfig, TrainerConfig
 from mtp_research.training.figures import FigureQueue
 from mtp_research.training.losses import depth_labels, label_counts
 from mtp_research.training.objective import run_heads
+from mtp_research.training.setup import RunParts
 from mtp_research.training.signals import StopRequest
 from mtp_research.training.step import accumulate_gradients
 
+WARM_UP_STEPS, NUM_ROUNDS, NUM_SPLITS = 3, 3, 5
+LEARNING_RATE = 1e-3
 
-def main() -> None:
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure each shape; one table and one JSON file."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", default="lab_base", help="of conf/model, or a folder")
-    parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[256])
-    parser.add_argument("--loss", default="ce")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--no-large", action="store_true", help="leave the larger shape out")
-    args = parser.parse_args()
+    args = parse(argv)
     ranks = Accelerator(cpu=not torch.cuda.is_available())
     ceiling = matmul_tflops(ranks.device)
-    print(f"device {device_name()}  bf16 product {ceiling:.0f} TFLOP/s")
-    shapes = [Shape(args.model, args.seq_len, size, loss=args.loss) for size in args.batch_size]
-    if not args.no_large:
-        shapes.append(Shape("large", 512, 64, loss=args.loss))
+    print(f"device {device_name()}  bf16 product {ceiling:.1f} TFLOP/s")
     results = []
-    for shape in shapes:
-        eager_too = args.no_compile or shape is shapes[0]
-        for compiled in [False] * eager_too + [True] * (not args.no_compile):
+    for shape in shapes_of(args):
+        for compiled in {"no": [False], "yes": [True], "both": [False, True]}[args.compile]:
             result = measure(shape, ranks, compiled=compiled, steps=args.steps, ceiling=ceiling)
             results.append(result)
             show(result)
@@ -68,36 +63,59 @@ def main() -> None:
     (args.out / "train_bench.json").write_text(json.dumps(report | {"rows": results}, indent=1))
 
 
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments of the command line."""
+    parser = argparse.ArgumentParser(description="The head training step on one GPU.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["lab_small", "lab_base"],
+        help="names of conf/model or `large`, with random weights; or folders with trained ones",
+    )
+    parser.add_argument("--documents", help="what data.path takes; left out: made-up text")
+    parser.add_argument("--losses", nargs="+", default=["ce", "kl"])
+    parser.add_argument("--hidden", nargs="+", choices=["kept", "live"], default=["live"])
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[256])
+    parser.add_argument("--steps", type=int, default=20, help="of each of three rounds")
+    parser.add_argument("--compile", choices=["both", "no", "yes"], default="yes")
+    return parser.parse_args(argv)
+
+
+def shapes_of(args: argparse.Namespace) -> list[Shape]:
+    """Every combination that was asked for."""
+    return [
+        Shape(
+            model,
+            args.seq_len,
+            size,
+            loss=loss,
+            documents=args.documents,
+            keeps_hidden=hidden == "kept",
+        )
+        for model in args.models
+        for size in args.batch_size
+        for loss in args.losses
+        for hidden in args.hidden
+    ]
+
+
 def measure(
     shape: Shape, ranks: Accelerator, *, compiled: bool, steps: int, ceiling: float
 ) -> dict[str, object]:
     """Median step, split by stage and peak memory of one shape."""
-    trainer = TrainerConfig(batch_size=shape.batch_size, learning_rate=1e-3, compile=compiled)
+    trainer = TrainerConfig(
+        batch_size=shape.batch_size, learning_rate=LEARNING_RATE, compile=compiled
+    )
     config = run_config(shape, trainer, device=ranks.device.type)
     parts = make_parts(shape, config, ranks)
     parts.heads.train()
-    losses, stop, queue = [], StopRequest(), FigureQueue()
-
-    def step(index: int) -> None:
-        stats = accumulate_gradients(parts, config=config, ranks=ranks, step=index, stop=stop)
-        norm = parts.engine.step(learning_rate=1e-3)
-        queue.push(stats, step=index, learning_rate=1e-3, grad_norm=norm)
-        losses.extend(figures.loss for figures in queue.ready())
-
-    started = time.perf_counter()
-    for index in range(3):
-        step(index)
-    drain()
-    warm_s = time.perf_counter() - started
+    run = StepRunner(parts, config, ranks)
+    warm_s = run.seconds(WARM_UP_STEPS)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    rounds = []
-    for first in range(3, 3 + 3 * steps, steps):  # three rounds: median and spread
-        started = time.perf_counter()
-        for index in range(first, first + steps):
-            step(index)
-        drain()
-        rounds.append((time.perf_counter() - started) / steps)
+    rounds = [run.seconds(steps) / steps for _ in range(NUM_ROUNDS)]
     seconds = statistics.median(rounds)
     tokens = shape.batch_size * shape.seq_len
     flops = flops_per_token(parts, shape)
@@ -113,16 +131,51 @@ def measure(
         "tflops": achieved,
         "mfu": achieved / ceiling,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None,
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
+        "loss_first": run.losses[0],
+        "loss_last": run.losses[-1],
         "split_ms": split(parts, config, ranks),
     }
 
 
-def split(parts, config, ranks: Accelerator) -> dict[str, float]:
+class StepRunner:
+    """Runs optimizer steps one after the other, as the training loop does.
+
+    Attributes:
+        losses: of every finished step.
+    """
+
+    def __init__(self, parts: RunParts, config: TrainConfig, ranks: Accelerator) -> None:
+        """Nothing has run."""
+        self._parts, self._config, self._ranks = parts, config, ranks
+        self._queue, self._stop, self._step = FigureQueue(), StopRequest(), 0
+        self.losses: list[float] = []
+
+    def seconds(self, count: int) -> float:
+        """Wall time of `count` more steps, the device drained before and after."""
+        drain()
+        started = time.perf_counter()
+        for _ in range(count):
+            stats = accumulate_gradients(
+                self._parts,
+                config=self._config,
+                ranks=self._ranks,
+                step=self._step,
+                stop=self._stop,
+            )
+            norm = self._parts.engine.step(learning_rate=LEARNING_RATE)
+            self._queue.push(stats, step=self._step, learning_rate=LEARNING_RATE, grad_norm=norm)
+            self._step += 1
+            self.losses += [figures.loss for figures in self._queue.ready()]
+        drain()
+        return time.perf_counter() - started
+
+
+def split(parts: RunParts, config: TrainConfig, ranks: Accelerator) -> dict[str, float]:
     """Milliseconds of each stage, drained before and after; median of five."""
     engine, spec = parts.engine, parts.unroll_spec
-    batch = parts.rows.batch(list(range(config.trainer.batch_size)))
+    indices = list(range(config.trainer.batch_size))
+    batch = parts.rows.batch(indices)
+    hidden = parts.rows.hidden(indices)
     labels = depth_labels(
         batch.input_ids,
         document_index=batch.document_index,
@@ -130,38 +183,35 @@ def split(parts, config, ranks: Accelerator) -> dict[str, float]:
         num_depths=spec.num_depths,
     )
     counts = label_counts(labels)
-    indices = list(range(config.trainer.batch_size))
-    state: dict[str, object] = {}
-    stages = {
-        "target_forward": lambda: state.update(hidden=parts.rows.hidden(indices)),
-        "modules_forward": lambda: state.update(
-            outputs=run_heads(parts.heads, batch, hidden=state["hidden"], spec=spec)
+    losses: list[torch.Tensor] = []
+    stages: dict[str, Callable[[], object]] = {
+        "target_forward": lambda: parts.rows.hidden(indices),
+        "modules_forward": lambda: run_heads(parts.heads, batch, hidden=hidden, spec=spec),
+        "modules_and_loss_forward": lambda: losses.append(
+            engine.objective(batch, hidden, labels, counts).loss
         ),
-        "modules_and_loss_forward": lambda: state.update(
-            loss=engine.objective(batch, state["hidden"], labels, counts).loss
-        ),
-        "backward": lambda: engine.backward(state["loss"]),
-        "optimizer": lambda: engine.step(learning_rate=1e-3),
+        "backward": lambda: engine.backward(losses.pop()),
+        "optimizer": lambda: engine.step(learning_rate=LEARNING_RATE),
     }
     times: dict[str, list[float]] = {name: [] for name in stages}
-    for _ in range(5):
+    for _ in range(NUM_SPLITS):
         for name, call in stages.items():
             times[name].append(1e3 * time_of(call, ranks.device))
-            state.pop("outputs", None)
     found = {name: statistics.median(values) for name, values in times.items()}
     found["loss"] = found.pop("modules_and_loss_forward") - found["modules_forward"]
     return found
 
 
 def show(result: dict) -> None:
-    """One line a shape."""
+    """Two lines a shape."""
     parts = "  ".join(f"{name} {ms:.2f}" for name, ms in result["split_ms"].items())
     peak = "" if result["peak_gb"] is None else f"  peak {result['peak_gb']:.1f} GB"
+    hidden = "kept" if result["keeps_hidden"] else "live"
     print(
-        f"{result['model']} S={result['seq_len']} B={result['batch_size']} "
-        f"compiled={result['compiled']}  {result['step_ms']:.2f} ms "
+        f"{result['model']} S={result['seq_len']} B={result['batch_size']} {result['loss']} "
+        f"hidden {hidden} compiled={result['compiled']}  {result['step_ms']:.2f} ms "
         f"(+-{result['step_ms_spread']:.2f})  {result['tokens_per_s']:,.0f} tok/s  "
-        f"{result['tflops']:.1f} TFLOP/s  MFU {100 * result['mfu']:.1f} %{peak}\n    {parts} ms",
+        f"{result['tflops']:.2f} TFLOP/s  MFU {100 * result['mfu']:.1f} %{peak}\n    {parts} ms",
         flush=True,
     )
 

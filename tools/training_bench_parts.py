@@ -1,18 +1,25 @@
 """Parts of the GPU training benches: a target of a given shape, rows of text, an engine, FLOPs.
 
 Weights are random unless a folder is given; the text is a noisy permutation of a few tokens, which
-heads learn within tens of steps, so that loss curves have something to show.
+heads learn within tens of steps, so that loss curves have something to show. A trained target with
+experts should read its own text, since the text decides how evenly its experts are used.
 
 Letters: B rows, S row length, D hidden, V vocabulary, N modules, k depths.
 """
 
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 import yaml
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -21,6 +28,7 @@ from mtp_research.config import DataConfig, HeadConfig, ModelConfig, TrainConfig
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.models.fresh import new_target
 from mtp_research.models.target import Target, load_target, wrap_target
+from mtp_research.training.documents import HeadDocuments, load_head_documents
 from mtp_research.training.loss_terms import loss_spec
 from mtp_research.training.objective import HeadObjective, UnrollSpec
 from mtp_research.training.parallel import make_engine, prepare_target
@@ -44,7 +52,12 @@ LARGE = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained: a model of `conf/model` or a folder, and the size of a step."""
+    """What is trained: a model of `conf/model` or a folder, and the size of a step.
+
+    Attributes:
+        documents: file that `data.path` takes; None for made-up text.
+        keeps_hidden: the target's hidden states are computed once and then read, as from a cache.
+    """
 
     model: str
     seq_len: int
@@ -52,13 +65,15 @@ class Shape:
     num_mtp_modules: int = 3
     num_depths: int = 3
     loss: str = "ce"
+    documents: str | None = None
+    keeps_hidden: bool = False
 
 
 def run_config(shape: Shape, trainer: TrainerConfig, *, device: str) -> TrainConfig:
     """The configuration that a run of this shape would have."""
     return TrainConfig(
         model=ModelConfig(shape.model, "", "", device=device),
-        data=DataConfig("synthetic", "", seq_len=shape.seq_len),
+        data=DataConfig("bench", shape.documents or "", seq_len=shape.seq_len, eval_documents=1),
         head=HeadConfig(num_mtp_modules=shape.num_mtp_modules),
         trainer=trainer,
     )
@@ -77,8 +92,8 @@ def make_target(name: str, *, device: torch.device) -> Target:
     return wrap_target(model)
 
 
-def make_parts(shape: Shape, config: TrainConfig, ranks) -> RunParts:
-    """A run without documents: heads, engine and training rows."""
+def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> RunParts:
+    """A run without a held-out part: heads, engine and training rows."""
     target = make_target(shape.model, device=ranks.device)
     config.objective.loss = shape.loss
     heads = build_heads(config, target=target)
@@ -86,12 +101,18 @@ def make_parts(shape: Shape, config: TrainConfig, ranks) -> RunParts:
     spec = UnrollSpec(shape.num_depths, config.objective.unroll, "cycle")
     objective = HeadObjective(heads, unroll_spec=spec, loss_spec=loss_spec(config.objective))
     engine = make_engine(objective, trainer=config.trainer, ranks=ranks)
-    rows = pack_first_fit(documents(shape), seq_len=shape.seq_len, pad_id=0)
-    training_rows = TrainingRows(rows, target=target, hidden_source="post_norm", keep_hidden=False)
+    documents = _documents(shape, config, vocab_size=target.config.vocab_size)
+    training_rows = TrainingRows(
+        pack_first_fit(documents.train, seq_len=shape.seq_len, pad_id=0),
+        target=target,
+        hidden_source="post_norm",
+        keep_hidden=shape.keeps_hidden,
+    )
+    assert training_rows.keeps_hidden == shape.keeps_hidden, "the rows do not fit in CACHE_BYTES"
     return RunParts(
         heads=heads,
         engine=engine,
-        documents=None,
+        documents=documents,
         rows=training_rows,
         held_out_rows=training_rows,
         unroll_spec=spec,
@@ -99,7 +120,18 @@ def make_parts(shape: Shape, config: TrainConfig, ranks) -> RunParts:
     )
 
 
-def documents(shape: Shape, *, num_rows: int = 512) -> list[EncodedDocument]:
+def _documents(shape: Shape, config: TrainConfig, *, vocab_size: int) -> HeadDocuments:
+    if shape.documents is None:
+        return HeadDocuments(made_up_documents(shape), [], num_short=0, data_sha256="none")
+    return load_head_documents(
+        config.data,
+        model_path=shape.model,
+        vocab_size=vocab_size,
+        num_depths=shape.num_depths,
+    )
+
+
+def made_up_documents(shape: Shape, *, num_rows: int = 512) -> list[EncodedDocument]:
     """Documents of half to three quarters of a row; nine tokens in ten follow a permutation."""
     generator = np.random.default_rng(0)
     follow = generator.permutation(USED_TOKENS)
@@ -127,18 +159,20 @@ def flops_per_token(parts: RunParts, shape: Shape) -> dict[str, float]:
     hidden, vocab = config.hidden_size, config.vocab_size
     width = config.num_attention_heads * config.head_dim
     attention = 4 * width * shape.seq_len / 2  # forward, one layer
-    layers = active_parameters(target.model.base_model.layers, config)
+    decoder = cast(nn.ModuleList, target.model.base_model.layers)
+    layers = active_parameters(decoder, config)
     modules = active_parameters(parts.heads.mtp_modules, config) / len(parts.heads.mtp_modules)
     depths = shape.num_depths
+    forward = 2 * layers + attention * len(decoder)
     return {
-        "target": 2 * layers + attention * len(target.model.base_model.layers),
+        "target": 0.0 if shape.keeps_hidden else forward,
         "modules": depths * (6 * modules + 3 * attention),
         "lm_head": depths * 4 * hidden * vocab,
         "teacher": 0.0 if shape.loss == "ce" else 2 * hidden * vocab,
     }
 
 
-def active_parameters(module: torch.nn.Module, config) -> float:
+def active_parameters(module: torch.nn.Module, config: PreTrainedConfig) -> float:
     """Parameters that one token meets: of the routed experts only those it is sent to."""
     total = 0.0
     for name, parameter in module.named_parameters():
@@ -158,10 +192,8 @@ def matmul_tflops(device: torch.device, *, size: int = 8192, repeats: int = 10) 
     return 2 * size**3 / float(np.median(times)) / 1e12
 
 
-def time_of(call, device: torch.device) -> float:
+def time_of(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call, the device drained before and after."""
-    import time
-
     if device.type == "cuda":
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()

@@ -13,6 +13,7 @@ from mtp_research.decode.sampling_params import SamplingParams, check_sampling
 from mtp_research.decode.verify_options import VerifyOptions, check_options
 from mtp_research.decode.verify_rules import RULES, Rule
 from mtp_research.errors import ConfigError
+from mtp_research.heads.stack import MTPHeads
 from mtp_research.policy import MODULE_SCHEDULES, POLICIES, HiddenPolicy
 from mtp_research.validation import check_values
 
@@ -61,6 +62,7 @@ def check_arguments(
     draft_sampling: str,
     module_schedule: str,
     draft_length: DraftLength | None,
+    draft_token_ids: Sequence[int] | None,
 ) -> None:
     """Refuse values out of range, and heads that do not fit the other arguments.
 
@@ -85,6 +87,11 @@ def check_arguments(
         raise ConfigError(
             f"spec.draft_length must be fixed for spec.head={heads}, which has no passes to leave "
             f"out, got {type(draft_length).__name__}; set spec.draft_length=fixed."
+        )
+    if draft_token_ids is not None and not isinstance(heads, MTPHeads):
+        raise ConfigError(
+            f"a draft vocabulary needs MTP heads, got spec.head={heads}; "
+            "set spec.draft_vocabulary_size=null, or draft_token_ids=None."
         )
 
 

@@ -3,21 +3,25 @@
 Letters: K drafts per step.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.audit import Auditor
 from mtp_research.decode.block_manager import BlockManager
+from mtp_research.decode.deterministic import kernel_backend
 from mtp_research.decode.draft import DraftSampling, MTPDrafter
 from mtp_research.decode.draft_length import DraftLength
 from mtp_research.decode.drafter import Drafter, NullDrafter, OracleDrafter
 from mtp_research.decode.graphs import StepGraphs
 from mtp_research.decode.kv_cache import HiddenRing, KVCache
+from mtp_research.decode.memory import bytes_per_block, free_bytes, plan_num_blocks
 from mtp_research.decode.prefix_cache import PrefixCache
 from mtp_research.decode.scheduler import Scheduler
 from mtp_research.decode.step import DeviceStep
 from mtp_research.errors import ConfigError, EnvironmentFault
+from mtp_research.heads.draft_vocabulary import restrict_vocabulary
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.merged import merge_projections
 from mtp_research.models.recurrent_states import RecurrentStates
@@ -53,6 +57,7 @@ def build_drafter(
     draft_sampling: DraftSampling,
     schedule: ModuleSchedule,
     length: DraftLength,
+    draft_token_ids: Sequence[int] | None,
 ) -> DraftParts:
     """Drafter of `heads`, and its auditor where the engine asks for one; see `SpecDecoder`."""
     if num_speculative_tokens == 0 or heads is None:
@@ -60,7 +65,7 @@ def build_drafter(
     if heads == "null":
         return DraftParts(NullDrafter(num_speculative_tokens), None)
     if heads == "oracle":
-        oracle = OracleDrafter(target, num_speculative_tokens, backend=engine.backend)
+        oracle = OracleDrafter(target, num_speculative_tokens, backend=kernel_backend(engine))
         return DraftParts(oracle, None)
     drafter = MTPDrafter(
         heads=heads,
@@ -69,8 +74,9 @@ def build_drafter(
         first_kv_layer=len(target.kv_layers),
         schedule=schedule,
         draft_sampling=draft_sampling,
-        backend=engine.backend,
+        backend=kernel_backend(engine),
         length=length,
+        vocabulary=None if draft_token_ids is None else restrict_vocabulary(heads, draft_token_ids),
     )
     if not engine.audit:
         return DraftParts(drafter, None)
@@ -102,7 +108,16 @@ def build_state(
         max_model_len=max_model_len,
         num_speculative_tokens=num_speculative_tokens,
     )
-    num_blocks = engine.num_blocks or engine.max_num_requests * blocks_per_request
+    layers = [*target.kv_layers, *[target.draft_kv_layer] * num_draft_layers]
+    num_spare = 1  # the last block belongs to the padding of captured batches
+    num_blocks = plan_num_blocks(
+        asked=None if engine.num_blocks is None else engine.num_blocks + num_spare,
+        num_enough=engine.max_num_requests * blocks_per_request + num_spare,
+        num_least=blocks_per_request + num_spare,
+        block_bytes=bytes_per_block(layers, block_size=engine.block_size, dtype=target.dtype),
+        free=free_bytes(target.device),
+        memory_fraction=engine.memory_fraction,
+    )
     recurrent = None
     if target.has_recurrent_state:
         recurrent = RecurrentStates(
@@ -111,8 +126,8 @@ def build_state(
             num_speculative_tokens=num_speculative_tokens,
         )
     cache = KVCache(
-        [*target.kv_layers, *[target.draft_kv_layer] * num_draft_layers],
-        num_blocks=num_blocks + 1,  # the last one belongs to the padding of captured batches
+        layers,
+        num_blocks=num_blocks,
         block_size=engine.block_size,
         dtype=target.dtype,
         device=target.device,
@@ -130,7 +145,7 @@ def build_state(
     )
     scheduler = Scheduler(
         BlockManager(
-            num_blocks,
+            num_blocks - num_spare,
             block_size=engine.block_size,
             prefix_cache=_build_prefix_cache(target, drafter, engine=engine),
         ),
@@ -178,7 +193,9 @@ def build_graphs(
             merge_projections(step.drafter.heads)
     return StepGraphs(
         step,
-        max_num_requests=engine.max_num_requests,
+        max_num_requests=min(
+            engine.max_num_requests, engine.max_graph_requests or engine.max_num_requests
+        ),
         num_table_blocks=_blocks_per_request(
             step.drafter,
             engine=engine,

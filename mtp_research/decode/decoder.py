@@ -22,6 +22,7 @@ from mtp_research.decode.arguments import (
 )
 from mtp_research.decode.batch import StepInputs, to_device
 from mtp_research.decode.build import Heads, build_drafter, build_graphs, build_state
+from mtp_research.decode.deterministic import build_products, kernel_backend
 from mtp_research.decode.draft import DraftSampling
 from mtp_research.decode.draft_length import DraftLength, FixedLength
 from mtp_research.decode.ledger import Launched, Ledger
@@ -61,6 +62,7 @@ class SpecDecoder:
             processors) or `sample` (drawn with its temperature and truncation).
         module_schedule: which module runs which draft step.
         draft_length: makes fewer than K drafts where more do not pay; None makes always K.
+        draft_token_ids: the tokens that may be drafted, see `heads.draft_vocabulary`; None for all.
 
     Raises:
         ConfigError: an argument is out of range or does not fit the others.
@@ -79,6 +81,7 @@ class SpecDecoder:
         draft_sampling: DraftSampling = "greedy",
         module_schedule: ModuleSchedule = "cycle",
         draft_length: DraftLength | None = None,
+        draft_token_ids: Sequence[int] | None = None,
     ) -> None:
         engine = engine or EngineConfig()
         options = verify_options or VerifyOptions()
@@ -89,6 +92,7 @@ class SpecDecoder:
             draft_sampling=draft_sampling,
             module_schedule=module_schedule,
             draft_length=draft_length,
+            draft_token_ids=draft_token_ids,
         )
         self.rule = resolve_rule(
             verify, options=options, num_speculative_tokens=num_speculative_tokens
@@ -107,6 +111,7 @@ class SpecDecoder:
             draft_sampling=draft_sampling,
             schedule=module_schedule,
             length=self.draft_length,
+            draft_token_ids=draft_token_ids,
         )
         self.cache, self.ring, self.scheduler = build_state(
             target,
@@ -124,7 +129,8 @@ class SpecDecoder:
             num_speculative_tokens=num_speculative_tokens,
             rule=self.rule,
             options=options,
-            backend=self.engine.backend,
+            backend=kernel_backend(engine),
+            products=build_products(target, heads, engine=engine),
         )
         self.graphs = build_graphs(
             self.device_step, engine=engine, max_model_len=self.max_model_len

@@ -22,6 +22,7 @@ from mtp_research.decode.sampling import (
     uniform_noise,
 )
 from mtp_research.decode.verify import PADDING_TOKEN_ID
+from mtp_research.heads.draft_vocabulary import DraftVocabulary
 from mtp_research.heads.module import ModuleOutput
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.paged import PagedContext
@@ -55,6 +56,7 @@ class MTPDrafter:
         backend: kernel backend.
         auditor: records every row, or None.
         length: how many drafts are made.
+        vocabulary: the tokens that may be drafted; None for all.
     """
 
     heads: MTPHeads
@@ -66,6 +68,7 @@ class MTPDrafter:
     backend: str = "auto"
     auditor: Auditor | None = None
     length: DraftLength = field(default_factory=FixedLength)
+    vocabulary: DraftVocabulary | None = None
     num_extra_slots: int = 0
 
     @property
@@ -112,7 +115,7 @@ class MTPDrafter:
                 if draft_step < step.draft_limit:
                     sampled_rows = plan.last_rows.clamp(min=0)
                     recycled.append(own_output[sampled_rows])
-                    logits = self.heads.logits(output.post_norm[0, sampled_rows])  # [R, V]
+                    logits = self._logits(output.post_norm[0, sampled_rows], plan.module_idx)
                     token_ids = self._choose(logits, step, draft_step, ring)
                     is_made = is_open & self._keeps(logits)
                     drafts[-1] = torch.where(is_made, token_ids, NOT_DRAFTED)
@@ -187,11 +190,22 @@ class MTPDrafter:
             kv_layer=self.first_kv_layer + plan.kv_layer,
         )
 
+    def _logits(self, post_norm: Tensor, module_idx: int) -> Tensor:
+        """Draft logits of module outputs `[R, D]`: `[R, V]`, or `[R, V']` of the vocabulary."""
+        if self.vocabulary is None:
+            return self.heads.logits(post_norm, module_idx=module_idx)
+        return self.vocabulary.logits(post_norm, module_idx=module_idx)
+
     def _choose(
         self, logits: Tensor, step: VerifiedStep, draft_step: int, ring: HiddenRing
     ) -> Tensor:
-        """Draft tokens `[R]` of draft logits `[R, V]`; a non-finite row gives -1."""
+        """Draft tokens `[R]` of draft logits `[R, V or V']`; a non-finite row gives -1."""
         finite = torch.isfinite(logits).all(dim=-1)
+        if self.draft_sampling == "greedy" and self.vocabulary is not None:
+            token_ids = self.vocabulary.token_ids[logits.argmax(dim=-1)]
+            return torch.where(finite, token_ids, PADDING_TOKEN_ID)
+        if self.vocabulary is not None:
+            logits = self.vocabulary.spread(logits)
         if self.draft_sampling == "processed" and step.params.processors is not None:
             num_tokens = step.state.num_known_tokens + draft_step
             logits = process_logits(

@@ -44,7 +44,7 @@ class StepGraphs:
 
     Args:
         step: what is captured; its drafter must have no auditor.
-        max_num_requests: largest bucket.
+        max_num_requests: largest bucket; larger batches are split.
         num_table_blocks: M, blocks that the longest request can own.
         block_size: tokens a page.
         compile_step: run the step through `torch.compile` before it is captured.
@@ -97,7 +97,22 @@ class StepGraphs:
         )
 
     def run(self, entries: list[Scheduled], params: SamplingTensors) -> StepResult:
-        """Replay the step; the result is overwritten by the next replay of the same bucket."""
+        """Replay the step; the result is overwritten by the next replay of the same bucket.
+
+        A batch above the largest bucket is replayed in parts, whose results are copied.
+        """
+        if len(entries) <= len(self._slots):
+            return self._replay(entries, params)
+        results = []
+        for part in split_batch(len(entries), len(self._slots)):
+            fields = params._asdict().items()
+            cut = {name: value[part] for name, value in fields if isinstance(value, Tensor)}
+            result = self._replay(entries[part], params._replace(**cut))
+            results.append([tensor.clone() for tensor in result[:3]])
+        sampled, is_finite, drafts = (torch.cat(parts) for parts in zip(*results, strict=True))
+        return StepResult(sampled, is_finite, drafts)
+
+    def _replay(self, entries: list[Scheduled], params: SamplingTensors) -> StepResult:
         num_requests = len(entries)
         bucket = bucket_of(num_requests, len(self._slots))
         self._upload(entries, bucket)
@@ -218,3 +233,11 @@ class StepGraphs:
 def bucket_of(num_requests: int, max_num_requests: int) -> int:
     """Smallest bucket that holds a batch: a power of two, or the largest batch there can be."""
     return min(1 << (num_requests - 1).bit_length(), max_num_requests)
+
+
+def split_batch(num_requests: int, largest: int) -> list[slice]:
+    """Parts of a batch that fit the largest bucket, all but the last one full."""
+    return [
+        slice(start, min(start + largest, num_requests))
+        for start in range(0, num_requests, largest)
+    ]

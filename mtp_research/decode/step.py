@@ -6,6 +6,8 @@ static inputs nothing in it waits for the device, so that it can be captured in 
 Letters: R requests, T packed rows, K drafts per step, V vocabulary.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,6 +57,8 @@ class DeviceStep:
         rule: verification rule.
         options: its settings.
         backend: kernel backend.
+        products: entered for the whole step, for deterministic decoding; None otherwise.
+        probe: told that the step starts and which part of it ends; never in a captured step.
     """
 
     target: Target
@@ -65,6 +69,8 @@ class DeviceStep:
     rule: Rule
     options: VerifyOptions = field(default_factory=VerifyOptions)
     backend: str = "auto"
+    products: AbstractContextManager[object] | None = None
+    probe: Callable[[str], None] | None = None
 
     def run(
         self,
@@ -82,6 +88,20 @@ class DeviceStep:
             request_ids: for the auditor.
             draft_limit: most drafts of each request, 0..K.
         """
+        if self.products is None:  # compiled steps must see no context
+            return self._run(inputs, params, request_ids=request_ids, draft_limit=draft_limit)
+        with self.products:
+            return self._run(inputs, params, request_ids=request_ids, draft_limit=draft_limit)
+
+    def _run(
+        self,
+        inputs: StepInputs,
+        params: SamplingTensors,
+        *,
+        request_ids: list[str],
+        draft_limit: int,
+    ) -> StepResult:
+        self._mark("start")
         context = inputs.target_context(self.cache, backend=self.backend)
         hidden = self.target.forward(
             inputs.input_ids[None], position_ids=inputs.positions[None], context=context
@@ -89,12 +109,14 @@ class DeviceStep:
         logits = self.target.logits(
             hidden.post_norm[0, inputs.logits_indices(self.num_speculative_tokens)]
         )
+        self._mark("target")
         processed = self._process(logits, inputs, params)
         verified = self._verify(processed, inputs, params)
         logprobs = step_logprobs(
             logits, processed, sampled_token_ids=verified.sampled_token_ids, params=params
         )
         state = self._advance(inputs, verified)
+        self._mark("verify")
         drafts = inputs.draft_token_ids  # [R, 0] without a drafter
         if self.drafter is not None:
             step = VerifiedStep(
@@ -107,7 +129,12 @@ class DeviceStep:
             )
             drafts = self.drafter.draft(step, cache=self.cache, ring=self.ring)
             self.ring.draft_token_ids[inputs.slots] = drafts
+        self._mark("draft")
         return StepResult(verified.sampled_token_ids, verified.is_finite, drafts, logprobs)
+
+    def _mark(self, part: str) -> None:
+        if self.probe is not None:
+            self.probe(part)
 
     def _process(self, logits: Tensor, inputs: StepInputs, params: SamplingTensors) -> Tensor:
         """Apply logit processors and grammar masks to logits `[R, K+1, V]`."""

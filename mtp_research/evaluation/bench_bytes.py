@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mtp_research.decode.batch import StepInputs
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.draft import MTPDrafter
 from mtp_research.decode.sampling_tensors import sampling_tensors
 from mtp_research.heads.stack import MTPHeads
 
@@ -25,7 +26,7 @@ class StepBytes:
 
     Attributes:
         target_weights: without the embedding table, with lm_head.
-        draft_weights: of all K module passes, each with lm_head.
+        draft_weights: of all K module passes, each with lm_head or the drafted rows of it.
         keys_values: of the target pass and the module passes.
         unique_experts: mean unique experts per expert layer of the target; None without experts.
     """
@@ -59,7 +60,10 @@ def measure_bytes(decoder: SpecDecoder, heads: MTPHeads | None) -> StepBytes:
     drafts = 0
     if heads is not None:
         per_module = _read_bytes(heads, share) // heads.spec.num_mtp_modules
-        drafts = num_drafts * (per_module + _bytes(decoder.target.lm_head_weight))
+        output = decoder.target.lm_head_weight
+        if isinstance(decoder.drafter, MTPDrafter) and decoder.drafter.vocabulary is not None:
+            output = decoder.drafter.vocabulary.weights[0]  # [V', D] of the tokens that are drafted
+        drafts = num_drafts * (per_module + _bytes(output))
     num_tokens = sum(request.num_tokens for request in decoder.scheduler.running)
     cache, num_target = decoder.cache, decoder.target.config.num_hidden_layers
     per_token = sum(cache.bytes_per_token(layer) for layer in range(num_target))
@@ -87,7 +91,7 @@ def _read_bytes(model: nn.Module, share: dict[nn.Module, tuple[float, int]]) -> 
 def _share_of_experts_used(decoder: SpecDecoder) -> dict[nn.Module, tuple[float, int]]:
     """Share and number of experts that one step uses, by stack of experts."""
     modules = [*decoder.target.model.modules()]
-    if decoder.drafter is not None and hasattr(decoder.drafter, "heads"):
+    if isinstance(decoder.drafter, MTPDrafter):
         modules += [*decoder.drafter.heads.modules()]
     stacks = [module for module in modules if _is_expert_stack(module)]
     used: dict[nn.Module, tuple[float, int]] = {}

@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 
@@ -27,9 +26,10 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.verify_options import VerifyOptions
 from mtp_research.evaluation.bench_bytes import measure_bytes
+from mtp_research.evaluation.bench_options import parse_options
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.kernels.bench_timing import describe_machine, measure_ceilings
-from mtp_research.models.shapes import SHAPES, random_target
+from mtp_research.models.shapes import random_target
 from mtp_research.models.target import Target
 
 COLUMNS = {
@@ -39,6 +39,8 @@ COLUMNS = {
     "policy": "{}",
     "num_modules": "{}",
     "context": "{}",
+    "draft_vocab": "{}",
+    "arithmetic": "{}",
     "tau": "{:.3f}",
     "tok_per_s": "{:.0f}",
     "step_ms": "{:.3f}",
@@ -62,11 +64,13 @@ class Case:
     policy: str
     num_modules: int
     context: int
+    draft_vocab: int | None = None  # None: all tokens may be drafted
+    arithmetic: str = "usual"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print one row per case and write them as JSON; returns the exit status."""
-    options = _parse(arguments)
+    options = parse_options(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.cpu:
         print("error: bench_decode needs a CUDA GPU; --cpu tries the commands.", file=sys.stderr)
@@ -99,26 +103,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mtp_research.evaluation.bench_decode")
-    parser.add_argument("--shapes", nargs="+", default=["dense_1b", "mimo_7b"], choices=SHAPES)
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
-    parser.add_argument("--k", nargs="+", type=int, default=[0, 3])
-    parser.add_argument("--policy", nargs="+", default=["eagle"])
-    parser.add_argument("--modules", type=int, default=1)
-    parser.add_argument("--context", nargs="+", type=int, default=[1024], help="prompt tokens")
-    parser.add_argument("--accept", type=float, default=0.8)
-    parser.add_argument("--steps", type=int, default=100, help="timed steps")
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--kernels", type=int, default=0, help="print the slowest so many kernels")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--strict-sync", action="store_true", help="fail on any device sync")
-    parser.add_argument("--cpu", action="store_true", help="run without a GPU, to try the command")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args(arguments)
-
-
 def _cell(value: object, form: str) -> str:
     return "-" if value is None else form.format(value)
 
@@ -140,7 +124,16 @@ def _cases(shape: str, options: argparse.Namespace) -> Iterable[Case]:
                 # Without drafts there is no policy to choose.
                 for policy in options.policy if num_drafts else options.policy[:1]:
                     modules = options.modules if num_drafts else 0
-                    yield Case(shape, batch, num_drafts, policy, modules, context)
+                    yield Case(
+                        shape,
+                        batch,
+                        num_drafts,
+                        policy,
+                        modules,
+                        context,
+                        draft_vocab=options.draft_vocab if num_drafts else None,
+                        arithmetic="invariant" if options.deterministic else "usual",
+                    )
 
 
 def _measure(
@@ -189,6 +182,7 @@ def _measure(
         "experts": needed.unique_experts,
         "ready_s": ready_s,
         "capture_s": None if decoder.graphs is None else decoder.graphs.capture_s,
+        "pool_gib": decoder.cache.num_bytes / 2**30,
         "bytes": dataclasses.asdict(needed),
         "kernels": profile,
     }
@@ -208,7 +202,8 @@ def _decoder(
         max_model_len=-(-longest // 256) * 256,
         deferred_output=True,
         cuda_graphs=on_gpu and not options.no_graphs,
-        compile=on_gpu and not options.no_compile,
+        compile=on_gpu and not options.no_compile and not options.deterministic,
+        deterministic=options.deterministic,
         audit=False,
     )
     return SpecDecoder(
@@ -217,6 +212,7 @@ def _decoder(
         policy=case.policy,
         num_speculative_tokens=case.num_drafts,
         engine=engine,
+        draft_token_ids=None if case.draft_vocab is None else range(case.draft_vocab),
         verify="synthetic" if case.num_drafts else "greedy",
         verify_options=VerifyOptions(synthetic_rates=rates),
     )

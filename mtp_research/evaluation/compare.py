@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.evaluation.pairs import PairedComparison, paired
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.runs import read_runs
-from mtp_research.evaluation.summary import PairedComparison, paired
 from mtp_research.evaluation.tables import paired_grid, plain_text, printable
 
 _NUM_LISTED = 5
@@ -90,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"  {printable(name)}: {sides}\n")
         return fault.exit_code
     grids = [plain_text(paired_grid(pair)) for pair in pairs.values()]
+    known = (w for s in (*ours.summaries, *theirs.summaries) for w in s.acceptance.warnings)
+    grids += [f"warning: {warning}" for warning in dict.fromkeys(known)]
     title = f"{runs[0].name} - {runs[1].name}, {len(ours.prompts)} prompts"
     sys.stdout.write("\n\n".join([title, *grids]) + "\n")
     return 0

@@ -1,145 +1,148 @@
-"""One column of the table: a decoding of the whole prompt set under one policy, or with K = 0.
+"""The columns of an evaluation: K = 0 and every policy in every cell of the grid, and their names.
 
-Second stage of the flow: prompts -> decode loop -> statistics -> report. Letter: K drafts per step.
+Between configuration and decode loop; imports no torch, so that a wrong list is refused before a
+model is loaded. A *group* is the conditions of one batch size and temperature: it has its own
+K = 0 baseline. Letter: K drafts per step.
 """
 
-import dataclasses
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
-
-import torch
+from pathlib import PurePath
+from typing import NamedTuple
 
 from mtp_research.config import EvalConfig
-from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft import DraftSampling
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.evaluation.prompts import EncodedPrompts
-from mtp_research.evaluation.settings import draft_length, verify_options
-from mtp_research.evaluation.summary import ConditionResult
-from mtp_research.heads.stack import MTPHeads
-from mtp_research.heads.weights import load_heads
-from mtp_research.models.target import Target
-from mtp_research.policy import ModuleSchedule
+from mtp_research.errors import ConfigError
+from mtp_research.grid import expand
 
-_WARM_UP_PROMPTS, _WARM_UP_TOKENS = 4, 8
-Heads = MTPHeads | Literal["null", "oracle"] | None
+BASELINE = "baseline"
+Head = str | None  # `spec.head`: a folder, `oracle`, or None
+
+
+class Group(NamedTuple):
+    """What conditions must share to be compared in speed."""
+
+    max_num_requests: int
+    temperature: float
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One column of the table."""
+    """One column of the table.
+
+    Attributes:
+        label: unique; names only what differs between the conditions.
+        policy: hidden-state policy; None for K = 0, and for drafts that need none.
+        num_speculative_tokens: K; 0 is a baseline.
+        head: name of the heads, unique among those of the evaluation; None for K = 0 and for
+            `spec.head=null`.
+        config: the configuration of this cell alone, without lists.
+    """
 
     label: str
     policy: str | None
     num_speculative_tokens: int
-    heads: Heads
+    head: str | None
+    config: EvalConfig
+
+    @property
+    def group(self) -> Group:
+        """Batch size and temperature."""
+        return Group(self.config.engine.max_num_requests, self.config.sampling.temperature)
 
 
-def conditions_of(config: EvalConfig, target: Target) -> list[Condition]:
-    """K = 0 first when asked for, then every policy, or `null` or `oracle` alone.
+def conditions_of(config: EvalConfig) -> list[Condition]:
+    """Every condition, group by group; in each group K = 0 first, where it is asked for.
 
     Raises:
-        ConfigError: the heads are missing or belong to another target.
-        IntegrityError: their files are damaged.
+        ConfigError: `reference` names none of them.
     """
-    spec, num_drafts = config.spec, config.spec.num_speculative_tokens
-    wants_baseline = config.baseline or num_drafts == 0
-    conditions = [Condition("baseline", None, 0, None)] if wants_baseline else []
-    if num_drafts == 0:
-        return conditions
-    if spec.head is None:
-        return [*conditions, Condition("null", None, num_drafts, "null")]
-    if spec.head == "oracle":
-        return [*conditions, Condition("oracle", None, num_drafts, "oracle")]
-    heads = load_heads(spec.head, target)
-    drafting = [Condition(policy, policy, num_drafts, heads) for policy in spec.policy]
-    return [*conditions, *drafting]
+    cells = expand(config).cells
+    names = head_names(cells)
+    conditions: list[Condition] = []
+    for group in dict.fromkeys(map(_group_of, cells)):
+        members = [cell for cell in cells if _group_of(cell) == group]
+        num_drafts = [cell.spec.num_speculative_tokens for cell in members]
+        if config.baseline or 0 in num_drafts:
+            label = _label(BASELINE, members[0], cells, names, is_baseline=True)
+            conditions.append(Condition(label, None, 0, None, members[0]))
+        for cell in members:
+            if cell.spec.num_speculative_tokens > 0:
+                conditions += _drafting(cell, cells, names)
+    _check_reference(config.reference, conditions)
+    return conditions
 
 
-class _Clock(NamedTuple):
-    """Seconds of a decoding; seconds and tokens of its steps without prompt rows."""
+def head_names(cells: Iterable[EvalConfig]) -> dict[Head, str | None]:
+    """A short name for every head: as many last parts of its path as tell it from the others."""
+    heads = list(dict.fromkeys(cell.spec.head for cell in cells))
+    paths = {head: PurePath(head).parts or (head,) for head in heads if head is not None}
+    longest = max(map(len, paths.values()), default=1)
+    names: dict[Head, str | None] = {None: None}
+    for num_parts in range(1, longest + 1):
+        tails = {head: "/".join(parts[-num_parts:]) for head, parts in paths.items()}
+        if len(set(tails.values())) == len(tails) or num_parts == longest:
+            names |= tails
+            break
+    return names
 
-    wall_s: float
-    decode_wall_s: float
-    num_decode_tokens: int
 
-
-def run_condition(
-    condition: Condition,
-    *,
-    target: Target,
-    config: EvalConfig,
-    encoded: EncodedPrompts,
-    sampling: Sequence[SamplingParams],
-) -> ConditionResult:
-    """Decode every prompt under one condition, after a short warm-up that is not counted."""
-    warm_up = [
-        dataclasses.replace(params, max_new_tokens=_WARM_UP_TOKENS)
-        for params in sampling[:_WARM_UP_PROMPTS]
+def _drafting(
+    cell: EvalConfig, cells: Sequence[EvalConfig], names: dict[Head, str | None]
+) -> list[Condition]:
+    head = cell.spec.head
+    policies: list[str | None] = [None] if head in (None, "oracle") else [*cell.spec.policy]
+    return [
+        Condition(
+            label=_label(policy or head or "null", cell, cells, names, is_baseline=False),
+            policy=policy,
+            num_speculative_tokens=cell.spec.num_speculative_tokens,
+            head=names[head],
+            config=cell,
+        )
+        for policy in policies
     ]
-    _decode(_decoder(condition, target, config), encoded, warm_up)
-    decoder = _decoder(condition, target, config)
-    decoder.cache.fill(0.0)  # touch the pool's pages before the clock starts
-    if decoder.graphs is not None:
-        with torch.inference_mode():
-            decoder.graphs.prepare(sampling[0])
-    on_gpu = target.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(target.device)
-    clock = _decode(decoder, encoded, sampling)
-    return ConditionResult(
-        label=condition.label,
-        policy=condition.policy,
-        num_speculative_tokens=condition.num_speculative_tokens,
-        records=tuple(sorted(decoder.stats.records, key=lambda record: record.request_id)),
-        wall_s=clock.wall_s,
-        num_steps=decoder.stats.num_steps,
-        rows_per_step=decoder.stats.num_target_rows / max(decoder.stats.num_steps, 1),
-        lossless="not checked",
-        decode_wall_s=clock.decode_wall_s,
-        num_decode_tokens=clock.num_decode_tokens,
-        audit=decoder.stats.audit,
-        peak_memory_bytes=torch.cuda.max_memory_allocated(target.device) if on_gpu else None,
-    )
 
 
-def _decode(
-    decoder: SpecDecoder, encoded: EncodedPrompts, sampling: Sequence[SamplingParams]
-) -> _Clock:
-    """Run the loop over the prompts.
+def _label(
+    first: str,
+    cell: EvalConfig,
+    cells: Sequence[EvalConfig],
+    names: dict[Head, str | None],
+    *,
+    is_baseline: bool,
+) -> str:
+    """`training`, or `training ttt_n1 K=3 sample T=0.6 R=8` where all of these differ."""
+    drafting = [other for other in cells if other.spec.num_speculative_tokens > 0]
+    words = [first]
+    if not is_baseline:
+        name = names[cell.spec.head]
+        if name not in (None, "oracle") and _differ(names[other.spec.head] for other in drafting):
+            words.append(str(name))
+        if _differ(other.spec.num_speculative_tokens for other in drafting):
+            words.append(f"K={cell.spec.num_speculative_tokens}")
+        if _differ(other.spec.draft_sampling for other in drafting):
+            words.append(cell.spec.draft_sampling)
+    if _differ(other.sampling.temperature for other in cells):
+        words.append(f"T={cell.sampling.temperature:g}")
+    if _differ(other.engine.max_num_requests for other in cells):
+        words.append(f"R={cell.engine.max_num_requests}")
+    return " ".join(words)
 
-    Every step ends with the copy of its tokens to the host, so host clocks measure finished work on
-    a GPU too.
-    """
-    started = time.perf_counter()
-    # The warm-up hands over the sampling parameters of the first prompts only.
-    asked = zip(encoded.prompts, encoded.token_ids, sampling, strict=False)
-    for prompt, token_ids, params in asked:
-        decoder.add_request(token_ids, sampling=params, request_id=prompt.question_id)
-    decode_s, num_decode_tokens = 0.0, 0
-    while decoder.scheduler.has_work:
-        prompt_rows, tokens = decoder.stats.num_prompt_rows, decoder.stats.num_emitted_tokens
-        before = time.perf_counter()
-        decoder.step()
-        if decoder.stats.num_prompt_rows == prompt_rows:
-            decode_s += time.perf_counter() - before
-            num_decode_tokens += decoder.stats.num_emitted_tokens - tokens
-    return _Clock(time.perf_counter() - started, decode_s, num_decode_tokens)
+
+def _differ(values: Iterable[object]) -> bool:
+    return len(set(values)) > 1
 
 
-def _decoder(condition: Condition, target: Target, config: EvalConfig) -> SpecDecoder:
-    drafts = condition.num_speculative_tokens > 0
-    return SpecDecoder(
-        target,
-        condition.heads,
-        policy=condition.policy or "training",
-        num_speculative_tokens=condition.num_speculative_tokens,
-        engine=config.engine,
-        verify=config.spec.verify,
-        verify_options=verify_options(config.spec) if drafts else None,
-        draft_sampling=cast(DraftSampling, config.spec.draft_sampling),  # checked
-        module_schedule=cast(ModuleSchedule, config.spec.module_schedule),  # checked
-        draft_length=draft_length(config.spec) if drafts else None,
-    )
+def _group_of(cell: EvalConfig) -> Group:
+    return Group(cell.engine.max_num_requests, cell.sampling.temperature)
+
+
+def _check_reference(reference: str | None, conditions: Sequence[Condition]) -> None:
+    drafting = [condition for condition in conditions if condition.num_speculative_tokens > 0]
+    known = {name for c in drafting for name in (c.label, c.policy) if name is not None}
+    if reference is not None and reference not in known:
+        raise ConfigError(
+            f"reference must be the label or policy of a condition that drafts "
+            f"({', '.join(sorted(known)) or 'there is none'}), got {reference}; leave it out for "
+            "the first one."
+        )

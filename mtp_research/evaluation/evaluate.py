@@ -1,10 +1,11 @@
-"""One evaluation: decode a prompt set with K = 0 and with each policy, in one process, and report.
+"""One evaluation: decode a prompt set under every condition, in one process, and report.
 
-The flow itself: prompts -> decode loop (a fresh decoder per condition, same prompts, same order) ->
-statistics -> report. Letter: K drafts per step.
+The flow itself: prompts -> decode loop (same prompts, same order for each condition) -> statistics
+-> report. Letter: K drafts per step.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -12,16 +13,26 @@ from pathlib import Path
 from typing import cast
 
 from mtp_research.config import EvalConfig
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.build import Heads
 from mtp_research.decode.verify_rules import LOSSLESS_RULES
 from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
-from mtp_research.evaluation.conditions import conditions_of, run_condition
+from mtp_research.evaluation.conditions import Condition, Group, conditions_of
 from mtp_research.evaluation.head_facts import head_facts
-from mtp_research.evaluation.prompts import ChatTokenizer, encode_prompts, load_prompts
+from mtp_research.evaluation.journal import JOURNAL_FILE, open_journal
+from mtp_research.evaluation.passes import Workload, run_group
+from mtp_research.evaluation.prompts import (
+    ChatTokenizer,
+    EncodedPrompts,
+    encode_prompts,
+    load_prompts,
+)
 from mtp_research.evaluation.report import Report, build_report, last_line, print_report
 from mtp_research.evaluation.results import write_results
-from mtp_research.evaluation.settings import sampling_params
 from mtp_research.evaluation.summary import ConditionResult
+from mtp_research.evaluation.wandb_tables import publish_report
+from mtp_research.grid import expand
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.fingerprint import target_hashes
 from mtp_research.models.target import Target, load_target, load_tokenizer
 from mtp_research.provenance import run_record
 
@@ -31,44 +42,114 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
 
     Args:
         config: checked configuration.
-        output_dir: folder of the results.
+        output_dir: folder of the results; an evaluation that was killed in it goes on.
 
     Returns:
         The main figures, as printed on the last line.
 
     Raises:
-        ConfigError: model, head or prompts are missing or do not fit each other.
+        ConfigError: model, head or prompts are missing or do not fit each other, or the folder
+            holds an unfinished evaluation of something else.
         EnvironmentFault: the device or the kernels asked for cannot be used here.
         IntegrityError: a prompt file is damaged, no prompt fits the context, or no generation of a
-            condition finished (the results are written all the same).
+            condition finished, or a condition gave other texts in another pass (the results are
+            written all the same).
     """
-    target = load_target(config.model.path, dtype=config.model.dtype, device=config.model.device)
+    conditions = conditions_of(config)
+    prompts = load_prompts(
+        config.prompts.path,
+        domains=config.prompts.domains,
+        max_prompts=config.prompts.max_prompts,
+        seed=config.seed,
+    )
+    target = load_target(
+        config.model.path,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        tp_plan=config.model.tp_plan,
+        device_map=config.model.device_map,
+    )
     _check_backend(config.engine.backend, target)
     tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
-    prompts = load_prompts(
-        config.prompts.path, max_prompts=config.prompts.max_prompts, seed=config.seed
-    )
     encoded = encode_prompts(prompts, tokenizer, max_model_len=_context_length(config, target))
-    sampling = _sampling(config, target, num_prompts=len(encoded.prompts))
-    conditions: list[ConditionResult] = []
-    for condition in conditions_of(config, target):
-        result = run_condition(
-            condition, target=target, config=config, encoded=encoded, sampling=sampling
-        )
-        conditions.append(_with_verdict(result, conditions, sampling, rule=config.spec.verify))
+    facts = {c.head: head_facts(c.config.spec.head) for c in conditions if c.head is not None}
     report = build_report(
-        conditions,
+        _decode(config, conditions, encoded, target=target, output_dir=output_dir),
         prompts=encoded.prompts,
         dtype=str(target.dtype).removeprefix("torch."),
         seed=config.seed,
         config=dataclasses.asdict(config),
-        run=run_record() | {"head": head_facts(config.spec.head)},
+        run=run_record()
+        | {
+            "head": next(iter(facts.values())) if len(facts) == 1 else None,
+            "heads": facts,
+            "skipped_conditions": list(expand(config).skipped),
+        },
         skipped_prompts=encoded.skipped,
     )
     path = write_results(output_dir, report)
+    (output_dir / JOURNAL_FILE).unlink()  # the results hold all of it
     print_report(report, stored_at=path)
+    publish_report(report, output_dir=output_dir, settings=config.logger)
     _require_outputs(report, output_dir)
+    _require_equal_passes(report, output_dir)
     return json.loads(last_line(report, folder=output_dir))
+
+
+def _decode(
+    config: EvalConfig,
+    conditions: Sequence[Condition],
+    encoded: EncodedPrompts,
+    *,
+    target: Target,
+    output_dir: Path,
+) -> list[ConditionResult]:
+    """Every condition, group by group, with its lossless verdict."""
+    inputs = _inputs(conditions, encoded, target)
+    heads = _load_heads(conditions, target)
+    if config.model.tp_plan != "none":  # ranks must decode alike, and were not killed alike
+        (output_dir / JOURNAL_FILE).unlink(missing_ok=True)
+    journal = open_journal(output_dir, config, inputs=inputs)
+    try:
+        workload = Workload(target, heads, encoded, journal)
+        results: list[ConditionResult] = []
+        for group in dict.fromkeys(condition.group for condition in conditions):
+            members = [condition for condition in conditions if condition.group == group]
+            made = run_group(members, workload, num_passes=config.timing.passes)
+            results += [_with_verdict(result, made, group) for result in made]
+    finally:
+        journal.close()
+    return results
+
+
+def _load_heads(conditions: Sequence[Condition], target: Target) -> dict[str | None, Heads]:
+    """Drafts by `spec.head`.
+
+    Raises:
+        ConfigError: heads are missing or belong to another target.
+        IntegrityError: their files are damaged.
+    """
+    heads: dict[str | None, Heads] = {None: "null", "oracle": "oracle"}
+    for condition in conditions:
+        folder = condition.config.spec.head
+        if condition.num_speculative_tokens > 0 and folder is not None and folder not in heads:
+            heads[folder] = load_heads(folder, target)
+    return heads
+
+
+def _inputs(
+    conditions: Sequence[Condition], encoded: EncodedPrompts, target: Target
+) -> dict[str, object]:
+    """Hashes of everything that the configuration only points to."""
+    asked = [(prompt.question_id, prompt.sha256) for prompt in encoded.prompts]
+    heads = {c.head: head_facts(c.config.spec.head) for c in conditions if c.head is not None}
+    return {
+        "prompts": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
+        "heads": heads,
+        "target": target_hashes(target),
+        "dtype": str(target.dtype),
+        "device": target.device.type,
+    }
 
 
 def _check_backend(backend: str, target: Target) -> None:
@@ -101,32 +182,16 @@ def _context_length(config: EvalConfig, target: Target) -> int:
     return wanted or limit
 
 
-def _sampling(config: EvalConfig, target: Target, *, num_prompts: int) -> list[SamplingParams]:
-    """Parameters of each prompt; seeds differ per prompt and agree across conditions."""
-    return [
-        sampling_params(
-            config.sampling,
-            seed=config.seed * 1_000_003 + index,
-            stop_token_ids=target.stop_token_ids,
-        )
-        for index in range(num_prompts)
-    ]
-
-
 def _with_verdict(
-    result: ConditionResult,
-    earlier: Sequence[ConditionResult],
-    sampling: Sequence[SamplingParams],
-    *,
-    rule: str,
+    result: ConditionResult, members: Sequence[ConditionResult], group: Group
 ) -> ConditionResult:
     """Add the lossless verdict: greedy outputs must equal the baseline's, token for token."""
     if result.num_speculative_tokens == 0:
         return dataclasses.replace(result, lossless="is the baseline")
-    if rule not in LOSSLESS_RULES:
-        return dataclasses.replace(result, lossless=f"lossy rule: {rule}")
-    baseline = next((other for other in earlier if other.num_speculative_tokens == 0), None)
-    if baseline is None or any(params.temperature > 0 for params in sampling):
+    if result.verify not in LOSSLESS_RULES:
+        return dataclasses.replace(result, lossless=f"lossy rule: {result.verify}")
+    baseline = next((other for other in members if other.num_speculative_tokens == 0), None)
+    if baseline is None or group.temperature > 0:
         return result
     expected = {record.request_id: record.output_token_ids for record in baseline.records}
     equal = sum(expected[record.request_id] == record.output_token_ids for record in result.records)
@@ -149,4 +214,28 @@ def _require_outputs(report: Report, output_dir: Path) -> None:
             f"expected finished generations, got none for {', '.join(empty)} (ended by "
             f"{', '.join(sorted(reasons))}): the target's logits are not finite; check "
             f"model.path and model.dtype. Results: {output_dir}"
+        )
+
+
+def _require_equal_passes(report: Report, output_dir: Path) -> None:
+    """Refuse texts that change from pass to pass: their times are of different work.
+
+    A rule that chooses the number of drafts by the clock may change sampled texts.
+
+    Raises:
+        IntegrityError: names the conditions.
+    """
+    spec = report.config["spec"]
+    if isinstance(spec, dict) and spec["draft_length"] == "expected_gain":
+        return
+    differing = [
+        f"{c.label} ({len(c.records) - repeat.num_texts_equal} texts)"
+        for c in report.conditions
+        for repeat in c.repeats
+        if repeat.num_texts_equal < len(c.records)
+    ]
+    if differing:
+        raise IntegrityError(
+            f"expected the same texts in every pass, got others for {', '.join(differing)}; "
+            f"decode with model.dtype=float32 or timing.passes=1. Results: {output_dir}"
         )

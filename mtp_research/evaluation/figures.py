@@ -1,28 +1,26 @@
-"""The figures of a report page, from the figures of its runs.
+"""The figures of one results file, from its figures by condition.
 
-Letters: K drafts per step, R requests decoded at a time.
+A figure that the file has no data for is a `Missing` with the reason, so that a reader knows what
+was left out. Figures over several settings or runs: `sweep_figures.py`. Letter: K drafts per step.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mtp_research.evaluation.bootstrap import Estimate
-from mtp_research.evaluation.policy_matrix import describe, policy_matrices
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.report_tables import buckets_by_label
-from mtp_research.evaluation.runs import Entry, Setting
 from mtp_research.evaluation.summary import ConditionSummary
-from mtp_research.evaluation.svg import (
-    MAX_SERIES,
-    Series,
-    heat_map,
-    interval_chart,
-    stacked_bars,
-)
+from mtp_research.evaluation.svg import Axes, Series, interval_chart, stacked_bars
+from mtp_research.evaluation.svg_parts import MAX_SERIES
 
-_UNDEFINED = Estimate(None)
+TOKENS_PER_ROUND = "tokens per round"
+UNDEFINED_FIGURE = Estimate(None)
 _MIN_PROMPTS_OF_BUCKET = 5  # below, an interval over prompts says nothing
+_MAX_BARS = 24
+_MAX_TOGETHER = 6  # more lines in one chart cannot be told apart
+_NO_DRAFTS = "every condition decodes without drafts (K = 0)"
 
 
 class Figure(NamedTuple):
@@ -38,140 +36,173 @@ class Figure(NamedTuple):
         return slug(self.title)
 
 
+class Missing(NamedTuple):
+    """A figure that cannot be drawn, and why."""
+
+    title: str
+    reason: str
+
+
 def slug(text: str) -> str:
     """A name made of lower-case letters, digits and dashes, at most 60 characters."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "untitled"
 
 
-def run_figures(report: Report) -> list[Figure]:
-    """Per-position curves, acceptance by domain and by context length, wall time of one run."""
-    drafting = [s for s in report.summaries if s.num_speculative_tokens > 0]
-    figures = [_positions(drafting), _domains(drafting), _contexts(report)] if drafting else []
-    timed = [s for s in report.summaries if s.speed.decode_wall_s is not None]
-    if timed:
-        figures.append(_times(timed))
-    return figures
-
-
-def shared_figures(entries: Sequence[Entry]) -> list[Figure]:
-    """Policy matrices, and acceptance and speed against batch size, over several runs."""
-    figures = [
-        Figure(
-            title=matrix.title,
-            markup=heat_map(matrix.values, rows=matrix.rows, columns=matrix.columns),
-        )
-        for matrix in policy_matrices(entries)
+def run_figures(report: Report) -> list[Figure | Missing]:
+    """Per-position curves, acceptance by domain and by context length, time split of one run."""
+    return [
+        *_positions(report),
+        *_domains(report),
+        *_contexts(report),
+        _step_parts(report.summaries),
+        _times(report.summaries),
     ]
-    by_setting: dict[Setting, list[Entry]] = {}
-    for entry in entries:
-        if str(entry.run.batch_size).isdecimal():
-            by_setting.setdefault(entry.setting._replace(batch_size="any"), []).append(entry)
-    for setting, members in sorted(by_setting.items()):
-        if len({entry.run.batch_size for entry in members}) > 1:
-            figures += _batches(setting, members)
-    return figures
 
 
-def _positions(drafting: Sequence[ConditionSummary]) -> Figure:
-    longest = max(summary.num_speculative_tokens for summary in drafting)
-    series = []
-    for summary in drafting:
-        rates = summary.acceptance.acceptance_rate_per_position
-        missing = longest - len(rates)
-        series.append(Series(_heading(summary), (*rates, *[_UNDEFINED] * missing)))
-    return Figure(
-        title="Acceptance by draft position",
-        markup=interval_chart(
-            series, x_labels=[str(i) for i in range(1, longest + 1)], y_label="p_i"
-        ),
-        note=_note("p_i = rounds with at least i accepted drafts / rounds.", len(series)),
-    )
+class Group(NamedTuple):
+    """Conditions that share a chart; `heading` tells it from the others, `note` what is not in."""
+
+    heading: str
+    note: str
+    members: list[ConditionSummary]
 
 
-def _domains(drafting: Sequence[ConditionSummary]) -> Figure:
-    domains = sorted({domain for summary in drafting for domain in summary.per_domain})
-    series = []
-    for summary in drafting:
-        found = [summary.per_domain.get(domain) for domain in domains]
-        points = (_UNDEFINED if f is None else f.acceptance_length_micro for f in found)
-        series.append(Series(_heading(summary), tuple(points)))
-    return Figure(
-        title="Acceptance length by domain",
-        markup=interval_chart(
-            series, x_labels=domains, y_label="tokens per round", floor=1.0, is_connected=False
-        ),
-        note=_note("", len(series)),
-    )
+def drafting_groups(summaries: Sequence[ConditionSummary]) -> list[Group]:
+    """Conditions with drafts at the first batch size: in one chart while they are few.
+
+    Else there is one for each K and temperature. Batch size changes speed, not acceptance:
+    `sweep_figures.py` shows both against it.
+    """
+    drafting = [s for s in summaries if s.num_speculative_tokens > 0]
+    sizes = list(dict.fromkeys(s.max_num_requests for s in drafting))
+    note = f" At batch {sizes[0]}." if len(sizes) > 1 else ""
+    shown = [s for s in drafting if s.max_num_requests == sizes[0]]
+    if len(shown) <= _MAX_TOGETHER:
+        return [Group("", note, shown)] if shown else []
+    by_setting: dict[tuple[int, str], list[ConditionSummary]] = {}
+    has_temperatures = len({s.temperature for s in shown}) > 1
+    for one in shown:
+        temperature = f", T={one.temperature or 0:g}" if has_temperatures else ""
+        by_setting.setdefault((one.num_speculative_tokens, temperature), []).append(one)
+    groups = []
+    for (num_drafts, temperature), members in sorted(by_setting.items()):
+        parts = [members[i : i + MAX_SERIES] for i in range(0, len(members), MAX_SERIES)]
+        for number, part in enumerate(parts, start=1):
+            which = f", part {number} of {len(parts)}" if len(parts) > 1 else ""
+            groups.append(Group(f", K={num_drafts}{temperature}{which}", note, part))
+    return groups
 
 
-def _contexts(report: Report) -> Figure:
+def _positions(report: Report) -> Iterator[Figure | Missing]:
+    title = "Acceptance by draft position"
+    groups = drafting_groups(report.summaries)
+    if not groups:
+        yield Missing(title, _NO_DRAFTS)
+    for heading, note, drafting in groups:
+        longest = max(summary.num_speculative_tokens for summary in drafting)
+        series = []
+        for summary in drafting:
+            rates = summary.acceptance.acceptance_rate_per_position
+            missing = longest - len(rates)
+            series.append(Series(summary.label, (*rates, *[UNDEFINED_FIGURE] * missing)))
+        ticks = tuple(str(i) for i in range(1, longest + 1))
+        axes = Axes("draft position i", "acceptance p_i, share of rounds", ticks)
+        yield Figure(
+            f"{title}{heading}",
+            interval_chart(series, axes=axes),
+            f"p_i = rounds with at least i accepted drafts / rounds.{note}",
+        )
+
+
+def _domains(report: Report) -> Iterator[Figure | Missing]:
+    title = "Acceptance length by domain"
+    groups = drafting_groups(report.summaries)
+    if not groups:
+        yield Missing(title, _NO_DRAFTS)
+    for heading, note, drafting in groups:
+        domains = sorted({domain for summary in drafting for domain in summary.per_domain})
+        series = []
+        for summary in drafting:
+            found = [summary.per_domain.get(domain) for domain in domains]
+            points = (UNDEFINED_FIGURE if f is None else f.acceptance_length_micro for f in found)
+            series.append(Series(summary.label, tuple(points)))
+        axes = Axes("domain of the prompt", TOKENS_PER_ROUND, tuple(domains))
+        markup = interval_chart(series, axes=axes, floor=1.0, is_connected=False)
+        yield Figure(f"{title}{heading}", markup, f"The bonus token is counted.{note}")
+
+
+def _contexts(report: Report) -> Iterator[Figure | Missing]:
+    title = "Acceptance length by context length"
     by_label = {
-        label: [bucket for bucket in buckets if bucket.num_prompts >= _MIN_PROMPTS_OF_BUCKET]
+        label: {b.low: b for b in buckets if b.num_prompts >= _MIN_PROMPTS_OF_BUCKET}
         for label, buckets in buckets_by_label(report).items()
     }
-    lows = sorted({bucket.low for buckets in by_label.values() for bucket in buckets})
-    series = []
-    for label, buckets in by_label.items():
-        lengths = {bucket.low: bucket.acceptance_length for bucket in buckets}
-        series.append(Series(label, tuple(lengths.get(low, _UNDEFINED) for low in lows)))
-    return Figure(
-        title="Acceptance length by context length",
-        markup=interval_chart(
-            series, x_labels=[f"{low}+" for low in lows], y_label="tokens per round", floor=1.0
-        ),
-        note=_note(
+    lows = sorted({low for buckets in by_label.values() for low in buckets})
+    if not lows:
+        few = f"no range of context lengths is reached by {_MIN_PROMPTS_OF_BUCKET} prompts"
+        yield Missing(title, few if by_label else _NO_DRAFTS)
+        return
+    for heading, note, drafting in drafting_groups(report.summaries):
+        series = []
+        for summary in drafting:
+            buckets = by_label[summary.label]
+            points = (
+                buckets[low].acceptance_length if low in buckets else UNDEFINED_FIGURE
+                for low in lows
+            )
+            series.append(Series(summary.label, tuple(points)))
+        ticks = tuple(f"{low}-{2 * low - 1}" for low in lows)
+        axes = Axes("context [tokens]", TOKENS_PER_ROUND, ticks)
+        yield Figure(
+            f"{title}{heading}",
+            interval_chart(series, axes=axes, floor=1.0),
             "Rounds by the number of tokens before their first draft; lengths that fewer than "
-            f"{_MIN_PROMPTS_OF_BUCKET} prompts reach are in the table only.",
-            len(series),
+            f"{_MIN_PROMPTS_OF_BUCKET} prompts reach are in the table only.{note}",
+        )
+
+
+def _step_parts(summaries: Sequence[ConditionSummary]) -> Figure | Missing:
+    title = "Mean decode step by part"
+    found = [(s.label, s.cost) for s in summaries if s.cost is not None][:_MAX_BARS]
+    if not found:
+        return Missing(title, "the parts of a step were not timed")
+    return Figure(
+        title,
+        stacked_bars(
+            [
+                [1e3 * part for part in (c.target_s, c.verify_s, c.draft_s, c.host_s)]
+                for _, c in found
+            ],
+            rows=[label for label, _ in found],
+            parts=["target", "verify", "draft", "host"],
+            unit="ms",
         ),
+        f"Milliseconds of a step without prompt rows.{_first_bars(summaries)}",
     )
 
 
-def _times(timed: Sequence[ConditionSummary]) -> Figure:
-    seconds = []
-    for summary in timed:
-        decode = summary.speed.decode_wall_s or 0.0
-        seconds.append((max(summary.speed.wall_s - decode, 0.0), decode))
+def _times(summaries: Sequence[ConditionSummary]) -> Figure | Missing:
+    title = "Wall time by kind of step"
+    seconds = {
+        summary.label: (max(speed.wall_s - speed.decode_wall_s, 0.0), speed.decode_wall_s)
+        for summary in summaries[:_MAX_BARS]
+        if (speed := summary.speed).wall_s is not None and speed.decode_wall_s is not None
+    }
+    if not seconds:
+        return Missing(title, "the file holds no times of decode-only steps")
     return Figure(
-        title="Wall time by kind of step",
-        markup=stacked_bars(
-            seconds,
-            rows=[_heading(summary) for summary in timed],
-            parts=["with prompt rows", "decode only"],
+        title,
+        stacked_bars(
+            list(seconds.values()),
+            rows=list(seconds),
+            parts=["steps with prompt rows", "decode-only steps"],
             unit="s",
         ),
+        f"Seconds for all prompts, warm-up excluded.{_first_bars(summaries)}",
     )
 
 
-def _batches(setting: Setting, members: Sequence[Entry]) -> list[Figure]:
-    sizes = sorted({int(str(entry.run.batch_size)) for entry in members})
-    by_name: dict[str, dict[int, ConditionSummary]] = {}
-    for entry in members:
-        name = f"{entry.run.head_label} {entry.summary.label}"
-        by_name.setdefault(name, {})[int(str(entry.run.batch_size))] = entry.summary
-
-    def chart(figure: Callable[[ConditionSummary], Estimate], y_label: str, floor: float) -> str:
-        series = [
-            Series(name, tuple(figure(at[n]) if n in at else _UNDEFINED for n in sizes))
-            for name, at in by_name.items()
-        ]
-        return interval_chart(series, x_labels=list(map(str, sizes)), y_label=y_label, floor=floor)
-
-    shared = describe(setting).rpartition(", batch")[0]
-    lengths = chart(lambda s: s.acceptance.acceptance_length_micro, "tokens per round", 1.0)
-    speeds = chart(lambda s: Estimate(s.speed.tokens_per_s_end_to_end), "tokens/s", 0.0)
-    note = _note("Most requests at a time (engine.max_num_requests).", len(by_name))
-    return [
-        Figure(f"Acceptance length by batch size ({shared})", lengths, note),
-        Figure(f"Tokens per second by batch size ({shared})", speeds, note),
-    ]
-
-
-def _heading(summary: ConditionSummary) -> str:
-    return f"{summary.label} (K={summary.num_speculative_tokens})"
-
-
-def _note(text: str, num_series: int) -> str:
-    if num_series <= MAX_SERIES:
-        return text
-    return f"{text} The first {MAX_SERIES} of {num_series} conditions; the table has all.".strip()
+def _first_bars(summaries: Sequence[ConditionSummary]) -> str:
+    """A note where a bar chart does not hold every condition."""
+    is_cut = len(summaries) > _MAX_BARS
+    return f" The first {_MAX_BARS} of {len(summaries)} conditions." if is_cut else ""

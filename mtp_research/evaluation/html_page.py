@@ -1,19 +1,19 @@
-"""One HTML file with the figures and tables of some runs; it loads nothing from anywhere.
+"""One HTML file with the figures and tables of some sections; it loads nothing from anywhere.
 
 Every string that comes from a results file goes through `clean`: control characters removed,
 length bounded, HTML escaped. The page adapts from 1280 to 400 pixels by CSS alone; a wide table
-scrolls inside its own box. Charts are inline SVG.
+scrolls inside its own box, and on paper it wraps. Charts are inline SVG.
+`tools/screenshot_report.py` measures a page in a browser.
 """
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
-from mtp_research.evaluation.figures import Figure, run_figures, shared_figures
-from mtp_research.evaluation.policy_matrix import policy_matrices
-from mtp_research.evaluation.report import Report, note_paragraphs
-from mtp_research.evaluation.report_tables import overview_grid, run_grids
-from mtp_research.evaluation.runs import Run, entries, mapping
-from mtp_research.evaluation.svg import STYLE
+from mtp_research.evaluation.figures import Figure, Missing
+from mtp_research.evaluation.report import PromptEntry
+from mtp_research.evaluation.sections import Section
+from mtp_research.evaluation.svg_parts import STYLE
 from mtp_research.evaluation.tables import Grid
 
 MAX_CHARACTERS = 400  # of a string from a file
@@ -21,44 +21,64 @@ MAX_LISTED_PROMPTS = 300
 # The browser itself refuses whatever would leave the page.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _PAGE_STYLE = """
-*{box-sizing:border-box}body{margin:0 auto;max-width:1280px;padding:16px;background:var(--page);
-color:var(--ink);font:15px/1.45 system-ui,sans-serif}
-h1{font-size:1.5rem;margin:.2em 0}h2{font-size:1.2rem;margin:1.6em 0 .4em;padding-top:.6em;
-border-top:1px solid var(--rule)}h1,h2,h3,p,li,dd,summary{overflow-wrap:anywhere}
-h3{font-size:.95rem;margin:1.2em 0 .4em}.soft,figcaption small,dt{color:var(--soft)}
-.warning{border-left:4px solid var(--s1);padding:.3em .8em;margin:.5em 0}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr));gap:20px}
-figure{margin:0;min-width:0}figcaption{font-weight:600;margin-bottom:6px}
-figcaption small{display:block;font-weight:400}.scroll{overflow-x:auto;max-width:100%}
-.chart{display:block;max-width:100%;height:auto}.chart.natural{max-width:none}
-table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
-th,td{padding:3px 10px;text-align:right;white-space:nowrap;border-bottom:1px solid var(--rule)}
-th:first-child,td:first-child{text-align:left}tbody th{font-weight:400;white-space:pre}
-dl{display:grid;grid-template-columns:minmax(90px,max-content) minmax(0,1fr);gap:2px 14px;margin:0}
-dd{margin:0}code{font-size:12px}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:1180px;padding:24px 16px 48px;background:var(--page);color:var(--ink);
+font:15px/1.5 system-ui,sans-serif}
+h1{font-size:1.6rem;line-height:1.2;margin:0 0 .2em}
+h2{font-size:1.2rem;margin:2.2em 0 .6em;padding-top:.7em;border-top:2px solid var(--ink)}
+h1,h2,p,li,dt,dd,summary,figcaption,caption{overflow-wrap:anywhere}
+h1,h2{font-weight:600}.soft,.own,dt{color:var(--soft)}p{margin:.5em 0;max-width:78ch}
+.warning{border-left:4px solid var(--s1);padding:.3em .8em;margin:.6em 0}
+.figures,.tables{display:grid;gap:28px 32px;align-items:start;margin:1.4em 0}
+.figures{grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr))}
+.tables{display:flex;flex-wrap:wrap}.tables figure{max-width:100%}
+figure{margin:0;min-width:0}
+figcaption,.caption{font-size:13px;line-height:1.4}figcaption{margin-top:6px}
+.caption{margin:0 0 6px}.own{display:block}
+.scroll{overflow-x:auto;max-width:100%;background-repeat:no-repeat;
+background-image:linear-gradient(90deg,var(--page) 40%,#0000),linear-gradient(-90deg,var(--page)
+40%,#0000),linear-gradient(90deg,var(--shade),#0000),linear-gradient(-90deg,var(--shade),#0000);
+background-position:0 0,100% 0,0 0,100% 0;background-size:36px 100%,36px 100%,12px 100%,12px 100%;
+background-attachment:local,local,scroll,scroll}
+.chart{display:block;width:100%;max-width:440px;height:auto}
+.chart.natural{width:auto;max-width:none}
+table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;
+border-bottom:1.5px solid var(--ink)}
+thead th{font-weight:600;border-top:1.5px solid var(--ink);border-bottom:1px solid var(--ink)}
+th,td{padding:2px 9px;text-align:right;white-space:nowrap;vertical-align:top}
+th:first-child,td:first-child{text-align:left;padding-left:2px}
+tbody th{font-weight:400;white-space:pre}tbody tr:nth-child(even){background:var(--band)}
+dl{columns:2 360px;column-gap:40px;margin:.8em 0;font-size:13px}dd{margin:0}
+.fact{display:grid;grid-template-columns:88px minmax(0,1fr);gap:12px;break-inside:avoid}
+code{font:12px ui-monospace,monospace}ul{padding-left:1.2em;margin:.4em 0}
+.left-out{font-size:13px;color:var(--soft);margin:.1em 0;max-width:none}
+details{font-size:13px;margin:1em 0}
+@media print{body{max-width:none;padding:0;font-size:10pt}table{font-size:8pt}
+.scroll{overflow:visible;background:none}
+th,td{white-space:normal}tbody th{white-space:pre-wrap}figure,table,.warning{break-inside:avoid}
+h2{break-after:avoid}.figures{grid-template-columns:1fr 1fr}.tables{grid-template-columns:1fr}
+details:not([open]){display:none}}
 """
 
 
-def render_page(runs: Sequence[Run]) -> str:
+def render_page(sections: Sequence[Section], *, title: str = "Acceptance report") -> str:
     """The whole page; see the module docstring."""
-    found = entries(runs)
-    titles = ", ".join(run.name for run in runs)
-    body = [f"<h1>Acceptance report</h1><p class=soft>{clean(titles)}</p>"]
-    if len(runs) > 1:
-        body += ["<h2>All runs</h2>", _figures(shared_figures(found)), _table(overview_grid(found))]
-        body += [_table(matrix.grid) for matrix in policy_matrices(found)]
-        body.append(
-            "<p class=soft>Runs are compared only where prompts, K, dtype, temperature, "
-            "verification rule and batch size agree.</p>"
-        )
-    for run in runs:
-        body += _run_section(run)
+    names = ", ".join(section.title for section in sections)
+    figures, tables = itertools.count(1), itertools.count(1)
+    body = [f"<h1>{clean(title)}</h1>"]
+    if len(sections) > 1:
+        body.append(f"<p class=soft>{clean(names)}</p>")
+    for section in sections:
+        body += _section(section, figures, tables)
+    notes = list(dict.fromkeys(note for section in sections for note in section.notes))
+    body.append("<h2>How the numbers are defined</h2>")
+    body.append(f"<ul>{''.join(f'<li>{clean(note, limit=1000)}</li>' for note in notes)}</ul>")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>Acceptance report: {clean(titles)}</title>"
+        f"<title>{clean(title)}: {clean(names)}</title>"
         f"<style>{STYLE}{_PAGE_STYLE}</style></head>\n<body>\n"
         + "\n".join(body)
         + "\n</body></html>\n"
@@ -73,64 +93,42 @@ def clean(text: object, *, limit: int = MAX_CHARACTERS) -> str:
     return html.escape(f"{shown[: limit - 3]}..." if is_long else shown)
 
 
-def _run_section(run: Run) -> Iterable[str]:
-    report = run.report
-    paragraphs = note_paragraphs(report)
-    is_warning = [text.startswith(("warning:", "skipped:")) for text in paragraphs]
-    warnings = [text for text, bad in zip(paragraphs, is_warning, strict=True) if bad]
-    notes = [text for text, bad in zip(paragraphs, is_warning, strict=True) if not bad]
-    yield f"<h2>{clean(run.name)}: {clean(run.head_label)}</h2>"
-    for text in warnings:
+def _section(section: Section, figures: Iterator[int], tables: Iterator[int]) -> Iterable[str]:
+    yield f"<h2>{clean(section.title)}</h2>"
+    for text in section.warnings:
         yield f'<p class="warning" role="note">{clean(text, limit=1000)}</p>'
-    yield _facts(run)
-    yield _figures(run_figures(report))
-    for grid in run_grids(report):
-        yield _table(grid)
-    yield "".join(f"<p class=soft>{clean(text, limit=1000)}</p>" for text in notes)
-    yield _prompts(report)
+    facts = (
+        f'<div class="fact"><dt>{clean(name)}</dt><dd>{clean(value)}</dd></div>'
+        for name, value in section.facts.items()
+    )
+    yield f"<dl>{''.join(facts)}</dl>"
+    drawn = [_figure(figure, next(figures), section.caption) for figure in section.charts]
+    yield f'<div class="figures">{"".join(drawn)}</div>'
+    yield _left_out([one for one in section.figures if isinstance(one, Missing)])
+    shown = [_table(grid, f"Table {next(tables)}. ") for grid in section.grids]
+    yield f'<div class="tables">{"".join(shown)}</div>'
+    if section.prompts:
+        yield _prompts(section.prompts)
 
 
-def _facts(run: Run) -> str:
-    """How the run was made, from its record and configuration."""
-    record, config = run.report.run, run.report.config
-    git, versions, hardware = (mapping(record, k) for k in ("git", "versions", "hardware"))
-    gpus = hardware.get("gpus")
-    state = " with uncommitted changes" if git.get("dirty") else ""
-    facts = {
-        "command": record.get("command"),
-        "started": record.get("started_at"),
-        "code": f"{str(git.get('sha'))[:12]}{state}" if git else None,
-        "target": mapping(config, "model").get("path"),
-        "head": mapping(config, "spec").get("head"),
-        "verification": mapping(config, "spec").get("verify"),
-        "sampling": _pairs(mapping(config, "sampling"), ("temperature", "top_p", "max_new_tokens")),
-        "batch": run.batch_size,
-        "dtype, seed": f"{run.report.dtype}, {run.report.seed}",
-        "machine": ", ".join(map(str, gpus)) if isinstance(gpus, list) and gpus
-        else hardware.get("cpu"),
-        "versions": _pairs(versions, ("python", "torch", "triton", "transformers")),
-    }  # fmt: skip
-    rows = (f"<dt>{k}</dt><dd>{clean(v)}</dd>" for k, v in facts.items() if v not in (None, ""))
-    return f"<dl>{''.join(rows)}</dl>"
+def _figure(figure: Figure, number: int, caption: str) -> str:
+    own = f" {clean(figure.note)}" if figure.note else ""
+    shared = f'<span class="own">{clean(caption)}</span>' if caption else ""
+    return (
+        f'<figure><div class="scroll">{figure.markup}</div><figcaption><b>Figure {number}. '
+        f"{clean(figure.title)}.</b>{own}{shared}</figcaption></figure>"
+    )
 
 
-def _pairs(values: Mapping[str, object], names: Iterable[str]) -> str:
-    return ", ".join(f"{name} {values[name]}" for name in names if name in values)
+def _left_out(missing: Sequence[Missing]) -> str:
+    """One line on every figure that could not be drawn."""
+    return "".join(
+        f'<p class="left-out">Left out: {clean(one.title)}, because {clean(one.reason)}.</p>'
+        for one in missing
+    )
 
 
-def _figures(figures: Sequence[Figure]) -> str:
-    if not figures:
-        return ""
-    return f'<div class="figures">{"".join(map(_figure, figures))}</div>'
-
-
-def _figure(figure: Figure) -> str:
-    note = f"<small>{clean(figure.note)}</small>" if figure.note else ""
-    caption = f"<figcaption>{clean(figure.title)}{note}</figcaption>"
-    return f'<figure>{caption}<div class="scroll">{figure.markup}</div></figure>'
-
-
-def _table(grid: Grid) -> str:
+def _table(grid: Grid, prefix: str = "") -> str:
     head = "".join(f'<th scope="col">{clean(cell)}</th>' for cell in grid.header)
     rows = "".join(
         f'<tr><th scope="row">{clean(row[0])}</th>'
@@ -139,16 +137,17 @@ def _table(grid: Grid) -> str:
         for row in grid.rows
     )
     return (
-        f'<h3>{clean(grid.title)}</h3><div class="scroll" tabindex="0"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f'<figure><p class="caption"><b>{prefix}{clean(grid.title)}.</b></p>'
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></figure>"
     )
 
 
-def _prompts(report: Report) -> str:
+def _prompts(prompts: Sequence[PromptEntry]) -> str:
     """Ids and hashes of the prompts; a results file holds no text of theirs."""
-    listed = report.prompts[:MAX_LISTED_PROMPTS]
+    listed = prompts[:MAX_LISTED_PROMPTS]
     rows = [(p.question_id, p.category, p.format, p.sha256[:16]) for p in listed]
-    more = len(report.prompts) - len(listed)
-    title = f"Prompts ({len(report.prompts)}{f', {more} not listed' * (more > 0)})"
+    more = len(prompts) - len(listed)
+    title = f"Prompts ({len(prompts)}{f', {more} not listed' * (more > 0)})"
     grid = Grid("sha256 is of format and text", ("id", "category", "format", "sha256"), tuple(rows))
     return f"<details><summary>{title}</summary>{_table(grid)}</details>"

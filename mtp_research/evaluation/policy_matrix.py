@@ -1,81 +1,118 @@
-"""The matrix train unroll x decode policy over several runs, for each setting they share.
+"""The matrix of heads x decode policy over some conditions, for each setting they share.
 
-Runs that differ in prompts, K, dtype, temperature, verification rule or batch size never meet in
-one matrix. Letters: K drafts per step, N MTP modules.
+Conditions that differ in prompts, K, dtype, temperature, verification rule or batch size never meet
+in one matrix. Letters: K drafts per step, N MTP modules.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtp_research.evaluation.runs import Entry, Setting
-from mtp_research.evaluation.summary import ConditionSummary
-from mtp_research.evaluation.tables import UNDEFINED, Grid, interval, printable
+from mtp_research.evaluation.bootstrap import Estimate
+from mtp_research.evaluation.entries import Entry, Setting, drafting
+from mtp_research.evaluation.tables import Grid, interval, printable
+from mtp_research.policy import MATCHING_POLICY
 
 
 @dataclass(frozen=True)
 class PolicyMatrix:
-    """One row per run, one column per condition label; None where a run has no such condition."""
+    """One row per head, one column per policy; None where it was not decoded.
+
+    Attributes:
+        setting: what all cells share.
+        rows: names of the heads.
+        columns: policies.
+        cells: entries by row and column.
+    """
 
     setting: Setting
     rows: tuple[str, ...]
     columns: tuple[str, ...]
-    cells: tuple[tuple[ConditionSummary | None, ...], ...]
+    cells: tuple[tuple[Entry | None, ...], ...]
 
     @property
     def title(self) -> str:
-        """What the rows share."""
-        return f"Acceptance length by head and decode policy ({describe(self.setting)})"
+        """What is shown."""
+        return "Acceptance length by head and decode policy"
 
     @property
-    def values(self) -> list[list[float | None]]:
+    def note(self) -> str:
+        """What the cells share, and what a frame means."""
+        framed = " Framed: the policy that shows the head what it was trained on."
+        return f"{describe(self.setting)}.{framed if self.matches else ''}"
+
+    @property
+    def values(self) -> list[list[Estimate]]:
         """Acceptance lengths (micro)."""
         return [
-            [None if s is None else s.acceptance.acceptance_length_micro.value for s in row]
+            [
+                Estimate(None) if e is None else e.summary.acceptance.acceptance_length_micro
+                for e in row
+            ]
             for row in self.cells
         ]
+
+    @property
+    def matches(self) -> set[tuple[int, int]]:
+        """(row, column) of the cells whose policy matches the training unroll of their head."""
+        return {
+            (j, i)
+            for j, row in enumerate(self.cells)
+            for i, entry in enumerate(row)
+            if entry and MATCHING_POLICY.get(entry.unroll or "") == entry.summary.policy
+        }
 
     @property
     def grid(self) -> Grid:
         """Acceptance lengths (micro) with their intervals."""
         rows = [
-            (name, *(UNDEFINED if s is None else _length(s) for s in row))
-            for name, row in zip(self.rows, self.cells, strict=True)
+            (name, *map(interval, row)) for name, row in zip(self.rows, self.values, strict=True)
         ]
-        return Grid(self.title, ("head", *self.columns), tuple(rows))
+        return Grid(
+            f"{self.title} ({describe(self.setting)})", ("head", *self.columns), tuple(rows)
+        )
 
 
 def policy_matrices(entries: Sequence[Entry]) -> list[PolicyMatrix]:
-    """A matrix for every setting that at least two runs share, in the order of the settings."""
+    """A matrix for every setting that at least two heads share, in the order of the entries."""
     by_setting: dict[Setting, list[Entry]] = {}
-    for entry in entries:
-        by_setting.setdefault(entry.setting, []).append(entry)
-    made = [_matrix(setting, members) for setting, members in sorted(by_setting.items())]
+    for entry in drafting(entries):
+        if entry.summary.policy is not None:  # `oracle` and `null` draft without one
+            by_setting.setdefault(entry.setting, []).append(entry)
+    made = [_matrix(setting, members) for setting, members in by_setting.items()]
     return [matrix for matrix in made if len(matrix.rows) > 1]
 
 
-def describe(setting: Setting) -> str:
-    """A setting in words."""
-    return (
-        f"K={setting.num_speculative_tokens}, {setting.num_prompts} prompts "
-        f"{setting.prompts_sha256[:8]}, {printable(setting.dtype)}, "
-        f"T={printable(setting.temperature)}, {printable(setting.verify)} verification, "
-        f"batch {printable(setting.batch_size)}"
-    )
+def describe(setting: Setting, *, without: str = "") -> str:
+    """A setting in words, the part `without` left out."""
+    parts = {
+        "num_speculative_tokens": f"K={setting.num_speculative_tokens}",
+        "prompts_sha256": f"{setting.num_prompts} prompts {setting.prompts_sha256[:8]}",
+        "dtype": printable(setting.dtype),
+        "temperature": f"T={printable(setting.temperature)}",
+        "verify": f"{printable(setting.verify)} verification",
+        "draft_sampling": f"{printable(setting.draft_sampling)} drafts",
+        "batch_size": f"batch {printable(setting.batch_size)}",
+    }
+    left_out = {without, "verify"} if without == "temperature" else {without}
+    return ", ".join(text for part, text in parts.items() if part not in left_out)
 
 
 def _matrix(setting: Setting, members: Sequence[Entry]) -> PolicyMatrix:
-    labels = sorted({entry.summary.label for entry in members})
-    summaries = {(entry.run.name, entry.summary.label): entry.summary for entry in members}
-    heads = {entry.run.name: entry.run.head_label for entry in members}
+    columns = sorted({str(entry.summary.policy) for entry in members})
+    cells = {(_row(entry), str(entry.summary.policy)): entry for entry in members}
+    heads = {_row(entry): entry.head_label for entry in members}
     shown = list(heads.values())
     return PolicyMatrix(
         setting=setting,
         # Two runs with heads of one kind, such as two seeds, are told apart by the run.
-        rows=tuple(head if shown.count(head) == 1 else run for run, head in heads.items()),
-        columns=tuple(map(printable, labels)),
-        cells=tuple(tuple(summaries.get((run, label)) for label in labels) for run in heads),
+        rows=tuple(
+            label if shown.count(label) == 1 else printable(f"{label}, {run}")
+            for (run, _), label in heads.items()
+        ),
+        columns=tuple(map(printable, columns)),
+        cells=tuple(tuple(cells.get((head, column)) for column in columns) for head in heads),
     )
 
 
-def _length(summary: ConditionSummary) -> str:
-    return interval(summary.acceptance.acceptance_length_micro)
+def _row(entry: Entry) -> tuple[str, str]:
+    return entry.run.name, entry.head_label

@@ -14,9 +14,11 @@ from typing import cast
 
 from mtp_research.decode.verdicts import Verdict
 from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.evaluation.markdown import markdown_table
+from mtp_research.evaluation.pairs import paired
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.results import RESULTS_FILE, recompute
-from mtp_research.evaluation.summary import ConditionSummary, paired
+from mtp_research.evaluation.summary import ConditionSummary
 from mtp_research.evaluation.tables import UNDEFINED, interval, number
 from mtp_research.heads.record import read_head_record
 from mtp_research.policy import POLICIES, num_rows_per_step
@@ -65,12 +67,6 @@ def table_rows(report: Report) -> list[tuple[str, ...]]:
     ]
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [_HEADER, ["---"] * len(_HEADER), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m mtp_research.evaluation.policy_table`."""
     parser = argparse.ArgumentParser(
@@ -80,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folders", nargs="+", type=Path)
     try:
         reports = [recompute(path / RESULTS_FILE) for path in parser.parse_args(argv).folders]
-        sys.stdout.write(markdown([row for report in reports for row in table_rows(report)]) + "\n")
+        rows = [row for report in reports for row in table_rows(report)]
+        sys.stdout.write(markdown_table(_HEADER, rows) + "\n")
     except (ConfigError, IntegrityError) as fault:
         sys.stderr.write(f"error: {fault}\n")
         return fault.exit_code

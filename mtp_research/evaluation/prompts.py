@@ -54,13 +54,18 @@ class EncodedPrompts:
 
 
 def load_prompts(
-    path: str | None, *, max_prompts: int | None = None, seed: int = 0
+    path: str | None,
+    *,
+    domains: Sequence[str] = (),
+    max_prompts: int | None = None,
+    seed: int = 0,
 ) -> list[Prompt]:
     """Load a prompt set.
 
     Args:
         path: a file, a folder of files (or of folders with a `question.jsonl`), or None for the
             shipped prompts with the code prompts of the running interpreter.
+        domains: categories that are kept; all without any.
         max_prompts: keep a balanced subset of this size, >= 1; None keeps all.
         seed: selects the subset. Smaller subsets are contained in larger ones.
 
@@ -68,7 +73,8 @@ def load_prompts(
         Prompts in file order.
 
     Raises:
-        ConfigError: the path does not exist or holds no prompt file, or `max_prompts` < 1.
+        ConfigError: the path does not exist or holds no prompt file, has no prompt of a domain, or
+            `max_prompts` < 1.
         IntegrityError: see `read_prompt_files`; the message names file and line.
     """
     if max_prompts is not None and max_prompts < 1:
@@ -79,6 +85,7 @@ def load_prompts(
         prompts = read_prompt_files(SHIPPED_PROMPTS) + _code_prompts()
     else:
         prompts = read_prompt_files(Path(resolve_path(path)))
+    prompts = _of_domains(prompts, domains)
     return prompts if max_prompts is None else _balanced(prompts, max_prompts, seed)
 
 
@@ -137,6 +144,16 @@ def encode_prompts(
             "use shorter prompts or raise engine.max_model_len."
         )
     return EncodedPrompts(tuple(p for p, _ in fitting), tuple(t for _, t in fitting), skipped)
+
+
+def _of_domains(prompts: Sequence[Prompt], domains: Sequence[str]) -> list[Prompt]:
+    known = {prompt.category for prompt in prompts}
+    if unknown := sorted(set(domains) - known):
+        raise ConfigError(
+            f"prompts.domains must be among {', '.join(sorted(known))}, got {', '.join(unknown)}; "
+            "leave it out for all of them."
+        )
+    return [prompt for prompt in prompts if not domains or prompt.category in domains]
 
 
 def _code_prompts() -> list[Prompt]:

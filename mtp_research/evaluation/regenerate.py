@@ -2,13 +2,14 @@
 
     python -m mtp_research.evaluation.regenerate --target assets/lab_tiny/target \
         --output answers.jsonl --source ../shared/data/corpus/arith.train.jsonl.xz \
-        --max-prompts 800 --self-chat 2000 --self-text 800
+        --max-prompts 800 --self-chat 2000 --self-text 800 --temperature 0
 
 Heads trained on anything but the target's own output learn a distribution they are never asked for.
-Prompts come from the user turns of a document file, or from the target itself: `--self-chat` lets
-it invent a user message and then answers it, `--self-text` lets it begin a document and then goes
-on. A line holds token ids, so that encoding again cannot change the trajectory. Killed runs resume:
-ids that the output already has are not made again.
+Questions come from data sets (`data.questions` lists the forms), or from the target itself:
+`--self-chat` lets it invent a user message and then answers it, `--self-text` lets it begin a
+document and then goes on. A line holds token ids, so that encoding again cannot change the
+trajectory. Killed runs resume: ids that the output already has are not made again, and
+`OUTPUT.settings.json` keeps a run with other settings from mixing its answers in.
 
 Lives in `evaluation` because it drives the decode loop, which `data` and `training` must not
 import.
@@ -19,22 +20,39 @@ import json
 import lzma
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from mtp_research.config import EngineConfig
+from mtp_research.data.questions import Question, read_questions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.evaluation.tasks import (
     SpecialTokenizer,
     Task,
-    document_tasks,
+    question_tasks,
     reseed,
     self_chat_tasks,
     self_text_tasks,
 )
+from mtp_research.models.fingerprint import target_hashes
 from mtp_research.models.target import Target, load_target, load_tokenizer
+
+
+class Answered(NamedTuple):
+    """What became of the tasks of one call.
+
+    Attributes:
+        num_written: lines appended.
+        num_there: tasks that the output held before.
+        num_too_long: prompts that leave no room for a token.
+    """
+
+    num_written: int
+    num_there: int
+    num_too_long: int
 
 
 def answer(
@@ -44,27 +62,28 @@ def answer(
     output: Path,
     sampling: SamplingParams,
     engine: EngineConfig | None = None,
-) -> int:
+) -> Answered:
     """Append the target's continuation of every task that `output` does not hold yet.
 
     Args:
         target: the model whose output is wanted.
-        tasks: prompts; those as long as the context are left out.
+        tasks: prompts; those as long as the context are left out and counted.
         output: JSONL file; lines are `id`, `domain`, `token_ids`, `num_prompt_tokens`.
         sampling: of the continuation; its seed is shifted by the task's index.
         engine: batch settings.
-
-    Returns:
-        Number of lines written.
     """
     done = _existing_ids(output)
     decoder = SpecDecoder(target, num_speculative_tokens=0, engine=engine)
     by_id = {task.doc_id: task for task in tasks}
+    num_there = num_too_long = num_written = 0
     for index, task in enumerate(tasks):
-        if task.doc_id not in done and len(task.prompt) < decoder.max_model_len:
+        if task.doc_id in done:
+            num_there += 1
+        elif len(task.prompt) >= decoder.max_model_len:
+            num_too_long += 1
+        else:
             params = reseed(sampling, index)
             decoder.add_request(task.prompt, sampling=params, request_id=task.doc_id)
-    num_written = 0
     with output.open("a", encoding="utf8") as file:
         while decoder.scheduler.has_work:
             decoder.step()
@@ -79,7 +98,7 @@ def answer(
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
                 num_written += 1
             file.flush()
-    return num_written
+    return Answered(num_written, num_there, num_too_long)
 
 
 def _existing_ids(output: Path) -> set[str]:
@@ -126,21 +145,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="JSONL file, appended to")
     parser.add_argument(
         "--source",
-        type=Path,
         action="append",
         default=[],
-        help="document file(s) whose user turns are asked",
+        help="questions: a JSONL file, or a folder or name that `datasets` reads; may be repeated",
     )
-    parser.add_argument("--max-prompts", type=int, default=1 << 30, help="per source")
+    parser.add_argument("--field", help="of the conversation in a row; left out: the first known")
+    parser.add_argument("--split", default="train", help="of a `datasets` source")
+    parser.add_argument("--max-prompts", type=int, default=None, help="per source")
     parser.add_argument(
         "--self-chat", type=int, default=0, help="user messages that the target invents"
     )
     parser.add_argument("--self-text", type=int, default=0, help="documents that the target begins")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="of the answers; 0 is greedy"
-    )
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=0.6, help="0 is greedy")
+    parser.add_argument("--top-p", type=float, default=0.95, help="not read at temperature 0")
+    parser.add_argument("--top-k", type=int, default=20, help="not read at temperature 0")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--batch", type=int, default=32, help="requests decoded at once")
     parser.add_argument("--dtype", default="auto")
@@ -159,32 +177,71 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
+    is_greedy = args.temperature == 0
+    sampling = SamplingParams(
+        temperature=args.temperature,
+        top_k=0 if is_greedy else args.top_k,
+        top_p=1.0 if is_greedy else args.top_p,
+        seed=args.seed,
+        max_new_tokens=args.max_new_tokens,
+    )
+    questions: list[Question] = []
+    for source in args.source:
+        found = read_questions(source, field=args.field, split=args.split)
+        questions += found[: args.max_prompts]
     target = load_target(args.target, dtype=args.dtype, device=args.device)
     tokenizer = cast(SpecialTokenizer, load_tokenizer(args.target))  # fields set at run time
+    _check_settings(args.output, target=target, sampling=sampling)
     engine = EngineConfig(
         max_num_requests=args.batch, max_num_batched_tokens=max(512, 4 * args.batch), audit=False
     )
-    tasks = [
-        task
-        for path in args.source
-        for task in document_tasks(path, tokenizer, max_prompts=args.max_prompts)
-    ]
+    tasks = question_tasks(questions, tokenizer) if questions else []
     tasks += self_chat_tasks(target, tokenizer, count=args.self_chat, seed=args.seed, engine=engine)
     tasks += self_text_tasks(target, tokenizer, count=args.self_text, seed=args.seed, engine=engine)
-    sampling = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        max_new_tokens=args.max_new_tokens,
-        stop_token_ids=target.stop_token_ids,
-    )
-    num_written = answer(target, tasks, output=args.output, sampling=sampling, engine=engine)
+    if not tasks:
+        raise ConfigError("nothing is asked; set --source, --self-chat or --self-text.")
+    sampling = replace(sampling, stop_token_ids=target.stop_token_ids)
+    answered = answer(target, tasks, output=args.output, sampling=sampling, engine=engine)
     if args.xz:
         _compress(args.output)
     print(
-        f"{num_written} of {len(tasks)} documents written to {args.output}, the others were there"
+        f"{answered.num_written} of {len(tasks)} documents written to {args.output}, "
+        f"{answered.num_there} were there, {answered.num_too_long} prompts fill the context"
     )
+
+
+def _check_settings(output: Path, *, target: Target, sampling: SamplingParams) -> None:
+    """Refuse to go on with answers of another target or of other settings; else record them.
+
+    Raises:
+        ConfigError: names what differs.
+        IntegrityError: the record is damaged.
+    """
+    path = output.with_name(f"{output.name}.settings.json")
+    settings = target_hashes(target) | {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "max_new_tokens": sampling.max_new_tokens,
+    }
+    if output.is_file() and path.is_file():
+        try:
+            saved = json.loads(path.read_text(encoding="utf8"))
+        except ValueError as fault:
+            raise IntegrityError(f"{path}: damaged ({fault}); remove it and {output}.") from fault
+        changed = [
+            f"{key} {saved.get(key)}, now {value}"
+            for key, value in settings.items()
+            if saved.get(key) != value
+        ]
+        if changed:
+            raise ConfigError(
+                f"--output {output} holds answers with other settings ({'; '.join(changed)}); "
+                "choose another --output or set them back."
+            )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf8")
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_research.evaluation.bootstrap import LEVEL, NUM_DRAWS
+from mtp_research.evaluation.pairs import PairedComparison, compare_to_reference
 from mtp_research.evaluation.prompt_files import Prompt
+from mtp_research.evaluation.row_tables import cost_grid, grid_tables
 from mtp_research.evaluation.statistics import ACCEPTED_WARNING, FORMULAS
 from mtp_research.evaluation.summary import (
     ConditionResult,
     ConditionSummary,
-    PairedComparison,
-    compare_to_first,
+    baseline_of,
     summarise,
 )
 from mtp_research.evaluation.tables import (
@@ -29,6 +30,7 @@ from mtp_research.evaluation.tables import (
     printable,
     rich_table,
 )
+from mtp_research.evaluation.timing_notes import skipped_conditions, timing_notes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +60,7 @@ class Report:
         skipped_prompts: ids of prompts that were not asked, because they fill the context.
         conditions: the decodings, with unique labels.
         summaries: figures of each condition, in the same order.
-        paired: differences of each drafting condition to the first one.
+        paired: differences of each drafting condition to the reference of its K and group.
         config: the resolved configuration.
         run: command, code, versions and machine (`provenance.run_record`).
     """
@@ -91,7 +93,7 @@ def build_report(
     """
     labels = [condition.label for condition in conditions]
     assert len(set(labels)) == len(labels), f"condition labels must be unique, got {labels}"
-    baseline = next((c for c in conditions if c.num_speculative_tokens == 0), None)
+    reference = config.get("reference")
     domains = {prompt.question_id: prompt.category for prompt in prompts}
     return Report(
         dtype=dtype,
@@ -102,10 +104,14 @@ def build_report(
         ),
         conditions=tuple(conditions),
         summaries=tuple(
-            summarise(condition, baseline=baseline, domains=domains, seed=seed)
+            summarise(
+                condition, baseline=baseline_of(condition, conditions), domains=domains, seed=seed
+            )
             for condition in conditions
         ),
-        paired=compare_to_first(conditions, seed=seed),
+        paired=compare_to_reference(
+            conditions, reference=None if reference is None else str(reference), seed=seed
+        ),
         config=config,
         run=run,
         skipped_prompts=tuple(skipped_prompts),
@@ -161,12 +167,21 @@ def print_report(report: Report, *, width: int = PAGE_WIDTH, stored_at: Path | N
 
 
 def report_grids(report: Report) -> list[Grid]:
-    """Figures by condition, acceptance length by domain, paired differences."""
+    """Figures by condition, acceptance length by domain, paired differences, time of a step."""
     title = f"{len(report.prompts)} prompts, {report.dtype}"
-    return [
-        *condition_grids(report.summaries, title=title),
-        *(paired_grid(pair) for pair in report.paired),
-    ]
+    if _is_grid(report):
+        grids = grid_tables(report.summaries, report.paired, title=title)
+    else:
+        grids = condition_grids(report.summaries, title=title)
+        grids += [paired_grid(pair) for pair in report.paired]
+    costs = cost_grid(report.summaries)
+    return [*grids, costs] if costs.rows else grids
+
+
+def _is_grid(report: Report) -> bool:
+    """Whether a list for a key gave more conditions than policies."""
+    grid = report.config.get("grid")
+    return isinstance(grid, Mapping) and any(len(values) > 1 for values in grid.values())
 
 
 def report_notes(report: Report) -> list[str]:
@@ -179,8 +194,10 @@ def note_paragraphs(report: Report) -> list[str]:
     warnings = [w for summary in report.summaries for w in summary.acceptance.warnings]
     return [
         *_skipped_note(report),
+        *skipped_conditions(report.run.get("skipped_conditions")),
         *(f"warning: {warning}" for warning in dict.fromkeys(warnings)),
         *_draft_length_note(report),
+        *timing_notes(report.conditions, report.summaries),
         f"acceptance length (micro) = {FORMULAS['acceptance_length_micro']}",
         f"acceptance length (macro) = {FORMULAS['acceptance_length_macro']}",
         f"[low, high] = {LEVEL:.0%} cluster bootstrap over prompts, {NUM_DRAWS} draws, "

@@ -6,8 +6,9 @@ The others are those of `report.report_grids` and `policy_matrix.py`. Letter: K 
 from collections.abc import Sequence
 
 from mtp_research.evaluation.context_buckets import ContextBucket, acceptance_by_context
+from mtp_research.evaluation.entries import Entry
 from mtp_research.evaluation.report import Report, report_grids
-from mtp_research.evaluation.runs import Entry, mapping
+from mtp_research.evaluation.svg_parts import label_text
 from mtp_research.evaluation.tables import UNDEFINED, Grid, interval, number, printable
 
 _FINDINGS = ("WRONG", "MIXED", "HOLE", "PROVISIONAL")
@@ -29,18 +30,27 @@ def buckets_by_label(report: Report) -> dict[str, tuple[ContextBucket, ...]]:
 
 
 def context_grid(report: Report) -> Grid:
-    """Acceptance length by context length; prompts are the most that any condition has there."""
+    """Acceptance length by context length; n is the most prompts that any condition has there."""
     by_label = buckets_by_label(report)
     lows = sorted({bucket.low for buckets in by_label.values() for bucket in buckets})
-    rows = []
-    for low in lows:
-        found = [next((b for b in bs if b.low == low), None) for bs in by_label.values()]
-        num_prompts = max(bucket.num_prompts for bucket in found if bucket is not None)
-        cells = (UNDEFINED if b is None else interval(b.acceptance_length) for b in found)
-        rows.append((f"[{low}, {2 * low})", str(num_prompts), *cells))
+    by_low = {
+        label: {bucket.low: bucket for bucket in buckets} for label, buckets in by_label.items()
+    }
+    num_prompts = {
+        low: max(found[low].num_prompts for found in by_low.values() if low in found)
+        for low in lows
+    }
+    rows = [
+        (
+            label_text(label),
+            *(interval(found[low].acceptance_length) if low in found else UNDEFINED
+              for low in lows),
+        )
+        for label, found in by_low.items()
+    ]  # fmt: skip
     return Grid(
-        title="Acceptance length (micro) by context length",
-        header=("context [tokens]", "prompts", *map(printable, by_label)),
+        title="Acceptance length (micro) by context length [tokens]",
+        header=("condition", *(f"{low}-{2 * low - 1}, n={num_prompts[low]}" for low in lows)),
         rows=tuple(rows),
     )
 
@@ -54,7 +64,7 @@ def audit_grid(report: Report) -> Grid:
             continue
         slots = audit.get("slots")
         cells = [_finding(audit.get(name), slots) for name in _FINDINGS]
-        rows.append((printable(summary.label), UNDEFINED if slots is None else str(slots), *cells))
+        rows.append((label_text(summary.label), UNDEFINED if slots is None else str(slots), *cells))
     return Grid("Audit of the draft KV", ("condition", "slots", *_FINDINGS), tuple(rows))
 
 
@@ -62,13 +72,13 @@ def time_grid(report: Report) -> Grid:
     """Wall seconds by kind of step, where they were measured."""
     rows = tuple(
         (
-            printable(summary.label),
-            number(summary.speed.wall_s - summary.speed.decode_wall_s, ".2f"),
-            number(summary.speed.decode_wall_s, ".2f"),
-            number(summary.speed.wall_s, ".2f"),
+            label_text(summary.label),
+            number(speed.wall_s - speed.decode_wall_s, ".2f"),
+            number(speed.decode_wall_s, ".2f"),
+            number(speed.wall_s, ".2f"),
         )
         for summary in report.summaries
-        if summary.speed.decode_wall_s is not None
+        if (speed := summary.speed).wall_s is not None and speed.decode_wall_s is not None
     )
     header = ("condition", "steps with prompt rows [s]", "decode-only steps [s]", "all [s]")
     return Grid("Wall time by kind of step", header, rows)
@@ -82,15 +92,14 @@ def overview_grid(found: Sequence[Entry]) -> Grid:
 
 
 def _overview_row(entry: Entry) -> tuple[str, ...]:
-    summary = entry.summary
-    temperature = mapping(entry.run.report.config, "sampling").get("temperature")
+    summary, setting = entry.summary, entry.setting
     return (
         entry.run.name,
-        entry.run.head_label,
-        printable(summary.label),
+        entry.head_label,
+        label_text(summary.label),
         str(summary.num_speculative_tokens),
-        printable(str(entry.run.batch_size)),
-        printable(str(temperature)),
+        printable(setting.batch_size),
+        printable(setting.temperature),
         f"{summary.acceptance.num_prompts} of {summary.num_prompts}",
         interval(summary.acceptance.acceptance_length_micro),
         number(summary.acceptance.acceptance_rate.value, ".3f"),

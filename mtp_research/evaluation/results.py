@@ -17,10 +17,11 @@ from mtp_research.decode.stats import RequestRecord
 from mtp_research.errors import IntegrityError
 from mtp_research.evaluation.bootstrap import LEVEL, NUM_DRAWS, Estimate
 from mtp_research.evaluation.report import PromptEntry, Report, build_report, render_text
+from mtp_research.evaluation.speed import PassTiming, StepParts
 from mtp_research.evaluation.statistics import ACCEPTED_WARNING, FORMULAS
 from mtp_research.evaluation.summary import ConditionResult
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 RESULTS_FILE = "results.json"
 TABLE_FILE = "table.txt"
 _REPORT_TYPES = {"config": dict, "run": dict, "dtype": str, "seed": int, "skipped_prompts": list}
@@ -47,10 +48,10 @@ def to_json(report: Report) -> dict[str, object]:
         "accepted_warning": ACCEPTED_WARNING,
         "config": report.config,
         "run": report.run,
-        "summary": {"conditions": _plain(report.summaries), "paired": _plain(report.paired)},
-        "prompts": _plain(report.prompts),
-        "skipped_prompts": _plain(report.skipped_prompts),
-        "conditions": _plain(report.conditions),
+        "summary": {"conditions": plain(report.summaries), "paired": plain(report.paired)},
+        "prompts": plain(report.prompts),
+        "skipped_prompts": plain(report.skipped_prompts),
+        "conditions": plain(report.conditions),
     }
 
 
@@ -110,29 +111,42 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _plain(value: object) -> object:
+def read_record(stored: Mapping[str, Any]) -> RequestRecord:  # Any: as json.loads returns it
+    """A generation as `results.json` holds it.
+
+    Raises:
+        KeyError: a field is missing.
+        TypeError: a field is of another type, or one too many.
+    """
+    _check_types(stored, _RECORD_TYPES)
+    counts = [stored[name] for name, kind in _RECORD_TYPES.items() if kind is int]
+    counts += [number for name in _RECORD_LISTS for number in stored[name]]
+    if not all(isinstance(number, int) and number >= 0 for number in counts):
+        raise TypeError(f"{', '.join(_RECORD_LISTS)} must be lists of whole numbers >= 0")
+    lists = {key: tuple(value) for key, value in stored.items() if isinstance(value, list)}
+    return RequestRecord(**{**stored, **lists})
+
+
+def plain(value: object) -> object:
     """JSON values of dataclasses, estimates and tuples."""
     if isinstance(value, Estimate):
         return value._asdict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        return {name: _plain(getattr(value, name)) for name in names}
+        return {name: plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
-        return {key: _plain(member) for key, member in value.items()}
-    return [_plain(member) for member in value] if isinstance(value, list | tuple) else value
+        return {key: plain(member) for key, member in value.items()}
+    return [plain(member) for member in value] if isinstance(value, list | tuple) else value
 
 
 def _condition(fields: dict[str, Any]) -> ConditionResult:  # Any: as json.loads returns it
-    records = []
-    for stored in fields.pop("records"):
-        _check_types(stored, _RECORD_TYPES)
-        counts = [stored[name] for name, kind in _RECORD_TYPES.items() if kind is int]
-        counts += [number for name in _RECORD_LISTS for number in stored[name]]
-        if not all(isinstance(number, int) and number >= 0 for number in counts):
-            raise TypeError(f"{', '.join(_RECORD_LISTS)} must be lists of whole numbers >= 0")
-        lists = {key: tuple(value) for key, value in stored.items() if isinstance(value, list)}
-        records.append(RequestRecord(**{**stored, **lists}))
-    return ConditionResult(records=tuple(records), **fields)
+    parts = fields.pop("parts")
+    return ConditionResult(
+        records=tuple(read_record(stored) for stored in fields.pop("records")),
+        repeats=tuple(PassTiming(**stored) for stored in fields.pop("repeats")),
+        parts=None if parts is None else StepParts(**parts),
+        **fields,
+    )
 
 
 def _check_types(fields: Mapping[str, object], expected: Mapping[str, type | UnionType]) -> None:

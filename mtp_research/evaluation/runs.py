@@ -1,23 +1,19 @@
-"""Results files as a report page reads them: checked against their counters, named, and grouped.
+"""Results files as a report page reads them: named, and checked against their counters.
 
-A *run* is one results file. An *entry* is one drafting condition of a run. Two entries are
-comparable when they agree in the prompts and in everything but head and policy; `Setting` is what
-they must agree in. Letters: K drafts per step, N MTP modules.
+A *run* is one results file. What its conditions can be compared with: `entries.py`.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 from mtp_research.errors import IntegrityError
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.results import RESULTS_FILE, recompute, to_json
 from mtp_research.evaluation.statistics import FORMULAS
-from mtp_research.evaluation.summary import ConditionSummary
 from mtp_research.evaluation.tables import printable
 
 TOLERANCE = 1e-9  # of a stored figure to the one that the counters give
@@ -31,55 +27,6 @@ class Run:
 
     name: str
     report: Report
-
-    @property
-    def head_label(self) -> str:
-        """Unroll and N of the heads where the file tells them, else the head folder's name."""
-        facts = mapping(self.report.run, "head")
-        head = mapping(self.report.config, "spec").get("head")
-        if not facts.get("unroll"):
-            return printable(Path(str(head)).name if head else "no head")
-        return printable(f"{facts['unroll']} N={facts.get('num_mtp_modules')}")
-
-    @property
-    def batch_size(self) -> object:
-        """Most requests decoded at a time, as configured."""
-        return mapping(self.report.config, "engine").get("max_num_requests")
-
-
-class Setting(NamedTuple):
-    """What two entries must agree in to be compared."""
-
-    num_speculative_tokens: int
-    dtype: str
-    num_prompts: int
-    prompts_sha256: str
-    temperature: str
-    verify: str
-    batch_size: str
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One drafting condition of a run."""
-
-    run: Run
-    summary: ConditionSummary
-
-    @property
-    def setting(self) -> Setting:
-        """See `Setting`."""
-        report, config = self.run.report, self.run.report.config
-        pairs = sorted((prompt.question_id, prompt.sha256) for prompt in report.prompts)
-        return Setting(
-            self.summary.num_speculative_tokens,
-            report.dtype,
-            len(report.prompts),
-            hashlib.sha256(json.dumps(pairs).encode()).hexdigest(),
-            str(mapping(config, "sampling").get("temperature")),
-            str(mapping(config, "spec").get("verify")),
-            str(self.run.batch_size),
-        )
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -123,16 +70,6 @@ def read_checked(path: Path) -> Report:
             "file was edited or written by another version, evaluate again."
         )
     return report
-
-
-def entries(runs: Iterable[Run]) -> list[Entry]:
-    """Every drafting condition of every run."""
-    return [
-        Entry(run, summary)
-        for run in runs
-        for summary in run.report.summaries
-        if summary.num_speculative_tokens > 0
-    ]
 
 
 def mapping(parent: Mapping[str, object], key: str) -> Mapping[str, object]:

@@ -16,20 +16,35 @@ from mtp_research.decode.draft_length import (
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.verify_options import LengthSchedule, VerifyOptions, check_options
 from mtp_research.errors import ConfigError
+from mtp_research.evaluation.conditions import conditions_of
+from mtp_research.grid import expand
 
 
 def check_settings(config: EvalConfig) -> None:
-    """Build every setting and throw it away.
+    """Build every setting of every cell of the grid and throw it away.
 
     Raises:
         ConfigError: a value is out of range, or would be ignored.
     """
+    conditions_of(config)
+    for cell in expand(config).cells:
+        _check_cell(cell)
+
+
+def _check_cell(config: EvalConfig) -> None:
     num_drafts = config.spec.num_speculative_tokens
     options, length = verify_options(config.spec), draft_length(config.spec)
     sampling_params(config.sampling, seed=0, stop_token_ids=(0,))
     if num_drafts > 0:
         check_options(config.spec.verify, options, num_speculative_tokens=num_drafts)
-    if length is not None and config.spec.head in (None, "oracle"):
+    is_headless = config.spec.head in (None, "oracle")
+    if config.spec.draft_vocabulary_size is not None and is_headless and num_drafts > 0:
+        raise ConfigError(
+            "spec.draft_vocabulary_size must be null for spec.head="
+            f"{config.spec.head or 'null'}, got {config.spec.draft_vocabulary_size}; "
+            "set spec.draft_vocabulary_size=null."
+        )
+    if length is not None and is_headless:
         raise ConfigError(
             f"spec.draft_length must be fixed for spec.head={config.spec.head or 'null'}, "
             f"got {config.spec.draft_length}; set spec.draft_length=fixed."

@@ -9,8 +9,10 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 
 from mtp_research.evaluation.bootstrap import Estimate
+from mtp_research.evaluation.entries import entries
 from mtp_research.evaluation.runs import Run
 from mtp_research.evaluation.statistics import AcceptanceStatistics
+from mtp_research.evaluation.svg_parts import label_text
 from mtp_research.evaluation.tables import Grid, printable
 
 _LATEX = {
@@ -29,13 +31,14 @@ def grid_csv(grid: Grid) -> str:
     return _csv([grid.header, *grid.rows])
 
 
-def grid_latex(grid: Grid) -> str:
-    """The table as a LaTeX `tabular`, its title in a comment; needs no package."""
+def grid_latex(grid: Grid, *, source: str = "") -> str:
+    """The table as a LaTeX `tabular`, its title and source in comments; needs no package."""
     columns = "l" + "r" * (len(grid.header) - 1)
     lines = [" & ".join(map(_latex, cells)) + r" \\" for cells in (grid.header, *grid.rows)]
     return "\n".join(
         [
             f"% {printable_title(grid.title)}",
+            *([f"% {printable_title(source)}"] if source else []),
             rf"\begin{{tabular}}{{{columns}}}",
             r"\hline",
             lines[0],
@@ -51,22 +54,22 @@ def grid_latex(grid: Grid) -> str:
 def figures_csv(runs: Iterable[Run]) -> str:
     """Every acceptance figure with its interval, one a line; an empty domain means all prompts."""
     rows: list[Sequence[str]] = [_FIGURES_HEADER]
-    for run in runs:
-        for summary in run.report.summaries:
-            start = (run.name, run.head_label, printable(summary.label),
-                     str(summary.policy or ""), str(summary.num_speculative_tokens))  # fmt: skip
-            by_domain = {"": summary.acceptance} | summary.per_domain
-            rows += [
-                (*start, printable(domain), name, *map(_exact, figure))
-                for domain, statistics in by_domain.items()
-                for name, figure in _figures(statistics)
-            ]
+    for entry in entries(runs):
+        summary = entry.summary
+        start = (entry.run.name, entry.head_label, label_text(summary.label),
+                 str(summary.policy or ""), str(summary.num_speculative_tokens))  # fmt: skip
+        by_domain = {"": summary.acceptance} | summary.per_domain
+        rows += [
+            (*start, printable(domain), name, *map(_exact, figure))
+            for domain, statistics in by_domain.items()
+            for name, figure in _figures(statistics)
+        ]
     return _csv(rows)
 
 
 def printable_title(title: str) -> str:
     """A title on one line, without control characters."""
-    return "".join(c for c in title if c.isprintable())[:200]
+    return "".join(c for c in title if c.isprintable())[:400]
 
 
 def _figures(statistics: AcceptanceStatistics) -> Iterator[tuple[str, Estimate]]:

@@ -8,17 +8,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtp_research.evaluation.bootstrap import Estimate
-from mtp_research.evaluation.summary import ConditionSummary, PairedComparison
+from mtp_research.evaluation.pairs import PairedComparison
+from mtp_research.evaluation.summary import ConditionSummary
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 CONDITIONS_PER_TABLE = 3
 MAX_NAME_CHARACTERS = 24
+MAX_LABEL_CHARACTERS = 48  # of a condition in a table with one row each
 UNDEFINED = "-"
 _FINDINGS = ("WRONG", "MIXED", "HOLE")
 # Rows that are left out where nothing was measured.
-_OPTIONAL = ("tokens/s, decode only", "  ratio to baseline, decode", "peak memory [MiB]")
+_OPTIONAL = (
+    "  least / most of a pass",
+    "tokens/s, decode only",
+    "  ratio to baseline, decode",
+    "device / wall of a pass [s]",
+    "peak memory [MiB]",
+)
 
 Cell = Callable[[ConditionSummary], str]
 
@@ -78,11 +86,10 @@ def rich_table(grid: Grid) -> "Table":
     return table
 
 
-def printable(text: str) -> str:
-    """A name from a file or an override: control characters escaped, length bounded."""
+def printable(text: str, *, limit: int = MAX_NAME_CHARACTERS) -> str:
+    """A name from a file or an override: control characters escaped, at most `limit` characters."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    is_long = len(shown) > MAX_NAME_CHARACTERS
-    return shown[: MAX_NAME_CHARACTERS - 3] + "..." if is_long else shown
+    return shown[: limit - 3] + "..." if len(shown) > limit else shown
 
 
 def interval(figure: Estimate, form: str = ".3f") -> str:
@@ -143,9 +150,11 @@ def _speed_rows() -> list[tuple[str, Cell]]:
     return [
         ("target forwards per token", lambda s: interval(s.acceptance.target_forwards_per_token)),
         ("tokens/s, end to end", lambda s: number(s.speed.tokens_per_s_end_to_end, ".1f")),
+        ("  least / most of a pass", _spread),
         ("  ratio to baseline", lambda s: number(s.speed.ratio_end_to_end, ".3f")),
         ("tokens/s, decode only", lambda s: number(s.speed.tokens_per_s_decode, ".1f")),
         ("  ratio to baseline, decode", lambda s: number(s.speed.ratio_decode, ".3f")),
+        ("device / wall of a pass [s]", _device),
         ("first token [ms], median", lambda s: number(s.speed.ttft_s_median, ".1f", scale=1e3)),
         ("next token [ms], median / p95", _inter_token),
         ("rows per target step", lambda s: number(s.rows_per_step, ".1f")),
@@ -157,9 +166,24 @@ def _honesty_rows() -> list[tuple[str, Cell]]:
     return [
         ("rounds", lambda s: str(s.acceptance.num_rounds)),
         ("rounds with r >= 2", lambda s: str(s.acceptance.num_rounds_two_rejected)),
-        ("audit " + "/".join(_FINDINGS), _audit),
+        ("audit " + "/".join(_FINDINGS), audit_cell),
         ("lossless", lambda s: printable(s.lossless)),
     ]
+
+
+def _spread(summary: ConditionSummary) -> str:
+    speed = summary.speed
+    if speed.num_passes == 1:
+        return UNDEFINED
+    ends = (speed.tokens_per_s_end_to_end_low, speed.tokens_per_s_end_to_end_high)
+    return " / ".join(number(end, ".1f") for end in ends)
+
+
+def _device(summary: ConditionSummary) -> str:
+    speed = summary.speed
+    if speed.device_s is None:
+        return UNDEFINED
+    return " / ".join(number(seconds, ".2f") for seconds in (speed.device_s, speed.wall_s))
 
 
 def _inter_token(summary: ConditionSummary) -> str:
@@ -168,7 +192,8 @@ def _inter_token(summary: ConditionSummary) -> str:
     return " / ".join(number(part, ".2f", scale=1e3) for part in parts)
 
 
-def _audit(summary: ConditionSummary) -> str:
+def audit_cell(summary: ConditionSummary) -> str:
+    """Slots by finding, or a dash."""
     audit = summary.audit
     return UNDEFINED if audit is None else " / ".join(str(audit[name]) for name in _FINDINGS)
 

@@ -1,17 +1,19 @@
-"""What a regeneration run asks: user turns of a document file, or beginnings by the target itself.
+"""What a regeneration run asks: questions of a data set, or beginnings by the target itself.
 
 First stage of `regenerate.py`. Seeds make every task repeatable, whatever else is decoded with it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
+from jinja2 import TemplateError
+
 from mtp_research.config import EngineConfig
-from mtp_research.data.sources import read_documents
+from mtp_research.data.questions import Question
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.errors import ConfigError
 from mtp_research.evaluation.prompts import ChatTokenizer, begin_of_text
 from mtp_research.models.target import Target
 
@@ -39,17 +41,29 @@ class Task:
     prompt: tuple[int, ...]
 
 
-def document_tasks(path: Path, tokenizer: ChatTokenizer, *, max_prompts: int) -> list[Task]:
-    """Prompts of a document file: each conversation up to its first user turn."""
-    tasks = []
-    for document in read_documents(path):
-        if document.messages is None or len(tasks) == max_prompts:
-            continue
-        first = [{"role": "user", "content": document.messages[0][1]}]
-        token_ids = tokenizer.apply_chat_template(
-            first, add_generation_prompt=True, tokenize=True, return_dict=False
+def question_tasks(questions: Sequence[Question], tokenizer: ChatTokenizer) -> list[Task]:
+    """Conversations in the target's chat template, up to where the assistant speaks.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or the template refuses a conversation.
+    """
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            "--source needs a target whose tokenizer has a chat template, this one has none; use "
+            "--self-text or a chat model."
         )
-        tasks.append(Task(document.doc_id, document.domain, tuple(token_ids)))
+    tasks = []
+    for question in questions:
+        messages = [{"role": role, "content": content} for role, content in question.messages]
+        try:
+            token_ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as fault:
+            raise ConfigError(
+                f"the chat template refuses {question.doc_id} ({fault}); leave it out of --source."
+            ) from fault
+        tasks.append(Task(question.doc_id, question.domain, tuple(token_ids)))
     return tasks
 
 

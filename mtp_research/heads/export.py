@@ -35,10 +35,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mtp_research.heads.export")
-    parser.add_argument("--model", type=Path, required=True, help="folder of the target")
-    parser.add_argument("--head", type=Path, required=True, help="folder of the trained heads")
-    parser.add_argument("--out", type=Path, required=True, help="new folder")
+    parser = argparse.ArgumentParser(
+        prog="python -m mtp_research.heads.export",
+        description="Write heads in the tensor names of the target's family: links to the target's "
+        "files and one new shard, in bfloat16 or the dtypes of the target's own modules.",
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="folder of the target in Hugging Face format"
+    )
+    parser.add_argument("--head", type=Path, required=True, help="RUN/head that train.py wrote")
+    parser.add_argument("--out", type=Path, required=True, help="new folder, missing or empty")
     parser.add_argument("--alone", action="store_true", help="write the modules without the target")
     return parser.parse_args(arguments)
 

@@ -18,15 +18,18 @@ import torch
 from torch import nn
 
 from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.heads.hub import native_folder
 from mtp_research.heads.module import MTPModule
-from mtp_research.heads.native import has_native_heads, read_native
+from mtp_research.heads.native import has_native_heads, num_published_modules, read_native
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import read_head_tensors
 from mtp_research.models.layer_stack import LayerStack
+from mtp_research.models.target import Target
 
 Init = Literal["native", "random", "replicate", "target_last_layer"]
 
 _MODULES = "mtp_modules"
+_CONVENTIONS = ("hidden_source", "recycle_norm", "concat_order")
 
 
 def init_heads(heads: MTPHeads, *, init: Init, path: Path | None = None) -> None:
@@ -45,8 +48,9 @@ def init_heads(heads: MTPHeads, *, init: Init, path: Path | None = None) -> None
     if init == "target_last_layer":
         _copy_last_layer(heads)
     elif init == "native":
-        _check_native_conventions(heads)
-        read_native(heads, folder=heads.target.path)
+        folder = native_folder(heads.target.path, heads.target)
+        _check_native_conventions(heads, folder)
+        read_native(heads, folder=folder)
     elif init == "replicate":
         replicate_module(heads, path=path)
 
@@ -117,7 +121,8 @@ def _matches(name: str, pattern: str) -> bool:
 def _copy_last_layer(heads: MTPHeads) -> None:
     """Copy every tensor of the target's last decoder layer whose name and shape match.
 
-    A block of several layers takes each from the target's last layer of that type.
+    Where types of attention differ between layers, it is the last one of the block's type. A block
+    of several layers takes each from the target's last layer of that type.
 
     The final norm goes into `hnorm`'s place after the block; `eh_proj` starts as the average of its
     two inputs, so that the untrained module already passes a usable hidden state.
@@ -130,13 +135,22 @@ def _copy_last_layer(heads: MTPHeads) -> None:
             for layer in module.block.layers:
                 _copy_matching(_last_of(layers, layer.block_type), layer)
         else:
-            _copy_matching(layers[-1], module.block)
+            _copy_matching(_last_like_block(heads.target), module.block)
         if module.shared_head is not None:
             module.shared_head.norm.load_state_dict(final_norm)
         weight = module.eh_proj.weight
         half = torch.eye(len(weight), dtype=weight.dtype, device=weight.device) / 2
         with torch.no_grad():
             weight.copy_(torch.cat((half, half), dim=1))
+
+
+def _last_like_block(target: Target) -> nn.Module:
+    """The target's last layer with the attention that its family's MTP modules have."""
+    layers = list(cast(nn.ModuleList, target.model.base_model.layers))
+    kinds = target.config.layer_types if "layer_types" in target.family.block_overrides else None
+    wanted = target.family.block_overrides.get("layer_types", [None])
+    alike = [layer for layer, kind in zip(layers, kinds or (), strict=False) if [kind] == wanted]
+    return (alike or layers)[-1]
 
 
 def _last_of(layers: Iterable[nn.Module], block_type: object) -> nn.Module:
@@ -153,17 +167,27 @@ def _copy_matching(source: nn.Module, block: nn.Module) -> None:
     block.load_state_dict(matching, strict=False)
 
 
-def _check_native_conventions(heads: MTPHeads) -> None:
+def _check_native_conventions(heads: MTPHeads, folder: Path) -> None:
     """The target must have MTP layers, and they are run as their family runs them."""
-    if not has_native_heads(heads.target.path, heads.target):
+    if not has_native_heads(folder, heads.target):
         raise ConfigError(
             f"head.init=native needs a target with MTP layers of its own, {heads.target.path!r} "
             "has none; set head.init=target_last_layer."
         )
-    for name in ("hidden_source", "recycle_norm", "concat_order"):
-        wanted, got = getattr(heads.target.family, name), getattr(heads.spec, name)
-        if wanted != got:
-            raise ConfigError(
-                f"head.{name} must be {wanted} for head.init=native, as this family's own layers "
-                f"are run, got {got}; set head.{name}={wanted}."
-            )
+    family, spec = heads.target.family, heads.spec
+    if family.owns_lm_head:
+        raise ConfigError(
+            f"modules of {str(folder)!r} have output heads of their own, which are decoded and not "
+            "trained; set head.init=target_last_layer, which trains on the target's lm_head."
+        )
+    wanted = {name: getattr(family, name) for name in _CONVENTIONS} | {
+        "num_mtp_modules": num_published_modules(folder, heads.target)
+    }
+    differing = {name: value for name, value in wanted.items() if value != getattr(spec, name)}
+    if differing:
+        got = ", ".join(f"head.{name}={getattr(spec, name)}" for name in differing)
+        fixes = " ".join(f"head.{name}={value}" for name, value in differing.items())
+        raise ConfigError(
+            f"head.init=native must have as many modules as {str(folder)!r} holds, run as their "
+            f"family runs them, got {got}; set {fixes}."
+        )

@@ -29,11 +29,15 @@ class ModuleOutput(NamedTuple):
 
 
 class SharedHead(nn.Module):
-    """The part of the output head that a module owns: its norm. The projection is the target's."""
+    """The part of the output head that a module owns: its norm, in some families a projection.
 
-    def __init__(self, norm: nn.Module) -> None:
+    Elsewhere the projection is the target's.
+    """
+
+    def __init__(self, norm: nn.Module, head: nn.Linear | None) -> None:
         super().__init__()
         self.norm = norm
+        self.head = head
 
 
 class MTPModule(nn.Module):
@@ -42,9 +46,12 @@ class MTPModule(nn.Module):
     Args:
         target: gives the sizes, the norm class and the decoder-layer class.
         concat_order: order of the halves of `eh_proj`'s input.
+        owns_lm_head: whether it has an output projection of its own.
     """
 
-    def __init__(self, target: Target, *, concat_order: ConcatOrder) -> None:
+    def __init__(
+        self, target: Target, *, concat_order: ConcatOrder, owns_lm_head: bool = False
+    ) -> None:
         super().__init__()
         hidden_size = target.config.hidden_size
         final_norm = getattr(target.model.base_model, target.family.final_norm)
@@ -57,7 +64,9 @@ class MTPModule(nn.Module):
         self.block = build_block(target.model, target.family)
         self.shared_head: SharedHead | None = None
         if target.family.owns_norm:
-            self.shared_head = SharedHead(norm_class(hidden_size, eps=eps))
+            shape = (hidden_size, target.config.vocab_size)
+            head = nn.Linear(*shape, bias=False) if owns_lm_head else None
+            self.shared_head = SharedHead(norm_class(hidden_size, eps=eps), head)
         # In a tuple, so that nn.Module does not register the target's norm as ours.
         self._final_norm = (final_norm,)
         nn.init.normal_(self.eh_proj.weight, std=target.config.initializer_range)

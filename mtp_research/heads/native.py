@@ -50,6 +50,7 @@ def load_native_heads(folder: str | Path, target: Target) -> MTPHeads:
         hidden_source=family.hidden_source,
         recycle_norm=family.recycle_norm,
         concat_order=family.concat_order,
+        owns_lm_head=family.owns_lm_head,
     )
     heads = MTPHeads(target, spec=spec)
     read_native(heads, folder=folder)
@@ -60,21 +61,15 @@ def read_native(heads: MTPHeads, *, folder: str | Path) -> None:
     """Put the MTP modules of a checkpoint folder into `heads`, in place.
 
     Args:
-        heads: as many modules as the checkpoint has.
+        heads: as many modules as the checkpoint has, with its conventions.
         folder: checkpoint of their target, in the family's published names.
 
     Raises:
-        ConfigError: the folder is missing, or holds another number of modules.
+        ConfigError: the folder is missing.
         IntegrityError: the files lack modules, hold missing, extra or misshaped tensors, copies
             that differ from the target's, or two equal modules.
     """
     index, target = _published(folder), heads.target
-    num_modules = _count(index, target)
-    if num_modules != heads.spec.num_mtp_modules:
-        raise ConfigError(
-            f"head.num_mtp_modules must be {num_modules}, which {index.folder} holds, got "
-            f"{heads.spec.num_mtp_modules}; set head.num_mtp_modules={num_modules}."
-        )
     layout = target.family.native
     keys = native_keys(index.files, layout, num_layers=target.config.num_hidden_layers)
     views = native_views(heads, layout, has_stacked_experts=has_stacked_experts(keys))
@@ -92,6 +87,8 @@ def read_native(heads: MTPHeads, *, folder: str | Path) -> None:
 def has_native_heads(folder: str | Path, target: Target) -> bool:
     """Whether a folder holds MTP modules in the published names of the target's family.
 
+    True as well where only its configuration promises some: reading them then says what is missing.
+
     Raises:
         IntegrityError: its index or only file cannot be read.
     """
@@ -100,7 +97,17 @@ def has_native_heads(folder: str | Path, target: Target) -> bool:
         return False
     layout, num_layers = target.family.native, target.config.num_hidden_layers
     keys = native_keys(read_index(folder).files, layout, num_layers=num_layers)
-    return num_native_modules(keys, layout) > 0
+    return num_native_modules(keys, layout) > 0 or bool(_promised(folder, layout.count_field))
+
+
+def num_published_modules(folder: str | Path, target: Target) -> int:
+    """How many MTP modules a checkpoint folder of `target` holds.
+
+    Raises:
+        ConfigError: the folder is missing.
+        IntegrityError: none, or another number than its configuration promises.
+    """
+    return _count(_published(folder), target)
 
 
 def _published(folder: str | Path) -> TensorIndex:
@@ -121,9 +128,10 @@ def _count(index: TensorIndex, target: Target) -> int:
     promised = _promised(index.folder, layout.count_field)
     if num_modules == 0 or (promised is not None and promised != num_modules):
         said = "" if promised is None else f" ({layout.count_field} promises {promised})"
+        place = layout.prefix.format(layer=target.config.num_hidden_layers, module=0)
         raise IntegrityError(
-            f"{index.folder} must hold MTP modules under {layout.prefix}*, got {num_modules}{said}"
-            "; fetch the model again, or use trained heads."
+            f"{index.folder} must hold MTP modules, the first under {place}*, got {num_modules}"
+            f"{said}; fetch the model again, or train heads (head.init=target_last_layer)."
         )
     return num_modules
 

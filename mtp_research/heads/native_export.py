@@ -5,6 +5,7 @@ target and the modules, whose target shards are links to the source's.
 """
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,12 +25,15 @@ from mtp_research.heads.native_names import (
     native_views,
 )
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.heads.tensor_index import INDEX_FILE, SINGLE_FILE, TensorIndex, read_index
+from mtp_research.heads.tensor_index import SINGLE_FILE, TensorIndex, read_index
+from mtp_research.models.shard_index import INDEX_FILE
 from mtp_research.models.source import CONFIG_FILE
 
 _FIRST_SHARD, _MTP_SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 _EXTRA_SHARD = "model-mtp.safetensors"
 _FILES_LEFT_OUT = (".safetensors", ".bin", ".pt", ".index.json", ".md")
+
+logger = logging.getLogger(__name__)
 
 
 class Exported(NamedTuple):
@@ -52,6 +56,7 @@ def export_heads(heads: MTPHeads, out: Path, *, source: Path | None = None) -> E
         ConfigError: `out` is in use, the family's names cannot hold these modules, or the source's
             kind of quantisation cannot leave them out.
     """
+    _warn_of_conventions(heads)
     tensors = native_tensors(heads, source=None if source is None else read_index(source))
     config = None if source is None else exported_config(heads, source, tensors)
     _make_folder(out)
@@ -77,6 +82,7 @@ def stitch_heads(heads: MTPHeads, out: Path, *, source: Path) -> Exported:
             kind of quantisation cannot leave them out.
         IntegrityError: the source is damaged.
     """
+    _warn_of_conventions(heads)
     index = read_index(source)
     tensors = native_tensors(heads, source=index)
     old = set(_mtp_keys(heads, index))
@@ -124,6 +130,26 @@ def native_tensors(heads: MTPHeads, *, source: TensorIndex | None = None) -> dic
         name: tensor.detach().to("cpu", dtypes[name]).contiguous().clone()
         for name, tensor in tensors.items()
     }
+
+
+def _warn_of_conventions(heads: MTPHeads) -> None:
+    """Published names do not say how modules are run: whoever loads them goes by the family."""
+    family = heads.target.family
+    differing = [
+        f"{name}={got} (the family's: {usual})"
+        for name, got, usual in (
+            ("hidden_source", heads.spec.hidden_source, family.hidden_source),
+            ("recycle_norm", heads.spec.recycle_norm, family.recycle_norm),
+            ("concat_order", heads.spec.concat_order, family.concat_order),
+        )
+        if got != usual
+    ]
+    if differing:
+        logger.warning(
+            "published names cannot tell that these heads have %s: what loads them by family runs "
+            "them otherwise, at a loss of acceptance",
+            ", ".join(differing),
+        )
 
 
 def _mtp_keys(heads: MTPHeads, index: TensorIndex) -> list[str]:

@@ -52,10 +52,12 @@ def native_views(
 
 def native_copies(heads: MTPHeads, layout: NativeLayout) -> dict[str, SharedTensor]:
     """Names under which a release may repeat the target's embedding and lm_head."""
+    owns_lm_head = heads.spec.owns_lm_head
     return {
         _numbered(layout.prefix, module_idx, heads.target.config.num_hidden_layers) + name: shared
         for module_idx in range(heads.spec.num_mtp_modules)
         for name, shared in layout.copies
+        if not (owns_lm_head and shared == "lm_head")
     }
 
 

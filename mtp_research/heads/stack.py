@@ -4,6 +4,7 @@ Letters: N modules, B batch rows (1 when decoding), T rows, D hidden, V vocabula
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ class HeadSpec:
         concat_order: order of the halves of `eh_proj`'s input.
         zero_position_0: zero the embedding of the row at position 0 (a habit of one serving
             engine).
+        owns_lm_head: whether each module has an output head of its own instead of the target's.
         unroll: training unroll, for reports; None for weights of unknown origin.
     """
 
@@ -35,6 +37,7 @@ class HeadSpec:
     recycle_norm: NormPoint = "post_norm"
     concat_order: ConcatOrder = "embedding_first"
     zero_position_0: bool = False
+    owns_lm_head: bool = False
     unroll: str | None = None
 
 
@@ -56,7 +59,8 @@ class MTPHeads(nn.Module):
             )
         self.spec = spec
         self.mtp_modules = nn.ModuleList(
-            MTPModule(target, concat_order=spec.concat_order) for _ in range(spec.num_mtp_modules)
+            MTPModule(target, concat_order=spec.concat_order, owns_lm_head=spec.owns_lm_head)
+            for _ in range(spec.num_mtp_modules)
         )
         # In a tuple, so that nn.Module does not register the target's parameters as ours.
         self._target = (target,)
@@ -107,6 +111,22 @@ class MTPHeads(nn.Module):
         """What a later pass gets from `output`, `[B, T, D]`."""
         return output.pre_norm if self.spec.recycle_norm == "pre_norm" else output.post_norm
 
-    def logits(self, post_norm: Tensor) -> Tensor:
-        """Draft logits `[..., V]` through the target's lm_head."""
-        return self.target.logits(post_norm)
+    def logits(self, post_norm: Tensor, *, module_idx: int | None = None) -> Tensor:
+        """Draft logits `[..., V]` of a module's output: its own head, or the target's lm_head.
+
+        Args:
+            post_norm: `[..., D]` output of the module.
+            module_idx: which module, 0..N-1; may be left out where all share the target's lm_head.
+        """
+        if not self.spec.owns_lm_head:
+            return self.target.logits(post_norm)
+        assert module_idx is not None, "modules with heads of their own: say which one"
+        return self.mtp_modules[module_idx].shared_head.head(post_norm)
+
+    @property
+    def output_weights(self) -> tuple[Tensor, ...]:
+        """Weights of the output projections, each `[V, D]`: the target's, or one per module."""
+        if not self.spec.owns_lm_head:
+            return (self.target.lm_head_weight,)
+        heads = [module.shared_head.head for module in self.mtp_modules]
+        return tuple(cast(Tensor, head.weight) for head in heads)

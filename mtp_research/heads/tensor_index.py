@@ -1,6 +1,5 @@
 """Tensors of a checkpoint folder by name, read from the shards that hold them and no others."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +8,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtp_research.errors import IntegrityError
+from mtp_research.models.shard_index import INDEX_FILE, read_weight_map
 
-INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _NUM_LISTED = 3
 
@@ -64,22 +63,9 @@ def read_index(folder: Path) -> TensorIndex:
     Raises:
         IntegrityError: no weights, an invalid index, or one that names files outside the folder.
     """
-    path = folder / INDEX_FILE
-    if not path.is_file():
+    files = read_weight_map(folder)
+    if files is None:
         return TensorIndex(folder, dict.fromkeys(_names_in(folder / SINGLE_FILE), SINGLE_FILE))
-    try:
-        files = json.loads(path.read_text(encoding="utf8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        raise IntegrityError(
-            f"{path} must be an index with a weight_map, got {fault!r}."
-        ) from fault
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise IntegrityError(f"{path}: weight_map must give a file name for each tensor.")
-    outside = sorted({file for file in files.values() if Path(file).name != file})
-    if outside:
-        raise IntegrityError(
-            f"{path} must name files of its own folder, got {outside[:_NUM_LISTED]}; refused."
-        )
     return TensorIndex(folder, files)
 
 

@@ -15,11 +15,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtp_research.errors import IntegrityError
+from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.heads.hub import native_folder
 from mtp_research.heads.native import has_native_heads, load_native_heads
 from mtp_research.heads.record import HEAD_FORMAT, RECORD_FILE, check_head_fits, read_head_record
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.fingerprint import target_hashes
+from mtp_research.models.source import CONFIG_FILE
 from mtp_research.models.target import Target
 
 __all__ = [
@@ -74,7 +76,8 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
     """Load heads onto `target`: its dtype and device, eval mode, no gradients.
 
     Args:
-        folder: heads in our own format, or a checkpoint with the MTP modules of its family.
+        folder: heads in our own format, or a checkpoint with the MTP modules of its family, which
+            may be a hub id.
         target: the model they belong to.
 
     Raises:
@@ -83,9 +86,15 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
         IntegrityError: the head belongs to another target of these sizes; a tensor is missing,
             extra or of another shape; or a file cannot be read.
     """
-    folder = Path(folder)
-    if not (folder / RECORD_FILE).exists() and has_native_heads(folder, target):
-        return load_native_heads(folder, target)
+    folder = native_folder(folder, target)
+    if not (folder / RECORD_FILE).exists() and (folder / CONFIG_FILE).is_file():
+        if has_native_heads(folder, target):
+            return load_native_heads(folder, target)
+        raise ConfigError(
+            f"spec.head must be a folder of trained heads ({RECORD_FILE}) or a checkpoint with MTP "
+            f"modules of the target's family {target.family_name}, {str(folder)!r} is a checkpoint "
+            "without them; set spec.head=PATH."
+        )
     record = read_head_record(folder)
     check_head_fits(record, folder=folder, target=_target_facts(target))
     try:

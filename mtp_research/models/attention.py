@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from mtp_research.models.varlen import attend_documents, fits_varlen
+
 ATTENTION_NAME = "mtp_research"
 
 
@@ -77,9 +79,12 @@ class DenseContext:
     Attributes:
         document_index: `[B, S]` int, the document each token belongs to, -1 for padding; None when
             every row is one document, in which case the fused causal kernel is used.
+        cu_seqlens: `[documents + 1]` int32, the same documents in the flattened batch, see
+            `varlen.flat_ends`; None does without the kernel that reads them.
     """
 
     document_index: Tensor | None = None
+    cu_seqlens: Tensor | None = None
     _masks: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
 
     def mask(self, sliding_window: int | None, *, length: int, device: torch.device) -> Tensor:
@@ -109,6 +114,18 @@ class DenseContext:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionContext.attend`; padding rows attend to padding only."""
+        ends = self.cu_seqlens
+        if ends is not None and fits_varlen(
+            query, key=key, value=value, sinks=sinks, cu_seqlens=ends
+        ):
+            return attend_documents(
+                query,
+                key=key,
+                value=value,
+                cu_seqlens=ends,
+                scale=scale,
+                sliding_window=sliding_window,
+            )
         fused = self.document_index is None and sliding_window is None and sinks is None
         mask = (
             None if fused else self.mask(sliding_window, length=query.shape[2], device=query.device)

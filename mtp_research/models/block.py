@@ -5,7 +5,7 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from mtp_research.models.family import Family
 from mtp_research.models.geometry import NO_PAGES, LayerGeometry, layer_geometries
@@ -54,9 +54,7 @@ def block_kv_layer(model: PreTrainedModel, family: Family) -> LayerGeometry:
 
 
 def _new_block(model: PreTrainedModel, family: Family) -> nn.Module:
-    config = copy.deepcopy(model.config.get_text_config())
-    for key, value in family.block_overrides.items():
-        setattr(config, key, copy.deepcopy(value))
+    config = _block_config(model.config.get_text_config(), family)
     config._attn_implementation = model.config._attn_implementation
     config._experts_implementation = model.config._experts_implementation
     last = cast(nn.ModuleList, model.base_model.layers)[-1]
@@ -69,3 +67,17 @@ def _new_block(model: PreTrainedModel, family: Family) -> nn.Module:
     if family.sparse_attention:
         route_sparse([block.get_submodule(family.attention)], config=config)
     return block
+
+
+def _block_config(config: PreTrainedConfig, family: Family) -> PreTrainedConfig:
+    """A copy of the target's config with one layer, that of an MTP module."""
+    config = copy.deepcopy(config)
+    for key, value in family.block_overrides.items():
+        setattr(config, key, copy.deepcopy(value))
+    for key, source in family.block_fields.items():
+        value = getattr(config, source, None)
+        if isinstance(value, list) and not isinstance(getattr(config, key), list):
+            value = value[0] if value else None
+        if value:
+            setattr(config, key, copy.deepcopy(value))
+    return config

@@ -1,45 +1,43 @@
 """What differs between model families, as one literal table.
 
 A family entry says how to build an MTP block from the family's own Hugging Face decoder layer,
-which hidden-state conventions its published heads follow and under which names they are published.
-Nothing else in the project branches on a model type.
+which hidden-state conventions its published heads follow and under which names they are published
+(`models/layouts.py`). Nothing else in the project branches on a model type.
 
 Source: the families' modeling files in transformers 5.17-5.23; names and conventions as published;
 where serving engines disagree, the project's families page gives the reason for the choice.
 """
 
-from dataclasses import replace
+from collections.abc import Mapping
+
+from transformers import PreTrainedConfig
 
 from mtp_research.errors import ConfigError
-from mtp_research.models.family import NEUTRAL_LAYOUT, Family, NativeLayout
+from mtp_research.models import layouts
+from mtp_research.models.family import Family
+from mtp_research.models.step import STEP_MODEL_TYPE
 
-_DEEPSEEK_LAYOUT = NativeLayout(
-    prefix="model.layers.{layer}.",
-    names=(
-        ("enorm.", "enorm."),
-        ("hnorm.", "hnorm."),
-        ("eh_proj.", "eh_proj."),
-        ("shared_head.norm.", "shared_head.norm."),
-        ("block.", ""),
-    ),
-    copies=(("embed_tokens.weight", "embed_tokens"), ("shared_head.head.weight", "lm_head")),
-    count_field="num_nextn_predict_layers",
-)
 _ONE_FULL_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+_ONE_SLIDING_DENSE_LAYER = {
+    "num_hidden_layers": 1,
+    "layer_types": ["sliding_attention"],
+    "mlp_layer_types": ["dense"],
+}
+_ONE_SPARSE_LAYER = {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         model_types=("deepseek_v3",),
         block_overrides={"first_k_dense_replace": 0},
         latent_attention=True,
-        native=_DEEPSEEK_LAYOUT,
+        native=layouts.DEEPSEEK,
     ),
     "deepseek_v32": Family(
         model_types=("deepseek_v32",),
-        block_overrides={"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
+        block_overrides=_ONE_SPARSE_LAYER,
         latent_attention=True,
         sparse_attention=True,
-        native=_DEEPSEEK_LAYOUT,
+        native=layouts.DEEPSEEK,
     ),
     "ernie4_5_moe": Family(
         model_types=("ernie4_5_moe",),
@@ -47,124 +45,72 @@ FAMILIES: dict[str, Family] = {
         recycle_norm="pre_norm",
         hidden_source="pre_norm",
         owns_norm=False,
-        native=NativeLayout(
-            prefix="model.mtp_",
-            names=(
-                ("enorm.", "emb_norm.{module}."),
-                ("hnorm.", "hidden_norm.{module}."),
-                ("eh_proj.", "linear_proj.{module}."),
-                ("block.", "block.{module}."),
-            ),
-            count_field="num_nextn_predict_layers",
-        ),
+        native=layouts.ERNIE,
     ),
     "exaone_moe": Family(
         model_types=("exaone_moe",),
-        block_overrides={
-            "num_hidden_layers": 1,
-            "layer_types": ["sliding_attention"],
-            "mlp_layer_types": ["dense"],
-        },
-        native=replace(NEUTRAL_LAYOUT, count_field="num_nextn_predict_layers"),
+        # Of the full attention, which knows no positions, unless the release says otherwise.
+        block_overrides={**_ONE_FULL_LAYER, "mlp_layer_types": ["dense"]},
+        block_fields={"layer_types": "mtp_layer_types", "sliding_window": "mtp_sliding_windows"},
+        native=layouts.EXAONE,
+    ),
+    "gemma": Family(model_types=("gemma",), block_overrides={"num_hidden_layers": 1}),
+    "gemma3": Family(
+        model_types=("gemma3_text",),
+        block_overrides=_ONE_FULL_LAYER,
+        block_layer_type="full_attention",
     ),
     "glm4_moe": Family(
         model_types=("glm4_moe",),
         block_overrides={"first_k_dense_replace": 0},
-        native=_DEEPSEEK_LAYOUT,
+        native=layouts.DEEPSEEK,
     ),
     "glm4_moe_lite": Family(
         model_types=("glm4_moe_lite",),
-        block_overrides={"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
+        block_overrides=_ONE_SPARSE_LAYER,
         latent_attention=True,
-        native=_DEEPSEEK_LAYOUT,
+        native=layouts.DEEPSEEK,
     ),
     "glm_moe_dsa": Family(
         model_types=("glm_moe_dsa",),
-        block_overrides={
-            "num_hidden_layers": 1,
-            "mlp_layer_types": ["sparse"],
-            "indexer_types": ["full"],
-        },
+        block_overrides={**_ONE_SPARSE_LAYER, "indexer_types": ["full"]},
         latent_attention=True,
         sparse_attention=True,
-        native=_DEEPSEEK_LAYOUT,
+        native=layouts.DEEPSEEK,
     ),
     "hy_v3": Family(
         model_types=("hy_v3",),
-        block_overrides={"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
-        native=NativeLayout(
-            prefix="model.layers.{layer}.",
-            names=(
-                ("enorm.", "enorm."),
-                ("hnorm.", "hnorm."),
-                ("eh_proj.", "eh_proj."),
-                ("shared_head.norm.", "final_layernorm."),
-                ("block.mlp.gate.", "mlp.router.gate."),
-                ("block.mlp.e_score_correction_bias", "mlp.expert_bias"),
-                ("block.mlp.shared_experts.", "mlp.shared_mlp."),
-                ("block.", ""),
-            ),
-            count_field="num_nextn_predict_layers",
-        ),
+        block_overrides=_ONE_SPARSE_LAYER,
+        native=layouts.HUNYUAN,
+    ),
+    "kimi_k2": Family(
+        model_types=("kimi_k2",),
+        block_overrides={"first_k_dense_replace": 0},
+        latent_attention=True,
+        native=layouts.DEEPSEEK,
+        loads_as="deepseek_v3",
     ),
     "llama": Family(model_types=("llama",), block_overrides={"num_hidden_layers": 1}),
     "longcat_flash": Family(
         model_types=("longcat_flash",),
         latent_attention=True,
         composes_block=True,
-        native=NativeLayout(
-            prefix="model.mtp.",
-            names=(
-                ("enorm.", "layers.0.enorm.m."),
-                ("hnorm.", "layers.0.hnorm.m."),
-                ("eh_proj.", "layers.0.eh_proj."),
-                ("shared_head.norm.", "norm."),
-                ("block.mlp.", "layers.0.transformer_layer.mlp."),
-                ("block.", "layers.0."),
-            ),
-            copies=(("embed_tokens.weight", "embed_tokens"),),
-            count_field="num_nextn_predict_layers",
-        ),
+        native=layouts.LONGCAT,
     ),
     "mimo": Family(
         model_types=("mimo",),
         block_overrides=_ONE_FULL_LAYER,
         hidden_source="pre_norm",
         concat_order="hidden_first",
-        native=NativeLayout(
-            prefix="model.mtp_layers.{module}.",
-            names=(
-                ("enorm.", "token_layernorm."),
-                ("hnorm.", "hidden_layernorm."),
-                ("eh_proj.", "input_proj."),
-                ("shared_head.norm.", "final_layernorm."),
-                ("block.", ""),
-            ),
-            count_field="num_nextn_predict_layers",
-        ),
+        native=layouts.MIMO,
         loads_as="qwen2",
     ),
     "mimo_v2": Family(
         model_types=("mimo_v2_flash",),
-        block_overrides={
-            "num_hidden_layers": 1,
-            "layer_types": ["sliding_attention"],
-            "mlp_layer_types": ["dense"],
-        },
+        block_overrides=_ONE_SLIDING_DENSE_LAYER,
         block_layer_type="sliding_attention",
         hidden_source="pre_norm",
-        native=NativeLayout(
-            prefix="model.mtp.layers.{module}.",
-            names=(
-                ("enorm.", "enorm."),
-                ("hnorm.", "hnorm."),
-                ("eh_proj.", "eh_proj."),
-                ("shared_head.norm.", "final_layernorm."),
-                ("block.post_attention_layernorm.", "pre_mlp_layernorm."),
-                ("block.self_attn.sinks", "self_attn.attention_sink_bias"),
-                ("block.", ""),
-            ),
-        ),
+        native=layouts.MIMO_V2,
     ),
     "minimax_m2": Family(model_types=("minimax_m2",)),
     "nemotron_h": Family(
@@ -175,17 +121,7 @@ FAMILIES: dict[str, Family] = {
         attention="mixer",
         mixer="mixer",
         stacks_layers=True,
-        native=NativeLayout(
-            prefix="mtp.layers.",
-            names=(
-                ("enorm.", "0.enorm."),
-                ("hnorm.", "0.hnorm."),
-                ("eh_proj.", "0.eh_proj."),
-                ("shared_head.norm.", "1.final_layernorm."),
-                ("block.layers.", ""),
-            ),
-            count_field="num_nextn_predict_layers",
-        ),
+        native=layouts.NEMOTRON,
     ),
     "qwen3": Family(model_types=("qwen3", "qwen2"), block_overrides=_ONE_FULL_LAYER),
     "qwen3_moe": Family(
@@ -197,13 +133,49 @@ FAMILIES: dict[str, Family] = {
         block_overrides=_ONE_FULL_LAYER,
         num_position_axes=3,
         mixer="linear_attn",
-        native=replace(NEUTRAL_LAYOUT, count_field="mtp_num_hidden_layers"),
+        native=layouts.QWEN3_5,
     ),
     "qwen3_next": Family(
         model_types=("qwen3_next",),
         block_overrides={**_ONE_FULL_LAYER, "mlp_only_layers": [], "decoder_sparse_step": 1},
         mixer="linear_attn",
     ),
+    "step3p5": Family(
+        model_types=("step3p5",),
+        block_overrides={
+            "per_layer_config": None,  # before the heads, which it makes a field of each layer
+            **_ONE_SLIDING_DENSE_LAYER,
+            "swiglu_limits": None,
+            "swiglu_limits_shared": None,
+        },
+        block_fields={"num_attention_heads": "num_sliding_attention_heads"},
+        block_layer_type="sliding_attention",
+        hidden_source="pre_norm",
+        recycle_norm="pre_norm",
+        owns_lm_head=True,
+        native=layouts.STEP,
+        loads_as=STEP_MODEL_TYPE,
+    ),
+}
+
+_IMAGES = "it is a model of images and text"
+_STREAMS = "its layers hand on several residual streams (hyper-connections)"
+REFUSED: Mapping[str, str] = {
+    "deepseek_v4": f"{_STREAMS}, and what DeepSeek-V4.1 calls mtp.* are DSpark stages",
+    "gemma2": "its attention caps scores (attn_logit_softcapping), the paged kernels do not",
+    "gemma3": f"{_IMAGES}; sizes of text alone have model_type gemma3_text",
+    "gemma3n": "it caps logits and adds embeddings in every layer",
+    "gemma4": _IMAGES,
+    "hy_v4": _STREAMS,
+    "kimi_k25": _IMAGES,
+    "mimo_v2": "its releases (V2.5, V2-Pro) store queries, keys and values as one sharded tensor",
+    "qwen4_exp": _STREAMS,
+    "step3p7": f"{_IMAGES}; Step-3.5 is supported",
+}
+REFUSED_FIELDS: Mapping[str, str] = {
+    "attn_logit_softcapping": "capped attention scores, which the paged kernels do not compute",
+    "final_logit_softcapping": "capped logits, which the losses do not compute",
+    "use_bidirectional_attention": "attention to later tokens, which no text can be decoded with",
 }
 
 
@@ -213,11 +185,45 @@ def family_of(model_type: str) -> str:
     Raises:
         ConfigError: no entry lists the model type; the message names those that are supported.
     """
+    require_supported(model_type)
     for name, family in FAMILIES.items():
         if model_type in family.model_types:
             return name
-    supported = sorted(other for family in FAMILIES.values() for other in family.model_types)
     raise ConfigError(
-        f"model.path must hold one of {supported}, got model_type {model_type!r}; "
+        f"model.path must hold one of {_supported()}, got model_type {model_type!r}; "
         "add an entry to mtp_research/models/families.py to support it."
     )
+
+
+def require_supported(model_type: str) -> None:
+    """Refuse model types of which it is known why they would fail.
+
+    Raises:
+        ConfigError: gives the reason and names what is supported.
+    """
+    if model_type in REFUSED:
+        raise ConfigError(
+            f"model.path must hold one of {_supported()}, got model_type {model_type!r}: "
+            f"{REFUSED[model_type]}."
+        )
+
+
+def require_exact(config: PreTrainedConfig) -> None:
+    """Refuse settings of a supported family that are not computed here.
+
+    Args:
+        config: text configuration of the model.
+
+    Raises:
+        ConfigError: names the field and the reason.
+    """
+    for field, reason in REFUSED_FIELDS.items():
+        if value := getattr(config, field, None):
+            raise ConfigError(
+                f"model.path must hold a model without {field}, got {value}: {reason}; set "
+                "model.path to another model."
+            )
+
+
+def _supported() -> list[str]:
+    return sorted(other for family in FAMILIES.values() for other in family.model_types)

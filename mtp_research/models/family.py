@@ -49,7 +49,9 @@ class Family:
     Attributes:
         model_types: values of `config.model_type` that belong to this family.
         block_overrides: config fields set before the decoder layer of an MTP module is built with
-            `layer_idx` 0.
+            `layer_idx` 0, in this order.
+        block_fields: config fields set after them from another field, where the config has it; of
+            a list (one entry a module) that is no list there, the first entry.
         final_norm: attribute of the base model that holds the final norm.
         attention: attribute of a decoder layer that holds its attention.
         latent_attention: whether that is multi-head latent attention.
@@ -71,6 +73,8 @@ class Family:
         concat_order: order of the two halves of `eh_proj`'s input.
         owns_norm: whether a module has a norm of its own before the head; if not, the target's
             final norm stands there.
+        owns_lm_head: whether each published module has an output head of its own. They are decoded
+            and not trained.
         native: where published checkpoints keep their modules.
         loads_as: model type whose classes load this family's published model type, where the
             library has none of its own.
@@ -78,6 +82,7 @@ class Family:
 
     model_types: tuple[str, ...]
     block_overrides: dict[str, object] = field(default_factory=dict)
+    block_fields: dict[str, str] = field(default_factory=dict)
     final_norm: str = "norm"
     attention: str = "self_attn"
     latent_attention: bool = False
@@ -92,5 +97,6 @@ class Family:
     recycle_norm: NormPoint = "post_norm"
     concat_order: ConcatOrder = "embedding_first"
     owns_norm: bool = True
+    owns_lm_head: bool = False
     native: NativeLayout = NEUTRAL_LAYOUT
     loads_as: str | None = None

@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from mtp_research.errors import IntegrityError
 from mtp_research.models.source import local_file
@@ -44,7 +45,7 @@ def target_hashes(target: Target) -> dict[str, str | None]:
     Raises:
         IntegrityError: the tokenizer's file cannot be read.
     """
-    sizes = {name: getattr(target.config, name, None) for name in _CONFIG_FIELDS}
+    sizes = {name: _size(target.config, name) for name in _CONFIG_FIELDS}
     return {
         "config_sha256": _hash_json(sizes),
         "weights_sha256": _hash_signs(
@@ -52,6 +53,13 @@ def target_hashes(target: Target) -> dict[str, str | None]:
         ),
         "tokenizer_sha256": _hash_tokenizer(target.path),
     }
+
+
+def _size(config: PreTrainedConfig, name: str) -> object:
+    """A config field; a list where layers differ, and the library gives no single value."""
+    if config.is_heterogeneous:
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+    return getattr(config, name, None)
 
 
 def _hash_signs(*matrices: Tensor) -> str:

@@ -10,8 +10,9 @@ from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.models.families import FAMILIES, family_of
+from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.models.families import FAMILIES, family_of, require_supported
+from mtp_research.models.shard_index import read_weight_map
 from mtp_research.models.source import check_source
 
 _REPORTER = logging.getLogger("transformers.modeling_utils")
@@ -28,15 +29,16 @@ def loading(path: str) -> Iterator[None]:
 
     Raises:
         ConfigError: nothing is at `path`, or the hub does not give it.
-        IntegrityError: a file of a local folder is damaged.
+        IntegrityError: a file of a local folder is damaged, or its index names others.
     """
     check_source(path)
+    read_weight_map(Path(path))
     had_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     _REPORTER.addFilter(_is_no_tensor_report)
     try:
         yield
-    except (ConfigError, IntegrityError):  # both are ValueErrors
+    except (ConfigError, EnvironmentFault, IntegrityError):  # ours are ValueErrors and such
         raise
     except (KeyError, OSError, ValueError, RuntimeError, SafetensorError) as fault:
         reason = next(iter(str(fault).strip().splitlines()), type(fault).__name__)
@@ -70,6 +72,7 @@ def read_config(path: str) -> PublishedConfig:
     """
     raw, _ = PreTrainedConfig.get_config_dict(path)
     model_type = str(raw.get("model_type"))
+    require_supported(model_type)
     loads_as = {
         name: family.loads_as
         for family in FAMILIES.values()

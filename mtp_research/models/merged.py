@@ -54,7 +54,8 @@ def merge_projections(model: nn.Module) -> int:
     """Merge the groups of `model` in place; returns how many.
 
     Weights move into shared storage: no memory is added, and `state_dict` keeps names and values.
-    Groups whose members differ in input size, bias or dtype are left alone.
+    Groups whose members differ in input size, bias or dtype are left alone, and so are members
+    whose `forward` something has replaced, as libraries do that split or move models.
     """
     count = 0
     for module in list(model.modules()):
@@ -72,7 +73,8 @@ def _can_merge(linears: list[nn.Linear]) -> bool:
         (m.in_features, m.bias is None, m.weight.dtype, m.weight.device, m.weight.requires_grad)
         for m in linears
     }
-    return len(kinds) == 1 and not linears[0].weight.requires_grad
+    is_hooked = any("forward" in vars(linear) for linear in linears)
+    return len(kinds) == 1 and not linears[0].weight.requires_grad and not is_hooked
 
 
 def _merge(members: list[nn.Linear]) -> None:

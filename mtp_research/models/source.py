@@ -26,11 +26,12 @@ class ModelSizes(NamedTuple):
     vocab_size: int
 
 
-def check_source(path: str) -> Path | None:
+def check_source(path: str, *, key: str = "model.path") -> Path | None:
     """Fail fast when `path` is neither a model folder, nor a cached hub id, nor reachable.
 
     Args:
         path: folder in Hugging Face format, or a hub id.
+        key: that the path was set by, for the message.
 
     Returns:
         The model's `config.json`; None for a hub id that is still to be downloaded.
@@ -42,21 +43,21 @@ def check_source(path: str) -> Path | None:
     if folder.exists():
         if not (folder / CONFIG_FILE).is_file():
             raise ConfigError(
-                f"model.path must be a folder with a {CONFIG_FILE}, {path!r} has none; "
-                "set model.path to a model folder."
+                f"{key} must be a folder with a {CONFIG_FILE}, {path!r} has none; "
+                f"set {key} to a model folder."
             )
         return folder / CONFIG_FILE
     cached = local_file(path, CONFIG_FILE)
-    if cached is None and not _looks_like_hub_id(path):
+    if cached is None and not looks_like_hub_id(path):
         raise ConfigError(
-            f"model.path must be a local folder or a hub id ORGANISATION/NAME, {path!r} does not "
-            f"exist (from {Path.cwd()}); set model.path=PATH."
+            f"{key} must be a local folder or a hub id ORGANISATION/NAME, {path!r} does not "
+            f"exist (from {Path.cwd()}); set {key}=PATH."
         )
     if cached is None and not _hub_answers():
         raise ConfigError(
-            f"model.path {path!r} is no local path (from {Path.cwd()}), is not in the hub cache, "
-            "and the hub is offline or out of reach; download the model where there is a network "
-            "and set model.path to its folder."
+            f"{key} {path!r} is no local path (from {Path.cwd()}), is not in the hub cache, and "
+            "the hub is offline or out of reach; download the model where there is a network and "
+            f"set {key} to its folder."
         )
     return cached
 
@@ -95,7 +96,7 @@ def local_file(path: str, name: str) -> Path | None:
     file = Path(path) / name
     if file.is_file():
         return file
-    if Path(path).exists() or not _looks_like_hub_id(path):
+    if Path(path).exists() or not looks_like_hub_id(path):
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -107,7 +108,8 @@ def local_file(path: str, name: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _looks_like_hub_id(path: str) -> bool:
+def looks_like_hub_id(path: str) -> bool:
+    """Whether a path that does not exist may be the name of a model on the hub."""
     parts = path.split("/")
     return len(parts) == _NUM_HUB_ID_PARTS and all(parts) and path[0] not in ".~"
 

@@ -5,29 +5,26 @@ Letters: B batch rows (1 when decoding), T packed rows, D hidden, V vocabulary.
 
 import contextlib
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from mtp_research.models.attention import ATTENTION_NAME, AttentionContext
 from mtp_research.models.block import block_kv_layer, kv_layers
-from mtp_research.models.families import FAMILIES, family_of
+from mtp_research.models.families import FAMILIES, family_of, require_exact
 from mtp_research.models.family import Family
 from mtp_research.models.geometry import LayerGeometry
-from mtp_research.models.loading import loading, read_config, require_tensors
+from mtp_research.models.load_weights import Placing, load_weights
+from mtp_research.models.loading import loading
 from mtp_research.models.mixers import mixers_of, route_mixers
-from mtp_research.models.placement import resolve_device, resolve_dtype
+from mtp_research.models.placement import require_one_device, resolve_device, resolve_dtype
 from mtp_research.models.sparse import route_sparse
+from mtp_research.models.tensor_parallel import has_split_experts, whole
 
 
 class TargetHidden(NamedTuple):
@@ -75,7 +72,12 @@ class Target:
 
     @functools.cached_property
     def kv_layers(self) -> tuple[LayerGeometry, ...]:
-        """What each cache layer keeps of a token; layers without attention keep nothing."""
+        """What each cache layer keeps of a token; layers without attention keep nothing.
+
+        Raises:
+            ConfigError: layers run on several devices, and the pages would be on one.
+        """
+        require_one_device(self.model)
         return kv_layers(self.model, self.family)
 
     @functools.cached_property
@@ -121,8 +123,8 @@ class Target:
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """Weight of `lm_head`, `[V, D]`."""
-        return cast(Tensor, self.lm_head.weight)
+        """Weight of `lm_head`, `[V, D]`; of one that ranks split, gathered by all of them."""
+        return whole(cast(Tensor, self.lm_head.weight))
 
     def position_embeddings(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary cos and sin `[B, T, rotary_dim]` for the block of an MTP module.
@@ -163,7 +165,8 @@ class Target:
             use_cache=False,
             attention_context=context,
         )
-        return TargetHidden(self.captured.pop("pre_norm"), output.last_hidden_state)
+        last = output.last_hidden_state
+        return TargetHidden(self.captured.pop("pre_norm").to(last.device), last)
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """Next-token logits `[..., V]` of hidden states `[..., D]` taken after the final norm."""
@@ -181,16 +184,17 @@ def wrap_target(
         family_name: key of `families.FAMILIES`; None goes by the model type.
 
     Raises:
-        ConfigError: the model's family is not supported.
+        ConfigError: the model's family, or a setting of it, is not supported.
     """
+    require_exact(model.config.get_text_config())
     model.eval().requires_grad_(False)
     model.set_attn_implementation(ATTENTION_NAME)
     if model.device.type == "cpu" or model.dtype != torch.bfloat16:
         # grouped_mm brings nothing on a CPU and knows bfloat16 only on a GPU; the exactness tests
         # run in float64.
         # Some classes know the eager loop only, and take no setting.
-        with contextlib.suppress(ValueError):
-            model.set_experts_implementation("eager")
+        with contextlib.suppress(ValueError):  # and the loop cannot skip other ranks' experts
+            model.set_experts_implementation("batched_mm" if has_split_experts(model) else "eager")
     family_name = family_name or family_of(model.config.get_text_config().model_type)
     target = Target(model=model, family_name=family_name, path=path)
     norm = getattr(model.base_model, target.family.final_norm)
@@ -207,34 +211,32 @@ def wrap_target(
     return target
 
 
-def load_target(path: str | Path, *, dtype: str = "auto", device: str = "auto") -> Target:
+def load_target(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    tp_plan: str = "none",
+    device_map: str | Mapping[str, int | str] = "none",
+) -> Target:
     """Load a frozen target from a folder or a hub id.
 
     Args:
         path: local folder in Hugging Face format, or a hub id.
         dtype: `auto` (bfloat16 on a GPU, else float32) or a key of `placement.DTYPES`.
         device: `auto`, `cpu` or `cuda`.
+        tp_plan: `none`, or `tensor` or `experts` to split it over the processes of torchrun.
+        device_map: `none`, or `auto` or devices by module name to spread it over one process's.
 
     Raises:
-        ConfigError: nothing is there, the family is not supported, or `dtype` is unknown.
+        ConfigError: nothing is there, or the family or an argument is not supported.
         IntegrityError: a file is damaged, or a tensor is missing or of another shape.
         EnvironmentFault: a GPU was asked for and none is usable.
     """
     place = resolve_device(device)
-    with loading(str(path)):
-        config, family_name = read_config(str(path))  # refuses before gigabytes are read
-        loaded = AutoModelForCausalLM.from_pretrained(
-            str(path),
-            config=config,
-            dtype=resolve_dtype(dtype, place),
-            trust_remote_code=False,
-            attn_implementation="eager",
-            ignore_mismatched_sizes=True,  # refused below, by name
-            output_loading_info=True,
-        )
-    model, report = cast(tuple[Any, dict[str, set[str]]], loaded)
-    require_tensors(report, path=str(path))
-    return wrap_target(model.to(place), path=str(path), family_name=family_name)
+    placing = Placing(place, resolve_dtype(dtype, place), tp_plan, device_map)
+    model, family_name = load_weights(str(path), placing=placing)
+    return wrap_target(model, path=str(path), family_name=family_name)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

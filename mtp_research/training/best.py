@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mtp_research.config import TrainConfig
 from mtp_research.heads.weights import save_heads
+from mtp_research.training.lora import merged_tensors
 from mtp_research.training.replay import WalkReport
 from mtp_research.training.setup import RunParts
 from mtp_research.training.tracking import jsonable
@@ -85,7 +86,7 @@ def write_best_head(
     Args:
         parts: of the run.
         folder: replaced file by file, each at once, so that a crash leaves one that can be read.
-        tensors: whole tensors of the heads.
+        tensors: whole tensors of the heads; updates of `head.lora_rank` are added up.
         config: of the run, recorded.
         best: where and how well they were measured, recorded.
     """
@@ -96,4 +97,5 @@ def write_best_head(
         "step": best.step,
         "held_out_walk": dataclasses.asdict(best.report),
     }
-    save_heads(parts.heads, folder, provenance=jsonable(provenance), tensors=tensors)
+    plain = merged_tensors(tensors)
+    save_heads(parts.heads, folder, provenance=jsonable(provenance), tensors=plain)

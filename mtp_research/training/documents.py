@@ -4,7 +4,8 @@ Input is a `.jsonl` or `.jsonl.xz` file, one document a line: `id`, optional `do
 
     token_ids, num_prompt_tokens    the decoded trajectory itself; preferred, because encoding a
                                     text again may cut it into other tokens than were emitted
-    messages                        a conversation; assistant turns are the target's own output
+    messages                        a conversation, written in the target's chat template;
+                                    assistant turns are the target's own output
     text                            a plain document
 
 The split is a function of document ids alone, so that runs with other k, seeds or lengths are
@@ -18,16 +19,17 @@ import json
 import logging
 import lzma
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtp_research.config import DataConfig
+from mtp_research.data.chat import encode_for_target
 from mtp_research.data.packing import EncodedDocument
-from mtp_research.data.sources import Document, read_documents
-from mtp_research.data.tokenizer import encode_documents, load_tokenizer
+from mtp_research.data.sources import read_documents
 from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.files import sha256_of
+from mtp_research.models.target import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +126,7 @@ def _encode(path: Path, *, model_path: str) -> list[EncodedDocument]:
         raise IntegrityError(f"{path}: expected at least one document, the file is empty")
     if "token_ids" in first[1]:
         return [_trajectory(record, where=where, path=path) for where, record in _records(path)]
-    documents: Iterable[Document] = read_documents(path)
-    return list(encode_documents(list(documents), load_tokenizer(model_path)))
+    return encode_for_target(list(read_documents(path)), load_tokenizer(model_path))
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict]]:

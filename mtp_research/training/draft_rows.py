@@ -23,11 +23,12 @@ class ModuleRows:
 
     Args:
         document_index: `[B, S]` int, document of each token, -1 for padding.
+        cu_seqlens: of `DenseContext`, for the context rows.
     """
 
-    def __init__(self, document_index: Tensor) -> None:
+    def __init__(self, document_index: Tensor, cu_seqlens: Tensor | None = None) -> None:
         """Start without rows."""
-        self._dense = DenseContext(document_index)
+        self._dense = DenseContext(document_index, cu_seqlens)
         self._document_index = document_index
         self._context: tuple[Tensor, Tensor] | None = None
         self._drafts: list[tuple[Tensor, Tensor]] = []

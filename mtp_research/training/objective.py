@@ -12,7 +12,7 @@ from mtp_research.policy import ModuleSchedule
 from mtp_research.training.loss_terms import LossSpec
 from mtp_research.training.losses import DepthLoss, multi_depth_loss
 from mtp_research.training.rows import Batch, BatchHidden
-from mtp_research.training.unroll import DepthOutput, unroll
+from mtp_research.training.unroll import DepthOutput, RowInputs, unroll
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,16 @@ def run_heads(
     heads: MTPHeads, batch: Batch, *, hidden: BatchHidden, spec: UnrollSpec
 ) -> list[DepthOutput]:
     """`unroll` of a batch."""
-    return unroll(
-        heads,
+    inputs = RowInputs(
         input_ids=batch.input_ids,
         hidden=hidden.source,
         position_ids=batch.position_ids,
         document_index=batch.document_index,
+        cu_seqlens=batch.cu_seqlens,
+    )
+    return unroll(
+        heads,
+        inputs,
         num_depths=spec.num_depths,
         kind=spec.kind,
         schedule=spec.schedule,

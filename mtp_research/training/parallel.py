@@ -23,6 +23,7 @@ from mtp_research.config import TrainerConfig
 from mtp_research.errors import ConfigError
 from mtp_research.heads.module import MTPModule
 from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.merged import merge_projections
 from mtp_research.models.target import Target
 from mtp_research.training.objective import HeadObjective
 
@@ -123,6 +124,7 @@ def prepare_target(target: Target, *, trainer: TrainerConfig, ranks: Accelerator
             fully_shard(layer, mesh=mesh)
     elif trainer.compile:
         for layer in layers:
+            merge_projections(layer)  # one read of the layer's input, not three
             layer.compile(dynamic=False)
 
 

@@ -23,6 +23,7 @@ from mtp_research.errors import IntegrityError
 from mtp_research.models.attention import DenseContext
 from mtp_research.models.family import NormPoint
 from mtp_research.models.target import Target
+from mtp_research.models.varlen import document_ends, flat_ends
 
 CACHE_BYTES = 1 << 30
 BLOCK_ROWS = 8
@@ -36,6 +37,7 @@ class Batch(NamedTuple):
         position_ids: `[B, S]` int64, counted from 0 in each document.
         document_index: `[B, S]` int64, -1 for padding.
         loss_mask: `[B, S]` bool, True where the token is the target's own output.
+        cu_seqlens: `[documents + 1]` int32, where documents end in the flattened batch.
         num_labels: labels at depth 1, counted on the host.
     """
 
@@ -43,6 +45,7 @@ class Batch(NamedTuple):
     position_ids: Tensor
     document_index: Tensor
     loss_mask: Tensor
+    cu_seqlens: Tensor
     num_labels: int
 
 
@@ -85,7 +88,13 @@ class TrainingRows:
         self._hidden_source = hidden_source
         self._cache = cache
         self._checks_cache = checks_cache
-        arrays = (packed.token_ids, packed.position, packed.document_index, packed.loss_mask)
+        arrays = (
+            packed.token_ids,
+            packed.position,
+            packed.document_index,
+            packed.loss_mask,
+            document_ends(packed.document_index),
+        )
         self._rows = [
             torch.from_numpy(np.ascontiguousarray(array)).to(target.device) for array in arrays
         ]
@@ -102,8 +111,14 @@ class TrainingRows:
     def batch(self, indices: Sequence[int]) -> Batch:
         """The rows of `indices`, without hidden states."""
         # Not indexed by a tensor: its copy to the device would be waited for.
-        tensors = (torch.stack([tensor[index] for index in indices]) for tensor in self._rows)
-        return Batch(*tensors, num_labels=int(self._num_labels[list(indices)].sum()))
+        *tensors, ends = (
+            torch.stack([tensor[index] for index in indices]) for tensor in self._rows
+        )
+        return Batch(
+            *tensors,
+            cu_seqlens=flat_ends(ends, length=self._rows[0].shape[1]),
+            num_labels=int(self._num_labels[list(indices)].sum()),
+        )
 
     def hidden(self, indices: Sequence[int]) -> BatchHidden:
         """Target hidden states of the rows of `indices`, without gradient."""
@@ -165,7 +180,7 @@ class TrainingRows:
         hidden = self._target.forward(
             batch.input_ids,
             position_ids=batch.position_ids,
-            context=DenseContext(batch.document_index),
+            context=DenseContext(batch.document_index, batch.cu_seqlens),
         )
         is_post = self._hidden_source == "post_norm"
         return BatchHidden(hidden.post_norm if is_post else hidden.pre_norm, hidden.post_norm)

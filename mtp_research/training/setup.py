@@ -122,7 +122,10 @@ def load_inputs(config: TrainConfig) -> RunInputs:
         ConfigError: settings that do not fit each other, the target or the data.
         IntegrityError: a damaged file.
     """
-    target = load_target(config.model.path, dtype=_dtype(config), device=config.model.device)
+    model = config.model
+    target = load_target(
+        model.path, dtype=_dtype(config), device=model.device, device_map=model.device_map
+    )
     documents = load_head_documents(
         config.data,
         model_path=config.model.path,

@@ -100,14 +100,16 @@ def stale_walk(
         known = list(token_ids[: frontier + 2])  # the drafts of this round follow
         for step in range(num_depths):
             offset = token_offset(policy, step)
+            module_idx = module_index(schedule, step, heads.spec.num_mtp_modules)
             output = heads.run_module(
-                module_index(schedule, step, heads.spec.num_mtp_modules),
+                module_idx,
                 token_ids=torch.tensor([known[first + offset :]], device=device),
                 prev_hidden_states=hidden[:, first : frontier + 1],
                 position_ids=positions[:, first : frontier + 1],
                 context=stored[step],
             )
-            known.append(int(heads.logits(output.post_norm[0, -1]).argmax()))
+            logits = heads.logits(output.post_norm[0, -1], module_idx=module_idx)
+            known.append(int(logits.argmax()))
         wanted = token_ids[frontier + 2 : frontier + 2 + num_depths]
         pairs = zip(known[frontier + 2 :], wanted, strict=True)
         hits = [draft == token for draft, token in pairs]

@@ -13,13 +13,15 @@ from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_head_state, read_head_record
 from mtp_research.models.family import ConcatOrder, NormPoint
 from mtp_research.models.target import Target
+from mtp_research.training.lora import add_lora
 
 
 def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
-    """Heads to start from, with the parts of `head.freeze` frozen.
+    """Heads to start from, with `head.lora_rank` and the parts of `head.freeze` frozen.
 
     Raises:
         ConfigError: settings that do not fit the head folder or the target.
+        EnvironmentFault: `head.lora_rank` without peft.
         IntegrityError: a damaged head file.
     """
     head = config.head
@@ -42,18 +44,24 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
         load_head_state(heads, path / "model.safetensors")
     else:
         init_heads(heads, init=cast(Init, head.init), path=path)
+    if head.lora_rank:
+        add_lora(heads, rank=head.lora_rank)
     freeze_parts(heads, patterns=head.freeze)
     return heads.train()
 
 
 def _check_conventions(spec: HeadSpec, *, path: Path, is_copied: bool) -> None:
     """A head read under other conventions trains on, and nothing but acceptance shows it."""
-    saved = HeadSpec(**read_head_record(path)["spec"])
+    saved = dataclasses.asdict(HeadSpec(**read_head_record(path)["spec"]))
+    if saved["owns_lm_head"]:
+        raise ConfigError(
+            f"head.path {str(path)!r} has output projections of its own, which are decoded with "
+            "and not trained; set head.path to heads that share the target's lm_head."
+        )
     free = {"unroll", "num_mtp_modules"} if is_copied else {"unroll"}
-    for field in dataclasses.fields(HeadSpec):
-        old, new = getattr(saved, field.name), getattr(spec, field.name)
-        if field.name not in free and old != new:
+    for name, new in dataclasses.asdict(spec).items():
+        if name not in free and saved[name] != new:
             raise ConfigError(
-                f"head.path {str(path)!r} has {field.name}={old!r}, the configuration {new!r}; "
-                f"set head.{field.name}={old}."
+                f"head.path {str(path)!r} has {name}={saved[name]!r}, the configuration {new!r}; "
+                f"set head.{name}={saved[name]}."
             )

@@ -59,25 +59,25 @@ class RowInputs(NamedTuple):
     """What all depths of a batch share.
 
     Attributes:
-        input_ids: `[B, S]` int64.
-        hidden: `[B, S, D]` target hidden states at the point the head reads.
+        input_ids: `[B, S]` int64, packed documents.
+        hidden: `[B, S, D]` target hidden states, already `heads.source(...)`.
         position_ids: `[B, S]` int64, counted from 0 in each document.
-        document_index: `[B, S]` int, -1 for padding.
+        document_index: `[B, S]` int, document of each token, -1 for padding.
+        cu_seqlens: where the same documents end in the flattened batch, for the GPU's attention
+            without a mask; see `DenseContext`.
     """
 
     input_ids: Tensor
     hidden: Tensor
     position_ids: Tensor
     document_index: Tensor
+    cu_seqlens: Tensor | None = None
 
 
 def unroll(
     heads: MTPHeads,
+    inputs: RowInputs,
     *,
-    input_ids: Tensor,
-    hidden: Tensor,
-    position_ids: Tensor,
-    document_index: Tensor,
     num_depths: int,
     kind: str,
     schedule: ModuleSchedule = "cycle",
@@ -90,10 +90,7 @@ def unroll(
 
     Args:
         heads: the modules that run.
-        input_ids: `[B, S]` int64, packed documents.
-        hidden: `[B, S, D]` target hidden states, already `heads.source(...)`.
-        position_ids: `[B, S]` int64, counted from 0 in each document.
-        document_index: `[B, S]` int, document of each token, -1 for padding.
+        inputs: packed rows and the target's hidden states.
         num_depths: k >= 1.
         kind: one of `UNROLLS`.
         schedule: which module runs which depth.
@@ -109,14 +106,13 @@ def unroll(
     modules = [
         module_index(schedule, depth, heads.spec.num_mtp_modules) for depth in range(num_depths)
     ]
-    inputs = RowInputs(input_ids, hidden, position_ids, document_index)
     if policy.draft_rows != "none":
         outputs = _unroll_draft_rows(heads, inputs, policy=policy, modules=modules)
     else:
         is_drawn = kind == "mixed"
         outputs = _unroll_streams(heads, inputs, policy=policy, modules=modules, is_drawn=is_drawn)
     return [
-        DepthOutput(output, same_document(document_index, offset=depth))
+        DepthOutput(output, same_document(inputs.document_index, offset=depth))
         for depth, output in enumerate(outputs, start=1)
     ]
 
@@ -164,7 +160,7 @@ def _unroll_streams(
     is_drawn: bool,
 ) -> list[Tensor]:
     """Each depth is its own causal stream at the anchors' positions: `chain`, `independent`."""
-    context = DenseContext(inputs.document_index)
+    context = DenseContext(inputs.document_index, inputs.cu_seqlens)
     outputs, sources = [], [inputs.hidden]
     for draft_step, module_idx in enumerate(modules):
         output = heads.run_module(
@@ -209,7 +205,7 @@ def _unroll_draft_rows(
     recycled: list[Tensor] = []
     for draft_step, module_idx in enumerate(modules):
         if module_idx not in module_rows:
-            module_rows[module_idx] = ModuleRows(inputs.document_index)
+            module_rows[module_idx] = ModuleRows(inputs.document_index, inputs.cu_seqlens)
             output = heads.run_module(
                 module_idx,
                 token_ids=_consumed(inputs, offset=token_offset(policy, draft_step)),

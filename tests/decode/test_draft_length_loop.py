@@ -239,7 +239,7 @@ def test_records_count_the_drafts_that_were_made(target, monkeypatch) -> None:
 def test_non_finite_draft_logits_count_as_made_and_rejected(target) -> None:
     heads = tiny.tiny_heads(target)
     logits = heads.logits
-    heads.logits = lambda post_norm: logits(post_norm) * torch.nan
+    heads.logits = lambda post_norm, **_: logits(post_norm) * torch.nan
     decoder = SpecDecoder(target, heads, draft_length=ConfidenceLength(0.9))
     run(decoder)
     heads.logits = logits

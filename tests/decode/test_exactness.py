@@ -53,8 +53,8 @@ class DictatedLoop:
     def close(self) -> None:
         self.decoder.drafter.heads.logits = self._logits
 
-    def _record(self, post_norm: torch.Tensor) -> torch.Tensor:
-        self.draft_logits.append(self._logits(post_norm))
+    def _record(self, post_norm: torch.Tensor, *, module_idx: int) -> torch.Tensor:
+        self.draft_logits.append(self._logits(post_norm, module_idx=module_idx))
         return self.draft_logits[-1]
 
     def _verify(self, logits, inputs, params) -> VerifyOutput:

@@ -61,6 +61,7 @@ def test_command_prints_the_differences(tmp_path: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert shown.startswith("a - b, 12 prompts\n")
     assert "eagle - eagle" in shown
+    assert "warning: only 12 prompts" in shown
     assert "+0.000 [+0.000, +0.000]" in shown
 
 

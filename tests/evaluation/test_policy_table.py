@@ -59,4 +59,4 @@ def test_main_refuses_missing_results_and_heads(
     assert main([str(tmp_path)]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert [line.startswith("error: ") for line in errors] == [True, True]
-    assert json.loads((tmp_path / "results.json").read_text())["schema_version"] == 1
+    assert json.loads((tmp_path / "results.json").read_text())["schema_version"] == 2

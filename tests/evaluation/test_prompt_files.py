@@ -1,5 +1,6 @@
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,17 @@ def test_damaged_gzip_is_refused(tmp_path: Path, damage: str):
 def test_folder_without_prompt_files_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"prompts\.path .* holds no prompt file"):
         read_prompt_files(tmp_path)
+
+
+def test_line_of_50_megabytes_is_refused_without_reading_it(tmp_path: Path):
+    path = tmp_path / "p.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"question": "')
+        file.truncate(50_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(IntegrityError, match="line 1: longer than 1000000 bytes"):
+            read_prompt_files(path)
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()

@@ -84,10 +84,10 @@ def test_failed_write_leaves_the_old_file_and_no_temporary(
     ("content", "fault"),
     [
         ("{", "not a readable results file"),
-        ("[]", "expected schema_version 1, got None"),
-        ('{"schema_version": 2}', "expected schema_version 1, got 2"),
-        ('{"schema_version": 1}', "lacks or misnames a field: 'config'"),
-        ('{"schema_version": 1, "conditions": [{"records": 3}]}', "lacks or misnames"),
+        ("[]", "expected schema_version 2, got None"),
+        ('{"schema_version": 1}', "expected schema_version 2, got 1"),
+        ('{"schema_version": 2}', "lacks or misnames a field: 'config'"),
+        ('{"schema_version": 2, "conditions": [{"records": 3}]}', "lacks or misnames"),
     ],
     ids=["no json", "no object", "other version", "no field", "wrong type"],
 )

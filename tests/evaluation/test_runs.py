@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from mtp_research.errors import IntegrityError
+from mtp_research.evaluation.entries import drafting, entries
 from mtp_research.evaluation.policy_matrix import policy_matrices
 from mtp_research.evaluation.report import Report, build_report
 from mtp_research.evaluation.results import write_results
-from mtp_research.evaluation.runs import Run, entries, read_checked, read_runs
+from mtp_research.evaluation.runs import Run, read_checked, read_runs
 from tests.evaluation.generations import some_prompts, three_conditions
 
 
@@ -90,9 +91,13 @@ def test_names_are_unique_and_come_from_the_folder(tmp_path: Path, chain: Report
 
 
 def test_head_label_names_unroll_or_folder(chain: Report) -> None:
-    assert Run("r", chain).head_label == "chain N=3"
-    assert Run("r", dataclasses.replace(chain, run={})).head_label == "chain"
-    assert Run("r", dataclasses.replace(chain, run={}, config={})).head_label == "no head"
+    def label(**changes: object) -> str:
+        run = Run("r", dataclasses.replace(chain, **changes))
+        return drafting(entries([run]))[0].head_label
+
+    assert label() == "chain N=3"
+    assert label(run={}) == "chain"
+    assert label(run={}, config={}) == "no head"
 
 
 def test_matrix_has_runs_as_rows_and_never_mixes_settings(chain: Report) -> None:
@@ -103,10 +108,11 @@ def test_matrix_has_runs_as_rows_and_never_mixes_settings(chain: Report) -> None
     assert matrix.rows == ("chain N=3", "ttt N=1")
     assert matrix.columns == ("eagle", "training")
     length = chain.summaries[1].acceptance.acceptance_length_micro.value
-    assert matrix.values[0][0] == length
-    assert "batch 16" in matrix.title
+    assert matrix.values[0][0].value == length
+    assert "batch 16" in matrix.note
+    assert matrix.matches == {(0, 1), (1, 0)}
 
 
 def test_matrix_tells_two_heads_of_one_kind_apart_by_run(chain: Report) -> None:
     (matrix,) = policy_matrices(entries([Run("seed0", chain), Run("seed1", chain)]))
-    assert matrix.rows == ("seed0", "seed1")
+    assert matrix.rows == ("chain N=3, seed0", "chain N=3, seed1")

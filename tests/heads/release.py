@@ -34,6 +34,7 @@ class Release:
         left_out: parts of the layer's names that no module has.
         norm_offset: what the family's norms add to their weights.
         num_modules: modules to write.
+        own_head: name of the output head that each module has, None where they share the target's.
         count_field: config field with their number.
     """
 
@@ -46,6 +47,7 @@ class Release:
     norm_offset: float = 0.0
     num_modules: int = 1
     second: tuple[int, str] | None = None
+    own_head: str | None = None
     count_field: str | None = "num_nextn_predict_layers"
 
 
@@ -123,6 +125,7 @@ RELEASES: dict[str, Release] = {
         block=_LAST,
         wrapper=(_LAST + "enorm", _LAST + "hnorm", _LAST + "eh_proj", _LAST + "final_layernorm"),
     ),
+    "kimi_k2": _DEEPSEEK,
     "nemotron_h": Release(
         layer=2,
         block="mtp.layers.0.",
@@ -133,6 +136,22 @@ RELEASES: dict[str, Release] = {
             "mtp.layers.0.eh_proj",
             "mtp.layers.1.final_layernorm",
         ),
+    ),
+    "step3p5": Release(
+        layer=1,
+        block=_LAST,
+        wrapper=(
+            _LAST + "enorm",
+            _LAST + "hnorm",
+            _LAST + "eh_proj",
+            _LAST + "transformer.shared_head.norm",
+        ),
+        own_head=_LAST + "transformer.shared_head.output",
+        norm_offset=1.0,
+        num_modules=3,
+    ),
+    "gemma3": Release(
+        layer=1, block="mtp.layers.0.", wrapper=_QWEN, norm_offset=1.0, count_field=None
     ),
     "qwen3": Release(layer=1, block="mtp.layers.0.", wrapper=_QWEN, count_field=None),
     "qwen3_5": Release(
@@ -176,6 +195,8 @@ def write_release(
     )
     if release.count_field is not None:
         change_config(folder, {release.count_field: num_modules})
+    if target.family.loads_as is not None:  # saved under the type that loads it
+        change_config(folder, {"model_type": target.family.model_types[0]})
     return tensors
 
 
@@ -184,7 +205,6 @@ def mtp_tensors(
 ) -> dict[str, Tensor]:
     """Random MTP tensors by published name."""
     release = RELEASES[target.family_name]
-    generator = torch.Generator().manual_seed(5)
     size, num_layers = target.config.hidden_size, target.config.num_hidden_layers
     tensors: dict[str, Tensor] = {}
     for module in range(num_modules):
@@ -201,9 +221,19 @@ def mtp_tensors(
             if name is not None:
                 tensors[name.format(**numbers) + ".weight"] = torch.empty(size)
         tensors[projection.format(**numbers) + ".weight"] = torch.empty(size, 2 * size)
+        if release.own_head is not None:
+            shape = (target.config.vocab_size, size)
+            tensors[release.own_head.format(**numbers) + ".weight"] = torch.empty(shape)
         shared = {"embed_tokens": target.embed_tokens.weight, "lm_head": target.lm_head_weight}
         for name, original in release.copies.items():
             tensors[name.format(**numbers)] = shared[original].detach()
+    _fill(tensors, dtype=dtype, norm_offset=release.norm_offset)
+    return tensors
+
+
+def _fill(tensors: dict[str, Tensor], *, dtype: torch.dtype, norm_offset: float) -> None:
+    """Random values in place; copies of the target's tensors keep theirs."""
+    generator = torch.Generator().manual_seed(5)
     for name, tensor in tensors.items():
         if name.endswith(("embed_tokens.weight", "shared_head.head.weight")):
             tensors[name] = tensor.to(dtype).clone()
@@ -211,10 +241,9 @@ def mtp_tensors(
         noise = torch.randn(tensor.shape, generator=generator) * 0.15
         is_correction = name.endswith(("correction_bias", "expert_bias"))
         is_norm = "norm" in name
-        tensors[name] = (noise + 1.0 if is_norm else noise).to(
+        tensors[name] = (noise + 1.0 - norm_offset if is_norm else noise).to(
             torch.float32 if is_correction else dtype
         )
-    return tensors
 
 
 def _layer_tensors(

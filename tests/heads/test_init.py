@@ -55,8 +55,11 @@ def test_native_with_other_conventions_names_the_key(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(init, "has_native_heads", lambda folder, target: True)
+    monkeypatch.setattr(init, "num_published_modules", lambda folder, target: 1)
     heads = tiny_heads(target, hidden_source="pre_norm")
-    with pytest.raises(ConfigError, match=r"head\.hidden_source must be post_norm"):
+    with pytest.raises(
+        ConfigError, match=r"set head\.hidden_source=post_norm head\.num_mtp_modules=1\.$"
+    ):
         init_heads(heads, init="native")
 
 
@@ -85,6 +88,16 @@ def test_freeze_parts_refuses_what_matches_nothing_or_everything(target: Target)
     with pytest.raises(ConfigError, match="leaves no parameter"):
         freeze_parts(heads, patterns=["mtp_modules"])
     assert all(parameter.requires_grad for parameter in heads.parameters())
+
+
+def test_module_starts_from_the_last_layer_with_its_attention() -> None:
+    target = tiny_target("gemma3", dtype=torch.float32)
+    heads = tiny_heads(target, num_mtp_modules=1)
+    init_heads(heads, init="target_last_layer")
+    layers = target.model.base_model.layers
+    assert target.config.layer_types[1:] == ["full_attention", "sliding_attention"]
+    expected = layers[1].self_attn.q_proj.weight
+    assert torch.equal(heads.mtp_modules[0].block.self_attn.q_proj.weight, expected)
 
 
 def test_block_of_two_layers_starts_from_the_last_layer_of_each_type() -> None:

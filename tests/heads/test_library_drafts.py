@@ -77,11 +77,14 @@ def own_drafts(folder: Path, *, num_modules: int) -> tuple[Drafts, set[int]]:
 def test_training_drafts_equal_the_library_s(
     family: str, num_modules: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tiny.tiny_target(family, dtype=torch.float32, seed=4, vocab_size=6)
+    target = tiny.tiny_target(family, dtype=torch.float32, seed=23, vocab_size=6)
     write_release(target, tmp_path, num_modules=num_modules)
     expected = library_drafts(tmp_path, monkeypatch)
     drafts, num_accepted = own_drafts(tmp_path, num_modules=num_modules)
     assert {0, 1} <= num_accepted
+    # Drafts that hardly vary would be met by wrong states as well.
+    firsts = [draft[0] for draft in expected.values()]
+    assert max(firsts.count(token) for token in set(firsts)) <= len(firsts) / 2
     common = expected.keys() & drafts.keys()
     assert len(common) >= len(expected) - 1 >= 10  # the last one may be cut by the length
     for text in common:

@@ -74,7 +74,8 @@ def test_stitched_checkpoint_is_the_source_with_other_modules(
 
 def test_heads_of_our_own_are_exported_and_come_back(target: Target, tmp_path: Path) -> None:
     num_modules = RELEASES[target.family_name].num_modules
-    heads = tiny.tiny_heads(target, num_mtp_modules=num_modules)
+    owns_lm_head = target.family.owns_lm_head
+    heads = tiny.tiny_heads(target, num_mtp_modules=num_modules, owns_lm_head=owns_lm_head)
     write_release(target, tmp_path / "release")
     stitch_heads(heads, tmp_path / "new", source=tmp_path / "release")
     loaded = load_heads(tmp_path / "new", target)
@@ -133,8 +134,8 @@ def test_checkpoint_loads_and_drafts_without_changing_the_text(
     target: Target, tmp_path: Path
 ) -> None:
     write_release(target, tmp_path)
-    if target.family_name == "mimo":
-        change_config(tmp_path, {"model_type": "mimo", "auto_map": {"AutoConfig": "evil.Config"}})
+    if target.family.loads_as is not None:
+        change_config(tmp_path, {"auto_map": {"AutoConfig": "evil.Config"}})
     loaded = load_target(tmp_path, dtype="float32", device="cpu")
     assert loaded.family_name == target.family_name
     heads = load_heads(tmp_path, loaded)
@@ -286,8 +287,14 @@ def test_wrong_tensors_are_refused_by_name(fault: str, deepseek: Target, tmp_pat
     change(tensors)
     change_mtp_file(tmp_path, tensors)
     with pytest.raises(IntegrityError, match=message) as caught:
-        load_native_heads(tmp_path, deepseek)
+        load_heads(tmp_path, deepseek)
     assert caught.value.exit_code == 3
+
+
+def test_checkpoint_of_another_family_as_head_says_so(deepseek: Target, tmp_path: Path) -> None:
+    write_release(tiny.tiny_target("mimo_v2", dtype=torch.float32), tmp_path)
+    with pytest.raises(ConfigError, match=r"family deepseek_v3, .* is a checkpoint without"):
+        load_heads(tmp_path, deepseek)
 
 
 def test_module_that_is_there_twice_is_refused(tmp_path: Path) -> None:
@@ -340,5 +347,7 @@ def test_folder_of_a_plain_model_has_no_modules(tmp_path: Path) -> None:
     target = tiny.tiny_target("qwen3", dtype=torch.float32)
     target.model.save_pretrained(tmp_path)
     assert not has_native_heads(tmp_path, target)
-    with pytest.raises(IntegrityError, match=r"must hold MTP modules under mtp\.\*, got 0"):
+    with pytest.raises(
+        IntegrityError, match=r"must hold MTP modules, the first under mtp\.\*, got 0"
+    ):
         load_native_heads(tmp_path, target)

@@ -10,10 +10,18 @@ import os
 
 import pytest
 import torch
+from mtp_research.kernels import attention_launch, latent_attention_launch
 from mtp_research.kernels.latent_attention import latent_attention
 from mtp_research.kernels.paged_attention import paged_attention
 from mtp_research.kernels.store_kv import store_kv
 
+from tests.kernels.invariant_cases import (
+    VARIANTS,
+    check_attention,
+    check_grouped,
+    check_matmul,
+    check_row_sum,
+)
 from tests.kernels.kernel_cases import (
     ATTENTION_CASES,
     LATENT_CASES,
@@ -144,3 +152,37 @@ def test_store_kv_unsupported_by_triton_raises(change, message):
             slot_mapping=torch.zeros(1, dtype=torch.int64),
             backend="triton",
         )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_products_interpreted_have_the_same_bits_in_any_batch(dtype):
+    few = (*range(1, 34, 6), 15, 16, 17, 32, 33)  # a float32 tile holds 16 rows
+    sizes = few if dtype is torch.float32 else tuple(range(1, 34))
+    check_matmul(dtype, backend="triton", sizes=sizes)
+    check_grouped(dtype, backend="triton")
+    check_row_sum(dtype, backend="triton")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_attention_interpreted_has_the_same_bits_in_any_batch(variant, dtype, monkeypatch):
+    for module in (attention_launch, latent_attention_launch):
+        monkeypatch.setattr(module, "INVARIANT_SPLIT_KEYS", 64)  # three splits of 140 keys
+
+    def attend(query, *, key_cache, value_cache, sliding_window, sinks, **keywords):
+        keywords |= {"positions": None, "kv_start": None, "num_splits": None, "invariant": True}
+        if not variant.latent:
+            return attention_launch.launch_paged_attention(
+                query,
+                key_cache=key_cache,
+                value_cache=value_cache,
+                sliding_window=sliding_window,
+                sinks=sinks,
+                **keywords,
+            )
+        latent, rope = query.split((16, 8), dim=-1)
+        return latent_attention_launch.launch_latent_attention(
+            latent, query_rope=rope, latent_cache=key_cache[:, :, 0], **keywords
+        )
+
+    check_attention(variant, dtype, attend=attend)

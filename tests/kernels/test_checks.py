@@ -28,7 +28,7 @@ def test_resolve_backend_without_triton_falls_back_only_when_auto(monkeypatch):
 
 
 def test_resolve_backend_unknown_name_lists_choices():
-    with pytest.raises(ValueError, match="one of auto, reference, triton, got 'cuda'"):
+    with pytest.raises(ValueError, match="one of auto, invariant, reference, triton, got 'cuda'"):
         checks.resolve_backend("cuda", tensor=torch.zeros(1), kernel=attention_kernel)
 
 

@@ -129,7 +129,7 @@ def test_paged_attention_too_small_max_query_len_raises():
         ({"kv_start": torch.zeros(3, dtype=torch.int32)}, "kv_start must have shape"),
         ({"sliding_window": 0}, "sliding_window must be >= 1 or None, got 0"),
         ({"num_splits": 65}, r"num_splits must be in \[1, 64\] or None, got 65"),
-        ({"backend": "flash"}, "one of auto, reference, triton, got 'flash'"),
+        ({"backend": "flash"}, "one of auto, invariant, reference, triton, got 'flash'"),
         ({"backend": "triton"}, "TRITON_INTERPRET=1"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

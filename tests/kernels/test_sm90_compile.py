@@ -33,6 +33,21 @@ class Shape:
     split: bool = True
     sliding_window: int | None = None
     optional: bool = False  # sinks, positions and kv_start given
+    invariant: bool = False
+
+    @property
+    def config(self) -> attention_launch.LaunchConfig:
+        rows = self.query_len * self.num_heads // self.num_kv_heads
+        return attention_launch.choose_config(
+            1 if self.invariant else rows,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            element_bytes=self.dtype.itemsize,
+        )
+
+
+def narrow(head_dim: int, query_len: int, **changes) -> Shape:
+    return Shape(query_len, key_dim=head_dim, value_dim=head_dim, **changes)
 
 
 SHAPES = {
@@ -49,6 +64,16 @@ SHAPES = {
     "float16": Shape(4, dtype=torch.float16),
     "float32": Shape(4, dtype=torch.float32),
     "float32_head_dim_256": Shape(4, key_dim=256, value_dim=256, dtype=torch.float32),
+    "head_dim_256_few_rows": Shape(1, key_dim=256, value_dim=256),
+    "key_192_value_128_few_rows": Shape(1, key_dim=192),
+    "head_dim_64_many_rows": narrow(64, 8),
+    **{f"head_dim_{dim}": narrow(dim, 4) for dim in (16, 32)},
+    **{f"head_dim_{dim}_many_rows": narrow(dim, 8) for dim in (16, 32)},
+    **{f"float32_head_dim_{d}": narrow(d, 4, dtype=torch.float32) for d in (16, 32, 64)},
+    "invariant": Shape(512, invariant=True),
+    "invariant_head_dim_256": Shape(1, key_dim=256, value_dim=256, invariant=True),
+    "invariant_window_sinks": Shape(1, sliding_window=128, optional=True, invariant=True),
+    "invariant_float32": Shape(1, dtype=torch.float32, invariant=True),
 }
 
 
@@ -67,13 +92,7 @@ def _compile(kernel, *, types, constants, num_warps, num_stages=3, divisible=())
 
 
 def _compile_attention(shape):
-    group = shape.num_heads // shape.num_kv_heads
-    config = attention_launch.choose_config(
-        shape.query_len * group,
-        key_dim=shape.key_dim,
-        value_dim=shape.value_dim,
-        element_bytes=shape.dtype.itemsize,
-    )
+    config = shape.config
     constants = attention_launch.attention_constants(
         shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -82,6 +101,7 @@ def _compile_attention(shape):
         block_size=shape.block_size,
         sliding_window=shape.sliding_window,
         split=shape.split,
+        split_keys=attention_launch.INVARIANT_SPLIT_KEYS if shape.invariant else 0,
         config=config,
     )
     data = POINTERS[shape.dtype]
@@ -123,6 +143,27 @@ def test_attention_kernel_sm90_has_no_spills_and_fits_shared_memory(shape, tmp_p
     assert _num_spilled_bytes(compiled, tmp_path) == 0
 
 
+def _compiled_key(shape):
+    """What of a launch decides registers and shared memory; half-precision dtypes are alike."""
+    padded = [attention_launch.padded_head_dim(dim) for dim in (shape.key_dim, shape.value_dim)]
+    return shape.config, *padded, shape.dtype.itemsize
+
+
+def test_every_tile_shape_that_a_launch_can_choose_is_compiled_above():
+    dims = [(dim, dim) for dim in range(8, 264, 8)] + [(192, 128)]
+    dtypes = (torch.bfloat16, torch.float32)
+    reachable = {
+        _compiled_key(Shape(query_len, 4, 1, key_dim, value_dim, dtype=dtype, invariant=invariant))
+        for key_dim, value_dim in dims
+        for query_len in (1, 4, 5, 512)
+        for dtype in dtypes
+        for invariant in (False, True)
+    }
+    # float32 keys of 192 with values of 128 are for tests: their tile is the one of 256.
+    missing = reachable - {_compiled_key(shape) for shape in SHAPES.values()}
+    assert {key for key in missing if key[1:] != (256, 128, 4)} == set()
+
+
 @pytest.mark.parametrize("name", ["decode", "verify_group4", "verify_group12_page64"])
 def test_attention_kernel_sm90_pipelines_keys_and_values(name):
     # One buffer each is what a page-table load beside its dependent loads would leave.
@@ -147,25 +188,66 @@ def test_merge_splits_kernel_sm90_has_no_spills(tmp_path):
     assert _num_spilled_bytes(compiled, tmp_path) == 0
 
 
-def test_store_kv_kernel_sm90_moves_16_bytes_a_thread(tmp_path):
+@pytest.mark.parametrize(
+    ("num_heads", "key_dim", "value_dim", "dtype"),
+    [
+        pytest.param(8, 128, 128, torch.bfloat16, id="heads"),
+        pytest.param(1, 512, 64, torch.bfloat16, id="latent"),
+        pytest.param(96, 64, 64, torch.float16, id="heads_over_tiles"),
+        pytest.param(4, 192, 128, torch.bfloat16, id="key_192_value_128"),
+        pytest.param(2, 256, 256, torch.float32, id="float32"),
+    ],
+)
+def test_store_kv_kernel_sm90_moves_16_bytes_a_thread(
+    num_heads, key_dim, value_dim, dtype, tmp_path
+):
     kernel = store_kv._store_kv_kernel
-    constants = store_kv.store_constants(8, key_dim=128, value_dim=128, block_size=16)
+    constants = store_kv.store_constants(
+        num_heads, key_dim=key_dim, value_dim=value_dim, block_size=16
+    )
     types = dict.fromkeys(kernel.arg_names, "i32")
-    types |= dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16")
+    types |= dict.fromkeys(("key", "value", "key_cache", "value_cache"), POINTERS[dtype])
     types |= {"slot_mapping": "*i64"} | dict.fromkeys(constants, "constexpr")
     compiled = _compile(kernel, types=types, constants=constants, num_warps=4)
     assert _num_spilled_bytes(compiled, tmp_path) == 0
-    assert "ld.global.v4" in compiled.asm["ptx"]
-    assert "st.global.v4" in compiled.asm["ptx"]
+    # The row of a latent is too short for 16 bytes a thread.
+    width = "v4" if num_heads * key_dim * dtype.itemsize >= 16 * 128 else "v2"
+    assert f"ld.global.{width}" in compiled.asm["ptx"]
+    assert f"st.global.{width}" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("dtype", POINTERS, ids=str)
 @pytest.mark.parametrize("split", [True, False], ids=["split", "direct"])
-@pytest.mark.parametrize("num_rows", [16, 32, 80])
-def test_latent_attention_kernel_sm90_has_no_spills(num_rows, split, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"),
+    [
+        # float32 takes one tile shape whatever the rows; float16 compiles to what bfloat16 does.
+        (16, torch.bfloat16),
+        (32, torch.bfloat16),
+        (80, torch.bfloat16),
+        (80, torch.float32),
+    ],
+    ids=str,
+)
+def test_latent_attention_kernel_sm90_has_no_spills(num_rows, dtype, split, tmp_path):
+    _check_latent(num_rows, split=split, split_keys=0, dtype=dtype, folder=tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_invariant_latent_attention_kernel_sm90_has_no_spills(dtype, tmp_path):
+    keys = attention_launch.INVARIANT_SPLIT_KEYS
+    _check_latent(1, split=True, split_keys=keys, dtype=dtype, folder=tmp_path)
+
+
+def _check_latent(num_rows, *, split, split_keys, dtype, folder):
     config = latent_attention_launch.choose_latent_config(num_rows, element_bytes=dtype.itemsize)
     constants = latent_attention_launch.latent_constants(
-        16, latent_dim=512, rope_dim=64, block_size=64, split=split, config=config
+        16,
+        latent_dim=512,
+        rope_dim=64,
+        block_size=64,
+        split=split,
+        split_keys=split_keys,
+        config=config,
     )
     kernel, data = latent_attention_kernel, POINTERS[dtype]
     types = dict.fromkeys(kernel.arg_names, "i32")
@@ -182,7 +264,7 @@ def test_latent_attention_kernel_sm90_has_no_spills(num_rows, split, dtype, tmp_
         num_stages=config.num_stages,
     )
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
-    assert _num_spilled_bytes(compiled, tmp_path) == 0
+    assert _num_spilled_bytes(compiled, folder) == 0
 
 
 def test_merge_of_latent_splits_sm90_has_no_spills(tmp_path):

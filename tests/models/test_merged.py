@@ -53,3 +53,9 @@ def test_model_keeps_names_values_and_memory() -> None:
 
 def test_trained_projections_are_left_alone() -> None:
     assert merge_projections(_Attention(bias=False)) == 0
+
+
+def test_projection_with_a_replaced_forward_is_left_alone() -> None:
+    module = _Attention(bias=False).requires_grad_(False)
+    module.k_proj.forward = module.k_proj.forward  # as a library's hook does
+    assert merge_projections(module) == 0

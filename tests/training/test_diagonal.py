@@ -15,8 +15,8 @@ from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.models.attention import DenseContext
-from mtp_research.policy import MATCHING_POLICY, POLICIES
-from mtp_research.training.unroll import MEASURED_UNROLL, UNROLLS, unroll
+from mtp_research.policy import MATCHING_POLICY, POLICIES, module_index
+from mtp_research.training.unroll import MEASURED_UNROLL, UNROLLS, RowInputs, unroll
 from tests import oracle, tiny
 from tests.decode.test_exactness import VOCAB, DictatedLoop
 
@@ -38,16 +38,15 @@ def unrolled_drafts(heads, text, num_drafts, *, kind):
         input_ids = torch.tensor([known])
         position_ids = torch.arange(len(known))[None]
         hidden = heads.target.forward(input_ids, position_ids=position_ids, context=DenseContext())
+        documents = torch.zeros_like(input_ids)
         outputs = unroll(
             heads,
-            input_ids=input_ids,
-            hidden=heads.source(hidden),
-            position_ids=position_ids,
-            document_index=torch.zeros_like(input_ids),
+            RowInputs(input_ids, heads.source(hidden), position_ids, documents),
             num_depths=depth,
             kind=MEASURED_UNROLL.get(kind, kind),
         )
-        logits.append(heads.logits(outputs[-1].post_norm[0, len(text) - 2]))
+        last = module_index("cycle", depth - 1, heads.spec.num_mtp_modules)
+        logits.append(heads.logits(outputs[-1].post_norm[0, len(text) - 2], module_idx=last))
         known.append(int(logits[-1].argmax()))
     return known[len(text) :], logits
 

@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import shutil
 
 import pytest
 
@@ -10,7 +11,12 @@ from mtp_research.data.packing import EncodedDocument
 from mtp_research.data.sources import Document
 from mtp_research.data.tokenizer import END_ID, EOS_ID, save_tokenizer, train_tokenizer
 from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.models.target import load_tokenizer
+from mtp_research.provenance import REPOSITORY_ROOT
 from mtp_research.training.documents import held_out_indices, load_head_documents
+
+LAB_TARGET = REPOSITORY_ROOT / "assets" / "lab_tiny" / "target"
+LAB_CONFIG = LAB_TARGET / "config.json"
 
 
 def trajectory(index: int, *, num_tokens: int = 12) -> dict:
@@ -97,6 +103,7 @@ def test_load_head_documents_messages_and_text_are_encoded(tmp_path):
         [Document(doc_id=text, domain="prose", text=text) for text in texts], vocab_size=280
     )
     save_tokenizer(tokenizer, tmp_path / "target")
+    shutil.copy(LAB_CONFIG, tmp_path / "target")
     turns = [{"role": "user", "content": "words?"}, {"role": "assistant", "content": texts[0]}]
     records = [{"id": f"m{index}", "source": "own", "messages": turns} for index in range(4)]
     records += [{"id": f"t{index}", "source": "own", "text": texts[1]} for index in range(4)]
@@ -110,6 +117,22 @@ def test_load_head_documents_messages_and_text_are_encoded(tmp_path):
     assert not chat.loss_mask[1]
     assert plain.token_ids[-1] == EOS_ID
     assert plain.loss_mask == (False,) + (True,) * (len(plain.token_ids) - 1)
+
+
+def test_load_head_documents_of_another_tokenizer_go_through_its_chat_template(tmp_path):
+    folder = tmp_path / "target"
+    shutil.copytree(LAB_TARGET, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # no longer the lab's own tokens
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace("<|user|>", "<|person|>"))
+    turns = [{"role": "user", "content": "words?"}, {"role": "assistant", "content": "So be it."}]
+    records = [{"id": f"m{index}", "source": "own", "messages": turns} for index in range(5)]
+    documents = load(write(tmp_path / "x.jsonl", records), model_path=folder, vocab_size=4096)
+    chat = documents.train[0]
+    pairs = zip(chat.token_ids, chat.loss_mask, strict=True)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode([token for token, is_own in pairs if is_own]) == "So be it.<|end|>"
+    assert "<|user|>words?" in tokenizer.decode(chat.token_ids)  # the template's text, spelt out
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,21 @@ def test_train_heads_replicates_one_trained_module(lab, tmp_path):
             assert torch.equal(tensor, expected[f"mtp_modules.0.{name}"]), name
 
 
+def test_train_heads_from_a_head_of_other_conventions_is_refused(lab, tmp_path):
+    train_heads(changed(lab, trainer__max_steps=1), tmp_path / "one")
+    config = changed(lab, head__path=str(tmp_path / "one" / "head"))
+    assert build_run(config, accelerator=make_accelerator(config)).heads.training
+    other = changed(config, head__recycle_norm="pre_norm")
+    with pytest.raises(ConfigError, match=r"set head\.recycle_norm=post_norm"):
+        build_run(other, accelerator=make_accelerator(other))
+    path = tmp_path / "one" / "head" / "head.json"
+    record = json.loads(path.read_text())
+    record["spec"]["owns_lm_head"] = True
+    path.write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="output projections of its own"):
+        build_run(config, accelerator=make_accelerator(config))
+
+
 def test_train_heads_runs_the_decode_loop_at_each_evaluation(lab, tmp_path):
     seen = []
 

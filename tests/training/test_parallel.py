@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from mtp_research.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
 from mtp_research.errors import ConfigError
+from mtp_research.models.merged import MergedLinear
 from mtp_research.training.loop import train_heads
-from tests.training.tiny import save_lab
+from mtp_research.training.parallel import prepare_target
+from tests.training.tiny import save_lab, trainable_heads
 
 ROOT = Path(__file__).resolve().parents[2]
 # AdamW divides by the root of the second moment, so a rounding difference in a gradient near zero
@@ -144,3 +147,13 @@ def test_resuming_on_another_number_of_ranks_is_refused_unless_allowed(lab: Path
     assert json.loads(record.read_text())["settings"]["world_size"] == 1
     with pytest.raises(ConfigError, match="allow_drift"):
         train_heads(read_config(lab, batch_size=2), lab / "one")
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_compiled_target_reads_a_layer_input_once(is_compiled: bool) -> None:
+    target = trainable_heads("glm4_moe").target
+    trainer = TrainerConfig(compile=is_compiled)
+    prepare_target(target, trainer=trainer, ranks=Accelerator(cpu=True))
+    merged = [m for m in target.model.modules() if isinstance(m, MergedLinear)]
+    # Queries, keys and values of two layers; gate and up of a dense and a shared MLP.
+    assert len(merged) == (10 if is_compiled else 0)

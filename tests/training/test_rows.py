@@ -1,5 +1,7 @@
 """Row order and the cache of target hidden states."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -84,3 +86,18 @@ def test_training_rows_batch_knows_how_many_labels_it_has():
     assert batch.num_labels == int((labels[0] >= 0).sum())
     known, found = loss_rows(labels, num_positions=batch.num_labels), loss_rows(labels)
     assert all(torch.equal(a, b) for a, b in zip(known, found, strict=True))
+
+
+def test_training_rows_batch_knows_where_its_documents_end():
+    rows = make_rows(keep_hidden=False)
+    sizes = {len(rows.batch([index]).cu_seqlens) for index in range(len(rows))}
+    assert len(sizes) == 1  # one shape for all batches of a size, so one compilation
+    for indices in ([4], [0, 7, 3]):
+        batch = rows.batch(indices)
+        ends = batch.cu_seqlens.tolist()
+        assert (ends[0], ends[-1]) == (0, batch.input_ids.numel())
+        flat = batch.document_index.flatten()
+        pieces = [flat[start:end] for start, end in itertools.pairwise(ends)]
+        assert all(len(piece.unique()) <= 1 for piece in pieces)
+        runs = [torch.unique_consecutive(row).numel() for row in batch.document_index]
+        assert sum(len(piece) > 0 for piece in pieces) == sum(runs)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mtp_research.errors import ConfigError
 from mtp_research.policy import module_index
-from mtp_research.training.unroll import UNROLLS, draw_sources, shift_left, unroll
+from mtp_research.training.unroll import UNROLLS, RowInputs, draw_sources, shift_left, unroll
 from tests.training.tiny import documents, make_batch, trainable_heads
 
 SEED = 11
@@ -148,7 +148,7 @@ def test_unroll_random_batch_equals_per_anchor_reference(
     heads = trainable_heads(recipe, num_mtp_modules=num_mtp_modules, recycle_norm=recycle_norm)
     batch = make_batch(heads)
     torch.manual_seed(SEED)
-    outputs = unroll(heads, **batch, num_depths=num_depths, kind=kind)
+    outputs = unroll(heads, RowInputs(**batch), num_depths=num_depths, kind=kind)
     expected = reference(heads, batch, kind=kind, num_depths=num_depths)
 
     rows = {
@@ -186,7 +186,7 @@ def test_unroll_perturbed_neighbour_changes_nothing(kind):
 
     def first_document(inputs):
         torch.manual_seed(SEED)
-        outputs = unroll(heads, **inputs, num_depths=3, kind=kind)
+        outputs = unroll(heads, RowInputs(**inputs), num_depths=3, kind=kind)
         loss = sum(
             torch.sin(output.post_norm[0, : 7 - d]).sum() for d, output in enumerate(outputs, 1)
         )
@@ -201,15 +201,15 @@ def test_unroll_perturbed_neighbour_changes_nothing(kind):
 def test_unroll_ttt_with_one_module_equals_shared_context():
     heads = trainable_heads("qwen3")
     batch = make_batch(heads)
-    ttt = unroll(heads, **batch, num_depths=3, kind="ttt")
-    shared = unroll(heads, **batch, num_depths=3, kind="shared_context")
+    ttt = unroll(heads, RowInputs(**batch), num_depths=3, kind="ttt")
+    shared = unroll(heads, RowInputs(**batch), num_depths=3, kind="shared_context")
     for left, right in zip(ttt, shared, strict=True):
         assert torch.equal(left.post_norm[left.valid], right.post_norm[right.valid])
 
 
 def test_unroll_depth_beyond_every_document_has_no_valid_row():
     heads = trainable_heads()
-    outputs = unroll(heads, **make_batch(heads), num_depths=14, kind="chain")
+    outputs = unroll(heads, RowInputs(**make_batch(heads)), num_depths=14, kind="chain")
     assert [int(output.valid.sum()) for output in outputs[7:]] == [1, 0, 0, 0, 0, 0, 0]
 
 
@@ -225,7 +225,7 @@ def test_unroll_depth_beyond_every_document_has_no_valid_row():
 def test_unroll_bad_argument_names_the_key(spec, arguments, message):
     heads = trainable_heads(**spec)
     with pytest.raises(ConfigError, match=message):
-        unroll(heads, **make_batch(heads), **arguments)
+        unroll(heads, RowInputs(**make_batch(heads)), **arguments)
 
 
 def test_draw_sources_takes_each_source_equally_often():

@@ -1,0 +1,176 @@
+"""Conversations to be answered, from any JSONL file or `datasets` source.
+
+First stage of regeneration. A source is a `.jsonl` file (also `.xz` or `.gz`), a folder that
+`datasets` saved or can read, or the name of a data set on the hub. The first of these fields that a
+row has holds the conversation, unless the caller names another:
+
+    messages        role and content of each turn
+    conversations   the same as `from` and `value`, with the speakers `human` and `gpt`
+    turns           the user's messages, of which the first is asked
+    instruction     one message, followed by the row's `input` if there is one
+    prompt, question    one message
+
+What the data set's own assistant said is dropped: the target answers in its place.
+"""
+
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
+
+FIELDS = ("messages", "conversations", "turns", "instruction", "prompt", "question")
+_SUFFIXES = (".jsonl", ".jsonl.xz", ".jsonl.gz")
+_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+_ID_FIELDS, _DOMAIN_FIELDS = ("id", "question_id"), ("domain", "category")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A conversation that waits for the assistant.
+
+    Attributes:
+        doc_id: the row's own id; source and row number where it has none, or another row's.
+        domain: the row's domain or category, or the name of the source.
+        messages: (role, content) up to the first turn of the assistant; at least one user's.
+    """
+
+    doc_id: str
+    domain: str
+    messages: tuple[tuple[str, str], ...]
+
+
+class SourceRow(NamedTuple):
+    """One row and where it stands, for messages and for rows without an id."""
+
+    where: str
+    record: Mapping[str, object]
+
+
+def read_questions(
+    source: str, *, field: str | None = None, split: str = "train"
+) -> list[Question]:
+    """All rows of a source that ask something; others, such as plain documents, are left out.
+
+    Args:
+        source: file, folder or hub name, see the module.
+        field: field of the conversation; None takes the first of `FIELDS`.
+        split: of a `datasets` source.
+
+    Raises:
+        ConfigError: no such source or split, or no row that asks something.
+        IntegrityError: a damaged file; names file and line.
+        EnvironmentFault: the hub is not reachable, or `datasets` is not installed.
+    """
+    name = Path(source).name.split(".")[0]
+    fields, questions = FIELDS if field is None else (field,), []
+    rows = _file_rows(Path(source)) if source.endswith(_SUFFIXES) else _dataset_rows(source, split)
+    seen: set[str] = set()
+    used: set[str] = set()
+    for where, record in rows:
+        seen |= record.keys()
+        messages = _conversation(record, fields=fields)
+        if messages:
+            doc_id = _first(record, _ID_FIELDS) or where
+            doc_id = where if doc_id in used else doc_id
+            used.add(doc_id)
+            domain = _first(record, _DOMAIN_FIELDS) or name
+            questions.append(Question(doc_id, domain, messages))
+    if not questions:
+        raise ConfigError(
+            f"--source {source} must have rows with one of {', '.join(fields)}, got the fields "
+            f"{', '.join(sorted(seen)) or 'of no row'}; set --field."
+        )
+    return questions
+
+
+def _conversation(
+    record: Mapping[str, object], *, fields: tuple[str, ...]
+) -> tuple[tuple[str, str], ...]:
+    """(role, content) pairs before the assistant first speaks; empty when nobody asks."""
+    name = next((name for name in fields if record.get(name)), None)
+    if name is None:
+        return ()
+    turns = _turns(record[name])
+    extra = record.get("input")
+    if name == "instruction" and isinstance(extra, str) and extra:
+        turns = [("user", f"{turns[0][1]}\n\n{extra}")]
+    before = [role for role, _ in turns].index("assistant") if _answers(turns) else len(turns)
+    asked = tuple(turns[:before])
+    return asked if any(role == "user" for role, _ in asked) else ()
+
+
+def _turns(value: object) -> list[tuple[str, str]]:
+    """(role, content) of what a field holds; of bare strings the first is the user's."""
+    if isinstance(value, str):
+        return [("user", value)]
+    turns = []
+    for turn in value if isinstance(value, list) else []:
+        if isinstance(turn, str):
+            return [("user", turn)]
+        if isinstance(turn, Mapping):
+            role = str(turn.get("role", turn.get("from", "")))
+            turns.append((_ROLES.get(role, role), str(turn.get("content", turn.get("value", "")))))
+    return turns
+
+
+def _answers(turns: list[tuple[str, str]]) -> bool:
+    return any(role == "assistant" for role, _ in turns)
+
+
+def _first(record: Mapping[str, object], names: tuple[str, ...]) -> str | None:
+    """The first of the fields that the record has, as text."""
+    return next((str(record[name]) for name in names if record.get(name) is not None), None)
+
+
+def _file_rows(path: Path) -> Iterator[SourceRow]:
+    if not path.is_file():
+        raise ConfigError(f"--source must be a file, a folder or a data set, got {path}: no file.")
+    opener = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+    number = 0
+    try:
+        with opener(path, "rt", encoding="utf8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield SourceRow(f"{path.name}:{number}", _parse(line, f"{path}:{number}"))
+    except (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError, UnicodeDecodeError) as fault:
+        raise IntegrityError(f"{path}: cannot be read after line {number} ({fault}).") from fault
+
+
+def _parse(line: str, where: str) -> Mapping[str, object]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as fault:
+        raise IntegrityError(f"{where}: expected one JSON object a line, got {fault}.") from fault
+    if not isinstance(record, dict):
+        raise IntegrityError(f"{where}: expected a JSON object, got {type(record).__name__}.")
+    return record
+
+
+def _dataset_rows(source: str, split: str) -> Iterator[SourceRow]:
+    """Rows of a folder that `datasets` saved, or of anything that it loads by name."""
+    try:
+        import datasets
+    except ImportError as fault:
+        raise EnvironmentFault(
+            f"--source {source} needs the package datasets ({fault}); install mtp-research[train]."
+        ) from fault
+    try:
+        if (Path(source) / "state.json").is_file():
+            rows = datasets.load_from_disk(source)
+        else:
+            rows = datasets.load_dataset(source, split=split)
+    except (FileNotFoundError, ValueError, datasets.exceptions.DatasetsError) as fault:
+        raise ConfigError(
+            f"--source must be a file, a folder or a data set with the split {split}, got "
+            f"{source} ({fault}); set --source or --split."
+        ) from fault
+    except (ConnectionError, OSError) as fault:
+        raise EnvironmentFault(f"--source {source} cannot be fetched ({fault}).") from fault
+    for number, record in enumerate(rows):
+        yield SourceRow(f"{Path(source).name}:{number}", cast(Mapping[str, object], record))

@@ -1,0 +1,45 @@
+"""The decoder of a condition, from its configuration. Letter: K drafts per step."""
+
+from typing import cast
+
+from mtp_research.decode.build import Heads
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.draft import DraftSampling
+from mtp_research.evaluation.conditions import Condition
+from mtp_research.evaluation.settings import draft_length, verify_options
+from mtp_research.heads.draft_vocabulary import most_frequent
+from mtp_research.models.target import Target
+from mtp_research.policy import ModuleSchedule
+
+
+def build_decoder(condition: Condition, target: Target, heads: Heads) -> SpecDecoder:
+    """A fresh decoder.
+
+    Args:
+        condition: one column of the table.
+        target: the frozen model.
+        heads: of `spec.head`; not read for K = 0.
+
+    Raises:
+        ConfigError: a setting does not fit the target or the heads.
+        IntegrityError: the heads' token ranking is damaged.
+    """
+    spec, engine = condition.config.spec, condition.config.engine
+    if condition.num_speculative_tokens == 0:
+        return SpecDecoder(target, num_speculative_tokens=0, engine=engine, verify=spec.verify)
+    token_ids = None
+    if spec.head is not None and spec.draft_vocabulary_size is not None:
+        token_ids = most_frequent(spec.head, num_tokens=spec.draft_vocabulary_size, target=target)
+    return SpecDecoder(
+        target,
+        heads,
+        policy=condition.policy or "training",
+        num_speculative_tokens=condition.num_speculative_tokens,
+        engine=engine,
+        verify=spec.verify,
+        verify_options=verify_options(spec),
+        draft_sampling=cast(DraftSampling, spec.draft_sampling),  # checked
+        module_schedule=cast(ModuleSchedule, spec.module_schedule),  # checked
+        draft_length=draft_length(spec),
+        draft_token_ids=token_ids,
+    )

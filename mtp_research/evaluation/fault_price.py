@@ -1,0 +1,213 @@
+"""What the slots that unclean policies leave behind cost: each against its own clean form.
+
+    python eval.py experiment=fault_price             K = 3 and 5, three shipped heads
+    python -m mtp_research.evaluation.fault_table results/fault_price    the table again, from JSON
+
+An unclean policy loses acceptance for two reasons: it feeds the modules other vectors than they
+were trained on, and it leaves stale, mixed or missing slots behind. Only the second is a fault. So
+the reference is not the head's best policy but the same procedure without the fault:
+
+    training_norefresh -> training       eagle_norefresh, window -> eagle
+    target_roll -> target_roll_rerun: target_roll that reruns the last K rows, as `training` does
+
+Greedy decoding, so that all conditions write the same text and the slots compared hold the same
+tokens; the tables say where rounding (bfloat16) made a text differ.
+Letters: K drafts per step, N MTP modules.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from mtp_research.config import EngineConfig, EvalConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.evaluation.fault_study import STUDY_FILE, FaultCondition, FaultStudy, read_study
+from mtp_research.evaluation.fault_table import markdown_tables, write_study
+from mtp_research.evaluation.head_facts import head_facts
+from mtp_research.evaluation.prompts import (
+    ChatTokenizer,
+    EncodedPrompts,
+    encode_prompts,
+    load_prompts,
+)
+from mtp_research.evaluation.report import PromptEntry
+from mtp_research.grid import expand
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.target import Target, load_target, load_tokenizer
+from mtp_research.policy import POLICIES, HiddenPolicy
+from mtp_research.provenance import run_record
+
+RERUN_ROLL = dataclasses.replace(
+    POLICIES["target_roll"], name="target_roll_rerun", rows="anchored", clean=True, seen_in="none"
+)
+_NUM_DIGITS = 16  # of a text's hash
+CLEAN_FORM: dict[str, HiddenPolicy] = {
+    "training_norefresh": POLICIES["training"],
+    "eagle_norefresh": POLICIES["eagle"],
+    "window": POLICIES["eagle"],
+    "target_roll": RERUN_ROLL,
+}
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What every condition decodes, and on what."""
+
+    target: Target
+    encoded: EncodedPrompts
+    max_new_tokens: int
+    engine: EngineConfig
+
+
+def price_faults(config: EvalConfig, output_dir: Path) -> dict[str, object]:
+    """Decode all conditions, print the tables and write `fault_price.json` after each.
+
+    Args:
+        config: checked configuration; `spec.head` (folders) and `spec.k` may be lists.
+        output_dir: folder of the results. A run that was stopped goes on with what is there.
+
+    Returns:
+        For the last line: numbers of prompts and conditions, and where the results are.
+
+    Raises:
+        ConfigError: no unclean policy, a sampled decoding, or a head that is no folder.
+        IntegrityError: `output_dir` holds another study.
+    """
+    cells = expand(config).cells
+    pairs = [(cell.spec.head, cell.spec.num_speculative_tokens) for cell in cells]
+    _check(config, pairs)
+    target = load_target(config.model.path, dtype=config.model.dtype, device=config.model.device)
+    asked = _ask(config, target)
+    study = _start(config, asked, heads=[str(head) for head, _ in pairs], output_dir=output_dir)
+    for head, num_drafts in pairs:
+        heads = load_heads(str(head), target)
+        for policy in policies_of(config.spec.policy):
+            study = _measure(
+                study, asked, heads, name=Path(str(head)).name, policy=policy, num_drafts=num_drafts
+            )
+            write_study(output_dir, study)
+    sys.stdout.write(markdown_tables(study) + "\n")
+    return {
+        "num_prompts": len(study.prompts),
+        "num_conditions": len(study.conditions),
+        "results": str(output_dir / STUDY_FILE),
+    }
+
+
+def policies_of(names: Sequence[str]) -> list[HiddenPolicy]:
+    """The policies asked for and the clean forms of the unclean ones, clean ones first."""
+    asked = [POLICIES[name] for name in names]
+    forms = [CLEAN_FORM[policy.name] for policy in asked if not policy.clean]
+    found = {policy.name: policy for policy in [*asked, *forms]}
+    return sorted(found.values(), key=lambda policy: not policy.clean)
+
+
+def _check(config: EvalConfig, pairs: Sequence[tuple[str | None, int]]) -> None:
+    if all(POLICIES[name].clean for name in config.spec.policy):
+        raise ConfigError(
+            f"spec.policy must name an unclean policy, got {config.spec.policy}; "
+            f"set spec.policy=[{','.join(CLEAN_FORM)}]."
+        )
+    if config.sampling.temperature > 0:
+        raise ConfigError(
+            f"sampling.temperature must be 0 for task=fault_price, got "
+            f"{config.sampling.temperature}; set sampling=greedy."
+        )
+    for head, num_drafts in pairs:
+        if head in (None, "oracle") or num_drafts == 0:
+            raise ConfigError(
+                f"spec.head and spec.k must be trained heads and at least 1 for task=fault_price, "
+                f"got {head} and {num_drafts}; set spec.head=PATH spec.k=3."
+            )
+
+
+def _ask(config: EvalConfig, target: Target) -> _Asked:
+    tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
+    prompts = load_prompts(
+        config.prompts.path, max_prompts=config.prompts.max_prompts, seed=config.seed
+    )
+    limit = config.engine.max_model_len or target.config.max_position_embeddings
+    encoded = encode_prompts(prompts, tokenizer, max_model_len=limit)
+    engine = dataclasses.replace(config.engine, audit=True, audit_every=1)
+    return _Asked(target, encoded, config.sampling.max_new_tokens, engine)
+
+
+def _start(
+    config: EvalConfig, asked: _Asked, *, heads: Sequence[str], output_dir: Path
+) -> FaultStudy:
+    """An empty study, or the one that `output_dir` holds, if it asks the same."""
+    study = FaultStudy(
+        heads=tuple(head_facts(head) or {} for head in dict.fromkeys(heads)),
+        prompts=tuple(
+            PromptEntry(prompt.question_id, prompt.category, prompt.format, prompt.sha256)
+            for prompt in asked.encoded.prompts
+        ),
+        conditions=(),
+        dtype=str(asked.target.dtype).removeprefix("torch."),
+        max_new_tokens=asked.max_new_tokens,
+        seed=config.seed,
+        run=run_record(),
+    )
+    if not (output_dir / STUDY_FILE).is_file():
+        return study
+    stored = read_study(output_dir)
+    if dataclasses.replace(stored, conditions=(), run=study.run) != study:
+        raise IntegrityError(
+            f"{output_dir / STUDY_FILE} holds other heads, prompts or settings; "
+            "set another output_dir."
+        )
+    return stored
+
+
+def _measure(
+    study: FaultStudy,
+    asked: _Asked,
+    heads: MTPHeads,
+    *,
+    name: str,
+    policy: HiddenPolicy,
+    num_drafts: int,
+) -> FaultStudy:
+    """The study with one more condition, unless it has it already."""
+    if (name, num_drafts, policy.name) in {condition.key for condition in study.conditions}:
+        return study
+    decoder = SpecDecoder(
+        asked.target,
+        heads,
+        policy=policy,
+        num_speculative_tokens=num_drafts,
+        engine=asked.engine,
+        verify="greedy",
+    )
+    sampling = SamplingParams(
+        max_new_tokens=asked.max_new_tokens, stop_token_ids=asked.target.stop_token_ids
+    )
+    records = sorted(
+        decoder.generate(asked.encoded.token_ids, sampling=sampling),
+        key=lambda record: int(record.request_id),
+    )
+    made = FaultCondition(
+        head=name,
+        num_mtp_modules=heads.spec.num_mtp_modules,
+        num_speculative_tokens=num_drafts,
+        policy=policy.name,
+        reference=None if policy.clean else CLEAN_FORM[policy.name].name,
+        audit=dict(decoder.stats.audit or {}),
+        accepted_per_round=tuple(record.num_accepted_per_round for record in records),
+        text_sha256=tuple(map(_text_hash, records)),
+    )
+    return dataclasses.replace(study, conditions=(*study.conditions, made))
+
+
+def _text_hash(record: RequestRecord) -> str:
+    digest = hashlib.sha256(json.dumps(list(record.output_token_ids)).encode()).hexdigest()
+    return digest[:_NUM_DIGITS]

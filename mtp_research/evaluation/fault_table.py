@@ -1,0 +1,200 @@
+"""The price of faulty draft slots, computed from the counters of `fault_price.json`.
+
+    python -m mtp_research.evaluation.fault_table results/fault_price
+
+    share of a fault = slots with it / all slots <= p of all draft layers, prompt included, in %
+    lost             = acceptance length of the clean form - that of the policy, same prompts
+    lost per 1 %     = lost / share of WRONG + MIXED + HOLE
+
+The price belongs to one kind of fault only where a policy leaves one kind. A second table splits it
+by least squares, without intercept, over a head's unclean rows: lost = sum over kinds of price x
+share. It takes prices to add up, which nothing here proves. Shares count as known; intervals are
+over prompts. Letters: K drafts per step, N MTP modules, P prompts, C conditions.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from mtp_research.errors import IntegrityError
+from mtp_research.evaluation.bootstrap import Estimate
+from mtp_research.evaluation.bootstrap_seeds import (
+    Lengths,
+    difference,
+    estimate_of,
+    interval_of,
+    lengths,
+    make_draws,
+)
+from mtp_research.evaluation.fault_study import (
+    FAULTS,
+    SCHEMA_VERSION,
+    STUDY_FILE,
+    FaultCondition,
+    FaultStudy,
+    read_study,
+)
+from mtp_research.evaluation.markdown import markdown_table
+from mtp_research.evaluation.results import write_atomically
+from mtp_research.evaluation.tables import UNDEFINED, interval
+
+
+@dataclass(frozen=True)
+class PriceRow:
+    """One line of the first table; lengths and losses in tokens per round."""
+
+    condition: FaultCondition
+    length: Estimate
+    reference_length: Estimate | None = None
+    lost: Estimate | None = None
+    lost_pct: Estimate | None = None  # of the reference's length
+    lost_per_pct: Estimate | None = None  # None without faults
+
+
+@dataclass(frozen=True)
+class SplitPrices:
+    """Tokens per round lost per 1 % of each fault, by least squares over a head's rows."""
+
+    head: str
+    num_rows: int
+    prices: tuple[Estimate, ...]  # in the order of FAULTS
+
+
+def price_rows(study: FaultStudy) -> list[PriceRow]:
+    """A line for each condition, in order."""
+    found = _all_lengths(study)
+    rows = []
+    for condition in study.conditions:
+        own = found[condition.key]
+        reference = found.get((*condition.key[:2], condition.reference or ""))
+        if reference is None:
+            rows.append(PriceRow(condition, estimate_of(own)))
+            continue
+        lost, share = difference(reference, own), condition.shares.sum()
+        rows.append(
+            PriceRow(
+                condition,
+                estimate_of(own),
+                estimate_of(reference),
+                lost,
+                interval_of(
+                    100 * (1 - own.value / reference.value),
+                    100 * (1 - own.draws / reference.draws),
+                ),
+                _scaled(lost, 1 / share) if share else None,
+            )
+        )
+    return rows
+
+
+def split_prices(study: FaultStudy) -> list[SplitPrices]:
+    """Least-squares prices of each head whose rows tell the three kinds apart."""
+    found = _all_lengths(study)
+    made = []
+    for head in dict.fromkeys(condition.head for condition in study.conditions):
+        rows = [c for c in study.conditions if c.head == head and c.reference is not None]
+        pairs = [(found[(*c.key[:2], str(c.reference))], found[c.key]) for c in rows]
+        shares = np.array([c.shares for c in rows]).reshape(-1, len(FAULTS))  # [C, 3]
+        if np.linalg.matrix_rank(shares) < len(FAULTS):
+            continue
+        solve = np.linalg.pinv(shares)  # [3, C]
+        values = solve @ np.array([ref.value - own.value for ref, own in pairs])
+        draws = np.array([ref.draws - own.draws for ref, own in pairs]).T @ solve.T
+        prices = (interval_of(v, d) for v, d in zip(values, draws.T, strict=True))
+        made.append(SplitPrices(head, len(rows), tuple(prices)))
+    return made
+
+
+def markdown_tables(study: FaultStudy) -> str:
+    """Both tables as Markdown."""
+    header = ("head", "N", "K", "policy", *(f"{fault} %" for fault in FAULTS))
+    header += ("acceptance length [95 %]", "clean form", "lost [95 %]", "lost %", "lost per 1 %")
+    parts = [markdown_table(header, [_cells(row) for row in price_rows(study)])]
+    if split := split_prices(study):
+        header = ("head", "rows", *(f"lost per 1 % {fault} [95 %]" for fault in FAULTS))
+        lines = [(s.head, str(s.num_rows), *(interval(p, "+.4f") for p in s.prices)) for s in split]
+        parts.append(markdown_table(header, lines))
+    if num_other := num_other_texts(study):
+        parts.append(f"{num_other} texts differ from those of the first condition.")
+    return "\n\n".join(parts)
+
+
+def num_other_texts(study: FaultStudy) -> int:
+    """Texts that differ from the first condition's, over all conditions and prompts."""
+    first = study.conditions[0].text_sha256 if study.conditions else ()
+    return sum(
+        ours != theirs
+        for condition in study.conditions
+        for ours, theirs in zip(condition.text_sha256, first, strict=True)
+    )
+
+
+def write_study(folder: Path, study: FaultStudy) -> None:
+    """Write `fault_price.json`, whole or not at all, with the figures of its counters."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [asdict(replace(row, condition=_without_counters(row))) for row in price_rows(study)]
+    content = {"schema_version": SCHEMA_VERSION, **asdict(study)}
+    content["summary"] = {"rows": rows, "split": [asdict(one) for one in split_prices(study)]}
+    write_atomically(
+        folder / STUDY_FILE, json.dumps(content, allow_nan=False, separators=(",", ":")) + "\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `python -m mtp_research.evaluation.fault_table`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mtp_research.evaluation.fault_table",
+        description="Print the price tables of a folder as Markdown.",
+    )
+    parser.add_argument("folder", type=Path)
+    try:
+        sys.stdout.write(markdown_tables(read_study(parser.parse_args(argv).folder)) + "\n")
+    except IntegrityError as fault:
+        sys.stderr.write(f"error: {fault}\n")
+        return fault.exit_code
+    return 0
+
+
+def _all_lengths(study: FaultStudy) -> dict[tuple[str, int, str], Lengths]:
+    draws = make_draws(1, max(len(study.prompts), 1), seed=study.seed)
+    return {
+        condition.key: lengths(
+            [[sum(rounds) for rounds in condition.accepted_per_round]],
+            [[len(rounds) for rounds in condition.accepted_per_round]],
+            draws,
+        )
+        for condition in study.conditions
+    }
+
+
+def _without_counters(row: PriceRow) -> FaultCondition:
+    return replace(row.condition, accepted_per_round=(), text_sha256=())
+
+
+def _scaled(one: Estimate, factor: float) -> Estimate:
+    return Estimate(*(None if x is None else x * factor for x in one))
+
+
+def _cells(row: PriceRow) -> tuple[str, ...]:
+    one = row.condition
+    return (
+        one.head,
+        str(one.num_mtp_modules),
+        str(one.num_speculative_tokens),
+        one.policy,
+        *(f"{share:.2f}" for share in one.shares),
+        interval(row.length),
+        UNDEFINED if row.reference_length is None else str(one.reference),
+        UNDEFINED if row.lost is None else interval(row.lost, "+.3f"),
+        UNDEFINED if row.lost_pct is None else interval(row.lost_pct, "+.1f"),
+        UNDEFINED if row.lost_per_pct is None else interval(row.lost_per_pct, "+.4f"),
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,226 @@
+"""The conditions of a group decode the prompt set in turns.
+
+Second stage of the flow: prompts -> decode loop -> statistics -> report. With several passes the
+conditions run in the order A B C, C B A, A B C, ...: a machine that slows down evenly slows all of
+them alike, and K = 0, which stands first, is measured first and last. Letter: K drafts per step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from mtp_research.decode.build import Heads
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.evaluation.conditions import Condition
+from mtp_research.evaluation.decoders import build_decoder
+from mtp_research.evaluation.journal import Journal, PassOutcome, add_audits
+from mtp_research.evaluation.prompts import EncodedPrompts
+from mtp_research.evaluation.settings import sampling_params
+from mtp_research.evaluation.speed import PassTiming, StepParts
+from mtp_research.evaluation.step_clock import StepClock
+from mtp_research.evaluation.summary import ConditionResult
+from mtp_research.evaluation.timed_decode import (
+    MAX_WARM_UPS,
+    Finished,
+    decode_prompts,
+    warm_up,
+)
+from mtp_research.models.target import Target
+
+
+class Workload(NamedTuple):
+    """What every condition decodes, with what, and where finished prompts are kept."""
+
+    target: Target
+    heads: Mapping[str | None, Heads]  # by `spec.head`
+    encoded: EncodedPrompts
+    journal: Journal
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One decoding of the prompt set: a record per prompt, sorted by id, and its measurements."""
+
+    records: tuple[RequestRecord, ...]
+    audit: dict[str, int] | None
+    outcome: PassOutcome
+
+
+def run_group(
+    conditions: Sequence[Condition], workload: Workload, *, num_passes: int
+) -> list[ConditionResult]:
+    """Decode the prompts with every condition, `num_passes` times.
+
+    Args:
+        conditions: of one batch size and temperature; K = 0 first, if it is there.
+        workload: prompts, models and journal.
+        num_passes: 1 or even. With 1, one decoder exists at a time; with more, every condition
+            keeps its own, pool included, until its last pass.
+    """
+    runners: dict[str, _Runner] = {}
+    passes: dict[str, list[Pass]] = {condition.label: [] for condition in conditions}
+    for number in range(num_passes):
+        for condition in conditions if number % 2 == 0 else conditions[::-1]:
+            label = condition.label
+            if label not in runners:
+                runners[label] = _Runner(condition, workload, num_passes=num_passes)
+            passes[label].append(runners[label].run_pass(number))
+            if number + 1 == num_passes:
+                del runners[label]
+    return [_result(condition, passes[condition.label]) for condition in conditions]
+
+
+class _Runner:
+    """A condition with its decoder, which is built when a pass first needs it."""
+
+    def __init__(self, condition: Condition, workload: Workload, *, num_passes: int) -> None:
+        self._condition = condition
+        self._workload = workload
+        self._num_passes = num_passes
+        self._num_warm_ups = 0
+        self._decoder: SpecDecoder | None = None
+
+    def run_pass(self, number: int) -> Pass:
+        """Decode what the journal does not have."""
+        journal, label = self._workload.journal, self._condition.label
+        records, audit, outcome = journal.stored(label, number)
+        if outcome is None:
+            left = _without(self._workload.encoded, {record.request_id for record in records})
+            fresh = self._decode(number, left)
+            is_resumed = bool(records)
+            records, audit = (*records, *fresh.records), add_audits(audit, fresh.audit)
+            outcome = PassOutcome(is_resumed=True) if is_resumed else fresh.outcome
+            journal.end_pass(label, number, outcome)
+        return Pass(tuple(sorted(records, key=lambda r: r.request_id)), audit, outcome)
+
+    def _decode(self, number: int, left: EncodedPrompts) -> Pass:
+        if self._decoder is None:
+            self._decoder = self._start()
+        decoder, target = self._decoder, self._workload.target
+        clock = None
+        if decoder.graphs is None:  # a captured step has no parts
+            clock = StepClock(target.device)
+            decoder.device_step = replace(decoder.device_step, probe=clock)
+        journal, label = self._workload.journal, self._condition.label
+        sampling = self._sampling()
+        counts = decode_prompts(
+            decoder,
+            left,
+            [sampling[prompt.question_id] for prompt in left.prompts],
+            salt=f"pass {number}",
+            clock=clock,
+            finished=Finished(journal, decoder, label=label, number=number),
+        )
+        measures_memory = target.device.type == "cuda" and self._num_passes == 1
+        outcome = PassOutcome(
+            wall_s=counts.wall_s,
+            decode_wall_s=counts.decode_wall_s,
+            num_decode_tokens=counts.num_decode_tokens,
+            num_steps=counts.num_steps,
+            rows_per_step=counts.num_target_rows / max(counts.num_steps, 1),
+            device_s=counts.device_s,
+            peak_memory_bytes=(
+                torch.cuda.max_memory_allocated(target.device) if measures_memory else None
+            ),
+            num_warm_ups=self._num_warm_ups,
+            parts=None if clock is None else clock.parts(),
+        )
+        return Pass(counts.records, counts.audit, outcome)
+
+    def _start(self) -> SpecDecoder:
+        """Build the decoder and warm it up; with several passes until its steps are stable."""
+        target, heads, encoded, _ = self._workload
+        head = self._condition.config.spec.head  # not loaded if every condition has K = 0
+        decoder = build_decoder(self._condition, target, heads.get(head))
+        sampling = [self._sampling()[prompt.question_id] for prompt in encoded.prompts]
+        decoder.cache.fill(0.0)  # touch the pool's pages before the clock starts
+        if decoder.graphs is not None:
+            with torch.inference_mode():
+                decoder.graphs.prepare(sampling[0])
+        has_one_clock = self._condition.config.model.tp_plan == "none"
+        most = MAX_WARM_UPS if self._num_passes > 1 and has_one_clock else 1
+        self._num_warm_ups = warm_up(decoder, encoded, sampling, most=most)
+        if target.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(target.device)
+        return decoder
+
+    def _sampling(self) -> dict[str, SamplingParams]:
+        """Parameters by prompt; seeds differ per prompt and agree across conditions."""
+        config, prompts = self._condition.config, self._workload.encoded.prompts
+        return {
+            prompt.question_id: sampling_params(
+                config.sampling,
+                seed=config.seed * 1_000_003 + index,
+                stop_token_ids=self._workload.target.stop_token_ids,
+            )
+            for index, prompt in enumerate(prompts)
+        }
+
+
+def _without(encoded: EncodedPrompts, done: set[str]) -> EncodedPrompts:
+    """The prompts whose ids are not among `done`."""
+    pairs = zip(encoded.prompts, encoded.token_ids, strict=True)
+    left = [(prompt, ids) for prompt, ids in pairs if prompt.question_id not in done]
+    return EncodedPrompts(tuple(p for p, _ in left), tuple(ids for _, ids in left), ())
+
+
+def _result(condition: Condition, passes: Sequence[Pass]) -> ConditionResult:
+    """Generations and audit of the first pass, times of all of them."""
+    first, spec = passes[0], condition.config.spec
+    outcome = first.outcome
+    is_drafting = condition.num_speculative_tokens > 0
+    return ConditionResult(
+        label=condition.label,
+        policy=condition.policy,
+        num_speculative_tokens=condition.num_speculative_tokens,
+        records=first.records,
+        wall_s=outcome.wall_s,
+        num_steps=outcome.num_steps,
+        rows_per_step=outcome.rows_per_step,
+        lossless="not checked",
+        decode_wall_s=outcome.decode_wall_s,
+        num_decode_tokens=outcome.num_decode_tokens,
+        audit=first.audit,
+        peak_memory_bytes=outcome.peak_memory_bytes,
+        head=condition.head,
+        max_num_requests=condition.group.max_num_requests,
+        temperature=condition.group.temperature,
+        verify=spec.verify,
+        draft_sampling=spec.draft_sampling if is_drafting else None,
+        is_resumed=outcome.is_resumed,
+        device_s=outcome.device_s,
+        num_warm_ups=outcome.num_warm_ups,
+        repeats=tuple(_timing(later, first) for later in passes[1:]),
+        parts=_sum_parts([one.outcome.parts for one in passes]),
+    )
+
+
+def _timing(later: Pass, first: Pass) -> PassTiming:
+    texts = {record.request_id: record.output_token_ids for record in first.records}
+    equal = sum(texts[record.request_id] == record.output_token_ids for record in later.records)
+    outcome = later.outcome
+    return PassTiming(
+        wall_s=outcome.wall_s,
+        decode_wall_s=outcome.decode_wall_s,
+        num_decode_tokens=outcome.num_decode_tokens,
+        device_s=outcome.device_s,
+        num_texts_equal=equal,
+    )
+
+
+def _sum_parts(passes: Sequence[StepParts | None]) -> StepParts | None:
+    """The parts of all passes that have them."""
+    known = [parts for parts in passes if parts is not None]
+    if not known:
+        return None
+    return StepParts(
+        num_steps=sum(parts.num_steps for parts in known),
+        target_s=sum(parts.target_s for parts in known),
+        verify_s=sum(parts.verify_s for parts in known),
+        draft_s=sum(parts.draft_s for parts in known),
+        host_s=sum(parts.host_s for parts in known),
+    )

@@ -1,0 +1,184 @@
+"""What the charts of `svg.py` are made of: escaped SVG elements, markers, legend, colours.
+
+Standard library only. The colours are told apart with the common forms of colour blindness and
+stand out from the page in its light and its dark form (`tests/evaluation/test_svg.py` computes
+both).
+"""
+
+import html
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from mtp_research.evaluation.tables import MAX_LABEL_CHARACTERS, printable
+
+MAX_SERIES = 8
+WIDTH = 360.0
+CHARACTER = 6.2  # units of a character, about
+LEGEND_ROW = 16.0
+_LINE = 12.0
+STYLE = """
+svg,:root{--ink:#1b1f24;--soft:#5c6670;--rule:#d9dee3;--page:#fff;--band:#0000000a;--shade:#0003;--heat:#2a78d6;
+--s0:#0072b2;--s1:#c24e00;--s2:#00815f;--s3:#a8447f;--s4:#8a6a00;--s5:#5b4bc4;--s6:#7a5230;--s7:#555}
+@media screen and (prefers-color-scheme:dark){svg,:root{--ink:#e8ebee;--soft:#9aa5b0;--rule:#333b44;
+--page:#14181d;--band:#ffffff0d;--shade:#000c;--heat:#4b93e6;--s0:#56b4e9;--s1:#ff9a4d;--s2:#3cc9a0;--s3:#e58ac0;--s4:#e3c04b;
+--s5:#a99cff;--s6:#b3865c;--s7:#ececec}}
+.chart text{font:11px system-ui,sans-serif;fill:var(--ink)}.chart .soft{fill:var(--soft)}
+.chart .small{font-size:10px}.chart .inside{fill:var(--page)}
+.chart line{stroke:var(--rule)}.chart .line{fill:none;stroke-width:1.6}
+"""
+
+
+def chart(
+    parts: Iterable[str], *, width: float, height: float, label: str, css: str = "chart"
+) -> str:
+    """The `svg` element around its parts, in user units of about a pixel."""
+    attributes = {
+        "class": css,
+        "viewBox": f"0 0 {width:.0f} {height:.0f}",
+        "width": f"{width:.0f}",
+        "height": f"{height:.0f}",
+        "role": "img",
+        "aria-label": label,
+    }
+    return tag("svg", attributes, "".join(parts))
+
+
+def standalone(markup: str, *, description: str = "") -> str:
+    """A chart as an SVG file of its own, with its colours inside.
+
+    Args:
+        markup: of `svg.py`.
+        description: how the numbers were made; programs that show SVG keep it.
+    """
+    opened = markup.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    inside = f"<desc>{html.escape(description)}</desc><style>{STYLE}</style>"
+    return opened.replace(">", f">{inside}", 1) + "\n"
+
+
+def tag(name: str, attributes: Mapping[str, str | float], content: str = "") -> str:
+    """An element; attribute values are escaped, `content` is markup."""
+    shown = {key: f"{v:.1f}" if isinstance(v, float) else str(v) for key, v in attributes.items()}
+    inside = "".join(f' {key}="{html.escape(value)}"' for key, value in shown.items())
+    return f"<{name}{inside}>{content}</{name}>"
+
+
+def text_at(x: float, y: float, text: str, *, anchor: str = "start", css: str = "") -> str:
+    """Escaped text; `anchor` is its point at x."""
+    place: dict[str, str | float] = {"x": x, "y": y, "text-anchor": anchor}
+    return tag("text", place | ({"class": css} if css else {}), html.escape(text))
+
+
+def label_text(label: str) -> str:
+    """A condition's label, of which more is kept than of other names: its end tells the setting."""
+    return printable(label, limit=MAX_LABEL_CHARACTERS)
+
+
+def text_width(text: str) -> float:
+    """Units that a text takes, about."""
+    return CHARACTER * len(text)
+
+
+class AxisLabels(NamedTuple):
+    """Names beside an axis, and how much room they take."""
+
+    elements: list[str]
+    height: float
+
+
+def labels_below(names: Sequence[str], *, left: float, slot: float, top: float) -> AxisLabels:
+    """Centred names below an axis, one a slot, on several lines where they are long.
+
+    Args:
+        names: of the slots.
+        left: where the first slot begins.
+        slot: width of one.
+        top: end of the axis.
+    """
+    lines = [_wrapped(printable(name), slot - 4) for name in names]
+    elements = [
+        text_at(left + slot * (i + 0.5), top + 15 + _LINE * j, part, anchor="middle")
+        for i, parts in enumerate(lines)
+        for j, part in enumerate(parts)
+    ]
+    return AxisLabels(elements, 16 + _LINE * (max(map(len, lines), default=1) - 1))
+
+
+def labels_above(names: Sequence[str], *, left: float, slot: float) -> AxisLabels:
+    """The same above a matrix, which begins `height` below the top of the chart."""
+    lines = [_wrapped(printable(name), slot - 4) for name in names]
+    most = max(map(len, lines), default=1)
+    elements = [
+        text_at(left + slot * (i + 0.5), 13 + _LINE * (most - len(parts) + j), part,
+                anchor="middle")
+        for i, parts in enumerate(lines)
+        for j, part in enumerate(parts)
+    ]  # fmt: skip
+    return AxisLabels(elements, 20 + _LINE * (most - 1))
+
+
+def _wrapped(name: str, room: float) -> list[str]:
+    """A name on several lines: broken at spaces and after `_` and `-`, else where it must be."""
+    lines = [""]
+    limit = max(int(room // CHARACTER), 1)
+    for word in re.findall(r"[^ _-]*[ _-]?", name):
+        if lines[-1] and len(lines[-1]) + len(word.rstrip()) > limit:
+            lines.append("")
+        lines[-1] += word
+    parts = [part.strip() for part in lines if part.strip()]
+    return [part[i : i + limit] for part in parts for i in range(0, len(part), limit)] or [""]
+
+
+def line(x1: float, y1: float, x2: float, y2: float, *, style: str = "") -> str:
+    """A straight line."""
+    ends: dict[str, str | float] = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
+    return tag("line", ends | ({"style": style} if style else {}))
+
+
+def whisker(x: float, low: float, high: float, number: int) -> str:
+    """An interval, in the colour of the series."""
+    return line(x, low, x, high, style=f"stroke:var(--s{number});stroke-width:1.4")
+
+
+def marker(x: float, y: float, number: int) -> str:
+    """Circle, square, diamond or triangle, filled with the colour of the series."""
+    style = f"fill:var(--s{number});stroke:var(--page)"
+    outlines = {1: "-4,-4 4,-4 4,4 -4,4", 2: "0,-5 5,0 0,5 -5,0", 3: "0,-5 5,4 -5,4"}
+    if number % 4 == 0:
+        return tag("circle", {"cx": x, "cy": y, "r": "4", "style": style})
+    corners = [pair.split(",") for pair in outlines[number % 4].split()]
+    points = " ".join(f"{x + float(dx):.1f},{y + float(dy):.1f}" for dx, dy in corners)
+    return tag("polygon", {"points": points, "style": style})
+
+
+class Legend(NamedTuple):
+    """Elements of a legend, and where a chart that ends with it ends."""
+
+    elements: list[str]
+    bottom: float
+
+
+def legend(names: Sequence[str], *, top: float, is_square: bool = False) -> Legend:
+    """Names with their markers in as many columns as they have room for, at most four.
+
+    Args:
+        names: of the series, in their order.
+        top: base line of the first row.
+        is_square: the same square for each, as for the parts of a bar.
+    """
+    shown = [label_text(name) for name in names]
+    widest = max(map(text_width, shown), default=0.0) + 26
+    columns = max(1, min(4, int(WIDTH // widest), len(shown)))
+    elements = []
+    for number, name in enumerate(shown):
+        x = 12.0 + (number % columns) * WIDTH / columns
+        y = top + LEGEND_ROW * (number // columns)
+        if is_square:
+            box = {"x": x - 4, "y": y - 8, "width": "8", "height": "8"}
+            look = {"style": f"fill:var(--s{number % MAX_SERIES})"}
+            elements.append(tag("rect", box | look))
+        else:
+            elements.append(marker(x, y - 4, number % MAX_SERIES))
+        elements.append(text_at(x + 9, y, name))
+    rows = -(-len(shown) // columns)
+    return Legend(elements, top + LEGEND_ROW * max(rows - 1, 0) + 8)

@@ -1,0 +1,150 @@
+"""Figures over settings and runs: policy matrices, acceptance and speed against batch size and K.
+
+A *sweep* is a set of conditions that agree in everything of `Setting` but one part, such as the
+batch size. Conditions that differ in prompts, dtype or verification rule never share a chart.
+Letters: K drafts per step, R requests decoded at a time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mtp_research.evaluation.bootstrap import Estimate
+from mtp_research.evaluation.entries import Entry, Setting, drafting
+from mtp_research.evaluation.figures import (
+    TOKENS_PER_ROUND,
+    UNDEFINED_FIGURE,
+    Figure,
+    Missing,
+)
+from mtp_research.evaluation.policy_matrix import describe, policy_matrices
+from mtp_research.evaluation.svg import Axes, Series, heat_map, interval_chart
+from mtp_research.evaluation.svg_parts import MAX_SERIES
+
+SweptPart = Literal["batch_size", "num_speculative_tokens", "temperature"]
+_TITLES: dict[SweptPart, str] = {
+    "batch_size": "batch size",
+    "num_speculative_tokens": "number of drafts",
+    "temperature": "temperature",
+}
+_AXES: dict[SweptPart, str] = {
+    "batch_size": "batch size R [requests]",
+    "num_speculative_tokens": "drafts per step K",
+    "temperature": "sampling temperature",
+}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Conditions that differ in one part of their setting.
+
+    Attributes:
+        part: what differs.
+        shared: the rest in words.
+        values: of that part, ascending.
+        rows: by name of head and policy, the entry at each value; None where there is none.
+    """
+
+    part: SweptPart
+    shared: str
+    values: tuple[float, ...]
+    rows: dict[str, tuple[Entry | None, ...]]
+
+
+def sweep_figures(entries: Sequence[Entry]) -> list[Figure | Missing]:
+    """Policy matrices, then acceptance and tokens/s along every part that is swept."""
+    figures: list[Figure | Missing] = []
+    matrices = policy_matrices(entries)
+    for matrix in matrices:
+        markup = heat_map(
+            matrix.values, rows=matrix.rows, columns=matrix.columns, outlined=matrix.matches
+        )
+        figures.append(Figure(matrix.title, markup, matrix.note))
+    if not matrices:
+        reason = "fewer than two heads decoded the same prompts under one setting"
+        figures.append(Missing("Policy matrix", reason))
+    for part in _TITLES:
+        found = sweeps(entries, part)
+        if found:
+            figures += [figure for sweep in found for figure in _charts(sweep)]
+        else:
+            reason = f"all comparable conditions ran at one {_TITLES[part]}"
+            figures.append(Missing(f"Acceptance and speed by {_TITLES[part]}", reason))
+    return figures
+
+
+def sweeps(entries: Sequence[Entry], part: SweptPart) -> list[Sweep]:
+    """Sweeps of one part over at least two values, in the order of the entries."""
+    groups: dict[Setting, list[Entry]] = {}
+    for entry in drafting(entries):
+        if _number(entry, part) is not None:
+            groups.setdefault(_without(entry.setting, part), []).append(entry)
+    made = [_sweep(setting, members, part) for setting, members in groups.items()]
+    return [sweep for sweep in made if len(sweep.values) > 1]
+
+
+def _without(setting: Setting, part: SweptPart) -> Setting:
+    """The setting with the swept part blanked, so that only the others tell groups apart."""
+    if part == "num_speculative_tokens":
+        return setting._replace(num_speculative_tokens=0)
+    if part == "batch_size":
+        return setting._replace(batch_size="")
+    # The rule that suits a temperature changes with it: greedy at 0, standard above.
+    return setting._replace(temperature="", verify="")
+
+
+def _number(entry: Entry, part: SweptPart) -> float | None:
+    try:
+        return float(entry.setting._asdict()[part])
+    except ValueError:
+        return None
+
+
+def _sweep(setting: Setting, members: Sequence[Entry], part: SweptPart) -> Sweep:
+    values = sorted({value for entry in members if (value := _number(entry, part)) is not None})
+    at: dict[str, dict[float, Entry]] = {}
+    for entry in members:
+        value, name = _number(entry, part) or 0.0, entry.series_name
+        if value in at.get(name, {}):  # another run has this point already
+            name = f"{name}, {entry.run.name}"
+        at.setdefault(name, {})[value] = entry
+    rows = {name: tuple(found.get(value) for value in values) for name, found in at.items()}
+    return Sweep(part, describe(setting, without=part), tuple(values), rows)
+
+
+def _charts(sweep: Sweep) -> Iterator[Figure]:
+    shared, note = sweep.shared, ""
+    if len(sweep.rows) > MAX_SERIES:
+        note = f"The first {MAX_SERIES} of {len(sweep.rows)} heads and policies. "
+    name = _TITLES[sweep.part]
+    lengths = _chart(sweep, lambda e: e.summary.acceptance.acceptance_length_micro,
+                     TOKENS_PER_ROUND, floor=1.0)  # fmt: skip
+    yield Figure(f"Acceptance length by {name}", lengths, f"{note}{shared}.")
+    if sweep.part == "temperature":
+        return
+    speeds = _chart(_with_baselines(sweep), lambda e: e.tokens_per_s, "tokens/s, end to end")
+    passes = "Whiskers: slowest and fastest pass. " if _has_passes(sweep) else ""
+    yield Figure(f"Tokens per second by {name}", speeds, f"{note}{passes}{shared}.")
+
+
+def _with_baselines(sweep: Sweep) -> Sweep:
+    """The sweep with plain decoding as its last row, where it ran at the same values."""
+    plain = tuple(
+        next((e.baseline for row in sweep.rows.values() if (e := row[i]) and e.baseline), None)
+        for i in range(len(sweep.values))
+    )
+    return replace(sweep, rows=sweep.rows | {"K = 0": plain}) if any(plain) else sweep
+
+
+def _has_passes(sweep: Sweep) -> bool:
+    found = (e for row in sweep.rows.values() for e in row if e is not None)
+    return any(entry.summary.speed.num_passes > 1 for entry in found)
+
+
+def _chart(sweep: Sweep, figure: Callable[[Entry], Estimate], y: str, *, floor: float = 0.0) -> str:
+    series = [
+        Series(name, tuple(UNDEFINED_FIGURE if e is None else figure(e) for e in row))
+        for name, row in sweep.rows.items()
+    ]
+    ticks = tuple(f"{value:g}" for value in sweep.values)
+    return interval_chart(series, axes=Axes(_AXES[sweep.part], y, ticks), floor=floor)

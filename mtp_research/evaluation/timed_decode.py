@@ -1,0 +1,172 @@
+"""One decoding of prompts by a decoder, with clocks around its steps and finished prompts kept.
+
+Part of the second stage of the flow: prompts -> decode loop -> statistics -> report.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.evaluation.journal import Journal
+from mtp_research.evaluation.prompts import EncodedPrompts
+from mtp_research.evaluation.step_clock import StepClock, device_timer
+
+MAX_WARM_UPS = 8
+STABLE = 0.05  # largest change of the median step between two warm-ups that counts as stable
+_WARM_UP_PROMPTS, _WARM_UP_TOKENS = 4, 8
+
+
+class Counts(NamedTuple):
+    """What one decoding left; its seconds are without the writing of the journal.
+
+    Attributes:
+        records: of the prompts that were decoded, in the order they finished.
+        audit: slots by finding in these; None without an auditor.
+        wall_s: for all of them, prefill included.
+        decode_wall_s: of it, steps without prompt rows.
+        num_decode_tokens: tokens emitted in those steps.
+        num_steps: steps of the loop.
+        num_target_rows: packed rows of all target passes.
+        device_s: from begin to end on the GPU's clock; None on a CPU.
+        step_s: wall seconds of every step.
+    """
+
+    records: tuple[RequestRecord, ...]
+    audit: dict[str, int] | None
+    wall_s: float
+    decode_wall_s: float
+    num_decode_tokens: int
+    num_steps: int
+    num_target_rows: int
+    device_s: float | None
+    step_s: tuple[float, ...]
+
+
+class Finished:
+    """Hands the generations that finish to a journal, as those of one pass of a condition."""
+
+    def __init__(self, journal: Journal, decoder: SpecDecoder, *, label: str, number: int) -> None:
+        self._journal = journal
+        self._stats = decoder.stats
+        self._label, self._number = label, number
+        self._num_kept = len(decoder.stats.records)
+        self._audit = decoder.stats.audit
+        self.seconds = 0.0
+
+    def keep(self, *, now: bool) -> None:
+        """Write what has finished since the last time, at once or if the last time is a while ago.
+
+        Args:
+            now: at once.
+        """
+        if not now and not self._journal.is_sync_due:
+            return
+        started = time.perf_counter()
+        audit, records = self._stats.audit, self._stats.records[self._num_kept :]
+        if not records:
+            return
+        self._journal.add(
+            self._label, self._number, records=records, audit=_since(audit, self._audit)
+        )
+        self._num_kept += len(records)
+        self._audit = audit
+        self.seconds += time.perf_counter() - started
+
+
+def decode_prompts(
+    decoder: SpecDecoder,
+    encoded: EncodedPrompts,
+    sampling: Sequence[SamplingParams],
+    *,
+    salt: str,
+    clock: StepClock | None = None,
+    finished: Finished | None = None,
+) -> Counts:
+    """Run the loop over the prompts.
+
+    Every step ends with the copy of its tokens to the host, so host clocks measure finished work on
+    a GPU too.
+
+    Args:
+        decoder: idle; what it counted before is subtracted.
+        encoded: the prompts.
+        sampling: parameters of each.
+        salt: prompts of decodings with different salts share no cached prefix.
+        clock: the probe of the decoder's step.
+        finished: is handed the generations as they end.
+    """
+    stats = decoder.stats
+    num_records, num_steps, num_rows, audit = (
+        len(stats.records), stats.num_steps, stats.num_target_rows, stats.audit,
+    )  # fmt: skip
+    stop_device, started = device_timer(decoder.target.device), time.perf_counter()
+    for prompt, token_ids, params in zip(encoded.prompts, encoded.token_ids, sampling, strict=True):
+        name = prompt.question_id
+        decoder.add_request(token_ids, sampling=params, request_id=name, cache_salt=salt)
+    step_s, decode_s, num_decode_tokens = [], 0.0, 0
+    while decoder.scheduler.has_work:
+        prompt_rows, tokens = stats.num_prompt_rows, stats.num_emitted_tokens
+        before = time.perf_counter()
+        decoder.step()
+        step_s.append(time.perf_counter() - before)
+        is_decoding = stats.num_prompt_rows == prompt_rows
+        if is_decoding:
+            decode_s += step_s[-1]
+            num_decode_tokens += stats.num_emitted_tokens - tokens
+        if clock is not None:
+            clock.end_step(wall_s=step_s[-1], keep=is_decoding)
+        if finished is not None:
+            finished.keep(now=not decoder.scheduler.has_work)
+    journal_s = 0.0 if finished is None else finished.seconds
+    return Counts(
+        records=tuple(stats.records[num_records:]),
+        audit=_since(stats.audit, audit),
+        wall_s=time.perf_counter() - started - journal_s,
+        decode_wall_s=decode_s,
+        num_decode_tokens=num_decode_tokens,
+        num_steps=stats.num_steps - num_steps,
+        num_target_rows=stats.num_target_rows - num_rows,
+        device_s=stop_device(),
+        step_s=tuple(step_s),
+    )
+
+
+def warm_up(
+    decoder: SpecDecoder, encoded: EncodedPrompts, sampling: Sequence[SamplingParams], *, most: int
+) -> int:
+    """Decode a few prompts until the median step changes by less than 5 %; return how often.
+
+    Args:
+        decoder: of the condition.
+        encoded: the prompts; the first few are used.
+        sampling: their parameters.
+        most: warm-ups after which it goes on all the same.
+    """
+    few = EncodedPrompts(
+        encoded.prompts[:_WARM_UP_PROMPTS], encoded.token_ids[:_WARM_UP_PROMPTS], ()
+    )
+    short = [
+        replace(params, max_new_tokens=_WARM_UP_TOKENS) for params in sampling[:_WARM_UP_PROMPTS]
+    ]
+    last = None
+    for number in range(1, most + 1):
+        counts = decode_prompts(decoder, few, short, salt=f"warm-up {number}")
+        median = statistics.median(counts.step_s)
+        if last is not None and abs(median - last) < STABLE * last:
+            return number
+        last = median
+    return most
+
+
+def _since(
+    audit: Mapping[str, int] | None, before: Mapping[str, int] | None
+) -> dict[str, int] | None:
+    """Slots by finding that came after `before`."""
+    if audit is None:
+        return None
+    return {name: count - (before or {}).get(name, 0) for name, count in audit.items()}

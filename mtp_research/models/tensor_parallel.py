@@ -1,0 +1,125 @@
+"""A target split over the processes of torchrun, by the plan that transformers keeps for its class.
+
+    tensor    columns and rows of projections, so heads of attention, and every expert's inside
+    experts   whole experts; with transformers 5.17 nothing else is split
+
+transformers reads each rank's part only and adds or gathers outputs inside the layers. What follows
+for the decode loop: a rank's pages hold the key-value heads that its layers have, MTP modules are
+whole on every rank, and `lm_head`'s logits are gathered, so that all ranks see the same bits and
+take the same decisions without asking each other.
+
+Letters: n ranks.
+"""
+
+import dataclasses
+import os
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from mtp_research.errors import ConfigError, EnvironmentFault
+from mtp_research.models.family import Family
+
+TPPlan = Literal["none", "experts", "tensor"]
+TP_PLANS: tuple[TPPlan, ...] = get_args(TPPlan)
+
+# Config fields that the ranks must divide; transformers would split them unevenly, heads included.
+_SPLIT_FIELDS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
+_EXPERT_FIELDS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
+_EXPERTS_DIM = 3
+
+
+def num_ranks() -> int:
+    """Processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def distribution(
+    tp_plan: str, *, config: PreTrainedConfig, family: Family, device: torch.device
+) -> DistributedConfig:
+    """What `from_pretrained` takes to load a rank's part.
+
+    Args:
+        tp_plan: `tensor` or `experts`.
+        config: text config of the target.
+        family: its entry.
+        device: where the ranks are to run.
+
+    Raises:
+        ConfigError: not started by torchrun, or a family or size that cannot be split.
+        EnvironmentFault: transformers would take the GPU although the CPU was asked for.
+    """
+    ranks = num_ranks()
+    if tp_plan not in TP_PLANS:
+        raise ConfigError(f"model.tp_plan must be one of {sorted(TP_PLANS)}, got {tp_plan!r}.")
+    if ranks < 2:
+        raise ConfigError(
+            f"model.tp_plan={tp_plan} needs 2 or more processes, got {ranks}; launch with torchrun "
+            "--nproc-per-node N, or set model.tp_plan=none."
+        )
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise EnvironmentFault(
+            f"model.tp_plan={tp_plan} on the CPU needs a machine without visible GPUs, got "
+            f"{torch.cuda.device_count()}; set CUDA_VISIBLE_DEVICES= or model.device=cuda."
+        )
+    if family.mixer is not None or family.sparse_attention:
+        kind = "recurrent layers" if family.mixer is not None else "sparse attention"
+        raise ConfigError(
+            f"model.tp_plan must be none for a model with {kind}, whose states are not split; set "
+            "model.tp_plan=none."
+        )
+    _require_divisible(config, tp_plan, ranks)
+    if tp_plan == "tensor":
+        return DistributedConfig(tp_size=ranks, tp_plan="auto")
+    if "ep_size" in {field.name for field in dataclasses.fields(DistributedConfig)}:
+        return DistributedConfig(tp_size=ranks, ep_size=ranks)
+    return DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
+
+
+def keep_local_parts(model: PreTrainedModel) -> None:
+    """Make the decoder stack's split projections plain tensors of this rank's size, in place.
+
+    Our attention reads some weights itself and sizes pages by `out_features`. Left as they are:
+    experts, by whose placement transformers knows that outputs want adding, the embedding and
+    `lm_head`, which heads and hashes need whole.
+    """
+    for module in model.base_model.modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for name, part in list(module.named_parameters(recurse=False)):
+            if isinstance(part.data, DTensor) and part.dim() < _EXPERTS_DIM:
+                local = nn.Parameter(part.data.to_local(), requires_grad=False)
+                module.register_parameter(name, local)
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be split; every rank must call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def has_split_experts(model: PreTrainedModel) -> bool:
+    """Whether ranks own whole experts: the eager loop over experts cannot skip the others'."""
+    settings = cast(DistributedConfig | None, getattr(model.config, "distributed_config", None))
+    return settings is not None and settings.enable_expert_parallel
+
+
+def _require_divisible(config: PreTrainedConfig, tp_plan: str, ranks: int) -> None:
+    fields = _SPLIT_FIELDS if tp_plan == "tensor" else _EXPERT_FIELDS
+    sizes = {name: getattr(config, name) for name in fields if getattr(config, name, None)}
+    if not sizes:
+        raise ConfigError(
+            f"model.tp_plan=experts needs a model with experts, got {config.model_type}; set "
+            "model.tp_plan=tensor."
+        )
+    uneven = {name: size for name, size in sizes.items() if size % ranks}
+    if uneven:
+        raise ConfigError(
+            f"model.tp_plan={tp_plan} needs a number of processes that divides {uneven}, got "
+            f"{ranks}; launch torchrun with another --nproc-per-node."
+        )

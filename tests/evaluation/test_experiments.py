@@ -1,0 +1,88 @@
+"""Each study of conf/experiment runs: a few prompts or two steps, on the shipped target."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from mtp_research.cli import compose_config
+from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.errors import ConfigError
+from mtp_research.evaluation.context_table import context_rows, main, speed_by_context
+from mtp_research.evaluation.evaluate import evaluate
+from mtp_research.evaluation.results import RESULTS_FILE, recompute
+from mtp_research.policy_matrix import run_policy_matrix
+from tests.evaluation.generations import generation
+
+FEW = ["prompts.max_prompts=2", "sampling.max_new_tokens=5"]
+TWO_STEPS = [
+    "trainer.max_steps=2",
+    "trainer.batch_size=2",
+    "data.max_documents=24",
+    "data.eval_documents=6",
+    "matrix.num_mtp_modules=[1]",
+    "matrix.unrolls=[chain]",
+    "matrix.seeds=[0]",
+    "matrix.num_prompts=3",
+    "matrix.max_new_tokens=12",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "num_conditions"),
+    [
+        # Greedy drafts at three temperatures, sampled ones at two; a baseline for each of three.
+        ("draft_sampling", [], 8),
+        ("batch_sweep", ["engine.max_num_requests=[1,2]", "spec.policy=training"], 4),
+        ("context_sweep", ["spec.policy=training"], 2),
+    ],
+)
+def test_eval_experiment_runs(
+    name: str, words: list[str], num_conditions: int, tmp_path: Path
+) -> None:
+    config = compose_config(EvalConfig, [f"experiment={name}", *FEW, *words])
+    evaluate(config, tmp_path)
+    report = recompute(tmp_path / RESULTS_FILE)
+    assert len(report.summaries) == num_conditions
+    for summary in report.summaries:
+        is_baseline = summary.num_speculative_tokens == 0
+        assert (summary.acceptance.num_drafted == 0) == is_baseline, summary.label
+    if name == "context_sweep":
+        rows = context_rows(report)
+        assert {row[1] for row in rows} == {"baseline", "training"}
+        assert {row[-1] for row in rows if row[1] == "baseline"} == {"1.00"}
+        assert main([str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(("name", "num_cells"), [("policy_matrix", 3), ("recycle_norm", 4)])
+def test_train_experiment_runs(name: str, num_cells: int, tmp_path: Path) -> None:
+    config = compose_config(TrainConfig, [f"experiment={name}", *TWO_STEPS])
+    assert len(run_policy_matrix(config, tmp_path)["cells"]) == num_cells
+
+
+def test_experiments_have_three_seeds_and_choose_no_head_by_its_prompts() -> None:
+    for name in ("policy_matrix", "recycle_norm"):
+        config = compose_config(TrainConfig, [f"experiment={name}"])
+        assert config.matrix.seeds == [0, 1, 2]
+        assert config.trainer.eval_every > config.trainer.max_steps
+        assert config.matrix.num_prompts >= 80
+
+
+def test_speed_is_of_whole_requests_by_the_middle_of_their_output() -> None:
+    short = generation("a", [1, 1])  # 5 prompt tokens and 5 more: the middle is at 7
+    long = dataclasses.replace(short, num_prompt_tokens=100, decode_s=8.0)
+    found = speed_by_context([short, long, short], seed=0)
+    assert {low: count for low, (count, _) in found.items()} == {4: 2, 64: 1}
+    assert found[4][1].value == pytest.approx(4 / 1.0)
+    assert found[64][1].value == pytest.approx(4 / 8.0)
+
+
+def test_context_table_of_a_batch_is_refused(tmp_path: Path) -> None:
+    config = compose_config(EvalConfig, ["spec.head=null", *FEW])
+    evaluate(config, tmp_path)
+    with pytest.raises(ConfigError, match="max_num_requests must be 1"):
+        context_rows(recompute(tmp_path / RESULTS_FILE))
+    assert main([str(tmp_path)]) == 2
+    (tmp_path / RESULTS_FILE).write_text(json.dumps({}))
+    assert main([str(tmp_path)]) == 3

@@ -1,0 +1,135 @@
+"""The price of faulty draft slots: clean forms are clean, and losses are counted as they say."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from mtp_research.cli import compose_config
+from mtp_research.config import EvalConfig
+from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.evaluation import fault_price
+from mtp_research.evaluation.fault_price import CLEAN_FORM, policies_of, price_faults
+from mtp_research.evaluation.fault_study import (
+    FAULTS,
+    STUDY_FILE,
+    FaultCondition,
+    FaultStudy,
+    read_study,
+)
+from mtp_research.evaluation.fault_table import main, markdown_tables, price_rows, split_prices
+from mtp_research.evaluation.report import PromptEntry
+from mtp_research.policy import POLICIES
+
+WORDS = ["experiment=fault_price", "spec.head=assets/lab_tiny/heads/chain_n3", "spec.k=3"]
+
+
+@pytest.fixture(scope="module")
+def config() -> EvalConfig:
+    words = [*WORDS, "prompts.max_prompts=4", "sampling.max_new_tokens=16"]
+    return compose_config(EvalConfig, words)
+
+
+@pytest.fixture(scope="module")
+def folder(config: EvalConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prices")
+    price_faults(config, folder)
+    return folder
+
+
+def made_up(accepted: dict[str, int], audits: dict[str, tuple[int, int, int]]) -> FaultStudy:
+    """A study of 20 prompts with 10 rounds each, of which a number accepts one draft."""
+    conditions = tuple(
+        FaultCondition(
+            head="head",
+            num_mtp_modules=3,
+            num_speculative_tokens=3,
+            policy=policy,
+            reference=CLEAN_FORM[policy].name if policy in CLEAN_FORM else None,
+            audit=dict(zip(FAULTS, audits.get(policy, (0, 0, 0)), strict=True)) | {"slots": 1000},
+            accepted_per_round=((1,) * count + (0,) * (10 - count),) * 20,
+            text_sha256=("same",) * 20,
+        )
+        for policy, count in accepted.items()
+    )
+    prompts = tuple(PromptEntry(f"q{i}", "math", "chat", "0") for i in range(20))
+    return FaultStudy((), prompts, conditions, "float32", 16, 0, {})
+
+
+def test_every_unclean_policy_has_a_clean_form_and_no_other() -> None:
+    assert set(CLEAN_FORM) == {name for name, policy in POLICIES.items() if not policy.clean}
+    assert all(form.clean for form in CLEAN_FORM.values())
+    names = [policy.name for policy in policies_of(["window", "target_roll", "training"])]
+    assert names == ["training", "eagle", "target_roll_rerun", "window", "target_roll"]
+
+
+def test_study_of_real_heads_finds_clean_forms_clean_and_unclean_ones_not(folder: Path) -> None:
+    study = read_study(folder)
+    assert len(study.conditions) == 7
+    for condition in study.conditions:
+        assert (condition.shares.sum() == 0) == (condition.reference is None), condition.key
+    assert len({condition.text_sha256 for condition in study.conditions}) == 1
+
+
+def test_loss_is_the_clean_forms_length_minus_the_policys_per_percent_of_slots() -> None:
+    study = made_up({"training": 8, "training_norefresh": 5}, {"training_norefresh": (60, 0, 0)})
+    clean, stale = price_rows(study)
+    assert clean.lost is None
+    assert stale.lost.value == pytest.approx(0.3)
+    assert stale.lost_pct.value == pytest.approx(100 * 0.3 / 1.8)
+    assert stale.lost_per_pct.value == pytest.approx(0.3 / 6)
+
+
+def test_split_prices_gives_back_prices_that_add_up() -> None:
+    accepted = {"training": 9, "eagle": 8, "target_roll_rerun": 9}
+    audits = {
+        "training_norefresh": (100, 0, 0),
+        "target_roll": (200, 0, 0),
+        "window": (0, 100, 0),
+        "eagle_norefresh": (0, 100, 100),
+    }
+    # WRONG costs 0.01 per percent, MIXED 0.02, HOLE 0.03.
+    accepted |= {"training_norefresh": 8, "target_roll": 7, "window": 6, "eagle_norefresh": 3}
+    (split,) = split_prices(made_up(accepted, audits))
+    assert [price.value for price in split.prices] == pytest.approx([0.01, 0.02, 0.03])
+    only_wrong = made_up({"training": 9, "training_norefresh": 8}, audits)
+    assert split_prices(only_wrong) == []
+
+
+def test_stopped_study_keeps_its_conditions(
+    config: EvalConfig, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = json.loads((folder / STUDY_FILE).read_text())
+    whole = list(stored["conditions"])
+    stored["conditions"] = whole[:-1]
+    (tmp_path / STUDY_FILE).write_text(json.dumps(stored))
+    decoders, made = [], fault_price.SpecDecoder
+    monkeypatch.setattr(
+        fault_price, "SpecDecoder", lambda *a, **k: decoders.append(k["policy"]) or made(*a, **k)
+    )
+    price_faults(config, tmp_path)
+    assert [policy.name for policy in decoders] == [whole[-1]["policy"]]
+    assert json.loads((tmp_path / STUDY_FILE).read_text())["conditions"] == whole
+    other = dataclasses.replace(config, seed=4)
+    with pytest.raises(IntegrityError, match="other heads, prompts or settings"):
+        price_faults(other, tmp_path)
+
+
+def test_table_from_the_file_is_the_one_printed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out == markdown_tables(read_study(folder)) + "\n"
+    text = (folder / STUDY_FILE).read_text().replace('"slots"', '"rows"')
+    (tmp_path / STUDY_FILE).write_text(text)
+    assert main([str(tmp_path)]) == 3
+
+
+@pytest.mark.parametrize(
+    "word", ["spec.policy=[eagle]", "spec.head=oracle", "spec.k=[0,3]", "sampling.temperature=1"]
+)
+def test_study_without_a_fault_to_price_is_refused(word: str, tmp_path: Path) -> None:
+    verify = ["spec.verify=standard"] if "temperature" in word else []
+    with pytest.raises(ConfigError, match="must"):
+        price_faults(compose_config(EvalConfig, [*WORDS, word, *verify]), tmp_path)

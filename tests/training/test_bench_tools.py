@@ -1,0 +1,45 @@
+"""The GPU training bench in tiny form, on a CPU: every mode runs and its figures fit together."""
+
+import json
+
+import pytest
+
+from tests.training.tiny import save_lab
+from tools import gpu_train_bench
+
+ROUNDS = ["--seq-len", "64", "--batch-size", "2", "--steps", "1", "--compile", "no"]
+
+
+def measured(folder, *words):
+    """Rows of the JSON file that the bench writes."""
+    gpu_train_bench.main(["--out", str(folder), *ROUNDS, *words])
+    report = json.loads((folder / "train_bench.json").read_text())
+    assert report["product_tflops"] > 0
+    return report
+
+
+def test_bench_of_a_trained_folder_counts_each_loss_and_source(tmp_path):
+    config = save_lab(tmp_path)
+    words = ["--models", config.model.path, "--documents", config.data.path]
+    report = measured(tmp_path, *words, "--losses", "ce", "kl", "--hidden", "live", "kept")
+    rows = {(row["loss"], row["keeps_hidden"]): row for row in report["rows"]}
+    assert rows.keys() == {("ce", False), ("ce", True), ("kl", False), ("kl", True)}
+    for (loss, keeps_hidden), row in rows.items():
+        flops = row["mflop_per_token"]
+        assert (flops["teacher"] > 0) == (loss == "kl")
+        assert (flops["target"] == 0) == keeps_hidden
+        tflops = sum(flops.values()) * row["tokens_per_s"] / 1e6
+        assert row["mfu"] == pytest.approx(tflops / report["product_tflops"])
+        assert set(row["split_ms"]) == {
+            "target_forward",
+            "modules_forward",
+            "loss",
+            "backward",
+            "optimizer",
+        }
+        assert row["loss_last"] < row["loss_first"]
+
+
+def test_bench_of_a_name_builds_random_weights_of_its_shape(tmp_path):
+    (row,) = measured(tmp_path, "--models", "lab_tiny", "--losses", "ce")["rows"]
+    assert row["tokens_per_s"] == pytest.approx(1e3 * 2 * 64 / row["step_ms"])

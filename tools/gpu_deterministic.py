@@ -1,0 +1,200 @@
+"""Greedy text of K = 0 against drafting, usual and deterministic arithmetic, and what it costs.
+
+    python tools/gpu_deterministic.py --out $OUT --target PATH --heads PATH      200 prompts x 256
+    python tools/gpu_deterministic.py --out /tmp/x --target assets/lab_tiny/target \
+        --heads assets/lab_tiny/heads/chain_n3 --prompts 3 --tokens 8 --batch 2  tiny, on a CPU
+
+Without --target: random weights of --shape, whose drafts are hardly ever right. Both modes
+decode with K = 0, with K = 0 in another batch size and order, and with K drafts of both policies.
+Printed are match rates against the first, for each divergence the gap of the two largest logits,
+and the cost in percent, after a warm-up. Exits 1 if a deterministic text differs.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from mtp_research.config import EngineConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.attention import DenseContext
+from mtp_research.models.placement import DTYPES, resolve_device
+from mtp_research.models.shapes import SHAPES, random_target
+from mtp_research.models.target import Target, load_target
+
+Texts = dict[int, tuple[int, ...]]
+
+
+class Loop(NamedTuple):
+    """One way to decode all prompts; `order` is 1 as given, -1 last prompt first."""
+
+    name: str
+    num_drafts: int
+    policy: str = "training"
+    batch_share: float = 1.0
+    order: int = 1
+
+
+class Decoded(NamedTuple):
+    """Output by prompt, seconds after the warm-up and mean acceptance length."""
+
+    texts: Texts
+    seconds: float
+    acceptance_length: float | None
+
+
+def main() -> int:
+    """Run every loop under both modes; see the module's first lines."""
+    options = parse_options()
+    target, heads = load(options)
+    prompts = make_prompts(target, options)
+    loops = [Loop("K=0", 0), Loop("K=0, half the batch, reversed", 0, batch_share=0.5, order=-1)]
+    loops += [Loop(f"K={options.k} {name}", options.k, name) for name in ("eagle", "training")]
+    rows = []
+    for deterministic in (False, True):
+        base: Decoded | None = None
+        for loop in loops:
+            decoded = decode(target, heads, prompts, loop, options, deterministic)
+            base = base or decoded
+            rows.append(compare(target, prompts, loop, base, decoded))
+            print("deterministic" if deterministic else "usual", json.dumps(rows[-1]), flush=True)
+    fixed = rows[len(loops) :]
+    ratios = [b["seconds"] / a["seconds"] for a, b in zip(rows, fixed, strict=False)]
+    cost = {loop.name: 100 * ratio - 100 for loop, ratio in zip(loops, ratios, strict=True)}
+    facts = vars(options) | {"device": target.device, "dtype": target.dtype, "cost_percent": cost}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "deterministic.json").write_text(
+        json.dumps({**facts, "rows": rows}, indent=1, default=str)
+    )
+    is_equal = all(row["match_rate"] == 1.0 for row in fixed)
+    print(json.dumps({"cost_percent": cost, "all_equal": is_equal}))
+    return int(not is_equal)
+
+
+def parse_options() -> argparse.Namespace:
+    """Options by their names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target", help="folder of a target; default random weights of --shape")
+    parser.add_argument("--heads", help="folder of trained heads; default random ones")
+    parser.add_argument("--shape", default="dense_1b", choices=SHAPES)
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
+    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256, help="of each output")
+    parser.add_argument("--batch", type=int, default=32)
+    return parser.parse_args()
+
+
+def load(options: argparse.Namespace) -> tuple[Target, MTPHeads]:
+    """The target and its heads, random where no folder was given."""
+    if options.target is not None:
+        target = load_target(options.target, dtype=options.dtype)
+    else:
+        place = resolve_device("auto")
+        target = random_target(options.shape, dtype=DTYPES[options.dtype], device=place)
+    if options.heads is not None:
+        return target, load_heads(options.heads, target)
+    return target, MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).requires_grad_(False)
+
+
+def make_prompts(target: Target, options: argparse.Namespace) -> list[list[int]]:
+    """Random prompts of uneven lengths, so that chunks and batches differ."""
+    generator = torch.Generator().manual_seed(0)
+    half = max(options.prompt_tokens // 2, 1)
+    lengths = [half + index % (half + 1) for index in range(options.prompts)]
+    vocab_size = target.config.vocab_size
+    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def decode(
+    target: Target,
+    heads: MTPHeads,
+    prompts: list[list[int]],
+    loop: Loop,
+    options: argparse.Namespace,
+    deterministic: bool,
+) -> Decoded:
+    """Decode all prompts in one loop; the first batch is decoded once more before the clock."""
+    on_gpu = target.device.type == "cuda"
+    batch = max(int(options.batch * loop.batch_share), 1)
+    engine = EngineConfig(
+        max_num_requests=batch,
+        max_num_batched_tokens=max(2048, batch * (options.k + 1)),
+        max_prefill_chunk=max(int(48 * loop.batch_share), 1),
+        max_model_len=options.prompt_tokens + options.tokens + 2,
+        deferred_output=True,
+        cuda_graphs=on_gpu,
+        compile=on_gpu and not deterministic,
+        deterministic=deterministic,
+        audit=False,
+    )
+    decoder = SpecDecoder(
+        target,
+        heads if loop.num_drafts else None,
+        policy=loop.policy,
+        num_speculative_tokens=loop.num_drafts,
+        engine=engine,
+    )
+    order = list(range(len(prompts)))[:: loop.order]
+    run(decoder, prompts, order[:batch], options.tokens)  # compiles and captures
+    started = time.perf_counter()
+    texts = run(decoder, prompts, order, options.tokens)
+    return Decoded(texts, time.perf_counter() - started, decoder.stats.acceptance_length)
+
+
+def run(decoder: SpecDecoder, prompts: list[list[int]], order: list[int], num_tokens: int) -> Texts:
+    """Outputs by prompt; no stop token ends one."""
+    sampling = SamplingParams(max_new_tokens=num_tokens)
+    records = decoder.generate([prompts[index] for index in order], sampling=sampling)
+    return {order[int(r.request_id)]: tuple(r.output_token_ids) for r in records}
+
+
+def compare(
+    target: Target, prompts: list[list[int]], loop: Loop, base: Decoded, found: Decoded
+) -> dict[str, object]:
+    """Match rate against the first loop, and the logit gap at each divergence."""
+    gaps = list(divergences(target, prompts, base.texts, found.texts))
+    return {
+        "loop": loop.name,
+        "match_rate": 1 - len(gaps) / len(prompts),
+        "seconds": found.seconds,
+        "acceptance_length": found.acceptance_length,
+        "divergences": gaps,
+    }
+
+
+@torch.inference_mode()
+def divergences(
+    target: Target, prompts: list[list[int]], expected: Texts, found: Texts
+) -> Iterator[dict[str, object]]:
+    """Where texts part: prompt, output position, tokens and the gap of the top two logits."""
+    for index, prompt in enumerate(prompts):
+        pairs = enumerate(zip(expected[index], found[index], strict=True))
+        first = next((place for place, (left, right) in pairs if left != right), None)
+        if first is None:
+            continue
+        text = torch.tensor([[*prompt, *expected[index][:first]]], device=target.device)
+        positions = torch.arange(text.shape[1], device=target.device)[None]
+        hidden = target.forward(text, position_ids=positions, context=DenseContext())
+        top = target.logits(hidden.post_norm[0, -1]).float().topk(2)
+        yield {
+            "prompt": index,
+            "position": first,
+            "tokens": (expected[index][first], found[index][first]),
+            "logit_gap": float(top.values[0] - top.values[1]),
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

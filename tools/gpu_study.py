@@ -1,0 +1,200 @@
+"""One GPU call: a lab target, its text, heads of three seeds, the matrix, prices, the batch sweep.
+
+    python tools/gpu_study.py --out $OUT --model lab_base --engine h200 \
+        --corpus .carry/corpus --wheels .carry/wheels
+    python tools/gpu_study.py --out /tmp/out --target assets/lab_tiny/target \
+        --answers assets/lab_tiny/regenerated.jsonl.xz --limit-s 300 --tiny      a CPU, to try it
+
+Stages run one after the other, each in its own process: target, answers, matrix, prices, batch.
+`--target` and `--answers` take the place of the first two. A stage has until the end of its own
+box and those before it, so that what one leaves over the next may use; at its end it is told to
+stop, and the next stage takes what is there. The same command with the same `--work` goes on: a
+finished stage is not run again, and a stopped one continues with its files. Small results go to
+`--out`: at most eight files, `study.json` with the time and exit code of every stage among them.
+
+`--wheels` holds packages that the machine lacks (hydra-core, omegaconf, antlr4): no index is asked.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Seconds of each stage of a 480 s call on one H200.
+BOXES = {"target": 150, "answers": 50, "matrix": 180, "prices": 50, "batch": 50}
+GRACE_S = 15  # between asking a stage to stop and killing it; the trainer saves in between
+STOP_MARGIN_S = 50  # of the target's box for what is not training: 28 s were measured on an H200
+# The walk of target_roll goes row by row, which a GPU does slowly: --policies adds it.
+MATRIX = ["matrix.max_differing_share=0.1", "matrix.policies=[training,eagle]"]
+_DOMAINS = "math arith python code_instruct howto prose docs qa roleplay rag"  # left out of a trial
+TINY = {
+    "target": [
+        f"model.pretrain.{word}"
+        for word in ("max_steps=2", "warmup_steps=0", "compile=false", "batch_size=2", "seq_len=64")
+    ]
+    + [f"model.pretrain.domain_weights.{name}=0" for name in _DOMAINS.split()],
+    "answers": ["--self-chat", "12", "--self-text", "12", "--max-new-tokens", "16"],
+    "matrix": [
+        "trainer.max_steps=2",
+        "trainer.batch_size=2",
+        "data.eval_documents=6",
+        "data.max_documents=24",
+        *("matrix.seeds=[0,1]", "matrix.num_prompts=4", "matrix.max_new_tokens=12"),
+    ],
+    "prices": ["prompts.max_prompts=4", "sampling.max_new_tokens=12", "spec.k=3"],
+    "batch": [
+        "prompts.max_prompts=4",
+        "sampling.max_new_tokens=8",
+        "engine.max_num_requests=[1,4]",
+    ],
+}
+
+
+class Study:
+    """Time, folders and what became of each stage."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Start the clock."""
+        self.args = args
+        self.work: Path = args.work
+        self.scale = args.limit_s / sum(BOXES.values())
+        self.started = time.perf_counter()
+        self.end_s = 0.0  # of the boxes so far
+        self.stages: dict[str, dict[str, object]] = {}
+
+    def run(self, stage: str, words: list[str]) -> None:
+        """Run one stage until it ends or its box does."""
+        self.end_s += BOXES[stage] * self.scale
+        mark, began = self.work / f"{stage}.done", time.perf_counter()
+        if mark.is_file():
+            self.stages[stage] = {"code": 0, "seconds": 0.0, "note": "done before"}
+            return
+        words = [*words, *(TINY[stage] if self.args.tiny else [])]
+        left = self.end_s - (began - self.started)
+        with (self.work / "log.txt").open("a") as log:
+            print(f"== {stage}, {left:.0f} s: {' '.join(words)}", file=log, flush=True)
+            process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=log, stderr=log)
+            code = wait(process, seconds=max(left, 1.0))
+        if code == 0:
+            mark.touch()
+        seconds = round(time.perf_counter() - began, 1)
+        self.stages[stage] = {"code": code, "seconds": seconds, "command": " ".join(words)}
+        print(f"{stage}: exit {code}, {seconds} s of {left:.0f}", flush=True)
+
+
+def main() -> int:
+    """Run the stages; the exit code is 1 if any of them did not end well."""
+    args = arguments()
+    args.work.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    study = Study(args)
+    if args.wheels is not None:
+        pip = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        subprocess.run([sys.executable, *pip, *map(str, args.wheels.glob("*.whl"))], check=True)
+    target, answers = prepare(study)
+    if not Path(target, "config.json").exists() or not Path(answers).exists():
+        collect(study)
+        return 1
+    model = [f"model={args.model}", f"model.path={target}"]
+    matrix = args.work / "matrix"
+    words = [f"data.path={answers}", f"output_dir={matrix}", *MATRIX]
+    words += [f"matrix.policies=[{args.policies}]"] if args.policies else []
+    study.run("matrix", ["train.py", "experiment=policy_matrix", *model, *words])
+    names = ("chain_n3_s0", "chain_n1_s0", "ttt_n1_s0")
+    heads = [matrix / name / "head" for name in names]
+    heads = [str(head) for head in heads if (head / "head.json").is_file()]
+    if heads:
+        listed = f"spec.head=[{','.join(heads)}]"
+        words = [listed, "model.dtype=float32", f"output_dir={args.work / 'prices'}"]
+        study.run("prices", ["eval.py", "experiment=fault_price", *model, *words])
+        words = [f"spec.head={heads[0]}", f"output_dir={args.work / 'batch'}"]
+        words += [f"engine={args.engine}"]
+        study.run("batch", ["eval.py", "experiment=batch_sweep", *model, *words])
+    collect(study)
+    codes = {stage: facts["code"] for stage, facts in study.stages.items()}
+    print(json.dumps({"stages": codes, "out": str(args.out)}))
+    return int(any(codes.values()) or not heads)
+
+
+def prepare(study: Study) -> tuple[str, str]:
+    """Target and answers: those given, or made here."""
+    args = study.args
+    target, answers = args.target, args.answers
+    if target is None:
+        seconds = max(BOXES["target"] * study.scale - STOP_MARGIN_S, 5)
+        words = ["train.py", "task=target", f"model={args.model}"]
+        words += [f"model.pretrain.max_seconds={seconds:.0f}"]
+        words += [f"output_dir={args.work / 'target'}"]
+        words += [f"model.pretrain.corpus_dir={args.corpus}"] if args.corpus else []
+        study.run("target", words)
+        target = args.work / "target" / "target"
+    if answers is None:
+        answers = args.work / "answers.jsonl"
+        words = ["-m", "mtp_research.evaluation.regenerate", "--target", str(target)]
+        words += ["--output", str(answers), "--temperature", "0", "--batch", "256"]
+        words += ["--self-chat", "1500", "--self-text", "1500"]
+        if Path(target, "config.json").exists():
+            study.run("answers", words)
+    return str(target), str(answers)
+
+
+def wait(process: subprocess.Popen[bytes], *, seconds: float) -> int:
+    """Exit code; asks the process to stop after `seconds`, then makes it."""
+    try:
+        return process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def collect(study: Study) -> None:
+    """Copy results, print the tables again from them, and write what each stage took."""
+    work, out = study.work, study.args.out
+    pairs = {
+        "matrix/matrix.json": "matrix.json",
+        "prices/fault_price.json": "fault_price.json",
+        "batch/results.json": "batch.json",
+        "batch/table.txt": "batch.txt",
+        "log.txt": "log.txt",
+    }
+    for source, name in pairs.items():
+        if (work / source).is_file():
+            shutil.copyfile(work / source, out / name)
+    tables = {"matrix": "seed_figures", "fault_price": "fault_table"}
+    for name, module in tables.items():
+        if (out / f"{name}.json").is_file():
+            words = ["-m", f"mtp_research.evaluation.{module}", str(out)]
+            done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True)
+            (out / f"{name}.md").write_bytes(done.stdout)
+    facts = {"model": study.args.model, "argv": sys.argv[1:], "stages": study.stages}
+    (out / "study.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True, help="small results")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/gpu_study"), help="everything else")
+    parser.add_argument("--model", default="lab_tiny", help="of conf/model")
+    parser.add_argument("--target", type=Path, help="a trained target, in place of training one")
+    parser.add_argument("--answers", type=Path, help="its own text, in place of making some")
+    parser.add_argument("--corpus", help="text for the target")
+    parser.add_argument("--wheels", type=Path, help="folder of packages to install first")
+    parser.add_argument("--engine", default="auto", help="of conf/engine, for the batch sweep")
+    parser.add_argument("--policies", help="of the matrix, such as training,eagle,target_roll")
+    parser.add_argument("--limit-s", type=float, default=sum(BOXES.values()))
+    parser.add_argument("--tiny", action="store_true", help="limits for a trial on a CPU")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Two GPUs against one: the same tokens, and what speed, with the target split by its tp_plan.
+
+    python tools/gpu_tensor_parallel.py --out $OUT --shape dense_1b --graphs        two GPUs
+    python tools/gpu_tensor_parallel.py --out /tmp/x --shape tiny --device cpu \
+        --steps 8 --batches 2                                                       on a CPU
+
+Writes random weights of a shape once, then decodes the same prompts in one process and in
+torchrun's, greedily, with K = 0 and K drafts of random modules. In bfloat16 a sum over ranks rounds
+differently, so texts may part where two logits are all but equal: the share of equal texts and the
+first difference are printed. With `--graphs` the step is captured, NCCL's sums included.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from mtp_research.config import EngineConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.models.shapes import SHAPES, random_target
+from mtp_research.models.target import Target, load_target
+
+PROMPT_TOKENS = 32
+LIMIT_S = 400  # of a run
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+def main() -> int:
+    """Run both worlds and compare; exit status 1 when a run failed."""
+    parser = argparse.ArgumentParser()
+    add = parser.add_argument
+    add("--out", type=Path, required=True)
+    add("--shape", default="dense_1b", choices=sorted(SHAPES))
+    add("--device", default="cuda", choices=sorted(DTYPES))
+    add("--ranks", type=int, default=2)
+    add("--plan", default="tensor", choices=("experts", "tensor"))
+    add("--batches", type=int, nargs="+", default=[1, 8, 32])
+    add("--k", type=int, nargs="+", default=[0, 3])
+    add("--steps", type=int, default=64, help="tokens of a request")
+    add("--graphs", action="store_true")
+    add("--world", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    model = args.out / "model"
+    if args.world:
+        decode(args, model)
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not (model / "config.json").is_file():
+        dtype, cpu = getattr(torch, DTYPES[args.device]), torch.device("cpu")
+        random_target(args.shape, dtype=dtype, device=cpu).model.save_pretrained(model)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
+    commands = {1: [sys.executable], args.ranks: [*launcher, "--master-port", "29631"]}
+    for world, command in commands.items():
+        words = [*command, __file__, *sys.argv[1:], "--world", str(world)]
+        if subprocess.run(words, timeout=LIMIT_S, check=False).returncode:
+            print(f"FAILED with {world} processes; see the output above")
+            return 1
+    report(args.out, ranks=args.ranks)
+    return 0
+
+
+def decode(args: argparse.Namespace, model: Path) -> None:
+    """One process of one world; rank 0 writes `world_N.json`."""
+    plan = "none" if args.world == 1 else args.plan
+    target = load_target(model, dtype=DTYPES[args.device], device=args.device, tp_plan=plan)
+    torch.manual_seed(1)
+    heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).eval().requires_grad_(False)
+    rows = [measure(args, target, heads, k=k, batch=b) for k in args.k for b in args.batches]
+    if os.environ.get("RANK", "0") == "0":
+        (args.out / f"world_{args.world}.json").write_text(json.dumps(rows))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def measure(
+    args: argparse.Namespace, target: Target, heads: MTPHeads, *, k: int, batch: int
+) -> dict[str, object]:
+    """Texts and tokens per second of one batch size and number of drafts, second pass of two."""
+    engine = EngineConfig(
+        max_num_requests=batch,
+        max_num_batched_tokens=max(512, batch * (k + 1)),
+        max_model_len=PROMPT_TOKENS + args.steps + k + 2,
+        deferred_output=args.graphs,
+        cuda_graphs=args.graphs,
+        audit=False,
+    )
+    decoder = SpecDecoder(target, heads, num_speculative_tokens=k, engine=engine)
+    generator = torch.Generator().manual_seed(batch)
+    shape = (batch, PROMPT_TOKENS)
+    prompts = torch.randint(5, target.config.vocab_size, shape, generator=generator).tolist()
+    sampling = SamplingParams(max_new_tokens=args.steps)
+    for _ in range(2):
+        started = time.perf_counter()
+        done = list(decoder.generate(prompts, sampling=sampling))
+        seconds = time.perf_counter() - started
+    texts = {record.request_id: record.output_token_ids for record in done}
+    num_tokens = sum(map(len, texts.values()))
+    return {"k": k, "batch": batch, "tokens_per_s": num_tokens / seconds, "texts": texts}
+
+
+def report(out: Path, *, ranks: int) -> None:
+    """Equal texts and speed, row by row, and everything as JSON."""
+    alone, split = (json.loads((out / f"world_{n}.json").read_text()) for n in (1, ranks))
+    found = []
+    for one, many in zip(alone, split, strict=True):
+        pairs = [(one["texts"][name], text) for name, text in many["texts"].items()]
+        parted = [
+            next((i for i, (a, b) in enumerate(zip(*p, strict=False)) if a != b), None)
+            for p in pairs
+        ]
+        first = min((i for i in parted if i is not None), default=None)
+        speeds = (one["tokens_per_s"], many["tokens_per_s"])
+        row = {"k": one["k"], "batch": one["batch"], "equal": parted.count(None) / len(parted)}
+        found.append(row | {"first_difference": first, "tokens_per_s": speeds})
+        print(
+            f"K {row['k']}  batch {row['batch']:3d}  equal texts {row['equal']:.0%} (first "
+            f"difference {first})  {speeds[0]:,.0f} -> {speeds[1]:,.0f} tok/s"
+        )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    record = {"device": device, "ranks": ranks, "rows": found}
+    (out / "tensor_parallel.json").write_text(json.dumps(record))
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
