@@ -93,13 +93,28 @@ def help_text(schema: Schema) -> str:
     lines += ["", "groups (YAML files under conf/):"]
     for group, choices in group_choices(schema).items():
         lines.append(f"  {group}={' | '.join(choices)}")
-    lines += ["", "keys (spec.k is short for spec.num_speculative_tokens):"]
+    lines += ["", "keys (spec.k is short for spec.num_speculative_tokens; what each means stands"]
+    lines += ["beside it in mtp_research/config.py; --cfg job prints the values of a command):"]
     for key, item in schema_keys(schema).items():
-        lines.append(f"  {key}: {legal_values(item)}")
+        lines.append(f"  {key}: {legal_values(item)}{_default(item)}")
     lines += ["", "flags:", "  --help  this text"]
     lines += ["  --cfg job  print the resolved configuration and stop"]
     lines += ["  --traceback  show where an error came from"]
     return "\n".join(lines)
+
+
+def _default(item: dataclasses.Field) -> str:
+    """The schema's default; the YAML groups may choose another."""
+    value = item.default
+    if item.default_factory is not dataclasses.MISSING:
+        value = item.default_factory()
+    if value is dataclasses.MISSING:
+        return ""
+    if value is None or isinstance(value, bool):
+        return f" (default {'null' if value is None else str(value).lower()})"
+    if isinstance(value, list | tuple):
+        return f" (default [{','.join(map(str, value))}])"
+    return f" (default {value or {}})" if isinstance(value, dict) else f" (default {value})"
 
 
 def _shape_fault(word: str) -> str:

@@ -72,18 +72,28 @@ def schema_keys(schema: type, prefix: str = "") -> dict[str, Field]:
 
 def legal_values(item: Field) -> str:
     """Describe what a key takes, for fault lines and for `--help`."""
-    none = " or null" if NoneType in get_args(item.type) else ""
+    types = [part for part in get_args(item.type) if part is not NoneType]
+    is_union = get_origin(item.type) not in (list, tuple, dict)
+    kind = types[0] if is_union and types else item.type  # `list[int] | None` is a list
+    none = " or null" if is_union and NoneType in get_args(item.type) else ""
+    if get_origin(kind) in (list, tuple):
+        return f"a list, each {_one_value(item, get_args(kind)[0])}{',' if none else ''}{none}"
+    if get_origin(kind) is dict:
+        return f"a mapping{none}"
+    return _one_value(item, kind) + none
+
+
+def _one_value(item: Field, kind: object) -> str:
     if choices := item.metadata.get("choices"):
-        return " | ".join(sorted(choices)) + none
-    is_integer = item.type is int or int in get_args(item.type)
-    if "low" in item.metadata:
+        return " | ".join(sorted(choices))
+    number = {int: "an integer", float: "a number"}.get(kind) if isinstance(kind, type) else None
+    if number is not None and "low" in item.metadata:
         low, high = item.metadata["low"], item.metadata["high"]
         interval = f"above {low:g} up to {high:g}" if _is_open(item) else f"in {low}..{high}"
-        return f"{'an integer' if is_integer else 'a number'} {interval}{none}"
-    if item.type is bool:
+        return f"{number} {interval}"
+    if kind is bool:
         return "true or false"
-    containers = {list: "a list", tuple: "a list of numbers", dict: "a mapping"}
-    return containers.get(get_origin(item.type), "text") + none
+    return number or "text"
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

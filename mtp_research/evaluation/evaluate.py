@@ -32,7 +32,7 @@ from mtp_research.evaluation.summary import ConditionResult
 from mtp_research.evaluation.wandb_tables import publish_report
 from mtp_research.grid import expand
 from mtp_research.heads.weights import load_heads
-from mtp_research.models.fingerprint import target_hashes
+from mtp_research.models.fingerprint import target_hashes, warn_of_family
 from mtp_research.models.target import Target, load_target, load_tokenizer
 from mtp_research.provenance import run_record
 
@@ -69,6 +69,7 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
         tp_plan=config.model.tp_plan,
         device_map=config.model.device_map,
     )
+    warn_of_family(target, family=config.model.family)
     _check_backend(config.engine.backend, target)
     tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
     encoded = encode_prompts(prompts, tokenizer, max_model_len=_context_length(config, target))

@@ -7,6 +7,7 @@ draft badly. Seen are other embedding or lm_head weights; a model whose training
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
@@ -18,6 +19,8 @@ from transformers import PreTrainedConfig
 from mtp_research.errors import IntegrityError
 from mtp_research.models.source import local_file
 from mtp_research.models.target import Target
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
 _NUM_ROWS = 1024  # of each matrix; all of a large vocabulary would cost seconds
@@ -51,7 +54,7 @@ def target_hashes(target: Target) -> dict[str, str | None]:
         "weights_sha256": _hash_signs(
             cast(Tensor, target.embed_tokens.weight), target.lm_head_weight
         ),
-        "tokenizer_sha256": _hash_tokenizer(target.path),
+        "tokenizer_sha256": hash_tokenizer(target.path),
     }
 
 
@@ -60,6 +63,22 @@ def _size(config: PreTrainedConfig, name: str) -> object:
     if config.is_heterogeneous:
         return [getattr(layer, name, None) for layer in config.per_layer_config]
     return getattr(config, name, None)
+
+
+def warn_of_family(target: Target, *, family: str) -> None:
+    """Warn of a run whose record will name another family than the one that was loaded.
+
+    Args:
+        target: what was loaded.
+        family: `model.family`.
+    """
+    if target.family_name != family:
+        logger.warning(
+            "model.path holds a %s model and the run is recorded as model.family=%s; "
+            "set model=NAME",
+            target.family_name,
+            family,
+        )
 
 
 def _hash_signs(*matrices: Tensor) -> str:
@@ -76,8 +95,15 @@ def _hash_signs(*matrices: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _hash_tokenizer(path: str) -> str | None:
-    """Hash of which token has which id; how a library version writes the file does not matter."""
+def hash_tokenizer(path: str) -> str | None:
+    """Hash of which token has which id; how a library version writes the file does not matter.
+
+    Args:
+        path: of the model, folder or hub id; None is given for one without a tokenizer at hand.
+
+    Raises:
+        IntegrityError: the tokenizer's file cannot be read.
+    """
     file = local_file(path, TOKENIZER_FILE) if path else None
     if file is None:
         return None

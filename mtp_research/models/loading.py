@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -41,10 +41,13 @@ def loading(path: str) -> Iterator[None]:
     except (ConfigError, EnvironmentFault, IntegrityError):  # ours are ValueErrors and such
         raise
     except (KeyError, OSError, ValueError, RuntimeError, SafetensorError) as fault:
-        reason = next(iter(str(fault).strip().splitlines()), type(fault).__name__)
+        lines = [line.strip() for line in str(fault).strip().splitlines()]
+        reason = " ".join(lines[:_NUM_LISTED]) or type(fault).__name__
         if Path(path).is_dir():
+            damaged = ", ".join(_unreadable_files(Path(path)))
             raise IntegrityError(
                 f"model.path {path!r} must be a whole Hugging Face model, got: {reason}"
+                f"{f' (in {damaged})' if damaged else ''}"
             ) from fault
         raise ConfigError(
             f"model.path {path!r} cannot be fetched from the hub: {reason}"
@@ -109,8 +112,25 @@ def require_tensors(report: Mapping[str, set], *, path: str) -> None:
             f"{misshaped[:_NUM_LISTED]}; fetch the model again."
         )
     if unused := sorted(report["unexpected_keys"]):
-        listed = ", ".join(unused[:_NUM_LISTED])
-        logger.warning("%s: %d tensors are not used, such as %s", path, len(unused), listed)
+        logger.warning(
+            "%s: %d tensors are not the target's, such as %s (MTP modules among them are read "
+            "where spec.head or head.init=native asks for them)",
+            path,
+            len(unused),
+            ", ".join(unused[:_NUM_LISTED]),
+        )
+
+
+def _unreadable_files(folder: Path) -> list[str]:
+    """Names of weight files whose headers cannot be read."""
+    damaged = []
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError):
+            damaged.append(file.name)
+    return damaged
 
 
 def _is_no_tensor_report(record: logging.LogRecord) -> bool:

@@ -29,6 +29,7 @@ from mtp_research.data.packing import EncodedDocument
 from mtp_research.data.sources import read_documents
 from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.files import sha256_of
+from mtp_research.models.fingerprint import hash_tokenizer
 from mtp_research.models.target import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ def load_head_documents(
         raise ConfigError(f"data.path must be a .jsonl or .jsonl.xz file, got {data.path!r}.")
     if data.kind == "original":
         logger.warning("data.kind=original: heads learn text that the target itself did not write")
+    _check_tokenizer(path, model_path=model_path)
     documents = _thin_out(_encode(path, model_path=model_path), limit=data.max_documents)
     for document in documents:
         if (
@@ -95,6 +97,29 @@ def load_head_documents(
         num_short=len(rest) - len(train),
         data_sha256=sha256_of(path),
     )
+
+
+def _check_tokenizer(path: Path, *, model_path: str) -> None:
+    """Refuse token ids of another tokenizer, by the settings that regeneration leaves beside them.
+
+    Raises:
+        ConfigError: names the command that makes text for this target.
+        IntegrityError: the settings or the tokenizer cannot be read.
+    """
+    beside = path.with_name(f"{path.name.removesuffix('.xz')}.settings.json")
+    if not beside.is_file():
+        return
+    try:
+        theirs = json.loads(beside.read_text(encoding="utf8")).get("tokenizer_sha256")
+    except (OSError, ValueError, AttributeError) as fault:
+        raise IntegrityError(f"{beside} must be settings in JSON, got {fault}.") from None
+    ours = hash_tokenizer(model_path)
+    if theirs is not None and ours is not None and theirs != ours:
+        raise ConfigError(
+            f"data.path must hold token ids of this target, {str(path)!r} was made with another "
+            f"tokenizer; run python -m mtp_research.evaluation.regenerate --target {model_path} "
+            "--output FILE, and set data.path=FILE."
+        )
 
 
 def held_out_indices(documents: Sequence[EncodedDocument], *, num_documents: int) -> set[int]:

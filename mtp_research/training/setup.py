@@ -14,6 +14,7 @@ from mtp_research.config import TrainConfig
 from mtp_research.errors import ConfigError
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_head_state
+from mtp_research.models.fingerprint import warn_of_family
 from mtp_research.models.placement import resolve_device
 from mtp_research.models.target import Target, load_target
 from mtp_research.policy import ModuleSchedule
@@ -126,6 +127,7 @@ def load_inputs(config: TrainConfig) -> RunInputs:
     target = load_target(
         model.path, dtype=_dtype(config), device=model.device, device_map=model.device_map
     )
+    warn_of_family(target, family=model.family)
     documents = load_head_documents(
         config.data,
         model_path=config.model.path,

@@ -101,21 +101,19 @@ def compare_loops(
     return logits, sum(text != expected for text in texts)
 
 
+# float32 on a CPU is the sharp case: without the option most of these logits differ. In bfloat16
+# the rounding hides it there, while a GPU picks other tiles by the batch.
 @pytest.mark.parametrize(
-    ("recipe", "dtype"),
+    "recipe",
     [
-        # float32 on a CPU is the sharp case: without the option most of these logits differ. In
-        # bfloat16 the rounding hides it there, while a GPU picks other tiles by the batch.
-        ("glm4_moe", torch.float32),  # experts
-        ("deepseek_v3", torch.float32),  # latent pages
-        ("mimo_v2", torch.float32),  # sinks, sliding window, Dk != Dv
-        ("glm4_moe", torch.bfloat16),
-        ("qwen3", torch.bfloat16),
+        "qwen3",
+        "glm4_moe",  # experts
+        "deepseek_v3",  # latent pages
+        "mimo_v2",  # sinks, sliding window, Dk != Dv
     ],
-    ids=str,
 )
-def test_deterministic_logits_are_bit_equal_in_any_loop(recipe: str, dtype, monkeypatch) -> None:
-    target = tiny.tiny_target(recipe, dtype=dtype)
+def test_deterministic_logits_are_bit_equal_in_any_loop(recipe: str, monkeypatch) -> None:
+    target = tiny.tiny_target(recipe, dtype=torch.float32)
     logits, num_other_texts = compare_loops(target, monkeypatch, deterministic=True)
     assert logits.num_different == 0
     assert num_other_texts == 0

@@ -1,6 +1,7 @@
 """Checkpoints whose files and configuration do not agree, as targets and as MTP modules."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.heads.native import has_native_heads, load_native_heads
 from mtp_research.heads.native_export import export_heads
 from mtp_research.heads.weights import load_heads
+from mtp_research.models.fingerprint import warn_of_family
 from mtp_research.models.target import Target, load_target
 from tests import tiny
 from tests.heads.release import change_config, change_mtp_file, write_release
@@ -51,6 +53,25 @@ def test_target_without_a_shard_is_refused_by_name(deepseek: Target, tmp_path: P
     with pytest.raises(IntegrityError, match=FIRST_SHARD) as caught:
         load_target(tmp_path, device="cpu")
     assert caught.value.exit_code == 3
+
+
+def test_truncated_file_is_named(deepseek: Target, tmp_path: Path) -> None:
+    write_release(deepseek, tmp_path)
+    shard = sorted(tmp_path.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(IntegrityError, match=f"in {re.escape(shard.name)}"):
+        load_target(tmp_path, device="cpu")
+
+
+def test_run_recorded_as_another_family_is_warned_of(
+    deepseek: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_family(deepseek, family="deepseek_v3")
+    assert not caplog.records
+    warn_of_family(deepseek, family="glm4_moe")
+    assert (
+        "holds a deepseek_v3 model and the run is recorded as model.family=glm4_moe" in caplog.text
+    )
 
 
 def test_stages_that_are_no_modules_are_not_taken_for_modules(tmp_path: Path) -> None:

@@ -163,8 +163,11 @@ def test_products_interpreted_have_the_same_bits_in_any_batch(dtype):
     check_row_sum(dtype, backend="triton")
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [*((variant, torch.float32) for variant in VARIANTS), (VARIANTS[0], torch.float16)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_attention_interpreted_has_the_same_bits_in_any_batch(variant, dtype, monkeypatch):
     for module in (attention_launch, latent_attention_launch):
         monkeypatch.setattr(module, "INVARIANT_SPLIT_KEYS", 64)  # three splits of 140 keys

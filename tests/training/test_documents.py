@@ -172,3 +172,21 @@ def test_load_head_documents_too_few_documents_name_the_key(tmp_path):
     path = write(tmp_path / "answers.jsonl", [trajectory(0), trajectory(1)])
     with pytest.raises(ConfigError, match=r"data\.eval_documents=1"):
         load(path, eval_documents=2)
+
+
+def test_token_ids_of_another_tokenizer_are_refused(tmp_path) -> None:
+    data = tmp_path / "answers.jsonl"
+    data.write_text("\n".join(json.dumps(trajectory(index)) for index in range(4)))
+    shipped = LAB_TARGET.parent / "regenerated.jsonl.settings.json"
+    settings = json.loads(shipped.read_text())
+    config = DataConfig(name="x", path=str(data), eval_documents=1)
+
+    def load() -> None:
+        load_head_documents(config, model_path=str(LAB_TARGET), vocab_size=4096, num_depths=1)
+
+    beside = tmp_path / "answers.jsonl.settings.json"
+    beside.write_text(json.dumps(settings))
+    load()
+    beside.write_text(json.dumps(settings | {"tokenizer_sha256": "0" * 64}))
+    with pytest.raises(ConfigError, match="another tokenizer; run python -m"):
+        load()
