@@ -50,7 +50,7 @@ demo: $(STAMP)
 	@echo "results: $(RUN)/eval"
 
 test: $(STAMP)
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 --dist worksteal
 
 test-transformers-523: export PYTHONPATH := $(NEWEST_SITE)
 test-transformers-523: $(NEWEST_SITE)/transformers-$(NEWEST_TRANSFORMERS).dist-info

@@ -22,7 +22,7 @@ from mtp_research.training.rows import TrainingRows
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "lab_tiny"
 STOP = (1, 5)
-NUM_NEW = 14
+NUM_NEW = 10
 ENGINE = EngineConfig(max_num_requests=64, max_num_batched_tokens=1024, max_model_len=512)
 
 
