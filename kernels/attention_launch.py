@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
-from mtp_research.kernels.merge_in_order import merge_in_order
+from mtp_research.kernels.merge_in_order import merge_in_order_kernel
 from mtp_research.kernels.paged_attention_triton import attention_kernel, merge_splits_kernel
 
 if TYPE_CHECKING:
@@ -124,8 +124,14 @@ def launch_paged_attention(
             num_stages=config.num_stages,
         )
         if lse is not None:
-            merge = merge_in_order if invariant else merge_splits
-            merge(partial, lse, query_start_loc=query_start_loc, out=out, num_warps=4)
+            merge_splits(
+                partial,
+                lse,
+                query_start_loc=query_start_loc,
+                out=out,
+                num_warps=4,
+                in_order=invariant,
+            )
     return out
 
 
@@ -140,11 +146,22 @@ def split_outputs(
 
 
 def merge_splits(
-    partial: Tensor, lse: Tensor, *, query_start_loc: Tensor, out: Tensor, num_warps: int
+    partial: Tensor,
+    lse: Tensor,
+    *,
+    query_start_loc: Tensor,
+    out: Tensor,
+    num_warps: int,
+    in_order: bool,
 ) -> None:
-    """Launch the merge of `split_outputs` into `out` `[T, H, Dv]`."""
+    """Launch the merge of `split_outputs` into `out` `[T, H, Dv]`.
+
+    `in_order` adds splits one by one, so that more of them, without keys, change no bit.
+    """
     num_rows, num_heads, value_dim = out.shape
-    merge_splits_kernel[(num_rows * num_heads,)](
+    together = {} if in_order else {"PADDED_SPLITS": next_power_of_two(len(partial))}
+    kernel = merge_in_order_kernel if in_order else merge_splits_kernel
+    kernel[(num_rows * num_heads,)](
         partial,
         lse,
         query_start_loc,
@@ -155,7 +172,7 @@ def merge_splits(
         NUM_HEADS=num_heads,
         VALUE_DIM=value_dim,
         PADDED_VALUE_DIM=padded_head_dim(value_dim),
-        PADDED_SPLITS=next_power_of_two(len(partial)),
+        **together,
         num_warps=num_warps,
     )
 

@@ -20,7 +20,6 @@ from mtp_research.kernels.attention_launch import (
     split_outputs,
 )
 from mtp_research.kernels.latent_attention_triton import latent_attention_kernel
-from mtp_research.kernels.merge_in_order import merge_in_order
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,8 +110,14 @@ def launch_latent_attention(
             num_stages=config.num_stages,
         )
         if lse is not None:
-            merge = merge_in_order if invariant else merge_splits
-            merge(partial, lse, query_start_loc=query_start_loc, out=out, num_warps=8)
+            merge_splits(
+                partial,
+                lse,
+                query_start_loc=query_start_loc,
+                out=out,
+                num_warps=8,
+                in_order=invariant,
+            )
     return out
 
 

@@ -96,23 +96,3 @@ def merge_in_order_kernel(
     merged = acc / tl.where(total == 0.0, 1.0, total)
     target = out + row_head * VALUE_DIM + dims
     tl.store(target, merged.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
-
-
-def merge_in_order(
-    partial: Tensor, lse: Tensor, *, query_start_loc: Tensor, out: Tensor, num_warps: int
-) -> None:
-    """Launch the merge of partial outputs `[splits, T, H, Dv]` into `out` `[T, H, Dv]`."""
-    num_rows, num_heads, value_dim = out.shape
-    merge_in_order_kernel[(num_rows * num_heads,)](
-        partial,
-        lse,
-        query_start_loc,
-        out,
-        len(query_start_loc) - 1,
-        len(partial),
-        num_rows * num_heads,
-        NUM_HEADS=num_heads,
-        VALUE_DIM=value_dim,
-        PADDED_VALUE_DIM=max(16, 1 << max(0, value_dim - 1).bit_length()),
-        num_warps=num_warps,
-    )

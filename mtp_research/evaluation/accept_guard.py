@@ -30,10 +30,9 @@ from mtp_research.evaluation.prompts import (
     encode_prompts,
     load_prompts,
 )
-from mtp_research.evaluation.results import write_atomically
 from mtp_research.evaluation.statistics import acceptance_statistics
 from mtp_research.evaluation.tables import Grid, interval, number, plain_text
-from mtp_research.files import sha256_of
+from mtp_research.files import sha256_of, write_atomically
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target, load_target, load_tokenizer
 from mtp_research.provenance import REPOSITORY_ROOT, run_record

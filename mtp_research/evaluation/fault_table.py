@@ -40,8 +40,8 @@ from mtp_research.evaluation.fault_study import (
     read_study,
 )
 from mtp_research.evaluation.markdown import markdown_table
-from mtp_research.evaluation.results import write_atomically
-from mtp_research.evaluation.tables import UNDEFINED, interval
+from mtp_research.evaluation.tables import UNDEFINED, Grid, interval
+from mtp_research.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -110,15 +110,24 @@ def split_prices(study: FaultStudy) -> list[SplitPrices]:
     return made
 
 
-def markdown_tables(study: FaultStudy) -> str:
-    """Both tables as Markdown."""
+def price_grids(study: FaultStudy) -> list[Grid]:
+    """Both tables; the second only where some head's rows tell the kinds apart."""
     header = ("head", "N", "K", "policy", *(f"{fault} %" for fault in FAULTS))
-    header += ("acceptance length [95 %]", "clean form", "lost [95 %]", "lost %", "lost per 1 %")
-    parts = [markdown_table(header, [_cells(row) for row in price_rows(study)])]
+    header += ("acceptance length", "clean form", "lost", "lost %", "lost per 1 %")
+    rows = tuple(map(_cells, price_rows(study)))
+    grids = [Grid("Price of faulty draft slots", header, rows)]
     if split := split_prices(study):
-        header = ("head", "rows", *(f"lost per 1 % {fault} [95 %]" for fault in FAULTS))
-        lines = [(s.head, str(s.num_rows), *(interval(p, "+.4f") for p in s.prices)) for s in split]
-        parts.append(markdown_table(header, lines))
+        header = ("head", "rows", *(f"lost per 1 % {fault}" for fault in FAULTS))
+        rows = tuple(
+            (s.head, str(s.num_rows), *(interval(p, "+.4f") for p in s.prices)) for s in split
+        )
+        grids.append(Grid("Price by kind of fault, least squares", header, rows))
+    return grids
+
+
+def markdown_tables(study: FaultStudy) -> str:
+    """Both tables as Markdown; intervals are 95 %."""
+    parts = [markdown_table(grid.header, grid.rows) for grid in price_grids(study)]
     if num_other := num_other_texts(study):
         parts.append(f"{num_other} texts differ from those of the first condition.")
     return "\n\n".join(parts)

@@ -7,7 +7,6 @@ at all.
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -20,6 +19,7 @@ from mtp_research.evaluation.report import PromptEntry, Report, build_report, re
 from mtp_research.evaluation.speed import PassTiming, StepParts
 from mtp_research.evaluation.statistics import ACCEPTED_WARNING, FORMULAS
 from mtp_research.evaluation.summary import ConditionResult
+from mtp_research.files import write_atomically
 
 SCHEMA_VERSION = 2
 RESULTS_FILE = "results.json"
@@ -96,19 +96,6 @@ def write_results(folder: Path, report: Report) -> Path:
     write_atomically(folder / TABLE_FILE, render_text(report))
     write_atomically(folder / RESULTS_FILE, content + "\n")
     return folder / RESULTS_FILE
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_record(stored: Mapping[str, Any]) -> RequestRecord:  # Any: as json.loads returns it

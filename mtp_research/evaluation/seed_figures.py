@@ -26,7 +26,6 @@ from mtp_research.evaluation.bootstrap_seeds import (
     make_draws,
 )
 from mtp_research.evaluation.markdown import markdown_table
-from mtp_research.evaluation.results import write_atomically
 from mtp_research.evaluation.seed_matrix import (
     MATRIX_FILE,
     SCHEMA_VERSION,
@@ -37,6 +36,7 @@ from mtp_research.evaluation.seed_matrix import (
     read_matrix,
 )
 from mtp_research.evaluation.tables import UNDEFINED, Grid, interval
+from mtp_research.files import write_atomically
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mtp_research.evaluation.bootstrap import Estimate
-from mtp_research.evaluation.fault_study import FAULTS, FaultStudy, read_study
-from mtp_research.evaluation.fault_table import PriceRow, price_rows, split_prices
+from mtp_research.evaluation.fault_study import read_study
+from mtp_research.evaluation.fault_table import PriceRow, price_grids, price_rows
 from mtp_research.evaluation.figures import UNDEFINED_FIGURE, Figure, Missing
 from mtp_research.evaluation.sections import Section, command_of, machine_of, record_facts
 from mtp_research.evaluation.seed_figures import (
@@ -23,7 +23,6 @@ from mtp_research.evaluation.seed_figures import (
 from mtp_research.evaluation.seed_matrix import SeedMatrix, read_matrix
 from mtp_research.evaluation.statistics import MIN_PROMPTS
 from mtp_research.evaluation.svg import Axes, Series, heat_map, interval_chart
-from mtp_research.evaluation.tables import UNDEFINED, Grid, interval
 
 _SEED_NOTE = "Interval: 95 % two-level bootstrap over seeds and prompts. Framed: the policy that "
 _SEED_NOTE += "shows the heads what they were trained on."
@@ -66,7 +65,7 @@ def fault_section(folder: Path, *, name: str) -> Section:
         name=name,
         title=f"{name}: what faulty draft slots cost",
         figures=[_lost(rows)],
-        grids=[_price_grid(rows), *_split_grids(study)],
+        grids=price_grids(study),
         caption=f"n = {len(study.prompts)} prompts, {study.dtype}, {machine_of(study.run)}",
         command=command_of(study.run),
         facts=record_facts(study.run) | {"new tokens": str(study.max_new_tokens)},
@@ -127,34 +126,3 @@ def _lost(rows: Sequence[PriceRow]) -> Figure | Missing:
     floor = min(0.0, math.floor(10 * least) / 10)
     markup = interval_chart(series, axes=axes, floor=floor, is_connected=False)
     return Figure(title, markup, _PRICE_NOTE)
-
-
-def _price_grid(rows: Sequence[PriceRow]) -> Grid:
-    header = ("head", "N", "K", "policy", *(f"{fault} %" for fault in FAULTS),
-              "acceptance length", "clean form", "lost", "lost %", "lost per 1 %")  # fmt: skip
-    return Grid("Price of faulty draft slots", header, tuple(map(_price_row, rows)))
-
-
-def _price_row(row: PriceRow) -> tuple[str, ...]:
-    one = row.condition
-    return (
-        one.head,
-        str(one.num_mtp_modules),
-        str(one.num_speculative_tokens),
-        one.policy,
-        *(f"{share:.2f}" for share in one.shares),
-        interval(row.length),
-        UNDEFINED if row.reference_length is None else str(one.reference),
-        UNDEFINED if row.lost is None else interval(row.lost, "+.3f"),
-        UNDEFINED if row.lost_pct is None else interval(row.lost_pct, "+.1f"),
-        UNDEFINED if row.lost_per_pct is None else interval(row.lost_per_pct, "+.4f"),
-    )
-
-
-def _split_grids(study: FaultStudy) -> list[Grid]:
-    rows = tuple(
-        (one.head, str(one.num_rows), *(interval(price, "+.4f") for price in one.prices))
-        for one in split_prices(study)
-    )
-    header = ("head", "rows", *(f"lost per 1 % {fault}" for fault in FAULTS))
-    return [Grid("Price by kind of fault, least squares", header, rows)] if rows else []

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.files import write_atomically
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.fingerprint import target_hashes
 from mtp_research.models.target import Target
@@ -96,7 +97,7 @@ def write_ranking(folder: Path, counts: Tensor, *, target: Target, source: str) 
         "tokenizer_sha256": target_hashes(target)["tokenizer_sha256"],
         "token_ids": order.tolist(),
     }
-    (folder / RANKING_FILE).write_text(json.dumps(record) + "\n", encoding="utf8")
+    write_atomically(folder / RANKING_FILE, json.dumps(record) + "\n")
 
 
 def most_frequent(folder: str | Path, *, num_tokens: int, target: Target) -> list[int]:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.files import write_atomically
 from mtp_research.heads.hub import native_folder
 from mtp_research.heads.native import has_native_heads, load_native_heads
 from mtp_research.heads.record import HEAD_FORMAT, RECORD_FILE, check_head_fits, read_head_record
@@ -67,9 +68,7 @@ def save_heads(
         "target": _target_facts(heads.target),
         "provenance": provenance or {},
     }
-    unfinished = folder / f".{RECORD_FILE}.tmp"
-    unfinished.write_text(json.dumps(record, indent=2) + "\n")
-    unfinished.replace(folder / RECORD_FILE)
+    write_atomically(folder / RECORD_FILE, json.dumps(record, indent=2) + "\n")
 
 
 def load_heads(folder: str | Path, target: Target) -> MTPHeads:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TextIO, cast
 
 from mtp_research.config import LoggerConfig
+from mtp_research.files import write_atomically
 from mtp_research.provenance import redact_tree
 
 logger = logging.getLogger(__name__)
@@ -245,6 +246,4 @@ def _drop_after(path: Path, *, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError):
             continue
-    replacement = path.with_suffix(".tmp")
-    replacement.write_text("".join(kept), encoding="utf8")
-    replacement.replace(path)
+    write_atomically(path, "".join(kept))
