@@ -345,6 +345,7 @@ class MatrixConfig:
     max_differing_share: float = _within(0.0, 0.0, 1.0)
     num_prompts: int = _within(12, 1, 10**6)  # held-out prompts that are decoded
     max_new_tokens: int = _within(48, 1, 1 << 20)  # per prompt; stop tokens do not end it
+    num_workers: int = _within(1, 1, 64)  # heads trained and decoded at a time on this machine
 
 
 @dataclass

@@ -17,46 +17,30 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from mtp_research.config import TrainConfig
 from mtp_research.data.packing import EncodedDocument
-from mtp_research.decode.stats import RequestRecord
-from mtp_research.errors import ConfigError, IntegrityError, NumericFault
+from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.evaluation.seed_figures import group_figures, matrix_grids, write_matrix
 from mtp_research.evaluation.seed_matrix import (
     MATRIX_FILE,
-    GroupKey,
     MatrixCell,
     MatrixPrompt,
     SeedMatrix,
     read_matrix,
 )
 from mtp_research.evaluation.tables import rich_table
-from mtp_research.files import sha256_of
-from mtp_research.heads.stack import MTPHeads
-from mtp_research.heads.weights import load_heads
-from mtp_research.matrix_cell import decode_prompts, measure_cell
-from mtp_research.matrix_heads import HeadRun, decoded_as, head_runs, same_settings, train_run
+from mtp_research.matrix_cell import decode_prompts
+from mtp_research.matrix_heads import head_runs, same_settings
+from mtp_research.matrix_workers import Asked, measure_heads
 from mtp_research.models.target import Target
-from mtp_research.policy import MATCHING_POLICY
 from mtp_research.provenance import run_record
-from mtp_research.training.setup import depths_of, load_inputs
+from mtp_research.training.setup import load_inputs
 
 TABLE_WIDTH = 160  # characters; log files have no width of their own
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What every cell decodes, and the texts of plain decoding."""
-
-    target: Target
-    prompts: list[tuple[int, ...]]
-    plain: list[RequestRecord]
-    config: TrainConfig
 
 
 def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object]:
@@ -82,13 +66,18 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
     plain = decode_prompts(
         target, None, prompts, policy="training", num_drafts=0, num_new=config.matrix.max_new_tokens
     )
-    asked = _Asked(target, prompts, plain, config)
     matrix = _start(config, output_dir, prompts=map(_prompt_facts, chosen), target=target)
-    for seed in matrix.seeds:
-        for run in head_runs(config, output_dir, seed=seed):
-            train_run(run)
-            matrix = _measure_head(matrix, run, asked, output_dir=output_dir)
-        write_matrix(output_dir, matrix, figures=True)
+    cells = measure_heads(
+        [run for seed in matrix.seeds for run in head_runs(config, output_dir, seed=seed)],
+        Asked(prompts, plain),
+        target=target,
+        done=matrix.cells,
+        num_workers=config.matrix.num_workers,
+    )
+    for cell in cells:
+        matrix = _with_cell(matrix, cell)
+        write_matrix(output_dir, matrix, figures=cell.seed in matrix.done_seeds)
+    write_matrix(output_dir, matrix, figures=True)
     console = Console(stderr=True, width=max(Console(stderr=True).width, TABLE_WIDTH))
     for grid in matrix_grids(matrix):
         console.print(rich_table(grid))
@@ -110,79 +99,18 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
     }
 
 
-def _measure_head(
-    matrix: SeedMatrix, run: HeadRun, asked: _Asked, *, output_dir: Path
-) -> SeedMatrix:
-    """The matrix with the cells of one head, those that it has already left as they are."""
-    heads, config = load_heads(run.folder / "head", asked.target), run.config
-    sha256 = sha256_of(run.folder / "head" / "model.safetensors")
-    for policy in config.matrix.policies:
-        for norm in config.matrix.recycle_norms or [config.head.recycle_norm]:
-            key = GroupKey(
-                config.objective.unroll,
-                config.head.num_mtp_modules,
-                config.head.recycle_norm,
-                policy,
-                norm,
-            )
-            same = [c for c in matrix.cells if (c.key, c.seed) == (key, config.seed)]
-            if same and same[0].head_sha256 == sha256:
-                continue
-            cell = _cell(decoded_as(heads, norm), key, asked, run=run, sha256=sha256)
-            cells = (*(c for c in matrix.cells if c not in same), cell)
-            matrix = dataclasses.replace(matrix, cells=cells)
-            write_matrix(output_dir, matrix, figures=False)
-    return matrix
-
-
-def _cell(
-    heads: MTPHeads, key: GroupKey, asked: _Asked, *, run: HeadRun, sha256: str
-) -> MatrixCell:
-    num_drafts = depths_of(run.config)
-    records = decode_prompts(
-        asked.target,
-        heads,
-        asked.prompts,
-        policy=key.policy,
-        num_drafts=num_drafts,
-        num_new=run.config.matrix.max_new_tokens,
-    )
-    rounds = measure_cell(
-        heads, records, prompts=asked.prompts, policy=key.policy, num_drafts=num_drafts
-    )
-    pairs = zip(records, asked.plain, strict=True)
-    texts = [r.request_id for r, p in pairs if r.output_token_ids != p.output_token_ids]
-    allowed = run.config.matrix.max_differing_share * len(records)
-    where = f"{run.folder.name} under {key.policy}"
-    if len(texts) > allowed:
-        raise NumericFault(
-            f"policy matrix: {where}, prompts {texts[:5]}: the text differs from plain decoding; "
-            "they are equal in float32, set model.dtype=float32."
-        )
-    if len(rounds.differing) > allowed:
-        first = rounds.differing[0]
-        raise NumericFault(
-            f"policy matrix: {where}, prompt {first}: the loop accepted {rounds.loop[first]}, the "
-            f"walk {rounds.walks[first]}; they are equal in float32, set model.dtype=float32."
-        )
-    return MatrixCell(
-        key=key,
-        seed=run.config.seed,
-        num_speculative_tokens=num_drafts,
-        is_match=MATCHING_POLICY[key.unroll] == key.policy
-        and key.recycle_norm == key.decode_recycle_norm,
-        head_sha256=sha256,
-        accepted_per_round=rounds.loop,
-        clean_per_round=rounds.clean,
-        num_other_texts=len(texts),
-        num_other_rounds=len(rounds.differing),
-    )
+def _with_cell(matrix: SeedMatrix, cell: MatrixCell) -> SeedMatrix:
+    """The matrix with this cell, in place of an older one of the same key and seed."""
+    others = (c for c in matrix.cells if (c.key, c.seed) != (cell.key, cell.seed))
+    return dataclasses.replace(matrix, cells=(*others, cell))
 
 
 def _start(
     config: TrainConfig, output_dir: Path, *, prompts: Iterable[MatrixPrompt], target: Target
 ) -> SeedMatrix:
     """A matrix without cells, or the one that `output_dir` holds, if it asks the same."""
+    asked: dict[str, object] = dataclasses.asdict(config)
+    asked["matrix"] = {**vars(config.matrix), "num_workers": None}  # no cell depends on it
     seeds = tuple(config.matrix.seeds or [config.seed])
     num_norms = max(1, len(config.matrix.recycle_norms))
     num_heads = len(head_runs(config, output_dir, seed=seeds[0]))
@@ -194,7 +122,7 @@ def _start(
         bootstrap_seed=config.seed,
         settings={
             "dtype": str(target.dtype).removeprefix("torch."),
-            "config": json.loads(json.dumps(dataclasses.asdict(config))),
+            "config": json.loads(json.dumps(asked)),
         },
         run=run_record(),
     )

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from mtp_research import matrix_cell, matrix_heads, policy_matrix
+from mtp_research import matrix_cell, matrix_heads, matrix_workers
 from mtp_research.cli import compose_config
 from mtp_research.config import MatrixConfig, TrainConfig
 from mtp_research.errors import ConfigError, IntegrityError, NumericFault
@@ -77,9 +77,9 @@ def test_matrix_cell_whose_walk_differs_is_a_fault(config, tmp_path, monkeypatch
     assert cell.num_other_texts == 0
 
 
-def test_killed_matrix_goes_on_with_the_next_cell(two_seeds, tmp_path, monkeypatch, capsys):
+def test_killed_matrix_goes_on_in_two_processes(two_seeds, tmp_path, monkeypatch, capsys):
     whole = run_policy_matrix(two_seeds, tmp_path / "whole")
-    measured, measure = [], policy_matrix.measure_cell
+    measured, measure = [], matrix_workers.measure_cell
 
     def dies_at_the_fourth(heads, records, **kwargs):
         measured.append(kwargs["policy"])
@@ -87,15 +87,22 @@ def test_killed_matrix_goes_on_with_the_next_cell(two_seeds, tmp_path, monkeypat
             raise KeyboardInterrupt
         return measure(heads, records, **kwargs)
 
-    monkeypatch.setattr(policy_matrix, "measure_cell", dies_at_the_fourth)
+    monkeypatch.setattr(matrix_workers, "measure_cell", dies_at_the_fourth)
     with pytest.raises(KeyboardInterrupt):
         run_policy_matrix(two_seeds, tmp_path / "killed")
     half = read_matrix(tmp_path / "killed")
     assert half.done_seeds == (3,)
     assert {len(one.by_seed) for one in group_figures(half)} == {1}
-    monkeypatch.setattr(matrix_heads, "train_heads", lambda *_: pytest.fail("trained again"))
+    # The head of seed 5 is trained, its second cell is missing: workers must find both.
+    trained = {path: path.stat().st_mtime_ns for path in tmp_path.glob("killed/*/trained.json")}
+    two_seeds = dataclasses.replace(
+        two_seeds, matrix=dataclasses.replace(two_seeds.matrix, num_workers=2)
+    )
     assert run_policy_matrix(two_seeds, tmp_path / "killed")["cells"] == whole["cells"]
-    assert len(measured) == 5  # the fourth cell alone was measured again
+    assert {path: path.stat().st_mtime_ns for path in trained} == trained
+    assert len(trained) == 2
+    assert len(measured) == 4  # no cell was measured in this process
+    assert read_matrix(tmp_path / "killed").cells == read_matrix(tmp_path / "whole").cells
     assert main([str(tmp_path / "killed")]) == 0
     assert "2 of 2 seeds" in capsys.readouterr().out
 
