@@ -1,7 +1,8 @@
 """The cells of a policy matrix, head by head, in this process or in several on one machine.
 
 Small heads leave most of a GPU idle: `matrix.num_workers` heads are trained and decoded at a time,
-each in a process of its own with its own copy of the target. Cells do not depend on the number.
+each in a process of its own with its own copy of the target, dealt out to the GPUs there are.
+Cells do not depend on the number.
 """
 
 import multiprocessing
@@ -12,7 +13,9 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -68,11 +71,15 @@ def measure_heads(
     for run in runs:  # workers read these files, so one process must write them first
         if not Path(str(run.config.data.hidden_cache)).is_dir():
             cache_hidden(run.config)
+    context = multiprocessing.get_context("spawn")
+    places = context.SimpleQueue()  # of the workers, one each
+    for index in range(num_workers):
+        places.put(_Place(index, num_workers, torch.cuda.device_count(), os.getpid()))
     pool = ProcessPoolExecutor(
         max_workers=min(num_workers, len(runs)),
-        mp_context=multiprocessing.get_context("spawn"),
+        mp_context=context,
         initializer=_start_worker,
-        initargs=(runs[0].config, asked, os.getpid(), num_workers),
+        initargs=(runs[0].config, asked, places),
     )
     with pool:
         futures = [pool.submit(_measure_in_worker, run, tuple(done)) for run in runs]
@@ -87,10 +94,22 @@ def measure_heads(
 _worker_state: list[tuple[Asked, Target]] = []  # of this process, when it is a worker
 
 
-def _start_worker(config: TrainConfig, asked: Asked, parent: int, num_workers: int) -> None:
+class _Place(NamedTuple):
+    """Where a worker runs."""
+
+    index: int
+    num_workers: int
+    num_gpus: int
+    parent: int  # process id
+
+
+def _start_worker(config: TrainConfig, asked: Asked, places: "SimpleQueue[_Place]") -> None:
     """Load the target once for all heads of this process; end with the parent."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
-    threading.Thread(target=_stop_with, args=(parent,), daemon=True).start()
+    place = places.get()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.num_workers))
+    if place.num_gpus > 1:
+        torch.cuda.set_device(place.index % place.num_gpus)
+    threading.Thread(target=_stop_with, args=(place.parent,), daemon=True).start()
     _worker_state.append((asked, load_inputs(config).target))
 
 
