@@ -42,6 +42,29 @@ def check_attention_indices(
         checks.check_device(name, tensor, device=device)
 
 
+def check_heads(query: Tensor, key_cache: Tensor, *, sinks: Tensor | None) -> None:
+    """Refuses query heads that are no multiple of the cache's, and `sinks` that are not `[H]`.
+
+    Args:
+        query: `[T, H, Dk]`.
+        key_cache: `[num_blocks, block_size, Hkv, Dk]`.
+        sinks: float32, or None.
+
+    Raises:
+        ValueError: names what was expected.
+    """
+    num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"query heads H must be a multiple of the cache's Hkv, got H={num_heads}, "
+            f"Hkv={num_kv_heads}; repeat or slice heads before the call."
+        )
+    if sinks is not None:
+        checks.check_shape("sinks", sinks, shape=(num_heads,), letters="[H]")
+        checks.check_dtype("sinks", sinks, dtype=torch.float32)
+        checks.check_device("sinks", sinks, device=query.device)
+
+
 def check_optional_positions(
     rows: Tensor, seq_lens: Tensor, *, positions: Tensor | None, kv_start: Tensor | None
 ) -> None:

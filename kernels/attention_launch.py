@@ -11,10 +11,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from mtp_research.kernels import checks
-from mtp_research.kernels.merge_in_order import merge_in_order_kernel
-from mtp_research.kernels.paged_attention_triton import attention_kernel, merge_splits_kernel
+from mtp_research.kernels.new_rows import NewRows
+from mtp_research.kernels.paged_attention_triton import attention_kernel
+from mtp_research.kernels.splits import (
+    ceil_div,
+    merge_splits,
+    next_power_of_two,
+    padded_head_dim,
+    split_outputs,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,14 +60,16 @@ def launch_paged_attention(
     positions: Tensor | None,
     kv_start: Tensor | None,
     num_splits: int | None,
+    new_rows: NewRows | None = None,
     config: LaunchConfig | None = None,
     invariant: bool = False,
 ) -> Tensor:
     """Launches the attention programs, then the merge if there is more than one split.
 
-    Arguments and result as in `paged_attention`, checked there. `config` overrides the tile sizes
-    that `choose_config` picks (for measurements). With `invariant` tiles are those of one row and
-    splits lie at fixed positions, so that a row's result does not depend on its batch.
+    Arguments and result as in `paged_attention`, checked there. With `new_rows` (at most
+    `MAX_STORED_ROWS` a request) the programs first write them to the pages. `config` overrides the
+    tile sizes that `choose_config` picks (for measurements). With `invariant` tiles are those of
+    one row and splits lie at fixed positions, so that a row's result does not depend on its batch.
     """
     num_rows, num_heads, key_dim = query.shape
     block_size, num_kv_heads, value_dim = value_cache.shape[1:]
@@ -88,6 +96,9 @@ def launch_paged_attention(
             num_sms=checks.num_multiprocessors(query.device),
         )
     partial, lse = split_outputs(out, num_splits, always_split=invariant)
+    new_strides = (0,) * 4
+    if new_rows is not None:
+        new_strides = (*new_rows.key.stride()[:2], *new_rows.value.stride()[:2])
     with checks.launch_device(query):
         attention_kernel[(num_requests * num_query_tiles, num_kv_heads, num_splits)](
             query,
@@ -99,8 +110,10 @@ def launch_paged_attention(
             sinks,
             positions,
             kv_start,
-            partial,
+            *(new_rows or (None,) * 3),
+            out if partial is None else partial,
             lse,
+            key_cache.shape[0] * block_size,
             num_rows,
             num_query_tiles,
             max_keys,
@@ -109,6 +122,7 @@ def launch_paged_attention(
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
             block_table.stride(0),
+            *new_strides,
             **attention_constants(
                 num_heads,
                 num_kv_heads=num_kv_heads,
@@ -116,14 +130,15 @@ def launch_paged_attention(
                 value_dim=value_dim,
                 block_size=block_size,
                 sliding_window=sliding_window,
-                split=lse is not None,
+                split=partial is not None,
                 split_keys=INVARIANT_SPLIT_KEYS if invariant else 0,
                 config=config,
+                num_stored_rows=0 if new_rows is None else max_query_len,
             ),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        if lse is not None:
+        if partial is not None and lse is not None:
             merge_splits(
                 partial,
                 lse,
@@ -133,48 +148,6 @@ def launch_paged_attention(
                 in_order=invariant,
             )
     return out
-
-
-def split_outputs(
-    out: Tensor, num_splits: int, *, always_split: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Where the programs write: partial outputs and log-sum-exps, or `out` itself for one split."""
-    if num_splits == 1 and not always_split:
-        return out, None
-    partial = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
-    return partial, out.new_empty(partial.shape[:3], dtype=torch.float32)
-
-
-def merge_splits(
-    partial: Tensor,
-    lse: Tensor,
-    *,
-    query_start_loc: Tensor,
-    out: Tensor,
-    num_warps: int,
-    in_order: bool,
-) -> None:
-    """Launch the merge of `split_outputs` into `out` `[T, H, Dv]`.
-
-    `in_order` adds splits one by one, so that more of them, without keys, change no bit.
-    """
-    num_rows, num_heads, value_dim = out.shape
-    together = {} if in_order else {"PADDED_SPLITS": next_power_of_two(len(partial))}
-    kernel = merge_in_order_kernel if in_order else merge_splits_kernel
-    kernel[(num_rows * num_heads,)](
-        partial,
-        lse,
-        query_start_loc,
-        out,
-        len(query_start_loc) - 1,
-        len(partial),
-        num_rows * num_heads,
-        NUM_HEADS=num_heads,
-        VALUE_DIM=value_dim,
-        PADDED_VALUE_DIM=padded_head_dim(value_dim),
-        **together,
-        num_warps=num_warps,
-    )
 
 
 def attention_constants(
@@ -188,6 +161,7 @@ def attention_constants(
     split: bool,
     config: LaunchConfig,
     split_keys: int = 0,
+    num_stored_rows: int = 0,
 ) -> dict[str, int | bool]:
     """The compile-time arguments of the attention kernel, by parameter name."""
     return {
@@ -203,22 +177,8 @@ def attention_constants(
         "SPLIT_KEYS": split_keys,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
+        "STORED_ROWS": next_power_of_two(num_stored_rows),
     }
-
-
-def next_power_of_two(value: int) -> int:
-    """The smallest power of two that is >= `value` (1 for 0)."""
-    return 1 << max(0, value - 1).bit_length()
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """The tile width that holds `head_dim`: a power of two, at least the 16 that `tl.dot` needs."""
-    return max(16, next_power_of_two(head_dim))
-
-
-def ceil_div(numerator: int, denominator: int) -> int:
-    """Division rounded up, for counts."""
-    return -(-numerator // denominator)
 
 
 def choose_config(

@@ -24,7 +24,8 @@ from mtp_research.kernels.latent_attention_launch import (
     launch_latent_attention,
 )
 from mtp_research.kernels.latent_attention_triton import latent_attention_kernel
-from mtp_research.kernels.paged_attention import paged_attention_ref
+from mtp_research.kernels.new_rows import NewRows, rows_for_launch
+from mtp_research.kernels.paged_attention_ref import paged_attention_ref
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,6 +137,49 @@ def _latent_attention_op(
     backend: str,
     num_splits: int | None,
 ) -> torch.Tensor:
+    return attend_latents(
+        query_latent,
+        query_rope=query_rope,
+        latent_cache=latent_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        scale=scale,
+        positions=positions,
+        kv_start=kv_start,
+        backend=backend,
+        num_splits=num_splits,
+    )
+
+
+@_latent_attention_op.register_fake
+def _latent_attention_fake(query_latent: Tensor, *_: object) -> Tensor:
+    return query_latent.new_empty(query_latent.shape)
+
+
+def attend_latents(
+    query_latent: Tensor,
+    *,
+    query_rope: Tensor,
+    latent_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    scale: float,
+    backend: str,
+    positions: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    num_splits: int | None = None,
+    new_rows: NewRows | None = None,
+) -> Tensor:
+    """What the op does, for ops that store this step's rows as well.
+
+    Args and result as in `latent_attention`, and:
+        new_rows: latents `[T, 1, L]` and rotary keys `[T, 1, P]` to store in the pages first, in
+            place; None if they are there. The Triton programs store few rows themselves.
+    """
     _check_rows(query_latent, query_rope, latent_cache)
     attention_checks.check_attention_indices(
         block_table, seq_lens=seq_lens, query_start_loc=query_start_loc, device=query_latent.device
@@ -145,6 +189,15 @@ def _latent_attention_op(
         query_latent, seq_lens, positions=positions, kv_start=kv_start
     )
     resolved = checks.resolve_backend(backend, tensor=query_latent, kernel=latent_attention_kernel)
+    latent_dim = query_latent.shape[2]
+    new_rows = rows_for_launch(
+        new_rows,
+        key_cache=latent_cache[:, :, None, :latent_dim],
+        value_cache=latent_cache[:, :, None, latent_dim:],
+        backend=backend,
+        resolved=resolved,
+        max_query_len=max_query_len,
+    )
     if query_latent.shape[0] == 0 or block_table.shape[0] == 0:
         return query_latent.new_zeros(query_latent.shape)
     invariant = backend == checks.INVARIANT
@@ -152,7 +205,10 @@ def _latent_attention_op(
     if resolved == "triton":
         _check_kernel_layout(query_latent, query_rope, latent_cache)
         attend = functools.partial(
-            launch_latent_attention, num_splits=num_splits, invariant=invariant
+            launch_latent_attention,
+            num_splits=num_splits,
+            new_rows=new_rows,
+            invariant=invariant,
         )
     return attend(
         query_latent,
@@ -166,11 +222,6 @@ def _latent_attention_op(
         positions=positions,
         kv_start=kv_start,
     )
-
-
-@_latent_attention_op.register_fake
-def _latent_attention_fake(query_latent: Tensor, *_: object) -> Tensor:
-    return query_latent.new_empty(query_latent.shape)
 
 
 def _check_rows(query_latent: Tensor, query_rope: Tensor, latent_cache: Tensor) -> None:

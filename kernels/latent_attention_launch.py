@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention_launch import (
     INVARIANT_SPLIT_KEYS,
-    ceil_div,
     choose_num_splits,
+)
+from mtp_research.kernels.latent_attention_triton import latent_attention_kernel
+from mtp_research.kernels.new_rows import NewRows
+from mtp_research.kernels.splits import (
+    ceil_div,
     merge_splits,
+    next_power_of_two,
     padded_head_dim,
     split_outputs,
 )
-from mtp_research.kernels.latent_attention_triton import latent_attention_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,13 +54,15 @@ def launch_latent_attention(
     positions: Tensor | None,
     kv_start: Tensor | None,
     num_splits: int | None,
+    new_rows: NewRows | None = None,
     config: LatentConfig | None = None,
     invariant: bool = False,
 ) -> Tensor:
     """Launches the programs, then the merge if there is more than one split.
 
     Arguments and result as in `latent_attention`, checked there. `config` overrides the tile sizes
-    that `choose_latent_config` picks (for measurements); `invariant` as in `attention_launch`.
+    that `choose_latent_config` picks (for measurements); `new_rows`, a latent `[T, 1, L]` and a
+    rotary key `[T, 1, P]`, and `invariant` as in `attention_launch`.
     """
     num_rows, num_heads, latent_dim = query_latent.shape
     num_requests, num_table_blocks = block_table.shape
@@ -88,8 +94,10 @@ def launch_latent_attention(
             query_start_loc,
             positions,
             kv_start,
-            partial,
+            *(new_rows or (None,) * 3),
+            out if partial is None else partial,
             lse,
+            latent_cache.shape[0] * latent_cache.shape[1],
             num_rows,
             max_keys,
             scale / math.log(2),
@@ -97,19 +105,22 @@ def launch_latent_attention(
             *query_rope.stride()[:2],
             *latent_cache.stride()[:2],
             block_table.stride(0),
+            0 if new_rows is None else new_rows.key.stride(0),
+            0 if new_rows is None else new_rows.value.stride(0),
             **latent_constants(
                 num_heads,
                 latent_dim=latent_dim,
                 rope_dim=query_rope.shape[2],
                 block_size=latent_cache.shape[1],
-                split=lse is not None,
+                split=partial is not None,
                 split_keys=INVARIANT_SPLIT_KEYS if invariant else 0,
                 config=config,
+                num_stored_rows=0 if new_rows is None else max_query_len,
             ),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        if lse is not None:
+        if partial is not None and lse is not None:
             merge_splits(
                 partial,
                 lse,
@@ -130,6 +141,7 @@ def latent_constants(
     split: bool,
     config: LatentConfig,
     split_keys: int = 0,
+    num_stored_rows: int = 0,
 ) -> dict[str, int | bool]:
     """The compile-time arguments of the kernel, by parameter name."""
     return {
@@ -143,6 +155,7 @@ def latent_constants(
         "SPLIT_KEYS": split_keys,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
+        "STORED_ROWS": next_power_of_two(num_stored_rows),
     }
 
 

@@ -10,7 +10,9 @@ other, so that they find its latents in L2.
 from __future__ import annotations
 
 from mtp_research.kernels import checks
-from mtp_research.kernels.paged_attention_triton import split_span, zero_spare_rows
+from mtp_research.kernels.new_rows import store_new_rows
+from mtp_research.kernels.paged_attention_triton import zero_spare_rows
+from mtp_research.kernels.splits import split_span
 
 try:
     import triton.language as tl
@@ -28,8 +30,12 @@ def latent_attention_kernel(
     query_start_loc,  # [R + 1] int32
     positions,  # [T] int64 or None
     kv_start,  # [R] int32 or None
+    new_latent,  # [T, 1, L], stored first; None if the pages hold this step's rows
+    new_rope,  # [T, 1, P] or None
+    slot_mapping,  # [T] int64 or None
     out,  # [T, H, L], written; the partial outputs [splits, T, H, L] float32 if SPLIT
     lse,  # [splits, T, H] float32 in base 2, written if SPLIT
+    num_slots,
     num_rows,
     max_keys,
     scale_log2,
@@ -40,6 +46,8 @@ def latent_attention_kernel(
     stride_cache_block,
     stride_cache_slot,
     stride_table,
+    stride_new_latent_row,
+    stride_new_rope_row,
     NUM_HEADS: tl.constexpr,
     LATENT_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
@@ -50,6 +58,7 @@ def latent_attention_kernel(
     SPLIT_KEYS: tl.constexpr,  # 0 = a split is an even share of the keys that the tile sees
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STORED_ROWS: tl.constexpr,  # at least the new rows of a request
 ):
     """One tile of packed rows of one request, over one split of the keys."""
     tile_row = tl.program_id(0) * BLOCK_M
@@ -99,6 +108,32 @@ def latent_attention_kernel(
                 lse + tile_start + lanes, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row
             )
             return
+    if new_latent is not None:
+        store_new_rows(
+            new_latent,
+            new_rope,
+            slot_mapping,
+            first_row,
+            latent_cache,
+            latent_cache + LATENT_DIM,
+            num_slots,
+            query_len,
+            seq_len - query_len,
+            begin,
+            end,
+            stride_new_latent_row,
+            stride_new_rope_row,
+            stride_cache_block,
+            stride_cache_slot,
+            stride_cache_block,
+            stride_cache_slot,
+            LATENT_DIM,
+            ROPE_DIM,
+            PADDED_LATENT_DIM,
+            PADDED_ROPE_DIM,
+            BLOCK_SIZE,
+            STORED_ROWS,
+        )
 
     rope_dims = tl.arange(0, PADDED_ROPE_DIM)[None, :]
     at = row.to(tl.int64) * stride_latent_row + head * stride_latent_head

@@ -2,12 +2,15 @@
 
 Where it sits: launched by `attention_launch` once `paged_attention` has checked its arguments; that
 module explains maths, layout, letters and sources. A long context is spread over several programs,
-which leave partial outputs and log-sum-exps for a second launch; one split writes the result.
+which leave partial outputs and log-sum-exps for a second launch (`splits`); one split writes the
+result. `new_rows` explains how programs store the step's own keys and values.
 """
 
 from __future__ import annotations
 
 from mtp_research.kernels import checks
+from mtp_research.kernels.new_rows import store_new_rows
+from mtp_research.kernels.splits import split_span, visible_positions
 
 try:
     import triton.language as tl
@@ -26,8 +29,12 @@ def attention_kernel(
     sinks,  # [H] float32 or None
     positions,  # [T] int64 or None
     kv_start,  # [R] int32 or None
+    new_key,  # [T, Hkv, Dk], stored first; None if the pages hold this step's rows
+    new_value,  # [T, Hkv, Dv] or None
+    slot_mapping,  # [T] int64 or None
     out,  # [T, H, Dv], written; the partial outputs [splits, T, H, Dv] float32 if SPLIT
     lse,  # [splits, T, H] float32 in base 2, written if SPLIT
+    num_slots,
     num_rows,
     num_query_tiles,
     max_keys,
@@ -41,6 +48,10 @@ def attention_kernel(
     stride_value_slot,
     stride_value_head,
     stride_table,
+    stride_new_key_row,
+    stride_new_key_head,
+    stride_new_value_row,
+    stride_new_value_head,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -53,11 +64,16 @@ def attention_kernel(
     SPLIT_KEYS: tl.constexpr,  # 0 = a split is an even share of the keys that the tile sees
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STORED_ROWS: tl.constexpr,  # at least the new rows of a request
 ):
     """One tile of packed rows of one request and KV head, over one split of the keys."""
     request = tl.program_id(0) // num_query_tiles
     tile_row = (tl.program_id(0) % num_query_tiles) * BLOCK_M
-    first_head = tl.program_id(1) * GROUP
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    first_head = kv_head * GROUP
+    key_cache += kv_head * stride_key_head
+    value_cache += kv_head * stride_value_head
     value_dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
     if not SPLIT:
         zero_spare_rows(
@@ -78,33 +94,56 @@ def attention_kernel(
     row = first_row + packed // GROUP
     is_row = packed < query_len * GROUP
     head = first_head + packed % GROUP
-    row_head = row.to(tl.int64) * NUM_HEADS + head  # index into [T, H], or [splits, T, H]
-    if SPLIT:
-        row_head += tl.program_id(2).to(tl.int64) * num_rows * NUM_HEADS
 
     seq_len = tl.load(seq_lens + request)
-    if positions is None:
-        shift = seq_len - query_len
-        row_pos = shift + packed // GROUP
-        first_pos = shift + tile_row // GROUP
-        last_pos = tl.minimum(shift + (tile_row + BLOCK_M - 1) // GROUP, seq_len - 1)
-    else:
-        row_pos = tl.load(positions + row, mask=is_row, other=-1).to(tl.int32)
-        first_pos = tl.min(tl.where(is_row, row_pos, seq_len), 0)
-        last_pos = tl.max(row_pos, 0)
-    lowest_key = tl.maximum(first_pos - WINDOW + 1, 0) if WINDOW > 0 else 0
-    if kv_start is not None:
-        lowest_key = tl.maximum(lowest_key, tl.load(kv_start + request))
+    row_pos, first_pos, last_pos, lowest_key = visible_positions(
+        request,
+        row,
+        is_row,
+        tile_row,
+        seq_len,
+        query_len,
+        positions,
+        kv_start,
+        GROUP,
+        WINDOW,
+        BLOCK_M,
+    )
     begin = lowest_key // BLOCK_N * BLOCK_N
     end = tl.minimum(tl.minimum(last_pos + 1, seq_len), max_keys)
     if SPLIT:
-        begin, end = split_span(
-            begin, end, tl.program_id(2), tl.num_programs(2), SPLIT_KEYS, BLOCK_N
-        )
+        begin, end = split_span(begin, end, split, tl.num_programs(2), SPLIT_KEYS, BLOCK_N)
         # The first split counts the sinks, and has to although it may hold no visible key.
-        if (begin >= end) & ((sinks is None) | (tl.program_id(2) > 0)):
-            tl.store(lse + row_head, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
+        if (begin >= end) & ((sinks is None) | (split > 0)):
+            part = (split.to(tl.int64) * num_rows + row) * NUM_HEADS + head
+            tl.store(lse + part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
             return
+    if new_key is not None:
+        store_new_rows(
+            new_key + kv_head * stride_new_key_head,
+            new_value + kv_head * stride_new_value_head,
+            slot_mapping,
+            first_row,
+            key_cache,
+            value_cache,
+            num_slots,
+            query_len,
+            seq_len - query_len,
+            begin,
+            end,
+            stride_new_key_row,
+            stride_new_value_row,
+            stride_key_block,
+            stride_key_slot,
+            stride_value_block,
+            stride_value_slot,
+            KEY_DIM,
+            VALUE_DIM,
+            PADDED_KEY_DIM,
+            PADDED_VALUE_DIM,
+            BLOCK_SIZE,
+            STORED_ROWS,
+        )
 
     key_dims = tl.arange(0, PADDED_KEY_DIM)[None, :]
     source = query + row.to(tl.int64) * stride_query_row + head * stride_query_head
@@ -113,13 +152,13 @@ def attention_kernel(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     # A sink is one more key; exactly one split counts it.
-    if sinks is not None and tl.program_id(2) == 0:
+    if sinks is not None and split == 0:
         highest = tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
         total += 1.0
     acc, highest, total = _attend_keys(
         q,
-        key_cache + tl.program_id(1) * stride_key_head + key_dims,
-        value_cache + tl.program_id(1) * stride_value_head + value_dims,
+        key_cache + key_dims,
+        value_cache + value_dims,
         block_table + request.to(tl.int64) * stride_table,
         highest,
         total,
@@ -141,12 +180,14 @@ def attention_kernel(
         BLOCK_N,
     )
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    row_head = row.to(tl.int64) * NUM_HEADS + head  # index into [T, H], or [splits, T, H]
+    if SPLIT:
+        row_head += split.to(tl.int64) * num_rows * NUM_HEADS
+        part_lse = highest + tl.log2(tl.where(total == 0.0, 1.0, total))
+        tl.store(lse + row_head, tl.where(total == 0.0, float("-inf"), part_lse), mask=is_row)
     target = out + row_head[:, None] * VALUE_DIM + value_dims
     inside = is_row[:, None] & (value_dims < VALUE_DIM)
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
-    if SPLIT:
-        merged = highest + tl.log2(tl.where(total == 0.0, 1.0, total))
-        tl.store(lse + row_head, tl.where(total == 0.0, float("-inf"), merged), mask=is_row)
 
 
 @checks.kernel_jit
@@ -214,26 +255,6 @@ def _attend_keys(
 
 
 @checks.kernel_jit
-def split_span(
-    begin,
-    end,
-    split,
-    num_splits,
-    SPLIT_KEYS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """The part `[begin, end)` of a tile's keys that belongs to a split."""
-    if SPLIT_KEYS > 0:
-        begin = tl.maximum(begin, split * SPLIT_KEYS)
-        end = tl.minimum((split + 1) * SPLIT_KEYS, end)
-    else:
-        tiles_per_split = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits)
-        begin += split * tiles_per_split * BLOCK_N
-        end = tl.minimum(begin + tiles_per_split * BLOCK_N, end)
-    return begin, end
-
-
-@checks.kernel_jit
 def zero_spare_rows(
     out,  # pointers [1, Dv] to row 0 of the group's first head
     first_spare,  # the first row that belongs to no request
@@ -252,39 +273,3 @@ def zero_spare_rows(
         at = (first_spare + spare // GROUP).to(tl.int64) * ROW_STRIDE + spare % GROUP * VALUE_DIM
         zeros = tl.zeros([BLOCK_M, value_inside.shape[1]], out.dtype.element_ty)
         tl.store(out + at[:, None], zeros, mask=(spare < num_spare)[:, None] & value_inside)
-
-
-@checks.kernel_jit
-def merge_splits_kernel(
-    partial,  # [splits, T, H, Dv] float32
-    lse,  # [splits, T, H] float32, base 2; -inf where a split saw no key
-    query_start_loc,  # [R + 1] int32
-    out,  # [T, H, Dv], written
-    num_requests,
-    num_splits,
-    num_row_heads,  # T x H
-    NUM_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr,
-):
-    """One output row of one head: the partial outputs weighted by their share of the softmax."""
-    row_head = tl.program_id(0).to(tl.int64)
-    is_row = row_head // NUM_HEADS < tl.load(query_start_loc + num_requests)
-    dims = tl.arange(0, PADDED_VALUE_DIM)
-    splits = tl.arange(0, PADDED_SPLITS)
-    at = splits.to(tl.int64) * num_row_heads + row_head
-    part_lse = tl.load(lse + at, mask=(splits < num_splits) & is_row, other=float("-inf"))
-    # Splits without keys left their partial output unwritten.
-    parts = tl.load(
-        partial + at[:, None] * VALUE_DIM + dims,
-        mask=(part_lse > float("-inf"))[:, None] & (dims < VALUE_DIM),
-        other=0.0,
-    )
-    highest = tl.max(part_lse, 0)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    shares = tl.exp2(part_lse - base)
-    total = tl.sum(shares, 0)
-    merged = tl.sum(parts * shares[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    target = out + row_head * VALUE_DIM + dims
-    tl.store(target, merged.to(out.dtype.element_ty), mask=dims < VALUE_DIM)

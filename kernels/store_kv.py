@@ -145,7 +145,7 @@ def _store_kv_op(
     slot_mapping: torch.Tensor,
     backend: str,
 ) -> None:
-    _check_store_kv(key, value, key_cache, value_cache, slot_mapping)
+    check_store_kv(key, value, key_cache, value_cache, slot_mapping)
     resolved = checks.resolve_backend(backend, tensor=key, kernel=_store_kv_kernel)
     if key.shape[0] == 0:
         return
@@ -162,9 +162,14 @@ def _store_kv_fake(key: Tensor, *_: object) -> None:
     return None
 
 
-def _check_store_kv(
+def check_store_kv(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
+    """Refuses arguments of `store_kv` whose shapes, dtypes or devices disagree.
+
+    Raises:
+        ValueError: names the tensor and what was expected of it.
+    """
     checks.check_rank("key", key, letters="[T, Hkv, Dk]")
     checks.check_paged_cache(key_cache, value_cache, rows=key)
     num_rows, _, key_dim = key.shape

@@ -121,8 +121,21 @@ def compose_config(schema: type[ConfigT], words: Sequence[str]) -> ConfigT:
         raise ConfigError(_compose_fault(schema, fault, overrides)) from fault
     assert isinstance(config, schema), f"compose must give {schema.__name__}, got {type(config)}"
     _resolve_paths(config)
+    if isinstance(config, TrainConfig) and config.head.init == "native":
+        _adopt_conventions(config, overrides)
     validate(config)
     return config
+
+
+def _adopt_conventions(config: TrainConfig, words: Sequence[str]) -> None:
+    """Take what the target's own modules need from its files, unless it was typed, in place."""
+    from mtp_research.heads.conventions import adopt_conventions  # imports torch
+
+    keys = [word.lstrip("+").partition("=")[0] for word in words]
+    typed = {key.removeprefix("head.") for key in keys if key.startswith("head.")}
+    if "head" in keys:  # a file of the group, which is chosen for its number of modules
+        typed.add("num_mtp_modules")
+    adopt_conventions(config.head, path=config.model.path, typed=typed)
 
 
 def _compose_fault(schema: type, fault: Exception, overrides: Sequence[str]) -> str:

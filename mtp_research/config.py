@@ -109,6 +109,9 @@ class ModelConfig:
     tp_plan: str = _one_of("none", "experts", "none", "tensor")
     # auto: spread over the GPUs of one process, then memory and disk; eval.py wants one GPU.
     device_map: str = _one_of("none", "auto", "none")
+    # Expert layers of a bfloat16 target on a GPU. fused: our kernel, for layers that are not being
+    # trained; grouped_mm: transformers'; auto: fused on Hopper for the layouts that it knows.
+    experts: str = _one_of("auto", "auto", "fused", "grouped_mm")
     # Arguments of the family's Hugging Face config; read by task=target only.
     architecture: dict[str, Any] = field(default_factory=dict)
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
@@ -119,7 +122,8 @@ class HeadConfig:
     """The MTP modules that are trained."""
 
     num_mtp_modules: int = _within(3, 1, MAX_SPECULATIVE_TOKENS)  # N
-    # native: the target's own MTP layers; replicate: the one module of head.path, N times.
+    # native: the target's own MTP layers, N and the conventions below from its files where they are
+    # not typed; replicate: the one module of head.path, N times.
     init: str = _one_of("target_last_layer", "native", "random", "replicate", "target_last_layer")
     path: str | None = None  # heads to start from, or the one module of init=replicate
     # Parts that stay as they start: a dotted part of a parameter's name (experts) or a pattern.
@@ -164,6 +168,9 @@ class ObjectiveConfig:
     depth_decay: float = _above(0.8, 0.0, 1.0)
     lk_eta: float = _within(3.0, 0.0, 1000.0)  # lk leaves kl for tv as exp(-lk_eta * acceptance)
     lk_acceptance: str = _one_of("row", "batch", "row")  # what lk_eta multiplies: row's or mean
+    # ce alone, half precision on a GPU: logits in float16, half of float32's bytes. The error of a
+    # gradient stays near that of a bfloat16 gradient; logits beyond 65,504 skip the step.
+    half_logits: bool = True
 
 
 @dataclass
@@ -304,6 +311,12 @@ class EngineConfig:
     # Replay decode steps as CUDA graphs; wants deferred_output and no audit.
     cuda_graphs: bool = False
     compile: bool = False  # run captured steps through torch.compile
+    # Products of compiled steps by our kernel, where it was measured to be faster; Hopper only.
+    few_rows_kernel: bool = True
+    # Compiled kernels start while the one in front ends (Inductor's programmatic dependent launch);
+    # Hopper on. An experiment: where a kernel that reads nothing lies between two others, the last
+    # may not wait for the first.
+    overlap_launches: bool = False
     max_graph_requests: int | None = _within(None, 1, 1 << 16)  # larger batches are split
     # Batch-invariant products and attention: greedy text is the same to the bit for any K, batch
     # and order; wants compile=false.

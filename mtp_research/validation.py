@@ -15,6 +15,7 @@ from mtp_research.config import (
     CLEAN_POLICIES,
     GRID_AXES,
     MAX_SPECULATIVE_TOKENS,
+    EngineConfig,
     EvalConfig,
     GridConfig,
     ObjectiveConfig,
@@ -296,12 +297,7 @@ def _cell_faults(config: EvalConfig) -> Iterator[str]:
     if engine.prefix_caching and unclean:
         key, expected = "engine.prefix_caching", f"must be false for spec.policy={unclean[0]}"
         yield _fault(key, expected, "true", f"{key}=false")
-    if engine.deterministic and engine.compile:
-        key, fix = "engine.compile", "engine=h200_deterministic"
-        yield _fault(key, "must be false for engine.deterministic=true", "true", fix)
-    if engine.max_graph_requests is not None and not engine.cuda_graphs:
-        key, expected = "engine.max_graph_requests", "must be null for engine.cuda_graphs=false"
-        yield _fault(key, expected, engine.max_graph_requests, f"{key}=null")
+    yield from _capture_faults(engine)
     if engine.max_model_len is not None and engine.max_model_len <= max_new_tokens:
         key, expected = "engine.max_model_len", f"must exceed max_new_tokens={max_new_tokens}"
         yield _fault(key, expected, engine.max_model_len, f"{key}={2 * max_new_tokens}")
@@ -312,6 +308,19 @@ def _cell_faults(config: EvalConfig) -> Iterator[str]:
         key, expected = "logger.tensorboard", "must be false for eval.py, which writes files only"
         yield _fault(key, expected, "true", f"{key}=false")
     yield from _sampling_faults(config)
+
+
+def _capture_faults(engine: EngineConfig) -> Iterator[str]:
+    """Keys of compiled and captured steps that exclude or need one another."""
+    if engine.deterministic and engine.compile:
+        key, fix = "engine.compile", "engine=h200_deterministic"
+        yield _fault(key, "must be false for engine.deterministic=true", "true", fix)
+    if engine.overlap_launches and not engine.compile:
+        key, expected = "engine.overlap_launches", "must be false for engine.compile=false"
+        yield _fault(key, expected, "true", f"{key}=false")
+    if engine.max_graph_requests is not None and not engine.cuda_graphs:
+        key, expected = "engine.max_graph_requests", "must be null for engine.cuda_graphs=false"
+        yield _fault(key, expected, engine.max_graph_requests, f"{key}=null")
 
 
 def _sampling_faults(config: EvalConfig) -> Iterator[str]:

@@ -1,14 +1,23 @@
-"""The time boxes of tools/gpu_study.py: a stage that is late is stopped, a finished one kept."""
+"""The time boxes of tools/gpu_study.py: a stage that is late is stopped, a finished one kept.
+
+And the parts of its batch sweep, each of which is a whole evaluation.
+"""
 
 import argparse
 import json
 import re
 import subprocess
 import sys
+import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from mtp_research.cli import compose_config
+from mtp_research.config import EvalConfig
+from mtp_research.evaluation.conditions import conditions_of
+from tools import gpu_batch_sweep as sweep
 from tools import gpu_study as tool
 
 SLEEPS = ["-c", "import time; time.sleep(60)"]
@@ -17,7 +26,12 @@ SLEEPS = ["-c", "import time; time.sleep(60)"]
 def study(folder: Path, *, limit_s: float) -> tool.Study:
     (folder / "out").mkdir(exist_ok=True)
     args = argparse.Namespace(
-        work=folder, out=folder / "out", limit_s=limit_s, tiny=False, model="lab_tiny"
+        work=folder,
+        out=folder / "out",
+        limit_s=limit_s,
+        tiny=False,
+        model="lab_tiny",
+        stages=list(tool.BOXES),
     )
     return tool.Study(args)
 
@@ -51,3 +65,60 @@ def test_time_left_over_by_a_stage_goes_to_the_next(tmp_path: Path) -> None:
     (left,) = re.findall(r"== answers, (\d+) s", (tmp_path / "log.txt").read_text())
     both = tool.BOXES["target"] + tool.BOXES["answers"]
     assert tool.BOXES["answers"] < int(left) <= both
+
+
+def test_finished_parts_of_a_late_stage_are_collected(tmp_path: Path) -> None:
+    for name, file in (("batch_64_k135", "results.json"), ("batch_1_k135", "finished.jsonl")):
+        (tmp_path / "batch" / name).mkdir(parents=True)
+        (tmp_path / "batch" / name / file).write_text("{}")
+        (tmp_path / "batch" / name / "table.txt").touch()
+    late = study(tmp_path, limit_s=1)
+    late.run("batch", SLEEPS)
+    with tarfile.open(tmp_path / "out" / "batch.tar") as archive:
+        names = archive.getnames()
+    assert names == ["batch/batch_64_k135/results.json", "batch/batch_64_k135/table.txt"]
+    assert json.loads((tmp_path / "out" / "study.json").read_text())["stages"] == late.stages
+
+
+def test_sweep_covers_every_k_at_every_size_with_a_baseline() -> None:
+    found = set()
+    made = list(sweep.parts(can_compile=True))
+    for part in made:
+        words = ["experiment=batch_sweep", "engine=h200", "model.device=cpu", *part.words]
+        config = compose_config(EvalConfig, words)
+        conditions = conditions_of(config)
+        assert config.engine.cuda_graphs
+        assert [c.num_speculative_tokens for c in conditions].count(0) == 1
+        is_compiled = {c.config.engine.compile for c in conditions}
+        assert is_compiled == {part.is_compiled}
+        found |= {
+            (c.group.max_num_requests, c.num_speculative_tokens, c.policy)
+            for c in conditions
+            if not part.is_compiled
+        }
+    policies = ("eagle", "training")
+    drafting = {(r, k, p) for r in (1, 8, 32, 64) for k in range(1, 6) for p in policies}
+    assert found == drafting | {(r, 0, None) for r in (1, 8, 32, 64)}
+    assert len({part.name for part in made}) == len(made)
+    assert not any(part.is_compiled for part in sweep.parts(can_compile=False))
+
+
+def test_sweep_goes_on_after_a_part_that_failed_and_skips_finished_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep.gc, "collect", lambda: 0)  # slow in a process full of tests
+    done = next(sweep.parts(can_compile=False))
+    (tmp_path / done.name).mkdir()
+    (tmp_path / done.name / "results.json").touch()
+    ran: list[str] = []
+
+    def run(schema: type, entry: object, *, argv: Sequence[str]) -> int:
+        ran.append(argv[-1].rpartition("/")[2])
+        return 3
+
+    codes = [
+        sweep.run_part(part, part.words, tmp_path, run=run)
+        for part in sweep.parts(can_compile=False)
+    ]
+    assert codes == [0] + [3] * 11
+    assert done.name not in ran

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from mtp_research import matrix_cell, matrix_heads, matrix_workers
+from mtp_research import matrix_cell, matrix_workers
 from mtp_research.cli import compose_config
 from mtp_research.config import MatrixConfig, TrainConfig
 from mtp_research.errors import ConfigError, IntegrityError, NumericFault

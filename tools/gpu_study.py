@@ -1,16 +1,18 @@
-"""One GPU call: a lab target, its text, heads of three seeds, the matrix, prices, the batch sweep.
+"""One GPU call: a lab target, its text, heads of three seeds, the matrix, the batch sweep, prices.
 
     python tools/gpu_study.py --out $OUT --model lab_base --engine h200 \
         --corpus .carry/corpus --wheels .carry/wheels
     python tools/gpu_study.py --out /tmp/out --target assets/lab_tiny/target \
         --answers assets/lab_tiny/regenerated.jsonl.xz --limit-s 300 --tiny      a CPU, to try it
 
-Stages run one after the other, each in its own process: target, answers, matrix, prices, batch.
+Stages run one after the other, each in its own process: target, answers, matrix, batch, prices.
 `--target` and `--answers` take the place of the first two. A stage has until the end of its own
 box and those before it, so that what one leaves over the next may use; at its end it is told to
 stop, and the next stage takes what is there. The same command with the same `--work` goes on: a
-finished stage is not run again, and a stopped one continues with its files. Small results go to
-`--out`: at most eight files, `study.json` with the time and exit code of every stage among them.
+finished stage is not run again, and a stopped one continues with its files, with the boxes of the
+finished ones added to its own. Small results go to `--out` after every stage: at most eight files,
+`study.json` with the time and exit code of every stage among them. `batch.tar` holds one results
+folder for each part of tools/gpu_batch_sweep.py that was finished.
 
 `--wheels` holds packages that the machine lacks (hydra-core, omegaconf, antlr4): no index is asked.
 """
@@ -21,16 +23,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Seconds of each stage of a 480 s call on one H200.
-BOXES = {"target": 150, "answers": 50, "matrix": 180, "prices": 50, "batch": 50}
+# Seconds of each stage of a 560 s call on one H200.
+BOXES = {"target": 150, "answers": 40, "matrix": 170, "batch": 150, "prices": 50}
 GRACE_S = 15  # between asking a stage to stop and killing it; the trainer saves in between
 STOP_MARGIN_S = 50  # of the target's box for what is not training: 28 s were measured on an H200
 # The walk of target_roll goes row by row, which a GPU does slowly: --policies adds it.
-MATRIX = ["matrix.max_differing_share=0.1", "matrix.policies=[training,eagle]"]
+MATRIX = [
+    "matrix.max_differing_share=0.1",
+    "matrix.policies=[training,eagle]",
+    "matrix.num_mtp_modules=[3,1]",  # the batch sweep wants the first one
+]
 _DOMAINS = "math arith python code_instruct howto prose docs qa roleplay rag"  # left out of a trial
 TINY = {
     "target": [
@@ -47,11 +54,7 @@ TINY = {
         *("matrix.seeds=[0,1]", "matrix.num_prompts=4", "matrix.max_new_tokens=12"),
     ],
     "prices": ["prompts.max_prompts=4", "sampling.max_new_tokens=12", "spec.k=3"],
-    "batch": [
-        "prompts.max_prompts=4",
-        "sampling.max_new_tokens=8",
-        "engine.max_num_requests=[1,4]",
-    ],
+    "batch": ["--tiny"],
 }
 
 
@@ -62,13 +65,15 @@ class Study:
         """Start the clock."""
         self.args = args
         self.work: Path = args.work
-        self.scale = args.limit_s / sum(BOXES.values())
+        self.scale = args.limit_s / sum(BOXES[stage] for stage in args.stages)
         self.started = time.perf_counter()
         self.end_s = 0.0  # of the boxes so far
         self.stages: dict[str, dict[str, object]] = {}
 
     def run(self, stage: str, words: list[str]) -> None:
-        """Run one stage until it ends or its box does."""
+        """Run one stage until it ends or its box does, if it is asked for."""
+        if stage not in self.args.stages:
+            return
         self.end_s += BOXES[stage] * self.scale
         mark, began = self.work / f"{stage}.done", time.perf_counter()
         if mark.is_file():
@@ -84,6 +89,7 @@ class Study:
             mark.touch()
         seconds = round(time.perf_counter() - began, 1)
         self.stages[stage] = {"code": code, "seconds": seconds, "command": " ".join(words)}
+        collect(self)
         print(f"{stage}: exit {code}, {seconds} s of {left:.0f}", flush=True)
 
 
@@ -99,23 +105,27 @@ def main() -> int:
     target, answers = prepare(study)
     if not Path(target, "config.json").exists() or not Path(answers).exists():
         collect(study)
+        print("error: no target or no text of it; see log.txt", file=sys.stderr)
         return 1
     model = [f"model={args.model}", f"model.path={target}"]
     matrix = args.work / "matrix"
     words = [f"data.path={answers}", f"output_dir={matrix}", *MATRIX]
     words += [f"matrix.policies=[{args.policies}]"] if args.policies else []
+    words += [f"matrix.num_workers={args.workers}"]
     study.run("matrix", ["train.py", "experiment=policy_matrix", *model, *words])
     names = ("chain_n3_s0", "chain_n1_s0", "ttt_n1_s0")
     heads = [matrix / name / "head" for name in names]
     heads = [str(head) for head in heads if (head / "head.json").is_file()]
     if heads:
+        words = ["--out", str(args.work / "batch"), *model]
+        words += [f"spec.head={heads[0]}", f"engine={args.engine}"]
+        study.run("batch", ["tools/gpu_batch_sweep.py", *words])
         listed = f"spec.head=[{','.join(heads)}]"
         words = [listed, "model.dtype=float32", f"output_dir={args.work / 'prices'}"]
+        words += ["engine.max_num_requests=120"]  # all prompts at a time: steps are host-bound
         study.run("prices", ["eval.py", "experiment=fault_price", *model, *words])
-        words = [f"spec.head={heads[0]}", f"output_dir={args.work / 'batch'}"]
-        words += [f"engine={args.engine}"]
-        study.run("batch", ["eval.py", "experiment=batch_sweep", *model, *words])
     collect(study)
+    print_tables(args.out)
     codes = {stage: facts["code"] for stage, facts in study.stages.items()}
     print(json.dumps({"stages": codes, "out": str(args.out)}))
     return int(any(codes.values()) or not heads)
@@ -157,26 +167,33 @@ def wait(process: subprocess.Popen[bytes], *, seconds: float) -> int:
 
 
 def collect(study: Study) -> None:
-    """Copy results, print the tables again from them, and write what each stage took."""
+    """Copy the results that there are, and write what each stage took."""
     work, out = study.work, study.args.out
     pairs = {
         "matrix/matrix.json": "matrix.json",
         "prices/fault_price.json": "fault_price.json",
-        "batch/results.json": "batch.json",
-        "batch/table.txt": "batch.txt",
         "log.txt": "log.txt",
     }
     for source, name in pairs.items():
         if (work / source).is_file():
             shutil.copyfile(work / source, out / name)
+    done = sorted((work / "batch").glob("*/results.json"))
+    if done:
+        with tarfile.open(out / "batch.tar", "w") as archive:
+            for path in (file for one in done for file in (one, one.with_name("table.txt"))):
+                archive.add(path, path.relative_to(work))
+    facts = {"model": study.args.model, "argv": sys.argv[1:], "stages": study.stages}
+    (out / "study.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def print_tables(out: Path) -> None:
+    """Compute the tables again from the results; those of an unfinished matrix may not exist."""
     tables = {"matrix": "seed_figures", "fault_price": "fault_table"}
     for name, module in tables.items():
         if (out / f"{name}.json").is_file():
             words = ["-m", f"mtp_research.evaluation.{module}", str(out)]
             done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True)
             (out / f"{name}.md").write_bytes(done.stdout)
-    facts = {"model": study.args.model, "argv": sys.argv[1:], "stages": study.stages}
-    (out / "study.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def arguments() -> argparse.Namespace:
@@ -191,6 +208,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, help="folder of packages to install first")
     parser.add_argument("--engine", default="auto", help="of conf/engine, for the batch sweep")
     parser.add_argument("--policies", help="of the matrix, such as training,eagle,target_roll")
+    parser.add_argument("--stages", nargs="+", choices=list(BOXES), default=list(BOXES))
+    parser.add_argument("--workers", type=int, default=1, help="heads of the matrix at a time")
     parser.add_argument("--limit-s", type=float, default=sum(BOXES.values()))
     parser.add_argument("--tiny", action="store_true", help="limits for a trial on a CPU")
     return parser.parse_args()

@@ -4,13 +4,16 @@
     python tools/gpu_tensor_parallel.py --out /tmp/x --shape tiny --device cpu \
         --steps 8 --batches 2                                                       on a CPU
 
-Writes random weights of a shape once, then decodes the same prompts in one process and in
-torchrun's, greedily, with K = 0 and K drafts of random modules. In bfloat16 a sum over ranks rounds
-differently, so texts may part where two logits are all but equal: the share of equal texts and the
-first difference are printed. With `--graphs` the step is captured, NCCL's sums included.
+Writes random weights of a shape once, to `--work`, then decodes the same prompts in one process and
+in torchrun's, greedily, with K = 0 and K drafts of random modules. In bfloat16 a sum over ranks
+rounds differently, so texts may part where two logits are all but equal, as those of random weights
+often are: the share of equal texts and the first difference are printed. `--dtype float32` should
+keep them equal. With `--graphs` the step is captured, NCCL's sums included. A world that fails or
+takes too long leaves the rows that it has measured.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -30,53 +33,78 @@ from mtp_research.models.shapes import SHAPES, random_target
 from mtp_research.models.target import Target, load_target
 
 PROMPT_TOKENS = 32
-LIMIT_S = 400  # of a run
+PORT = "29631"
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+# NVLink multicast can put GPUs that others share out of service.
+MULTICAST_OFF = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
 
 
 def main() -> int:
     """Run both worlds and compare; exit status 1 when a run failed."""
+    args = parse_options()
+    args.dtype = args.dtype or DTYPES[args.device]
+    model = args.work / f"{args.shape}_{args.dtype}"
+    if args.world:
+        decode(args, model)
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not (model / "config.json").is_file():
+        dtype, device = getattr(torch, args.dtype), torch.device(args.device)
+        random_target(args.shape, dtype=dtype, device=device).model.save_pretrained(model)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
+    commands = {1: [sys.executable], args.ranks: [*launcher, "--master-port", PORT]}
+    failed = [world for world, words in commands.items() if not run_world(args, world, words)]
+    for world in failed:
+        print(f"FAILED with {world} processes; see the output above")
+    report(args.out, ranks=args.ranks)
+    return int(bool(failed))
+
+
+def parse_options() -> argparse.Namespace:
+    """Options by their names."""
     parser = argparse.ArgumentParser()
     add = parser.add_argument
-    add("--out", type=Path, required=True)
+    add("--out", type=Path, required=True, help="small results")
+    add("--work", type=Path, default=Path("/tmp/gpu_tensor_parallel"), help="weights, gigabytes")
     add("--shape", default="dense_1b", choices=sorted(SHAPES))
     add("--device", default="cuda", choices=sorted(DTYPES))
+    add("--dtype", choices=sorted(set(DTYPES.values())), help="default bfloat16 on a GPU")
     add("--ranks", type=int, default=2)
     add("--plan", default="tensor", choices=("experts", "tensor"))
     add("--batches", type=int, nargs="+", default=[1, 8, 32])
     add("--k", type=int, nargs="+", default=[0, 3])
     add("--steps", type=int, default=64, help="tokens of a request")
     add("--graphs", action="store_true")
+    add("--limit-s", type=int, default=100, help="of one world")
     add("--world", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    model = args.out / "model"
-    if args.world:
-        decode(args, model)
-        return 0
-    args.out.mkdir(parents=True, exist_ok=True)
-    if not (model / "config.json").is_file():
-        dtype, cpu = getattr(torch, DTYPES[args.device]), torch.device("cpu")
-        random_target(args.shape, dtype=dtype, device=cpu).model.save_pretrained(model)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
-    commands = {1: [sys.executable], args.ranks: [*launcher, "--master-port", "29631"]}
-    for world, command in commands.items():
-        words = [*command, __file__, *sys.argv[1:], "--world", str(world)]
-        if subprocess.run(words, timeout=LIMIT_S, check=False).returncode:
-            print(f"FAILED with {world} processes; see the output above")
-            return 1
-    report(args.out, ranks=args.ranks)
-    return 0
+    return parser.parse_args()
+
+
+def run_world(args: argparse.Namespace, world: int, launcher: list[str]) -> bool:
+    """Whether the processes of one world ended well; timeout's signal reaches torchrun's ranks."""
+    path = args.out / f"world_{world}.json"
+    path.unlink(missing_ok=True)
+    limit = ["timeout", "--kill-after", "10", str(args.limit_s)]
+    words = [*limit, *launcher, __file__, *sys.argv[1:], "--world", str(world)]
+    code = subprocess.run(words, check=False, env=os.environ | MULTICAST_OFF).returncode
+    return code == 0 and path.is_file()
 
 
 def decode(args: argparse.Namespace, model: Path) -> None:
-    """One process of one world; rank 0 writes `world_N.json`."""
+    """One process of one world; rank 0 writes `world_N.json` after every row."""
     plan = "none" if args.world == 1 else args.plan
-    target = load_target(model, dtype=DTYPES[args.device], device=args.device, tp_plan=plan)
+    target = load_target(model, dtype=args.dtype, device=args.device, tp_plan=plan)
     torch.manual_seed(1)
     heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).eval().requires_grad_(False)
-    rows = [measure(args, target, heads, k=k, batch=b) for k in args.k for b in args.batches]
-    if os.environ.get("RANK", "0") == "0":
-        (args.out / f"world_{args.world}.json").write_text(json.dumps(rows))
+    rows: list[dict[str, object]] = []
+    for k, batch in itertools.product(args.k, args.batches):
+        rows.append(measure(args, target, heads, k=k, batch=batch))
+        if os.environ.get("RANK", "0") == "0":
+            (args.out / f"world_{args.world}.json").write_text(json.dumps(rows))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -109,9 +137,10 @@ def measure(
 
 def report(out: Path, *, ranks: int) -> None:
     """Equal texts and speed, row by row, and everything as JSON."""
-    alone, split = (json.loads((out / f"world_{n}.json").read_text()) for n in (1, ranks))
+    files = [out / f"world_{n}.json" for n in (1, ranks)]
+    alone, split = (json.loads(file.read_text()) if file.is_file() else [] for file in files)
     found = []
-    for one, many in zip(alone, split, strict=True):
+    for one, many in zip(alone, split, strict=False):  # a world that failed has fewer rows
         pairs = [(one["texts"][name], text) for name, text in many["texts"].items()]
         parted = [
             next((i for i, (a, b) in enumerate(zip(*p, strict=False)) if a != b), None)

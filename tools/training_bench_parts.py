@@ -57,6 +57,7 @@ class Shape:
     Attributes:
         documents: file that `data.path` takes; None for made-up text.
         keeps_hidden: the target's hidden states are computed once and then read, as from a cache.
+        experts: what `model.experts` takes.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Shape:
     loss: str = "ce"
     documents: str | None = None
     keeps_hidden: bool = False
+    experts: str = "auto"
 
 
 def run_config(shape: Shape, trainer: TrainerConfig, *, device: str) -> TrainConfig:
@@ -79,22 +81,23 @@ def run_config(shape: Shape, trainer: TrainerConfig, *, device: str) -> TrainCon
     )
 
 
-def make_target(name: str, *, device: torch.device) -> Target:
+def make_target(name: str, *, device: torch.device, experts: str = "auto") -> Target:
     """A folder with weights, or random ones in the shape of `conf/model/NAME.yaml` or `large`."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if Path(name).is_dir():
-        return load_target(name, dtype=str(dtype).removeprefix("torch."), device=device.type)
+        dtype_name = str(dtype).removeprefix("torch.")
+        return load_target(name, dtype=dtype_name, device=device.type, experts=experts)
     file = "lab_base" if name == "large" else name
     fields = yaml.safe_load((ROOT / "conf" / "model" / f"{file}.yaml").read_text())
     architecture = {"vocab_size": fields["pretrain"]["vocab_size"], **fields["architecture"]}
     architecture |= LARGE if name == "large" else {}
     model = new_target(fields["family"], architecture, dtype=dtype, device=device, seed=0)
-    return wrap_target(model)
+    return wrap_target(model, experts=experts)
 
 
 def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> RunParts:
     """A run without a held-out part: heads, engine and training rows."""
-    target = make_target(shape.model, device=ranks.device)
+    target = make_target(shape.model, device=ranks.device, experts=shape.experts)
     config.objective.loss = shape.loss
     heads = build_heads(config, target=target)
     prepare_target(target, trainer=config.trainer, ranks=ranks)

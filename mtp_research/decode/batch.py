@@ -15,6 +15,7 @@ from torch import Tensor
 from mtp_research.decode.kv_cache import HiddenRing, KVCache
 from mtp_research.decode.request import Request
 from mtp_research.decode.schedule import Scheduled
+from mtp_research.models.compiled import kept
 from mtp_research.models.paged import PagedContext
 from mtp_research.models.recurrent import RecurrentContext, with_states
 from mtp_research.row_layout import BaseRows, bounded_rows, equal_rows
@@ -199,12 +200,16 @@ class StepInputs:
 
     def target_context(self, cache: KVCache, *, backend: str) -> PagedContext | RecurrentContext:
         """Context of the target forward pass: pages, and states where layers are recurrent."""
+        slots = self.slot_mapping(self.request_index, self.positions)
+        seq_lens, query_start_loc = self.seq_lens, self.query_start_loc
+        if torch.compiler.is_compiling():  # every layer reads them
+            slots, seq_lens, query_start_loc = kept(slots), kept(seq_lens), kept(query_start_loc)
         paged = PagedContext(
             pool=cache,
-            slot_mapping=self.slot_mapping(self.request_index, self.positions),
+            slot_mapping=slots,
             block_table=self.block_table,
-            seq_lens=self.seq_lens,
-            query_start_loc=self.query_start_loc,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
             max_query_len=self.max_query_len,
             backend=backend,
         )

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from mtp_research.config import EngineConfig
 from mtp_research.decode.audit import Auditor
 from mtp_research.decode.block_manager import BlockManager
+from mtp_research.decode.capture import require_capturable
 from mtp_research.decode.deterministic import kernel_backend
 from mtp_research.decode.draft import DraftSampling, MTPDrafter
 from mtp_research.decode.draft_length import DraftLength
@@ -20,7 +21,7 @@ from mtp_research.decode.memory import bytes_per_block, free_bytes, plan_num_blo
 from mtp_research.decode.prefix_cache import PrefixCache
 from mtp_research.decode.scheduler import Scheduler
 from mtp_research.decode.step import DeviceStep
-from mtp_research.errors import ConfigError, EnvironmentFault
+from mtp_research.errors import ConfigError
 from mtp_research.heads.draft_vocabulary import restrict_vocabulary
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.merged import merge_projections
@@ -167,30 +168,17 @@ def build_graphs(
     """Captured steps, where the engine asks for them.
 
     Raises:
-        ConfigError: settings that a captured step cannot follow.
+        ConfigError: a target or settings that a captured step cannot follow.
         EnvironmentFault: there is no GPU.
     """
     if not engine.cuda_graphs:
         return None
-    if step.target.device.type != "cuda":
-        raise EnvironmentFault(
-            f"engine.cuda_graphs=true needs the model on a CUDA GPU, got {step.target.device}; "
-            "set engine=auto."
-        )
-    if engine.audit or not engine.deferred_output:
-        raise ConfigError(
-            "engine.cuda_graphs=true needs engine.deferred_output=true and engine.audit=false, got "
-            f"{engine.deferred_output} and {engine.audit}; set engine=h200."
-        )
-    if step.target.has_recurrent_state:
-        raise ConfigError(
-            "engine.cuda_graphs=true does not support recurrent layers, got family "
-            f"{step.target.family_name}; set engine.cuda_graphs=false."
-        )
+    require_capturable(step, engine=engine)
     if engine.compile:
-        merge_projections(step.target.model)
+        uses_kernel = engine.few_rows_kernel
+        merge_projections(step.target.model, few_rows_kernel=uses_kernel)
         if isinstance(step.drafter, MTPDrafter):
-            merge_projections(step.drafter.heads)
+            merge_projections(step.drafter.heads, few_rows_kernel=uses_kernel)
     return StepGraphs(
         step,
         max_num_requests=min(
@@ -204,6 +192,7 @@ def build_graphs(
         ),
         block_size=engine.block_size,
         compile_step=engine.compile,
+        overlap_launches=engine.overlap_launches,
     )
 
 

@@ -48,6 +48,7 @@ class StepGraphs:
         num_table_blocks: M, blocks that the longest request can own.
         block_size: tokens a page.
         compile_step: run the step through `torch.compile` before it is captured.
+        overlap_launches: compiled kernels start while the one in front of them ends.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class StepGraphs:
         num_table_blocks: int,
         block_size: int,
         compile_step: bool,
+        overlap_launches: bool = False,
     ) -> None:
         self._step = step
         self._block_size = block_size
@@ -78,7 +80,10 @@ class StepGraphs:
         self._device_part: Callable[..., StepResult] = self._run_step
         if compile_step:
             torch._dynamo.config.recompile_limit = _MAX_COMPILED_VERSIONS
-            self._device_part = torch.compile(self._run_step, dynamic=False)
+            options: dict[str, str | int | bool | Callable[..., object]] = {
+                "triton.enable_pdl": overlap_launches
+            }
+            self._device_part = torch.compile(self._run_step, dynamic=False, options=options)
         self.capture_s = 0.0
 
     @property

@@ -1,6 +1,7 @@
 """Speed of the decode loop on models by shape: random weights, synthetic acceptance, a real loop.
 
     python -m mtp_research.evaluation.bench_decode --shapes dense_1b mimo_7b --batch 1 32 --k 0 3
+    python -m mtp_research.evaluation.bench_decode --steps 1000 --strict-sync    and no step waits
 
 Both sides of a comparison read the same bytes whatever the drafts are, so acceptance is set
 (`--accept`, the chance of a draft given that it is reached) and speed is measured. Every row is
@@ -14,10 +15,9 @@ import argparse
 import dataclasses
 import gc
 import json
-import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -25,8 +25,15 @@ from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.verify_options import VerifyOptions
+from mtp_research.errors import ConfigError, NumericFault
 from mtp_research.evaluation.bench_bytes import measure_bytes
-from mtp_research.evaluation.bench_options import parse_options
+from mtp_research.evaluation.bench_options import Case, cases_of, parse_options
+from mtp_research.evaluation.bench_steps import (
+    NUM_WARM_UP_STEPS,
+    context_limit,
+    require_blocks,
+    time_steps,
+)
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.kernels.bench_timing import describe_machine, measure_ceilings
 from mtp_research.models.shapes import random_target
@@ -49,28 +56,23 @@ COLUMNS = {
     "share": "{:.3f}",
     "host_ms": "{:.3f}",
     "launches": "{}",
+    "syncs": "{}",
     "experts": "{:.1f}",
     "ready_s": "{:.0f}",
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One row of the benchmark."""
-
-    shape: str
-    batch: int
-    num_drafts: int
-    policy: str
-    num_modules: int
-    context: int
-    draft_vocab: int | None = None  # None: all tokens may be drafted
-    arithmetic: str = "usual"
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Print one row per case and write them as JSON; returns the exit status."""
     options = parse_options(arguments)
+    try:
+        return _run(options)
+    except (ConfigError, NumericFault) as fault:
+        sys.stderr.write(f"error: {fault}\n")
+        return fault.exit_code
+
+
+def _run(options: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.cpu:
         print("error: bench_decode needs a CUDA GPU; --cpu tries the commands.", file=sys.stderr)
@@ -87,11 +89,16 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[dict[str, object]] = []
     for shape in options.shapes:
         target = random_target(
-            shape, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device
+            shape,
+            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+            device=device,
+            experts=options.experts,
         )
         for row in _measure_shape(target, shape, options, copy_tb_per_s):
             rows.append(row)
             print("  ".join(_cell(row.get(name), form) for name, form in COLUMNS.items()))
+            if options.strict_sync:
+                print(f"    {_strict_line(row)}")
             for name, count, us in (row["kernels"] or [])[: options.kernels]:
                 print(f"    {us:9.1f} us {count:5d}  {name[:110]}")
             sys.stdout.flush()
@@ -103,6 +110,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _strict_line(row: Mapping[str, object]) -> str:
+    """What `--strict-sync` found, in words."""
+    if row["syncs"] is None:
+        return f"syncs are not counted without a GPU; {row['num_steps']} steps were made"
+    launches = f"{row['launches']} launches a step in 1 graph replay, "
+    return f"{launches if row['launches'] else ''}{row['syncs']} syncs in {row['num_steps']} steps"
+
+
 def _cell(value: object, form: str) -> str:
     return "-" if value is None else form.format(value)
 
@@ -111,29 +126,10 @@ def _measure_shape(
     target: Target, shape: str, options: argparse.Namespace, copy_tb_per_s: float | None
 ) -> Iterator[dict[str, object]]:
     heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=options.modules)).requires_grad_(False)
-    for case in _cases(shape, options):
+    for case in cases_of(shape, options):
         yield _measure(target, heads, case, options, copy_tb_per_s)
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def _cases(shape: str, options: argparse.Namespace) -> Iterable[Case]:
-    for context in options.context:
-        for batch in options.batch:
-            for num_drafts in options.k:
-                # Without drafts there is no policy to choose.
-                for policy in options.policy if num_drafts else options.policy[:1]:
-                    modules = options.modules if num_drafts else 0
-                    yield Case(
-                        shape,
-                        batch,
-                        num_drafts,
-                        policy,
-                        modules,
-                        context,
-                        draft_vocab=options.draft_vocab if num_drafts else None,
-                        arithmetic="invariant" if options.deterministic else "usual",
-                    )
 
 
 def _measure(
@@ -146,6 +142,7 @@ def _measure(
     """One row: fill the batch, warm up, time `steps` steps of the loop."""
     started = time.perf_counter()
     decoder = _decoder(target, heads, case, options)
+    require_blocks(decoder)
     generator = torch.Generator().manual_seed(case.batch)
     for seed in range(case.batch):
         prompt = torch.randint(
@@ -154,13 +151,13 @@ def _measure(
         decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=1 << 20, seed=seed))
     while any(r.is_prefilling for r in decoder.scheduler.requests()):
         decoder.step()
-    for _ in range(8):  # capture, and let the clocks settle
+    for _ in range(NUM_WARM_UP_STEPS):  # capture, and let the clocks settle
         decoder.step()
     _synchronize()
     ready_s = time.perf_counter() - started
     stats = decoder.stats
     steps_before, host_before = stats.num_steps, stats.busy_s - stats.wait_s
-    step_ms, tokens, steps = _time_steps(decoder, options)
+    times = time_steps(decoder, num_steps=options.steps, strict_sync=options.strict_sync)
     host_s = stats.busy_s - stats.wait_s - host_before
     graph_ms = launches = profile = None
     if decoder.graphs is not None:  # what follows leaves the decoder unusable
@@ -171,14 +168,16 @@ def _measure(
     limit_ms = None if copy_tb_per_s is None else needed.total / copy_tb_per_s / 1e9
     return {
         **dataclasses.asdict(case),
-        "tau": tokens / steps / case.batch,
-        "tok_per_s": tokens / steps / step_ms * 1e3,
-        "step_ms": step_ms,
+        "tau": times.num_tokens / times.num_steps / case.batch,
+        "tok_per_s": times.num_tokens / times.num_steps / times.step_ms * 1e3,
+        "step_ms": times.step_ms,
         "graph_ms": graph_ms,
         "limit_ms": limit_ms,
-        "share": None if limit_ms is None else limit_ms / step_ms,
+        "share": None if limit_ms is None else limit_ms / times.step_ms,
         "host_ms": host_s / (stats.num_steps - steps_before) * 1e3,
         "launches": launches,
+        "syncs": times.num_syncs,
+        "num_steps": times.num_steps,
         "experts": needed.unique_experts,
         "ready_s": ready_s,
         "capture_s": None if decoder.graphs is None else decoder.graphs.capture_s,
@@ -193,16 +192,22 @@ def _decoder(
 ) -> SpecDecoder:
     on_gpu = target.device.type == "cuda"
     rates = tuple(options.accept ** (step + 1) for step in range(case.num_drafts))
-    longest = case.context + (options.steps + 40) * (case.num_drafts + 1)
     engine = EngineConfig(
         block_size=options.block_size,
         max_num_requests=case.batch,
         max_num_batched_tokens=max(8192, case.batch * (case.num_drafts + 1)),
         max_prefill_chunk=2048,
-        max_model_len=-(-longest // 256) * 256,
+        max_model_len=context_limit(
+            context=case.context,
+            num_steps=options.steps,
+            num_drafts=case.num_drafts,
+            num_positions=target.config.max_position_embeddings,
+        ),
         deferred_output=True,
         cuda_graphs=on_gpu and not options.no_graphs,
         compile=on_gpu and not options.no_compile and not options.deterministic,
+        few_rows_kernel=not options.library_products,
+        overlap_launches=options.overlap_launches,
         deterministic=options.deterministic,
         audit=False,
     )
@@ -216,24 +221,6 @@ def _decoder(
         verify="synthetic" if case.num_drafts else "greedy",
         verify_options=VerifyOptions(synthetic_rates=rates),
     )
-
-
-def _time_steps(decoder: SpecDecoder, options: argparse.Namespace) -> tuple[float, int, int]:
-    """Wall milliseconds a step (median of five slices), tokens emitted and steps timed."""
-    slices, per_slice = 5, max(options.steps // 5, 1)
-    times, first = [], decoder.stats.num_emitted_tokens
-    if options.strict_sync:
-        torch.cuda.set_sync_debug_mode("error")
-    for _ in range(slices):
-        started = time.perf_counter()
-        for _ in range(per_slice):
-            decoder.step()
-        times.append((time.perf_counter() - started) / per_slice * 1e3)
-    if options.strict_sync:
-        torch.cuda.set_sync_debug_mode("default")
-    _synchronize()
-    emitted = decoder.stats.num_emitted_tokens - first
-    return statistics.median(times), emitted, slices * per_slice
 
 
 def _synchronize() -> None:

@@ -1,12 +1,29 @@
-"""Command line of `bench_decode`.
+"""Command line of `bench_decode`, and the rows that it asks for.
 
 Letters: K drafts per step.
 """
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from mtp_research.models.experts import EXPERTS
 from mtp_research.models.shapes import SHAPES
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the benchmark."""
+
+    shape: str
+    batch: int
+    num_drafts: int
+    policy: str
+    num_modules: int
+    context: int
+    draft_vocab: int | None = None  # None: all tokens may be drafted
+    arithmetic: str = "usual"
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
@@ -25,10 +42,39 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         "--draft-vocab", type=int, help="draft from the first so many token ids; default all"
     )
     parser.add_argument("--deterministic", action="store_true", help="batch-invariant arithmetic")
+    parser.add_argument("--experts", choices=EXPERTS, default="auto", help="as model.experts")
+    parser.add_argument(
+        "--library-products", action="store_true", help="engine.few_rows_kernel=false"
+    )
+    parser.add_argument(
+        "--overlap-launches", action="store_true", help="engine.overlap_launches=true"
+    )
     parser.add_argument("--kernels", type=int, default=0, help="print the slowest so many kernels")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--strict-sync", action="store_true", help="fail on any device sync")
+    parser.add_argument(
+        "--strict-sync", action="store_true", help="fail if a timed step waits for the device"
+    )
     parser.add_argument("--cpu", action="store_true", help="run without a GPU, to try the command")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
+
+
+def cases_of(shape: str, options: argparse.Namespace) -> Iterator[Case]:
+    """One case for each row of the table, in the order of the options."""
+    for context in options.context:
+        for batch in options.batch:
+            for num_drafts in options.k:
+                # Without drafts there is no policy to choose.
+                for policy in options.policy if num_drafts else options.policy[:1]:
+                    modules = options.modules if num_drafts else 0
+                    yield Case(
+                        shape,
+                        batch,
+                        num_drafts,
+                        policy,
+                        modules,
+                        context,
+                        draft_vocab=options.draft_vocab if num_drafts else None,
+                        arithmetic="invariant" if options.deterministic else "usual",
+                    )

@@ -8,13 +8,17 @@ file with other formulas, or with figures that its own counters do not give, is 
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from mtp_research.config import SamplingConfig, SpecConfig
+from mtp_research.decode.verify_rules import LOSSLESS_RULES
 from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.evaluation.pairs import PairedComparison, paired
 from mtp_research.evaluation.report import Report
-from mtp_research.evaluation.runs import read_runs
+from mtp_research.evaluation.runs import mapping, read_runs
+from mtp_research.evaluation.summary import ConditionResult
 from mtp_research.evaluation.tables import paired_grid, plain_text, printable
 
 _NUM_LISTED = 5
@@ -24,8 +28,8 @@ def compare(ours: Report, theirs: Report) -> dict[str, PairedComparison]:
     """Paired differences ours - theirs of every condition label that both hold and that drafts.
 
     Raises:
-        ConfigError: the results differ in prompts, dtype or K, or share no such label; the message
-            lists every difference.
+        ConfigError: the results differ in prompts, dtype, K or the law of the text, or share no
+            such label; the message lists every difference.
     """
     require_comparable(ours, theirs)
     references = {condition.label: condition for condition in theirs.conditions}
@@ -37,7 +41,7 @@ def compare(ours: Report, theirs: Report) -> dict[str, PairedComparison]:
 
 
 def require_comparable(ours: Report, theirs: Report) -> None:
-    """Refuse two results that differ in prompts, dtype or K; see `compare`.
+    """Refuse two results that differ in prompts, dtype, K or the law of the text; see `compare`.
 
     Raises:
         ConfigError: lists every difference.
@@ -45,11 +49,40 @@ def require_comparable(ours: Report, theirs: Report) -> None:
     found = [*_prompt_differences(ours, theirs), *_draft_differences(ours, theirs)]
     if ours.dtype != theirs.dtype:
         found.append(f"dtype {ours.dtype} and {theirs.dtype}")
+    found += _law_differences(ours, theirs)
     if found:
         raise ConfigError(
-            f"expected results of the same prompts, dtype and K, got {'; '.join(found)}; "
-            "evaluate both with the same prompts.path, prompts.max_prompts, model.dtype and spec.k."
+            "expected results of the same prompts, dtype, K and sampling, got "
+            f"{'; '.join(found)}; evaluate both with the same prompts.path, prompts.max_prompts, "
+            "model.dtype, spec.k, spec.verify and sampling.*."
         )
+
+
+def law_of_text(condition: ConditionResult, config: Mapping[str, object]) -> dict[str, object]:
+    """Settings that decide how the text of a condition is distributed, by key.
+
+    Those that do nothing are left out: truncation at temperature 0, the rest of DRY without its
+    multiplier. All lossless rules have one law. A setting that an old file lacks has its default.
+
+    Args:
+        condition: of a results file.
+        config: the configuration in that file.
+    """
+    stored = _with_defaults(SamplingConfig(), mapping(config, "sampling"))
+    if condition.temperature is not None:  # the file may hold a list of them
+        stored["temperature"] = condition.temperature
+    idle = set() if stored["temperature"] else {"top_k", "top_p", "min_p"}
+    if not stored["dry_multiplier"]:
+        idle |= {"dry_base", "dry_allowed_length"}
+    law = {f"sampling.{key}": value for key, value in stored.items() if key not in idle}
+    spec = _with_defaults(SpecConfig(), mapping(config, "spec"))
+    rule = condition.verify or spec["verify"]
+    is_lossless = rule in LOSSLESS_RULES or rule == "auto"
+    law["spec.verify"] = "a lossless rule" if is_lossless else rule
+    if not is_lossless:
+        own = {key: value for key, value in spec.items() if key.startswith(f"{rule}_")}
+        law |= {f"spec.{key}": value for key, value in own.items()}
+    return law
 
 
 def differing_prompts(ours: Report, theirs: Report) -> dict[str, tuple[str | None, str | None]]:
@@ -116,6 +149,30 @@ def _draft_differences(ours: Report, theirs: Report) -> list[str]:
         for label, num_drafts in shared.items()
         if num_drafts != references[label]
     ]
+
+
+def _with_defaults(
+    defaults: SamplingConfig | SpecConfig, stored: Mapping[str, object]
+) -> dict[str, object]:
+    """The stored values of the keys that this version knows."""
+    return {key: stored.get(key, value) for key, value in asdict(defaults).items()}
+
+
+def _law_differences(ours: Report, theirs: Report) -> list[str]:
+    """Each differing setting with both values, and the shared conditions that it is of."""
+    references = {condition.label: condition for condition in theirs.conditions}
+    found: dict[str, list[str]] = {}
+    for condition in ours.conditions:
+        if condition.label not in references or condition.num_speculative_tokens == 0:
+            continue
+        mine = law_of_text(condition, ours.config)
+        other = law_of_text(references[condition.label], theirs.config)
+        for key in sorted(mine.keys() | other.keys()):
+            if mine.get(key) != other.get(key):
+                values = [printable(str(law.get(key, "unused"))) for law in (mine, other)]
+                text = f"{key} {' and '.join(values)}"
+                found.setdefault(text, []).append(printable(condition.label))
+    return [f"{text} for {', '.join(labels[:_NUM_LISTED])}" for text, labels in found.items()]
 
 
 if __name__ == "__main__":

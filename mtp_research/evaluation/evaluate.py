@@ -7,7 +7,7 @@ The flow itself: prompts -> decode loop (same prompts, same order for each condi
 import dataclasses
 import hashlib
 import json
-import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -15,9 +15,10 @@ from typing import cast
 from mtp_research.config import EvalConfig
 from mtp_research.decode.build import Heads
 from mtp_research.decode.verify_rules import LOSSLESS_RULES
-from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.evaluation.backends import check_backend, reference_note
 from mtp_research.evaluation.conditions import Condition, Group, conditions_of
-from mtp_research.evaluation.head_facts import head_facts
+from mtp_research.evaluation.head_facts import head_facts, ranking_sha256
 from mtp_research.evaluation.journal import JOURNAL_FILE, open_journal
 from mtp_research.evaluation.passes import Workload, run_group
 from mtp_research.evaluation.prompts import (
@@ -68,9 +69,10 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
         device=config.model.device,
         tp_plan=config.model.tp_plan,
         device_map=config.model.device_map,
+        experts=config.model.experts,
     )
     warn_of_family(target, family=config.model.family)
-    _check_backend(config.engine.backend, target)
+    check_backend(config.engine.backend, target.device)
     tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
     encoded = encode_prompts(prompts, tokenizer, max_model_len=_context_length(config, target))
     facts = {c.head: head_facts(c.config.spec.head) for c in conditions if c.head is not None}
@@ -111,6 +113,8 @@ def _decode(
     if config.model.tp_plan != "none":  # ranks must decode alike, and were not killed alike
         (output_dir / JOURNAL_FILE).unlink(missing_ok=True)
     journal = open_journal(output_dir, config, inputs=inputs)
+    if note := reference_note(config.engine, config.model.device):
+        sys.stderr.write(f"{note}\n")
     try:
         workload = Workload(target, heads, encoded, journal)
         results: list[ConditionResult] = []
@@ -144,27 +148,19 @@ def _inputs(
     """Hashes of everything that the configuration only points to."""
     asked = [(prompt.question_id, prompt.sha256) for prompt in encoded.prompts]
     heads = {c.head: head_facts(c.config.spec.head) for c in conditions if c.head is not None}
+    rankings = {
+        c.head: ranking_sha256(c.config.spec.head)
+        for c in conditions
+        if c.head is not None and c.config.spec.draft_vocabulary_size is not None
+    }
     return {
         "prompts": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
         "heads": heads,
         "target": target_hashes(target),
         "dtype": str(target.dtype),
         "device": target.device.type,
+        **({"token_rankings": rankings} if rankings else {}),
     }
-
-
-def _check_backend(backend: str, target: Target) -> None:
-    """Refuse Triton kernels on a CPU, unless Triton's own interpreter is on.
-
-    Raises:
-        EnvironmentFault: `backend` is `triton` and cannot run.
-    """
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if backend == "triton" and target.device.type != "cuda" and not is_interpreted:
-        raise EnvironmentFault(
-            f"engine.backend=triton needs a CUDA GPU, the target is on {target.device}; "
-            "set engine.backend=auto, or TRITON_INTERPRET=1 to run Triton's interpreter."
-        )
 
 
 def _context_length(config: EvalConfig, target: Target) -> int:

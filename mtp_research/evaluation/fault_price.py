@@ -19,7 +19,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -29,6 +29,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.evaluation.conditions import head_names
 from mtp_research.evaluation.fault_study import STUDY_FILE, FaultCondition, FaultStudy, read_study
 from mtp_research.evaluation.fault_table import markdown_tables, write_study
 from mtp_research.evaluation.head_facts import head_facts
@@ -85,15 +86,20 @@ def price_faults(config: EvalConfig, output_dir: Path) -> dict[str, object]:
     cells = expand(config).cells
     pairs = [(cell.spec.head, cell.spec.num_speculative_tokens) for cell in cells]
     _check(config, pairs)
-    target = load_target(config.model.path, dtype=config.model.dtype, device=config.model.device)
+    target = load_target(
+        config.model.path,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        experts=config.model.experts,
+    )
     asked = _ask(config, target)
-    study = _start(config, asked, heads=[str(head) for head, _ in pairs], output_dir=output_dir)
+    names = {head: name for head, name in head_names(cells).items() if head and name}
+    study = _start(config, asked, names=names, output_dir=output_dir)
     for head, num_drafts in pairs:
         heads = load_heads(str(head), target)
         for policy in policies_of(config.spec.policy):
-            study = _measure(
-                study, asked, heads, name=Path(str(head)).name, policy=policy, num_drafts=num_drafts
-            )
+            name = names[str(head)]
+            study = _measure(study, asked, heads, name=name, policy=policy, num_drafts=num_drafts)
             write_study(output_dir, study)
     sys.stdout.write(markdown_tables(study) + "\n")
     return {
@@ -142,11 +148,11 @@ def _ask(config: EvalConfig, target: Target) -> _Asked:
 
 
 def _start(
-    config: EvalConfig, asked: _Asked, *, heads: Sequence[str], output_dir: Path
+    config: EvalConfig, asked: _Asked, *, names: Mapping[str, str], output_dir: Path
 ) -> FaultStudy:
     """An empty study, or the one that `output_dir` holds, if it asks the same."""
     study = FaultStudy(
-        heads=tuple(head_facts(head) or {} for head in dict.fromkeys(heads)),
+        heads=tuple((head_facts(head) or {}) | {"name": name} for head, name in names.items()),
         prompts=tuple(
             PromptEntry(prompt.question_id, prompt.category, prompt.format, prompt.sha256)
             for prompt in asked.encoded.prompts

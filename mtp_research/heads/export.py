@@ -7,13 +7,23 @@ Without `--alone` NEW_FOLDER is a whole checkpoint: links to the target's files 
 """
 
 import argparse
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.heads.native_export import export_heads, stitch_heads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
+
+# What loaders and writers call it, by what this command does.
+_OPTIONS = {
+    "spec.head": "--head",
+    "head.path": "--head",
+    "model.path": "--model",
+    "out must": "--out must",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,13 +35,25 @@ def main(arguments: list[str] | None = None) -> int:
         write = export_heads if options.alone else stitch_heads
         written = write(heads, options.out, source=options.model)
     except (ConfigError, IntegrityError, EnvironmentFault) as fault:
-        print(f"error: {fault}", file=sys.stderr)
+        print(f"error: {in_own_words(str(fault))}", file=sys.stderr)
         return fault.exit_code
     print(
         f"{written.folder}: {heads.spec.num_mtp_modules} MTP modules of family "
         f"{target.family_name}, {len(written.names)} tensors, {written.names[0]} ..."
     )
     return 0
+
+
+def in_own_words(message: str) -> str:
+    """A message of the loaders with the options of this command for keys of the configuration."""
+    for key, option in _OPTIONS.items():
+        message = re.sub(rf"(?<![\w.]){re.escape(key)}(=|\b)", _option(option), message)
+    return message
+
+
+def _option(option: str) -> Callable[[re.Match[str]], str]:
+    """`key=` becomes `--option `, and `key` alone `--option`."""
+    return lambda found: f"{option} " if found[1] == "=" else option
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

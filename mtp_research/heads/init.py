@@ -2,7 +2,7 @@
 
     random             the constructor's values
     target_last_layer  the target's last decoder layer
-    native             the target's own MTP layers
+    native             the target's own MTP layers; `conventions.py` says how they are run
     replicate          one trained module, N times (MiMo's recipe: train one, then tune N copies)
 
 Letters: N modules.
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.heads.conventions import CONVENTIONS
 from mtp_research.heads.hub import native_folder
 from mtp_research.heads.module import MTPModule
 from mtp_research.heads.native import has_native_heads, num_published_modules, read_native
@@ -29,7 +30,6 @@ from mtp_research.models.target import Target
 Init = Literal["native", "random", "replicate", "target_last_layer"]
 
 _MODULES = "mtp_modules"
-_CONVENTIONS = ("hidden_source", "recycle_norm", "concat_order")
 
 
 def init_heads(heads: MTPHeads, *, init: Init, path: Path | None = None) -> None:
@@ -180,7 +180,7 @@ def _check_native_conventions(heads: MTPHeads, folder: Path) -> None:
             f"modules of {str(folder)!r} have output heads of their own, which are decoded and not "
             "trained; set head.init=target_last_layer, which trains on the target's lm_head."
         )
-    wanted = {name: getattr(family, name) for name in _CONVENTIONS} | {
+    wanted = {name: getattr(family, name) for name in CONVENTIONS} | {
         "num_mtp_modules": num_published_modules(folder, heads.target)
     }
     differing = {name: value for name, value in wanted.items() if value != getattr(spec, name)}

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from mtp_research.models.experts import EXPERTS_NAME
 from mtp_research.models.family import Family
 from mtp_research.models.geometry import NO_PAGES, LayerGeometry, layer_geometries
 from mtp_research.models.layer_stack import LayerStack
+from mtp_research.models.routers import fuse_routers
 from mtp_research.models.single_layer import SingleLayer
 from mtp_research.models.sparse import route_sparse
 
@@ -29,6 +31,8 @@ def build_block(model: PreTrainedModel, family: Family) -> nn.Module:
     # The class's own initialiser covers routers and expert stacks; rules for Linear would not.
     for module in block.modules():
         model._init_weights(module)
+    if model.config.get_text_config()._experts_implementation == EXPERTS_NAME:
+        fuse_routers(block)
     return block
 
 

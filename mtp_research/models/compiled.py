@@ -11,9 +11,24 @@ P rotary key size.
 
 import torch
 
-from mtp_research.kernels.latent_attention import latent_attention
-from mtp_research.kernels.paged_attention import paged_attention
-from mtp_research.kernels.store_kv import store_kv
+from mtp_research.kernels.latent_attention import attend_latents
+from mtp_research.kernels.new_rows import NewRows
+from mtp_research.kernels.paged_attention import attend_pages
+
+
+@torch.library.custom_op("mtp_research::kept", mutates_args=())
+def kept(values: torch.Tensor) -> torch.Tensor:
+    """A copy of the integers `values`, which many layers hand to the ops below.
+
+    Compiled code would compute such a value anew for every few of the ops that read it, in launches
+    of their own; the output of an op it keeps.
+    """
+    return values + 0  # not `clone`, which would be captured as a node of the copy engine
+
+
+@kept.register_fake
+def _fake_kept(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(values)
 
 
 @torch.library.custom_op("mtp_research::store_and_attend", mutates_args=())
@@ -35,17 +50,9 @@ def store_and_attend(
 ) -> torch.Tensor:
     """Attention output `[T, H, Dv]` of `query` `[T, H, Dk]` after `key` and `value` were stored.
 
-    Args as in `kernels.store_kv.store_kv` and `kernels.paged_attention.paged_attention`.
+    Args as in `kernels.store_kv.store_kv` and `kernels.paged_attention.attend_pages`.
     """
-    store_kv(
-        key,
-        value,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        slot_mapping=slot_mapping,
-        backend=backend,
-    )
-    return paged_attention(
+    return attend_pages(
         query,
         key_cache=key_cache,
         value_cache=value_cache,
@@ -56,6 +63,7 @@ def store_and_attend(
         scale=scale,
         sliding_window=sliding_window,
         sinks=sinks,
+        new_rows=NewRows(key, value, slot_mapping),
         backend=backend,
     )
 
@@ -85,16 +93,7 @@ def store_and_attend_latents(
     They lie behind each other in a slot of `latent_cache` `[num_blocks, block_size, L + P]`. Other
     args as in `kernels.latent_attention.latent_attention`.
     """
-    latent_dim = latent.shape[2]
-    store_kv(
-        latent,
-        rope,
-        key_cache=latent_cache[:, :, None, :latent_dim],
-        value_cache=latent_cache[:, :, None, latent_dim:],
-        slot_mapping=slot_mapping,
-        backend=backend,
-    )
-    return latent_attention(
+    return attend_latents(
         query_latent,
         query_rope=query_rope,
         latent_cache=latent_cache,
@@ -103,6 +102,7 @@ def store_and_attend_latents(
         query_start_loc=query_start_loc,
         max_query_len=max_query_len,
         scale=scale,
+        new_rows=NewRows(latent, rope, slot_mapping),
         backend=backend,
     )
 

@@ -2,14 +2,20 @@
 
 A product of a few rows is as slow as the bytes of its weight and a few microseconds more; queries,
 keys and values of one layer pay these three times. Their weights are laid out behind each other
-here, and under `torch.compile` the first projection of a group computes the product for all. The
-modules keep their names, parameters and values, and without `torch.compile` they do what they did.
+here, and under `torch.compile` the first projection of a group computes the product for all. Where
+asked for, every other projection becomes a group of one, and products may go through a kernel of
+ours (`models/few_rows.py`). The modules keep their names, parameters and values, and without
+`torch.compile` they do what they did.
 """
 
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+
+from mtp_research.kernels.few_rows_choice import runs_on
+from mtp_research.models import few_rows
+from mtp_research.models.gated_mlp import fuse_gated_mlps
 
 # Projections of one input in Hugging Face's decoder layers, in the order they are called.
 _GROUPS = (
@@ -26,6 +32,13 @@ class _Merged:
         self.weight = weight
         self.bias = bias
         self.product: Tensor | None = None
+        self.may_use_kernel = False
+
+    def compute(self, input: Tensor) -> Tensor:
+        """The product of all members."""
+        if not self.may_use_kernel:
+            return nn.functional.linear(input, self.weight, self.bias)
+        return few_rows.linear(input, self.weight, self.bias)
 
 
 class MergedLinear(nn.Linear):
@@ -42,7 +55,7 @@ class MergedLinear(nn.Linear):
             return super().forward(input)
         group = self.merged
         if self.is_first:
-            group.product = nn.functional.linear(input, group.weight, group.bias)
+            group.product = group.compute(input)
         assert group.product is not None, "members of a group are called in order"
         output = group.product[..., self.span[0] : self.span[1]]
         if self.is_last:
@@ -50,12 +63,16 @@ class MergedLinear(nn.Linear):
         return output
 
 
-def merge_projections(model: nn.Module) -> int:
+def merge_projections(model: nn.Module, *, few_rows_kernel: bool = False) -> int:
     """Merge the groups of `model` in place; returns how many.
 
     Weights move into shared storage: no memory is added, and `state_dict` keeps names and values.
     Groups whose members differ in input size, bias or dtype are left alone, and so are members
     whose `forward` something has replaced, as libraries do that split or move models.
+
+    Args:
+        model: frozen.
+        few_rows_kernel: let compiled products use our kernel, where it was measured to be faster.
     """
     count = 0
     for module in list(model.modules()):
@@ -65,7 +82,20 @@ def merge_projections(model: nn.Module) -> int:
             if len(linears) == len(names) and _can_merge(linears):
                 _merge(linears)
                 count += 1
+        if few_rows_kernel and type(module) is nn.Linear and _can_merge([module]):
+            _merge([module])
+    for module in model.modules():
+        if isinstance(module, MergedLinear):
+            module.merged.may_use_kernel = few_rows_kernel and _fits_kernel(module.merged.weight)
+    if few_rows_kernel:
+        fuse_gated_mlps(model)
     return count
+
+
+def _fits_kernel(weight: Tensor) -> bool:
+    """Whether a weight lies where and as the kernel reads it; split ones are no plain `Tensor`."""
+    is_plain = type(weight) is Tensor and weight.is_contiguous()
+    return is_plain and weight.data_ptr() % 16 == 0 and runs_on(weight.device)
 
 
 def _can_merge(linears: list[nn.Linear]) -> bool:
@@ -78,7 +108,8 @@ def _can_merge(linears: list[nn.Linear]) -> bool:
 
 
 def _merge(members: list[nn.Linear]) -> None:
-    weight = torch.cat([member.weight.data for member in members])
+    weights = [member.weight.data for member in members]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # a tied weight stays tied
     biases = [member.bias.data for member in members if member.bias is not None]
     merged = _Merged(weight, torch.cat(biases) if biases else None)
     start = 0

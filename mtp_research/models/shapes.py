@@ -119,11 +119,13 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def random_target(name: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Target:
+def random_target(
+    name: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0, experts: str = "auto"
+) -> Target:
     """A target of shape `name` with random weights, initialised where it lives."""
     shape = SHAPES[name]
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(shape.model_type, **shape.arguments)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    return wrap_target(model, path=f"random:{name}")
+    return wrap_target(model, path=f"random:{name}", experts=experts)

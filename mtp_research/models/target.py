@@ -3,7 +3,6 @@
 Letters: B batch rows (1 when decoding), T packed rows, D hidden, V vocabulary.
 """
 
-import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 
 from mtp_research.models.attention import ATTENTION_NAME, AttentionContext
 from mtp_research.models.block import block_kv_layer, kv_layers
+from mtp_research.models.experts import route_experts
 from mtp_research.models.families import FAMILIES, family_of, require_exact
 from mtp_research.models.family import Family
 from mtp_research.models.geometry import LayerGeometry
@@ -24,7 +24,7 @@ from mtp_research.models.loading import loading
 from mtp_research.models.mixers import mixers_of, route_mixers
 from mtp_research.models.placement import require_one_device, resolve_device, resolve_dtype
 from mtp_research.models.sparse import route_sparse
-from mtp_research.models.tensor_parallel import has_split_experts, whole
+from mtp_research.models.tensor_parallel import whole
 
 
 class TargetHidden(NamedTuple):
@@ -174,7 +174,11 @@ class Target:
 
 
 def wrap_target(
-    model: PreTrainedModel, *, path: str = "", family_name: str | None = None
+    model: PreTrainedModel,
+    *,
+    path: str = "",
+    family_name: str | None = None,
+    experts: str = "auto",
 ) -> Target:
     """Freeze `model`, route its attention through our contexts and wrap it.
 
@@ -182,6 +186,7 @@ def wrap_target(
         model: a causal LM.
         path: where it was loaded from.
         family_name: key of `families.FAMILIES`; None goes by the model type.
+        experts: what runs expert layers, see `experts.route_experts`.
 
     Raises:
         ConfigError: the model's family, or a setting of it, is not supported.
@@ -189,12 +194,7 @@ def wrap_target(
     require_exact(model.config.get_text_config())
     model.eval().requires_grad_(False)
     model.set_attn_implementation(ATTENTION_NAME)
-    if model.device.type == "cpu" or model.dtype != torch.bfloat16:
-        # grouped_mm brings nothing on a CPU and knows bfloat16 only on a GPU; the exactness tests
-        # run in float64.
-        # Some classes know the eager loop only, and take no setting.
-        with contextlib.suppress(ValueError):  # and the loop cannot skip other ranks' experts
-            model.set_experts_implementation("batched_mm" if has_split_experts(model) else "eager")
+    route_experts(model, experts=experts)
     family_name = family_name or family_of(model.config.get_text_config().model_type)
     target = Target(model=model, family_name=family_name, path=path)
     norm = getattr(model.base_model, target.family.final_norm)
@@ -218,6 +218,7 @@ def load_target(
     device: str = "auto",
     tp_plan: str = "none",
     device_map: str | Mapping[str, int | str] = "none",
+    experts: str = "auto",
 ) -> Target:
     """Load a frozen target from a folder or a hub id.
 
@@ -227,6 +228,7 @@ def load_target(
         device: `auto`, `cpu` or `cuda`.
         tp_plan: `none`, or `tensor` or `experts` to split it over the processes of torchrun.
         device_map: `none`, or `auto` or devices by module name to spread it over one process's.
+        experts: `auto`, `fused` or `grouped_mm`; see `experts.route_experts`.
 
     Raises:
         ConfigError: nothing is there, or the family or an argument is not supported.
@@ -236,7 +238,7 @@ def load_target(
     place = resolve_device(device)
     placing = Placing(place, resolve_dtype(dtype, place), tp_plan, device_map)
     model, family_name = load_weights(str(path), placing=placing)
-    return wrap_target(model, path=str(path), family_name=family_name)
+    return wrap_target(model, path=str(path), family_name=family_name, experts=experts)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

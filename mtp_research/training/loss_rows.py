@@ -34,6 +34,20 @@ class LossRows(NamedTuple):
     valid: Tensor
     anchor: Tensor
 
+    @property
+    def index(self) -> Tensor:
+        """`[k, U]` int64, the anchor of each position, -1 where not valid."""
+        return torch.where(self.valid, self.anchor, -1)
+
+    @property
+    def inverse(self) -> Tensor:
+        """`[k, N]` int64, the position row of each anchor, -1 where it has no label."""
+        num_depths, num_anchors = self.labelled.shape
+        found = self.anchor.new_full((num_depths, num_anchors + 1), -1)
+        rows = torch.arange(len(self.position), device=found.device)
+        found.scatter_(1, self.anchor, rows.expand_as(self.anchor))
+        return found[:, :-1].contiguous()
+
     def to_anchors(self, values: Tensor) -> Tensor:
         """`[k, U]` -> `[k, N]`, 0 where there is no label."""
         num_depths, num_anchors = self.labelled.shape

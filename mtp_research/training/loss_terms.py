@@ -36,6 +36,9 @@ class LossSpec:
         lk_eta: sharpness of lk.
         lk_acceptance: `row` or `batch`: what lk takes for the acceptance.
         chunk_rows: rows of logits held at a time; None: by memory.
+        fused_rows: cross-entropy alone visits each row of logits once, all depths in one list;
+            False takes the path of the other terms.
+        half_logits: that visit reads and writes float16 on a GPU, see `kernels.cross_entropy`.
     """
 
     loss: str = "ce"
@@ -44,6 +47,8 @@ class LossSpec:
     lk_eta: float = 3.0
     lk_acceptance: str = "row"
     chunk_rows: int | None = None
+    fused_rows: bool = True
+    half_logits: bool = False
 
     def __post_init__(self) -> None:
         """Check the names."""
@@ -92,6 +97,7 @@ def loss_spec(objective: ObjectiveConfig) -> LossSpec:
         depth_weights=objective.depth_weights,
         lk_eta=objective.lk_eta,
         lk_acceptance=objective.lk_acceptance,
+        half_logits=objective.half_logits,
     )
 
 

@@ -1,6 +1,6 @@
 """Multi-depth loss through the frozen lm_head, in row chunks, gradient made in the forward pass.
 
-    labels -> rows that have one -> `kernels.distill`: statistics and gradients -> `combine_terms`
+    labels -> rows that have one -> `row_losses`: statistics and gradients -> `combine_terms`
 
 lm_head is frozen: a chunk's logits give the gradient of its rows at once and are then dropped, so
 memory is two chunks of `[C, V]`, whatever S and k are. `num_step_labels` counts the labels of the
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtp_research.kernels.distill import distill
+from mtp_research.kernels.gather_rows import gather_rows
 from mtp_research.training.loss_rows import LossRows, loss_rows
-from mtp_research.training.loss_terms import AnchorStats, LossSpec, combine_terms
+from mtp_research.training.loss_terms import LossSpec, combine_terms
+from mtp_research.training.row_losses import cross_entropy_rows_of, distilled_rows_of
 from mtp_research.training.unroll import DepthOutput, same_document, shift_left
 
 
@@ -70,7 +71,6 @@ def multi_depth_loss(
         ValueError: a term needs the target's hidden states and there are none.
     """
     rows = loss_rows(labels, num_positions=num_positions)
-    drafts = [rows.gather(out.post_norm, depth=d) for d, out in enumerate(outputs, start=1)]
     teacher = None
     if spec.needs_teacher:
         if target_post_norm is None:
@@ -79,10 +79,11 @@ def multi_depth_loss(
             )
         teacher = target_post_norm.flatten(0, 1)[rows.position]
     loss, weights, num_correct, sum_acceptance = _DistillLoss.apply(
-        rows, teacher, lm_head, num_step_labels, spec, *drafts
+        rows, teacher, lm_head, num_step_labels, spec, *(out.post_norm for out in outputs)
     )
     if spec.terms["hidden"]:
         assert teacher is not None, "hidden is a term that needs the target"
+        drafts = [rows.gather(out.post_norm, depth=d) for d, out in enumerate(outputs, start=1)]
         distance = _hidden_distance(drafts, teacher, rows=rows, weights=weights)
         loss = loss + spec.terms["hidden"] * distance
     return DepthLoss(loss, rows.labelled.sum(dim=1), num_correct, sum_acceptance)
@@ -112,7 +113,7 @@ def label_counts(labels: Sequence[Tensor]) -> Tensor:
 
 
 class _DistillLoss(torch.autograd.Function):
-    """All depths' rows `[U, D]` -> scalar; keeps their gradients instead of any logits."""
+    """All depths' outputs `[B, S, D]` -> scalar; keeps row gradients instead of any logits."""
 
     @staticmethod
     def forward(
@@ -122,27 +123,24 @@ class _DistillLoss(torch.autograd.Function):
         lm_head: Tensor,
         num_step_labels: Tensor,
         spec: LossSpec,
-        *drafts: Tensor,
+        *outputs: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Loss, row weights `[k, N]`, correct labels `[k]` and summed acceptance `[k]`."""
         wants_grad = any(ctx.needs_input_grad)
-        result = distill(
-            drafts,
-            labels=rows.label,
-            valid=rows.valid,
-            lm_head=lm_head,
-            teacher=teacher,
-            mixtures=spec.mixtures() if wants_grad else (),
-            eta=spec.lk_eta,
-            chunk_rows=spec.chunk_rows,
-        )
-        stats = AnchorStats(
-            *(rows.to_anchors(x) for x in (result.nll, result.kl, result.tv, result.is_hit))
-        )
+        if spec.fused_rows and not spec.needs_teacher:
+            losses = cross_entropy_rows_of(
+                rows, outputs, lm_head=lm_head, spec=spec, wants_grad=wants_grad
+            )
+        else:
+            losses = distilled_rows_of(
+                rows, outputs, teacher=teacher, lm_head=lm_head, spec=spec, wants_grad=wants_grad
+            )
+        stats = losses.stats
         combined = combine_terms(
             stats, labelled=rows.labelled, num_step_labels=num_step_labels, spec=spec
         )
-        ctx.grads = _scaled(result.grads, factors=combined.factors, rows=rows)
+        ctx.parts = list(zip(losses.grads, combined.factors, strict=False))  # none without grads
+        ctx.inverse, ctx.shape, ctx.dtype = rows.inverse, outputs[0].shape, outputs[0].dtype
         acceptance = torch.where(rows.labelled, 1 - stats.tv, 0).sum(dim=1)
         if teacher is None:
             acceptance = torch.zeros_like(acceptance)
@@ -154,24 +152,17 @@ class _DistillLoss(torch.autograd.Function):
     def backward(
         ctx: torch.autograd.function.FunctionCtx, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Scale the gradients made in the forward pass."""
-        drafts = [grad * grads[0].to(grad.dtype) for grad in ctx.grads]
-        num_drafts = len(ctx.needs_input_grad) - 5
-        return (None,) * 5 + tuple(drafts or [None] * num_drafts)
-
-
-def _scaled(grads: list[list[Tensor]], *, factors: list[Tensor], rows: LossRows) -> list[Tensor]:
-    """Gradients of the loss in each depth's rows; those of the mixtures are scaled in place."""
-    totals: list[Tensor] = []
-    for group, factor in zip(grads, factors, strict=False):  # no gradients when none were asked for
-        scales = rows.to_positions(factor)
-        for depth, grad in enumerate(group):
-            grad.mul_(scales[depth, :, None])
-            if depth < len(totals):
-                totals[depth] += grad
-            else:
-                totals.append(grad)
-    return totals
+        """Bring the gradients made in the forward pass to their anchors, scaled."""
+        num_depths = len(ctx.needs_input_grad) - 5
+        found: list[Tensor | None] = [None] * num_depths
+        for group, factors in ctx.parts:
+            for depth, grad in enumerate(group):
+                total = grad.new_empty(len(ctx.inverse[depth]), grad.shape[1], dtype=ctx.dtype)
+                scale = factors[depth] * grads[0].to(factors.dtype)
+                gather_rows(grad, index=ctx.inverse[depth], out=total, scale=scale)
+                total, before = total.view(ctx.shape), found[depth]
+                found[depth] = total if before is None else before + total
+        return (None,) * 5 + tuple(found)
 
 
 def _hidden_distance(

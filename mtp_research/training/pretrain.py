@@ -1,61 +1,40 @@
 """`task=target`: train a small target from scratch on the corpus, evaluate it, save a model folder.
 
-Flow: documents -> token streams on the device -> compiled loss -> AdamW on fp32 masters -> dev
-losses, samples, Hugging Face folder and PROVENANCE.json. The loop is bound by kernel launches for
-tiny models, so nothing in it waits for the device except at the log lines. Letters: B rows of a
-batch, S tokens of a row, V vocabulary.
+Flow: documents -> token streams on the device -> the loop of `pretrain_loop.py` -> dev losses,
+samples, Hugging Face folder and PROVENANCE.json. SIGTERM during the loop saves a step folder, from
+which the same command goes on; it is removed when the target is written.
 """
 
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn import functional
 
-from mtp_research.config import ModelConfig, PretrainConfig
+from mtp_research.config import ModelConfig
 from mtp_research.data.tokenizer import BOS_ID, PAD_ID, STOP_IDS
 from mtp_research.errors import ConfigError
 from mtp_research.models.fresh import (
-    TargetModel,
     finish_training,
     new_target,
-    next_token_logits,
-    routers,
     save_target,
 )
 from mtp_research.models.placement import resolve_device, resolve_dtype
 from mtp_research.provenance import run_record
-from mtp_research.training.balance import ExpertBalancer
-from mtp_research.training.optim import MasterWeights, cosine_learning_rate
 from mtp_research.training.pretrain_data import (
-    PretrainData,
     data_record,
     describe_data,
-    device_batches,
     prepare_data,
-    token_array,
 )
-from mtp_research.training.pretrain_log import LOG_FILE, Budget, Report, TrainingLog
+from mtp_research.training.pretrain_log import Report
+from mtp_research.training.pretrain_loop import train_target
 from mtp_research.training.pretrain_report import evaluate_target
+from mtp_research.training.pretrain_state import remove_progress, run_settings
+from mtp_research.training.signals import StopRequest
 
 TARGET_FOLDER = "target"
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """What the loop did; `loss` is the mean of the last interval, `seconds` include compiling."""
-
-    num_steps: int
-    num_tokens: int
-    num_skipped_steps: int
-    loss: float
-    seconds: float
-    tokens_per_s: float
 
 
 def _write_line(line: str) -> None:
@@ -79,8 +58,11 @@ def pretrain_target(
         The content of PROVENANCE.json: command, versions, data hashes, losses, figures, samples.
 
     Raises:
-        ConfigError: architecture, corpus or domain weights are wrong; names the key.
+        ConfigError: architecture, corpus or domain weights are wrong, or `output_dir` holds an
+            interrupted run with other settings; names the key.
         EnvironmentFault: `device=cuda` without a GPU.
+        Interrupted: SIGTERM or SIGINT; the state is saved, and the same call goes on.
+        IntegrityError: what an interrupted run saved is damaged.
         NumericFault: a whole log interval had non-finite gradients.
     """
     started = time.monotonic()
@@ -94,17 +76,26 @@ def pretrain_target(
     target = new_target(model.family, architecture, dtype=dtype, device=device, seed=seed)
     report(f"{model.name}: {target.num_parameters():,} parameters, {dtype} on {device}")
     prepared = time.monotonic()
-    result = _train(target, data, model.pretrain, seed=seed, log_dir=output_dir, report=report)
-
-    finish_training(target, stop_ids=STOP_IDS, bos_id=BOS_ID, pad_id=PAD_ID)
-    num_bytes = save_target(target, target_dir)
-    losses, samples = evaluate_target(
-        target,
-        data.dev_documents,
-        tokenizer=data.tokenizer,
-        seq_len=model.pretrain.seq_len,
-        report=report,
-    )
+    with StopRequest() as stop:  # after the last step a signal only waits for the end
+        result = train_target(
+            target,
+            data,
+            model.pretrain,
+            seed=seed,
+            root=output_dir,
+            settings=run_settings(model, data, seed=seed, dtype=dtype, device=device),
+            stop=stop,
+            report=report,
+        )
+        finish_training(target, stop_ids=STOP_IDS, bos_id=BOS_ID, pad_id=PAD_ID)
+        num_bytes = save_target(target, target_dir)
+        losses, samples = evaluate_target(
+            target,
+            data.dev_documents,
+            tokenizer=data.tokenizer,
+            seq_len=model.pretrain.seq_len,
+            report=report,
+        )
     provenance = record | {
         "model": dataclasses.asdict(model),
         "path": str(target_dir),
@@ -121,92 +112,8 @@ def pretrain_target(
     }
     text = json.dumps(provenance, indent=2)
     (target_dir / "PROVENANCE.json").write_text(f"{text}\n", encoding="utf8")
+    remove_progress(output_dir)
     return provenance
-
-
-def _train(
-    target: TargetModel,
-    data: PretrainData,
-    pretrain: PretrainConfig,
-    *,
-    seed: int,
-    log_dir: Path,
-    report: Report,
-) -> TrainingResult:
-    device = target.device
-    target.train()
-    balancer = ExpertBalancer(routers(target), rate=pretrain.router_bias_rate)
-    optimizer = MasterWeights(
-        target.parameters(),
-        learning_rate=pretrain.learning_rate,
-        weight_decay=pretrain.weight_decay,
-        grad_clip=pretrain.grad_clip,
-    )
-    loss_of = _loss_function(target, data, pretrain)
-    batches = device_batches(data, pretrain, seed=seed, device=device)
-    budget = Budget(pretrain)
-    log = TrainingLog(pretrain, path=log_dir / LOG_FILE, report=report)
-    step = 0
-    while step == 0 or budget.fraction(step) < 1.0:
-        rate = cosine_learning_rate(
-            budget.fraction(step),
-            step=step,
-            peak=pretrain.learning_rate,
-            warmup_steps=pretrain.warmup_steps,
-            min_ratio=pretrain.min_learning_rate_ratio,
-        )
-        loss = loss_of(next(batches))
-        loss.backward()
-        grad_norm = optimizer.step(learning_rate=rate)
-        imbalance = balancer.update(scale=rate / pretrain.learning_rate)
-        step += 1
-        log.add(loss.detach())
-        if step == 1:
-            loss.item()  # compiling ends here; the clock of the schedule starts
-            budget.start()
-            log.start()
-        if step % pretrain.log_every == 0:
-            log.write(
-                step,
-                learning_rate=rate,
-                grad_norm=grad_norm,
-                imbalance=imbalance,
-                num_skipped=optimizer.num_skipped,
-            )
-    log.close(step)
-    balancer.close()
-    num_tokens = step * pretrain.batch_size * pretrain.seq_len
-    return TrainingResult(
-        num_steps=step,
-        num_tokens=num_tokens,
-        num_skipped_steps=int(optimizer.num_skipped.item()),
-        loss=log.last_loss,
-        seconds=budget.seconds,
-        tokens_per_s=log.tokens_per_s,
-    )
-
-
-def _loss_function(
-    target: TargetModel, data: PretrainData, pretrain: PretrainConfig
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Row starts [B] -> mean loss over B x S predictions, compiled to one graph on a GPU.
-
-    `<|bos|>` is no label: what document comes next in a row is not to be learned.
-    """
-    device = target.device
-    tokens = torch.from_numpy(token_array(data.streams, seq_len=pretrain.seq_len)).to(device)
-    offsets = torch.arange(pretrain.seq_len + 1, device=device)
-
-    def loss_of(starts: torch.Tensor) -> torch.Tensor:
-        rows = tokens[starts[:, None] + offsets].long()  # [B, S + 1]
-        logits = next_token_logits(target, rows[:, :-1])  # [B, S, V]
-        return functional.cross_entropy(
-            logits.float().flatten(0, 1), rows[:, 1:].flatten(), ignore_index=BOS_ID
-        )
-
-    if pretrain.compile and device.type == "cuda":
-        return torch.compile(loss_of, fullgraph=True, dynamic=False)
-    return loss_of
 
 
 def _dtype(model: ModelConfig, device: torch.device) -> torch.dtype:

@@ -5,6 +5,7 @@ Letters: S tokens of a row.
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,17 +105,31 @@ def token_array(streams: Mapping[str, TokenStream], *, seq_len: int) -> np.ndarr
 
 
 def device_batches(
-    data: PretrainData, pretrain: PretrainConfig, *, seed: int, device: torch.device
+    data: PretrainData,
+    pretrain: PretrainConfig,
+    *,
+    seed: int,
+    device: torch.device,
+    first_step: int = 0,
 ) -> Iterator[torch.Tensor]:
-    """Endless row starts [B] int64 on the device, copied there without waiting for it."""
+    """Endless row starts [B] int64 on the device, copied there without waiting for it.
+
+    Args:
+        data: the streams.
+        pretrain: sizes of a batch.
+        seed: of the order.
+        device: where they go.
+        first_step: batches that an earlier part of the run has taken.
+    """
     is_cuda = device.type == "cuda"
-    for starts in sample_rows(
+    rows = sample_rows(
         data.streams,
         weights=data.weights,
         batch_size=pretrain.batch_size,
         seq_len=pretrain.seq_len,
         seed=seed,
-    ):
+    )
+    for starts in itertools.islice(rows, first_step, None):
         batch = torch.from_numpy(starts)
         yield batch.pin_memory().to(device, non_blocking=True) if is_cuda else batch
 

@@ -14,6 +14,7 @@ import torch
 
 from mtp_research.config import PretrainConfig
 from mtp_research.errors import NumericFault
+from mtp_research.training.pretrain_state import Progress
 
 LOG_FILE = "pretrain_log.jsonl"
 Report = Callable[[str], None]
@@ -26,15 +27,16 @@ class Budget:
     from `start`, so that a long compilation shortens the run and not the high learning rates.
     """
 
-    def __init__(self, pretrain: PretrainConfig) -> None:
-        """Start the clock of `max_seconds`."""
+    def __init__(self, pretrain: PretrainConfig, *, done: Progress) -> None:
+        """Start the clock of `max_seconds`, with what earlier parts of the run have spent."""
         self.max_steps = pretrain.max_steps
-        self.created = self.started = time.monotonic()
+        self.created = self.started = time.monotonic() - done.spent_s
         self.deadline = self.created + pretrain.max_seconds
+        self._scheduled_before_s = done.scheduled_s
 
     def start(self) -> None:
         """Start the clock of the schedule."""
-        self.started = time.monotonic()
+        self.started = time.monotonic() - self._scheduled_before_s
 
     def fraction(self, step: int) -> float:
         """Spent part of the budget after `step` steps; 1 or more when it is over."""
@@ -44,28 +46,43 @@ class Budget:
 
     @property
     def seconds(self) -> float:
-        """Seconds since this object was made."""
+        """Seconds of the run so far, those of its earlier parts included."""
         return time.monotonic() - self.created
+
+    @property
+    def scheduled_s(self) -> float:
+        """Seconds that the schedule counts."""
+        return time.monotonic() - self.started
 
 
 class TrainingLog:
     """Mean loss, speed and router balance per interval, as report lines and as JSON lines."""
 
-    def __init__(self, pretrain: PretrainConfig, *, path: Path, report: Report) -> None:
-        """Open `path` for JSON lines; `report` takes the same as text."""
+    def __init__(
+        self,
+        pretrain: PretrainConfig,
+        *,
+        path: Path,
+        report: Report,
+        device: torch.device,
+        done: Progress,
+    ) -> None:
+        """Open `path` for JSON lines, after those of earlier parts; `report` takes them as text."""
         self.tokens_per_step = pretrain.batch_size * pretrain.seq_len
+        kept = _lines_until(path, done.step) if done.step else []
         self.file = path.open("w", encoding="utf8")
+        self.file.writelines(kept)
         self.report = report
-        self.losses: list[torch.Tensor] = []
-        self.last_loss = math.nan
-        self.last_skipped = 0
-        self.last_write = (0, time.monotonic())
-        self.first = (0, time.monotonic())
+        self.losses = [torch.tensor(loss, device=device) for loss in done.losses]
+        self.last_loss = math.nan if done.last_loss is None else done.last_loss
+        self.last_skipped = done.num_skipped
+        self.last_write = (done.step, time.monotonic())
+        self.first = (done.step, time.monotonic())
         self.tokens_per_s = 0.0
 
-    def start(self) -> None:
-        """Leave the first step, which compiles, out of the speeds."""
-        self.first = self.last_write = (1, time.monotonic())
+    def start(self, step: int) -> None:
+        """Leave the step that was just made, which compiled, out of the speeds."""
+        self.first = self.last_write = (step, time.monotonic())
 
     def add(self, loss: torch.Tensor) -> None:
         """Take the 0-dim loss of one step; it stays on the device."""
@@ -126,3 +143,9 @@ class TrainingLog:
     def _speed(self, step: int, *, since: tuple[int, float]) -> float:
         seconds = max(time.monotonic() - since[1], 1e-9)
         return (step - since[0]) * self.tokens_per_step / seconds
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """Lines of a log, those of steps that were lost and are made again left out."""
+    lines = path.read_text(encoding="utf8").splitlines(keepends=True) if path.is_file() else []
+    return [line for line in lines if json.loads(line)["step"] <= step]

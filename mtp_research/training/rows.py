@@ -110,10 +110,10 @@ class TrainingRows:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The rows of `indices`, without hidden states."""
-        # Not indexed by a tensor: its copy to the device would be waited for.
-        *tensors, ends = (
-            torch.stack([tensor[index] for index in indices]) for tensor in self._rows
-        )
+        chosen = torch.tensor(list(indices))
+        if self._target.device.type == "cuda":  # from pageable memory the copy would be waited for
+            chosen = chosen.pin_memory().to(self._target.device, non_blocking=True)
+        *tensors, ends = (tensor.index_select(0, chosen) for tensor in self._rows)
         return Batch(
             *tensors,
             cu_seqlens=flat_ends(ends, length=self._rows[0].shape[1]),

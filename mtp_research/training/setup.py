@@ -125,7 +125,11 @@ def load_inputs(config: TrainConfig) -> RunInputs:
     """
     model = config.model
     target = load_target(
-        model.path, dtype=_dtype(config), device=model.device, device_map=model.device_map
+        model.path,
+        dtype=_dtype(config),
+        device=model.device,
+        device_map=model.device_map,
+        experts=model.experts,
     )
     warn_of_family(target, family=model.family)
     documents = load_head_documents(

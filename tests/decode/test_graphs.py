@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from mtp_research.config import EngineConfig
+from mtp_research.decode.capture import require_grouped_experts, require_no_host_loop
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs import bucket_of
 from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.errors import EnvironmentFault
+from mtp_research.errors import ConfigError, EnvironmentFault
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.target import Target
 from tests import tiny
@@ -27,6 +28,25 @@ def test_graphs_without_a_gpu_are_refused() -> None:
     engine = EngineConfig(cuda_graphs=True, deferred_output=True, audit=False)
     with pytest.raises(EnvironmentFault, match="needs the model on a CUDA GPU"):
         SpecDecoder(tiny.tiny_target("qwen3"), num_speculative_tokens=0, engine=engine)
+
+
+@pytest.mark.parametrize("family", ["longcat_flash", "step3p5"])
+def test_experts_in_a_loop_of_the_library_are_refused_by_name(family: str) -> None:
+    engine = EngineConfig(cuda_graphs=True, deferred_output=True, audit=False)
+    with pytest.raises(ConfigError, match=rf"got family {family}, whose \w+Experts .* Python"):
+        SpecDecoder(tiny.tiny_target(family), num_speculative_tokens=0, engine=engine)
+
+
+def test_loop_over_experts_is_refused_where_a_product_is_missing_for_the_dtype_only() -> None:
+    target = tiny.tiny_target("glm4_moe", dtype=torch.float32)
+    models = [target.model, tiny.tiny_heads(target)]
+    require_no_host_loop(models, family_name="glm4_moe")
+    with pytest.raises(ConfigError, match="got float32, in which transformers runs Glm4MoeExperts"):
+        require_grouped_experts(models, dtype="float32")
+    target.model.set_experts_implementation("grouped_mm")
+    require_grouped_experts([target.model], dtype="float32")
+    with pytest.raises(ConfigError, match="got float32"):  # heads have a configuration of their own
+        require_grouped_experts(models, dtype="float32")
 
 
 @pytest.fixture(scope="module")

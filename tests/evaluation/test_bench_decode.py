@@ -2,12 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from mtp_research.decode import decoder as decoder_file
-from mtp_research.evaluation import bench_decode
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.errors import NumericFault
+from mtp_research.evaluation import bench_decode, bench_steps
+from mtp_research.evaluation.bench_steps import context_limit, time_steps
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tries the commands on a CPU")
 
@@ -43,3 +48,60 @@ def test_deterministic_rows_say_so_and_run_in_the_mode(tmp_path: Path, monkeypat
     (row,) = rows(tmp_path, "--deterministic")
     assert row["arithmetic"] == "invariant"
     assert seen == [True]
+
+
+def test_every_step_of_a_request_fits_its_context(monkeypatch, tmp_path: Path) -> None:
+    seen = []
+    measure = bench_decode.measure_bytes  # is handed the decoder after the last timed step
+    monkeypatch.setattr(
+        bench_decode,
+        "measure_bytes",
+        lambda decoder, heads: seen.append(decoder) or measure(decoder, heads),
+    )
+    (row,) = rows(tmp_path, "--steps", "60", "--accept", "1.0", "--strict-sync")
+    (decoder,) = seen
+    assert (row["num_steps"], row["tau"], row["syncs"]) == (60, 3.0, None)
+    longest = max(request.num_tokens for request in decoder.scheduler.running)
+    assert decoder.max_model_len >= 8 + 3 * (60 + 30)  # 22 of the other steps are still to come
+    assert longest <= 8 + 3 * (60 + bench_steps.NUM_WARM_UP_STEPS + 2)
+    assert context_limit(context=1024, num_steps=1000, num_drafts=3, num_positions=32768) == 5376
+
+
+def test_steps_beyond_the_positions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--cpu", "--shapes", "tiny", "--batch", "1", "--k", "3", "--steps", "9000"]
+    assert bench_decode.main(words) == 2
+    assert "--steps must be at most 7896 for --context 1024 and --k 3" in capsys.readouterr().err
+
+
+def test_pool_that_would_preempt_is_refused() -> None:
+    engine = SimpleNamespace(block_size=16, max_num_requests=4)
+    cache = SimpleNamespace(num_blocks=28)
+    decoder = SimpleNamespace(engine=engine, max_model_len=100, cache=cache)
+    with pytest.raises(ValueError, match="need 28 blocks of 16 tokens, the free memory gives 27"):
+        bench_steps.require_blocks(cast(SpecDecoder, decoder))
+
+
+def test_step_that_waits_is_named_and_the_mode_is_put_back(monkeypatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    done: list[int] = []
+
+    def step() -> None:
+        done.append(1)
+        if len(done) == 3:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    decoder = SimpleNamespace(
+        step=step,
+        target=SimpleNamespace(device=torch.device("cuda")),
+        stats=SimpleNamespace(num_emitted_tokens=0),
+    )
+    with pytest.raises(NumericFault, match="no wait for the device in 10 steps, got one in step 3"):
+        time_steps(cast(SpecDecoder, decoder), num_steps=10, strict_sync=True)
+    assert modes == ["error", "default"]
+
+
+def test_words_of_a_strict_row_name_launches_and_syncs() -> None:
+    row = {"syncs": 0, "launches": 374, "num_steps": 1000}
+    line = bench_decode._strict_line(row)
+    assert line == "374 launches a step in 1 graph replay, 0 syncs in 1000 steps"

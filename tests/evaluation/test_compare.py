@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from mtp_research.config import SamplingConfig
 from mtp_research.errors import ConfigError
 from mtp_research.evaluation.compare import compare, main
 from mtp_research.evaluation.report import Report, build_report
@@ -49,6 +50,58 @@ def test_other_dtype_and_k_are_refused_together():
 def test_results_without_a_common_condition_are_refused():
     with pytest.raises(ConfigError, match="no common condition that drafts"):
         compare(_report(), _report(conditions=_report().conditions[:1]))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        ({}, {"temperature": 0.6}, "sampling.temperature 0.0 and 0.6 for eagle, training"),
+        ({"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, "sampling.top_p 1.0 and 0.9"),
+        ({"ignore_eos": True}, {}, "sampling.ignore_eos True and False"),
+        ({}, {"max_new_tokens": 32}, "sampling.max_new_tokens 64 and 32"),
+        ({}, {"repetition_penalty": 1.1}, "sampling.repetition_penalty 1.0 and 1.1"),
+        ({}, {"verify": "typical"}, "spec.verify a lossless rule and typical"),
+        (
+            {"verify": "typical"},
+            {"verify": "typical", "typical_delta": 0.5},
+            "spec.typical_delta 0.3 and 0.5",
+        ),
+    ],
+)
+def test_other_law_of_the_text_is_refused_with_both_values(
+    ours: dict[str, object], theirs: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compare(_with_settings(ours), _with_settings(theirs))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [
+        {"top_k": 20, "top_p": 0.9},  # at temperature 0
+        {"dry_base": 2.0},  # without its multiplier
+        {"verify": "standard"},  # as lossless as greedy
+        {"typical_delta": 0.5},  # read by another rule
+        {"policy": ["training"]},
+    ],
+)
+def test_settings_that_leave_the_law_alone_are_compared(idle: dict[str, object]) -> None:
+    assert list(compare(_with_settings({}), _with_settings(idle))) == ["eagle", "training"]
+
+
+def test_temperature_of_a_condition_counts_and_not_the_one_of_the_file() -> None:
+    warm = tuple(dataclasses.replace(c, temperature=0.6) for c in _report().conditions)
+    with pytest.raises(ConfigError, match=r"sampling\.temperature 0\.0 and 0\.6 for eagle"):
+        compare(_report(), _report(conditions=warm))
+    assert compare(_report(conditions=warm), _with_settings({"temperature": 0.6}))
+
+
+def _with_settings(settings: dict[str, object]) -> Report:
+    """A report whose configuration has these settings, of sampling or of spec."""
+    sampling = {key: value for key, value in settings.items() if hasattr(SamplingConfig, key)}
+    spec = {key: value for key, value in settings.items() if key not in sampling}
+    return _report(config={"sampling": sampling, "spec": spec})
 
 
 def _stored(folder: Path, report: Report) -> str:

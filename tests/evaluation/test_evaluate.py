@@ -2,15 +2,21 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
 from mtp_research.cli import compose_config, run_entry
 from mtp_research.config import EvalConfig
 from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.evaluation import evaluate as evaluate_module
 from mtp_research.evaluation import journal as journal_module
 from mtp_research.evaluation import passes
+from mtp_research.evaluation.conditions import conditions_of
 from mtp_research.evaluation.evaluate import evaluate
 from mtp_research.evaluation.journal import (
     JOURNAL_FILE,
@@ -19,8 +25,12 @@ from mtp_research.evaluation.journal import (
     check_resumable,
     open_journal,
 )
+from mtp_research.evaluation.prompts import EncodedPrompts
 from mtp_research.evaluation.results import recompute
 from mtp_research.evaluation.summary import ConditionResult
+from mtp_research.heads.draft_vocabulary import RANKING_FILE
+from mtp_research.models.target import Target
+from mtp_research.provenance import REPOSITORY_ROOT
 
 WORDS = [
     "model.dtype=float32",
@@ -114,6 +124,33 @@ def test_folder_of_another_unfinished_evaluation_is_refused_with_the_keys(
     assert run_entry(EvalConfig, never, argv=[*WORDS, "seed=5", f"output_dir={tmp_path}"]) == 2
     assert "set output_dir=FOLDER" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} - {".lock"} == set(before) - {".lock"}
+
+
+def test_ranking_that_drafts_are_cut_from_belongs_to_a_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = tmp_path / "head"
+    shutil.copytree(REPOSITORY_ROOT / "assets" / "lab_tiny" / "heads" / "chain_n1", head)
+    monkeypatch.setattr(evaluate_module, "target_hashes", lambda target: {})
+    target = cast(Target, SimpleNamespace(dtype=torch.float32, device=torch.device("cpu")))
+
+    def inputs(*words: str) -> dict[str, object]:
+        config = compose_config(EvalConfig, [*WORDS, f"spec.head={head}", *words])
+        encoded = EncodedPrompts((), (), ())
+        return evaluate_module._inputs(conditions_of(config), encoded, target)
+
+    reduced = "spec.draft_vocabulary_size=256"
+    before, whole = inputs(reduced), inputs()
+    config = compose_config(EvalConfig, [*WORDS, f"spec.head={head}", reduced])
+    kept = open_journal(tmp_path / "run", config, inputs=before)
+    kept.end_pass("training", 0, PassOutcome())
+    kept.close()
+    ranking = json.loads((head / RANKING_FILE).read_text())
+    ranking["token_ids"][:2] = ranking["token_ids"][1::-1]
+    (head / RANKING_FILE).write_text(json.dumps(ranking))
+    with pytest.raises(ConfigError, match=r"other inputs: token_rankings .*'head': .* -> .*'head'"):
+        open_journal(tmp_path / "run", config, inputs=inputs(reduced))
+    assert inputs() == whole  # a whole vocabulary is cut from nothing
 
 
 def test_line_that_a_kill_cut_off_is_taken_out_of_the_file(tmp_path: Path) -> None:

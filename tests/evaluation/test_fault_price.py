@@ -72,6 +72,22 @@ def test_study_of_real_heads_finds_clean_forms_clean_and_unclean_ones_not(folder
     assert len({condition.text_sha256 for condition in study.conditions}) == 1
 
 
+def test_heads_in_folders_of_one_name_are_two_heads(tmp_path: Path) -> None:
+    for name in ("chain_n1", "ttt_n1"):  # the trainer calls every head's folder `head`
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "head").symlink_to(Path("assets/lab_tiny/heads", name).resolve())
+    heads = f"spec.head=[{tmp_path}/chain_n1/head,{tmp_path}/ttt_n1/head]"
+    words = [heads, "spec.policy=training_norefresh", "spec.k=2", "sampling.max_new_tokens=4"]
+    words = ["experiment=fault_price", *words, "prompts.max_prompts=1"]
+    price_faults(compose_config(EvalConfig, words), tmp_path / "out")
+    study = read_study(tmp_path / "out")
+    assert [condition.head for condition in study.conditions] == [
+        *("chain_n1/head",) * 2,
+        *("ttt_n1/head",) * 2,
+    ]
+    assert [head["name"] for head in study.heads] == ["chain_n1/head", "ttt_n1/head"]
+
+
 def test_loss_is_the_clean_forms_length_minus_the_policys_per_percent_of_slots() -> None:
     study = made_up({"training": 8, "training_norefresh": 5}, {"training_norefresh": (60, 0, 0)})
     clean, stale = price_rows(study)

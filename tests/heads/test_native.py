@@ -234,12 +234,29 @@ def test_command_stitches_heads_and_names_what_it_wrote(
     shard = "model-00001-of-00002.safetensors"
     assert (tmp_path / "new" / shard).samefile(tmp_path / "release" / shard)
     assert export.main([*words, str(tmp_path / "new")]) == 2
-    assert "is in use" in capsys.readouterr().err
+    assert "error: --out must be a missing or empty folder" in capsys.readouterr().err
+    swapped = ["--model", words[1], "--head", str(tmp_path / "nowhere"), "--out", words[1]]
+    assert export.main(swapped) == 2
+    message = capsys.readouterr().err
+    assert "--head" in message
+    assert "spec.head" not in message
+    assert export.main(["--model", str(tmp_path / "nowhere"), *swapped[2:]]) == 2
+    message = capsys.readouterr().err
+    assert "error: --model must" in message
+    assert "set --model " in message
+    assert "model.path" not in message
     (tmp_path / "head" / "model.safetensors").write_bytes(b"cut off")
     assert export.main([*words, str(tmp_path / "other")]) == 3
     message = capsys.readouterr().err
     assert message.startswith("error: cannot read")
     assert message.count("\n") == 1
+
+
+def test_messages_of_the_loaders_name_the_options_of_the_command() -> None:
+    text = "spec.head must be a folder, my.spec.head is none (a model.paths); set spec.head=PATH."
+    wanted = "--head must be a folder, my.spec.head is none (a model.paths); set --head PATH."
+    assert export.in_own_words(text) == wanted
+    assert export.in_own_words("leave them out; it must") == "leave them out; it must"
 
 
 def test_modules_of_a_release_start_training(deepseek: Target, tmp_path: Path) -> None:

@@ -9,14 +9,22 @@ import os
 
 import pytest
 import torch
+from mtp_research.kernels import cross_entropy_rows, gather_rows
 from mtp_research.kernels.distill import distill
 from mtp_research.kernels.distill_rows import Mixture
 
+from tests.kernels.cross_entropy_cases import check_gather, check_rows, run_product
 from tests.kernels.distill_cases import ETA, MIXTURES, distill_case, plain_distill
 
 # Largest difference of a statistic, and of a gradient relative to the largest one: half-precision
 # gradients are rounded before the product with lm_head.
 TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.float16: (1e-5, 2e-3)}
+# Of the logits and of the gradient over them.
+CROSS_ENTROPY_DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.float16),
+    (torch.float16, torch.float16),
+]
 
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 
@@ -87,3 +95,23 @@ def test_distill_interpreted_without_teacher_matches_the_reference():
     expected = distill(case.rows, **arguments, mixtures=mixtures, backend="reference")
     torch.testing.assert_close(result.grads, expected.grads)
     torch.testing.assert_close(result.nll, expected.nll)
+
+
+@pytest.mark.parametrize("dtypes", CROSS_ENTROPY_DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [53, 300])
+def test_cross_entropy_rows_interpreted_match_autograd(vocab, dtypes, monkeypatch):
+    # 300 logits are three tiles here; narrower gradients overwrite the first half of the logits.
+    monkeypatch.setattr(cross_entropy_rows, "BLOCK_V", 128)
+    dtype, grad_dtype = dtypes
+    check_rows(vocab=vocab, dtype=dtype, grad_dtype=grad_dtype, backend="triton")
+
+
+def test_cross_entropy_interpreted_matches_autograd():
+    run_product(dtype=torch.float32, backend="triton")
+    run_product(dtype=torch.float16, backend="triton", half_logits=True)
+
+
+@pytest.mark.parametrize("hidden", [24, 40])
+def test_gather_interpreted_picks_scales_and_casts(hidden, monkeypatch):
+    monkeypatch.setattr(gather_rows, "MAX_BLOCK_D", 32)  # 40 are two blocks
+    check_gather(hidden=hidden, dtype=torch.float16, out_dtype=torch.float32, backend="triton")

@@ -10,11 +10,20 @@ import os
 
 import pytest
 import torch
-from mtp_research.kernels import attention_launch, latent_attention_launch
+from mtp_research.kernels import attention_launch, expert_routing, latent_attention_launch
 from mtp_research.kernels.latent_attention import latent_attention
 from mtp_research.kernels.paged_attention import paged_attention
 from mtp_research.kernels.store_kv import store_kv
 
+from tests.kernels.append_cases import APPEND_CASES, check_new_rows
+from tests.kernels.expert_cases import (
+    check_all_on_one_expert,
+    check_expert_mlp,
+    check_router,
+    check_routing,
+    check_unchosen_expert_is_not_read,
+)
+from tests.kernels.few_rows_cases import INTERPRETED_CASES, check_few_rows
 from tests.kernels.invariant_cases import (
     VARIANTS,
     check_attention,
@@ -96,6 +105,11 @@ def test_latent_attention_interpreted_matches_slow_loop(case, dtype):
     query_latent = arguments.pop("query_latent")
     out = latent_attention(query_latent, **arguments, backend="triton", num_splits=case.num_splits)
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("case", APPEND_CASES, ids=lambda case: case.name)
+def test_attention_that_stores_new_rows_matches_stored_pages(case):
+    check_new_rows(case, torch.float32, device="cpu", backend="triton")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -189,3 +203,34 @@ def test_attention_interpreted_has_the_same_bits_in_any_batch(variant, dtype, mo
         )
 
     check_attention(variant, dtype, attend=attend)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_expert_mlp_interpreted_equals_its_definition(dtype):
+    check_expert_mlp(1, dtype=dtype, backend="triton")
+    check_expert_mlp(21, dtype=dtype, backend="triton", num_experts=3, hidden_size=64)
+    check_all_on_one_expert(dtype, backend="triton")
+    check_unchosen_expert_is_not_read(dtype, backend="triton", device="cpu")
+
+
+@pytest.mark.parametrize("most_pairs", [2048, 0], ids=["one_launch", "three_launches"])
+def test_routing_interpreted_equals_the_reference(most_pairs, monkeypatch):
+    monkeypatch.setattr(expert_routing, "MAX_ONE_LAUNCH_PAIRS", most_pairs)
+    monkeypatch.setattr(expert_routing, "_CHUNK", 16)  # 17 chunks and more: two steps of offsets
+    generator = torch.Generator().manual_seed(0)
+    for num_pairs, num_experts, block_m in ((1, 1, 16), (8, 9, 16), (300, 5, 4), (33, 3, 32)):
+        experts = torch.randint(num_experts, (num_pairs,), generator=generator)
+        check_routing(experts, num_experts=num_experts, block_m=block_m)
+        check_routing(torch.zeros_like(experts), num_experts=num_experts, block_m=block_m)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_router_interpreted_equals_its_definition(dtype):
+    check_router(dtype, backend="triton")
+
+
+@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: case.name)
+def test_products_of_few_rows_interpreted_match_float64(case):
+    check_few_rows(case, torch.float32, backend="triton")
+    if case.is_gated:
+        check_few_rows(case, torch.float16, backend="triton")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from mtp_research.kernels.paged_attention import paged_attention, paged_attention_ref
 
+from tests.kernels.append_cases import APPEND_CASES, check_new_rows
 from tests.kernels.kernel_cases import (
     ATTENTION_CASES,
     MIXED,
@@ -45,6 +46,11 @@ def test_paged_attention_ref_random_batch_matches_slow_loop(seed):
     inputs = make_inputs(case, dtype=torch.float64, seed=seed)
     out = paged_attention(inputs.query, **inputs.keywords(), **call_arguments(case))
     torch.testing.assert_close(out, _expected(case, inputs), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("case", APPEND_CASES, ids=lambda case: case.name)
+def test_reference_attention_that_stores_new_rows_matches_stored_pages(case):
+    check_new_rows(case, torch.float32, device="cpu", backend="auto")
 
 
 def test_paged_attention_foreign_pages_change_nothing():

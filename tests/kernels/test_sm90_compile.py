@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_research.kernels import attention_launch, latent_attention_launch, store_kv
+from mtp_research.kernels import attention_launch, latent_attention_launch, new_rows, store_kv
 from mtp_research.kernels.latent_attention_triton import latent_attention_kernel
-from mtp_research.kernels.paged_attention_triton import attention_kernel, merge_splits_kernel
+from mtp_research.kernels.paged_attention_triton import attention_kernel
+from mtp_research.kernels.splits import merge_splits_kernel
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402 - after the skip
@@ -34,6 +35,7 @@ class Shape:
     sliding_window: int | None = None
     optional: bool = False  # sinks, positions and kv_start given
     invariant: bool = False
+    new_rows: bool = False  # stored by the programs
 
     @property
     def config(self) -> attention_launch.LaunchConfig:
@@ -53,19 +55,23 @@ def narrow(head_dim: int, query_len: int, **changes) -> Shape:
 SHAPES = {
     "decode": Shape(1),
     "decode_direct_page64": Shape(1, split=False, block_size=64),
-    "verify_group4": Shape(4),
-    "verify_group12_page64": Shape(4, num_heads=96, block_size=64),
+    "verify_group4": Shape(4, new_rows=True),
+    "verify_group12_page64": Shape(4, num_heads=96, block_size=64, new_rows=True),
     "prefill": Shape(512, split=False),
-    "verify_window_sinks_positions": Shape(4, sliding_window=128, optional=True),
+    "verify_window_sinks_positions": Shape(4, sliding_window=128, optional=True, new_rows=True),
     "prefill_window_sinks_positions": Shape(64, sliding_window=128, optional=True, split=False),
-    "head_dim_64": Shape(4, num_heads=16, num_kv_heads=4, key_dim=64, value_dim=64),
-    "head_dim_256": Shape(4, num_heads=16, num_kv_heads=2, key_dim=256, value_dim=256),
+    "head_dim_64": Shape(4, num_heads=16, num_kv_heads=4, key_dim=64, value_dim=64, new_rows=True),
+    "head_dim_256": Shape(
+        4, num_heads=16, num_kv_heads=2, key_dim=256, value_dim=256, new_rows=True
+    ),
     "key_192_value_128": Shape(4, num_heads=64, num_kv_heads=4, key_dim=192),
-    "float16": Shape(4, dtype=torch.float16),
+    "float16": Shape(4, dtype=torch.float16, new_rows=True),
     "float32": Shape(4, dtype=torch.float32),
-    "float32_head_dim_256": Shape(4, key_dim=256, value_dim=256, dtype=torch.float32),
+    "float32_head_dim_256": Shape(
+        4, key_dim=256, value_dim=256, dtype=torch.float32, new_rows=True
+    ),
     "head_dim_256_few_rows": Shape(1, key_dim=256, value_dim=256),
-    "key_192_value_128_few_rows": Shape(1, key_dim=192),
+    "key_192_value_128_few_rows": Shape(1, key_dim=192, new_rows=True),
     "head_dim_64_many_rows": narrow(64, 8),
     **{f"head_dim_{dim}": narrow(dim, 4) for dim in (16, 32)},
     **{f"head_dim_{dim}_many_rows": narrow(dim, 8) for dim in (16, 32)},
@@ -103,6 +109,7 @@ def _compile_attention(shape):
         split=shape.split,
         split_keys=attention_launch.INVARIANT_SPLIT_KEYS if shape.invariant else 0,
         config=config,
+        num_stored_rows=new_rows.MAX_STORED_ROWS if shape.new_rows else 0,
     )
     data = POINTERS[shape.dtype]
     types = dict.fromkeys(attention_kernel.arg_names, "i32")
@@ -111,6 +118,8 @@ def _compile_attention(shape):
     types |= {"out": "*fp32", "lse": "*fp32"} if shape.split else {"out": data, "lse": "constexpr"}
     given = {"sinks": "*fp32", "positions": "*i64", "kv_start": "*i32"}
     types |= given if shape.optional else dict.fromkeys(given, "constexpr")
+    new = {"new_key": data, "new_value": data, "slot_mapping": "*i64"}
+    types |= new if shape.new_rows else dict.fromkeys(new, "constexpr")
     types |= dict.fromkeys(constants, "constexpr")
     compiled = _compile(
         attention_kernel,
@@ -248,6 +257,7 @@ def _check_latent(num_rows, *, split, split_keys, dtype, folder):
         split=split,
         split_keys=split_keys,
         config=config,
+        num_stored_rows=new_rows.MAX_STORED_ROWS,
     )
     kernel, data = latent_attention_kernel, POINTERS[dtype]
     types = dict.fromkeys(kernel.arg_names, "i32")
@@ -255,6 +265,7 @@ def _check_latent(num_rows, *, split, split_keys, dtype, folder):
     types |= dict.fromkeys(("query_latent", "query_rope", "latent_cache"), data)
     types |= {"out": "*fp32", "lse": "*fp32"} if split else {"out": data, "lse": "constexpr"}
     types |= {"positions": "constexpr", "kv_start": "constexpr", "scale_log2": "fp32"}
+    types |= {"new_latent": data, "new_rope": data, "slot_mapping": "*i64"}
     types |= dict.fromkeys(constants, "constexpr")
     compiled = _compile(
         kernel,

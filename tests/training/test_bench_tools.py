@@ -43,3 +43,14 @@ def test_bench_of_a_trained_folder_counts_each_loss_and_source(tmp_path):
 def test_bench_of_a_name_builds_random_weights_of_its_shape(tmp_path):
     (row,) = measured(tmp_path, "--models", "lab_tiny", "--losses", "ce")["rows"]
     assert row["tokens_per_s"] == pytest.approx(1e3 * 2 * 64 / row["step_ms"])
+
+
+def test_bench_measures_variants_of_the_loss_in_the_same_run(tmp_path):
+    config = save_lab(tmp_path)
+    words = ["--models", config.model.path, "--documents", config.data.path, "--losses", "ce"]
+    words += ["--variants", "fused_rows=false", "--profile", "2"]
+    row, other = measured(tmp_path, *words)["rows"]
+    assert [row["variant"], other["variant"]] == ["", "fused_rows=false"]
+    assert other["loss_last"] < row["loss_last"]  # the same run went on
+    assert row["host_ms"] > 0
+    assert {len(kernels) for kernels in row["kernels"].values()} == {2}

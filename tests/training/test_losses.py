@@ -298,3 +298,42 @@ def test_parse_loss_bad_sum_is_refused(text):
 def test_loss_spec_unknown_depth_weights_are_refused():
     with pytest.raises(ConfigError, match=r"objective\.depth_weights"):
         LossSpec(depth_weights="linear")
+
+
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+def test_one_list_of_rows_and_rows_beside_a_teacher_give_the_same_cross_entropy(weights):
+    found = []
+    for fused_rows in (True, False):
+        inputs = make_inputs()
+        result = run(inputs, loss="0.7*ce", depth_weights=weights, fused_rows=fused_rows)
+        (2 * result.loss).backward()
+        found.append((result, [row.grad for row in inputs["rows"]]))
+    (one, one_grads), (other, other_grads) = found
+    torch.testing.assert_close(one, other)
+    torch.testing.assert_close(one_grads, other_grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["ce", "kl+0.5*ce"])
+@pytest.mark.parametrize("half_logits", [False, True])
+def test_loss_on_gpu_is_near_the_exact_one(loss, half_logits):
+    exact = make_inputs(dtype=torch.bfloat16)  # the same rounded values on both sides
+    for name in ("lm_head", "target"):
+        exact[name] = exact[name].double()
+    exact["rows"] = [row.detach().double().requires_grad_() for row in exact["rows"]]
+    wanted = run(exact, loss=loss)
+    wanted.loss.backward()
+    moved = {
+        "rows": [r.detach().bfloat16().cuda().requires_grad_() for r in exact["rows"]],
+        "labels": [labels.cuda() for labels in exact["labels"]],
+        "lm_head": exact["lm_head"].bfloat16().cuda(),
+        "target": exact["target"].bfloat16().cuda(),
+    }
+    found = run(moved, loss=loss, half_logits=half_logits)
+    found.loss.backward()
+    assert found.num_correct.tolist() == wanted.num_correct.tolist()
+    torch.testing.assert_close(found.loss.cpu().double(), wanted.loss, rtol=5e-3, atol=0)
+    for got, row in zip(moved["rows"], exact["rows"], strict=True):
+        error = (got.grad.cpu().double() - row.grad).norm() / row.grad.norm()
+        assert error < 1e-2
+        assert (got.grad.cpu()[row.grad == 0] == 0).all()

@@ -1,7 +1,9 @@
 import json
 import lzma
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mtp_research.config import ModelConfig, PretrainConfig
-from mtp_research.errors import ConfigError, NumericFault
+from mtp_research.errors import ConfigError, IntegrityError, Interrupted, NumericFault
 from mtp_research.models.fresh import new_target, next_token_logits, routers
+from mtp_research.training import pretrain
+from mtp_research.training.balance import ExpertBalancer
 from mtp_research.training.pretrain import pretrain_target
+from mtp_research.training.pretrain_log import Budget
+from mtp_research.training.pretrain_state import Progress
 
 GLM4_MOE = {
     "hidden_size": 32,
@@ -68,7 +74,7 @@ def write_corpus(folder: Path) -> Path:
     return folder
 
 
-def make_config(corpus: Path, family: str = "glm4_moe", **pretrain: object) -> ModelConfig:
+def make_config(corpus: Path, family: str = "glm4_moe", **changes: object) -> ModelConfig:
     settings = {
         "vocab_size": 320,
         "seq_len": 32,
@@ -86,7 +92,7 @@ def make_config(corpus: Path, family: str = "glm4_moe", **pretrain: object) -> M
         path="unused",
         device="cpu",
         architecture=dict(ARCHITECTURES[family]),
-        pretrain=PretrainConfig(**(settings | pretrain)),
+        pretrain=PretrainConfig(**(settings | changes)),
     )
 
 
@@ -111,6 +117,12 @@ def tokenizer_dir(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / "full" / "target" / name, only / "target" / name)
     return only
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No figures and samples of the finished target."""
+    monkeypatch.setattr(pretrain, "evaluate_target", lambda *_, **__: ({}, []))
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3"])
@@ -163,7 +175,7 @@ def test_provenance_names_data_figures_and_versions(corpus: Path, tmp_path: Path
 
 
 def test_reused_tokenizer_gives_the_same_weights_for_the_same_seed(
-    corpus: Path, tokenizer_dir: Path, tmp_path: Path
+    corpus: Path, tokenizer_dir: Path, tmp_path: Path, quick: None
 ) -> None:
     weights = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -179,11 +191,11 @@ def test_reused_tokenizer_gives_the_same_weights_for_the_same_seed(
 
 
 def test_time_limit_ends_the_run_at_the_smallest_rate(
-    corpus: Path, tokenizer_dir: Path, tmp_path: Path
+    corpus: Path, tokenizer_dir: Path, tmp_path: Path, quick: None
 ) -> None:
     folder = tmp_path / "out"
     shutil.copytree(tokenizer_dir, folder)
-    config = make_config(corpus, max_steps=10**9, max_seconds=2.0, log_every=1)
+    config = make_config(corpus, max_steps=10**9, max_seconds=1.0, log_every=1)
     record = pretrain_target(config, output_dir=folder, seed=0, report=lambda line: None)
     log = [json.loads(line) for line in (folder / "pretrain_log.jsonl").read_text().splitlines()]
     assert 1 < record["training"]["num_steps"] < 10**4
@@ -254,6 +266,86 @@ def test_diverged_run_ends_with_a_numeric_fault(
     def poisoned(model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
         return next_token_logits(model, input_ids) * torch.nan
 
-    monkeypatch.setattr("mtp_research.training.pretrain.next_token_logits", poisoned)
+    monkeypatch.setattr("mtp_research.training.pretrain_loop.next_token_logits", poisoned)
     with pytest.raises(NumericFault, match=r"model\.pretrain\.learning_rate"):
         pretrain_target(make_config(corpus), output_dir=folder, seed=0, report=lambda line: None)
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """SIGTERM to this process in a step."""
+    update, calls = ExpertBalancer.update, [0]
+
+    def wrapped(self: ExpertBalancer, *, scale: float) -> torch.Tensor | None:
+        calls[0] += 1
+        if calls[0] == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(self, scale=scale)
+
+    monkeypatch.setattr(ExpertBalancer, "update", wrapped)
+
+
+def outcome(folder: Path) -> tuple[bytes, list[dict[str, object]]]:
+    """Weights, and the log without its clock."""
+    lines = (folder / "pretrain_log.jsonl").read_text().splitlines()
+    log = [json.loads(line) for line in lines]
+    kept = [{k: v for k, v in e.items() if k not in ("tokens_per_s", "seconds")} for e in log]
+    return (folder / "target" / "model.safetensors").read_bytes(), kept
+
+
+def run_in(folder: Path, corpus: Path, *, seed: int = 0, **changes: object) -> dict[str, object]:
+    # 11 lies between two lines of the log, whose mean loss covers both parts of the run.
+    config = make_config(corpus, max_steps=20, **changes)
+    return pretrain_target(config, output_dir=folder, seed=seed, report=lambda line: None)
+
+
+@pytest.fixture
+def stopped(
+    corpus: Path, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The folder of a run that SIGTERM stopped after step 11 of 20."""
+    folder = tmp_path / "stopped"
+    shutil.copytree(tokenizer_dir, folder)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 11)
+        with pytest.raises(Interrupted, match=r"SIGTERM after step 11 of .* output_dir=") as caught:
+            run_in(folder, corpus)
+    assert caught.value.exit_code == 75
+    return folder
+
+
+def test_stopped_run_goes_on_bit_identical(
+    stopped: Path, corpus: Path, tokenizer_dir: Path, tmp_path: Path, quick: None
+) -> None:
+    assert (stopped / "latest").read_text() == "step_000011\n"
+    assert not (stopped / "target" / "PROVENANCE.json").exists()
+    straight = tmp_path / "straight"
+    shutil.copytree(tokenizer_dir, straight)
+    whole, resumed = run_in(straight, corpus), run_in(stopped, corpus)
+    assert outcome(stopped) == outcome(straight)
+    facts = [
+        {k: v for k, v in record["training"].items() if k in ("num_steps", "num_tokens", "loss")}
+        for record in (whole, resumed)
+    ]
+    assert facts[0] == facts[1]
+    assert not list(stopped.glob("step_*"))  # the target is written
+    assert not (stopped / "latest").exists()
+
+
+def test_stopped_run_with_other_settings_or_damage_is_refused(stopped: Path, corpus: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_in(stopped, corpus, seed=3, learning_rate=1e-3)
+    assert "stopped after step 11, with other settings" in str(caught.value)
+    assert "model.pretrain.learning_rate 0.01 -> 0.001; seed 0 -> 3;" in str(caught.value)
+    path = stopped / "step_000011" / "routers.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(IntegrityError, match=r"no step folder can be used"):
+        run_in(stopped, corpus)
+
+
+def test_seconds_of_all_parts_of_a_run_count() -> None:
+    limits = PretrainConfig(max_steps=10**9, max_seconds=100.0)
+    budget = Budget(limits, done=Progress(step=5, spent_s=60.0, scheduled_s=50.0))
+    assert budget.fraction(5) == pytest.approx(0.6, abs=0.01)
+    budget.start()  # 10 s were spent before the schedule's clock started
+    assert budget.fraction(6) == pytest.approx(50 / 90, abs=0.01)
+    assert (budget.seconds, budget.scheduled_s) == pytest.approx((60, 50), abs=1)

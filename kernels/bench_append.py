@@ -1,0 +1,169 @@
+"""Measure attention that stores the step's rows against a store in front of it, on a GPU.
+
+    python -m mtp_research.kernels.bench_append [--candidates]
+
+Prints a line per shape: store, attention and merge as launches of their own (`two`), and with the
+store inside the attention programs (`one`). Each is first compared with float32 over pages whose
+new rows hold NaN. `--candidates` times other launch shapes for 12 heads a KV head instead. Timings
+as in `bench`. Without a CUDA device it exits with 4.
+Letters: B requests, q rows a request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+
+import torch
+from mtp_research.kernels.attention_launch import LaunchConfig, launch_paged_attention
+from mtp_research.kernels.bench import AttentionShape, make_attention_inputs
+from mtp_research.kernels.bench_latent import LatentShape, make_latent_inputs
+from mtp_research.kernels.bench_timing import measure_ceilings, time_calls
+from mtp_research.kernels.latent_attention import attend_latents, latent_attention_ref
+from mtp_research.kernels.new_rows import NewRows
+from mtp_research.kernels.paged_attention import attend_pages, paged_attention_ref
+from mtp_research.kernels.store_kv import store_kv
+from torch import Tensor
+
+EXIT_NO_DEVICE = 4
+_ROTATED_BYTES = 512 * 2**20  # ten times the H200's L2
+_GROUP_12 = AttentionShape(8, 8192, 4, num_heads=96, block_size=64)
+# Launch shapes and splits that fill the SMs with one, two or three programs each.
+CANDIDATES = [
+    (LaunchConfig(64, 64, 4, 3), None),
+    (LaunchConfig(64, 64, 8, 2), None),
+    (LaunchConfig(64, 32, 8, 4), None),
+    (LaunchConfig(64, 64, 4, 2), None),
+    (LaunchConfig(64, 32, 4, 3), 6),
+    (LaunchConfig(64, 64, 8, 3), 2),
+    (LaunchConfig(64, 128, 8, 3), 2),
+]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark and returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m mtp_research.kernels.bench_append")
+    parser.add_argument("--candidates", action="store_true", help="launch shapes for 96/8 heads")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("error: the kernel benchmark needs a CUDA device; none is visible.", file=sys.stderr)
+        return EXIT_NO_DEVICE
+    copy = measure_ceilings()["copy_tb_per_s"]
+    print(f"{torch.cuda.get_device_name()} copy {copy} TB/s")
+    if options.candidates:
+        for config, num_splits in CANDIDATES:
+            time_candidate(_GROUP_12, config, num_splits, copy)
+        return 0
+    for batch, context in ((1, 1024), (32, 1024), (8, 8192)):
+        for query_len in (1, 4, 8):
+            shape = AttentionShape(batch, context, query_len)
+            _report(shape.label(), heads_calls(shape), shape.num_bytes(), copy)
+    for batch, context in ((1, 1024), (32, 8192)):
+        for num_heads in (16, 20, 64, 128):
+            shape = LatentShape(batch, context, 4, num_heads)
+            _report(f"MLA {shape.label()}", latent_calls(shape), shape.num_bytes(), copy)
+    return 0
+
+
+def time_candidate(
+    shape: AttentionShape, config: LaunchConfig, num_splits: int | None, copy: float
+) -> None:
+    """Times attention alone in one launch shape, with its merge."""
+    fixed = dict.fromkeys(("sliding_window", "sinks", "positions", "kv_start"))
+    fixed |= {"max_query_len": shape.query_len, "scale": shape.head_dim**-0.5}
+    calls = [
+        functools.partial(
+            launch_paged_attention, **inputs, **fixed, num_splits=num_splits, config=config
+        )
+        for inputs in make_attention_inputs(shape, num_sets=2, device="cuda")
+    ]
+    timing = time_calls(calls)
+    share = shape.num_bytes() / timing.median_us / 1e6 / copy
+    print(
+        f"{shape.label()} {tuple(config)} splits={num_splits}: {timing.median_us:.1f} us "
+        f"+- {timing.spread_us:.1f}, {share:.1%} of copy",
+        flush=True,
+    )
+
+
+def heads_calls(shape: AttentionShape) -> dict[str, list[Callable[[], Tensor]]]:
+    """Calls over rotating inputs, by number of launches before the merge; checked."""
+    num_sets = max(2, min(64, _ROTATED_BYTES // shape.num_bytes()))
+    fixed = {"max_query_len": shape.query_len, "scale": shape.head_dim**-0.5}
+    row = (shape.num_requests * shape.query_len, shape.num_kv_heads, shape.head_dim)
+    calls: dict[str, list[Callable[[], Tensor]]] = {"two": [], "one": []}
+    for inputs in make_attention_inputs(shape, num_sets=num_sets, device="cuda"):
+        pools = (inputs["key_cache"], inputs["value_cache"])
+        new = _new_rows(inputs, pools[0].shape[1], shape.query_len, row, row)
+        attend = functools.partial(attend_pages, **inputs, **fixed, backend="triton")
+        expected = functools.partial(paged_attention_ref, **inputs, **fixed)
+        _add_calls(calls, attend, expected, new, pools)
+    return calls
+
+
+def latent_calls(shape: LatentShape) -> dict[str, list[Callable[[], Tensor]]]:
+    """As `heads_calls`, of attention over latents."""
+    num_sets = max(2, min(64, _ROTATED_BYTES // shape.num_bytes()))
+    fixed = {"max_query_len": shape.query_len, "scale": 192**-0.5}
+    num_rows = shape.num_requests * shape.query_len
+    calls: dict[str, list[Callable[[], Tensor]]] = {"two": [], "one": []}
+    for inputs in make_latent_inputs(shape, num_sets=num_sets, device="cuda"):
+        latent_dim = inputs["query_latent"].shape[2]
+        cache = inputs["latent_cache"][:, :, None]
+        pools = (cache[..., :latent_dim], cache[..., latent_dim:])
+        rows = [(num_rows, 1, pool.shape[3]) for pool in pools]
+        new = _new_rows(inputs, shape.block_size, shape.query_len, *rows)
+        attend = functools.partial(attend_latents, **inputs, **fixed, backend="triton")
+        expected = functools.partial(latent_attention_ref, **inputs, **fixed)
+        _add_calls(calls, attend, expected, new, pools)
+    return calls
+
+
+def _new_rows(
+    inputs: dict[str, Tensor], block_size: int, query_len: int, *shapes: tuple[int, ...]
+) -> NewRows:
+    """Random rows for the last positions of each request, and their slots."""
+    pos = inputs["seq_lens"].long()[:, None] - query_len
+    pos = pos + torch.arange(query_len, device=pos.device)
+    slots = inputs["block_table"].gather(1, pos // block_size).long() * block_size
+    dtype = torch.bfloat16
+    rows = [torch.randn(shape, device=pos.device, dtype=dtype) for shape in shapes]
+    return NewRows(rows[0], rows[1], (slots + pos % block_size).flatten())
+
+
+def _add_calls(
+    calls: dict[str, list[Callable[[], Tensor]]],
+    attend: Callable[..., Tensor],
+    expected: Callable[[], Tensor],
+    new: NewRows,
+    pools: tuple[Tensor, Tensor],
+) -> None:
+    def store_then_attend() -> Tensor:
+        key_cache, value_cache = pools
+        store_kv(*new[:2], key_cache=key_cache, value_cache=value_cache, slot_mapping=new[2])
+        return attend()
+
+    both = {"two": store_then_attend, "one": functools.partial(attend, new_rows=new)}
+    for name, call in both.items():
+        if not calls[name]:  # the first set is compared
+            for pool in pools:
+                pool[new[2] // pool.shape[1], new[2] % pool.shape[1]] = torch.nan
+            torch.testing.assert_close(call(), expected(), atol=2e-2, rtol=2e-2)
+        calls[name].append(call)
+
+
+def _report(
+    label: str, calls: dict[str, list[Callable[[], Tensor]]], num_bytes: int, copy: float
+) -> None:
+    parts = []
+    for name, variants in calls.items():
+        timing = time_calls(variants)
+        share = num_bytes / timing.median_us / 1e6 / copy
+        parts.append(f"{name} {timing.median_us:8.2f} us +- {timing.spread_us:5.2f} {share:6.1%}")
+    print(f"{label:<50}{'  '.join(parts)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

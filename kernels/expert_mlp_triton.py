@@ -1,0 +1,137 @@
+"""The two products of a mixture-of-experts MLP over tiles of pairs, as Triton programs.
+
+Where it sits: `expert_mlp_launch` launches them, `expert_mlp` is the wrapper.
+Maths: inner[p] = silu(gate[e] x[t]) * (up[e] x[t]); out[p] = router_weight[p] * (down[e] inner[p])
+for every pair p of token t and expert e, accumulated in float32.
+Layout: `inner` stays in the order of the tiles, so that only the first product gathers and only the
+second one scatters. Weights of one expert are contiguous; those that no token chose are not read.
+Letters: T tokens, P pairs, E experts, H hidden size, I inner size of an expert.
+"""
+
+from __future__ import annotations
+
+from mtp_research.kernels import checks
+
+try:
+    import triton.language as tl
+except ImportError:  # checks.resolve_backend refuses the kernels then
+    tl = None
+
+
+@checks.kernel_jit
+def place_of(program, num_tiles, num_blocks, GROUP_TILES: tl.constexpr):
+    """Tile and block of outputs of a program: groups of tiles walk all outputs together.
+
+    Tiles of a group that run beside each other share weights in L2, blocks their rows.
+    """
+    group = program // (GROUP_TILES * num_blocks)
+    first = group * GROUP_TILES
+    size = tl.minimum(num_tiles - first, GROUP_TILES)
+    inside = program - first * num_blocks
+    return first + inside % size, inside // size
+
+
+@checks.kernel_jit
+def gate_up_kernel(
+    x,  # [T, H]
+    weight,  # [E, 2I, H]: rows of gate, then of up
+    inner,  # [tiles x BLOCK_M, I], written where a row holds a pair
+    pair_index,  # [tiles x BLOCK_M] int32, -1 for padding
+    tile_expert,  # [tiles] int32, -1 for spare tiles
+    num_tiles,
+    stride_x_row,
+    TOP_K: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
+):
+    """Gathers the rows of one tile and multiplies them with a block of gate and the same of up."""
+    num_blocks: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
+    even: tl.constexpr = HIDDEN % BLOCK_K == 0
+    tile, block = place_of(tl.program_id(0), num_tiles, num_blocks, GROUP_TILES)
+    expert = tl.load(tile_expert + tile)
+    if expert < 0:
+        return
+    place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    pair = tl.load(pair_index + place)
+    is_row = pair >= 0
+    output = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_output = output < INNER
+    k = tl.arange(0, BLOCK_K)[None, :]
+    x_at = x + (tl.maximum(pair, 0) // TOP_K).to(tl.int64)[:, None] * stride_x_row + k
+    rows = tl.minimum(output, INNER - 1)  # a repeated row instead of a mask
+    gate_at = weight + expert.to(tl.int64) * (2 * INNER * HIDDEN) + rows[:, None] * HIDDEN + k
+    up_at = gate_at + INNER * HIDDEN
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, HIDDEN, BLOCK_K):
+        if even:
+            a = tl.load(x_at, mask=is_row[:, None], other=0.0)
+            g = tl.load(gate_at)
+            u = tl.load(up_at)
+        else:
+            inside = k < HIDDEN - start
+            a = tl.load(x_at, mask=is_row[:, None] & inside, other=0.0)
+            g = tl.load(gate_at, mask=inside, other=0.0)
+            u = tl.load(up_at, mask=inside, other=0.0)
+        gate = tl.dot(a, tl.trans(g), gate, input_precision="ieee")
+        up = tl.dot(a, tl.trans(u), up, input_precision="ieee")
+        x_at += BLOCK_K
+        gate_at += BLOCK_K
+        up_at += BLOCK_K
+    value = gate * tl.sigmoid(gate) * up
+    target = inner + place.to(tl.int64)[:, None] * INNER + output[None, :]
+    tl.store(target, value.to(inner.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@checks.kernel_jit
+def down_kernel(
+    inner,  # [tiles x BLOCK_M, I]
+    weight,  # [E, H, I]
+    router_weights,  # [P]
+    out,  # [P, H], written
+    pair_index,  # [tiles x BLOCK_M] int32, -1 for padding
+    tile_expert,  # [tiles] int32, -1 for spare tiles
+    num_tiles,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
+):
+    """Multiplies the rows of one tile with a block of down and scatters them to their pairs."""
+    num_blocks: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+    even: tl.constexpr = INNER % BLOCK_K == 0
+    tile, block = place_of(tl.program_id(0), num_tiles, num_blocks, GROUP_TILES)
+    expert = tl.load(tile_expert + tile)
+    if expert < 0:
+        return
+    place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    pair = tl.load(pair_index + place)
+    is_row = pair >= 0
+    output = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_output = output < HIDDEN
+    k = tl.arange(0, BLOCK_K)[None, :]
+    inner_at = inner + place.to(tl.int64)[:, None] * INNER + k
+    rows = tl.minimum(output, HIDDEN - 1)  # a repeated row instead of a mask
+    weight_at = weight + expert.to(tl.int64) * (HIDDEN * INNER) + rows[:, None] * INNER + k
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, INNER, BLOCK_K):
+        if even:
+            a = tl.load(inner_at, mask=is_row[:, None], other=0.0)
+            w = tl.load(weight_at)
+        else:
+            inside = k < INNER - start
+            a = tl.load(inner_at, mask=is_row[:, None] & inside, other=0.0)
+            w = tl.load(weight_at, mask=inside, other=0.0)
+        acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+        inner_at += BLOCK_K
+        weight_at += BLOCK_K
+    share = tl.load(router_weights + tl.maximum(pair, 0), mask=is_row, other=0.0).to(tl.float32)
+    target = out + pair.to(tl.int64)[:, None] * HIDDEN + output[None, :]
+    value = (acc * share[:, None]).to(out.dtype.element_ty)
+    tl.store(target, value, mask=is_row[:, None] & is_output[None, :])

@@ -1,0 +1,57 @@
+"""Products of few rows against float64, shared by the interpreter and GPU runs."""
+
+from typing import NamedTuple
+
+import torch
+from mtp_research.kernels.few_rows_product import FewRowsConfig, few_rows_product
+
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+class Case(NamedTuple):
+    """A product whose sizes do not fit its tiles, or do."""
+
+    name: str
+    num_rows: int
+    num_outputs: int  # F if gated
+    depth: int
+    config: FewRowsConfig
+    has_bias: bool = False
+    is_gated: bool = False
+
+
+INTERPRETED_CASES = (
+    Case("one_row", 1, 37, 72, FewRowsConfig(16, 32, 2, 3), has_bias=True),
+    Case("two_splits", 9, 37, 72, FewRowsConfig(32, 16, 2, 3, 1), has_bias=True),
+    Case("uneven_splits_of_tiles", 5, 64, 80, FewRowsConfig(32, 16, 1, 4, 2, uses_descriptor=True)),
+    Case("one_tile", 16, 16, 16, FewRowsConfig(16, 16, 1, 2)),
+    Case("gated", 9, 21, 72, FewRowsConfig(32, 32, 1, 4), is_gated=True),
+)
+
+
+def check_few_rows(
+    case: Case, dtype: torch.dtype, *, backend: str, device: str = "cpu", seed: int = 0
+) -> None:
+    """Values of rows cut from a wider matrix, equal bits of two calls, and an empty batch."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return drawn.to(dtype).to(device)
+
+    num_weight_rows = case.num_outputs * (2 if case.is_gated else 1)
+    x = randn(case.num_rows, case.depth + 16)[:, : case.depth]
+    weight = randn(num_weight_rows, case.depth) / case.depth**0.5
+    bias = randn(num_weight_rows) if case.has_bias else None
+    settings = {"config": case.config, "is_gated": case.is_gated, "backend": backend}
+    out = few_rows_product(x, weight, bias, **settings)
+    expected = x.double() @ weight.double().T
+    if bias is not None:
+        expected += bias.double()
+    if case.is_gated:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=1e-2)
+    assert torch.equal(few_rows_product(x, weight, bias, **settings), out)
+    empty = few_rows_product(x[:0], weight, bias, **settings)
+    assert empty.shape == (0, case.num_outputs)

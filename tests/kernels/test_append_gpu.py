@@ -1,0 +1,48 @@
+"""Attention that stores the step's rows on a CUDA device: all dtypes, replays of a graph."""
+
+import pytest
+import torch
+from mtp_research.kernels.new_rows import NewRows
+from mtp_research.kernels.paged_attention import attend_pages
+from mtp_research.kernels.store_kv import store_kv
+
+from tests.kernels.append_cases import APPEND_CASES, TOLERANCES, check_new_rows
+from tests.kernels.kernel_cases import AttentionCase, call_arguments, make_inputs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_in_new_memory")]
+
+REAL = AttentionCase("real", (4,) * 5, (1000, 2048, 130, 4, 65), 32, 8, 128, 128)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("case", APPEND_CASES, ids=lambda case: case.name)
+def test_attention_on_gpu_that_stores_new_rows_matches_stored_pages(case, dtype):
+    check_new_rows(case, dtype, device="cuda", backend="triton")
+
+
+@pytest.mark.parametrize("num_splits", [1, 4, 33], ids="splits{}".format)
+def test_attention_on_gpu_that_stores_rows_gives_the_bits_of_two_launches_in_every_replay(
+    num_splits,
+):
+    inputs = make_inputs(REAL, dtype=torch.bfloat16).to("cuda")
+    pools = {"key_cache": inputs.key_cache, "value_cache": inputs.value_cache}
+    keywords = inputs.keywords() | call_arguments(REAL)
+    keywords |= {"num_splits": num_splits, "backend": "triton"}
+    pos = inputs.seq_lens.long()[:, None] - 4 + torch.arange(4, device="cuda")
+    slots = inputs.block_table.gather(1, pos // 16).long() * 16 + pos % 16
+    rows = [torch.empty(20, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    new = NewRows(rows[0], rows[1], slots.flatten())
+    attend_pages(inputs.query, **keywords, new_rows=new)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend_pages(inputs.query, **keywords, new_rows=new)
+    for _ in range(50):
+        for part in rows:
+            part.normal_()
+        for pool in pools.values():
+            pool[slots // 16, slots % 16] = torch.nan
+        graph.replay()
+        in_one_launch = out.clone()
+        store_kv(*rows, **pools, slot_mapping=new.slot_mapping)
+        expected = attend_pages(inputs.query, **keywords)
+        assert torch.equal(in_one_launch, expected)

@@ -1,0 +1,88 @@
+"""The mixture-of-experts programs compile for sm_90 without a GPU: no spills, memory fits."""
+
+import pytest
+import torch
+from mtp_research.kernels import expert_mlp_launch, expert_router, expert_routing
+from mtp_research.kernels.expert_mlp_triton import down_kernel, gate_up_kernel
+from mtp_research.kernels.expert_router_triton import router_choice_kernel, router_logits_kernel
+
+pytest.importorskip("triton")
+from tests.kernels.expert_cases import configs_of
+from tests.kernels.test_sm90_compile import (
+    POINTERS,
+    SHARED_MEMORY_BYTES,
+    _compile,
+    _num_spilled_bytes,
+)
+
+KERNELS = {"gate_up": gate_up_kernel, "down": down_kernel}
+TABLES = dict.fromkeys(("pair_index", "tile_expert", "counts", "offsets"), "*i32")
+SHIPPED = {  # programs that differ: rows a tile and the product's shape
+    (name, config.block_m, getattr(config, name))
+    for config in configs_of(torch.bfloat16)
+    for name in KERNELS
+}
+
+
+@pytest.mark.parametrize(("name", "block_m", "product"), sorted(SHIPPED), ids=str)
+def test_expert_product_sm90_has_no_spills(name, block_m, product, tmp_path):
+    kernel = KERNELS[name]
+    inner_size = 192 if product.block_n == 64 else 384
+    constants = {"TOP_K": 2} if name == "gate_up" else {}
+    constants |= expert_mlp_launch.product_constants(512, inner_size, block_m, product)
+    types = dict.fromkeys(kernel.arg_names, "i32") | TABLES
+    types |= dict.fromkeys(("x", "weight", "inner", "out"), POINTERS[torch.bfloat16])
+    types |= {"router_weights": "*fp32"} | dict.fromkeys(constants, "constexpr")
+    compiled = _compile(
+        kernel,
+        types=types,
+        constants=constants,
+        num_warps=product.num_warps,
+        num_stages=product.num_stages,
+    )
+    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
+    assert _num_spilled_bytes(compiled, tmp_path) == 0
+    assert ("wgmma" in compiled.asm["ptx"]) == (block_m >= 64)
+    assert "cp.async.cg" in compiled.asm["ptx"], "loads run ahead of the products"
+
+
+SMALL = {  # kernel, constants, warps, stages
+    "route": (
+        expert_routing.route_kernel,
+        {"BLOCK_M": 16, "PADDED_PAIRS": 1024, "PADDED_EXPERTS": 256, "PADDED_TILES": 256},
+        4,
+        3,
+    ),
+    "offset": (
+        expert_routing.offset_kernel,
+        {"BLOCK_M": 128, "PADDED_EXPERTS": 256, "CHUNKS_A_STEP": 16, "TILES_A_STEP": 128},
+        8,
+        3,
+    ),
+    "logits": (
+        router_logits_kernel,
+        {"HIDDEN": 768, **expert_router.LOGITS_BLOCKS},
+        expert_router.LOGITS_WARPS,
+        expert_router.LOGITS_STAGES,
+    ),
+    "choice": (
+        router_choice_kernel,
+        {"NORMALISES": True, **expert_router.choice_constants(64, 4)},
+        4,
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_routing_kernel_sm90_has_no_spills(name, tmp_path):
+    kernel, constants, num_warps, num_stages = SMALL[name]
+    types = dict.fromkeys(kernel.arg_names, "i32") | TABLES | {"experts": "*i64", "index": "*i64"}
+    types |= dict.fromkeys(("logits", "bias", "weights"), "*fp32")
+    types |= dict.fromkeys(("x", "weight"), POINTERS[torch.bfloat16])
+    types |= dict.fromkeys(("scale", "least_sum"), "fp32") | dict.fromkeys(constants, "constexpr")
+    compiled = _compile(
+        kernel, types=types, constants=constants, num_warps=num_warps, num_stages=num_stages
+    )
+    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
+    assert _num_spilled_bytes(compiled, tmp_path) == 0
