@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from mtp_research.kernels import checks
-from mtp_research.kernels.attention_launch import ceil_div
 from mtp_research.kernels.expert_mlp_triton import down_kernel, gate_up_kernel
 from mtp_research.kernels.expert_routing import route_pairs
+from mtp_research.kernels.splits import ceil_div
 
 if TYPE_CHECKING:
     from mtp_research.kernels.invariant_matmul import PairTiles

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 from mtp_research.kernels import checks
-from mtp_research.kernels.attention_launch import ceil_div
 from mtp_research.kernels.expert_router_triton import router_choice_kernel, router_logits_kernel
+from mtp_research.kernels.splits import ceil_div
 from torch import Tensor
 
 LEAST_SUM = 1e-20  # added to the sum of weights before dividing by it

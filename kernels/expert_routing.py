@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from mtp_research.kernels import checks
-from mtp_research.kernels.attention_launch import ceil_div
 from mtp_research.kernels.invariant_grouped import tile_pairs
 from mtp_research.kernels.invariant_matmul import PairTiles
+from mtp_research.kernels.splits import ceil_div
 
 try:
     import triton.language as tl

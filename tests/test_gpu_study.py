@@ -110,15 +110,21 @@ def test_sweep_goes_on_after_a_part_that_failed_and_skips_finished_ones(
     done = next(sweep.parts(can_compile=False))
     (tmp_path / done.name).mkdir()
     (tmp_path / done.name / "results.json").touch()
+    (tmp_path / done.name / "exit_code").write_text("0\n")
     ran: list[str] = []
 
     def run(schema: type, entry: object, *, argv: Sequence[str]) -> int:
-        ran.append(argv[-1].rpartition("/")[2])
+        folder = tmp_path / argv[-1].rpartition("/")[2]
+        folder.mkdir()
+        (folder / "results.json").touch()
+        ran.append(folder.name)
         return 3
 
-    codes = [
-        sweep.run_part(part, part.words, tmp_path, run=run)
-        for part in sweep.parts(can_compile=False)
-    ]
-    assert codes == [0] + [3] * 11
+    for _ in range(2):  # the second time all parts are done, and their codes are known
+        codes = [
+            sweep.run_part(part, part.words, tmp_path, run=run)
+            for part in sweep.parts(can_compile=False)
+        ]
+        assert codes == [0] + [3] * 11
+        assert len(ran) == 11
     assert done.name not in ran

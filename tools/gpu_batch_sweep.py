@@ -87,13 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_part(
     part: Part, words: Sequence[str], folder: Path, *, run: Callable[..., int] = run_entry
 ) -> int:
-    """Evaluate a part unless its results are there; returns its exit code."""
+    """Evaluate a part unless its results are there; returns its exit code, then or now."""
     target, started = folder / part.name, time.perf_counter()
-    if (target / "results.json").is_file():
-        return 0
+    ended = target / "exit_code"
+    if ended.is_file() and (target / "results.json").is_file():
+        return int(ended.read_text())
     code = run(EvalConfig, entry.run, argv=[*words, f"output_dir={target}"])
     gc.collect()  # pools and graphs of the part
     torch.cuda.empty_cache()
+    if target.is_dir():
+        ended.write_text(f"{code}\n")
     print(f"{part.name}: exit {code}, {time.perf_counter() - started:.1f} s", flush=True)
     return code
 

@@ -70,8 +70,8 @@ def require_no_host_loop(models: Sequence[nn.Module], *, family_name: str) -> No
             if has_stack and id(module) not in known:
                 raise ConfigError(
                     "engine.cuda_graphs=true needs experts that run without the host, got family "
-                    f"{family_name}, whose {type(module).__name__} transformers runs in a Python "
-                    "loop; set engine.cuda_graphs=false."
+                    f"{family_name}, whose {type(module).__name__} has stacked weights that "
+                    "transformers runs in a Python loop; set engine.cuda_graphs=false."
                 )
 
 

@@ -191,7 +191,8 @@ def _require_equal(path: Path, stored: object, ours: Mapping[str, object], what:
         more = f"; {len(keys) - _NUM_LISTED} more" if len(keys) > _NUM_LISTED else ""
         raise ConfigError(
             f"output_dir {str(path.parent)!r} holds an unfinished evaluation with other {what}: "
-            f"{shown}{more}; repeat its command to finish it, or set output_dir=FOLDER."
+            f"{shown}{more}; repeat its command with the version that began it, or set "
+            "output_dir=FOLDER. A key that is None there is newer than the evaluation."
         )
 
 

@@ -60,7 +60,7 @@ def block_kv_layer(model: PreTrainedModel, family: Family) -> LayerGeometry:
 def _new_block(model: PreTrainedModel, family: Family) -> nn.Module:
     config = _block_config(model.config.get_text_config(), family)
     config._attn_implementation = model.config._attn_implementation
-    config._experts_implementation = model.config._experts_implementation
+    config._experts_implementation = model.config.get_text_config()._experts_implementation
     last = cast(nn.ModuleList, model.base_model.layers)[-1]
     if family.composes_block:
         block = SingleLayer(config, last)

@@ -53,9 +53,13 @@ def route_experts(model: PreTrainedModel, *, experts: str = "auto") -> None:
         # Some classes know the eager loop only, and take no setting.
         with contextlib.suppress(ValueError):  # and the loop cannot skip other ranks' experts
             model.set_experts_implementation("batched_mm" if has_split_experts(model) else "eager")
-    if experts == "grouped_mm":
-        return
     stacks = expert_stacks(model)
+    if experts == "grouped_mm":
+        for stack in stacks:  # the model may have been routed before
+            config = cast(PreTrainedConfig, stack.config)
+            if config._experts_implementation == EXPERTS_NAME:
+                config._experts_implementation = _FALLBACK
+        return
     reason = next((found for stack in stacks if (found := why_not_fused(stack))), None)
     if experts == "fused" and (reason is not None or not stacks):
         raise ConfigError(

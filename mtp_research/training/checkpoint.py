@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 _MANIFEST, _STATE, _LATEST = "manifest.json", "state.json", "latest"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
+# What runs did before the key was there.
+_BEFORE: Mapping[str, object] = {"objective.half_logits": False}
 _UNFINISHED, _RETIRED = ".writing-", ".retired-"
 
 
@@ -172,6 +174,7 @@ def check_same_run(
     Raises:
         ConfigError: one line per key with both values.
     """
+    saved = {key: value for key, value in _BEFORE.items() if key in current} | dict(saved)
     keys = sorted(saved.keys() | current.keys())
     wanted = [key for key in keys if key not in allow_drift]
     changed = [key for key in wanted if saved.get(key) != current.get(key)]

@@ -3,11 +3,12 @@
     labels -> rows that have one -> `row_losses`: statistics and gradients -> `combine_terms`
 
 lm_head is frozen: a chunk's logits give the gradient of its rows at once and are then dropped, so
-memory is two chunks of `[C, V]`, whatever S and k are. `num_step_labels` counts the labels of the
-whole optimizer step, over micro-batches and ranks, so the step does not depend on how its tokens
-were split. Terms and weights are defined in `loss_terms` and `depth_weights`, the terms of a row in
-`kernels.distill_rows`; `hidden` is the smooth-L1 distance of the draft's hidden state from the
-target's at t + d, both after their norms, averaged over D.
+memory is two chunks of `[C, V]`, whatever S and k are, and `[k, U, D]` of gradients.
+`num_step_labels` counts the labels of the whole optimizer step, over micro-batches and ranks, so
+the step does not depend on how its tokens were split. Terms and weights are defined in `loss_terms`
+and `depth_weights`, the terms of a row in `kernels.distill_rows`; `hidden` is the smooth-L1
+distance of the draft's hidden state from the target's at t + d, both after their norms, averaged
+over D.
 
 Letters: B batch rows, S row length, N = B S anchors, D hidden, V vocabulary, k depths, U rows with
 a label. Source: chunking as in fused linear cross-entropy (Liger); `hidden` EAGLE
@@ -126,11 +127,12 @@ class _DistillLoss(torch.autograd.Function):
         *outputs: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Loss, row weights `[k, N]`, correct labels `[k]` and summed acceptance `[k]`."""
-        wants_grad = any(ctx.needs_input_grad)
+        wants_grad, scale = any(ctx.needs_input_grad), 1.0
         if spec.fused_rows and not spec.needs_teacher:
             losses = cross_entropy_rows_of(
                 rows, outputs, lm_head=lm_head, spec=spec, wants_grad=wants_grad
             )
+            scale = spec.terms["ce"]
         else:
             losses = distilled_rows_of(
                 rows, outputs, teacher=teacher, lm_head=lm_head, spec=spec, wants_grad=wants_grad
@@ -139,7 +141,8 @@ class _DistillLoss(torch.autograd.Function):
         combined = combine_terms(
             stats, labelled=rows.labelled, num_step_labels=num_step_labels, spec=spec
         )
-        ctx.parts = list(zip(losses.grads, combined.factors, strict=False))  # none without grads
+        factors = [scale * factor for factor in combined.factors]
+        ctx.parts = list(zip(losses.grads, factors, strict=False))  # none without grads
         ctx.inverse, ctx.shape, ctx.dtype = rows.inverse, outputs[0].shape, outputs[0].dtype
         acceptance = torch.where(rows.labelled, 1 - stats.tv, 0).sum(dim=1)
         if teacher is None:

@@ -147,5 +147,6 @@ class TrainingLog:
 
 def _lines_until(path: Path, step: int) -> list[str]:
     """Lines of a log, those of steps that were lost and are made again left out."""
-    lines = path.read_text(encoding="utf8").splitlines(keepends=True) if path.is_file() else []
-    return [line for line in lines if json.loads(line)["step"] <= step]
+    text = path.read_text(encoding="utf8") if path.is_file() else ""
+    whole = text[: text.rfind("\n") + 1]  # a crash may have cut off the last line
+    return [line for line in whole.splitlines(keepends=True) if json.loads(line)["step"] <= step]

@@ -24,7 +24,8 @@ class RowLosses(NamedTuple):
 
     Attributes:
         stats: of every anchor.
-        grads: `[U, D]` of each depth, for each of `LossSpec.mixtures`, before their factors.
+        grads: `[U, D]` of each depth, for each of `LossSpec.mixtures`, before their factors; of
+            `cross_entropy_rows_of` those of the plain cross-entropy.
     """
 
     stats: AnchorStats
@@ -63,7 +64,7 @@ def cross_entropy_rows_of(
         labels=rows.label.repeat(num_depths),
         valid=rows.valid.flatten(),
         lm_head=lm_head,
-        weight=spec.terms["ce"] if wants_grad else None,
+        weight=1.0 if wants_grad else None,  # a small one would underflow in float16
         half_logits=is_half,
         chunk_rows=spec.chunk_rows,
     )

@@ -78,15 +78,17 @@ def test_compiled_products_of_few_rows_call_the_op() -> None:
 class _GatedMlp(nn.Module):
     """The library's gated part, or one that only looks like it."""
 
-    def __init__(self, act_fn: nn.Module, *, scale: float = 1.0) -> None:
+    def __init__(self, act_fn: nn.Module, *, scale: float = 1.0, limit: float = 1e9) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = (nn.Linear(32, 48, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(48, 32, bias=False)
-        self.act_fn, self.scale = act_fn, scale
+        self.act_fn, self.scale, self.limit = act_fn, scale, limit
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Gated product."""
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * self.scale
+        gate = self.act_fn(self.gate_proj(x))
+        up = self.up_proj(x).clamp(-self.limit, self.limit)
+        return self.down_proj(gate * up) * self.scale
 
 
 @pytest.mark.usefixtures("any_shape")
@@ -110,8 +112,12 @@ def test_gated_part_is_one_op_in_compiled_code() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [_GatedMlp(nn.GELU()), _GatedMlp(nn.SiLU(), scale=2.0)],
-    ids=["gelu", "other_code"],
+    [
+        _GatedMlp(nn.GELU()),
+        _GatedMlp(nn.SiLU(), scale=2.0),
+        _GatedMlp(nn.SiLU(), limit=7.0),
+    ],
+    ids=["gelu", "other_code", "clamped"],
 )
 @pytest.mark.usefixtures("any_shape")
 def test_part_with_other_numbers_is_not_fused(module: _GatedMlp) -> None:

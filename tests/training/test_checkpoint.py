@@ -126,6 +126,12 @@ def test_check_same_run_lists_every_changed_key():
     assert "same" not in text
 
 
+def test_check_same_run_knows_what_runs_did_before_a_key_was_there():
+    check_same_run({"seed": 0}, {"seed": 0, "objective.half_logits": False})
+    with pytest.raises(ConfigError, match="half_logits: checkpoint False, now True"):
+        check_same_run({"seed": 0}, {"seed": 0, "objective.half_logits": True})
+
+
 def test_clear_leftovers_removes_what_a_crash_left(tmp_path):
     folder = save(tmp_path, 1)
     shutil.copytree(folder, tmp_path / ".writing-step_000002-1")
