@@ -317,7 +317,9 @@ class EngineConfig:
     # Hopper on. An experiment: where a kernel that reads nothing lies between two others, the last
     # may not wait for the first.
     overlap_launches: bool = False
-    max_graph_requests: int | None = _within(None, 1, 1 << 16)  # larger batches are split
+    # Batch sizes that are captured, as far as max_num_requests asks for them: smaller batches are
+    # padded to the next one, larger ones split. None: powers of two up to max_num_requests.
+    graph_batch_sizes: list[int] | None = field(default=None, metadata={"low": 1, "high": 1 << 16})
     # Batch-invariant products and attention: greedy text is the same to the bit for any K, batch
     # and order; wants compile=false.
     deterministic: bool = False
@@ -415,6 +417,9 @@ class TimingConfig:
     # Decodings of the prompt set by each condition, one or an even number: with two, conditions
     # A and B run in the order A B B A, which takes a slow drift of the machine out of the ratios.
     passes: int = _within(1, 1, 100)
+    # File on which evaluations of one machine take turns: those that name the same one compile and
+    # capture side by side, and each decodes alone.
+    turns: str | None = None
 
 
 @dataclass

@@ -318,9 +318,12 @@ def _capture_faults(engine: EngineConfig) -> Iterator[str]:
     if engine.overlap_launches and not engine.compile:
         key, expected = "engine.overlap_launches", "must be false for engine.compile=false"
         yield _fault(key, expected, "true", f"{key}=false")
-    if engine.max_graph_requests is not None and not engine.cuda_graphs:
-        key, expected = "engine.max_graph_requests", "must be null for engine.cuda_graphs=false"
-        yield _fault(key, expected, engine.max_graph_requests, f"{key}=null")
+    sizes, key = engine.graph_batch_sizes, "engine.graph_batch_sizes"
+    if sizes is not None and not engine.cuda_graphs:
+        yield _fault(key, "must be null for engine.cuda_graphs=false", sizes, f"{key}=null")
+    elif sizes is not None and (not sizes or sizes != sorted(set(sizes))):
+        fix = f"{key}={sorted(set(sizes)) or 'null'}".replace(" ", "")
+        yield _fault(key, "must be one or more sizes in ascending order", sizes, fix)
 
 
 def _sampling_faults(config: EvalConfig) -> Iterator[str]:

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -82,49 +81,56 @@ def test_finished_parts_of_a_late_stage_are_collected(tmp_path: Path) -> None:
 
 def test_sweep_covers_every_k_at_every_size_with_a_baseline() -> None:
     found = set()
-    made = list(sweep.parts(can_compile=True))
-    for part in made:
+    for part in sweep.PARTS:
         words = ["experiment=batch_sweep", "engine=h200", "model.device=cpu", *part.words]
         config = compose_config(EvalConfig, words)
         conditions = conditions_of(config)
-        assert config.engine.cuda_graphs
+        assert config.engine.compile
         assert [c.num_speculative_tokens for c in conditions].count(0) == 1
-        is_compiled = {c.config.engine.compile for c in conditions}
-        assert is_compiled == {part.is_compiled}
         found |= {
-            (c.group.max_num_requests, c.num_speculative_tokens, c.policy)
-            for c in conditions
-            if not part.is_compiled
+            (c.group.max_num_requests, c.num_speculative_tokens, c.policy) for c in conditions
         }
     policies = ("eagle", "training")
     drafting = {(r, k, p) for r in (1, 8, 32, 64) for k in range(1, 6) for p in policies}
     assert found == drafting | {(r, 0, None) for r in (1, 8, 32, 64)}
-    assert len({part.name for part in made}) == len(made)
-    assert not any(part.is_compiled for part in sweep.parts(can_compile=False))
+    assert len({part.name for part in sweep.PARTS}) == len(sweep.PARTS)
 
 
 def test_sweep_goes_on_after_a_part_that_failed_and_skips_finished_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep.gc, "collect", lambda: 0)  # slow in a process full of tests
-    done = next(sweep.parts(can_compile=False))
+    done, *others = sweep.PARTS[:4]
     (tmp_path / done.name).mkdir()
     (tmp_path / done.name / "results.json").touch()
     (tmp_path / done.name / "exit_code").write_text("0\n")
     ran: list[str] = []
 
-    def run(schema: type, entry: object, *, argv: Sequence[str]) -> int:
-        folder = tmp_path / argv[-1].rpartition("/")[2]
-        folder.mkdir()
-        (folder / "results.json").touch()
-        ran.append(folder.name)
-        return 3
+    def start(part: sweep.Part, words: object, folder: Path, *, num_workers: int) -> object:
+        (folder / part.name).mkdir()
+        (folder / part.name / "results.json").touch()
+        ran.append(part.name)
+        code = f"import sys; sys.exit({3 if part == others[0] else 0})"
+        return subprocess.Popen([sys.executable, "-S", "-c", code])
 
+    monkeypatch.setattr(sweep, "start", start)
     for _ in range(2):  # the second time all parts are done, and their codes are known
-        codes = [
-            sweep.run_part(part, part.words, tmp_path, run=run)
-            for part in sweep.parts(can_compile=False)
-        ]
-        assert codes == [0] + [3] * 11
-        assert len(ran) == 11
-    assert done.name not in ran
+        codes = sweep.run_parts([done, *others], [], tmp_path, num_workers=2)
+        assert sorted(codes) == [0, 0, 0, 3]
+        assert sorted(ran) == sorted(part.name for part in others)
+
+
+def test_parts_of_a_sweep_that_is_stopped_are_stopped_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*_: object, num_workers: int) -> subprocess.Popen[bytes]:
+        if len(processes) == 2:
+            raise SystemExit(143)  # as the handler of SIGTERM does
+        processes.append(subprocess.Popen([sys.executable, *SLEEPS]))
+        return processes[-1]
+
+    monkeypatch.setattr(sweep, "start", start)
+    with pytest.raises(SystemExit):
+        sweep.run_parts(sweep.PARTS, [], tmp_path, num_workers=3)
+    assert [process.wait(timeout=20) for process in processes] == [-15, -15]

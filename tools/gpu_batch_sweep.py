@@ -1,40 +1,38 @@
-"""Acceptance and speed of one head at batch 1, 8, 32 and 64, as parts that are each whole results.
+"""Acceptance and speed of one head at batch 1, 8, 32 and 64, K = 0 to 5, as parts of a sweep.
 
-    python tools/gpu_batch_sweep.py --out OUT engine=h200 model=lab_base \
+    python tools/gpu_batch_sweep.py --out OUT --workers 12 engine=h200 model=lab_base \
         model.path=TARGET spec.head=HEAD                                        one GPU
     python tools/gpu_batch_sweep.py --out /tmp/x --tiny                         a CPU, to try it
 
-Every part is `eval.py experiment=batch_sweep` at one batch size, in this process, so that libraries
-are imported once. Steps are captured and not compiled: compiling takes 10 to 20 s for each number
-of drafts, policy and bucket, of which K = 1, 3, 5 at four sizes have 126. One part with K = 3 at
-batch 1 is compiled. Small batches take few prompts, because their seconds grow with the tokens and
-not with the steps; the acceptance to quote is that of batch 64, which has most prompts.
+Every part is `eval.py experiment=batch_sweep` at one batch size with a few values of K and K = 0,
+in a process of its own, and a whole result. Compiling a condition takes 10 to 20 s of one core and
+leaves the GPU idle, so parts compile side by side and decode in turns (`timing.turns`); sweeps that
+are given the same `--turns` do so too. Only the batch size itself is captured: as requests end,
+smaller batches are padded to it.
+
+Small batches take few prompts, because their seconds grow with the tokens and not with the steps;
+the acceptance to quote is that of batch 64, which has most prompts.
 
 What ends early leaves the results of its finished parts, and the same command goes on. The exit
 code is the largest of a part, so 3 where texts of two passes differ.
 """
 
 import argparse
-import gc
+import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import eval as entry
-from mtp_research.cli import run_entry
-from mtp_research.config import EvalConfig
-
-NUM_PROMPTS = {64: 128, 1: 16, 8: 32, 32: 64}  # by batch size, in the order that they are run
+NUM_PROMPTS = {64: 128, 1: 16, 8: 32, 32: 64}  # by batch size, in the order that they are started
 DRAFTS = ((3,), (1, 5), (2, 4))  # one set after the other, each at every size
 MAX_MODEL_LEN = 1024
 CAPTURED_ENGINE = "engine=h200"
+POLL_S = 0.2
 
 
 class Part(NamedTuple):
@@ -42,13 +40,11 @@ class Part(NamedTuple):
 
     batch: int
     drafts: tuple[int, ...]
-    is_compiled: bool = False
 
     @property
     def name(self) -> str:
-        """Of its folder, such as `batch_8_k135`."""
-        digits = "".join(map(str, self.drafts))
-        return f"batch_{self.batch}_k{digits}" + "_compiled" * self.is_compiled
+        """Of its folder, such as `batch_8_k15`."""
+        return f"batch_{self.batch}_k{''.join(map(str, self.drafts))}"
 
     @property
     def words(self) -> list[str]:
@@ -57,48 +53,82 @@ class Part(NamedTuple):
             f"grid.max_num_requests=[{self.batch}]",
             f"spec.k=[{','.join(map(str, self.drafts))}]",
             f"prompts.max_prompts={NUM_PROMPTS[self.batch]}",
-            f"engine.compile={str(self.is_compiled).lower()}",
         ]
 
 
-def parts(*, can_compile: bool) -> Iterator[Part]:
-    """All parts, those that matter most first."""
-    first, *others = ([Part(batch, drafts) for batch in NUM_PROMPTS] for drafts in DRAFTS)
-    yield from first
-    if can_compile:
-        yield Part(1, (3,), is_compiled=True)
-    for later in others:
-        yield from later
+PARTS = [Part(batch, drafts) for drafts in DRAFTS for batch in NUM_PROMPTS]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts that are not done; the exit code is the largest of them."""
+    options = parse(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    words = ["experiment=batch_sweep", f"engine.max_model_len={MAX_MODEL_LEN}"]
+    words += ["sampling.max_new_tokens=128", f"timing.turns={options.turns}", *options.words]
+    if CAPTURED_ENGINE in words:
+        words.append(f"engine.graph_batch_sizes=[{max(NUM_PROMPTS)}]")  # the batch size itself
+    if options.tiny:
+        words += ["prompts.max_prompts=4", "sampling.max_new_tokens=6"]
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    return max(run_parts(PARTS, words, options.out, num_workers=options.workers))
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; `turns` lies in the output folder if it is not given."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--workers", type=int, default=1, help="parts that run at a time")
+    parser.add_argument("--turns", type=Path, help="lock file that sweeps of one GPU share")
     parser.add_argument("--tiny", action="store_true", help="few prompts and tokens")
     parser.add_argument("words", nargs="*", help="overrides of every part")
     options = parser.parse_args(argv)
-    words = ["experiment=batch_sweep", f"engine.max_model_len={MAX_MODEL_LEN}", *options.words]
-    tiny = ["prompts.max_prompts=4", "sampling.max_new_tokens=6"] if options.tiny else []
-    made = parts(can_compile=CAPTURED_ENGINE in words)
-    return max(run_part(part, [*words, *part.words, *tiny], options.out) for part in made)
+    options.turns = options.turns or options.out / "turns"
+    return options
 
 
-def run_part(
-    part: Part, words: Sequence[str], folder: Path, *, run: Callable[..., int] = run_entry
-) -> int:
-    """Evaluate a part unless its results are there; returns its exit code, then or now."""
-    target, started = folder / part.name, time.perf_counter()
-    ended = target / "exit_code"
-    if ended.is_file() and (target / "results.json").is_file():
-        return int(ended.read_text())
-    code = run(EvalConfig, entry.run, argv=[*words, f"output_dir={target}"])
-    gc.collect()  # pools and graphs of the part
-    torch.cuda.empty_cache()
-    if target.is_dir():
-        ended.write_text(f"{code}\n")
-    print(f"{part.name}: exit {code}, {time.perf_counter() - started:.1f} s", flush=True)
-    return code
+def run_parts(
+    parts: Sequence[Part], words: Sequence[str], folder: Path, *, num_workers: int
+) -> list[int]:
+    """Evaluate the parts whose results are not there, so many at a time; returns all exit codes."""
+    codes = {part.name: known for part in parts if (known := known_code(folder / part.name)) >= 0}
+    waiting = [part for part in parts if part.name not in codes]
+    running: dict[Part, subprocess.Popen[bytes]] = {}
+    started = time.perf_counter()
+    try:
+        while waiting or running:
+            while waiting and len(running) < num_workers:
+                part = waiting.pop(0)
+                running[part] = start(part, words, folder, num_workers=num_workers)
+            time.sleep(POLL_S)
+            for part in [part for part, process in running.items() if process.poll() is not None]:
+                code = codes[part.name] = running.pop(part).returncode
+                if (folder / part.name).is_dir():
+                    (folder / part.name / "exit_code").write_text(f"{code}\n")
+                seconds = time.perf_counter() - started
+                print(f"{part.name}: exit {code} after {seconds:.1f} s", flush=True)
+    finally:
+        for process in running.values():
+            process.terminate()
+    return list(codes.values())
+
+
+def known_code(folder: Path) -> int:
+    """Exit code of a part that has its results; -1 for one that has to run."""
+    ended = folder / "exit_code"
+    is_done = ended.is_file() and (folder / "results.json").is_file()
+    return int(ended.read_text()) if is_done else -1
+
+
+def start(
+    part: Part, words: Sequence[str], folder: Path, *, num_workers: int
+) -> subprocess.Popen[bytes]:
+    """A process that evaluates a part, with its share of the cores, and writes a log beside it."""
+    command = [sys.executable, "eval.py", *words, *part.words, f"output_dir={folder / part.name}"]
+    num_threads = str(max((os.cpu_count() or 1) // num_workers, 1))
+    names = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+    env = {**os.environ, **dict.fromkeys(names, num_threads)}
+    with (folder / f"{part.name}.log").open("ab") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # Seconds of each stage of a 560 s call on one H200.
 BOXES = {"target": 150, "answers": 40, "matrix": 170, "batch": 150, "prices": 50}
 GRACE_S = 15  # between asking a stage to stop and killing it; the trainer saves in between
-STOP_MARGIN_S = 50  # of the target's box for what is not training: 28 s were measured on an H200
 # The walk of target_roll goes row by row, which a GPU does slowly: --policies adds it.
 MATRIX = [
     "matrix.max_differing_share=0.1",
@@ -117,7 +116,8 @@ def main() -> int:
     heads = [matrix / name / "head" for name in names]
     heads = [str(head) for head in heads if (head / "head.json").is_file()]
     if heads:
-        words = ["--out", str(args.work / "batch"), *model]
+        words = ["--out", str(args.work / "batch"), "--workers", str(args.workers)]
+        words += ["--turns", str(args.turns or args.work / "turns"), *model]
         words += [f"spec.head={heads[0]}", f"engine={args.engine}"]
         study.run("batch", ["tools/gpu_batch_sweep.py", *words])
         listed = f"spec.head=[{','.join(heads)}]"
@@ -136,7 +136,7 @@ def prepare(study: Study) -> tuple[str, str]:
     args = study.args
     target, answers = args.target, args.answers
     if target is None:
-        seconds = max(BOXES["target"] * study.scale - STOP_MARGIN_S, 5)
+        seconds = max(BOXES["target"] * study.scale - args.margin_s, 5)
         words = ["train.py", "task=target", f"model={args.model}"]
         words += [f"model.pretrain.max_seconds={seconds:.0f}"]
         words += [f"output_dir={args.work / 'target'}"]
@@ -209,8 +209,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engine", default="auto", help="of conf/engine, for the batch sweep")
     parser.add_argument("--policies", help="of the matrix, such as training,eagle,target_roll")
     parser.add_argument("--stages", nargs="+", choices=list(BOXES), default=list(BOXES))
-    parser.add_argument("--workers", type=int, default=1, help="heads of the matrix at a time")
+    parser.add_argument("--workers", type=int, default=1, help="heads, and parts, at a time")
+    parser.add_argument("--turns", type=Path, help="lock file that studies of one GPU share")
     parser.add_argument("--limit-s", type=float, default=sum(BOXES.values()))
+    parser.add_argument(
+        "--margin-s",
+        type=float,
+        default=50,
+        help="of the target's box for what is not training; 28 s were measured on an H200",
+    )
     parser.add_argument("--tiny", action="store_true", help="limits for a trial on a CPU")
     return parser.parse_args()
 

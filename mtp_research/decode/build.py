@@ -15,7 +15,7 @@ from mtp_research.decode.deterministic import kernel_backend
 from mtp_research.decode.draft import DraftSampling, MTPDrafter
 from mtp_research.decode.draft_length import DraftLength
 from mtp_research.decode.drafter import Drafter, NullDrafter, OracleDrafter
-from mtp_research.decode.graphs import StepGraphs
+from mtp_research.decode.graphs import StepGraphs, captured_sizes
 from mtp_research.decode.kv_cache import HiddenRing, KVCache
 from mtp_research.decode.memory import bytes_per_block, free_bytes, plan_num_blocks
 from mtp_research.decode.prefix_cache import PrefixCache
@@ -181,9 +181,7 @@ def build_graphs(
             merge_projections(step.drafter.heads, few_rows_kernel=uses_kernel)
     return StepGraphs(
         step,
-        max_num_requests=min(
-            engine.max_num_requests, engine.max_graph_requests or engine.max_num_requests
-        ),
+        batch_sizes=captured_sizes(engine.max_num_requests, wanted=engine.graph_batch_sizes),
         num_table_blocks=_blocks_per_request(
             step.drafter,
             engine=engine,

@@ -14,7 +14,8 @@ Letters: R requests, B bucket, M blocks per table, K drafts per step.
 
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class StepGraphs:
 
     Args:
         step: what is captured; its drafter must have no auditor.
-        max_num_requests: largest bucket; larger batches are split.
+        batch_sizes: buckets, ascending; larger batches are split.
         num_table_blocks: M, blocks that the longest request can own.
         block_size: tokens a page.
         compile_step: run the step through `torch.compile` before it is captured.
@@ -55,19 +56,19 @@ class StepGraphs:
         self,
         step: DeviceStep,
         *,
-        max_num_requests: int,
+        batch_sizes: Sequence[int],
         num_table_blocks: int,
         block_size: int,
         compile_step: bool,
         overlap_launches: bool = False,
     ) -> None:
-        self._step = step
+        self._step, self._batch_sizes = step, batch_sizes
         self._block_size = block_size
         self._spare_slot, self._spare_block = step.ring.spare_slot, step.cache.num_blocks - 1
         device = step.ring.text.device
-        self._slots = torch.full((max_num_requests,), self._spare_slot, device=device)
+        self._slots = torch.full((batch_sizes[-1],), self._spare_slot, device=device)
         self._block_table = torch.full(
-            (max_num_requests, num_table_blocks),
+            (batch_sizes[-1], num_table_blocks),
             self._spare_block,
             dtype=torch.int32,
             device=device,
@@ -119,7 +120,7 @@ class StepGraphs:
 
     def _replay(self, entries: list[Scheduled], params: SamplingTensors) -> StepResult:
         num_requests = len(entries)
-        bucket = bucket_of(num_requests, len(self._slots))
+        bucket = bucket_of(num_requests, self._batch_sizes)
         self._upload(entries, bucket)
         captured = self._captured(bucket, params)
         captured.graph.replay()
@@ -128,8 +129,7 @@ class StepGraphs:
 
     def prepare(self, sampling: SamplingParams) -> None:
         """Capture every bucket for requests sampled like this, before a clock starts."""
-        sizes = range(1, len(self._slots) + 1)
-        for bucket in sorted({bucket_of(size, len(self._slots)) for size in sizes}, reverse=True):
+        for bucket in reversed(self._batch_sizes):
             params = sampling_tensors([sampling] * bucket, device=self._slots.device)
             self._captured(bucket, params)
 
@@ -235,9 +235,23 @@ class StepGraphs:
         )
 
 
-def bucket_of(num_requests: int, max_num_requests: int) -> int:
-    """Smallest bucket that holds a batch: a power of two, or the largest batch there can be."""
-    return min(1 << (num_requests - 1).bit_length(), max_num_requests)
+def captured_sizes(max_num_requests: int, *, wanted: Sequence[int] | None) -> tuple[int, ...]:
+    """Buckets, ascending: the sizes wanted, none of them above the largest batch there can be.
+
+    For example 6 requests at most give 1, 2, 4, 6; with `[4, 8]` wanted they give 4 and 6, and with
+    `[4]` alone 4, to which larger batches are split.
+
+    Args:
+        max_num_requests: largest batch.
+        wanted: ascending; None for powers of two.
+    """
+    sizes = wanted or [1 << power for power in range(max_num_requests.bit_length() + 1)]
+    return tuple(sorted({min(size, max_num_requests) for size in sizes}))
+
+
+def bucket_of(num_requests: int, batch_sizes: Sequence[int]) -> int:
+    """Smallest bucket that holds a batch."""
+    return batch_sizes[bisect_left(batch_sizes, num_requests)]
 
 
 def split_batch(num_requests: int, largest: int) -> list[slice]:

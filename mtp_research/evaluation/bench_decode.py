@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 
 import torch
 
@@ -25,7 +26,7 @@ from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.verify_options import VerifyOptions
-from mtp_research.errors import ConfigError, NumericFault
+from mtp_research.errors import ConfigError, EnvironmentFault, NumericFault
 from mtp_research.evaluation.bench_bytes import measure_bytes
 from mtp_research.evaluation.bench_options import Case, cases_of, parse_options
 from mtp_research.evaluation.bench_steps import (
@@ -34,6 +35,7 @@ from mtp_research.evaluation.bench_steps import (
     require_blocks,
     time_steps,
 )
+from mtp_research.evaluation.turns import Turns
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.kernels.bench_timing import describe_machine, measure_ceilings
 from mtp_research.models.shapes import random_target
@@ -66,13 +68,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Print one row per case and write them as JSON; returns the exit status."""
     options = parse_options(arguments)
     try:
-        return _run(options)
-    except (ConfigError, NumericFault) as fault:
+        with closing(Turns(options.turns)) as turns:
+            return _run(options, turns)
+    except (ConfigError, EnvironmentFault, NumericFault) as fault:
         sys.stderr.write(f"error: {fault}\n")
         return fault.exit_code
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, turns: Turns) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.cpu:
         print("error: bench_decode needs a CUDA GPU; --cpu tries the commands.", file=sys.stderr)
@@ -80,6 +83,7 @@ def _run(options: argparse.Namespace) -> int:
     report: dict[str, object] = {"arguments": vars(options) | {"json": str(options.json)}}
     copy_tb_per_s = None
     if device.type == "cuda":
+        turns.decode()
         ceilings = measure_ceilings()
         report |= {"machine": describe_machine(), "ceilings": ceilings}
         copy_tb_per_s = ceilings["copy_tb_per_s"]
@@ -88,13 +92,14 @@ def _run(options: argparse.Namespace) -> int:
     print("  ".join(COLUMNS), flush=True)
     rows: list[dict[str, object]] = []
     for shape in options.shapes:
+        turns.prepare()
         target = random_target(
             shape,
             dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
             device=device,
             experts=options.experts,
         )
-        for row in _measure_shape(target, shape, options, copy_tb_per_s):
+        for row in _measure_shape(target, shape, options, turns, copy_tb_per_s):
             rows.append(row)
             print("  ".join(_cell(row.get(name), form) for name, form in COLUMNS.items()))
             if options.strict_sync:
@@ -123,11 +128,16 @@ def _cell(value: object, form: str) -> str:
 
 
 def _measure_shape(
-    target: Target, shape: str, options: argparse.Namespace, copy_tb_per_s: float | None
+    target: Target,
+    shape: str,
+    options: argparse.Namespace,
+    turns: Turns,
+    copy_tb_per_s: float | None,
 ) -> Iterator[dict[str, object]]:
     heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=options.modules)).requires_grad_(False)
     for case in cases_of(shape, options):
-        yield _measure(target, heads, case, options, copy_tb_per_s)
+        turns.prepare()
+        yield _measure(target, heads, case, options, turns, copy_tb_per_s)
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -137,6 +147,7 @@ def _measure(
     heads: MTPHeads,
     case: Case,
     options: argparse.Namespace,
+    turns: Turns,
     copy_tb_per_s: float | None,
 ) -> dict[str, object]:
     """One row: fill the batch, warm up, time `steps` steps of the loop."""
@@ -151,10 +162,14 @@ def _measure(
         decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=1 << 20, seed=seed))
     while any(r.is_prefilling for r in decoder.scheduler.requests()):
         decoder.step()
-    for _ in range(NUM_WARM_UP_STEPS):  # capture, and let the clocks settle
+    for _ in range(NUM_WARM_UP_STEPS):  # capture
         decoder.step()
     _synchronize()
     ready_s = time.perf_counter() - started
+    turns.decode()
+    for _ in range(NUM_WARM_UP_STEPS):  # let the clocks settle
+        decoder.step()
+    _synchronize()
     stats = decoder.stats
     steps_before, host_before = stats.num_steps, stats.busy_s - stats.wait_s
     times = time_steps(decoder, num_steps=options.steps, strict_sync=options.strict_sync)

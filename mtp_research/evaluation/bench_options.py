@@ -56,6 +56,9 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         "--strict-sync", action="store_true", help="fail if a timed step waits for the device"
     )
     parser.add_argument("--cpu", action="store_true", help="run without a GPU, to try the command")
+    parser.add_argument(
+        "--turns", help="lock file: benchmarks that share it compile side by side, time in turns"
+    )
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
 

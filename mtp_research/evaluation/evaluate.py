@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
@@ -30,6 +31,7 @@ from mtp_research.evaluation.prompts import (
 from mtp_research.evaluation.report import Report, build_report, last_line, print_report
 from mtp_research.evaluation.results import write_results
 from mtp_research.evaluation.summary import ConditionResult
+from mtp_research.evaluation.turns import Turns
 from mtp_research.evaluation.wandb_tables import publish_report
 from mtp_research.grid import expand
 from mtp_research.heads.weights import load_heads
@@ -51,7 +53,8 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
     Raises:
         ConfigError: model, head or prompts are missing or do not fit each other, or the folder
             holds an unfinished evaluation of something else.
-        EnvironmentFault: the device or the kernels asked for cannot be used here.
+        EnvironmentFault: the device or the kernels asked for cannot be used here, or the file of
+            `timing.turns` cannot be written.
         IntegrityError: a prompt file is damaged, no prompt fits the context, or no generation of a
             condition finished, or a condition gave other texts in another pass (the results are
             written all the same).
@@ -63,21 +66,24 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
         max_prompts=config.prompts.max_prompts,
         seed=config.seed,
     )
-    target = load_target(
-        config.model.path,
-        dtype=config.model.dtype,
-        device=config.model.device,
-        tp_plan=config.model.tp_plan,
-        device_map=config.model.device_map,
-        experts=config.model.experts,
-    )
-    warn_of_family(target, family=config.model.family)
-    check_backend(config.engine.backend, target.device)
-    tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
-    encoded = encode_prompts(prompts, tokenizer, max_model_len=_context_length(config, target))
+    with closing(Turns(config.timing.turns)) as turns:
+        turns.prepare()
+        target = load_target(
+            config.model.path,
+            dtype=config.model.dtype,
+            device=config.model.device,
+            tp_plan=config.model.tp_plan,
+            device_map=config.model.device_map,
+            experts=config.model.experts,
+        )
+        warn_of_family(target, family=config.model.family)
+        check_backend(config.engine.backend, target.device)
+        tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
+        encoded = encode_prompts(prompts, tokenizer, max_model_len=_context_length(config, target))
+        results = _decode(config, conditions, encoded, target, turns=turns, output_dir=output_dir)
     facts = {c.head: head_facts(c.config.spec.head) for c in conditions if c.head is not None}
     report = build_report(
-        _decode(config, conditions, encoded, target=target, output_dir=output_dir),
+        results,
         prompts=encoded.prompts,
         dtype=str(target.dtype).removeprefix("torch."),
         seed=config.seed,
@@ -103,8 +109,9 @@ def _decode(
     config: EvalConfig,
     conditions: Sequence[Condition],
     encoded: EncodedPrompts,
-    *,
     target: Target,
+    *,
+    turns: Turns,
     output_dir: Path,
 ) -> list[ConditionResult]:
     """Every condition, group by group, with its lossless verdict."""
@@ -116,7 +123,7 @@ def _decode(
     if note := reference_note(config.engine, config.model.device):
         sys.stderr.write(f"{note}\n")
     try:
-        workload = Workload(target, heads, encoded, journal)
+        workload = Workload(target, heads, encoded, journal, turns)
         results: list[ConditionResult] = []
         for group in dict.fromkeys(condition.group for condition in conditions):
             members = [condition for condition in conditions if condition.group == group]

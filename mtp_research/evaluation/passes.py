@@ -29,6 +29,7 @@ from mtp_research.evaluation.timed_decode import (
     decode_prompts,
     warm_up,
 )
+from mtp_research.evaluation.turns import Turns
 from mtp_research.models.target import Target
 
 
@@ -39,6 +40,7 @@ class Workload(NamedTuple):
     heads: Mapping[str | None, Heads]  # by `spec.head`
     encoded: EncodedPrompts
     journal: Journal
+    turns: Turns
 
 
 @dataclass(frozen=True)
@@ -61,21 +63,23 @@ def run_group(
         num_passes: 1 or even. With 1, one decoder exists at a time; with more, every condition
             keeps its own, pool included, until its last pass.
     """
-    runners: dict[str, _Runner] = {}
+    runners = {c.label: _Runner(c, workload, num_passes=num_passes) for c in conditions}
     passes: dict[str, list[Pass]] = {condition.label: [] for condition in conditions}
+    if num_passes > 1:
+        for runner in runners.values():
+            runner.prepare()
     for number in range(num_passes):
         for condition in conditions if number % 2 == 0 else conditions[::-1]:
-            label = condition.label
-            if label not in runners:
-                runners[label] = _Runner(condition, workload, num_passes=num_passes)
-            passes[label].append(runners[label].run_pass(number))
+            runner = runners[condition.label]
+            runner.prepare()
+            passes[condition.label].append(runner.run_pass(number))
             if number + 1 == num_passes:
-                del runners[label]
+                runner.end()
     return [_result(condition, passes[condition.label]) for condition in conditions]
 
 
 class _Runner:
-    """A condition with its decoder, which is built when a pass first needs it."""
+    """A condition with its decoder, which is built if a pass needs it."""
 
     def __init__(self, condition: Condition, workload: Workload, *, num_passes: int) -> None:
         self._condition = condition
@@ -84,11 +88,24 @@ class _Runner:
         self._num_warm_ups = 0
         self._decoder: SpecDecoder | None = None
 
+    def prepare(self) -> None:
+        """Build the decoder, unless it is there or the journal has all passes."""
+        journal, label = self._workload.journal, self._condition.label
+        is_done = all(journal.stored(label, n).outcome for n in range(self._num_passes))
+        if self._decoder is None and not is_done:
+            self._workload.turns.prepare()
+            self._decoder = self._start()
+
+    def end(self) -> None:
+        """Give back the decoder and its pool."""
+        self._decoder = None
+
     def run_pass(self, number: int) -> Pass:
         """Decode what the journal does not have."""
         journal, label = self._workload.journal, self._condition.label
         records, audit, outcome = journal.stored(label, number)
         if outcome is None:
+            self._workload.turns.decode()
             left = _without(self._workload.encoded, {record.request_id for record in records})
             fresh = self._decode(number, left)
             is_resumed = bool(records)
@@ -98,9 +115,8 @@ class _Runner:
         return Pass(tuple(sorted(records, key=lambda r: r.request_id)), audit, outcome)
 
     def _decode(self, number: int, left: EncodedPrompts) -> Pass:
-        if self._decoder is None:
-            self._decoder = self._start()
         decoder, target = self._decoder, self._workload.target
+        assert decoder is not None, "prepare() comes before run_pass()"
         clock = None
         if decoder.graphs is None:  # a captured step has no parts
             clock = StepClock(target.device)
@@ -133,7 +149,7 @@ class _Runner:
 
     def _start(self) -> SpecDecoder:
         """Build the decoder and warm it up; with several passes until its steps are stable."""
-        target, heads, encoded, _ = self._workload
+        target, heads, encoded = self._workload[:3]
         head = self._condition.config.spec.head  # not loaded if every condition has K = 0
         decoder = build_decoder(self._condition, target, heads.get(head))
         sampling = [self._sampling()[prompt.question_id] for prompt in encoded.prompts]

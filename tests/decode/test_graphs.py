@@ -6,7 +6,7 @@ import torch
 from mtp_research.config import EngineConfig
 from mtp_research.decode.capture import require_grouped_experts, require_no_host_loop
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.graphs import bucket_of
+from mtp_research.decode.graphs import bucket_of, captured_sizes
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.errors import ConfigError, EnvironmentFault
 from mtp_research.heads.stack import MTPHeads
@@ -18,10 +18,20 @@ needs_gpu = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "bucket"), [(1, 1), (2, 2), (3, 4), (5, 8), (9, 12), (12, 12)]
+    ("wanted", "sizes"),
+    [(None, (1, 2, 4, 8, 12)), ([64], (12,)), ([4], (4,)), ([4, 8, 16, 32], (4, 8, 12))],
 )
-def test_bucket_is_a_power_of_two_or_the_largest_batch(num_requests: int, bucket: int) -> None:
-    assert bucket_of(num_requests, 12) == bucket
+def test_captured_sizes_stay_within_the_largest_batch(wanted, sizes: tuple[int, ...]) -> None:
+    assert captured_sizes(12, wanted=wanted) == sizes
+    for num_requests in range(1, sizes[-1] + 1):
+        bucket = bucket_of(num_requests, sizes)
+        assert bucket in sizes
+        assert num_requests <= bucket
+        assert all(size < num_requests for size in sizes if size < bucket)
+
+
+def test_powers_of_two_end_at_a_largest_batch_that_is_one() -> None:
+    assert captured_sizes(8, wanted=None) == (1, 2, 4, 8)
 
 
 def test_graphs_without_a_gpu_are_refused() -> None:

@@ -62,15 +62,15 @@ def test_every_step_of_a_request_fits_its_context(monkeypatch, tmp_path: Path) -
     (decoder,) = seen
     assert (row["num_steps"], row["tau"], row["syncs"]) == (60, 3.0, None)
     longest = max(request.num_tokens for request in decoder.scheduler.running)
-    assert decoder.max_model_len >= 8 + 3 * (60 + 30)  # 22 of the other steps are still to come
-    assert longest <= 8 + 3 * (60 + bench_steps.NUM_WARM_UP_STEPS + 2)
+    assert decoder.max_model_len >= 8 + 3 * (60 + 38)  # 22 of the other steps are still to come
+    assert longest <= 8 + 3 * (60 + 2 * bench_steps.NUM_WARM_UP_STEPS + 2)
     assert context_limit(context=1024, num_steps=1000, num_drafts=3, num_positions=32768) == 5376
 
 
 def test_steps_beyond_the_positions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--cpu", "--shapes", "tiny", "--batch", "1", "--k", "3", "--steps", "9000"]
     assert bench_decode.main(words) == 2
-    assert "--steps must be at most 7896 for --context 1024 and --k 3" in capsys.readouterr().err
+    assert "--steps must be at most 7888 for --context 1024 and --k 3" in capsys.readouterr().err
 
 
 def test_pool_that_would_preempt_is_refused() -> None:
