@@ -67,9 +67,10 @@ def launch_paged_attention(
     """Launches the attention programs, then the merge if there is more than one split.
 
     Arguments and result as in `paged_attention`, checked there. With `new_rows` (at most
-    `MAX_STORED_ROWS` a request) the programs first write them to the pages. `config` overrides the
-    tile sizes that `choose_config` picks (for measurements). With `invariant` tiles are those of
-    one row and splits lie at fixed positions, so that a row's result does not depend on its batch.
+    `MAX_STORED_ROWS` a request) the programs first write them to the pages; with angles they rotate
+    them, and `query`. `config` overrides the tile sizes that `choose_config` picks (for
+    measurements). With `invariant` tiles are those of one row and splits lie at fixed positions, so
+    that a row's result does not depend on its batch.
     """
     num_rows, num_heads, key_dim = query.shape
     block_size, num_kv_heads, value_dim = value_cache.shape[1:]
@@ -96,9 +97,9 @@ def launch_paged_attention(
             num_sms=checks.num_multiprocessors(query.device),
         )
     partial, lse = split_outputs(out, num_splits, always_split=invariant)
-    new_strides = (0,) * 4
-    if new_rows is not None:
-        new_strides = (*new_rows.key.stride()[:2], *new_rows.value.stride()[:2])
+    rotary_dim = 0
+    if new_rows is not None and new_rows.cos is not None:
+        rotary_dim = new_rows.cos.shape[1]
     with checks.launch_device(query):
         attention_kernel[(num_requests * num_query_tiles, num_kv_heads, num_splits)](
             query,
@@ -110,7 +111,7 @@ def launch_paged_attention(
             sinks,
             positions,
             kv_start,
-            *(new_rows or (None,) * 3),
+            *(new_rows or (None,) * 5),
             out if partial is None else partial,
             lse,
             key_cache.shape[0] * block_size,
@@ -122,7 +123,7 @@ def launch_paged_attention(
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
             block_table.stride(0),
-            *new_strides,
+            *_new_row_strides(new_rows),
             **attention_constants(
                 num_heads,
                 num_kv_heads=num_kv_heads,
@@ -134,6 +135,7 @@ def launch_paged_attention(
                 split_keys=INVARIANT_SPLIT_KEYS if invariant else 0,
                 config=config,
                 num_stored_rows=0 if new_rows is None else max_query_len,
+                rotary_dim=rotary_dim,
             ),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -150,6 +152,15 @@ def launch_paged_attention(
     return out
 
 
+def _new_row_strides(new_rows: NewRows | None) -> tuple[int, ...]:
+    """Strides of row and head of keys and values, then of row of cos and sin; 0 where not given."""
+    if new_rows is None:
+        return (0,) * 6
+    angles = (new_rows.cos, new_rows.sin)
+    of_angles = (0 if tensor is None else tensor.stride(0) for tensor in angles)
+    return (*new_rows.key.stride()[:2], *new_rows.value.stride()[:2], *of_angles)
+
+
 def attention_constants(
     num_heads: int,
     *,
@@ -162,6 +173,7 @@ def attention_constants(
     config: LaunchConfig,
     split_keys: int = 0,
     num_stored_rows: int = 0,
+    rotary_dim: int = 0,
 ) -> dict[str, int | bool]:
     """The compile-time arguments of the attention kernel, by parameter name."""
     return {
@@ -178,6 +190,7 @@ def attention_constants(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STORED_ROWS": next_power_of_two(num_stored_rows),
+        "ROTARY_DIM": rotary_dim,
     }
 
 

@@ -1,12 +1,14 @@
 """Measure attention that stores the step's rows against a store in front of it, on a GPU.
 
-    python -m mtp_research.kernels.bench_append [--candidates]
+    python -m mtp_research.kernels.bench_append [--candidates | --rotary]
 
 Prints a line per shape: store, attention and merge as launches of their own (`two`), and with the
 store inside the attention programs (`one`). Each is first compared with float32 over pages whose
-new rows hold NaN. `--candidates` times other launch shapes for 12 heads a KV head instead. Timings
-as in `bench`. Without a CUDA device it exits with 4.
-Letters: B requests, q rows a request.
+new rows hold NaN. `--candidates` times other launch shapes for 12 heads a KV head instead.
+`--rotary` times rotary embeddings instead, always with the store inside: in a compiled launch in
+front (`apart`), in the attention programs (`inside`), and none at all (`none`). Timings as in
+`bench`. Without a CUDA device it exits with 4.
+Letters: B requests, q rows a request, P rotary dims.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from mtp_research.kernels.bench_timing import measure_ceilings, time_calls
 from mtp_research.kernels.latent_attention import attend_latents, latent_attention_ref
 from mtp_research.kernels.new_rows import NewRows
 from mtp_research.kernels.paged_attention import attend_pages, paged_attention_ref
+from mtp_research.kernels.rotary import rotate_ref
 from mtp_research.kernels.store_kv import store_kv
 from torch import Tensor
 
@@ -41,11 +44,18 @@ CANDIDATES = [
     (LaunchConfig(64, 128, 8, 3), 2),
 ]
 
+# MiMo-7B's and the dense 1B's layers, then GLM-4.5-Air's.
+ROTARY_SHAPES = [
+    *((AttentionShape(batch, 1024, q), 128) for batch in (1, 32) for q in (1, 4)),
+    *((AttentionShape(batch, 1024, 4, num_heads=96), 64) for batch in (1, 32)),
+]
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m mtp_research.kernels.bench_append")
     parser.add_argument("--candidates", action="store_true", help="launch shapes for 96/8 heads")
+    parser.add_argument("--rotary", action="store_true", help="where rows are rotated")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("error: the kernel benchmark needs a CUDA device; none is visible.", file=sys.stderr)
@@ -55,6 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.candidates:
         for config, num_splits in CANDIDATES:
             time_candidate(_GROUP_12, config, num_splits, copy)
+        return 0
+    if options.rotary:
+        for shape, num_dims in ROTARY_SHAPES:
+            label = f"{shape.label()} P={num_dims}"
+            _report(label, rotary_calls(shape, num_dims), shape.num_bytes(), copy)
         return 0
     for batch, context in ((1, 1024), (32, 1024), (8, 8192)):
         for query_len in (1, 4, 8):
@@ -96,11 +111,49 @@ def heads_calls(shape: AttentionShape) -> dict[str, list[Callable[[], Tensor]]]:
     calls: dict[str, list[Callable[[], Tensor]]] = {"two": [], "one": []}
     for inputs in make_attention_inputs(shape, num_sets=num_sets, device="cuda"):
         pools = (inputs["key_cache"], inputs["value_cache"])
-        new = _new_rows(inputs, pools[0].shape[1], shape.query_len, row, row)
+        slots = _new_slots(inputs, pools[0].shape[1], shape.query_len)
+        new = NewRows(*_random_rows(row, row), slots)
         attend = functools.partial(attend_pages, **inputs, **fixed, backend="triton")
         expected = functools.partial(paged_attention_ref, **inputs, **fixed)
         _add_calls(calls, attend, expected, new, pools)
     return calls
+
+
+def rotary_calls(shape: AttentionShape, num_dims: int) -> dict[str, list[Callable[[], Tensor]]]:
+    """Calls over rotating inputs, by where their rows are rotated; checked."""
+    num_sets = max(2, min(64, _ROTATED_BYTES // shape.num_bytes()))
+    fixed = {"max_query_len": shape.query_len, "scale": shape.head_dim**-0.5, "backend": "triton"}
+    num_rows = shape.num_requests * shape.query_len
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    calls: dict[str, list[Callable[[], Tensor]]] = {"apart": [], "inside": [], "none": []}
+    rotate = torch.compile(_rotate_both, dynamic=False)
+    for inputs in make_attention_inputs(shape, num_sets=num_sets, device="cuda"):
+        product = torch.randn(
+            num_rows, sum(sizes), shape.head_dim, device="cuda", dtype=torch.bfloat16
+        )
+        query, key, value = product.split(sizes, dim=1)
+        angle = torch.randn(num_rows, num_dims, device="cuda")
+        cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+        slots = _new_slots(inputs, shape.block_size, shape.query_len)
+        inputs.pop("query")
+        attend = functools.partial(attend_pages, **inputs, **fixed)
+
+        def apart(attend=attend, rows=(query, key, cos, sin), value=value, slots=slots) -> Tensor:
+            query, key = rotate(*rows)
+            return attend(query, new_rows=NewRows(key, value, slots))
+
+        rows = NewRows(key, value, slots)
+        rotated_inside = functools.partial(attend, query, new_rows=rows._replace(cos=cos, sin=sin))
+        if not calls["apart"]:  # the first set is compared
+            torch.testing.assert_close(rotated_inside(), apart(), atol=2e-2, rtol=2e-2)
+        calls["apart"].append(apart)
+        calls["inside"].append(rotated_inside)
+        calls["none"].append(functools.partial(attend, query, new_rows=rows))
+    return calls
+
+
+def _rotate_both(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rotate_ref(query, cos, sin), rotate_ref(key, cos, sin)
 
 
 def latent_calls(shape: LatentShape) -> dict[str, list[Callable[[], Tensor]]]:
@@ -114,23 +167,24 @@ def latent_calls(shape: LatentShape) -> dict[str, list[Callable[[], Tensor]]]:
         cache = inputs["latent_cache"][:, :, None]
         pools = (cache[..., :latent_dim], cache[..., latent_dim:])
         rows = [(num_rows, 1, pool.shape[3]) for pool in pools]
-        new = _new_rows(inputs, shape.block_size, shape.query_len, *rows)
+        slots = _new_slots(inputs, shape.block_size, shape.query_len)
+        new = NewRows(*_random_rows(*rows), slots)
         attend = functools.partial(attend_latents, **inputs, **fixed, backend="triton")
         expected = functools.partial(latent_attention_ref, **inputs, **fixed)
         _add_calls(calls, attend, expected, new, pools)
     return calls
 
 
-def _new_rows(
-    inputs: dict[str, Tensor], block_size: int, query_len: int, *shapes: tuple[int, ...]
-) -> NewRows:
-    """Random rows for the last positions of each request, and their slots."""
+def _new_slots(inputs: dict[str, Tensor], block_size: int, query_len: int) -> Tensor:
+    """Slots `[T]` of the last positions of each request."""
     pos = inputs["seq_lens"].long()[:, None] - query_len
     pos = pos + torch.arange(query_len, device=pos.device)
     slots = inputs["block_table"].gather(1, pos // block_size).long() * block_size
-    dtype = torch.bfloat16
-    rows = [torch.randn(shape, device=pos.device, dtype=dtype) for shape in shapes]
-    return NewRows(rows[0], rows[1], (slots + pos % block_size).flatten())
+    return (slots + pos % block_size).flatten()
+
+
+def _random_rows(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
 
 
 def _add_calls(

@@ -190,7 +190,9 @@ def attend_latents(
     )
     resolved = checks.resolve_backend(backend, tensor=query_latent, kernel=latent_attention_kernel)
     latent_dim = query_latent.shape[2]
-    new_rows = rows_for_launch(
+    assert new_rows is None or new_rows.cos is None, "the rotary part of latents comes rotated"
+    query_latent, new_rows = rows_for_launch(
+        query_latent,
         new_rows,
         key_cache=latent_cache[:, :, None, :latent_dim],
         value_cache=latent_cache[:, :, None, latent_dim:],

@@ -94,7 +94,7 @@ def launch_latent_attention(
             query_start_loc,
             positions,
             kv_start,
-            *(new_rows or (None,) * 3),
+            *(new_rows[:3] if new_rows is not None else (None,) * 3),
             out if partial is None else partial,
             lse,
             latent_cache.shape[0] * latent_cache.shape[1],

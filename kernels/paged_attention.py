@@ -154,7 +154,7 @@ def attend_pages(
 
     Args and result as in `paged_attention`, and:
         new_rows: rows to store in the pages first, in place; None if they are there. The Triton
-            programs store few rows themselves.
+            programs store few rows themselves. With angles, `query` is rotated as the new keys are.
     """
     checks.check_rank("query", query, letters="[T, H, Dk]")
     checks.check_paged_cache(key_cache, value_cache, rows=query)
@@ -169,7 +169,8 @@ def attend_pages(
     checks.check_optional_range("num_splits", num_splits, low=1, high=MAX_SPLITS)
     resolved = checks.resolve_backend(backend, tensor=query, kernel=attention_kernel)
     invariant = backend == checks.INVARIANT
-    new_rows = rows_for_launch(
+    query, new_rows = rows_for_launch(
+        query,
         new_rows,
         key_cache=key_cache,
         value_cache=value_cache,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from mtp_research.kernels import checks
 from mtp_research.kernels.new_rows import store_new_rows
+from mtp_research.kernels.rotary import load_rotated
 from mtp_research.kernels.splits import split_span, visible_positions
 
 try:
@@ -32,6 +33,8 @@ def attention_kernel(
     new_key,  # [T, Hkv, Dk], stored first; None if the pages hold this step's rows
     new_value,  # [T, Hkv, Dv] or None
     slot_mapping,  # [T] int64 or None
+    cos,  # [T, P], queries and new keys are to be rotated; None if they are as they should be
+    sin,  # [T, P] or None
     out,  # [T, H, Dv], written; the partial outputs [splits, T, H, Dv] float32 if SPLIT
     lse,  # [splits, T, H] float32 in base 2, written if SPLIT
     num_slots,
@@ -52,6 +55,8 @@ def attention_kernel(
     stride_new_key_head,
     stride_new_value_row,
     stride_new_value_head,
+    stride_cos_row,
+    stride_sin_row,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -65,6 +70,7 @@ def attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STORED_ROWS: tl.constexpr,  # at least the new rows of a request
+    ROTARY_DIM: tl.constexpr,  # P
 ):
     """One tile of packed rows of one request and KV head, over one split of the keys."""
     request = tl.program_id(0) // num_query_tiles
@@ -143,12 +149,28 @@ def attention_kernel(
             PADDED_VALUE_DIM,
             BLOCK_SIZE,
             STORED_ROWS,
+            cos,
+            sin,
+            stride_cos_row,
+            stride_sin_row,
+            ROTARY_DIM,
         )
 
     key_dims = tl.arange(0, PADDED_KEY_DIM)[None, :]
     source = query + row.to(tl.int64) * stride_query_row + head * stride_query_head
-    inside = is_row[:, None] & (key_dims < KEY_DIM)
-    q = tl.load(source[:, None] + key_dims, mask=inside, other=0.0)  # [BLOCK_M, Dk]
+    if cos is None:
+        inside = is_row[:, None] & (key_dims < KEY_DIM)
+        q = tl.load(source[:, None] + key_dims, mask=inside, other=0.0)  # [BLOCK_M, Dk]
+    else:
+        q = load_rotated(
+            source[:, None],
+            (cos + row.to(tl.int64) * stride_cos_row)[:, None],
+            (sin + row.to(tl.int64) * stride_sin_row)[:, None],
+            is_row[:, None],
+            key_dims,
+            KEY_DIM,
+            ROTARY_DIM,
+        )
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     # A sink is one more key; exactly one split counts it.

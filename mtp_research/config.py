@@ -313,6 +313,8 @@ class EngineConfig:
     compile: bool = False  # run captured steps through torch.compile
     # Products of compiled steps by our kernel, where it was measured to be faster; Hopper only.
     few_rows_kernel: bool = True
+    # Compiled steps rotate queries and keys in the attention launch; else in launches of their own.
+    rotary_in_attention: bool = True
     # Compiled kernels start while the one in front ends (Inductor's programmatic dependent launch);
     # Hopper on. An experiment: where a kernel that reads nothing lies between two others, the last
     # may not wait for the first.
@@ -361,6 +363,9 @@ class MatrixConfig:
     num_prompts: int = _within(12, 1, 10**6)  # held-out prompts that are decoded
     max_new_tokens: int = _within(48, 1, 1 << 20)  # per prompt; stop tokens do not end it
     num_workers: int = _within(1, 1, 64)  # heads trained and decoded at a time on this machine
+    # Dtype in which cells are decoded; auto: that of the training. In float32 the loop equals the
+    # walk, and training takes a fraction of its time in bfloat16.
+    dtype: str = _one_of("auto", "auto", "bfloat16", "float32")
 
 
 @dataclass

@@ -47,6 +47,15 @@ def unrolls_of(num_mtp_modules: int, *, wanted: Sequence[str]) -> list[str]:
     return [unroll for unroll in wanted if unroll != left_out]
 
 
+def decoding_config(config: TrainConfig) -> TrainConfig:
+    """The configuration with the dtype that cells are decoded in, for loading the target."""
+    if config.matrix.dtype == "auto":
+        return config
+    config = copy.deepcopy(config)
+    config.model.dtype, config.trainer.precision = config.matrix.dtype, "auto"
+    return config
+
+
 def train_run(run: HeadRun) -> None:
     """Train one head, unless its folder says that this was done with this configuration.
 

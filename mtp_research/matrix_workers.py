@@ -27,7 +27,7 @@ from mtp_research.files import sha256_of
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.matrix_cell import decode_prompts, measure_cell
-from mtp_research.matrix_heads import HeadRun, decoded_as, train_run
+from mtp_research.matrix_heads import HeadRun, decoded_as, decoding_config, train_run
 from mtp_research.models.target import Target
 from mtp_research.policy import MATCHING_POLICY
 from mtp_research.training.setup import cache_hidden, depths_of, load_inputs
@@ -110,7 +110,7 @@ def _start_worker(config: TrainConfig, asked: Asked, places: "SimpleQueue[_Place
     if place.num_gpus > 1:
         torch.cuda.set_device(place.index % place.num_gpus)
     threading.Thread(target=_stop_with, args=(place.parent,), daemon=True).start()
-    _worker_state.append((asked, load_inputs(config).target))
+    _worker_state.append((asked, load_inputs(decoding_config(config)).target))
 
 
 def _stop_with(parent: int) -> None:
@@ -167,13 +167,13 @@ def _cell(heads: MTPHeads, key: GroupKey, asked: Asked, *, run: HeadRun, sha256:
     if len(texts) > allowed:
         raise NumericFault(
             f"policy matrix: {where}, prompts {texts[:5]}: the text differs from plain decoding; "
-            "they are equal in float32, set model.dtype=float32."
+            "they are equal in float32, set matrix.dtype=float32."
         )
     if len(rounds.differing) > allowed:
         first = rounds.differing[0]
         raise NumericFault(
             f"policy matrix: {where}, prompt {first}: the loop accepted {rounds.loop[first]}, the "
-            f"walk {rounds.walks[first]}; they are equal in float32, set model.dtype=float32."
+            f"walk {rounds.walks[first]}; they are equal in float32, set matrix.dtype=float32."
         )
     return MatrixCell(
         key=key,

@@ -34,7 +34,7 @@ from mtp_research.evaluation.seed_matrix import (
 )
 from mtp_research.evaluation.tables import rich_table
 from mtp_research.matrix_cell import decode_prompts
-from mtp_research.matrix_heads import head_runs, same_settings
+from mtp_research.matrix_heads import decoding_config, head_runs, same_settings
 from mtp_research.matrix_workers import Asked, measure_heads
 from mtp_research.models.target import Target
 from mtp_research.provenance import run_record
@@ -60,7 +60,7 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
         NumericFault: too many of a cell's texts or rounds are not those of plain decoding and of
             the walk.
     """
-    target, documents = load_inputs(config)
+    target, documents = load_inputs(decoding_config(config))
     chosen = _prompt_documents(documents.held_out, limit=config.matrix.num_prompts)
     prompts = [prompt for prompt, _ in chosen]
     plain = decode_prompts(

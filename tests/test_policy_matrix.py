@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mtp_research import matrix_cell, matrix_workers
 from mtp_research.cli import compose_config
@@ -105,6 +107,22 @@ def test_killed_matrix_goes_on_in_two_processes(two_seeds, tmp_path, monkeypatch
     assert read_matrix(tmp_path / "killed").cells == read_matrix(tmp_path / "whole").cells
     assert main([str(tmp_path / "killed")]) == 0
     assert "2 of 2 seeds" in capsys.readouterr().out
+
+
+def test_heads_trained_in_bfloat16_are_decoded_in_float32(two_seeds, tmp_path, monkeypatch):
+    model = dataclasses.replace(two_seeds.model, dtype="bfloat16")
+    matrix = dataclasses.replace(two_seeds.matrix, dtype="float32", seeds=[3])
+    config = dataclasses.replace(two_seeds, model=model, matrix=matrix)
+    run_policy_matrix(config, tmp_path)  # no text and no round may differ
+    assert read_matrix(tmp_path).settings["dtype"] == "float32"
+    weights = load_file(tmp_path / "chain_n2_s3" / "head" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    state = []
+    monkeypatch.setattr(matrix_workers, "_worker_state", state)
+    monkeypatch.setattr(matrix_workers, "_stop_with", lambda parent: None)
+    places = SimpleNamespace(get=lambda: matrix_workers._Place(0, 1, 0, parent=0))
+    matrix_workers._start_worker(config, None, places)
+    assert state[0][1].dtype == torch.float32
 
 
 def test_matrix_file_gives_its_own_summary_again(two_seeds, tmp_path):

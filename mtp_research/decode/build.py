@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from torch import nn
+
 from mtp_research.config import EngineConfig
 from mtp_research.decode.audit import Auditor
 from mtp_research.decode.block_manager import BlockManager
@@ -26,6 +28,7 @@ from mtp_research.heads.draft_vocabulary import restrict_vocabulary
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.merged import merge_projections
 from mtp_research.models.recurrent_states import RecurrentStates
+from mtp_research.models.rotary import leave_rotary_to_attention
 from mtp_research.models.sparse import require_exact_length
 from mtp_research.models.target import Target
 from mtp_research.policy import HiddenPolicy, ModuleSchedule, num_slots_needed
@@ -175,10 +178,13 @@ def build_graphs(
         return None
     require_capturable(step, engine=engine)
     if engine.compile:
-        uses_kernel = engine.few_rows_kernel
-        merge_projections(step.target.model, few_rows_kernel=uses_kernel)
+        models: list[nn.Module] = [step.target.model]
         if isinstance(step.drafter, MTPDrafter):
-            merge_projections(step.drafter.heads, few_rows_kernel=uses_kernel)
+            models.append(step.drafter.heads)
+        for model in models:
+            merge_projections(model, few_rows_kernel=engine.few_rows_kernel)
+            rotates = engine.rotary_in_attention
+            leave_rotary_to_attention(step.target, model, enabled=rotates)
     return StepGraphs(
         step,
         batch_sizes=captured_sizes(engine.max_num_requests, wanted=engine.graph_batch_sizes),

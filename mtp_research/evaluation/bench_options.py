@@ -47,6 +47,9 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         "--library-products", action="store_true", help="engine.few_rows_kernel=false"
     )
     parser.add_argument(
+        "--library-rotary", action="store_true", help="engine.rotary_in_attention=false"
+    )
+    parser.add_argument(
         "--overlap-launches", action="store_true", help="engine.overlap_launches=true"
     )
     parser.add_argument("--kernels", type=int, default=0, help="print the slowest so many kernels")

@@ -6,7 +6,7 @@ every reader of a written row is such an op again, and each call depends on the 
 layer's input on the layer below, a later pass on the token that the earlier one drafted.
 
 Letters: R requests, T packed rows, M blocks per table, H / Hkv heads, Dk / Dv head dims, L latent,
-P rotary key size.
+P rotary dims.
 """
 
 import torch
@@ -18,7 +18,7 @@ from mtp_research.kernels.paged_attention import attend_pages
 
 @torch.library.custom_op("mtp_research::kept", mutates_args=())
 def kept(values: torch.Tensor) -> torch.Tensor:
-    """A copy of the integers `values`, which many layers hand to the ops below.
+    """A copy of `values`, which many layers hand to the ops below.
 
     Compiled code would compute such a value anew for every few of the ops that read it, in launches
     of their own; the output of an op it keeps.
@@ -36,6 +36,7 @@ def store_and_attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    angles: torch.Tensor | None,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -50,8 +51,10 @@ def store_and_attend(
 ) -> torch.Tensor:
     """Attention output `[T, H, Dv]` of `query` `[T, H, Dk]` after `key` and `value` were stored.
 
-    Args as in `kernels.store_kv.store_kv` and `kernels.paged_attention.attend_pages`.
+    Args as in `kernels.store_kv.store_kv` and `kernels.paged_attention.attend_pages`, and:
+        angles: `[2, T, P]`, rotary cos and sin for `query` and `key`; None if they are rotated.
     """
+    cos_sin = () if angles is None else angles.unbind()
     return attend_pages(
         query,
         key_cache=key_cache,
@@ -63,7 +66,7 @@ def store_and_attend(
         scale=scale,
         sliding_window=sliding_window,
         sinks=sinks,
-        new_rows=NewRows(key, value, slot_mapping),
+        new_rows=NewRows(key, value, slot_mapping, *cos_sin),
         backend=backend,
     )
 

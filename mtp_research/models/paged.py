@@ -8,14 +8,15 @@ Letters: R requests, T packed rows, M blocks per table, Hkv key-value heads, Dk 
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from mtp_research.kernels.new_rows import MAX_STORED_ROWS
 from mtp_research.kernels.paged_attention import paged_attention
 from mtp_research.kernels.store_kv import store_kv
-from mtp_research.models.compiled import store_and_attend, store_and_attend_latents
+from mtp_research.models.compiled import kept, store_and_attend, store_and_attend_latents
 from mtp_research.models.geometry import KVPages
 from mtp_research.models.latent import absorb_query, expand_output
 
@@ -26,6 +27,13 @@ class PagePool(Protocol):
     def pages(self, layer: int) -> KVPages:
         """Pages of a cache layer, writable."""
         ...
+
+
+class Angles(NamedTuple):
+    """Rotary cos and sin of the rows of a pass, each `[1, T, P]`, P the dims that are rotated."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,15 @@ class PagedContext:
     _new_latents: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
+
+    _kept_angles: list[tuple[Tensor, Tensor]] = field(
+        default_factory=list, repr=False, compare=False
+    )
+
+    @property
+    def stores_in_launch(self) -> bool:
+        """Whether attention of compiled code stores, on a GPU, the new rows in its own launch."""
+        return self.max_query_len <= MAX_STORED_ROWS and self.backend in ("auto", "triton")
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object
@@ -91,17 +108,24 @@ class PagedContext:
         scale: float,
         sliding_window: int | None,
         sinks: Tensor | None,
+        angles: Angles | None = None,
     ) -> Tensor:
-        """See `models.attention.AttentionContext`; `key` and `value` are read from the pages."""
+        """See `models.attention.AttentionContext`; `key` and `value` are read from the pages.
+
+        With `angles`, in compiled passes, `query` and `key` come before their rotary embedding.
+        """
         pages = self._pages(cast(int, module.layer_idx))
+        is_compiling = torch.compiler.is_compiling()
+        assert angles is None or (is_compiling and pages.kind != "latent"), "rows come rotated here"
         if pages.kind == "latent":
             return self._attend_latents(module, query, pages, scale=scale)[None]
         sinks = None if sinks is None else sinks.float()
-        if torch.compiler.is_compiling():
+        if is_compiling:
             output = store_and_attend(
                 query[0].transpose(0, 1),
                 key[0].transpose(0, 1),
                 value[0].transpose(0, 1),
+                None if angles is None else self._kept(angles),
                 pages.keys,
                 pages.values,
                 self.slot_mapping,
@@ -129,6 +153,15 @@ class PagedContext:
             backend=self.backend,
         )
         return output[None]
+
+    def _kept(self, angles: Angles) -> Tensor:
+        """Cos and sin as `[2, T, P]`, the same for all layers of the pass that share them."""
+        for cos, both in self._kept_angles:
+            if cos is angles.cos:
+                return both
+        both = kept(torch.stack((angles.cos[0], angles.sin[0])))
+        self._kept_angles.append((angles.cos, both))
+        return both
 
     def _attend_latents(
         self, module: nn.Module, query: Tensor, pages: KVPages, *, scale: float

@@ -1,9 +1,12 @@
 """Attention that stores the step's rows itself: cases for reference, interpreter and GPU."""
 
+from dataclasses import replace
+
 import torch
 from mtp_research.kernels.latent_attention import attend_latents
 from mtp_research.kernels.new_rows import NewRows
 from mtp_research.kernels.paged_attention import attend_pages
+from mtp_research.kernels.rotary import rotate_ref
 from torch import Tensor
 
 from tests.kernels.kernel_cases import (
@@ -24,6 +27,21 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _NAMES = ("verify", "mixed", "group_12", "window_in_block", "sinks_window", "empty_requests")
 APPEND_CASES = [case.with_splits(2) for case in ATTENTION_CASES if case.name in _NAMES]
 LATENT_APPEND_CASES = [LATENT_CASES[1].with_splits(1), LATENT_CASES[2].with_splits(3)]
+# Cases by the dims that are rotated, of 16 or 24; `mixed` is rotated and stored before the launch.
+ROTATED_CASES = [
+    (case.with_splits(splits), dims)
+    for case in ATTENTION_CASES
+    for name, splits, dims in (
+        ("verify", 1, 16),
+        ("verify", 3, 8),
+        ("mixed", 2, 16),
+        ("group_12", 2, 8),
+        ("value_narrower", 1, 24),
+        ("padded_rows", 2, 4),
+        ("sinks_window", 2, 12),
+    )
+    if case.name == name
+]
 APPEND_CASES += LATENT_APPEND_CASES
 
 
@@ -34,19 +52,54 @@ def check_new_rows(case: AttentionCase, dtype: torch.dtype, *, device: str, back
     """
     is_latent = case in LATENT_APPEND_CASES
     inputs = make_inputs(case, dtype=dtype, values_in_keys=is_latent)
+    new = _new_rows(case, inputs, is_latent=is_latent)
+    _check(case, inputs, inputs.query, new, device=device, backend=backend)
+
+
+def check_rotated_rows(
+    case: AttentionCase, num_dims: int, dtype: torch.dtype, *, device: str, backend: str
+) -> None:
+    """As `check_new_rows`, of queries and keys that only the call rotates."""
+    inputs = make_inputs(case, dtype=dtype)
+    new = _new_rows(case, inputs, is_latent=False)
+    generator = torch.Generator().manual_seed(1)
+    # The halves of cos and of sin differ, as they do nowhere: each dim must take its own.
+    cos, sin = torch.randn(2, len(inputs.query), num_dims, generator=generator).to(dtype)
+    new = new._replace(cos=cos, sin=sin)
+    kept = new.slot_mapping >= 0
+    inputs.key_cache.flatten(0, 1)[new.slot_mapping[kept]] = rotate_ref(new.key, cos, sin)[kept]
+    unrotated, rotated = inputs.query, rotate_ref(inputs.query, cos, sin)
+    _check(case, replace(inputs, query=rotated), unrotated, new, device=device, backend=backend)
+
+
+def _check(
+    case: AttentionCase,
+    inputs: AttentionInputs,
+    query: Tensor,
+    new: NewRows,
+    *,
+    device: str,
+    backend: str,
+) -> None:
+    """The call on `query` and `new` gives what the slow loop gives on `inputs`, whose pages hold
+    the new rows, and fills pages without them.
+    """
+    is_latent, dtype = case in LATENT_APPEND_CASES, query.dtype
     expected = slow_paged_attention(inputs.query, **inputs.keywords(), **slow_arguments(case))
     stored = [inputs.key_cache.clone(), inputs.value_cache.clone()]
-    new = _new_rows(case, inputs, is_latent=is_latent)
     written = new.slot_mapping[new.slot_mapping >= 0]
     for pool in (inputs.key_cache, inputs.value_cache):
         pool.flatten(0, 1)[written] = torch.nan
-    moved = inputs.to(device)
-    new = NewRows(*(part.to(device) for part in new))
+    moved = replace(inputs, query=query).to(device)
+    new = NewRows(*(None if part is None else part.to(device) for part in new))
     output = _attend(case, moved, new, is_latent=is_latent, backend=backend)
     torch.testing.assert_close(output.cpu().double(), expected, atol=TOLERANCES[dtype], rtol=0)
+    # Half precision is rounded as in the reference; a GPU may fuse products and sums of float32.
+    exact = new.cos is None or device == "cpu" or dtype.itemsize < torch.float32.itemsize
     pools = [moved.key_cache] if is_latent else [moved.key_cache, moved.value_cache]
     for pool, whole in zip(pools, stored, strict=False):
-        torch.testing.assert_close(pool.cpu(), whole, equal_nan=True, atol=0, rtol=0)
+        atol = 0.0 if exact else 1e-6
+        torch.testing.assert_close(pool.cpu(), whole, equal_nan=True, atol=atol, rtol=0)
 
 
 def _new_rows(case: AttentionCase, inputs: AttentionInputs, *, is_latent: bool) -> NewRows:

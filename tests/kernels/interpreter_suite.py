@@ -15,7 +15,12 @@ from mtp_research.kernels.latent_attention import latent_attention
 from mtp_research.kernels.paged_attention import paged_attention
 from mtp_research.kernels.store_kv import store_kv
 
-from tests.kernels.append_cases import APPEND_CASES, check_new_rows
+from tests.kernels.append_cases import (
+    APPEND_CASES,
+    ROTATED_CASES,
+    check_new_rows,
+    check_rotated_rows,
+)
 from tests.kernels.expert_cases import (
     check_all_on_one_expert,
     check_expert_mlp,
@@ -110,6 +115,12 @@ def test_latent_attention_interpreted_matches_slow_loop(case, dtype):
 @pytest.mark.parametrize("case", APPEND_CASES, ids=lambda case: case.name)
 def test_attention_that_stores_new_rows_matches_stored_pages(case):
     check_new_rows(case, torch.float32, device="cpu", backend="triton")
+
+
+@pytest.mark.parametrize(("case", "num_dims"), ROTATED_CASES, ids=lambda v: getattr(v, "name", v))
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_attention_that_rotates_new_rows_matches_rotated_pages(case, num_dims, dtype):
+    check_rotated_rows(case, num_dims, dtype, device="cpu", backend="triton")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

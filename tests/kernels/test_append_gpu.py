@@ -4,9 +4,16 @@ import pytest
 import torch
 from mtp_research.kernels.new_rows import NewRows
 from mtp_research.kernels.paged_attention import attend_pages
+from mtp_research.kernels.rotary import rotate_ref
 from mtp_research.kernels.store_kv import store_kv
 
-from tests.kernels.append_cases import APPEND_CASES, TOLERANCES, check_new_rows
+from tests.kernels.append_cases import (
+    APPEND_CASES,
+    ROTATED_CASES,
+    TOLERANCES,
+    check_new_rows,
+    check_rotated_rows,
+)
 from tests.kernels.kernel_cases import AttentionCase, call_arguments, make_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_in_new_memory")]
@@ -18,6 +25,42 @@ REAL = AttentionCase("real", (4,) * 5, (1000, 2048, 130, 4, 65), 32, 8, 128, 128
 @pytest.mark.parametrize("case", APPEND_CASES, ids=lambda case: case.name)
 def test_attention_on_gpu_that_stores_new_rows_matches_stored_pages(case, dtype):
     check_new_rows(case, dtype, device="cuda", backend="triton")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("case", "num_dims"), ROTATED_CASES, ids=lambda v: getattr(v, "name", v))
+def test_attention_on_gpu_that_rotates_new_rows_matches_rotated_pages(case, num_dims, dtype):
+    check_rotated_rows(case, num_dims, dtype, device="cuda", backend="triton")
+
+
+@pytest.mark.parametrize("num_dims", [64, 128])
+@pytest.mark.parametrize("num_splits", [1, 4], ids="splits{}".format)
+def test_attention_on_gpu_that_rotates_has_the_bits_of_a_rotation_in_front(num_splits, num_dims):
+    inputs = make_inputs(REAL, dtype=torch.bfloat16).to("cuda")
+    keywords = inputs.keywords() | call_arguments(REAL)
+    keywords |= {"num_splits": num_splits, "backend": "triton"}
+    pos = inputs.seq_lens.long()[:, None] - 4 + torch.arange(4, device="cuda")
+    slots = inputs.block_table.gather(1, pos // 16).long() * 16 + pos % 16
+    joined = torch.randn(
+        20, 48, 128, dtype=torch.bfloat16, device="cuda"
+    )  # as one product gives it
+    query, *rows = joined.split((32, 8, 8), dim=1)
+    angle = torch.randn(20, num_dims, device="cuda")
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    new = NewRows(*rows, slots.flatten())
+    results = []
+    for rotated in (False, True):
+        if rotated:
+            query, key = rotate_ref(query, cos, sin), rotate_ref(new.key, cos, sin)
+            call = {"new_rows": new._replace(key=key)}
+        else:
+            call = {"new_rows": new._replace(cos=cos, sin=sin)}
+        inputs.key_cache[slots // 16, slots % 16] = torch.nan
+        out = attend_pages(query, **keywords, **call)
+        results.append((out, inputs.key_cache[slots // 16, slots % 16].clone()))
+    (out, pages), (expected, expected_pages) = results
+    assert torch.equal(pages, expected_pages)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("num_splits", [1, 4, 33], ids="splits{}".format)

@@ -36,6 +36,7 @@ class Shape:
     optional: bool = False  # sinks, positions and kv_start given
     invariant: bool = False
     new_rows: bool = False  # stored by the programs
+    rotary_dim: int = 0  # of new rows and queries, rotated by the programs
 
     @property
     def config(self) -> attention_launch.LaunchConfig:
@@ -57,6 +58,12 @@ SHAPES = {
     "decode_direct_page64": Shape(1, split=False, block_size=64),
     "verify_group4": Shape(4, new_rows=True),
     "verify_group12_page64": Shape(4, num_heads=96, block_size=64, new_rows=True),
+    "verify_rotated": Shape(4, new_rows=True, rotary_dim=128),
+    "verify_rotated_direct": Shape(4, split=False, new_rows=True, rotary_dim=128),
+    "verify_group12_half_rotated": Shape(
+        4, num_heads=96, block_size=64, new_rows=True, rotary_dim=64
+    ),
+    "verify_16_rows_rotated": Shape(16, split=False, new_rows=True, rotary_dim=128),
     "prefill": Shape(512, split=False),
     "verify_window_sinks_positions": Shape(4, sliding_window=128, optional=True, new_rows=True),
     "prefill_window_sinks_positions": Shape(64, sliding_window=128, optional=True, split=False),
@@ -64,11 +71,23 @@ SHAPES = {
     "head_dim_256": Shape(
         4, num_heads=16, num_kv_heads=2, key_dim=256, value_dim=256, new_rows=True
     ),
+    "head_dim_256_rotated": Shape(
+        4, 16, 2, key_dim=256, value_dim=256, new_rows=True, rotary_dim=64
+    ),
+    "head_dim_256_few_rows_rotated": Shape(
+        1, key_dim=256, value_dim=256, new_rows=True, rotary_dim=256
+    ),
+    "key_192_value_128_rotated": Shape(
+        4, 64, 4, key_dim=192, sliding_window=128, optional=True, new_rows=True, rotary_dim=64
+    ),
     "key_192_value_128": Shape(4, num_heads=64, num_kv_heads=4, key_dim=192),
     "float16": Shape(4, dtype=torch.float16, new_rows=True),
     "float32": Shape(4, dtype=torch.float32),
     "float32_head_dim_256": Shape(
         4, key_dim=256, value_dim=256, dtype=torch.float32, new_rows=True
+    ),
+    "float32_head_dim_256_rotated": Shape(
+        4, key_dim=256, value_dim=256, dtype=torch.float32, new_rows=True, rotary_dim=256
     ),
     "head_dim_256_few_rows": Shape(1, key_dim=256, value_dim=256),
     "key_192_value_128_few_rows": Shape(1, key_dim=192, new_rows=True),
@@ -110,6 +129,7 @@ def _compile_attention(shape):
         split_keys=attention_launch.INVARIANT_SPLIT_KEYS if shape.invariant else 0,
         config=config,
         num_stored_rows=new_rows.MAX_STORED_ROWS if shape.new_rows else 0,
+        rotary_dim=shape.rotary_dim,
     )
     data = POINTERS[shape.dtype]
     types = dict.fromkeys(attention_kernel.arg_names, "i32")
@@ -120,6 +140,7 @@ def _compile_attention(shape):
     types |= given if shape.optional else dict.fromkeys(given, "constexpr")
     new = {"new_key": data, "new_value": data, "slot_mapping": "*i64"}
     types |= new if shape.new_rows else dict.fromkeys(new, "constexpr")
+    types |= dict.fromkeys(("cos", "sin"), data if shape.rotary_dim else "constexpr")
     types |= dict.fromkeys(constants, "constexpr")
     compiled = _compile(
         attention_kernel,
@@ -187,6 +208,14 @@ def test_attention_kernel_sm90_pipelines_keys_and_values(name):
 def test_attention_kernel_sm90_uses_tensor_cores(name, instruction):
     compiled, _ = _compile_attention(SHAPES[name])
     assert instruction in compiled.asm["ptx"]
+
+
+def test_rotation_sm90_rounds_products_before_it_adds_them():
+    compiled, _ = _compile_attention(SHAPES["verify_rotated"])
+    # What is fused is a subtraction from zero, of queries and of keys; a sum differs in every line.
+    addends = re.findall(r"fma\.rn\.bf16x2\s+(?:%\w+, ){3}(%\w+);", compiled.asm["ptx"])
+    assert "mul.bf16x2" in compiled.asm["ptx"]
+    assert len(set(addends)) <= 2
 
 
 def test_merge_splits_kernel_sm90_has_no_spills(tmp_path):
