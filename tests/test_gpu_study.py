@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mtp_research.cli import compose_config
-from mtp_research.config import EvalConfig
+from mtp_research.config import EvalConfig, TrainConfig
 from mtp_research.evaluation.conditions import conditions_of
 from tools import gpu_batch_sweep as sweep
 from tools import gpu_study as tool
@@ -77,6 +77,31 @@ def test_finished_parts_of_a_late_stage_are_collected(tmp_path: Path) -> None:
         names = archive.getnames()
     assert names == ["batch/batch_64_k135/results.json", "batch/batch_64_k135/table.txt"]
     assert json.loads((tmp_path / "out" / "study.json").read_text())["stages"] == late.stages
+
+
+def test_every_stage_is_asked_for_something_that_the_entries_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, list[str]] = {}
+    monkeypatch.setattr(tool.Study, "run", lambda self, stage, words: asked.update({stage: words}))
+    for path in ("target/config.json", "matrix/chain_n3_s0/head/head.json"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).touch()
+    (tmp_path / "answers.jsonl").touch()
+    words = ["--target", str(tmp_path / "target"), "--answers", str(tmp_path / "answers.jsonl")]
+    folders = ["--out", str(tmp_path / "out"), "--work", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["tool", *folders, *words, "--model", "lab_base"])
+    assert tool.main() == 0
+    monkeypatch.setattr(sys, "argv", ["tool", *folders, "--model", "lab_base"])
+    tool.main()  # makes target and answers
+    assert list(asked) == ["matrix", "batch", "prices", "target"]
+    matrix = compose_config(TrainConfig, asked["matrix"][1:])
+    assert (matrix.model.dtype, matrix.matrix.dtype) == ("bfloat16", "float32")
+    assert compose_config(TrainConfig, asked["target"][1:]).task == "target"
+    assert compose_config(EvalConfig, asked["prices"][1:]).task == "fault_price"
+    options = sweep.parse(asked["batch"][1:])
+    words = [*sweep.shared_words(options), *sweep.PARTS[0].words, "model.device=cpu"]
+    assert compose_config(EvalConfig, words).timing.turns == str(tmp_path / "turns")
 
 
 def test_sweep_covers_every_k_at_every_size_with_a_baseline() -> None:

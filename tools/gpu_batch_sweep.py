@@ -63,13 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts that are not done; the exit code is the largest of them."""
     options = parse(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    words = ["experiment=batch_sweep", f"engine.max_model_len={MAX_MODEL_LEN}"]
-    words += ["sampling.max_new_tokens=128", f"timing.turns={options.turns}", *options.words]
-    if CAPTURED_ENGINE in words:
-        words.append(f"engine.graph_batch_sizes=[{max(NUM_PROMPTS)}]")  # the batch size itself
-    if options.tiny:
-        words += ["prompts.max_prompts=4", "sampling.max_new_tokens=6"]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    words = shared_words(options)
     return max(run_parts(PARTS, words, options.out, num_workers=options.workers))
 
 
@@ -84,6 +79,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.turns = options.turns or options.out / "turns"
     return options
+
+
+def shared_words(options: argparse.Namespace) -> list[str]:
+    """Overrides of every part."""
+    words = ["experiment=batch_sweep", f"engine.max_model_len={MAX_MODEL_LEN}"]
+    words += ["sampling.max_new_tokens=128", f"timing.turns={options.turns}", *options.words]
+    if CAPTURED_ENGINE in words:
+        words.append(f"engine.graph_batch_sizes=[{max(NUM_PROMPTS)}]")  # the batch size itself
+    if options.tiny:
+        words += ["prompts.max_prompts=4", "sampling.max_new_tokens=6"]
+    return words
 
 
 def run_parts(

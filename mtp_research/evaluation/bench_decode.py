@@ -106,6 +106,8 @@ def _run(options: argparse.Namespace, turns: Turns) -> int:
         del target
         gc.collect()
         torch.cuda.empty_cache()
+    if machine.facts:
+        print(json.dumps(machine.facts))
     return 0
 
 

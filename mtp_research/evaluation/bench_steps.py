@@ -6,7 +6,6 @@ is meant to wait for, the copy of the tokens of the step before, is an event and
 Letters: K drafts per step.
 """
 
-import json
 import statistics
 import time
 from typing import NamedTuple
@@ -46,7 +45,6 @@ class Machine:
         torch.cuda.empty_cache()
         self.copy_tb_per_s = ceilings["copy_tb_per_s"]
         self.facts = {"machine": describe_machine(), "ceilings": ceilings}
-        print(json.dumps(self.facts["machine"] | ceilings), flush=True)
 
 
 class StepTimes(NamedTuple):
