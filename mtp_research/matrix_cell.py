@@ -22,6 +22,7 @@ from mtp_research.training.stale_walk import stale_walk
 
 # The unroll that computes what a policy drafts from; with one module it is `ttt` as well.
 WALK_UNROLL = {"training": "chain", "eagle": "shared_context", "target_roll": "independent"}
+_WALK_ROWS = 8
 
 
 def decode_prompts(
@@ -142,7 +143,7 @@ def _documents(
 def _walks(
     heads: MTPHeads, documents: Sequence[EncodedDocument], *, policy: str, num_drafts: int
 ) -> list[_Walks]:
-    """Walks over every text, one text a row."""
+    """Walks over every text, a few rows at a time."""
     rows = TrainingRows(
         pack_first_fit(documents, seq_len=max(len(text.token_ids) for text in documents)),
         target=heads.target,
@@ -153,7 +154,10 @@ def _walks(
         heads,
         rows,
         spec=UnrollSpec(num_drafts, WALK_UNROLL[policy]),
-        row_batches=[[index] for index in range(len(rows))],
+        row_batches=[
+            range(start, min(start + _WALK_ROWS, len(rows)))
+            for start in range(0, len(rows), _WALK_ROWS)
+        ],
     )
     found = []
     for index, document in enumerate(documents):
