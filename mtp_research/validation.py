@@ -266,6 +266,10 @@ def _eval_faults(config: EvalConfig) -> Iterator[str]:
     if config.timing.passes > 1 and config.timing.passes % 2:
         expected, passes = "must be 1 or even, as in A B B A", config.timing.passes
         yield _fault("timing.passes", expected, passes, f"timing.passes={passes + 1}")
+    if config.timing.turns is not None and config.model.tp_plan != "none":
+        # Every rank would wait for the lock that another rank of its own run holds.
+        expected = f"must be null for model.tp_plan={config.model.tp_plan}"
+        yield _fault("timing.turns", expected, config.timing.turns, "timing.turns=null")
     cells = sorted(
         expand(config).cells,
         key=lambda cell: cell.engine.max_num_requests * (cell.spec.num_speculative_tokens + 1),

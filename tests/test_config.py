@@ -68,6 +68,19 @@ def test_prefix_caching_with_an_unclean_policy_is_a_fault() -> None:
     assert compose_config(EvalConfig, words[1:]).engine.prefix_caching
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["engine=h200", "engine.graph_batch_sizes=[8,4]"], "set engine.graph_batch_sizes=[4,8]"),
+        (["engine=h200", "engine.graph_batch_sizes=[]"], "set engine.graph_batch_sizes=null"),
+        (["model.tp_plan=tensor", "timing.turns=a"], "must be null for model.tp_plan=tensor"),
+    ],
+)
+def test_keys_that_do_not_fit_others_name_the_fix(words: list[str], expected: str) -> None:
+    (line,) = fault_lines(EvalConfig, *words)
+    assert expected in line
+
+
 def test_deterministic_engine_with_compiled_steps_names_the_preset() -> None:
     with pytest.raises(ConfigError) as refused:
         compose_config(EvalConfig, ["engine=h200", "engine.deterministic=true"])
