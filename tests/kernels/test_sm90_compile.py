@@ -161,6 +161,7 @@ def _num_spilled_bytes(compiled, folder):
     source.write_text(compiled.asm["ptx"])
     command = [ptxas, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "serialized" not in report  # tensor cores that wait for each other (ptxas C7515)
     found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
     assert found, f"ptxas printed no spill line: {report}"
     return int(found[1]) + int(found[2])
