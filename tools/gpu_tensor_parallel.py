@@ -13,6 +13,7 @@ takes too long leaves the rows that it has measured.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -106,6 +107,7 @@ def decode(args: argparse.Namespace, model: Path) -> None:
         if os.environ.get("RANK", "0") == "0":
             (args.out / f"world_{args.world}.json").write_text(json.dumps(rows))
     if torch.distributed.is_initialized():
+        gc.collect()  # graphs that hold NCCL calls keep their communicator from being taken down
         torch.distributed.destroy_process_group()
 
 
