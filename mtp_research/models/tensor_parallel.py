@@ -84,11 +84,14 @@ def keep_local_parts(model: PreTrainedModel) -> None:
     """Make the decoder stack's split projections plain tensors of this rank's size, in place.
 
     Our attention reads some weights itself and sizes pages by `out_features`. Left as they are:
-    experts, by whose placement transformers knows that outputs want adding, the embedding and
-    `lm_head`, which heads and hashes need whole.
+    experts, by whose placement transformers knows that outputs want adding, and `lm_head`, whose
+    logits are gathered. The embedding is whole on every rank: one that is tied to a split `lm_head`
+    gets a tensor of its own.
     """
     for module in model.base_model.modules():
         if isinstance(module, nn.Embedding):
+            if isinstance(module.weight.data, DTensor):
+                _make_whole(module)
             continue
         for name, part in list(module.named_parameters(recurse=False)):
             if isinstance(part.data, DTensor) and part.dim() < _EXPERTS_DIM:
@@ -96,6 +99,14 @@ def keep_local_parts(model: PreTrainedModel) -> None:
                 module.register_parameter(name, local)
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
+
+
+def _make_whole(embedding: nn.Embedding) -> None:
+    """Undo transformers' split of an embedding, whose forward reads a rank's rows only."""
+    embedding.weight = nn.Parameter(whole(embedding.weight.data), requires_grad=False)
+    vars(embedding).pop("forward", None)
+    embedding._forward_pre_hooks.clear()
+    embedding._forward_hooks.clear()
 
 
 def whole(tensor: Tensor) -> Tensor:

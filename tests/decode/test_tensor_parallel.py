@@ -27,6 +27,7 @@ PLANS = {
     "glm4_moe_lite": "tensor",
     "mimo_v2": "tensor",
     "glm4_moe-experts": "experts",
+    "qwen3-tied": "tensor",
 }
 DRAWN = ("qwen3", "glm4_moe-experts")  # at temperature 1, where ranks must draw alike
 RANK = """
@@ -78,7 +79,9 @@ def load_split(path: Path, plan: str) -> Target:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name in PLANS:
-        model = tiny_target(name.removesuffix("-experts"), dtype=torch.float32).model
+        is_tied = name.endswith("-tied")
+        recipe, _, _ = name.partition("-")
+        model = tiny_target(recipe, dtype=torch.float32, tie_word_embeddings=is_tied).model
         model.save_pretrained(folder / name)
     return folder
 
