@@ -422,8 +422,9 @@ class TimingConfig:
     # Decodings of the prompt set by each condition, one or an even number: with two, conditions
     # A and B run in the order A B B A, which takes a slow drift of the machine out of the ratios.
     passes: int = _within(1, 1, 100)
-    # File on which evaluations of one machine take turns: those that name the same one compile and
-    # capture side by side, and each decodes alone.
+    # File, on a disk of the machine, on which evaluations take turns: those that name the same one
+    # compile and capture side by side, and each decodes alone. Their pools lie beside each other,
+    # so set engine.max_model_len or engine.num_blocks.
     turns: str | None = None
 
 

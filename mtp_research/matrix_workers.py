@@ -162,18 +162,22 @@ def _cell(heads: MTPHeads, key: GroupKey, asked: Asked, *, run: HeadRun, sha256:
     )
     pairs = zip(records, asked.plain, strict=True)
     texts = [r.request_id for r, p in pairs if r.output_token_ids != p.output_token_ids]
-    allowed = run.config.matrix.max_differing_share * len(records)
+    share = run.config.matrix.max_differing_share
+    allowed = share * len(records)
+    fix = f"matrix.max_differing_share={share:g} allows {int(allowed)} of {len(records)} prompts"
+    if heads.target.dtype != torch.float32:
+        fix = "they are equal in float32, set matrix.dtype=float32 and another output_dir"
     where = f"{run.folder.name} under {key.policy}"
     if len(texts) > allowed:
         raise NumericFault(
-            f"policy matrix: {where}, prompts {texts[:5]}: the text differs from plain decoding; "
-            "they are equal in float32, set matrix.dtype=float32."
+            f"policy matrix: {where}, {len(texts)} prompts, first {texts[:5]}: the text differs "
+            f"from plain decoding; {fix}."
         )
     if len(rounds.differing) > allowed:
         first = rounds.differing[0]
         raise NumericFault(
             f"policy matrix: {where}, prompt {first}: the loop accepted {rounds.loop[first]}, the "
-            f"walk {rounds.walks[first]}; they are equal in float32, set matrix.dtype=float32."
+            f"walk {rounds.walks[first]}; {len(rounds.differing)} prompts differ; {fix}."
         )
     return MatrixCell(
         key=key,

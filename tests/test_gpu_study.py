@@ -99,9 +99,10 @@ def test_every_stage_is_asked_for_something_that_the_entries_take(
     assert (matrix.model.dtype, matrix.matrix.dtype) == ("bfloat16", "float32")
     assert compose_config(TrainConfig, asked["target"][1:]).task == "target"
     assert compose_config(EvalConfig, asked["prices"][1:]).task == "fault_price"
-    options = sweep.parse(asked["batch"][1:])
-    words = [*sweep.shared_words(options), *sweep.PARTS[0].words, "model.device=cpu"]
-    assert compose_config(EvalConfig, words).timing.turns == str(tmp_path / "turns")
+    options = sweep.parse([*asked["batch"][1:], "--tiny"])
+    part = compose_config(EvalConfig, [*sweep.words_of(sweep.PARTS[0], options), "engine=auto"])
+    assert part.timing.turns == str(tmp_path / "turns")
+    assert (part.prompts.max_prompts, part.sampling.max_new_tokens) == (4, 6)
 
 
 def test_sweep_covers_every_k_at_every_size_with_a_baseline() -> None:
@@ -130,18 +131,20 @@ def test_sweep_goes_on_after_a_part_that_failed_and_skips_finished_ones(
     (tmp_path / done.name / "exit_code").write_text("0\n")
     ran: list[str] = []
 
-    def start(part: sweep.Part, words: object, folder: Path, *, num_workers: int) -> object:
-        (folder / part.name).mkdir()
-        (folder / part.name / "results.json").touch()
-        ran.append(part.name)
-        code = f"import sys; sys.exit({3 if part == others[0] else 0})"
+    def start(words: list[str], log: Path, *, num_workers: int) -> object:
+        (tmp_path / log.stem).mkdir(exist_ok=True)
+        ran.append(log.stem)
+        ends = {others[0].name: "sys.exit(3)", others[1].name: "os.kill(os.getpid(), 9)"}
+        if log.stem != others[1].name:  # killed before its results were there
+            (tmp_path / log.stem / "results.json").touch()
+        code = f"import os, sys; {ends.get(log.stem, 'sys.exit(0)')}"
         return subprocess.Popen([sys.executable, "-S", "-c", code])
 
     monkeypatch.setattr(sweep, "start", start)
     for _ in range(2):  # the second time all parts are done, and their codes are known
-        codes = sweep.run_parts([done, *others], [], tmp_path, num_workers=2)
-        assert sorted(codes) == [0, 0, 0, 3]
-        assert sorted(ran) == sorted(part.name for part in others)
+        codes = sweep.run_parts({part: [] for part in (done, *others)}, tmp_path, num_workers=2)
+        assert sorted(codes) == [0, 0, 3, 137]
+    assert sorted(ran) == sorted(part.name for part in (*others, others[1]))
 
 
 def test_parts_of_a_sweep_that_is_stopped_are_stopped_with_it(
@@ -157,5 +160,5 @@ def test_parts_of_a_sweep_that_is_stopped_are_stopped_with_it(
 
     monkeypatch.setattr(sweep, "start", start)
     with pytest.raises(SystemExit):
-        sweep.run_parts(sweep.PARTS, [], tmp_path, num_workers=3)
+        sweep.run_parts({part: [] for part in sweep.PARTS}, tmp_path, num_workers=3)
     assert [process.wait(timeout=20) for process in processes] == [-15, -15]

@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ DRAFTS = ((3,), (1, 5), (2, 4))  # one set after the other, each at every size
 MAX_MODEL_LEN = 1024
 CAPTURED_ENGINE = "engine=h200"
 POLL_S = 0.2
+GRACE_S = 10
 
 
 class Part(NamedTuple):
@@ -64,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    words = shared_words(options)
-    return max(run_parts(PARTS, words, options.out, num_workers=options.workers))
+    wanted = {part: words_of(part, options) for part in PARTS}
+    return max(run_parts(wanted, options.out, num_workers=options.workers))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -77,44 +78,54 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="few prompts and tokens")
     parser.add_argument("words", nargs="*", help="overrides of every part")
     options = parser.parse_args(argv)
-    options.turns = options.turns or options.out / "turns"
+    options.out = options.out.resolve()
+    options.turns = (options.turns or options.out / "turns").resolve()
     return options
 
 
-def shared_words(options: argparse.Namespace) -> list[str]:
-    """Overrides of every part."""
+def words_of(part: Part, options: argparse.Namespace) -> list[str]:
+    """Overrides of a part; the last one of a key counts."""
     words = ["experiment=batch_sweep", f"engine.max_model_len={MAX_MODEL_LEN}"]
     words += ["sampling.max_new_tokens=128", f"timing.turns={options.turns}", *options.words]
     if CAPTURED_ENGINE in words:
         words.append(f"engine.graph_batch_sizes=[{max(NUM_PROMPTS)}]")  # the batch size itself
+    words += [*part.words, f"output_dir={options.out / part.name}"]
     if options.tiny:
         words += ["prompts.max_prompts=4", "sampling.max_new_tokens=6"]
     return words
 
 
-def run_parts(
-    parts: Sequence[Part], words: Sequence[str], folder: Path, *, num_workers: int
-) -> list[int]:
-    """Evaluate the parts whose results are not there, so many at a time; returns all exit codes."""
-    codes = {part.name: known for part in parts if (known := known_code(folder / part.name)) >= 0}
-    waiting = [part for part in parts if part.name not in codes]
+def run_parts(wanted: Mapping[Part, Sequence[str]], folder: Path, *, num_workers: int) -> list[int]:
+    """Evaluate the parts whose results are not there, so many at a time; returns all exit codes.
+
+    Args:
+        wanted: overrides of every part.
+        folder: of their folders.
+        num_workers: parts at a time.
+    """
+    codes = {part.name: known for part in wanted if (known := known_code(folder / part.name)) >= 0}
+    waiting = [part for part in wanted if part.name not in codes]
     running: dict[Part, subprocess.Popen[bytes]] = {}
     started = time.perf_counter()
     try:
         while waiting or running:
             while waiting and len(running) < num_workers:
                 part = waiting.pop(0)
-                running[part] = start(part, words, folder, num_workers=num_workers)
+                log = folder / f"{part.name}.log"
+                running[part] = start(wanted[part], log, num_workers=num_workers)
             time.sleep(POLL_S)
             for part in [part for part, process in running.items() if process.poll() is not None]:
-                code = codes[part.name] = running.pop(part).returncode
-                if (folder / part.name).is_dir():
+                code = running.pop(part).returncode
+                code = codes[part.name] = code if code >= 0 else 128 - code  # as a shell counts
+                if (folder / part.name / "results.json").is_file():
                     (folder / part.name / "exit_code").write_text(f"{code}\n")
                 seconds = time.perf_counter() - started
                 print(f"{part.name}: exit {code} after {seconds:.1f} s", flush=True)
     finally:
         for process in running.values():
             process.terminate()
+        for process in running.values():
+            wait_or_kill(process)
     return list(codes.values())
 
 
@@ -125,16 +136,22 @@ def known_code(folder: Path) -> int:
     return int(ended.read_text()) if is_done else -1
 
 
-def start(
-    part: Part, words: Sequence[str], folder: Path, *, num_workers: int
-) -> subprocess.Popen[bytes]:
-    """A process that evaluates a part, with its share of the cores, and writes a log beside it."""
-    command = [sys.executable, "eval.py", *words, *part.words, f"output_dir={folder / part.name}"]
+def wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that was asked to end."""
+    try:
+        process.wait(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def start(words: Sequence[str], log_file: Path, *, num_workers: int) -> subprocess.Popen[bytes]:
+    """A process that evaluates a part with its share of the cores."""
+    command = [sys.executable, str(ROOT / "eval.py"), *words]
     num_threads = str(max((os.cpu_count() or 1) // num_workers, 1))
     names = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
     env = {**os.environ, **dict.fromkeys(names, num_threads)}
-    with (folder / f"{part.name}.log").open("ab") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+    with log_file.open("ab") as log:
+        return subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
 
 if __name__ == "__main__":

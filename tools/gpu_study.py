@@ -217,7 +217,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--policies", help="of the matrix, such as training,eagle,target_roll")
     parser.add_argument("--stages", nargs="+", choices=list(BOXES), default=list(BOXES))
     parser.add_argument("--workers", type=int, default=1, help="heads, and parts, at a time")
-    parser.add_argument("--turns", type=Path, help="lock file that studies of one GPU share")
+    parser.add_argument("--turns", type=Path, help="lock file that batch sweeps of one GPU share")
     parser.add_argument("--limit-s", type=float, default=sum(BOXES.values()))
     parser.add_argument(
         "--margin-s",

@@ -31,13 +31,13 @@ from mtp_research.evaluation.bench_bytes import measure_bytes
 from mtp_research.evaluation.bench_options import Case, cases_of, parse_options
 from mtp_research.evaluation.bench_steps import (
     NUM_WARM_UP_STEPS,
-    Machine,
     context_limit,
     require_blocks,
     time_steps,
 )
 from mtp_research.evaluation.turns import Turns
 from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.kernels.bench_timing import describe_machine, measure_ceilings
 from mtp_research.models.shapes import random_target
 from mtp_research.models.target import Target
 
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print one row per case and write them as JSON; returns the exit status."""
     options = parse_options(arguments)
     try:
-        with closing(Turns(options.turns)) as turns:
+        with closing(Turns(options.turns, name="--turns")) as turns:
             return _run(options, turns)
     except (ConfigError, EnvironmentFault, NumericFault) as fault:
         sys.stderr.write(f"error: {fault}\n")
@@ -81,18 +81,25 @@ def _run(options: argparse.Namespace, turns: Turns) -> int:
         print("error: bench_decode needs a CUDA GPU; --cpu tries the commands.", file=sys.stderr)
         return 4
     report: dict[str, object] = {"arguments": vars(options) | {"json": str(options.json)}}
-    machine = Machine(device, turns)
+    copy_tb_per_s = None
+    if device.type == "cuda":
+        turns.decode()
+        ceilings = measure_ceilings()
+        report |= {"machine": describe_machine(), "ceilings": ceilings}
+        copy_tb_per_s = ceilings["copy_tb_per_s"]
+        print(json.dumps(report["machine"] | ceilings))
+        torch.cuda.empty_cache()
     print("  ".join(COLUMNS), flush=True)
     rows: list[dict[str, object]] = []
     for shape in options.shapes:
-        machine.prepare()
+        turns.prepare()
         target = random_target(
             shape,
             dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
             device=device,
             experts=options.experts,
         )
-        for row in _measure_shape(target, shape, options, machine):
+        for row in _measure_shape(target, shape, options, turns, copy_tb_per_s):
             rows.append(row)
             print("  ".join(_cell(row.get(name), form) for name, form in COLUMNS.items()))
             if options.strict_sync:
@@ -101,13 +108,10 @@ def _run(options: argparse.Namespace, turns: Turns) -> int:
                 print(f"    {us:9.1f} us {count:5d}  {name[:110]}")
             sys.stdout.flush()
             if options.json is not None:
-                whole = report | machine.facts | {"rows": rows}
-                options.json.write_text(json.dumps(whole, indent=1))
+                options.json.write_text(json.dumps(report | {"rows": rows}, indent=1))
         del target
         gc.collect()
         torch.cuda.empty_cache()
-    if machine.facts:
-        print(json.dumps(machine.facts))
     return 0
 
 
@@ -127,12 +131,13 @@ def _measure_shape(
     target: Target,
     shape: str,
     options: argparse.Namespace,
-    machine: Machine,
+    turns: Turns,
+    copy_tb_per_s: float | None,
 ) -> Iterator[dict[str, object]]:
     heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=options.modules)).requires_grad_(False)
     for case in cases_of(shape, options):
-        machine.prepare()
-        yield _measure(target, heads, case, options, machine)
+        turns.prepare()
+        yield _measure(target, heads, case, options, turns, copy_tb_per_s)
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -142,7 +147,8 @@ def _measure(
     heads: MTPHeads,
     case: Case,
     options: argparse.Namespace,
-    machine: Machine,
+    turns: Turns,
+    copy_tb_per_s: float | None,
 ) -> dict[str, object]:
     """One row: fill the batch, warm up, time `steps` steps of the loop."""
     started = time.perf_counter()
@@ -160,7 +166,7 @@ def _measure(
         decoder.step()
     _synchronize()
     ready_s = time.perf_counter() - started
-    machine.take()
+    turns.decode()
     for _ in range(NUM_WARM_UP_STEPS):  # let the clocks settle
         decoder.step()
     _synchronize()
@@ -174,8 +180,7 @@ def _measure(
         profile = decoder.graphs.profile()
         launches = sum(count for _, count, _ in profile)
     needed = measure_bytes(decoder, heads if case.num_drafts else None)
-    copy = machine.copy_tb_per_s
-    limit_ms = None if copy is None else needed.total / copy / 1e9
+    limit_ms = None if copy_tb_per_s is None else needed.total / copy_tb_per_s / 1e9
     return {
         **dataclasses.asdict(case),
         "tau": times.num_tokens / times.num_steps / case.batch,

@@ -1,4 +1,4 @@
-"""The timed steps of `bench_decode`: wall times in slices, proof that no step waits, ceilings.
+"""The timed steps of `bench_decode`: wall times in slices, and proof that no step waits.
 
 With `--strict-sync` a call that waits for the device raises inside the timed steps. What the loop
 is meant to wait for, the copy of the tokens of the step before, is an event and not such a call.
@@ -14,37 +14,11 @@ import torch
 
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.errors import ConfigError, NumericFault
-from mtp_research.evaluation.turns import Turns
-from mtp_research.kernels.bench_timing import describe_machine, measure_ceilings
 
 NUM_SLICES = 5
 NUM_WARM_UP_STEPS = 8
 _NUM_OTHER_STEPS = 48  # warm-up twice, replays that are timed, and the profile, with room
 _ROUND_TO_TOKENS = 256
-
-
-class Machine:
-    """The device in turns with others, and the ceilings found when this process first has it."""
-
-    def __init__(self, device: torch.device, turns: Turns) -> None:
-        self._device = device
-        self._turns = turns
-        self.copy_tb_per_s: float | None = None
-        self.facts: dict[str, dict] = {}
-
-    def prepare(self) -> None:
-        """See `Turns.prepare`."""
-        self._turns.prepare()
-
-    def take(self) -> None:
-        """Wait until nobody else prepares or measures; measure the ceilings the first time."""
-        self._turns.decode()
-        if self._device.type != "cuda" or self.facts:
-            return
-        ceilings = measure_ceilings()
-        torch.cuda.empty_cache()
-        self.copy_tb_per_s = ceilings["copy_tb_per_s"]
-        self.facts = {"machine": describe_machine(), "ceilings": ceilings}
 
 
 class StepTimes(NamedTuple):

@@ -27,7 +27,7 @@ from mtp_research.evaluation.speed import StepParts
 
 JOURNAL_FILE = "finished.jsonl"
 SYNC_EVERY_S = 1.0
-_NOT_COMPARED = ("output_dir", "logger")
+_NOT_COMPARED = ("output_dir", "logger", "timing.turns")
 _NUM_LISTED = 8
 
 
@@ -156,8 +156,13 @@ def open_journal(folder: Path, config: EvalConfig, *, inputs: Mapping[str, objec
 
 def _settings(config: EvalConfig) -> dict[str, object]:
     """Dotted keys and values, as JSON gives them back."""
-    kept = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_COMPARED}
-    return dict(_flat(json.loads(json.dumps(kept)), ""))
+    fields: dict[str, object] = json.loads(json.dumps(dataclasses.asdict(config)))
+    settings = dict(_flat(fields, ""))
+    return {
+        key: value
+        for key, value in settings.items()
+        if key not in _NOT_COMPARED and key.partition(".")[0] not in _NOT_COMPARED
+    }
 
 
 def _flat(value: Mapping[str, object], prefix: str) -> Iterable[tuple[str, object]]:

@@ -64,14 +64,13 @@ class PagedContext:
     _new_latents: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
-
     _kept_angles: list[tuple[Tensor, Tensor]] = field(
         default_factory=list, repr=False, compare=False
     )
 
     @property
     def stores_in_launch(self) -> bool:
-        """Whether attention of compiled code stores, on a GPU, the new rows in its own launch."""
+        """Whether attention of compiled code may store the new rows in its own launch."""
         return self.max_query_len <= MAX_STORED_ROWS and self.backend in ("auto", "triton")
 
     def update(
@@ -125,7 +124,7 @@ class PagedContext:
                 query[0].transpose(0, 1),
                 key[0].transpose(0, 1),
                 value[0].transpose(0, 1),
-                None if angles is None else self._kept(angles),
+                None if angles is None else self._angles_of_pass(angles),
                 pages.keys,
                 pages.values,
                 self.slot_mapping,
@@ -154,7 +153,7 @@ class PagedContext:
         )
         return output[None]
 
-    def _kept(self, angles: Angles) -> Tensor:
+    def _angles_of_pass(self, angles: Angles) -> Tensor:
         """Cos and sin as `[2, T, P]`, the same for all layers of the pass that share them."""
         for cos, both in self._kept_angles:
             if cos is angles.cos:

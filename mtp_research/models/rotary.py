@@ -13,6 +13,7 @@ did.
 """
 
 import functools
+import logging
 import types
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, cast
@@ -24,6 +25,7 @@ from mtp_research.kernels.rotary import rotate_ref
 from mtp_research.models.paged import Angles, PagedContext
 from mtp_research.models.target import Target
 
+logger = logging.getLogger(__name__)
 # What the library's attention layers call.
 _FUNCTION = "apply_rotary_pos_emb"
 _NUM_TEST_ROWS = 3
@@ -44,7 +46,11 @@ class _Kept:
     def keep(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: object, **named: object
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys as they are; in place of the library's function."""
+        """Queries and keys as they are; in place of the library's function.
+
+        Raises:
+            TypeError: called in another form, such as with queries alone.
+        """
         # With a dimension of its own the call means other rows than we would rotate.
         self.angles = None if others or named else Angles(cos, sin)
         return q, k
@@ -142,9 +148,18 @@ class _Recorder:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-@torch.no_grad()
 def _rotates_halves(module: nn.Module, hidden: Tensor, angles: Angles) -> bool:
     """Whether rotating what `module` hands over without its rotation gives what it hands over."""
+    try:
+        return _gives_its_rows(module, hidden, angles)
+    except (TypeError, RuntimeError) as fault:  # another signature, width or dtype
+        logger.debug("%s keeps its rotation: %s", type(module).__name__, fault)
+        return False
+
+
+@torch.no_grad()
+def _gives_its_rows(module: nn.Module, hidden: Tensor, angles: Angles) -> bool:
+    """Compare what both forwards hand over for the test rows."""
     plain, kept = type(module).forward, _Kept()
     handed_over = []
     for forward in (plain, _second_forward(plain, kept)):
@@ -186,8 +201,18 @@ def _leaving(plain: type[nn.Module]) -> type[nn.Module]:
         kwargs["attention_context"] = _RotatingContext(paged, kept)
         return second_forward(self, *args, **kwargs)
 
-    methods = {"forward": forward, "__doc__": plain.__doc__}
+    def reduce(self: RotaryInAttention, protocol: int) -> tuple:
+        # Made here, the class cannot be found by name: copies and files hold the library's.
+        _, _, *state = plain.__reduce_ex__(self, protocol)
+        return (_new, (plain,), *state)
+
+    methods = {"forward": forward, "__doc__": plain.__doc__, "__reduce_ex__": reduce}
     return type(plain.__name__, (RotaryInAttention, plain), methods)
+
+
+def _new(plain: type[nn.Module]) -> nn.Module:
+    """A layer whose state is still to come."""
+    return plain.__new__(plain)
 
 
 def _second_forward(forward: types.FunctionType, kept: _Kept) -> types.FunctionType:

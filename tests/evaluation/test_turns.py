@@ -1,6 +1,7 @@
 """Evaluations that share a machine: preparing is shared, decoding is not."""
 
 import multiprocessing
+import threading
 import time
 from contextlib import closing
 from multiprocessing.queues import SimpleQueue
@@ -50,6 +51,30 @@ def test_decoding_overlaps_nothing_and_preparing_overlaps_preparing(tmp_path: Pa
         if "decode" in (left[0], right[0]):
             assert not overlap(left[1:], right[1:]), (left, right)
     assert any(overlap(a[1:], b[1:]) for a, b in pairs if a[0] == b[0] == "prepare")
+
+
+def test_who_waits_to_decode_goes_before_who_comes_to_prepare(tmp_path: Path) -> None:
+    path, order = str(tmp_path / "turns"), []
+
+    def take(turns: Turns, kind: str) -> None:
+        getattr(turns, kind)()
+        order.append(kind)
+        turns.close()
+
+    first, second, third = (Turns(path) for _ in range(3))
+    first.prepare()
+    first.prepare()  # holds it already, and does not wait for itself
+    waits = threading.Thread(target=take, args=(second, "decode"), daemon=True)
+    waits.start()
+    time.sleep(PREPARE_S)
+    comes = threading.Thread(target=take, args=(third, "prepare"), daemon=True)
+    comes.start()
+    time.sleep(PREPARE_S)
+    assert order == []  # the third could share the lock with the first, and does not overtake
+    first.close()
+    for thread in (waits, comes):
+        thread.join(timeout=20)
+    assert order == ["decode", "prepare"]
 
 
 def test_a_file_that_cannot_be_written_is_refused_by_its_key(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Rotary embeddings left to the attention launch: which layers, and that nothing else changes."""
 
+import pickle
 import sys
 
 import pytest
@@ -16,6 +17,10 @@ from tests import tiny
 
 BLOCK_SIZE = 16
 IDS = torch.arange(9)[None] + 3  # two requests: 4 rows of a text of 4, 5 of a text of 5
+ROTATES_QUERIES_ALONE = """
+def forward(self, hidden_states, position_embeddings, **others):
+    return apply_rotary_pos_emb(self.q_proj(hidden_states), *position_embeddings), None
+"""
 POSITIONS = torch.tensor([[*range(4), *range(5)]])
 
 
@@ -55,6 +60,30 @@ def test_rotation_of_other_numbers_is_left_to_the_library(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(module, "apply_rotary_pos_emb", reversed_rotation)
     assert leave_rotary_to_attention(target, target.model, enabled=True) == 0
+
+
+def test_layers_that_call_in_another_form_or_dtype_are_left_to_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = tiny.tiny_target("qwen3", dtype=torch.float32)
+    heads = tiny.tiny_heads(target, num_mtp_modules=1).to(torch.bfloat16)
+    assert leave_rotary_to_attention(target, heads, enabled=True) == 0
+    kind = type(target.model.base_model.layers[0].self_attn)
+    names = dict(vars(sys.modules[kind.__module__]))
+    exec(ROTATES_QUERIES_ALONE, names)  # a forward that finds it by name
+    monkeypatch.setattr(kind, "forward", names["forward"])
+    assert leave_rotary_to_attention(target, target.model, enabled=True) == 0
+
+
+def test_changed_layers_are_copied_as_the_library_s() -> None:
+    target = tiny.tiny_target("qwen3", dtype=torch.float32)
+    layer = target.model.base_model.layers[0].self_attn
+    kind = type(layer)
+    assert leave_rotary_to_attention(target, target.model, enabled=True) == 2
+    assert type(layer) is not kind
+    copy = pickle.loads(pickle.dumps(layer))
+    assert type(copy) is kind
+    assert all(map(torch.equal, copy.state_dict().values(), layer.state_dict().values()))
 
 
 def test_layer_with_a_replaced_forward_is_left_alone() -> None:
