@@ -30,6 +30,7 @@ _PIPELINE_BYTES = 104 * 1024
 _MAX_STAGES = 4
 _PROGRAMS_PER_SM = 2
 MAX_SPLITS = 64
+_SPLITS_OF_A_WARP = 4
 # Keys of a split whose bounds do not depend on the batch; a multiple of every tile width.
 INVARIANT_SPLIT_KEYS = 512
 # Start, drain and partial write of a split, in units of one key tile. Estimated, not measured.
@@ -146,7 +147,8 @@ def launch_paged_attention(
                 lse,
                 query_start_loc=query_start_loc,
                 out=out,
-                num_warps=4,
+                # A warp holds a row of few splits; four would wait for each other.
+                num_warps=1 if num_splits <= _SPLITS_OF_A_WARP and not invariant else 4,
                 in_order=invariant,
             )
     return out
@@ -222,7 +224,13 @@ def choose_config(
     return LaunchConfig(block_m, block_n, num_warps=num_warps, num_stages=num_stages)
 
 
-def choose_num_splits(num_programs: int, *, max_key_tiles: int, num_sms: int) -> int:
+def choose_num_splits(
+    num_programs: int,
+    *,
+    max_key_tiles: int,
+    num_sms: int,
+    programs_per_sm: int = _PROGRAMS_PER_SM,
+) -> int:
     """Picks how many programs share one request's keys, so that short batches still fill the GPU.
 
     Minimises waves x (key tiles a split + fixed cost); a tie goes to fewer splits. For example 64
@@ -232,8 +240,9 @@ def choose_num_splits(num_programs: int, *, max_key_tiles: int, num_sms: int) ->
         num_programs: programs that have work before splitting.
         max_key_tiles: key tiles of the longest context the block table can hold.
         num_sms: multiprocessors of the device.
+        programs_per_sm: programs that one of them runs at a time.
     """
-    num_at_once = num_sms * _PROGRAMS_PER_SM
+    num_at_once = num_sms * programs_per_sm
     best, best_cost = 1, None
     for num_splits in range(1, max(1, min(MAX_SPLITS, max_key_tiles)) + 1):
         waves = ceil_div(num_programs * num_splits, num_at_once)

@@ -1,6 +1,7 @@
 """Launch of the latent attention programs: tile sizes, warps, stages, number of splits.
 
-Where it sits: between the checked wrapper `latent_attention` and its Triton program. Everything is
+Where it sits: between the checked wrapper `latent_attention` and its programs, that of Gluon where
+`fits_gluon` allows it (Hopper, 512 + 64 entries) and that of Triton elsewhere. Everything is
 computed from static shapes, never from device values, as in `attention_launch`.
 Letters: R requests, T packed rows, H heads, L latent, P rotary key size.
 """
@@ -10,12 +11,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention_launch import (
     INVARIANT_SPLIT_KEYS,
     choose_num_splits,
 )
+from mtp_research.kernels.latent_attention_gluon import latent_attention_gluon_kernel
 from mtp_research.kernels.latent_attention_triton import latent_attention_kernel
+from mtp_research.kernels.latent_gluon_parts import GLUON_DIMS, gluon
 from mtp_research.kernels.new_rows import NewRows
 from mtp_research.kernels.splits import (
     ceil_div,
@@ -39,6 +43,12 @@ class LatentConfig(NamedTuple):
     block_n: int  # keys a tile
     num_warps: int
     num_stages: int
+    gluon: bool = False  # the program of latent_attention_gluon
+
+    @property
+    def programs_per_sm(self) -> int:
+        """Programs that an SM runs at a time; the Gluon program takes most of its shared memory."""
+        return 1 if self.gluon else 2
 
 
 def launch_latent_attention(
@@ -69,7 +79,13 @@ def launch_latent_attention(
     out = query_latent.new_empty(num_rows, num_heads, latent_dim)
     if config is None:
         config = choose_latent_config(
-            1 if invariant else max_query_len * num_heads, element_bytes=query_latent.element_size()
+            1 if invariant else max_query_len * num_heads,
+            element_bytes=query_latent.element_size(),
+            num_requests=num_requests,
+            hopper=not invariant
+            and fits_gluon(
+                query_latent, query_rope=query_rope, latent_cache=latent_cache, new_rows=new_rows
+            ),
         )
     num_tiles = max(1, ceil_div(max_query_len * num_heads, config.block_m))
     max_keys = num_table_blocks * latent_cache.shape[1]
@@ -81,11 +97,13 @@ def launch_latent_attention(
             min(num_rows * num_heads // config.block_m + num_requests, num_requests * num_tiles),
             max_key_tiles=ceil_div(max_keys, config.block_n),
             num_sms=checks.num_multiprocessors(query_latent.device),
+            programs_per_sm=config.programs_per_sm,
         )
         num_splits = min(num_splits, MAX_LATENT_SPLITS)
     partial, lse = split_outputs(out, num_splits, always_split=invariant)
     with checks.launch_device(query_latent):
-        latent_attention_kernel[(num_tiles, num_splits, num_requests)](
+        kernel = latent_attention_gluon_kernel if config.gluon else latent_attention_kernel
+        kernel[(num_tiles, num_splits, num_requests)](
             query_latent,
             query_rope,
             latent_cache,
@@ -126,7 +144,7 @@ def launch_latent_attention(
                 lse,
                 query_start_loc=query_start_loc,
                 out=out,
-                num_warps=8,
+                num_warps=merge_warps(num_splits),
                 in_order=invariant,
             )
     return out
@@ -144,28 +162,47 @@ def latent_constants(
     num_stored_rows: int = 0,
 ) -> dict[str, int | bool]:
     """The compile-time arguments of the kernel, by parameter name."""
-    return {
+    constants: dict[str, int | bool] = {
         "NUM_HEADS": num_heads,
-        "LATENT_DIM": latent_dim,
-        "ROPE_DIM": rope_dim,
-        "PADDED_LATENT_DIM": padded_head_dim(latent_dim),
-        "PADDED_ROPE_DIM": padded_head_dim(rope_dim),
         "BLOCK_SIZE": block_size,
         "SPLIT": split,
-        "SPLIT_KEYS": split_keys,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STORED_ROWS": next_power_of_two(num_stored_rows),
     }
+    if config.gluon:
+        return constants | {"KEYS_FIRST": config.block_m < 64}  # the least rows of a product
+    return constants | {
+        "LATENT_DIM": latent_dim,
+        "ROPE_DIM": rope_dim,
+        "PADDED_LATENT_DIM": padded_head_dim(latent_dim),
+        "PADDED_ROPE_DIM": padded_head_dim(rope_dim),
+        "SPLIT_KEYS": split_keys,
+    }
 
 
-def choose_latent_config(num_packed_rows: int, *, element_bytes: int) -> LatentConfig:
-    """Picks tile sizes, warps and pipeline depth.
+def merge_warps(num_splits: int) -> int:
+    """Warps of a program that merges one row of partial outputs."""
+    return 4 if num_splits <= 8 else 8
+
+
+def choose_latent_config(
+    num_packed_rows: int, *, element_bytes: int, num_requests: int = 32, hopper: bool = False
+) -> LatentConfig:
+    """Picks the program, tile sizes, warps and pipeline depth.
 
     Args:
         num_packed_rows: max_query_len x H, the rows that share a request's latents.
         element_bytes: bytes of a cache element, 2 or 4.
+        num_requests: R; small tiles spread one request's rows over more multiprocessors.
+        hopper: `fits_gluon` allows the Gluon program.
     """
+    # 4 requests of 80 rows: 11.7 us in tiles of 16 rows, 15.1 in tiles of 64; 8: 16.1 and 16.5.
+    if hopper and num_packed_rows <= (128 if num_requests <= 4 else 16):
+        return LatentConfig(16, 64, num_warps=4, num_stages=2, gluon=True)
+    if hopper:
+        block_m = 32 if num_packed_rows <= 32 else 64
+        return LatentConfig(block_m, 64, num_warps=8, num_stages=2, gluon=True)
     if element_bytes == 4:  # no tensor cores, so that it stays exact
         return LatentConfig(16, 16, num_warps=8, num_stages=2)
     if num_packed_rows <= 16:
@@ -173,3 +210,24 @@ def choose_latent_config(num_packed_rows: int, *, element_bytes: int) -> LatentC
     if num_packed_rows <= 32:
         return LatentConfig(32, 32, num_warps=8, num_stages=3)
     return LatentConfig(64, 32, num_warps=8, num_stages=3)
+
+
+def fits_gluon(
+    query_latent: Tensor, *, query_rope: Tensor, latent_cache: Tensor, new_rows: NewRows | None
+) -> bool:
+    """True if the Gluon program can run: Hopper, 16-bit rows of 512 + 64, aligned to 16 bytes.
+
+    Copies take 16 bytes at a time; Triton knows so of strides that are multiples of 16.
+    """
+    tensors = [(query_latent, 2), (query_rope, 2), (latent_cache, 2)]
+    if new_rows is not None:
+        tensors += [(new_rows.key, 1), (new_rows.value, 1)]
+    dims = (query_latent.shape[2], query_rope.shape[2])
+    if not query_latent.is_cuda or dims != GLUON_DIMS or query_latent.element_size() != 2:
+        return False
+    if gluon is None or torch.cuda.get_device_capability(query_latent.device)[0] != 9:
+        return False
+    return all(
+        tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:num])
+        for tensor, num in tensors
+    )

@@ -43,6 +43,12 @@ ROTATED_CASES = [
     if case.name == name
 ]
 APPEND_CASES += LATENT_APPEND_CASES
+# The sizes of the Gluon program, which runs on a GPU only.
+FULL_LATENT_CASES = [
+    AttentionCase("latent_full", (4, 3, 1), (130, 67, 64), heads, 1, 576, 512, num_splits=splits)
+    for heads, splits in ((4, 1), (8, 2), (20, 2))
+]
+LATENT_APPEND_CASES += FULL_LATENT_CASES
 
 
 def check_new_rows(case: AttentionCase, dtype: torch.dtype, *, device: str, backend: str) -> None:

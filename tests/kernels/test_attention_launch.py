@@ -24,6 +24,11 @@ def test_choose_num_splits_fills_132_multiprocessors(num_programs, max_key_tiles
     assert chosen == expected
 
 
+def test_choose_num_splits_one_program_an_sm_takes_half_the_splits():
+    chosen = choose_num_splits(32, max_key_tiles=128, num_sms=132, programs_per_sm=1)
+    assert chosen == 4
+
+
 def test_choose_num_splits_partial_wave_splits_to_even_it_out():
     # 300 programs take two waves of 264 slots, the second nearly empty.
     num_splits = choose_num_splits(300, max_key_tiles=128, num_sms=132)

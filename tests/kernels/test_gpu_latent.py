@@ -5,6 +5,7 @@ import torch
 from mtp_research.kernels.latent_attention import latent_attention, latent_attention_ref
 from torch import Tensor
 
+from tests.kernels.append_cases import FULL_LATENT_CASES, check_new_rows
 from tests.kernels.kernel_cases import (
     LATENT_CASES,
     AttentionCase,
@@ -24,6 +25,11 @@ LARGE_CASES = [
     AttentionCase("verify_20_page64", (4,) * 3, (1000, 2048, 130), 20, block_size=64, **FULL),
     AttentionCase("verify_128", (4, 4), (900, 130), 128, **FULL),
     AttentionCase("prefill_mixed", (150, 4, 1), (150, 700, 40), 16, **FULL),
+    AttentionCase("decode_32", (2, 1), (300, 65), 16, **FULL),
+    AttentionCase("positions", (3, 2), (140, 24), 20, positions=(7, -1, 139, 23, 20), **FULL),
+    AttentionCase("kv_start", (4, 3, 1), (260, 20, 70), 20, kv_start=(117, 0, 64), **FULL),
+    AttentionCase("padded", (1, 0, 3), (200, 9, 3), 20, num_padded_rows=7, **FULL),
+    AttentionCase("no_rows", (0,), (9,), 16, num_padded_rows=3, **FULL),
 ]
 
 
@@ -42,9 +48,10 @@ def test_latent_attention_on_gpu_matches_slow_loop(case, dtype, num_splits):
     torch.testing.assert_close(out.cpu().double(), expected, atol=TOLERANCES[dtype], rtol=0)
 
 
+@pytest.mark.parametrize("num_splits", [1, None])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
-def test_latent_attention_of_real_sizes_on_gpu_matches_reference(case, dtype):
+def test_latent_attention_of_real_sizes_on_gpu_matches_reference(case, dtype, num_splits):
     arguments = latent_keywords(make_inputs(case, dtype=dtype, values_in_keys=True), case)
     arguments["scale"] = 192**-0.5
     wide = {
@@ -53,5 +60,10 @@ def test_latent_attention_of_real_sizes_on_gpu_matches_reference(case, dtype):
     }
     expected = latent_attention_ref(wide.pop("query_latent"), **wide)
     moved = _moved(arguments)
-    out = latent_attention(moved.pop("query_latent"), **moved)
+    out = latent_attention(moved.pop("query_latent"), **moved, num_splits=num_splits)
     torch.testing.assert_close(out.cpu().float(), expected, atol=TOLERANCES[dtype], rtol=1e-2)
+
+
+@pytest.mark.parametrize("case", FULL_LATENT_CASES, ids=lambda c: f"{c.num_heads}-{c.num_splits}")
+def test_latent_attention_of_real_sizes_on_gpu_stores_new_rows(case):
+    check_new_rows(case, torch.bfloat16, device="cuda", backend="triton")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from mtp_research.kernels import bench_latent
 from mtp_research.kernels.latent_attention import latent_attention
+from mtp_research.kernels.latent_attention_launch import choose_latent_config, fits_gluon
 
 from tests.kernels.kernel_cases import LATENT_CASES, latent_keywords, make_inputs, slow_arguments
 from tests.kernels.slow import slow_paged_attention
@@ -45,6 +46,25 @@ def test_latent_attention_traced_by_compile_is_one_opaque_call():
         lambda query: latent_attention(query * 1, **arguments), fullgraph=True, backend="aot_eager"
     )
     assert torch.equal(compiled(query_latent), latent_attention(query_latent, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_requests", "block_m"),
+    [(1, 32, 16), (20, 32, 32), (64, 32, 64), (512, 1, 64), (80, 4, 16)],
+)
+def test_choose_latent_config_on_hopper_takes_the_gluon_program(num_rows, num_requests, block_m):
+    config = choose_latent_config(num_rows, element_bytes=2, num_requests=num_requests, hopper=True)
+    assert config.gluon
+    assert config.block_m == block_m
+    assert not choose_latent_config(num_rows, element_bytes=2).gluon
+
+
+def test_fits_gluon_refuses_tensors_that_are_not_on_a_gpu():
+    (inputs,) = bench_latent.make_latent_inputs(
+        bench_latent.LatentShape(1, 64, 1, num_heads=2), num_sets=1, device="cpu"
+    )
+    tensors = {name: inputs[name] for name in ("query_rope", "latent_cache")}
+    assert not fits_gluon(inputs["query_latent"], **tensors, new_rows=None)
 
 
 def test_bench_counts_what_moves_and_its_peer_computes_the_same():
