@@ -8,7 +8,7 @@ Measured on one H200 (128 heads, 4 rows, 32 requests of 8,192 keys) and not take
 scores issued behind the values that still run, 702 us against 686 without; keys first with 64 rows,
 773; weights from shared memory instead of registers, 672 against 664. No fence after copies saves 2
 to 3 %, but the PTX rules ask for it. Measured and still to come: rotary queries in registers, row
-maxima exchanged in one barrier and copies behind the score product, 636 us against 652.
+maxima exchanged in one barrier and copies behind the score product, 636 us against 662.
 """
 
 from __future__ import annotations
