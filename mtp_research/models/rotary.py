@@ -103,6 +103,11 @@ def leave_rotary_to_attention(target: Target, model: nn.Module, *, enabled: bool
     Returns:
         How many layers do it now.
     """
+    if not enabled:
+        for module in model.modules():
+            if isinstance(module, RotaryInAttention):
+                module.leaves_rotary = False
+        return 0
     hidden = torch.linspace(-3.0, 3.0, _NUM_TEST_ROWS * target.config.hidden_size)
     hidden = hidden.sin().view(1, _NUM_TEST_ROWS, -1).to(target.device, target.dtype)
     position_ids = torch.arange(7, 7 + _NUM_TEST_ROWS, device=target.device)[None]
@@ -111,11 +116,11 @@ def leave_rotary_to_attention(target: Target, model: nn.Module, *, enabled: bool
     count = 0
     for module in list(model.modules()):
         if not isinstance(module, RotaryInAttention):
-            if not (enabled and _calls_rotary(module) and _rotates_halves(module, hidden, angles)):
+            if not (_calls_rotary(module) and _rotates_halves(module, hidden, angles)):
                 continue
             module.__class__ = _leaving(type(module))
-        cast(RotaryInAttention, module).leaves_rotary = enabled
-        count += enabled
+        cast(RotaryInAttention, module).leaves_rotary = True
+        count += 1
     return count
 
 
