@@ -65,7 +65,7 @@ def run_group(
     """
     runners = {c.label: _Runner(c, workload, num_passes=num_passes) for c in conditions}
     passes: dict[str, list[Pass]] = {condition.label: [] for condition in conditions}
-    if num_passes > 1:
+    if num_passes > 1:  # all of them first, so that nobody compiles between two passes
         for runner in runners.values():
             runner.prepare()
     for number in range(num_passes):

@@ -16,7 +16,7 @@ import functools
 import logging
 import types
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,28 +68,9 @@ class _RotatingContext:
         self.paged = paged
         self.kept = kept
 
-    def attend(
-        self,
-        module: nn.Module,
-        *,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        sliding_window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, **parts: Any) -> Tensor:
         """See `models.attention.AttentionContext`."""
-        return self.paged.attend(
-            module,
-            query=query,
-            key=key,
-            value=value,
-            scale=scale,
-            sliding_window=sliding_window,
-            sinks=sinks,
-            angles=self.kept.take(),
-        )
+        return self.paged.attend(module, **parts, angles=self.kept.take())
 
 
 def leave_rotary_to_attention(target: Target, model: nn.Module, *, enabled: bool) -> int:
