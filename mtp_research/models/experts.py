@@ -9,6 +9,7 @@ Letters: T tokens, E experts, H hidden size, I inner size of an expert.
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -22,6 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from mtp_research.errors import ConfigError
 from mtp_research.kernels.expert_mlp import expert_mlp
 from mtp_research.kernels.expert_routing import MAX_EXPERTS
+from mtp_research.models.every_expert import EVERY_EXPERT_NAME, MAX_EVERY_EXPERT
 from mtp_research.models.routers import fuse_routers
 from mtp_research.models.tensor_parallel import has_split_experts
 from mtp_research.models.trained_experts import fits_trained, trained_experts
@@ -38,7 +40,8 @@ def route_experts(model: PreTrainedModel, *, experts: str = "auto") -> None:
 
     Args:
         model: the target, where it will stay.
-        experts: `auto` (the fused kernel on a Hopper GPU where it knows the family), `fused`, or
+        experts: `auto` (the fused kernel on a Hopper GPU where it knows the family; few experts in
+            a dtype other than bfloat16 on a GPU all at once, see `every_expert`), `fused`, or
             `grouped_mm` (transformers'; the loop over experts on a CPU and in other dtypes).
 
     Raises:
@@ -54,6 +57,9 @@ def route_experts(model: PreTrainedModel, *, experts: str = "auto") -> None:
         with contextlib.suppress(ValueError):  # and the loop cannot skip other ranks' experts
             model.set_experts_implementation("batched_mm" if has_split_experts(model) else "eager")
     stacks = expert_stacks(model)
+    if experts == "auto" and model.device.type != "cpu" and all(map(_fits_every_expert, stacks)):
+        _set_implementation(stacks, EVERY_EXPERT_NAME)
+        return
     if experts == "grouped_mm":
         for stack in stacks:  # the model may have been routed before
             config = cast(PreTrainedConfig, stack.config)
@@ -67,8 +73,7 @@ def route_experts(model: PreTrainedModel, *, experts: str = "auto") -> None:
             "set model.experts=auto."
         )
     if reason is None and (experts == "fused" or all(map(_is_tuned_for, stacks))):
-        for stack in stacks:
-            cast(PreTrainedConfig, stack.config)._experts_implementation = EXPERTS_NAME
+        _set_implementation(stacks, EXPERTS_NAME)
         fuse_routers(model)
 
 
@@ -83,7 +88,7 @@ def why_not_fused(stack: nn.Module) -> str | None:
     Args:
         stack: a module of `expert_stacks`.
     """
-    if stack.is_transposed or stack.has_bias or not (stack.has_gate and stack.is_concatenated):
+    if not _has_usual_layout(stack):
         return f"another layout in {type(stack).__name__}"
     is_usual = type(stack)._apply_gate is moe._default_apply_gate
     if not is_usual or not isinstance(stack.act_fn, nn.SiLU | SiLUActivation):
@@ -125,6 +130,25 @@ def experts_forward(
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_forward)
+
+
+def _set_implementation(stacks: Sequence[nn.Module], name: str) -> None:
+    for stack in stacks:
+        cast(PreTrainedConfig, stack.config)._experts_implementation = name
+
+
+def _has_usual_layout(stack: nn.Module) -> bool:
+    """Gated experts without biases, gate and up side by side, output features first."""
+    is_gated = bool(stack.has_gate and stack.is_concatenated)
+    return is_gated and not (stack.is_transposed or stack.has_bias)
+
+
+def _fits_every_expert(stack: nn.Module) -> bool:
+    """Whether `every_expert` knows the layer and nothing faster runs its dtype."""
+    weight = cast(Tensor, stack.down_proj)
+    is_whole = not isinstance(weight.data, DTensor)
+    is_few = len(weight) <= MAX_EVERY_EXPERT and weight.dtype != torch.bfloat16
+    return is_whole and is_few and _has_usual_layout(stack)
 
 
 def _is_tuned_for(stack: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from mtp_research.errors import ConfigError
+from mtp_research.models.every_expert import EVERY_EXPERT_NAME
 from mtp_research.models.experts import (
     EXPERTS_NAME,
     expert_stacks,
@@ -166,6 +167,46 @@ def test_routers_are_replaced_once_and_go_on_to_their_class():
     )
     assert copy.deepcopy(router).forward.__self__ is not router
     assert fuse_routers(make_model("glm4_moe", n_group=2, topk_group=1)) == 0
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_moe", "mixtral"])
+def test_every_expert_equals_the_loop_with_gradients(model_type):
+    (stack,) = expert_stacks(make_model(model_type).double())
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(7, 32, generator=generator, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(7, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+    index = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in rows])
+    found = []
+    for name in ("eager", EVERY_EXPERT_NAME):
+        stack.config._experts_implementation = name
+        output = stack(rows, index, weights)
+        inputs = (rows, weights, stack.gate_up_proj, stack.down_proj)
+        found.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
+    for loop, every in zip(*found, strict=True):
+        torch.testing.assert_close(every, loop)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "model_type", "num_experts", "expected"),
+    [
+        (torch.float32, "glm4_moe", 4, EVERY_EXPERT_NAME),
+        (torch.float16, "glm4_moe", 4, EVERY_EXPERT_NAME),
+        (torch.float32, "glm4_moe", 64, "eager"),
+        (torch.float32, "gpt_oss", 4, "eager"),
+    ],
+)
+def test_few_experts_off_the_cpu_all_run_where_no_grouped_product_does(
+    dtype, model_type, num_experts, expected
+):
+    name = "n_routed_experts" if model_type == "glm4_moe" else "num_local_experts"
+    arguments = FAMILIES[model_type][0] | {name: num_experts}
+    with torch.device("meta"):  # stands for a GPU: nothing is computed
+        config = AutoConfig.for_model(model_type, **arguments)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    route_experts(model)
+    assert {stack.config._experts_implementation for stack in expert_stacks(model)} == {expected}
+    route_experts(model, experts="grouped_mm")
+    assert {stack.config._experts_implementation for stack in expert_stacks(model)} == {"eager"}
 
 
 @pytest.mark.gpu
