@@ -43,6 +43,8 @@ MATRIX = [
     "matrix.policies=[training,eagle]",
     "matrix.num_mtp_modules=[3,1]",  # the batch sweep wants the first one
 ]
+# Conversations of the corpus whose questions the target answers.
+QUESTIONS = ("arith", "math", "code_instruct", "howto", "qa", "dialog", "roleplay")
 _DOMAINS = "math arith python code_instruct howto prose docs qa roleplay rag"  # left out of a trial
 TINY = {
     "target": [
@@ -50,7 +52,16 @@ TINY = {
         for word in ("max_steps=2", "warmup_steps=0", "compile=false", "batch_size=2", "seq_len=64")
     ]
     + [f"model.pretrain.domain_weights.{name}=0" for name in _DOMAINS.split()],
-    "answers": ["--self-chat", "12", "--self-text", "12", "--max-new-tokens", "16"],
+    "answers": [
+        "--self-chat",
+        "12",
+        "--self-text",
+        "12",
+        "--max-prompts",
+        "4",
+        "--max-new-tokens",
+        "16",
+    ],
     "matrix": [
         "trainer.max_steps=2",
         "trainer.batch_size=2",
@@ -154,7 +165,9 @@ def prepare(study: Study) -> tuple[str, str]:
         answers = args.work / "answers.jsonl"
         words = ["-m", "mtp_research.evaluation.regenerate", "--target", str(target)]
         words += ["--output", str(answers), "--temperature", "0", "--batch", "1024"]
-        words += ["--self-chat", "1500", "--self-text", "1500"]
+        words += ["--self-chat", "700", "--self-text", "700", "--max-prompts", "300"]
+        for name in QUESTIONS if args.corpus else ():
+            words += ["--source", f"{args.corpus}/{name}.train.jsonl.xz"]
         if Path(target, "config.json").exists():
             study.run("answers", words)
     return str(target), str(answers)
@@ -211,7 +224,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="lab_tiny", help="of conf/model")
     parser.add_argument("--target", type=Path, help="a trained target, in place of training one")
     parser.add_argument("--answers", type=Path, help="its own text, in place of making some")
-    parser.add_argument("--corpus", help="text for the target")
+    parser.add_argument("--corpus", help="text for the target, and questions for its answers")
     parser.add_argument("--wheels", type=Path, help="folder of packages to install first")
     parser.add_argument("--engine", default="auto", help="of conf/engine, for the batch sweep")
     parser.add_argument("--policies", help="of the matrix, such as training,eagle,target_roll")
