@@ -2,13 +2,16 @@
 
 Where it sits: called by `latent_attention_gluon`, which explains the two forms and the letters. A
 tile is copied by groups of 8 threads a row, 16 bytes each, so that a thread computes the addresses
-of few rows; Triton's own layout makes every thread compute those of many.
+of few rows; Triton's own layout makes every thread compute those of many. Keys first, two tiles
+are on their way when a tile is worked on: a tile is copied behind the value product that frees its
+memory. Rows first, one is: its copy starts behind the score product, whose time hides the
+addresses, and needs no barrier of its own.
 
 Measured on one H200 (128 heads, 4 rows, 32 requests of 8,192 keys) and not taken: the next tile's
 scores issued behind the values that still run, 702 us against 686 without; keys first with 64 rows,
-773; weights from shared memory instead of registers, 672 against 664. No fence after copies saves 2
-to 3 %, but the PTX rules ask for it. Measured and still to come: rotary queries in registers, row
-maxima exchanged in one barrier and copies behind the score product, 636 us against 662.
+773; weights from shared memory instead of registers, 672 against 664. Rotary queries in registers
+and row maxima exchanged in one barrier: 636 against 664. No fence after copies saves 2 to 3 %, but
+the PTX rules ask for it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from mtp_research.kernels.latent_gluon_parts import (
 @gluon_jit
 def attend_latents(
     q_latent,  # shared memory [BLOCK_M, L], its copy not committed
-    q_rope,  # shared memory [BLOCK_M, P], likewise
+    q_rope,  # shared memory [BLOCK_M, P], likewise; read into registers unless KEYS_FIRST
     latent_cache,
     table,  # pointer to the request's row of the block table
     row_pos,  # [BLOCK_M]
@@ -63,12 +66,19 @@ def attend_latents(
     next_at = _clamped(begin + BLOCK_N + slots, lowest_key, end)
     next_page = gl.load(table + next_at // BLOCK_SIZE)
     _copy_tile(latent_cache, at, latents.index(0), ropes.index(0), COPY)
-    if begin + BLOCK_N < end:
-        copied = next_page.to(gl.int64) * stride_cache_block
-        copied += next_at % BLOCK_SIZE * stride_cache_slot
-        _copy_tile(latent_cache, copied, latents.index(1), ropes.index(1), COPY)
-    else:
-        async_copy.commit_group()
+    if KEYS_FIRST:
+        _copy_tile_if(
+            begin + BLOCK_N < end,
+            latent_cache,
+            next_page,
+            next_at,
+            stride_cache_block,
+            stride_cache_slot,
+            latents.index(1),
+            ropes.index(1),
+            BLOCK_SIZE,
+            COPY,
+        )
 
     ROWS: gl.constexpr = gl.SliceLayout(KEY_DIM, SCORES)
     highest = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=ROWS)
@@ -77,13 +87,30 @@ def attend_latents(
     no_scores = gl.full(SHAPE, 0.0, gl.float32, layout=SCORES)
     ACC_SHAPE: gl.constexpr = [512, BLOCK_M] if KEYS_FIRST else [BLOCK_M, 512]
     acc = gl.full(ACC_SHAPE, 0.0, gl.float32, layout=ACC)
+    if not KEYS_FIRST:  # from registers: shared memory bounds the product
+        async_copy.wait_group(0)
+        barrier()
+        q_rope = q_rope.load(gl.DotOperandLayout(0, SCORES, 2))
     slot = 0
     for start in range(begin, end, BLOCK_N):
         latent, rope = latents.index(slot), ropes.index(slot)
-        async_copy.wait_group(1)
+        async_copy.wait_group(1 if KEYS_FIRST else 0)
         fence_async_shared()
-        barrier()
+        barrier()  # every warp has read all it needs of the tile before and of its weights
         flying = _issue_scores(q_latent, q_rope, latent, rope, no_scores, KEYS_FIRST)
+        if not KEYS_FIRST:
+            _copy_tile_if(
+                start + BLOCK_N < end,
+                latent_cache,
+                next_page,
+                _clamped(start + BLOCK_N + slots, lowest_key, end),
+                stride_cache_block,
+                stride_cache_slot,
+                latents.index(1 - slot),
+                ropes.index(1 - slot),
+                BLOCK_SIZE,
+                COPY,
+            )
         asked = _clamped(start + 2 * BLOCK_N + slots, lowest_key, end)
         next_page = gl.load(table + asked // BLOCK_SIZE)
         scores = warpgroup_mma_wait(0, deps=[flying])
@@ -92,7 +119,7 @@ def attend_latents(
             readable = (key_pos >= lowest_key) & (key_pos < end)
             seen = gl.expand_dims(key_pos, 1 - KEY_DIM) <= gl.expand_dims(row_pos, KEY_DIM)
             scores = gl.where(gl.expand_dims(readable, 1 - KEY_DIM) & seen, scores, float("-inf"))
-        new_highest = gl.maximum(highest, gl.max(scores, KEY_DIM) * scale_log2)
+        new_highest = gl.maximum(highest, _tile_maxima(scores, KEYS_FIRST, ROWS) * scale_log2)
         # A row that has seen no key yet is at -inf, and -inf - (-inf) would be NaN.
         base = gl.where(new_highest == float("-inf"), 0.0, new_highest)
         decay = gl.exp2(highest - base)
@@ -107,13 +134,20 @@ def attend_latents(
         barrier()
         values = _issue_values(shared_weights, latent, acc, KEYS_FIRST, ACC)
         acc = warpgroup_mma_wait(0, deps=[values])
-        barrier()
-        if start + 2 * BLOCK_N < end:
-            copied = asked % BLOCK_SIZE * stride_cache_slot
-            copied += next_page.to(gl.int64) * stride_cache_block
-            _copy_tile(latent_cache, copied, latent, rope, COPY)
-        else:
-            async_copy.commit_group()
+        if KEYS_FIRST:
+            barrier()
+            _copy_tile_if(
+                start + 2 * BLOCK_N < end,
+                latent_cache,
+                next_page,
+                asked,
+                stride_cache_block,
+                stride_cache_slot,
+                latent,
+                rope,
+                BLOCK_SIZE,
+                COPY,
+            )
         slot = 1 - slot
     async_copy.wait_group(0)
     return acc, highest, gl.sum(totals, KEY_DIM)
@@ -126,6 +160,27 @@ def _clamped(key_pos, lowest_key, end):
     Unwritten slots may hold NaN, and 0 * NaN is NaN: they must not be read.
     """
     return gl.maximum(gl.minimum(key_pos, end - 1), lowest_key)
+
+
+@gluon_jit
+def _copy_tile_if(
+    is_tile,
+    latent_cache,
+    page,  # [BLOCK_N], as key_pos
+    key_pos,
+    stride_cache_block,
+    stride_cache_slot,
+    latent,
+    rope,
+    BLOCK_SIZE: gl.constexpr,
+    COPY: gl.constexpr,
+):
+    """As `_copy_tile`, but an empty group past the last tile."""
+    if is_tile:
+        at = page.to(gl.int64) * stride_cache_block + key_pos % BLOCK_SIZE * stride_cache_slot
+        _copy_tile(latent_cache, at, latent, rope, COPY)
+    else:
+        async_copy.commit_group()
 
 
 @gluon_jit
@@ -155,10 +210,30 @@ def _issue_scores(q_latent, q_rope, latent, rope, no_scores, KEYS_FIRST: gl.cons
         scores = warpgroup_mma(rope, q_rope.permute((1, 0)), scores, is_async=True)
     else:
         scores = warpgroup_mma(
-            q_latent, latent.permute((1, 0)), no_scores, use_acc=False, is_async=True
+            q_rope, rope.permute((1, 0)), no_scores, use_acc=False, is_async=True
         )
-        scores = warpgroup_mma(q_rope, rope.permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(q_latent, latent.permute((1, 0)), scores, is_async=True)
     return scores
+
+
+@gluon_jit
+def _tile_maxima(scores, KEYS_FIRST: gl.constexpr, ROWS: gl.constexpr):
+    """Largest score of each row of the step `[BLOCK_M]`."""
+    if KEYS_FIRST:
+        maxima = gl.max(scores, 0)
+    else:
+        # Each warp group has the maxima of its half of the keys; every thread reads both halves of
+        # its own two rows. That takes one barrier, `gl.max` over all keys two.
+        BOTH: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [8, 0]],
+            [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0], [0, 0]],
+            [],
+            [64, 2],
+        )
+        halves = gl.max(gl.reshape(scores, [64, 2, 32]), 2)
+        maxima = gl.convert_layout(gl.max(gl.convert_layout(halves, BOTH), 1), ROWS)
+    return maxima
 
 
 @gluon_jit

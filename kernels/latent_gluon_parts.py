@@ -57,8 +57,8 @@ def visible_span(
         is_row = lanes < num_packed
         at = positions + first_row + (tile_row + lanes) // NUM_HEADS
         row_pos = gl.load(at, mask=is_row, other=-1).to(gl.int32)
-        first_pos = gl.min(gl.where(is_row, row_pos, seq_len), 0)
-        last_pos = gl.max(row_pos, 0)
+        first_pos = _same_in_warp(gl.min(gl.where(is_row, row_pos, seq_len), 0))
+        last_pos = _same_in_warp(gl.max(row_pos, 0))
     lowest_key = 0
     if kv_start is not None:
         lowest_key = gl.load(kv_start + request)
@@ -67,6 +67,23 @@ def visible_span(
     if end <= lowest_key:
         end = begin
     return row_pos, first_pos, lowest_key, begin, end
+
+
+@gluon_jit
+def _same_in_warp(scalar):
+    """The scalar, which the compiler then knows to be the same in all threads of a warp.
+
+    It cannot tell so of a reduction over rows, and a loop up to such an end takes 70 registers
+    more: 4 warps of 32 rows would spill.
+    """
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;",
+        "=r,r",
+        [scalar],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon_jit

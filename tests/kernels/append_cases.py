@@ -43,9 +43,14 @@ ROTATED_CASES = [
     if case.name == name
 ]
 APPEND_CASES += LATENT_APPEND_CASES
-# The sizes of the Gluon program, which runs on a GPU only.
+# The sizes of the Gluon program, which runs on a GPU only; three requests are cut in tiles of 16
+# rows, six of them in tiles of 16, 32 and 64.
 FULL_LATENT_CASES = [
-    AttentionCase("latent_full", (4, 3, 1), (130, 67, 64), heads, 1, 576, 512, num_splits=splits)
+    AttentionCase("latent_full", query_lens, seq_lens, heads, 1, 576, 512, num_splits=splits)
+    for query_lens, seq_lens in (
+        ((4, 3, 1), (130, 67, 64)),
+        ((4, 3, 1, 2, 4, 3), (130, 67, 64, 2, 300, 129)),
+    )
     for heads, splits in ((4, 1), (8, 2), (20, 2))
 ]
 LATENT_APPEND_CASES += FULL_LATENT_CASES

@@ -1,5 +1,7 @@
 """Latent attention on a CUDA device: the interpreter's cases in all dtypes, and real sizes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from mtp_research.kernels.latent_attention import latent_attention, latent_attention_ref
@@ -20,6 +22,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_in_new_memory")]
 # Largest absolute difference to float64 (slow loop) or float32 (reference) of the same inputs.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 FULL = {"num_kv_heads": 1, "key_dim": 576, "value_dim": 512}
+# More than four requests: tiles of 32 and of 64 rows (16 up to there).
+SIX_OF_32 = AttentionCase("32_rows", (2, 1, 2, 2, 1, 2), (300, 65, 64, 2, 129, 700), 16, **FULL)
+SIX_OF_80 = AttentionCase("80_rows", (4, 3, 1, 4, 2, 4), (300, 65, 64, 4, 129, 700), 20, **FULL)
+# Keys that each row sees end at its position, and begin at its request's kv_start.
+LAST_KEYS = {
+    "32_rows": (7, -1, 64, 63, 20, 1, 0, 128, 698, 699),
+    "80_rows": (7, -1, 299, 64, 64, 3, 63, 3, 2, 1, 0, 128, 64, 300, 699, 650, 64, -1),
+}
 LARGE_CASES = [
     AttentionCase("decode_16", (1,) * 4, (1000, 2048, 1, 77), 16, **FULL),
     AttentionCase("verify_20_page64", (4,) * 3, (1000, 2048, 130), 20, block_size=64, **FULL),
@@ -30,6 +40,16 @@ LARGE_CASES = [
     AttentionCase("kv_start", (4, 3, 1), (260, 20, 70), 20, kv_start=(117, 0, 64), **FULL),
     AttentionCase("padded", (1, 0, 3), (200, 9, 3), 20, num_padded_rows=7, **FULL),
     AttentionCase("no_rows", (0,), (9,), 16, num_padded_rows=3, **FULL),
+    *(
+        changed
+        for case in (SIX_OF_32, SIX_OF_80)
+        for changed in (
+            case,
+            replace(case, name=f"{case.name}_page64", block_size=64, num_padded_rows=5),
+            replace(case, name=f"{case.name}_positions", positions=LAST_KEYS[case.name]),
+            replace(case, name=f"{case.name}_kv_start", kv_start=(117, 64, 3, 1, 128, 63)),
+        )
+    ),
 ]
 
 
@@ -64,6 +84,10 @@ def test_latent_attention_of_real_sizes_on_gpu_matches_reference(case, dtype, nu
     torch.testing.assert_close(out.cpu().float(), expected, atol=TOLERANCES[dtype], rtol=1e-2)
 
 
-@pytest.mark.parametrize("case", FULL_LATENT_CASES, ids=lambda c: f"{c.num_heads}-{c.num_splits}")
+@pytest.mark.parametrize(
+    "case",
+    FULL_LATENT_CASES,
+    ids=lambda case: f"{len(case.query_lens)}-{case.num_heads}-{case.num_splits}",
+)
 def test_latent_attention_of_real_sizes_on_gpu_stores_new_rows(case):
     check_new_rows(case, torch.bfloat16, device="cuda", backend="triton")

@@ -49,13 +49,15 @@ def test_latent_attention_traced_by_compile_is_one_opaque_call():
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_requests", "block_m"),
-    [(1, 32, 16), (20, 32, 32), (64, 32, 64), (512, 1, 64), (80, 4, 16)],
+    ("num_rows", "num_requests", "block_m", "num_warps"),
+    [(1, 32, 16, 4), (20, 32, 32, 4), (64, 32, 64, 8), (512, 1, 64, 8), (80, 4, 16, 4)],
 )
-def test_choose_latent_config_on_hopper_takes_the_gluon_program(num_rows, num_requests, block_m):
+def test_choose_latent_config_on_hopper_takes_the_gluon_program(
+    num_rows, num_requests, block_m, num_warps
+):
     config = choose_latent_config(num_rows, element_bytes=2, num_requests=num_requests, hopper=True)
     assert config.gluon
-    assert config.block_m == block_m
+    assert (config.block_m, config.num_warps) == (block_m, num_warps)
     assert not choose_latent_config(num_rows, element_bytes=2).gluon
 
 

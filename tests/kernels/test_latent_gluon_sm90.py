@@ -27,6 +27,7 @@ TENSORS = ("query_latent", "query_rope", "latent_cache", "new_latent", "new_rope
     ("num_rows", "split", "optional"),
     [
         pytest.param(16, True, False, id="16"),
+        pytest.param(32, False, False, id="32_direct"),
         pytest.param(32, True, True, id="32_positions"),
         pytest.param(64, True, False, id="64"),
         pytest.param(80, True, True, id="80_positions"),
