@@ -323,6 +323,10 @@ class EngineConfig:
     # Batch sizes that are captured, as far as max_num_requests asks for them: smaller batches are
     # padded to the next one, larger ones split. None: powers of two up to max_num_requests.
     graph_batch_sizes: list[int] | None = field(default=None, metadata={"low": 1, "high": 1 << 16})
+    # Steps with up to 1,024 rows, prompt rows among them, are captured too, uncompiled: a request
+    # that arrives then stops the others for the time of its rows and not for that of its launches.
+    # Off until it has run on a GPU (docs/decisions.md); wants cuda_graphs.
+    capture_mixed: bool = False
     # Batch-invariant products and attention: greedy text is the same to the bit for any K, batch
     # and order; wants compile=false.
     deterministic: bool = False

@@ -322,6 +322,9 @@ def _capture_faults(engine: EngineConfig) -> Iterator[str]:
     if engine.overlap_launches and not engine.compile:
         key, expected = "engine.overlap_launches", "must be false for engine.compile=false"
         yield _fault(key, expected, "true", f"{key}=false")
+    if engine.capture_mixed and not engine.cuda_graphs:
+        key, expected = "engine.capture_mixed", "must be false for engine.cuda_graphs=false"
+        yield _fault(key, expected, "true", f"{key}=false")
     sizes, key = engine.graph_batch_sizes, "engine.graph_batch_sizes"
     if sizes is not None and not engine.cuda_graphs:
         yield _fault(key, "must be null for engine.cuda_graphs=false", sizes, f"{key}=null")

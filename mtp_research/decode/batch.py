@@ -7,7 +7,8 @@ Letters: R requests, T packed rows, M blocks per table, K drafts per step.
 Source: metadata names as in vLLM's `CommonAttentionMetadata`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class StepInputs:
         slots: `[R]` int64, request slots in the ring.
         first_position: `[R]` int64, position of each request's first row (`num_computed_tokens`).
         num_rows: `[R]` int64, `num_scheduled_tokens`.
-        row_counts: the same, on the host.
+        row_counts: the same, on the host; empty where a captured step may not depend on it.
         num_tokens: `[R]` int64, accepted tokens before the step (L).
         num_drafts: `[R]` int64, drafts among the rows.
         draft_token_ids: `[R, K]` int64, -1 padded.
@@ -48,6 +49,7 @@ class StepInputs:
         static: every request decodes with K+1 rows, so that all shapes follow from R.
         is_prefill: `prefilling` on the host, where drafting must not wait for the device to learn
             the shapes of its passes; else None.
+        base_rows: bounds of the draft passes' base rows, in a captured step with prompt rows.
     """
 
     input_ids: Tensor
@@ -70,6 +72,7 @@ class StepInputs:
     block_size: int
     static: bool
     is_prefill: tuple[bool, ...] | None = None
+    base_rows: BaseRows | None = None
 
     @classmethod
     def build(
@@ -96,30 +99,49 @@ class StepInputs:
         if deferred and not any(is_prefill):
             slots = to_device([r.slot for r in requests], dtype=torch.int64, device=device)
             return cls.decoding(slots, block_table, ring=ring, block_size=block_size)
-        facts = to_device(
-            [
-                (
-                    entry.request.slot,
-                    entry.first_position,
-                    entry.num_scheduled_tokens,
-                    entry.is_prefill,
-                    entry.samples,
-                    entry.resumes,
-                )
-                for entry in scheduled
-            ],
-            dtype=torch.int64,
-            device=device,
+        counts = [entry.num_scheduled_tokens for entry in scheduled]
+        inputs = cls.mixed(
+            to_device([facts_of(entry) for entry in scheduled], dtype=torch.int64, device=device),
+            block_table,
+            ring=ring,
+            total=sum(counts),
+            longest=max(counts),
+            block_size=block_size,
         )
+        return replace(
+            inputs, row_counts=tuple(counts), is_prefill=is_prefill if deferred else None
+        )
+
+    @classmethod
+    def mixed(
+        cls,
+        facts: Tensor,
+        block_table: Tensor,
+        *,
+        ring: HiddenRing,
+        total: int,
+        longest: int,
+        block_size: int,
+        base_rows: BaseRows | None = None,
+    ) -> "StepInputs":
+        """Inputs of a step with prompt rows, made on the device.
+
+        Args:
+            facts: `[R, 6]` int64, see `facts_of`.
+            block_table: `[R, M]` int32.
+            ring: state of the request slots.
+            total: T, rows of all requests.
+            longest: at least the rows of any one request.
+            block_size: tokens a page.
+            base_rows: bounds of the draft passes' base rows, if they are known.
+        """
         slots, first_position, num_rows, *flags = facts.unbind(dim=1)
         prefilling, samples, resumes = (flag.bool() for flag in flags)
         # A decoding request starts at its newest token, wherever the device has moved that to.
         num_tokens = ring.num_tokens[slots]
         first_position = torch.where(prefilling, first_position, num_tokens - 1)
         num_drafts = torch.where(prefilling, 0, num_rows - 1)
-        counts = [entry.num_scheduled_tokens for entry in scheduled]
-        rows = BaseRows(num_rows, total=sum(counts), longest=max(counts))
-        layout = bounded_rows(rows, 0)
+        layout = bounded_rows(BaseRows(num_rows, total=total, longest=longest), 0)
         request_index, positions = layout.request_index, layout.positions(first_position)
         drafts = ring.read_drafts(slots, num_drafts=num_drafts)
         return cls(
@@ -132,17 +154,17 @@ class StepInputs:
             slots=slots,
             first_position=first_position,
             num_rows=num_rows,
-            row_counts=tuple(counts),
+            row_counts=(),
             num_tokens=num_tokens,
             num_drafts=num_drafts,
             draft_token_ids=drafts,
             samples=samples,
             resumes=resumes,
             prefilling=prefilling,
-            max_query_len=max(counts),
+            max_query_len=longest,
             block_size=block_size,
             static=False,
-            is_prefill=is_prefill if deferred else None,
+            base_rows=base_rows,
         )
 
     @classmethod
@@ -230,6 +252,18 @@ class StepInputs:
         last = self.query_start_loc[1:].long() - 1
         column = torch.arange(num_speculative_tokens + 1, device=last.device)
         return torch.minimum((last - self.num_drafts)[:, None] + column, last[:, None])
+
+
+def facts_of(entry: Scheduled) -> tuple[int, ...]:
+    """What the device must be told of an entry: slot, first row, rows, and three flags."""
+    return (
+        cast(int, entry.request.slot),
+        entry.first_position,
+        entry.num_scheduled_tokens,
+        entry.is_prefill,
+        entry.samples,
+        entry.resumes,
+    )
 
 
 def _block_table(requests: list[Request], *, device: torch.device) -> Tensor:

@@ -197,6 +197,7 @@ def build_graphs(
         block_size=engine.block_size,
         compile_step=engine.compile,
         overlap_launches=engine.overlap_launches,
+        max_mixed_rows=engine.max_num_batched_tokens if engine.capture_mixed else 0,
     )
 
 

@@ -3,6 +3,7 @@
 Letters: R requests, T rows of a pass, K drafts per step, D hidden, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -154,20 +155,27 @@ class MTPDrafter:
     def _base_rows(self, inputs: StepInputs) -> BaseRows | None:
         """Bounds of the base rows of a batch with prompt rows; None where they may be read."""
         if inputs.is_prefill is None:
-            return None
-        counts = bound_base_rows(
-            self.policy,
-            inputs.row_counts,
-            is_prefill=inputs.is_prefill,
-            num_speculative_tokens=self.num_speculative_tokens,
-        )
+            return inputs.base_rows
+        counts = self.base_row_bounds(inputs.row_counts, is_prefill=inputs.is_prefill)
         on_device = to_device(counts, dtype=torch.int64, device=inputs.slots.device)
         return BaseRows(on_device, total=sum(counts), longest=max(counts))
 
+    def base_row_bounds(
+        self, row_counts: Sequence[int], *, is_prefill: Sequence[bool]
+    ) -> list[int]:
+        """Most base rows of each request; see `policy.bound_base_rows`."""
+        return bound_base_rows(
+            self.policy,
+            row_counts,
+            is_prefill=is_prefill,
+            num_speculative_tokens=self.num_speculative_tokens,
+        )
+
     def _state(self, step: VerifiedStep, is_open: Tensor) -> StepState:
         """The state to plan a pass with: a request that stopped has no rows above its frontier."""
-        has_fixed_rows = step.inputs.static or step.inputs.is_prefill is not None
-        if has_fixed_rows or self.policy.draft_rows == "none":
+        inputs = step.inputs
+        has_bounds = inputs.is_prefill is not None or inputs.base_rows is not None
+        if inputs.static or has_bounds or self.policy.draft_rows == "none":
             return step.state
         return step.state._replace(drafting=is_open)
 

@@ -6,8 +6,9 @@ plan, module passes and the next inputs are one graph; the host copies a few int
 it, and reads the tokens while the next one runs. Batches are padded to a bucket with requests that
 live in the ring's spare slot and the pool's spare block.
 
-Everything else (prompt chunks, logit processors, grammars, log-probabilities, draft limits) runs
-the same `DeviceStep` without a graph.
+Steps with few prompt rows can have graphs of their own (`mixed_graphs`). Everything else (large
+prompt chunks, logit processors, grammars, log-probabilities, draft limits) runs the same
+`DeviceStep` without a graph.
 
 Letters: R requests, B bucket, M blocks per table, K drafts per step.
 """
@@ -16,28 +17,20 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtp_research.decode.batch import StepInputs, to_device
+from mtp_research.decode.capturing import Captured, StaticParams, capture_call
+from mtp_research.decode.mixed_graphs import MixedGraphs
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.sampling_tensors import SamplingTensors, sampling_tensors
 from mtp_research.decode.schedule import Scheduled
 from mtp_research.decode.step import DeviceStep, StepResult
 
-# Runs before a capture: kernels compile, libraries allocate their workspaces.
-_NUM_WARM_UP_RUNS = 3
 # A compiled step has one version per bucket and kind of sampling.
 _MAX_COMPILED_VERSIONS = 64
-
-
-class _Captured(NamedTuple):
-    """A graph and the tensors its replay writes."""
-
-    graph: torch.cuda.CUDAGraph
-    result: StepResult
 
 
 class StepGraphs:
@@ -50,6 +43,7 @@ class StepGraphs:
         block_size: tokens a page.
         compile_step: run the step through `torch.compile` before it is captured.
         overlap_launches: compiled kernels start while the one in front of them ends.
+        max_mixed_rows: most rows of a step, if those with prompt rows are captured too; else 0.
     """
 
     def __init__(
@@ -61,6 +55,7 @@ class StepGraphs:
         block_size: int,
         compile_step: bool,
         overlap_launches: bool = False,
+        max_mixed_rows: int = 0,
     ) -> None:
         self._step, self._batch_sizes = step, batch_sizes
         self._block_size = block_size
@@ -73,11 +68,20 @@ class StepGraphs:
             dtype=torch.int32,
             device=device,
         )
-        self._params: dict[str, Tensor] = {}
+        self._params = StaticParams(batch_sizes[-1], device=device)
         self._uploaded: Hashable = None
-        self._uploaded_params: SamplingTensors | None = None
-        self._graphs: dict[Hashable, _Captured] = {}
+        self._graphs: dict[Hashable, Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._mixed: MixedGraphs | None = None
+        if max_mixed_rows > 0:
+            self._mixed = MixedGraphs(
+                step,
+                max_requests=batch_sizes[-1],
+                max_rows=max_mixed_rows,
+                num_table_blocks=num_table_blocks,
+                block_size=block_size,
+                pool=self._pool,
+            )
         self._device_part: Callable[..., StepResult] = self._run_step
         if compile_step:
             torch._dynamo.config.recompile_limit = _MAX_COMPILED_VERSIONS
@@ -96,17 +100,19 @@ class StepGraphs:
         self, entries: list[Scheduled], params: SamplingTensors, *, draft_limit: int
     ) -> bool:
         """Whether the step of these entries can be replayed."""
-        return (
-            params.is_plain
-            and draft_limit == self._step.num_speculative_tokens
-            and not any(entry.is_prefill for entry in entries)
-        )
+        if not params.is_plain or draft_limit != self._step.num_speculative_tokens:
+            return False
+        if not _has_prompt_rows(entries):
+            return True
+        return self._mixed is not None and self._mixed.accepts(entries)
 
     def run(self, entries: list[Scheduled], params: SamplingTensors) -> StepResult:
         """Replay the step; the result is overwritten by the next replay of the same bucket.
 
         A batch above the largest bucket is replayed in parts, whose results are copied.
         """
+        if self._mixed is not None and _has_prompt_rows(entries):
+            return self._mixed.run(entries, params)
         if len(entries) <= len(self._slots):
             return self._replay(entries, params)
         results = []
@@ -132,15 +138,13 @@ class StepGraphs:
         for bucket in reversed(self._batch_sizes):
             params = sampling_tensors([sampling] * bucket, device=self._slots.device)
             self._captured(bucket, params)
+        if self._mixed is not None:
+            self._mixed.prepare(sampling_tensors([sampling], device=self._slots.device))
 
-    def _captured(self, bucket: int, params: SamplingTensors) -> _Captured:
+    def _captured(self, bucket: int, params: SamplingTensors) -> Captured:
         """The graph of a bucket and kind of sampling, with these parameters in place."""
-        if params is not self._uploaded_params:
-            for name, value in params._asdict().items():
-                if isinstance(value, Tensor):
-                    self._param(name, value)[: len(value)] = value
-            self._uploaded_params = params
-        key = (bucket, *(value for value in params if isinstance(value, bool | int | None)))
+        self._params.upload(params)
+        key = (bucket, *self._params.key(params))
         if key not in self._graphs:
             self._graphs[key] = self._capture(bucket, params)
         return self._graphs[key]
@@ -193,38 +197,22 @@ class StepGraphs:
         self._block_table[:bucket] = to_device(rows, dtype=torch.int32, device=device)
         self._uploaded = wanted
 
-    def _param(self, name: str, like: Tensor) -> Tensor:
-        """Static storage of a sampling parameter; padding requests keep a harmless value."""
-        if name not in self._params:
-            self._params[name] = torch.ones(
-                len(self._slots), dtype=like.dtype, device=self._slots.device
-            )
-        return self._params[name]
-
-    def _capture(self, bucket: int, params: SamplingTensors) -> _Captured:
+    def _capture(self, bucket: int, params: SamplingTensors) -> Captured:
         """Warm up and capture one bucket; its requests must not be in the spare slot."""
         started = time.perf_counter()
         slots, table = self._slots[:bucket].clone(), self._block_table[:bucket].clone()
         # Warming up must change no request: every row is padding for the time being.
         self._slots[:bucket] = self._spare_slot
         self._block_table[:bucket] = self._spare_block
-        static = params._replace(
-            **{name: storage[:bucket] for name, storage in self._params.items()}
+        inputs = (
+            self._slots[:bucket],
+            self._block_table[:bucket],
+            self._params.view(params, bucket),
         )
-        inputs = (self._slots[:bucket], self._block_table[:bucket], static)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_NUM_WARM_UP_RUNS):
-                self._device_part(*inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = self._device_part(*inputs)
+        captured = capture_call(lambda: self._device_part(*inputs), pool=self._pool)
         self._slots[:bucket], self._block_table[:bucket] = slots, table
-        torch.cuda.synchronize()
         self.capture_s += time.perf_counter() - started
-        return _Captured(graph, result)
+        return captured
 
     def _run_step(self, slots: Tensor, block_table: Tensor, params: SamplingTensors) -> StepResult:
         ring = self._step.ring
@@ -233,6 +221,10 @@ class StepGraphs:
         return self._step.run(
             inputs, params, request_ids=[], draft_limit=self._step.num_speculative_tokens
         )
+
+
+def _has_prompt_rows(entries: Sequence[Scheduled]) -> bool:
+    return any(entry.is_prefill for entry in entries)
 
 
 def captured_sizes(max_num_requests: int, *, wanted: Sequence[int] | None) -> tuple[int, ...]:

@@ -108,6 +108,25 @@ def test_graphs_decode_what_the_plain_loop_decodes(
 
 
 @needs_gpu
+@pytest.mark.parametrize("policy", ["training", "eagle", "window"])
+def test_captured_steps_with_prompt_rows_decode_what_the_plain_loop_decodes(
+    target, policy: str
+) -> None:
+    heads = _heads(target)
+    sampling = [
+        SamplingParams(max_new_tokens=count, temperature=temperature, seed=count)
+        for count, temperature in ((24, 0.0), (9, 0.0), (17, 0.8), (30, 0.0))
+    ]
+
+    def decode(**changes: object):
+        decoder = SpecDecoder(target, heads, policy=policy, engine=_engine(**changes))
+        return run(decoder, PROMPTS, sampling=sampling)
+
+    plain, captured = decode(), decode(cuda_graphs=True, capture_mixed=True)
+    assert texts_of(captured) == texts_of(plain)
+
+
+@needs_gpu
 def test_graphs_survive_preemption(target) -> None:
     heads = _heads(target)
     sampling = SamplingParams(max_new_tokens=20)

@@ -1,0 +1,147 @@
+"""Captured steps without a GPU: a stand-in for CUDA graphs calls the step again on its tensors."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtp_research.config import POLICIES, EngineConfig
+from mtp_research.decode import build, graphs, mixed_graphs
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.mixed_graphs import MIXED_ROWS, MixedShape, padding_rows
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.step import StepResult
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.target import load_target
+from tests.decode.loops import PROMPTS, run
+
+LAB = "assets/lab_tiny"
+
+
+class Recalled:
+    """Stands for a captured graph; every replay gives new tensors, as a copy to the host would."""
+
+    def __init__(self, call: Callable[[], StepResult]) -> None:
+        self.call, self.result, self.num_replays = call, call(), 0
+
+    @property
+    def graph(self) -> "Recalled":
+        return self
+
+    def replay(self) -> None:
+        self.result = self.call()
+        self.num_replays += 1
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (graphs, mixed_graphs):
+        monkeypatch.setattr(module, "capture_call", lambda call, pool: Recalled(call))
+    monkeypatch.setattr(build, "require_capturable", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def lab():
+    target = load_target(f"{LAB}/target", dtype="float64")
+    return {
+        name: (target, load_heads(f"{LAB}/heads/{name}", target)) for name in ("chain_n3", "ttt_n1")
+    }
+
+
+def _decode(models, policy: str, *, num_drafts: int = 3, **changes: object):
+    """Four requests of which three fit, so that the last one's prompt meets decoding ones."""
+    target, heads = models
+    settings = {
+        "max_num_requests": 3,
+        "max_prefill_chunk": 4,
+        "max_model_len": 64,
+        "deferred_output": True,
+        "audit": False,
+    }
+    engine = EngineConfig(**(settings | changes))
+    if num_drafts == 0:
+        heads = None
+    decoder = SpecDecoder(
+        target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=engine
+    )
+    sampling = [
+        SamplingParams(max_new_tokens=count, temperature=temperature, seed=count)
+        for count, temperature in ((24, 0.0), (9, 0.0), (17, 0.8), (20, 0.0))
+    ]
+    records = run(decoder, PROMPTS, sampling=sampling)
+    rounds = {name: record.num_accepted_per_round for name, record in records.items()}
+    return decoder, {name: one.output_token_ids for name, one in records.items()}, rounds
+
+
+def _replays(decoder: SpecDecoder) -> int:
+    mixed = decoder.graphs._mixed
+    return sum(one.num_replays for one in mixed._graphs.values())
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize(
+    ("head", "policy"), [*(("chain_n3", policy) for policy in POLICIES), ("ttt_n1", "eagle")]
+)
+def test_steps_with_prompt_rows_decode_what_the_plain_loop_decodes(lab, head, policy) -> None:
+    _, *plain = _decode(lab[head], policy)
+    decoder, *captured = _decode(lab[head], policy, cuda_graphs=True, capture_mixed=True)
+    assert captured == plain
+    assert _replays(decoder) >= 4
+    assert sum(map(sum, plain[1].values())) > 0, "without accepted drafts this shows little"
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_without_drafts_and_with_preemption(lab) -> None:
+    _, *plain = _decode(lab["chain_n3"], "training", num_drafts=0)
+    decoder, *captured = _decode(
+        lab["chain_n3"], "training", num_drafts=0, cuda_graphs=True, capture_mixed=True
+    )
+    assert captured == plain
+    assert _replays(decoder) >= 4
+    tight = {"block_size": 4, "num_blocks": 14}
+    _, *plain = _decode(lab["chain_n3"], "training", **tight)
+    decoder, *captured = _decode(
+        lab["chain_n3"], "training", cuda_graphs=True, capture_mixed=True, **tight
+    )
+    assert decoder.stats.num_preemptions > 0
+    assert captured[0] == plain[0]
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_buckets_are_captured_before_the_first_step_and_large_steps_are_left_out(
+    lab, monkeypatch
+) -> None:
+    monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (4, 8))
+    target, heads = lab["chain_n3"]
+    engine = EngineConfig(
+        max_num_requests=2,
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        deferred_output=True,
+        audit=False,
+        cuda_graphs=True,
+        capture_mixed=True,
+    )
+    decoder = SpecDecoder(target, heads, num_speculative_tokens=3, engine=engine)
+    sampling = SamplingParams(max_new_tokens=3)
+    with torch.inference_mode():
+        decoder.graphs.prepare(sampling)
+    mixed = decoder.graphs._mixed
+    assert len(mixed._graphs) == 2
+    list(decoder.generate([[5] * 9], sampling=sampling))
+    assert _replays(decoder) == 0
+    list(decoder.generate([[5] * 3, [6] * 2], sampling=sampling))
+    assert _replays(decoder) == 1
+    assert len(mixed._graphs) == 2
+
+
+@given(st.integers(1, 1024), st.integers(1, 70), st.integers(16, 600))
+def test_padding_requests_take_all_rows_that_are_left(num_rows, max_requests, max_text) -> None:
+    bucket = next(rows for rows in MIXED_ROWS if num_rows <= rows)
+    shape = MixedShape.of(bucket, max_requests=max_requests, max_text=max_text, num_rerun=3)
+    rows = padding_rows(bucket - num_rows, max_requests + shape.num_padding - 1, most=shape.longest)
+    assert sum(rows) == bucket - num_rows
+    assert max(rows, default=0) <= min(max_text, shape.longest)
