@@ -161,6 +161,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top-k", type=int, default=20, help="not read at temperature 0")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--batch", type=int, default=32, help="requests decoded at once")
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        help="tokens of prompt and answer; default: what the target can",
+    )
+    parser.add_argument(
+        "--graphs", action="store_true", help="replay decode steps as CUDA graphs; a GPU"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -193,7 +201,12 @@ def _run(args: argparse.Namespace) -> None:
     tokenizer = cast(SpecialTokenizer, load_tokenizer(args.target))  # fields set at run time
     _check_settings(args.output, target=target, sampling=sampling)
     engine = EngineConfig(
-        max_num_requests=args.batch, max_num_batched_tokens=max(512, 4 * args.batch), audit=False
+        max_num_requests=args.batch,
+        max_num_batched_tokens=max(512, 4 * args.batch),
+        max_model_len=args.max_model_len,
+        deferred_output=args.graphs,
+        cuda_graphs=args.graphs,
+        audit=False,
     )
     tasks = question_tasks(questions, tokenizer) if questions else []
     tasks += self_chat_tasks(target, tokenizer, count=args.self_chat, seed=args.seed, engine=engine)
