@@ -201,7 +201,7 @@ def check_wandb() -> tuple[Status, str]:
             "ok",
             f"wandb {metadata.version('wandb')}, mode {mode}, key {'set' * has_key or 'no'}",
         )
-    return "note", "no key: logger.wandb=online would fail; offline works"
+    return "note", "no key: logger.wandb=online would warn and go on without it; offline works"
 
 
 CHECKS: dict[str, Callable[[], tuple[Status, str]]] = {

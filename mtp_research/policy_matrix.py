@@ -24,7 +24,13 @@ from rich.console import Console
 from mtp_research.config import TrainConfig
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.evaluation.seed_figures import group_figures, matrix_grids, write_matrix
+from mtp_research.evaluation.seed_figures import (
+    column_name,
+    group_figures,
+    matrix_grids,
+    row_name,
+    write_matrix,
+)
 from mtp_research.evaluation.seed_matrix import (
     MATRIX_FILE,
     MatrixCell,
@@ -32,7 +38,9 @@ from mtp_research.evaluation.seed_matrix import (
     SeedMatrix,
     read_matrix,
 )
+from mtp_research.evaluation.study_sections import matrix_section
 from mtp_research.evaluation.tables import rich_table
+from mtp_research.evaluation.wandb_tables import publish
 from mtp_research.matrix_cell import decode_prompts
 from mtp_research.matrix_heads import decoding_config, head_runs, same_settings
 from mtp_research.matrix_workers import Asked, measure_heads
@@ -81,6 +89,18 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
     console = Console(stderr=True, width=max(Console(stderr=True).width, TABLE_WIDTH))
     for grid in matrix_grids(matrix):
         console.print(rich_table(grid))
+    found = group_figures(matrix)
+    publish(
+        lambda: [matrix_section(output_dir, name=output_dir.name)],
+        output_dir=output_dir,
+        settings=config.logger,
+        config=dataclasses.asdict(config),
+        scalars={
+            f"{row_name(one)} {column_name(one)}/acceptance_length": one.length.value
+            for one in found
+            if one.length.value is not None
+        },
+    )
     return {
         "num_prompts": len(prompts),
         "seeds": list(matrix.seeds),
@@ -94,7 +114,7 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
                 "clean_length": one.clean_length.value if one.clean_length else one.length.value,
                 "num_rounds": one.num_rounds,
             }
-            for one in group_figures(matrix)
+            for one in found
         ],
     }
 

@@ -156,9 +156,19 @@ def _fault(key: str, expected: str, got: object, fix: str) -> str:
 
 
 def _train_faults(config: TrainConfig) -> Iterator[str]:
-    if config.task == "target":
-        return _pretrain_faults(config)
-    return _heads_faults(config)
+    if config.task in ("cache", "target"):
+        yield from _logger_faults(config)
+    yield from _pretrain_faults(config) if config.task == "target" else _heads_faults(config)
+
+
+def _logger_faults(config: TrainConfig) -> Iterator[str]:
+    """Tasks without a curve, whose services would stay empty."""
+    logger, expected = config.logger, f"for task={config.task}, which logs to its run folder only"
+    if logger.wandb != "disabled":
+        yield _fault("logger.wandb", f"must be disabled {expected}", logger.wandb, "logger=none")
+    if logger.tensorboard:
+        key = "logger.tensorboard"
+        yield _fault(key, f"must be false {expected}", "true", f"{key}=false")
 
 
 def _pretrain_faults(config: TrainConfig) -> Iterator[str]:
@@ -305,11 +315,8 @@ def _cell_faults(config: EvalConfig) -> Iterator[str]:
     if engine.max_model_len is not None and engine.max_model_len <= max_new_tokens:
         key, expected = "engine.max_model_len", f"must exceed max_new_tokens={max_new_tokens}"
         yield _fault(key, expected, engine.max_model_len, f"{key}={2 * max_new_tokens}")
-    if config.logger.wandb != "disabled":
-        key, expected = "logger.wandb", "must be disabled for eval.py, which writes files only"
-        yield _fault(key, expected, config.logger.wandb, "logger=none")
     if config.logger.tensorboard:
-        key, expected = "logger.tensorboard", "must be false for eval.py, which writes files only"
+        key, expected = "logger.tensorboard", "must be false for eval.py, which draws no curves"
         yield _fault(key, expected, "true", f"{key}=false")
     yield from _sampling_faults(config)
 

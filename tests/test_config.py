@@ -1,6 +1,7 @@
 """The schema, the YAML files, the override grammar and the fault lines. No model is loaded here."""
 
 import ast
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -91,6 +92,31 @@ def test_deterministic_engine_with_compiled_steps_names_the_preset() -> None:
     assert compose_config(EvalConfig, ["engine=h200_deterministic"]).engine.deterministic
 
 
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_eval_takes_wandb(mode: str) -> None:
+    words = ["logger=wandb", f"logger.wandb={mode}"]
+    assert compose_config(EvalConfig, words).logger.wandb == mode
+
+
+@pytest.mark.parametrize("task", [["task=target", "model=lab_tiny"], ["task=cache", "data=cached"]])
+def test_task_without_curves_refuses_a_service(task: list[str]) -> None:
+    (line,) = fault_lines(TrainConfig, *task, "logger=wandb")
+    assert line.startswith("logger.wandb must be disabled for task=")
+
+
+def test_engine_presets_that_stand_for_others() -> None:
+    plain = compose_config(EvalConfig, [])
+    assert compose_config(EvalConfig, ["engine=default"]) == plain
+    cpu = compose_config(EvalConfig, ["engine=cpu", "model=lab_small"])
+    assert (cpu.model.device, cpu.engine.backend, cpu.engine.cuda_graphs) == (
+        *("cpu", "reference"),
+        False,
+    )
+    h200 = compose_config(EvalConfig, ["engine=h200"]).engine
+    overlap = compose_config(EvalConfig, ["engine=h200_overlap"]).engine
+    assert overlap == dataclasses.replace(h200, overlap_launches=True)
+
+
 def test_every_key_is_read_somewhere() -> None:
     root = CONF_DIR.parent
     sources = [*(root / "mtp_research").rglob("*.py"), root / "train.py", root / "eval.py"]
@@ -178,7 +204,7 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (EvalConfig, "engine.capture_mixed=true", "must be false for engine.cuda_graphs=false"),
         (EvalConfig, "engine.overlap_launches=true", "must be false for engine.compile=false"),
         (EvalConfig, "sampling.temperature=0.5", "must be 0 for spec.verify=greedy"),
-        (EvalConfig, "logger.wandb=offline", "must be disabled for eval.py"),
+        (EvalConfig, "logger.tensorboard=true", "must be false for eval.py, which draws no curves"),
         (EvalConfig, "sampling.top_k=5", "must be 0 at temperature 0"),
         (EvalConfig, "sampling.min_p=0.5", "must be 0 at temperature 0"),
         (EvalConfig, "spec.draft_length=adaptive", "| fixed, got adaptive"),

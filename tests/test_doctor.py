@@ -74,6 +74,15 @@ def test_wandb_key_is_noticed_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> 
     assert "swordfish" not in finding.detail
 
 
+def test_wandb_without_a_key_is_said_to_warn_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(doctor, "_netrc_names", lambda host: False)
+    status, detail = doctor.check_wandb()
+    assert status == "note"
+    assert "online would warn and go on" in detail
+
+
 def test_fault_of_a_check_is_a_redacted_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "swordfish-9876")
 

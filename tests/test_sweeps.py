@@ -9,8 +9,12 @@ import pytest
 import yaml
 
 from mtp_research.cli import compose_config
-from mtp_research.overrides import CONF_DIR, ENTRIES
+from mtp_research.evaluation.report import build_report
+from mtp_research.evaluation.wandb_tables import report_scalars
+from mtp_research.overrides import CONF_DIR, ENTRIES, group_choices
 from mtp_research.training.replay import WalkReport
+from mtp_research.validation import ALIASES, schema_keys
+from tests.evaluation.generations import some_prompts, three_conditions
 
 SWEEPS = sorted((CONF_DIR / "sweep").glob("*.yaml"))
 SCHEMAS = {f"{entry}.py": schema for schema, entry in ENTRIES.items()}
@@ -48,6 +52,31 @@ def test_sweep_expands_to_commands_that_compose(path: Path) -> None:
         seen.append(repr(config))
     assert len(set(seen)) == len(seen) > 1, "every run of a sweep must differ"
     assert f"wandb sweep conf/sweep/{path.name}" in path.read_text(encoding="utf8")
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_sweep_names_keys_or_groups_and_logs(path: Path) -> None:
+    sweep = yaml.safe_load(path.read_text(encoding="utf8"))
+    known = {"program", "project", "method", "metric", "parameters", "command"}
+    assert set(sweep) == known
+    assert sweep["method"] == "grid"
+    assert set(sweep["metric"]) == {"name", "goal"}
+    assert sweep["metric"]["goal"] == "maximize"
+    schema = SCHEMAS[sweep["program"]]
+    names = {*schema_keys(schema), *ALIASES, *group_choices(schema)}
+    assert set(sweep["parameters"]) <= names
+    assert all(set(choice) in ({"value"}, {"values"}) for choice in sweep["parameters"].values())
+    assert "logger=wandb" in sweep["command"], "a run that logs nothing cannot be ranked"
+    for _, program, *words in commands(sweep):
+        assert compose_config(SCHEMAS[program], words).logger.wandb == "online"
+
+
+def test_evaluation_sweeps_maximise_what_a_run_reports() -> None:
+    conditions, prompts = three_conditions(2), some_prompts(2)
+    report = build_report(conditions, prompts=prompts, dtype="f", config={}, run={})
+    sweeps = [yaml.safe_load(path.read_text(encoding="utf8")) for path in SWEEPS]
+    names = {sweep["metric"]["name"] for sweep in sweeps if sweep["program"] == "eval.py"}
+    assert names <= set(report_scalars(report))
 
 
 def test_training_sweep_maximises_what_a_run_reports() -> None:

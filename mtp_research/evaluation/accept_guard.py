@@ -41,8 +41,10 @@ RECORD_COMMAND = "python -m mtp_research.evaluation.accept_guard --record"
 SCHEMA = 1
 CASES = (
     ("chain_n1", "eagle"),
+    ("chain_n1", "training"),
     ("chain_n3", "eagle"),
     ("chain_n3", "training"),
+    ("ttt_n1", "eagle"),
     ("ttt_n1", "training"),
 )
 NUM_DRAFTS, NUM_PROMPTS, NUM_TOKENS = 3, 80, 32

@@ -25,6 +25,7 @@ from mtp_research.evaluation.markdown import markdown_table
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.results import RESULTS_FILE, recompute
 from mtp_research.evaluation.rounds import FINISHED
+from mtp_research.evaluation.statistics import MIN_PROMPTS
 from mtp_research.evaluation.summary import ConditionResult
 from mtp_research.evaluation.tables import UNDEFINED, interval, number
 
@@ -79,6 +80,18 @@ def speed_by_context(
     }
 
 
+def context_notes(report: Report, rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Warnings that belong under the rows: too few prompts in all, or in a bucket."""
+    warnings = [w for summary in report.summaries for w in summary.acceptance.warnings]
+    num_small = sum(int(row[_HEADER.index("requests")]) < MIN_PROMPTS for row in rows)
+    if num_small:
+        warnings.append(
+            f"{num_small} of {len(rows)} rows have fewer than {MIN_PROMPTS} requests: their "
+            "intervals are too narrow"
+        )
+    return [f"warning: {text}" for text in dict.fromkeys(warnings)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m mtp_research.evaluation.context_table`."""
     parser = argparse.ArgumentParser(
@@ -87,11 +100,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path)
     try:
-        rows = context_rows(recompute(parser.parse_args(argv).folder / RESULTS_FILE))
+        report = recompute(parser.parse_args(argv).folder / RESULTS_FILE)
+        rows = context_rows(report)
     except (ConfigError, IntegrityError) as fault:
         sys.stderr.write(f"error: {fault}\n")
         return fault.exit_code
-    sys.stdout.write(markdown_table(_HEADER, rows) + "\n")
+    sys.stdout.write(
+        "\n\n".join([markdown_table(_HEADER, rows), *context_notes(report, rows)]) + "\n"
+    )
     return 0
 
 

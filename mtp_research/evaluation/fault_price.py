@@ -28,8 +28,14 @@ from mtp_research.config import EngineConfig, EvalConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.errors import IntegrityError
 from mtp_research.evaluation.conditions import head_names
+from mtp_research.evaluation.fault_checks import (
+    UNFINISHED,
+    check_asked,
+    require_outputs,
+    study_scalars,
+)
 from mtp_research.evaluation.fault_study import STUDY_FILE, FaultCondition, FaultStudy, read_study
 from mtp_research.evaluation.fault_table import markdown_tables, write_study
 from mtp_research.evaluation.head_facts import head_facts
@@ -40,6 +46,9 @@ from mtp_research.evaluation.prompts import (
     load_prompts,
 )
 from mtp_research.evaluation.report import PromptEntry
+from mtp_research.evaluation.rounds import FINISHED
+from mtp_research.evaluation.study_sections import fault_section
+from mtp_research.evaluation.wandb_tables import publish
 from mtp_research.grid import expand
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
@@ -80,16 +89,19 @@ def price_faults(config: EvalConfig, output_dir: Path) -> dict[str, object]:
         For the last line: numbers of prompts and conditions, and where the results are.
 
     Raises:
-        ConfigError: no unclean policy, a sampled decoding, or a head that is no folder.
-        IntegrityError: `output_dir` holds another study.
+        ConfigError: no unclean policy, a sampled decoding, a head that is no folder, or a key that
+            a study does not read.
+        IntegrityError: `output_dir` holds another study, a prompt file is damaged, or no generation
+            of a condition finished (the results are written all the same).
     """
     cells = expand(config).cells
     pairs = [(cell.spec.head, cell.spec.num_speculative_tokens) for cell in cells]
-    _check(config, pairs)
+    check_asked(config, pairs)
     target = load_target(
         config.model.path,
         dtype=config.model.dtype,
         device=config.model.device,
+        device_map=config.model.device_map,
         experts=config.model.experts,
     )
     asked = _ask(config, target)
@@ -102,6 +114,14 @@ def price_faults(config: EvalConfig, output_dir: Path) -> dict[str, object]:
             study = _measure(study, asked, heads, name=name, policy=policy, num_drafts=num_drafts)
             write_study(output_dir, study)
     sys.stdout.write(markdown_tables(study) + "\n")
+    publish(
+        lambda: [fault_section(output_dir, name=output_dir.name)],
+        output_dir=output_dir,
+        settings=config.logger,
+        config=dataclasses.asdict(config),
+        scalars=study_scalars(study),
+    )
+    require_outputs(study, output_dir)
     return {
         "num_prompts": len(study.prompts),
         "num_conditions": len(study.conditions),
@@ -117,29 +137,13 @@ def policies_of(names: Sequence[str]) -> list[HiddenPolicy]:
     return sorted(found.values(), key=lambda policy: not policy.clean)
 
 
-def _check(config: EvalConfig, pairs: Sequence[tuple[str | None, int]]) -> None:
-    if all(POLICIES[name].clean for name in config.spec.policy):
-        raise ConfigError(
-            f"spec.policy must name an unclean policy, got {config.spec.policy}; "
-            f"set spec.policy=[{','.join(CLEAN_FORM)}]."
-        )
-    if config.sampling.temperature > 0:
-        raise ConfigError(
-            f"sampling.temperature must be 0 for task=fault_price, got "
-            f"{config.sampling.temperature}; set sampling=greedy."
-        )
-    for head, num_drafts in pairs:
-        if head in (None, "oracle") or num_drafts == 0:
-            raise ConfigError(
-                f"spec.head and spec.k must be trained heads and at least 1 for task=fault_price, "
-                f"got {head} and {num_drafts}; set spec.head=PATH spec.k=3."
-            )
-
-
 def _ask(config: EvalConfig, target: Target) -> _Asked:
     tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
     prompts = load_prompts(
-        config.prompts.path, max_prompts=config.prompts.max_prompts, seed=config.seed
+        config.prompts.path,
+        domains=config.prompts.domains,
+        max_prompts=config.prompts.max_prompts,
+        seed=config.seed,
     )
     limit = config.engine.max_model_len or target.config.max_position_embeddings
     encoded = encode_prompts(prompts, tokenizer, max_model_len=limit)
@@ -208,12 +212,18 @@ def _measure(
         policy=policy.name,
         reference=None if policy.clean else CLEAN_FORM[policy.name].name,
         audit=dict(decoder.stats.audit or {}),
-        accepted_per_round=tuple(record.num_accepted_per_round for record in records),
+        # What a non-finite target left behind is no measurement; the prompt keeps its place.
+        accepted_per_round=tuple(
+            record.num_accepted_per_round if record.finish_reason in FINISHED else ()
+            for record in records
+        ),
         text_sha256=tuple(map(_text_hash, records)),
     )
     return dataclasses.replace(study, conditions=(*study.conditions, made))
 
 
 def _text_hash(record: RequestRecord) -> str:
+    if record.finish_reason not in FINISHED:
+        return UNFINISHED
     digest = hashlib.sha256(json.dumps(list(record.output_token_ids)).encode()).hexdigest()
     return digest[:_NUM_DIGITS]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mtp_research import policy_matrix
 from mtp_research.cli import compose_config
 from mtp_research.config import EvalConfig, TrainConfig
 from mtp_research.errors import ConfigError
@@ -39,7 +40,11 @@ TWO_STEPS = [
     ],
 )
 def test_eval_experiment_runs(
-    name: str, words: list[str], num_conditions: int, tmp_path: Path
+    name: str,
+    words: list[str],
+    num_conditions: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = compose_config(EvalConfig, [f"experiment={name}", *FEW, *words])
     evaluate(config, tmp_path)
@@ -52,13 +57,33 @@ def test_eval_experiment_runs(
         rows = context_rows(report)
         assert {row[1] for row in rows} == {"baseline", "training"}
         assert {row[-1] for row in rows if row[1] == "baseline"} == {"1.00"}
+        capsys.readouterr()
         assert main([str(tmp_path)]) == 0
+        printed = capsys.readouterr().out
+        assert "warning: only 2 prompts" in printed
+        assert f"warning: {len(rows)} of {len(rows)} rows have fewer than 80 requests" in printed
+
+
+@pytest.mark.parametrize("engine", ["default", "cpu"])
+def test_engine_preset_runs_and_gives_the_text_of_the_plain_loop(
+    engine: str, tmp_path: Path
+) -> None:
+    words = [f"engine={engine}", "model.dtype=float32", "spec.policy=training", *FEW]
+    evaluate(compose_config(EvalConfig, words), tmp_path)
+    summaries = recompute(tmp_path / RESULTS_FILE).summaries
+    assert [summary.lossless for summary in summaries] == ["is the baseline", "identical 2/2"]
 
 
 @pytest.mark.parametrize(("name", "num_cells"), [("policy_matrix", 3), ("recycle_norm", 4)])
-def test_train_experiment_runs(name: str, num_cells: int, tmp_path: Path) -> None:
+def test_train_experiment_runs_and_is_published_once(
+    name: str, num_cells: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[dict] = []
+    monkeypatch.setattr(policy_matrix, "publish", lambda sections, **rest: sent.append(rest))
     config = compose_config(TrainConfig, [f"experiment={name}", *TWO_STEPS])
     assert len(run_policy_matrix(config, tmp_path)["cells"]) == num_cells
+    (published,) = sent
+    assert len(published["scalars"]) == num_cells  # one name a cell
 
 
 def test_experiments_have_three_seeds_and_choose_no_head_by_its_prompts() -> None:

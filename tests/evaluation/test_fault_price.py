@@ -2,14 +2,18 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mtp_research.cli import compose_config
+import eval as eval_entry
+from mtp_research.cli import compose_config, run_entry
 from mtp_research.config import EvalConfig
+from mtp_research.decode.stats import RequestRecord
 from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.evaluation import fault_price
+from mtp_research.evaluation.fault_checks import UNFINISHED
 from mtp_research.evaluation.fault_price import CLEAN_FORM, policies_of, price_faults
 from mtp_research.evaluation.fault_study import (
     FAULTS,
@@ -132,6 +136,40 @@ def test_stopped_study_keeps_its_conditions(
         price_faults(other, tmp_path)
 
 
+def test_domains_choose_the_prompts(tmp_path: Path) -> None:
+    words = [*WORDS, "spec.policy=window", "spec.k=1", "sampling.max_new_tokens=2"]
+    words += ["prompts.domains=[arith]", "prompts.max_prompts=2"]
+    price_faults(compose_config(EvalConfig, words), tmp_path)
+    assert {prompt.category for prompt in read_study(tmp_path).prompts} == {"arith"}
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_unfinished_prompts_are_in_no_figure_and_a_study_of_none_exits_3(
+    left: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    generate = fault_price.SpecDecoder.generate
+
+    def damaged(*args: object, **kwargs: object) -> Iterator[RequestRecord]:
+        for i, record in enumerate(generate(*args, **kwargs)):
+            reason = record.finish_reason if i < left else "non_finite"
+            yield dataclasses.replace(record, finish_reason=reason)
+
+    monkeypatch.setattr(fault_price.SpecDecoder, "generate", damaged)
+    words = [*WORDS, "spec.policy=window", "sampling.max_new_tokens=6", "prompts.max_prompts=2"]
+    words += [f"output_dir={tmp_path}"]
+    assert run_entry(EvalConfig, eval_entry.run, argv=words) == (0 if left else 3)
+    for condition in read_study(tmp_path).conditions:
+        assert condition.text_sha256.count(UNFINISHED) == 2 - left
+        assert sum(map(bool, condition.accepted_per_round)) == left
+    expected = (
+        "1 of 2 prompts did not finish" if left else "expected finished generations, got none"
+    )
+    assert expected in capsys.readouterr().err
+
+
 def test_table_from_the_file_is_the_one_printed(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +178,27 @@ def test_table_from_the_file_is_the_one_printed(
     text = (folder / STUDY_FILE).read_text().replace('"slots"', '"rows"')
     (tmp_path / STUDY_FILE).write_text(text)
     assert main([str(tmp_path)]) == 3
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("timing.passes=2", "timing.passes must be 1 for task=fault_price, got 2"),
+        ("timing.turns=turns", "timing.turns must be null"),
+        ("reference=window", "reference must be null for task=fault_price, got window"),
+        ("model.tp_plan=tensor", "model.tp_plan must be none"),
+        ("sampling.repetition_penalty=2", "sampling.repetition_penalty must be 1.0"),
+        ("spec.draft_length=confidence", "spec.draft_length must be fixed"),
+        ("engine.max_num_requests=[1,2]", r"grid.max_num_requests must be \[\]"),
+        ("engine.audit=false", "engine.audit must be true"),
+        ("spec.verify=typical", "spec.verify must be greedy"),
+    ],
+)
+def test_key_that_a_study_does_not_read_is_refused(
+    word: str, expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        price_faults(compose_config(EvalConfig, [*WORDS, word]), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.config import LoggerConfig
+import eval as eval_entry
+from mtp_research.cli import run_entry
+from mtp_research.config import EvalConfig, LoggerConfig
 from mtp_research.evaluation.figures import Figure, Missing
 from mtp_research.evaluation.report import build_report
 from mtp_research.evaluation.sections import Section
 from mtp_research.evaluation.svg import stacked_bars
 from mtp_research.evaluation.tables import Grid
-from mtp_research.evaluation.wandb_tables import publish, publish_report
+from mtp_research.evaluation.wandb_tables import publish, publish_report, report_scalars
 from tests.evaluation.generations import some_prompts, three_conditions
 
 SECTION = Section(
@@ -39,7 +41,7 @@ class FakeTable:
 
 class FakeRun:
     def __init__(self) -> None:
-        self.logged, self.is_finished = {}, False
+        self.logged, self.summary, self.is_finished = {}, {}, False
 
     def log(self, values: dict[str, object]) -> None:
         self.logged |= values
@@ -56,6 +58,7 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         "Table": FakeTable,
         "Html": lambda data, *, inject: ("html", data),
         "login": lambda *, prompt: False,
+        "Settings": dict,
     }
     for name, value in fields.items():
         monkeypatch.setattr(module, name, value, raising=False)
@@ -72,7 +75,10 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def sent(folder: Path, mode: str) -> bool:
     settings = LoggerConfig(wandb=mode, tags=["t"])
     config = {"logger": {"api_key": "secret-value-123"}}
-    return publish([SECTION], output_dir=folder, settings=settings, config=config)
+    scalars = {"best/acceptance_length": 2.0}
+    return publish(
+        lambda: [SECTION], output_dir=folder, settings=settings, config=config, scalars=scalars
+    )
 
 
 def test_every_table_and_chart_is_sent_once(tmp_path: Path, fake_wandb: types.ModuleType) -> None:
@@ -88,6 +94,32 @@ def test_every_table_and_chart_is_sent_once(tmp_path: Path, fake_wandb: types.Mo
     assert run.is_finished
     assert run.arguments["mode"] == "offline"
     assert "secret-value-123" not in str(run.arguments)
+    assert run.summary == {"best/acceptance_length": 2.0}
+
+
+def test_summary_holds_every_condition_and_the_best_one_that_drafts() -> None:
+    prompts, conditions = some_prompts(2), three_conditions(2)
+    made = build_report(conditions, prompts=prompts, dtype="f", config={}, run={})
+    scalars = report_scalars(made)
+    _, eagle, training = made.summaries
+    assert scalars["best/condition"] == "training"
+    names = ("acceptance_length", "acceptance_rate", "tokens_per_s", "ratio_to_baseline")
+    for name in names:
+        assert scalars[f"best/{name}"] == scalars[f"training/{name}"]
+    length = eagle.acceptance.acceptance_length_micro.value
+    assert scalars["eagle/acceptance_length"] == length
+    assert scalars["training/ratio_to_baseline"] == training.speed.ratio_end_to_end
+    assert "baseline/acceptance_rate" not in scalars  # it drafts nothing
+    baseline = build_report(conditions[:1], prompts=prompts, dtype="f", config={}, run={})
+    assert not any(name.startswith("best/") for name in report_scalars(baseline))
+
+
+def test_only_the_first_rank_sends(
+    tmp_path: Path, fake_wandb: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert not sent(tmp_path, "offline")
+    assert fake_wandb.run.logged == {}
 
 
 @pytest.mark.parametrize("mode", ["disabled", "offline"])
@@ -100,6 +132,34 @@ def test_evaluation_sends_its_report_where_asked(
     assert was_sent == (mode == "offline")
     names = [name.partition("/")[2][:5] for name in fake_wandb.run.logged]
     assert (names.count("table"), names.count("figur")) == ((6, 3) if was_sent else (0, 0))
+
+
+@pytest.mark.parametrize("fault", ["nothing", "no key"])
+def test_eval_py_publishes_and_exits_0(
+    tmp_path: Path,
+    fake_wandb: types.ModuleType,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+) -> None:
+    mode = "online" if fault == "no key" else "offline"
+    words = ["experiment=eval_smoke", "engine=cpu", "spec.policy=training", "spec.k=1"]
+    words += ["logger=wandb", f"logger.wandb={mode}", f"output_dir={tmp_path}"]
+    with caplog.at_level(logging.WARNING, logger="mtp_research.evaluation.wandb_tables"):
+        assert run_entry(EvalConfig, eval_entry.run, argv=words) == 0
+    assert (tmp_path / "results.json").is_file()
+    names = [record.name for record in caplog.records]
+    assert names.count("mtp_research.evaluation.wandb_tables") == (fault == "no key")
+    assert ("best/acceptance_length" in fake_wandb.run.summary) == (fault == "nothing")
+
+
+def test_price_study_is_published(tmp_path: Path, fake_wandb: types.ModuleType) -> None:
+    words = ["experiment=fault_price", "spec.head=assets/lab_tiny/heads/chain_n1", "spec.k=2"]
+    words += ["spec.policy=window", "prompts.max_prompts=1", "sampling.max_new_tokens=4"]
+    words += ["engine=cpu", "logger=wandb", "logger.wandb=offline", f"output_dir={tmp_path / 'f'}"]
+    assert run_entry(EvalConfig, eval_entry.run, argv=words) == 0
+    run = fake_wandb.run
+    assert any(name.startswith("f/table-01") for name in run.logged)
+    assert "chain_n1 K=2 window/acceptance_length" in run.summary
 
 
 @pytest.mark.parametrize("fault", ["no key", "no network", "not installed"])
