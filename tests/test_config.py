@@ -202,6 +202,7 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (EvalConfig, "engine.memory_fraction=0", "above 0 up to 1, got 0"),
         (EvalConfig, "engine.graph_batch_sizes=[4]", "must be null for engine.cuda_graphs=false"),
         (EvalConfig, "engine.capture_mixed=true", "must be false for engine.cuda_graphs=false"),
+        (EvalConfig, "engine.compile=true", "must be false for engine.cuda_graphs=false"),
         (EvalConfig, "engine.overlap_launches=true", "must be false for engine.compile=false"),
         (EvalConfig, "sampling.temperature=0.5", "must be 0 for spec.verify=greedy"),
         (EvalConfig, "logger.tensorboard=true", "must be false for eval.py, which draws no curves"),

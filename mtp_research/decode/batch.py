@@ -275,7 +275,10 @@ def _block_table(requests: list[Request], *, device: torch.device) -> Tensor:
 
 def to_device(values: list, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of host values, copied without waiting for the device to finish its work."""
-    tensor = torch.tensor(values, dtype=dtype)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return copy_to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host, copied likewise: only from pinned memory does a copy not wait."""
+    source = tensor.pin_memory() if device.type == "cuda" else tensor
+    return source.to(device, non_blocking=True)

@@ -18,8 +18,16 @@ from mtp_research.decode.draft import DraftSampling, MTPDrafter
 from mtp_research.decode.draft_length import DraftLength
 from mtp_research.decode.drafter import Drafter, NullDrafter, OracleDrafter
 from mtp_research.decode.graphs import StepGraphs, captured_sizes
+from mtp_research.decode.kernel_support import require_kernel_support
 from mtp_research.decode.kv_cache import HiddenRing, KVCache
-from mtp_research.decode.memory import bytes_per_block, free_bytes, plan_num_blocks
+from mtp_research.decode.memory import (
+    NUM_SPARE_BLOCKS,
+    blocks_per_request,
+    free_bytes,
+    plan_num_blocks,
+    pool_layers,
+    pool_needs,
+)
 from mtp_research.decode.prefix_cache import PrefixCache
 from mtp_research.decode.scheduler import Scheduler
 from mtp_research.decode.step import DeviceStep
@@ -31,7 +39,7 @@ from mtp_research.models.recurrent_states import RecurrentStates
 from mtp_research.models.rotary import leave_rotary_to_attention
 from mtp_research.models.sparse import require_exact_length
 from mtp_research.models.target import Target
-from mtp_research.policy import HiddenPolicy, ModuleSchedule, num_slots_needed
+from mtp_research.policy import HiddenPolicy, ModuleSchedule
 
 Heads = MTPHeads | Literal["null", "oracle"] | None
 
@@ -102,23 +110,24 @@ def build_state(
     num_speculative_tokens: int,
     keep_draft_probs: bool,
 ) -> LoopState:
-    """Allocate the page pool and the ring, and set up the scheduler."""
+    """Allocate the page pool and the ring, and set up the scheduler.
+
+    Raises:
+        ConfigError: the target is not what the kernels or the pool can hold.
+    """
     require_exact_length(max_model_len, limit=target.max_exact_tokens)
-    num_extra_slots = drafter.num_extra_slots if drafter is not None else 0
-    num_draft_layers = drafter.num_kv_layers if drafter is not None else 0
-    blocks_per_request = _blocks_per_request(
+    layers = pool_layers(target, drafter)
+    require_kernel_support(layers, dtype=target.dtype, device=target.device, engine=engine)
+    needs = pool_needs(
+        target,
         drafter,
         engine=engine,
         max_model_len=max_model_len,
         num_speculative_tokens=num_speculative_tokens,
     )
-    layers = [*target.kv_layers, *[target.draft_kv_layer] * num_draft_layers]
-    num_spare = 1  # the last block belongs to the padding of captured batches
     num_blocks = plan_num_blocks(
-        asked=None if engine.num_blocks is None else engine.num_blocks + num_spare,
-        num_enough=engine.max_num_requests * blocks_per_request + num_spare,
-        num_least=blocks_per_request + num_spare,
-        block_bytes=bytes_per_block(layers, block_size=engine.block_size, dtype=target.dtype),
+        needs,
+        asked=None if engine.num_blocks is None else engine.num_blocks + NUM_SPARE_BLOCKS,
         free=free_bytes(target.device),
         memory_fraction=engine.memory_fraction,
     )
@@ -149,7 +158,7 @@ def build_state(
     )
     scheduler = Scheduler(
         BlockManager(
-            num_blocks - num_spare,
+            num_blocks - NUM_SPARE_BLOCKS,
             block_size=engine.block_size,
             prefix_cache=_build_prefix_cache(target, drafter, engine=engine),
         ),
@@ -158,7 +167,7 @@ def build_state(
         max_prefill_chunk=engine.max_prefill_chunk,
         max_model_len=max_model_len,
         num_speculative_tokens=num_speculative_tokens,
-        num_extra_slots=num_extra_slots,
+        num_extra_slots=drafter.num_extra_slots if drafter is not None else 0,
         steps_per_priority=engine.steps_per_priority,
         deferred=engine.deferred_output,
     )
@@ -188,7 +197,7 @@ def build_graphs(
     return StepGraphs(
         step,
         batch_sizes=captured_sizes(engine.max_num_requests, wanted=engine.graph_batch_sizes),
-        num_table_blocks=_blocks_per_request(
+        num_table_blocks=blocks_per_request(
             step.drafter,
             engine=engine,
             max_model_len=max_model_len,
@@ -199,19 +208,6 @@ def build_graphs(
         overlap_launches=engine.overlap_launches,
         max_mixed_rows=engine.max_num_batched_tokens if engine.capture_mixed else 0,
     )
-
-
-def _blocks_per_request(
-    drafter: Drafter | None,
-    *,
-    engine: EngineConfig,
-    max_model_len: int,
-    num_speculative_tokens: int,
-) -> int:
-    """Blocks that the longest request can own."""
-    num_slots = num_slots_needed(max_model_len, num_speculative_tokens, int(engine.deferred_output))
-    num_slots += drafter.num_extra_slots if drafter is not None else 0
-    return -(-num_slots // engine.block_size)
 
 
 def _build_prefix_cache(

@@ -31,7 +31,7 @@ def require_capturable(step: DeviceStep, *, engine: EngineConfig) -> None:
     if target.has_recurrent_state:
         raise ConfigError(
             "engine.cuda_graphs=true does not support recurrent layers, got family "
-            f"{target.family_name}; set engine.cuda_graphs=false."
+            f"{target.family_name}; set engine.cuda_graphs=false engine.compile=false."
         )
     models: list[nn.Module] = [target.model]
     if isinstance(step.drafter, MTPDrafter):
@@ -71,7 +71,8 @@ def require_no_host_loop(models: Sequence[nn.Module], *, family_name: str) -> No
                 raise ConfigError(
                     "engine.cuda_graphs=true needs experts that run without the host, got family "
                     f"{family_name}, whose {type(module).__name__} has stacked weights that "
-                    "transformers runs in a Python loop; set engine.cuda_graphs=false."
+                    "transformers runs in a Python loop; set engine.cuda_graphs=false "
+                    "engine.compile=false."
                 )
 
 
@@ -90,5 +91,6 @@ def require_grouped_experts(models: Sequence[nn.Module], *, dtype: str) -> None:
             raise ConfigError(
                 "engine.cuda_graphs=true needs model.dtype=bfloat16 for a target with experts, got "
                 f"{dtype}, in which transformers runs {type(stack).__name__} in a Python loop; set "
-                "model.dtype=bfloat16, engine.deterministic=true or engine.cuda_graphs=false."
+                "model.dtype=bfloat16, engine=h200_deterministic, or engine.cuda_graphs=false "
+                "engine.compile=false."
             )

@@ -164,8 +164,36 @@ class SpecDecoder:
             cache_salt: with prefix caching, texts with different salts share nothing.
 
         Raises:
-            ConfigError: see `Scheduler.add`; a token id outside the vocabulary; a temperature that
-                the rule ignores.
+            ConfigError: see `Scheduler.check`; a token id outside the vocabulary; a temperature
+                that the rule ignores.
+        """
+        request = self.checked_request(
+            prompt_token_ids,
+            sampling=sampling,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        if (grammar := request.sampling.grammar) is not None:
+            request.matcher = grammar.start(stop_token_ids=request.sampling.stop_token_ids)
+        self.scheduler.add(request)
+        if request.sampling.max_new_tokens == 0:
+            self._ledger.finish(request, FinishReason.LENGTH)
+        return request
+
+    def checked_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
+        """What `add_request` would queue, or its refusal: to be asked before minutes of capture.
+
+        Raises:
+            ConfigError: see `add_request`.
         """
         sampling = sampling or SamplingParams()
         check_request(
@@ -182,11 +210,7 @@ class SpecDecoder:
             priority=priority,
             cache_salt=cache_salt,
         )
-        if sampling.grammar is not None:
-            request.matcher = sampling.grammar.start(stop_token_ids=sampling.stop_token_ids)
-        self.scheduler.add(request)
-        if request.sampling.max_new_tokens == 0:
-            self._ledger.finish(request, FinishReason.LENGTH)
+        self.scheduler.check(request)
         return request
 
     def abort(self, request: Request) -> None:
@@ -278,10 +302,13 @@ class SpecDecoder:
         """Start a step on the device."""
         self._begin(schedule)
         entries = schedule.entries
+        num_prompt_rows = sum(e.num_scheduled_tokens for e in entries if e.is_prefill)
+        self.stats.num_launched_prompt_rows += num_prompt_rows
         params = self._sampling.tensors([entry.request for entry in entries])
         limit = self.draft_length.num_drafts(batch_size=len(entries), recent=self.recent)
         if self.graphs is not None and self.graphs.accepts(entries, params, draft_limit=limit):
-            return Launched(entries, PendingResult(self.graphs.run(entries, params)), limit)
+            pending = PendingResult(self.graphs.run(entries, params))
+            return Launched(entries, pending, limit, num_prompt_rows)
         inputs = StepInputs.build(
             entries,
             ring=self.ring,
@@ -292,7 +319,7 @@ class SpecDecoder:
         result = self.device_step.run(inputs, params, request_ids=request_ids, draft_limit=limit)
         if self.auditor is not None:
             self.auditor.end_step()
-        return Launched(entries, PendingResult(result), limit)
+        return Launched(entries, PendingResult(result), limit, num_prompt_rows)
 
     def _begin(self, schedule: Schedule) -> None:
         """Write the texts of admitted requests into their slots."""

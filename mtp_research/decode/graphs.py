@@ -89,7 +89,7 @@ class StepGraphs:
                 "triton.enable_pdl": overlap_launches
             }
             self._device_part = torch.compile(self._run_step, dynamic=False, options=options)
-        self.capture_s = 0.0
+        self.capture_s = 0.0  # of all captures so far, compiling included
 
     @property
     def num_graphs(self) -> int:
@@ -133,13 +133,32 @@ class StepGraphs:
         sampled, is_finite, drafts, _ = captured.result  # a plain step has no log-probabilities
         return StepResult(sampled[:num_requests], is_finite[:num_requests], drafts[:num_requests])
 
-    def prepare(self, sampling: SamplingParams) -> None:
-        """Capture every bucket for requests sampled like this, before a clock starts."""
-        for bucket in reversed(self._batch_sizes):
+    def prepare(
+        self, sampling: SamplingParams, *, tell: Callable[[str], None] | None = None
+    ) -> None:
+        """Capture every bucket for requests sampled like this, before a clock starts.
+
+        Args:
+            sampling: like all of theirs, but for the seed.
+            tell: is handed a line after each bucket, which can take minutes to compile.
+        """
+        first_s = self.capture_s
+        for number, bucket in enumerate(reversed(self._batch_sizes), start=1):
+            before_s = self.capture_s
             params = sampling_tensors([sampling] * bucket, device=self._slots.device)
             self._captured(bucket, params)
+            if tell is not None:
+                tell(
+                    f"captured {number} of {len(self._batch_sizes)}: batch {bucket}, "
+                    f"{self.capture_s - before_s:.1f} s, {self.capture_s - first_s:.0f} s so far"
+                )
         if self._mixed is not None:
+            started = time.perf_counter()
             self._mixed.prepare(sampling_tensors([sampling], device=self._slots.device))
+            seconds = time.perf_counter() - started
+            self.capture_s += seconds
+            if tell is not None:
+                tell(f"captured steps with prompt rows in {seconds:.1f} s")
 
     def _captured(self, bucket: int, params: SamplingTensors) -> Captured:
         """The graph of a bucket and kind of sampling, with these parameters in place."""

@@ -22,11 +22,13 @@ class Launched(NamedTuple):
         entries: what was scheduled.
         pending: its result, on the way to the host.
         draft_limit: most drafts that each request was given.
+        num_prompt_rows: prompt rows among those that were scheduled.
     """
 
     entries: list[Scheduled]
     pending: PendingResult
     draft_limit: int
+    num_prompt_rows: int
 
 
 @dataclass
@@ -63,12 +65,12 @@ class Ledger:
         self.stats.wait_s += time.perf_counter() - waiting
         sampled, finite, drafts = (tensor.tolist() for tensor in result[:3])
         self.stats.num_steps += 1
+        self.stats.num_prompt_rows += launched.num_prompt_rows
         if self.auditor is not None:
             self.auditor.apply_step()
         for row, entry in enumerate(launched.entries):
             request = entry.request
             self.stats.num_target_rows += entry.num_scheduled_tokens
-            self.stats.num_prompt_rows += entry.num_scheduled_tokens if entry.is_prefill else 0
             if request.status is Status.FINISHED:
                 continue  # it ended while the step ran
             num_tokens, num_rounds = request.num_tokens, len(request.num_drafted_per_round)
@@ -84,10 +86,26 @@ class Ledger:
             self._after_commit(entry)
 
     def end_step(self, launched: Launched | None, *, seconds: float) -> None:
-        """Account for the time of a step; steps with prompt rows say nothing about drafts."""
+        """Account for the time of a call of the loop.
+
+        Steps with prompt rows say nothing about drafts. Where the host is one step late, a call
+        commits a step and starts the next one, so that its time is that of n drafts only if both
+        made n and neither had prompt rows.
+
+        Args:
+            launched: the step that was committed, or None.
+            seconds: of the whole call.
+        """
         self.stats.busy_s += seconds
-        if launched is not None and not any(entry.is_prefill for entry in launched.entries):
-            self.recent.end_step(num_drafts=launched.draft_limit, seconds=seconds)
+        if launched is None or launched.num_prompt_rows:
+            return
+        started = self.in_flight if self.scheduler.deferred else launched
+        is_alike = (
+            started is not None
+            and not started.num_prompt_rows
+            and started.draft_limit == launched.draft_limit
+        )
+        self.recent.end_step(num_drafts=launched.draft_limit, seconds=seconds if is_alike else None)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a live request from outside a step."""

@@ -1,19 +1,85 @@
 """How many pages the pool gets: enough for every request, as far as the device's memory goes.
 
-Letters: L cache layers.
+Decoders that live side by side are planned once, so that they get equal pools.
+
+Letters: L cache layers, K drafts per step.
 """
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
+from mtp_research.config import EngineConfig
+from mtp_research.decode.drafter import Drafter
 from mtp_research.errors import ConfigError
 from mtp_research.models.geometry import LayerGeometry
+from mtp_research.models.target import Target
+from mtp_research.policy import num_slots_needed
+
+NUM_SPARE_BLOCKS = 1  # the last block belongs to the padding of captured batches
 
 _GIB = 1 << 30
 
 logger = logging.getLogger(__name__)
+
+
+class PoolNeeds(NamedTuple):
+    """What a decoder wants of its pool.
+
+    Attributes:
+        block_bytes: bytes of a block over all layers.
+        num_enough: blocks that all requests together can own, the spare one included.
+        num_least: blocks that the longest request can own, likewise.
+    """
+
+    block_bytes: int
+    num_enough: int
+    num_least: int
+
+
+def pool_needs(
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    engine: EngineConfig,
+    max_model_len: int,
+    num_speculative_tokens: int,
+) -> PoolNeeds:
+    """What a decoder with these settings wants of its pool."""
+    num_least = blocks_per_request(
+        drafter,
+        engine=engine,
+        max_model_len=max_model_len,
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    layers = pool_layers(target, drafter)
+    return PoolNeeds(
+        block_bytes=bytes_per_block(layers, block_size=engine.block_size, dtype=target.dtype),
+        num_enough=engine.max_num_requests * num_least + NUM_SPARE_BLOCKS,
+        num_least=num_least + NUM_SPARE_BLOCKS,
+    )
+
+
+def pool_layers(target: Target, drafter: Drafter | None) -> list[LayerGeometry]:
+    """The L layers of a pool: the target's, then the drafter's."""
+    num_draft_layers = drafter.num_kv_layers if drafter is not None else 0
+    drafted = [target.draft_kv_layer] * num_draft_layers if num_draft_layers else []
+    return [*target.kv_layers, *drafted]
+
+
+def blocks_per_request(
+    drafter: Drafter | None,
+    *,
+    engine: EngineConfig,
+    max_model_len: int,
+    num_speculative_tokens: int,
+) -> int:
+    """Blocks that the longest request can own."""
+    num_slots = num_slots_needed(max_model_len, num_speculative_tokens, int(engine.deferred_output))
+    num_slots += drafter.num_extra_slots if drafter is not None else 0
+    return -(-num_slots // engine.block_size)
 
 
 def bytes_per_block(layers: Sequence[LayerGeometry], *, block_size: int, dtype: torch.dtype) -> int:
@@ -33,14 +99,33 @@ def free_bytes(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def plan_side_by_side(
+    needs: Sequence[PoolNeeds], *, free: int | None, memory_fraction: float
+) -> int | None:
+    """Blocks that each of several decoders gets if all live at once; None where memory is no limit.
+
+    Planned one after the other, each would take its fraction of what the ones before it left.
+
+    Args:
+        needs: of each.
+        free: bytes of device memory that are free before any of them is built; None for no limit.
+        memory_fraction: share of the free bytes that all pools together may take.
+
+    Raises:
+        ConfigError: see `plan_num_blocks`.
+    """
+    if free is None:
+        return None
+    together = PoolNeeds(
+        block_bytes=sum(one.block_bytes for one in needs),
+        num_enough=max(one.num_enough for one in needs),
+        num_least=max(one.num_least for one in needs),
+    )
+    return plan_num_blocks(together, asked=None, free=free, memory_fraction=memory_fraction)
+
+
 def plan_num_blocks(
-    *,
-    asked: int | None,
-    num_enough: int,
-    num_least: int,
-    block_bytes: int,
-    free: int | None,
-    memory_fraction: float,
+    needs: PoolNeeds, *, asked: int | None, free: int | None, memory_fraction: float
 ) -> int:
     """Blocks of the pool.
 
@@ -48,10 +133,8 @@ def plan_num_blocks(
     taken: the pool gets 400 blocks, and requests that do not fit wait.
 
     Args:
+        needs: of the decoder.
         asked: `engine.num_blocks`, taken as it is if there is room; None for what is enough.
-        num_enough: blocks that all requests together can own.
-        num_least: blocks that the longest request can own.
-        block_bytes: bytes of a block over all layers.
         free: bytes of device memory that are free; None where that is no limit.
         memory_fraction: share of the free bytes that the pool may take; the rest is left to
             activations, graphs and compilation.
@@ -60,11 +143,12 @@ def plan_num_blocks(
         ConfigError: there is no room for the blocks asked for, or not for one longest request;
             says what is needed and what there is.
     """
-    wanted = num_enough if asked is None else asked
+    block_bytes = needs.block_bytes
+    wanted = needs.num_enough if asked is None else asked
     if free is None:
         return wanted
     num_fitting = int(free * memory_fraction) // max(block_bytes, 1)
-    least = num_least if asked is None else asked
+    least = needs.num_least if asked is None else asked
     if least > num_fitting:
         fix = "lower engine.max_model_len" if asked is None else "lower engine.num_blocks"
         raise ConfigError(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mtp_research.decode.batch import copy_to_device, to_device
 from mtp_research.decode.processors_sequence import (
     BadWordTensors,
     DryTensors,
@@ -69,7 +70,7 @@ def processor_tensors(
     """Stack the processors of a batch; None where no request uses any."""
     if not any(p.uses_processors for p in params):
         return None
-    counts = torch.tensor(
+    counts = to_device(
         list(zip(num_prompt_tokens, [p.min_tokens for p in params], strict=True)),
         dtype=torch.int64,
         device=device,
@@ -166,14 +167,14 @@ def _penalty_tensors(params: list[SamplingParams], device: torch.device) -> Pena
     rows = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
     if all(row == (1, 0, 0) for row in rows):
         return None
-    return PenaltyTensors(*torch.tensor(rows, dtype=torch.float32, device=device).unbind(dim=1))
+    return PenaltyTensors(*to_device(rows, dtype=torch.float32, device=device).unbind(dim=1))
 
 
 def _dry_tensors(params: list[SamplingParams], rows: list["_RequestRows"]) -> DryTensors | None:
     if not any(p.dry_multiplier for p in params):
         return None
     is_breaker = torch.stack([row.is_breaker for row in rows])
-    facts = torch.tensor(
+    facts = to_device(
         [(p.dry_multiplier, p.dry_base, p.dry_allowed_length) for p in params],
         dtype=torch.float32,
         device=is_breaker.device,
@@ -201,4 +202,4 @@ def _request_rows(params: SamplingParams, *, vocab_size: int, device: torch.devi
     stop_bias[list(params.stop_token_ids) if params.min_tokens else []] = -torch.inf
     is_breaker = torch.zeros(vocab_size, dtype=torch.bool)
     is_breaker[list(params.dry_breaker_token_ids)] = True
-    return _RequestRows(bias.to(device), stop_bias.to(device), is_breaker.to(device))
+    return _RequestRows(*(copy_to_device(row, device) for row in (bias, stop_bias, is_breaker)))

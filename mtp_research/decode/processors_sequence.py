@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mtp_research.decode.batch import to_device
 from mtp_research.decode.sampling_params import MAX_DRY_MATCH
 
 _ANY = -1  # matches every token; fills short bad words on the left
@@ -61,7 +62,7 @@ def bad_word_tensors(
         + padding * (num_words - len(row))
         for row in words
     ]
-    table = torch.tensor(rows, dtype=torch.int64, device=device)  # [R, W, P + 2]
+    table = to_device(rows, dtype=torch.int64, device=device)  # [R, W, P + 2]
     return BadWordTensors(table[..., :-2], table[..., -2], table[..., -1].bool())
 
 

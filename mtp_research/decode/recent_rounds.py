@@ -69,17 +69,21 @@ class RecentRounds:
         for num_drafted, num_accepted in zip(drafted[since:], accepted[since:], strict=True):
             self.add_round(num_drafted=num_drafted, num_accepted=num_accepted)
 
-    def end_step(self, *, num_drafts: int, seconds: float) -> None:
+    def end_step(self, *, num_drafts: int, seconds: float | None) -> None:
         """Let the counters fade after a step that made `num_drafts` drafts a request.
 
         The time is kept only if the step before made as many: a step verifies what that one
         drafted, so after a change it prices neither number.
+
+        Args:
+            num_drafts: n.
+            seconds: of the step; None where the clock also saw work of another kind.
         """
         fading = 0.5 ** (1.0 / self.half_life_steps)
         self.reached = [weight * fading for weight in self.reached]
         self.accepted = [weight * fading for weight in self.accepted]
         self.num_steps += 1
-        if num_drafts == self._last_num_drafts:
+        if seconds is not None and num_drafts == self._last_num_drafts:
             times = self.step_seconds.setdefault(num_drafts, deque(maxlen=_NUM_TIMES))
             times.append(seconds)
         self._last_num_drafts = num_drafts

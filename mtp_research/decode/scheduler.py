@@ -69,6 +69,15 @@ class Scheduler:
         """Queue a request.
 
         Raises:
+            ConfigError: see `check`.
+        """
+        self.check(request)
+        self.waiting.arrive(request, step=self._num_steps)
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that could not be queued.
+
+        Raises:
             ConfigError: empty prompt, id in use, prompt beyond the context, or a text that can
                 never fit into the pool.
         """
@@ -81,7 +90,6 @@ class Scheduler:
             num_needed=num_needed,
             num_blocks=self.blocks.num_blocks,
         )
-        self.waiting.arrive(request, step=self._num_steps)
 
     def requests(self) -> list[Request]:
         """Every live request."""

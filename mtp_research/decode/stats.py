@@ -126,6 +126,8 @@ class DecodeStats:
         num_steps: steps of the loop.
         num_target_rows: packed rows of all target passes.
         num_prompt_rows: those that were prompt rows.
+        num_launched_prompt_rows: prompt rows of all steps that were started; ahead of
+            `num_prompt_rows` by the step in flight where the host is one step late.
         num_cached_tokens: tokens of admitted texts whose rows came from the prefix cache instead.
         num_emitted_tokens: tokens that requests kept.
         num_preemptions: requests whose pages were taken away.
@@ -138,6 +140,7 @@ class DecodeStats:
     num_steps: int = 0
     num_target_rows: int = 0
     num_prompt_rows: int = 0
+    num_launched_prompt_rows: int = 0
     num_cached_tokens: int = 0
     num_emitted_tokens: int = 0
     num_preemptions: int = 0

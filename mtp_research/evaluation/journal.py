@@ -46,6 +46,7 @@ class PassOutcome:
     device_s: float | None = None
     peak_memory_bytes: int | None = None
     num_warm_ups: int = 0
+    capture_s: float | None = None
     parts: StepParts | None = None
     is_resumed: bool = False
 

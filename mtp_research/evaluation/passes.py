@@ -12,23 +12,17 @@ from typing import NamedTuple
 import torch
 
 from mtp_research.decode.build import Heads
-from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.conditions import Condition
-from mtp_research.evaluation.decoders import build_decoder
 from mtp_research.evaluation.journal import Journal, PassOutcome, add_audits
+from mtp_research.evaluation.preparation import Prepared, equal_pools, prepare_decoder
 from mtp_research.evaluation.prompts import EncodedPrompts
 from mtp_research.evaluation.settings import sampling_params
 from mtp_research.evaluation.speed import PassTiming, StepParts
 from mtp_research.evaluation.step_clock import StepClock
 from mtp_research.evaluation.summary import ConditionResult
-from mtp_research.evaluation.timed_decode import (
-    MAX_WARM_UPS,
-    Finished,
-    decode_prompts,
-    warm_up,
-)
+from mtp_research.evaluation.timed_decode import MAX_WARM_UPS, Finished, decode_prompts
 from mtp_research.evaluation.turns import Turns
 from mtp_research.models.target import Target
 
@@ -61,9 +55,18 @@ def run_group(
         conditions: of one batch size and temperature; K = 0 first, if it is there.
         workload: prompts, models and journal.
         num_passes: 1 or even. With 1, one decoder exists at a time; with more, every condition
-            keeps its own, pool included, until its last pass.
+            keeps its own, pool included, until its last pass, and all pools are equal.
+
+    Raises:
+        ConfigError: see `preparation`.
     """
-    runners = {c.label: _Runner(c, workload, num_passes=num_passes) for c in conditions}
+    num_blocks = None
+    if num_passes > 1:
+        num_blocks = equal_pools(conditions, workload.target, workload.heads)
+    runners = {
+        c.label: _Runner(c, workload, num_passes=num_passes, num_blocks=num_blocks)
+        for c in conditions
+    }
     passes: dict[str, list[Pass]] = {condition.label: [] for condition in conditions}
     if num_passes > 1:  # all of them first, so that nobody compiles between two passes
         for runner in runners.values():
@@ -81,24 +84,26 @@ def run_group(
 class _Runner:
     """A condition with its decoder, which is built if a pass needs it."""
 
-    def __init__(self, condition: Condition, workload: Workload, *, num_passes: int) -> None:
+    def __init__(
+        self, condition: Condition, workload: Workload, *, num_passes: int, num_blocks: int | None
+    ) -> None:
         self._condition = condition
         self._workload = workload
         self._num_passes = num_passes
-        self._num_warm_ups = 0
-        self._decoder: SpecDecoder | None = None
+        self._num_blocks = num_blocks
+        self._prepared: Prepared | None = None
 
     def prepare(self) -> None:
         """Build the decoder, unless it is there or the journal has all passes."""
         journal, label = self._workload.journal, self._condition.label
         is_done = all(journal.stored(label, n).outcome for n in range(self._num_passes))
-        if self._decoder is None and not is_done:
+        if self._prepared is None and not is_done:
             self._workload.turns.prepare()
-            self._decoder = self._start()
+            self._prepared = self._start()
 
     def end(self) -> None:
         """Give back the decoder and its pool."""
-        self._decoder = None
+        self._prepared = None
 
     def run_pass(self, number: int) -> Pass:
         """Decode what the journal does not have."""
@@ -115,8 +120,8 @@ class _Runner:
         return Pass(tuple(sorted(records, key=lambda r: r.request_id)), audit, outcome)
 
     def _decode(self, number: int, left: EncodedPrompts) -> Pass:
-        decoder, target = self._decoder, self._workload.target
-        assert decoder is not None, "prepare() comes before run_pass()"
+        assert self._prepared is not None, "prepare() comes before run_pass()"
+        (decoder, num_warm_ups, capture_s), target = self._prepared, self._workload.target
         clock = None
         if decoder.graphs is None:  # a captured step has no parts
             clock = StepClock(target.device)
@@ -142,27 +147,26 @@ class _Runner:
             peak_memory_bytes=(
                 torch.cuda.max_memory_allocated(target.device) if measures_memory else None
             ),
-            num_warm_ups=self._num_warm_ups,
+            num_warm_ups=num_warm_ups,
+            capture_s=capture_s,
             parts=None if clock is None else clock.parts(),
         )
         return Pass(counts.records, counts.audit, outcome)
 
-    def _start(self) -> SpecDecoder:
+    def _start(self) -> Prepared:
         """Build the decoder and warm it up; with several passes until its steps are stable."""
         target, heads, encoded = self._workload[:3]
         head = self._condition.config.spec.head  # not loaded if every condition has K = 0
-        decoder = build_decoder(self._condition, target, heads.get(head))
-        sampling = [self._sampling()[prompt.question_id] for prompt in encoded.prompts]
-        decoder.cache.fill(0.0)  # touch the pool's pages before the clock starts
-        if decoder.graphs is not None:
-            with torch.inference_mode():
-                decoder.graphs.prepare(sampling[0])
         has_one_clock = self._condition.config.model.tp_plan == "none"
-        most = MAX_WARM_UPS if self._num_passes > 1 and has_one_clock else 1
-        self._num_warm_ups = warm_up(decoder, encoded, sampling, most=most)
-        if target.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(target.device)
-        return decoder
+        return prepare_decoder(
+            self._condition,
+            target,
+            heads.get(head),
+            encoded=encoded,
+            sampling=[self._sampling()[prompt.question_id] for prompt in encoded.prompts],
+            num_blocks=self._num_blocks,
+            most_warm_ups=MAX_WARM_UPS if self._num_passes > 1 and has_one_clock else 1,
+        )
 
     def _sampling(self) -> dict[str, SamplingParams]:
         """Parameters by prompt; seeds differ per prompt and agree across conditions."""
@@ -210,6 +214,7 @@ def _result(condition: Condition, passes: Sequence[Pass]) -> ConditionResult:
         is_resumed=outcome.is_resumed,
         device_s=outcome.device_s,
         num_warm_ups=outcome.num_warm_ups,
+        capture_s=outcome.capture_s,
         repeats=tuple(_timing(later, first) for later in passes[1:]),
         parts=_sum_parts([one.outcome.parts for one in passes]),
     )

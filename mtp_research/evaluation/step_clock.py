@@ -29,11 +29,12 @@ class StepClock:
         self._marks[part] = self._now()
 
     def end_step(self, *, wall_s: float, keep: bool) -> None:
-        """Count the step that just ended, or forget it.
+        """Count the step that was started since the last call, if any was, or forget it.
 
         Args:
-            wall_s: seconds of the whole step.
-            keep: whether it had no prompt rows.
+            wall_s: seconds of the call of the loop that started it. With deferred output they end
+                with the step before, which `keep` must cover too.
+            keep: whether neither had prompt rows.
         """
         if keep and self._marks:
             self._kept.append(self._marks)

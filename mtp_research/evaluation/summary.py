@@ -39,8 +39,9 @@ class ConditionResult:
         num_steps: steps of the loop.
         rows_per_step: mean packed rows of a target step.
         lossless: verdict on the outputs, such as `identical 153/153` (tables show 24 characters).
-        decode_wall_s: seconds spent in steps without prompt chunks; None if not measured.
-        num_decode_tokens: tokens emitted in those steps; None if not measured.
+        decode_wall_s: seconds of the calls of the loop that neither started nor committed a step
+            with prompt rows; None if not measured.
+        num_decode_tokens: tokens emitted in those calls; None if not measured.
         audit: slots by finding (WRONG, MIXED, HOLE, PROVISIONAL) and `slots`, the number looked at;
             None if the auditor was off.
         peak_memory_bytes: of the device; None on a CPU and with several passes, which hold the
@@ -53,6 +54,7 @@ class ConditionResult:
         is_resumed: the first pass was interrupted, and finished by a later process.
         device_s: seconds of the first pass on the GPU's clock; None on a CPU.
         num_warm_ups: uncounted decodings before the first pass.
+        capture_s: seconds of compiling and capturing steps before them; None without captured ones.
         repeats: later passes.
         parts: where the time of the steps without prompt rows went; None where it was not measured.
     """
@@ -77,6 +79,7 @@ class ConditionResult:
     is_resumed: bool = False
     device_s: float | None = None
     num_warm_ups: int = 1
+    capture_s: float | None = None
     repeats: tuple[PassTiming, ...] = ()
     parts: StepParts | None = None
 

@@ -28,8 +28,8 @@ class Counts(NamedTuple):
         records: of the prompts that were decoded, in the order they finished.
         audit: slots by finding in these; None without an auditor.
         wall_s: for all of them, prefill included.
-        decode_wall_s: of it, steps without prompt rows.
-        num_decode_tokens: tokens emitted in those steps.
+        decode_wall_s: of it, calls that neither started nor committed a step with prompt rows.
+        num_decode_tokens: tokens emitted in those calls.
         num_steps: steps of the loop.
         num_target_rows: packed rows of all target passes.
         device_s: from begin to end on the GPU's clock; None on a CPU.
@@ -89,8 +89,9 @@ def decode_prompts(
 ) -> Counts:
     """Run the loop over the prompts.
 
-    Every step ends with the copy of its tokens to the host, so host clocks measure finished work on
-    a GPU too.
+    Every call ends with the copy of a step's tokens to the host, so host clocks measure finished
+    work on a GPU too. With `engine.deferred_output` that is the step that the call before started,
+    so a call decodes only if both steps do.
 
     Args:
         decoder: idle; what it counted before is subtracted.
@@ -110,11 +111,12 @@ def decode_prompts(
         decoder.add_request(token_ids, sampling=params, request_id=name, cache_salt=salt)
     step_s, decode_s, num_decode_tokens = [], 0.0, 0
     while decoder.scheduler.has_work:
-        prompt_rows, tokens = stats.num_prompt_rows, stats.num_emitted_tokens
+        rows = stats.num_launched_prompt_rows, stats.num_prompt_rows
+        tokens = stats.num_emitted_tokens
         before = time.perf_counter()
         decoder.step()
         step_s.append(time.perf_counter() - before)
-        is_decoding = stats.num_prompt_rows == prompt_rows
+        is_decoding = rows == (stats.num_launched_prompt_rows, stats.num_prompt_rows)
         if is_decoding:
             decode_s += step_s[-1]
             num_decode_tokens += stats.num_emitted_tokens - tokens

@@ -20,6 +20,7 @@ def timing_notes(
         *_resumed(conditions),
         *_drift_warnings(summaries),
         *_order(conditions, summaries),
+        *_captures(conditions),
         *_model(summaries),
     ]
 
@@ -72,6 +73,17 @@ def _order(
         f"{min(warm_ups)} to {max(warm_ups)} warm-ups until the median step was stable; baseline "
         f"drift from first to last pass: {shown}"
     )
+
+
+def _captures(conditions: Sequence[ConditionResult]) -> Iterator[str]:
+    seconds = {c.label: c.capture_s for c in conditions if c.capture_s is not None}
+    if seconds:
+        longest = max(seconds, key=lambda label: seconds[label])
+        yield (
+            f"timing: steps were compiled and captured before the clocks started: "
+            f"{sum(seconds.values()):.0f} s in all, at most {seconds[longest]:.0f} s a condition "
+            f"({printable(longest)})"
+        )
 
 
 def _model(summaries: Sequence[ConditionSummary]) -> Iterator[str]:

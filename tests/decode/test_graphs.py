@@ -6,7 +6,7 @@ import torch
 from mtp_research.config import EngineConfig
 from mtp_research.decode.capture import require_grouped_experts, require_no_host_loop
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.graphs import bucket_of, captured_sizes
+from mtp_research.decode.graphs import StepGraphs, bucket_of, captured_sizes
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.errors import ConfigError, EnvironmentFault
 from mtp_research.heads.stack import MTPHeads
@@ -32,6 +32,33 @@ def test_captured_sizes_stay_within_the_largest_batch(wanted, sizes: tuple[int, 
 
 def test_powers_of_two_end_at_a_largest_batch_that_is_one() -> None:
     assert captured_sizes(8, wanted=None) == (1, 2, 4, 8)
+
+
+def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = SpecDecoder(tiny.tiny_target("qwen3"), num_speculative_tokens=0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    graphs = StepGraphs(
+        decoder.device_step,
+        batch_sizes=(1, 2, 4),
+        num_table_blocks=2,
+        block_size=16,
+        compile_step=False,
+    )
+    lines: list[str] = []
+
+    def capture(bucket: int, _: object) -> None:
+        assert len(lines) == {4: 0, 2: 1, 1: 2}[bucket]  # not all of them at the end
+        graphs.capture_s += 10.0 * bucket + 0.25
+
+    monkeypatch.setattr(graphs, "_capture", capture)
+    graphs.prepare(SamplingParams(), tell=lines.append)
+    assert lines == [
+        "captured 1 of 3: batch 4, 40.2 s, 40 s so far",
+        "captured 2 of 3: batch 2, 20.2 s, 60 s so far",
+        "captured 3 of 3: batch 1, 10.2 s, 71 s so far",
+    ]
+    graphs.prepare(SamplingParams())  # is there already, and nobody listens
+    assert graphs.capture_s == 70.75
 
 
 def test_graphs_without_a_gpu_are_refused() -> None:

@@ -11,7 +11,12 @@ from mtp_research.config import EngineConfig
 from mtp_research.decode import build
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs import split_batch
-from mtp_research.decode.memory import bytes_per_block, plan_num_blocks
+from mtp_research.decode.memory import (
+    PoolNeeds,
+    bytes_per_block,
+    plan_num_blocks,
+    plan_side_by_side,
+)
 from mtp_research.errors import ConfigError
 from tests import tiny
 from tests.decode.loops import run, texts_of
@@ -20,15 +25,10 @@ MIB = 1 << 20
 
 
 def plan(**changes: object) -> int:
-    arguments = {
-        "asked": None,
-        "num_enough": 1000,
-        "num_least": 100,
-        "block_bytes": MIB,
-        "free": 4000 * MIB,
-        "memory_fraction": 0.5,
-    }
-    return plan_num_blocks(**(arguments | changes))
+    needs = {"block_bytes": MIB, "num_enough": 1000, "num_least": 100}
+    arguments = {"asked": None, "free": 4000 * MIB, "memory_fraction": 0.5}
+    needs |= {name: changes.pop(name) for name in list(changes) if name in needs}
+    return plan_num_blocks(PoolNeeds(**needs), **(arguments | changes))
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,16 @@ def test_pool_that_cannot_hold_one_request_is_refused_with_needed_and_available(
     assert "lower engine.max_model_len" in str(refused.value)
     with pytest.raises(ConfigError, match=r"needs at least 3000 blocks .* lower engine.num_blocks"):
         plan(asked=3000)
+
+
+def test_pools_side_by_side_are_planned_once_for_all_of_them() -> None:
+    small, large = PoolNeeds(MIB, 1000, 100), PoolNeeds(3 * MIB, 1010, 101)
+    both = {"needs": (small, large), "memory_fraction": 0.5}
+    assert plan_side_by_side(**both, free=None) is None
+    assert plan_side_by_side(**both, free=9000 * MIB) == 1010  # enough for either
+    assert plan_side_by_side(**both, free=1600 * MIB) == 200  # 800 MiB for 4 MiB a block
+    with pytest.raises(ConfigError, match=r"needs at least 101 blocks = 0\.39 GiB, got 100"):
+        plan_side_by_side(**both, free=800 * MIB)
 
 
 def test_pool_that_was_cut_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,13 +1,16 @@
 """What runs between a step's logits and its tokens never waits for the device.
 
 On a CPU nothing waits, so the operations themselves are watched: the ones that read a value on the
-host, whose result has a size that depends on values, or that copy a host list.
+host, whose result has a size that depends on values, or that copy a host list. Where tensors are
+made from host values, the meta device stands for the GPU.
 """
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtp_research.decode.batch import to_device
 from mtp_research.decode.grammar import apply_bitmask
 from mtp_research.decode.logprobs import step_logprobs
 from mtp_research.decode.processors import process_logits
@@ -20,28 +23,49 @@ from mtp_research.decode.verify_options import VerifyOptions
 from mtp_research.decode.verify_rules import RULES
 from tests.decode.test_verify import make_inputs
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 FORBIDDEN = {
     "aten::_local_scalar_dense",
     "aten::nonzero",
     "aten::masked_select",
     "aten::unique_consecutive",
     "aten::_unique2",
-    "aten::lift_fresh",
     "aten::repeat_interleave.Tensor",
 }
 
 
 class NoSync(TorchDispatchMode):
-    """Fails at the first operation that would wait for a device."""
+    """Fails at the first operation that would wait for the device, which is also the host if CPU.
+
+    Args:
+        device: stands for the GPU.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
         assert name not in FORBIDDEN, f"{name} waits for the device"
+        if name == "aten::lift_fresh":  # the end of torch.tensor(LIST)
+            assert args[0].device != self._device, f"{name} waits for the device"
+        if name == "aten::_to_copy" and args[0].device != kwargs.get("device", args[0].device):
+            assert kwargs.get("non_blocking"), f"{name} from the host waits for the device"
         if name in ("aten::index.Tensor", "aten::index_put_", "aten::index_put"):
             masks = [index for index in args[1] if index is not None and index.dtype == torch.bool]
             assert not masks, f"{name} with a mask has a size that depends on values"
         return func(*args, **(kwargs or {}))
+
+
+class NoHostLists(TorchFunctionMode):
+    """Fails at `torch.tensor(LIST, device=META)`, of which a dispatch mode sees nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        is_waiting = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == META
+        assert not is_waiting, f"torch.{func.__name__} of host values waits for the device"
+        return func(*args, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +81,20 @@ class NoSync(TorchDispatchMode):
 def test_watch_finds_operations_that_wait(operation) -> None:
     with pytest.raises(AssertionError, match=r"waits|depends"), NoSync():
         operation(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(lambda: torch.tensor([1.0, 2.0], device=META), id="host-list"),
+        pytest.param(lambda: torch.ones(2).to(META), id="copy"),
+    ],
+)
+def test_watch_finds_copies_from_the_host_that_wait(operation) -> None:
+    with pytest.raises(AssertionError, match="waits"), NoSync(META), NoHostLists():
+        operation()
+    with NoSync(META), NoHostLists():
+        to_device([1.0, 2.0], dtype=torch.float32, device=META)
 
 
 OPTIONS = {
@@ -85,7 +123,7 @@ def test_rule_does_not_wait(rule: str, fields: dict, draft_probs) -> None:
         RULES[rule].function(inputs._replace(is_thinking=thinking))
 
 
-def test_processors_masks_and_logprobs_do_not_wait() -> None:
+def _requests_that_use_everything() -> list[Request]:
     params = [
         SamplingParams(
             temperature=0.8,
@@ -103,12 +141,26 @@ def test_processors_masks_and_logprobs_do_not_wait() -> None:
         )
         for kind in ("raw", "processed")
     ]
-    requests = [
+    return [
         Request(request_id=str(row), prompt_token_ids=(1, 2), sampling=p)
         for row, p in enumerate(params)
     ]
+
+
+def test_tensors_of_a_new_batch_are_made_without_waiting() -> None:
+    batch = BatchSampling(num_speculative_tokens=2, vocab_size=6, device=META)
+    with NoSync(META), NoHostLists():  # every admission and every end of a request makes them again
+        tensors = batch.tensors(_requests_that_use_everything())
+    assert tensors.processors is not None
+    assert tensors.logprobs is not None
+    made = (tensors.temperature, tensors.logprobs.is_raw, *tensors.processors.penalties)
+    made += (tensors.processors.bias, tensors.processors.bad_words.last, *tensors.processors.dry)
+    assert {tensor.device for tensor in made} == {META}
+
+
+def test_processors_masks_and_logprobs_do_not_wait() -> None:
     sampling = BatchSampling(num_speculative_tokens=2, vocab_size=6, device=CPU)
-    tensors = sampling.tensors(requests)
+    tensors = sampling.tensors(_requests_that_use_everything())
     assert not tensors.is_plain
     logits, text = torch.randn(2, 3, 6), torch.ones(2, 9, dtype=torch.int64)
     num_tokens = torch.tensor([[3, 4, 5], [2, 3, 4]])

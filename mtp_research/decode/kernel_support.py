@@ -1,0 +1,68 @@
+"""What the Triton kernels cannot run, refused by key before the pool is planned.
+
+The kernels refuse it too, but only in the first step: after loading, planning and capture.
+Letters: Dk / Dv head dims, L latent size, P rotary key size.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mtp_research.config import EngineConfig
+from mtp_research.decode.deterministic import kernel_backend
+from mtp_research.errors import ConfigError
+from mtp_research.kernels import checks
+from mtp_research.kernels.paged_attention_triton import attention_kernel
+from mtp_research.models.geometry import LayerGeometry
+
+
+def require_kernel_support(
+    layers: Sequence[LayerGeometry],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    engine: EngineConfig,
+) -> None:
+    """Refuse a target whose attention the backend's kernels do not compute.
+
+    Args:
+        layers: of the pool, those of the drafter included.
+        dtype: of the pool.
+        device: of the target.
+        engine: its backend and page size.
+
+    Raises:
+        ConfigError: the backend resolves to Triton and a dtype, head size or page size is outside
+            what its kernels support; names the key, the value and the supported set.
+    """
+    backend, pool = kernel_backend(engine), torch.empty(0, dtype=dtype, device=device)
+    try:
+        resolved = checks.resolve_backend(backend, tensor=pool, kernel=attention_kernel)
+    except ValueError:
+        return  # no Triton here: the entries and the kernels say so
+    if resolved != "triton":
+        return
+    key = f"model.dtype={str(dtype).removeprefix('torch.')}"
+    try:
+        checks.check_kernel_dtype("the KV pool's", pool, kernel=attention_kernel)
+        key = f"engine.block_size={engine.block_size}"
+        checks.check_block_size(engine.block_size)
+        for index, layer in enumerate(layers):
+            for name, size, high in _sizes(layer):
+                key = f"model.path with a size of {size} in KV layer {index}"
+                checks.check_head_dim(name, size, high=high)
+    except ValueError as fault:
+        reason = str(fault).replace("backend='reference'", "engine.backend=reference")
+        raise ConfigError(f"{key} does not fit engine.backend={engine.backend}: {reason}") from None
+
+
+def _sizes(layer: LayerGeometry) -> Iterator[tuple[str, int, int]]:
+    """Name, size and largest supported size of what a layer attends with."""
+    if layer.num_kv_heads == 0:
+        return  # holds nothing
+    if layer.kind == "latent":
+        yield "L", layer.value_dim, checks.MAX_LATENT_DIM
+        yield "P", layer.key_dim - layer.value_dim, checks.MAX_HEAD_DIM
+        return
+    yield "Dk", layer.key_dim, checks.MAX_HEAD_DIM
+    yield "Dv", layer.value_dim, checks.MAX_HEAD_DIM

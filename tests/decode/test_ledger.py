@@ -1,0 +1,80 @@
+"""What a call of the loop counts as, where the host commits a step one call late."""
+
+import itertools
+
+import pytest
+import torch
+
+from mtp_research.config import EngineConfig
+from mtp_research.decode import decoder as decoder_module
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.draft_length import FixedLength
+from mtp_research.decode.sampling_params import SamplingParams
+from tests import tiny
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+class Alternating(FixedLength):
+    """Drafts 2 tokens in four steps, then none in four, and so on."""
+
+    def __init__(self) -> None:
+        self._step = itertools.count()
+
+    def num_drafts(self, *, batch_size: int, recent: object) -> int:
+        return 0 if next(self._step) // 4 % 2 else 2
+
+
+def make_decoder(*, deferred: bool, num_drafts: int) -> SpecDecoder:
+    target = tiny.tiny_target("qwen3", dtype=torch.float32)
+    engine = EngineConfig(
+        max_num_requests=2, max_prefill_chunk=4, deferred_output=deferred, audit=False
+    )
+    if num_drafts == 0:
+        return SpecDecoder(target, num_speculative_tokens=0, engine=engine)
+    return SpecDecoder(
+        target,
+        tiny.tiny_heads(target, num_mtp_modules=1),
+        policy="eagle",
+        num_speculative_tokens=num_drafts,
+        engine=engine,
+        draft_length=Alternating(),
+    )
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_prompt_rows_are_launched_before_they_are_committed(deferred: bool) -> None:
+    decoder = make_decoder(deferred=deferred, num_drafts=0)
+    decoder.add_request(PROMPT, sampling=SamplingParams(max_new_tokens=3))
+    seen = []
+    while decoder.scheduler.has_work:
+        decoder.step()
+        seen.append((decoder.stats.num_launched_prompt_rows, decoder.stats.num_prompt_rows))
+    committed = [rows for _, rows in seen]
+    assert [rows for rows, _ in seen][:3] == [4, 6, 6]
+    assert committed[:3] == ([0, 4, 6] if deferred else [4, 6, 6])
+    assert seen[-1] == (6, 6)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_seconds_of_a_draft_length_are_those_of_calls_that_saw_no_other_work(
+    monkeypatch: pytest.MonkeyPatch, deferred: bool
+) -> None:
+    """A step with n drafts takes 1 + n seconds on this clock, one with prompt rows 100."""
+    decoder = make_decoder(deferred=deferred, num_drafts=2)
+    now = [0.0]
+    launch = decoder._launch
+
+    def timed(schedule):
+        launched = launch(schedule)
+        now[0] += 100.0 if launched.num_prompt_rows else 1.0 + launched.draft_limit
+        return launched
+
+    monkeypatch.setattr(decoder, "_launch", timed)
+    monkeypatch.setattr(decoder_module.time, "perf_counter", lambda: now[0])
+    for arrival in range(6):
+        decoder.add_request(PROMPT, sampling=SamplingParams(max_new_tokens=9 + arrival))
+    while decoder.scheduler.has_work:
+        decoder.step()
+    seconds = {n: set(times) for n, times in decoder.recent.step_seconds.items()}
+    assert seconds == {0: {1.0}, 2: {3.0}}

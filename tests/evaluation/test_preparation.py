@@ -1,0 +1,130 @@
+"""What happens before the clock: refusals before capture, progress of capture, equal pools."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtp_research.cli import compose_config
+from mtp_research.config import EvalConfig
+from mtp_research.decode import build
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.errors import ConfigError
+from mtp_research.evaluation import preparation
+from mtp_research.evaluation.evaluate import evaluate
+
+WORDS = [
+    "model.dtype=float32",
+    "model.device=cpu",
+    "prompts.max_prompts=2",
+    "sampling.max_new_tokens=4",
+    "engine.max_num_requests=2",
+    "engine.max_model_len=512",
+    "engine.deferred_output=true",
+    "engine.audit=false",
+    "spec.k=3",
+    "spec.policy=eagle",
+]
+
+
+def run(folder: Path, *words: str) -> None:
+    evaluate(compose_config(EvalConfig, [*WORDS, *words]), folder)
+
+
+class BothAreBuilt(Exception):
+    """Ends an evaluation whose texts nobody asks for."""
+
+
+class FakeGraphs:
+    """Takes no step, and says that it captured two buckets."""
+
+    capture_s = 0.0
+
+    def accepts(self, *_: object, **__: object) -> bool:
+        return False
+
+    def prepare(self, _: object, *, tell: Callable[[str], None]) -> None:
+        assert torch.is_inference_mode_enabled()
+        for number in (1, 2):
+            self.capture_s += 30.25
+            tell(f"captured {number} of 2")
+
+
+@pytest.fixture
+def decoders(monkeypatch: pytest.MonkeyPatch) -> list[SpecDecoder]:
+    """Every decoder that is built, with graphs that capture nothing."""
+    made: list[SpecDecoder] = []
+    init = SpecDecoder.__init__
+
+    def init_with_graphs(self: SpecDecoder, *args: object, **settings: object) -> None:
+        init(self, *args, **settings)  # type: ignore[arg-type]
+        self.graphs = FakeGraphs()  # type: ignore[assignment]
+        made.append(self)
+
+    monkeypatch.setattr(SpecDecoder, "__init__", init_with_graphs)
+    return made
+
+
+def test_prompt_that_cannot_fit_is_refused_before_capture(
+    tmp_path: Path, decoders: list[SpecDecoder]
+) -> None:
+    with pytest.raises(ConfigError, match=r"can never fit: .* raise engine\.num_blocks"):
+        run(tmp_path, "engine.num_blocks=3")
+    assert [decoder.graphs.capture_s for decoder in decoders if decoder.graphs] == [0.0]
+    assert not decoders[0].scheduler.has_work
+
+
+def test_capture_is_reported_as_it_goes_and_in_the_results(
+    tmp_path: Path, decoders: list[SpecDecoder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    for label, decoder in zip(("baseline", "eagle"), decoders, strict=True):
+        first = lines.index(f"{label}: captured 1 of 2")
+        assert lines[first + 1] == f"{label}: captured 2 of 2"
+        num_blocks = decoder.scheduler.blocks.num_blocks
+        assert lines[first - 1].startswith(f"{label}: KV pool: {num_blocks} blocks, 0.0")
+    stored = json.loads((tmp_path / "results.json").read_text())
+    assert [condition["capture_s"] for condition in stored["conditions"]] == [60.5, 60.5]
+    expected = "started: 121 s in all, at most 60 s a condition (baseline)"
+    assert expected in " ".join((tmp_path / "table.txt").read_text().split())
+
+
+@pytest.mark.parametrize("memory", ["scarce", "ample", "explicit"])
+def test_decoders_that_live_side_by_side_get_equal_pools(
+    tmp_path: Path, decoders: list[SpecDecoder], monkeypatch: pytest.MonkeyPatch, memory: str
+) -> None:
+    total = (1 << 20) * (6 if memory == "scarce" else 600)
+
+    def free(_: torch.device) -> int:
+        return total - sum(decoder.cache.num_bytes for decoder in decoders)
+
+    def warm_up(*_: object, **__: object) -> int:
+        if len(decoders) == 2:
+            raise BothAreBuilt
+        return 1
+
+    monkeypatch.setattr(build, "free_bytes", free)
+    monkeypatch.setattr(preparation, "free_bytes", free)
+    monkeypatch.setattr(preparation, "warm_up", warm_up)
+    explicit = ["engine.num_blocks=50"] if memory == "explicit" else []
+    with pytest.raises(BothAreBuilt):
+        run(tmp_path, "timing.passes=2", *explicit)
+    baseline, eagle = (decoder.scheduler.blocks.num_blocks for decoder in decoders)
+    assert baseline == eagle
+    if memory == "scarce":
+        num_bytes = sum(decoder.cache.num_bytes for decoder in decoders)
+        assert 0.85 * total < num_bytes <= 0.9 * total
+    else:
+        assert baseline == (50 if memory == "explicit" else 2 * 33)
+
+
+def test_pools_that_do_not_fit_side_by_side_are_refused_before_any_is_built(
+    tmp_path: Path, decoders: list[SpecDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "free_bytes", lambda _: 1 << 18)
+    with pytest.raises(ConfigError, match=r"pools of 2 conditions .* With timing\.passes=1 there"):
+        run(tmp_path, "timing.passes=2")
+    assert decoders == []
