@@ -44,6 +44,7 @@ from mtp_research.evaluation.wandb_tables import publish
 from mtp_research.matrix_cell import decode_prompts
 from mtp_research.matrix_heads import decoding_config, head_runs, same_settings
 from mtp_research.matrix_workers import Asked, measure_heads
+from mtp_research.models.fingerprint import target_hashes
 from mtp_research.models.target import Target
 from mtp_research.provenance import run_record
 from mtp_research.training.setup import load_inputs
@@ -96,7 +97,7 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
         settings=config.logger,
         config=dataclasses.asdict(config),
         scalars={
-            f"{row_name(one)} {column_name(one)}/acceptance_length": one.length.value
+            f"{row_name(one.key)} {column_name(one.key)}/acceptance_length": one.length.value
             for one in found
             if one.length.value is not None
         },
@@ -144,7 +145,7 @@ def _start(
             "dtype": str(target.dtype).removeprefix("torch."),
             "config": json.loads(json.dumps(asked)),
         },
-        run=run_record(),
+        run=run_record() | {"target": target_hashes(target)},
     )
     if not (output_dir / MATRIX_FILE).is_file():
         return matrix

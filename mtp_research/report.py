@@ -3,13 +3,15 @@
     python -m mtp_research.report results.json [more ...] [--out folder]
 
 Takes results of `eval.py`, the `matrix.json` of `train.py experiment=policy_matrix` and the
-`fault_price.json` of `eval.py experiment=fault_price`. Writes into the folder: `report.html` (one
+`fault_price.json` of `eval.py experiment=fault_price`; a folder stands for such files in it, else
+for those of its folders, such as the parts of a sweep. Writes into the folder: `report.html` (one
 file that loads nothing), `figures.csv` (every acceptance figure in full precision),
 `tables/*.csv`, `tables/*.tex` and `charts/*.svg`. Every number is computed again from the counters
 of the files, and must equal the stored one.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m mtp_research.report",
         description="One HTML page, CSV, LaTeX and SVG from the results of evaluations.",
     )
-    parser.add_argument("results", nargs="+", type=Path, help="a JSON file, or its folder")
+    parser.add_argument(
+        "results", nargs="+", type=Path, help="a JSON file, its folder, or a folder of such folders"
+    )
     parser.add_argument("--out", type=Path, help="default: `report` beside the first file")
     options = parser.parse_args(argv)
     folder = options.out or _folder(options.results[0]) / "report"
@@ -46,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         files = [file for path in options.results for file in _files(path)]
         runs = read_runs([file for file in files if file.name not in _STUDIES])
         studies = _study_sections([file for file in files if file.name in _STUDIES])
-        page = write_report(folder, [*studies, *results_sections(runs)], runs)
-        _require_outputs(runs, page)
+        sections = [*studies, *results_sections(runs)]
+        page = write_report(folder, sections, runs)
+        _require_outputs(sections, page)
     except (IntegrityError, EnvironmentFault) as fault:
         sys.stderr.write(f"error: {redact(str(fault))}\n")
         return fault.exit_code
@@ -60,19 +65,32 @@ def _folder(path: Path) -> Path:
 
 
 def _files(path: Path) -> list[Path]:
-    """The file itself, or every file of a folder that a report can show."""
+    """The file itself, or every file that a report can show: of the folder, else of those in it."""
     names = (MATRIX_FILE, STUDY_FILE, RESULTS_FILE)
-    found = [path / name for name in names if (path / name).is_file()]
-    return found or [path]
+    if not path.is_dir():
+        return [path]
+    parts = sorted((part for part in path.iterdir() if part.is_dir()), key=_number_order)
+    for folders in ([path], parts):
+        found = [one / name for one in folders for name in names if (one / name).is_file()]
+        if found:
+            return found
+    return [path]
+
+
+def _number_order(path: Path) -> list[tuple[int, str]]:
+    """`batch_8` before `batch_32`: numbers in a name count as numbers."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def _study_sections(files: Sequence[Path]) -> list[Section]:
     """A section for each; its name is the folder's, and unique."""
     sections: list[Section] = []
     for number, file in enumerate(files, start=1):
-        name = slug(file.resolve().parent.name)
-        is_taken = any(section.name == name for section in sections)
-        unique = f"{name}-{number}" if is_taken else name
+        folder = slug(file.resolve().parent.name)
+        names = (folder, f"{folder}-{slug(file.stem)}", f"{folder}-{number}")
+        taken = {section.name for section in sections}
+        unique = next(name for name in names if name not in taken)
         sections.append(_STUDIES[file.name](file.parent, name=unique))
     return sections
 
@@ -114,18 +132,13 @@ def _section_files(folder: Path, section: Section) -> dict[Path, str]:
     return files
 
 
-def _require_outputs(runs: Sequence[Run], page: Path) -> None:
+def _require_outputs(sections: Sequence[Section], page: Path) -> None:
     """Refuse to call a report whole in which a condition has no figure at all.
 
     Raises:
         IntegrityError: names the conditions; the report is written all the same.
     """
-    empty = [
-        f"{run.name}: {summary.label}"
-        for run in runs
-        for summary in run.report.summaries
-        if not summary.acceptance.num_prompts
-    ]
+    empty = [label for section in sections for label in section.empty]
     if empty:
         raise IntegrityError(
             f"expected finished generations, got none for {', '.join(empty)}; their figures are "

@@ -139,7 +139,8 @@ def test_matrix_file_gives_its_own_summary_again(two_seeds, tmp_path):
     heat = stored["summary"]["heat_maps"]
     assert [one["domain"] for one in heat] == [None, "code", "math"]
     assert heat[0]["values"] == [[match.length.value, other.length.value]]
-    assert len(matrix_grids(matrix)) == 4
+    assert len(matrix_grids(matrix)) == 5
+    assert {"config_sha256", "weights_sha256"} < set(matrix.run["target"])
     changed = dataclasses.replace(two_seeds, seed=9)
     with pytest.raises(IntegrityError, match="other prompts or settings"):
         run_policy_matrix(changed, tmp_path)

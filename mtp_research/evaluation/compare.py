@@ -28,8 +28,8 @@ def compare(ours: Report, theirs: Report) -> dict[str, PairedComparison]:
     """Paired differences ours - theirs of every condition label that both hold and that drafts.
 
     Raises:
-        ConfigError: the results differ in prompts, dtype, K or the law of the text, or share no
-            such label; the message lists every difference.
+        ConfigError: the results differ in prompts, target, dtype, K or the law of the text, or
+            share no such label; the message lists every difference.
     """
     require_comparable(ours, theirs)
     references = {condition.label: condition for condition in theirs.conditions}
@@ -41,20 +41,21 @@ def compare(ours: Report, theirs: Report) -> dict[str, PairedComparison]:
 
 
 def require_comparable(ours: Report, theirs: Report) -> None:
-    """Refuse two results that differ in prompts, dtype, K or the law of the text; see `compare`.
+    """Refuse two results of other prompts, target, dtype, K or law of the text; see `compare`.
 
     Raises:
         ConfigError: lists every difference.
     """
     found = [*_prompt_differences(ours, theirs), *_draft_differences(ours, theirs)]
+    found += _target_differences(ours, theirs)
     if ours.dtype != theirs.dtype:
         found.append(f"dtype {ours.dtype} and {theirs.dtype}")
     found += _law_differences(ours, theirs)
     if found:
         raise ConfigError(
-            "expected results of the same prompts, dtype, K and sampling, got "
+            "expected results of the same prompts, target, dtype, K and sampling, got "
             f"{'; '.join(found)}; evaluate both with the same prompts.path, prompts.max_prompts, "
-            "model.dtype, spec.k, spec.verify and sampling.*."
+            "model.path, model.dtype, spec.k, spec.verify and sampling.*."
         )
 
 
@@ -137,6 +138,19 @@ def _prompt_differences(ours: Report, theirs: Report) -> list[str]:
     listed = ", ".join(differing[:_NUM_LISTED])
     more = f" and {len(differing) - _NUM_LISTED} more" if len(differing) > _NUM_LISTED else ""
     return [f"{len(differing)} prompts with other hashes ({listed}{more})"]
+
+
+def _target_differences(ours: Report, theirs: Report) -> list[str]:
+    """Hashes that differ; the path where a file holds none, as before hashes were recorded."""
+    mine, other = (mapping(report.run, "target") for report in (ours, theirs))
+    if not mine or not other:
+        paths = [str(mapping(r.config, "model").get("path") or "") for r in (ours, theirs)]
+        return [f"model.path {' and '.join(map(printable, paths))}"] if len(set(paths)) > 1 else []
+    return [
+        f"target {key} {' and '.join(str(hashes.get(key))[:16] for hashes in (mine, other))}"
+        for key in sorted(mine.keys() | other.keys())
+        if mine.get(key) != other.get(key)
+    ]
 
 
 def _draft_differences(ours: Report, theirs: Report) -> list[str]:

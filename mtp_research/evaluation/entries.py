@@ -8,19 +8,26 @@ N MTP modules, R requests decoded at a time.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from mtp_research.config import SamplingConfig
 from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.report import PromptEntry, Report
 from mtp_research.evaluation.runs import Run, mapping
 from mtp_research.evaluation.summary import ConditionSummary
 from mtp_research.evaluation.tables import printable
 
+_DIGITS = 12  # of a target's hash
+
 
 class Setting(NamedTuple):
-    """What two entries must agree in to be compared."""
+    """What two entries must agree in to be compared.
+
+    `target` is a hash, or the model's path in a file that holds none; `machine` is processor and
+    GPUs; `text` is what decides the text beside the temperature, such as `64 new tokens`.
+    """
 
     num_speculative_tokens: int
     dtype: str
@@ -30,6 +37,9 @@ class Setting(NamedTuple):
     verify: str
     draft_sampling: str
     batch_size: str
+    target: str
+    machine: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,9 @@ class Entry:
             _text(summary.verify, report, "spec", "verify"),
             _text(summary.draft_sampling, report, "spec", "draft_sampling"),
             _text(summary.max_num_requests, report, "engine", "max_num_requests"),
+            target_of(report),
+            _hardware(report.run),
+            _text_settings(report),
         )
 
     @property
@@ -116,6 +129,48 @@ def entries(runs: Iterable[Run]) -> list[Entry]:
 def drafting(found: Iterable[Entry]) -> list[Entry]:
     """Those that draft."""
     return [entry for entry in found if entry.summary.num_speculative_tokens > 0]
+
+
+def target_of(report: Report) -> str:
+    """Hash of the target's sizes, weights and tokenizer; its path where the file holds none."""
+    return target_hash(report.run) or str(mapping(report.config, "model").get("path") or "")
+
+
+def target_hash(record: Mapping[str, object]) -> str:
+    """One hash of `models.fingerprint.target_hashes` in a run record; empty where it has none."""
+    hashes = dict(mapping(record, "target"))
+    text = json.dumps(hashes, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS] if hashes else ""
+
+
+def machine_of(record: Mapping[str, object]) -> str:
+    """GPUs of a run, or its processor."""
+    hardware = mapping(record, "hardware")
+    gpus, cpu = hardware.get("gpus"), hardware.get("cpu")
+    if isinstance(gpus, list) and gpus:
+        return ", ".join(map(str, gpus))
+    return f"{cpu} ({hardware.get('num_cores')} cores)" if cpu else "unknown machine"
+
+
+def _hardware(record: Mapping[str, object]) -> str:
+    """GPUs and processor: the loop runs on both."""
+    hardware = mapping(record, "hardware")
+    gpus, cpu = hardware.get("gpus"), hardware.get("cpu")
+    processor = f"{cpu} ({hardware.get('num_cores')} cores)" if cpu else ""
+    return ", ".join([*(map(str, gpus) if isinstance(gpus, list) else ()), processor])
+
+
+def _text_settings(report: Report) -> str:
+    """Length limit, and every other sampling setting that is not the usual one."""
+    usual = asdict(SamplingConfig())
+    stored = mapping(report.config, "sampling")
+    others = [
+        f"{key} {stored[key]}"
+        for key, value in usual.items()
+        if key not in ("temperature", "max_new_tokens") and stored.get(key, value) != value
+    ]
+    limit = stored.get("max_new_tokens", usual["max_new_tokens"])
+    return ", ".join([f"{limit} new tokens", *others])
 
 
 def _text(own: object, report: Report, group: str, key: str) -> str:

@@ -92,6 +92,7 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
         | {
             "head": next(iter(facts.values())) if len(facts) == 1 else None,
             "heads": facts,
+            "target": target_hashes(target),
             "skipped_conditions": list(expand(config).skipped),
         },
         skipped_prompts=encoded.skipped,

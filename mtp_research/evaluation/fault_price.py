@@ -52,6 +52,7 @@ from mtp_research.evaluation.wandb_tables import publish
 from mtp_research.grid import expand
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
+from mtp_research.models.fingerprint import target_hashes
 from mtp_research.models.target import Target, load_target, load_tokenizer
 from mtp_research.policy import POLICIES, HiddenPolicy
 from mtp_research.provenance import run_record
@@ -106,7 +107,8 @@ def price_faults(config: EvalConfig, output_dir: Path) -> dict[str, object]:
     )
     asked = _ask(config, target)
     names = {head: name for head, name in head_names(cells).items() if head and name}
-    study = _start(config, asked, names=names, output_dir=output_dir)
+    num_conditions = len(pairs) * len(policies_of(config.spec.policy))
+    study = _start(config, asked, names=names, num_conditions=num_conditions, output_dir=output_dir)
     for head, num_drafts in pairs:
         heads = load_heads(str(head), target)
         for policy in policies_of(config.spec.policy):
@@ -152,7 +154,12 @@ def _ask(config: EvalConfig, target: Target) -> _Asked:
 
 
 def _start(
-    config: EvalConfig, asked: _Asked, *, names: Mapping[str, str], output_dir: Path
+    config: EvalConfig,
+    asked: _Asked,
+    *,
+    names: Mapping[str, str],
+    num_conditions: int,
+    output_dir: Path,
 ) -> FaultStudy:
     """An empty study, or the one that `output_dir` holds, if it asks the same."""
     study = FaultStudy(
@@ -165,7 +172,8 @@ def _start(
         dtype=str(asked.target.dtype).removeprefix("torch."),
         max_new_tokens=asked.max_new_tokens,
         seed=config.seed,
-        run=run_record(),
+        run=run_record()
+        | {"num_conditions": num_conditions, "target": target_hashes(asked.target)},
     )
     if not (output_dir / STUDY_FILE).is_file():
         return study

@@ -80,6 +80,30 @@ class FaultStudy:
     seed: int
     run: Mapping[str, object]
 
+    @property
+    def num_asked(self) -> int:
+        """Conditions of the whole study: from the run record, else heads x K x policies so far.
+
+        The second, for files without the number, is too small while the first head and K are not
+        done with all policies, or no second K was begun.
+        """
+        stored = self.run.get("num_conditions")
+        if isinstance(stored, int):
+            return stored
+        drafts = {condition.num_speculative_tokens for condition in self.conditions}
+        policies = {condition.policy for condition in self.conditions}
+        return max(len(self.heads) * len(drafts) * len(policies), len(self.conditions))
+
+    @property
+    def num_other_texts(self) -> int:
+        """Texts that differ from the first condition's, over all conditions and prompts."""
+        first = self.conditions[0].text_sha256 if self.conditions else ()
+        return sum(
+            ours != theirs
+            for condition in self.conditions
+            for ours, theirs in zip(condition.text_sha256, first, strict=True)
+        )
+
 
 def read_study(folder: Path) -> FaultStudy:
     """Read `fault_price.json`; figures are computed again from the counters.

@@ -40,6 +40,8 @@ from mtp_research.evaluation.fault_study import (
     read_study,
 )
 from mtp_research.evaluation.markdown import markdown_table
+from mtp_research.evaluation.runs import require_stored_figures
+from mtp_research.evaluation.statistics import few_prompts
 from mtp_research.evaluation.tables import UNDEFINED, Grid, interval
 from mtp_research.files import write_atomically
 
@@ -126,32 +128,57 @@ def price_grids(study: FaultStudy) -> list[Grid]:
 
 
 def markdown_tables(study: FaultStudy) -> str:
-    """Both tables as Markdown; intervals are 95 %."""
-    parts = [markdown_table(grid.header, grid.rows) for grid in price_grids(study)]
-    if num_other := num_other_texts(study):
-        parts.append(f"{num_other} texts differ from those of the first condition.")
-    return "\n\n".join(parts)
+    """Warnings and verdict, then both tables as Markdown; intervals are 95 %."""
+    lines = [f"warning: {text}" for text in study_warnings(study)]
+    tables = (markdown_table(grid.header, grid.rows) for grid in price_grids(study))
+    return "\n\n".join([*lines, verdict(study), *tables])
 
 
-def num_other_texts(study: FaultStudy) -> int:
-    """Texts that differ from the first condition's, over all conditions and prompts."""
-    first = study.conditions[0].text_sha256 if study.conditions else ()
-    return sum(
-        ours != theirs
-        for condition in study.conditions
-        for ours, theirs in zip(condition.text_sha256, first, strict=True)
-    )
+def study_warnings(study: FaultStudy) -> list[str]:
+    """What a reader must know before the tables; without a prefix."""
+    warnings, num_done = [], len(study.conditions)
+    if num_done < study.num_asked:
+        warnings.append(
+            f"unfinished: {num_done} of {study.num_asked} conditions were decoded, the others are "
+            "in no table"
+        )
+    warnings += few_prompts(len(study.prompts))
+    if study.num_other_texts:
+        warnings.append(f"{verdict(study)}: where texts differ, so do the slots compared")
+    return warnings
+
+
+def verdict(study: FaultStudy) -> str:
+    """How many texts agree; plain decoding and the replay walk are no conditions of a study."""
+    total = len(study.conditions) * len(study.prompts)
+    return f"{total - study.num_other_texts} of {total} texts are those of the first condition"
+
+
+def summary(study: FaultStudy) -> dict[str, object]:
+    """The figures of `fault_price.json`."""
+    rows = [asdict(replace(row, condition=_without_counters(row))) for row in price_rows(study)]
+    return {"rows": rows, "split": [asdict(one) for one in split_prices(study)]}
 
 
 def write_study(folder: Path, study: FaultStudy) -> None:
     """Write `fault_price.json`, whole or not at all, with the figures of its counters."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [asdict(replace(row, condition=_without_counters(row))) for row in price_rows(study)]
-    content = {"schema_version": SCHEMA_VERSION, **asdict(study)}
-    content["summary"] = {"rows": rows, "split": [asdict(one) for one in split_prices(study)]}
+    content = {"schema_version": SCHEMA_VERSION, **asdict(study), "summary": summary(study)}
     write_atomically(
         folder / STUDY_FILE, json.dumps(content, allow_nan=False, separators=(",", ":")) + "\n"
     )
+
+
+def read_checked_study(folder: Path) -> FaultStudy:
+    """`read_study`, and the figures in the file must be those that its counters give.
+
+    Raises:
+        IntegrityError: see `read_study`; or a stored figure differs.
+    """
+    study, path = read_study(folder), folder / STUDY_FILE
+    stored = json.loads(path.read_text(encoding="utf8")).get("summary")
+    require_stored_figures(path, stored, summary(study))
+    return study
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path)
     try:
-        sys.stdout.write(markdown_tables(read_study(parser.parse_args(argv).folder)) + "\n")
+        sys.stdout.write(markdown_tables(read_checked_study(parser.parse_args(argv).folder)) + "\n")
     except IntegrityError as fault:
         sys.stderr.write(f"error: {fault}\n")
         return fault.exit_code

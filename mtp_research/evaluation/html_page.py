@@ -17,6 +17,8 @@ from mtp_research.evaluation.svg_parts import STYLE
 from mtp_research.evaluation.tables import Grid
 
 MAX_CHARACTERS = 400  # of a string from a file
+MAX_FACT = 4000  # of a command, which is to be typed again
+MAX_NOTE = 1000
 MAX_LISTED_PROMPTS = 300
 # The browser itself refuses whatever would leave the page.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -72,7 +74,7 @@ def render_page(sections: Sequence[Section], *, title: str = "Acceptance report"
         body += _section(section, figures, tables)
     notes = list(dict.fromkeys(note for section in sections for note in section.notes))
     body.append("<h2>How the numbers are defined</h2>")
-    body.append(f"<ul>{''.join(f'<li>{clean(note, limit=1000)}</li>' for note in notes)}</ul>")
+    body.append(f"<ul>{''.join(f'<li>{clean(note, limit=MAX_NOTE)}</li>' for note in notes)}</ul>")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -96,9 +98,9 @@ def clean(text: object, *, limit: int = MAX_CHARACTERS) -> str:
 def _section(section: Section, figures: Iterator[int], tables: Iterator[int]) -> Iterable[str]:
     yield f"<h2>{clean(section.title)}</h2>"
     for text in section.warnings:
-        yield f'<p class="warning" role="note">{clean(text, limit=1000)}</p>'
+        yield f'<p class="warning" role="note">{clean(text, limit=MAX_NOTE)}</p>'
     facts = (
-        f'<div class="fact"><dt>{clean(name)}</dt><dd>{clean(value)}</dd></div>'
+        f'<div class="fact"><dt>{clean(name)}</dt><dd>{clean(value, limit=MAX_FACT)}</dd></div>'
         for name, value in section.facts.items()
     )
     yield f"<dl>{''.join(facts)}</dl>"
@@ -112,7 +114,7 @@ def _section(section: Section, figures: Iterator[int], tables: Iterator[int]) ->
 
 
 def _figure(figure: Figure, number: int, caption: str) -> str:
-    own = f" {clean(figure.note)}" if figure.note else ""
+    own = f" {clean(figure.note, limit=MAX_NOTE)}" if figure.note else ""
     shared = f'<span class="own">{clean(caption)}</span>' if caption else ""
     return (
         f'<figure><div class="scroll">{figure.markup}</div><figcaption><b>Figure {number}. '

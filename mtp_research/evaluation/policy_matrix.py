@@ -1,6 +1,6 @@
 """The matrix of heads x decode policy over some conditions, for each setting they share.
 
-Conditions that differ in prompts, K, dtype, temperature, verification rule or batch size never meet
+Conditions that differ in any part of `Setting`, such as target, prompts, K or machine, never meet
 in one matrix. Letters: K drafts per step, N MTP modules.
 """
 
@@ -11,6 +11,8 @@ from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.entries import Entry, Setting, drafting
 from mtp_research.evaluation.tables import Grid, interval, printable
 from mtp_research.policy import MATCHING_POLICY
+
+_MAX_TARGET, _MAX_TEXT = 48, 80  # characters
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,20 @@ def describe(setting: Setting, *, without: str = "") -> str:
     parts = {
         "num_speculative_tokens": f"K={setting.num_speculative_tokens}",
         "prompts_sha256": f"{setting.num_prompts} prompts {setting.prompts_sha256[:8]}",
+        "target": f"target {printable(setting.target, limit=_MAX_TARGET)}",
         "dtype": printable(setting.dtype),
         "temperature": f"T={printable(setting.temperature)}",
         "verify": f"{printable(setting.verify)} verification",
         "draft_sampling": f"{printable(setting.draft_sampling)} drafts",
         "batch_size": f"batch {printable(setting.batch_size)}",
+        "text": printable(setting.text, limit=_MAX_TEXT),
+        "machine": printable(setting.machine, limit=_MAX_TEXT),
     }
     left_out = {without, "verify"} if without == "temperature" else {without}
+    left_out |= set() if setting.target else {"target"}
+    # A blanked part differs between the conditions that are described together.
+    left_out |= {"prompts_sha256"} if not setting.num_prompts else set()
+    left_out |= {"num_speculative_tokens"} if not setting.num_speculative_tokens else set()
     return ", ".join(text for part, text in parts.items() if part not in left_out)
 
 

@@ -62,14 +62,47 @@ def read_checked(path: Path) -> Report:
             f"{path}: expected the formulas of this version, got others for "
             f"{', '.join(_other_keys(formulas, FORMULAS))}; evaluate again."
         )
-    found = list(_differences(stored.get("summary"), _plain_summary(report), "summary"))
+    _refuse(path, list(_differences(stored.get("summary"), _plain_summary(report), "summary")))
+    return report
+
+
+def require_stored_figures(path: Path, stored: object, computed: object) -> None:
+    """Hold the figures in a file against those that its counters give.
+
+    Args:
+        path: of the file, for the message.
+        stored: its summary; keys that it lacks, as an older file does, are not looked at.
+        computed: the same from the counters.
+
+    Raises:
+        IntegrityError: names the first that differ.
+    """
+    expected = json.loads(json.dumps(computed))
+    _refuse(path, list(_differences(stored, _only_stored(expected, stored), "summary")))
+
+
+def _refuse(path: Path, found: Sequence[str]) -> None:
     if found:
         listed = "; ".join(found[:_NUM_LISTED])
         raise IntegrityError(
             f"{path}: {len(found)} stored figures are not what the counters give ({listed}); the "
             "file was edited or written by another version, evaluate again."
         )
-    return report
+
+
+def _only_stored(expected: object, stored: object, depth: int = 0) -> object:
+    """`expected` without the keys that `stored` lacks."""
+    if depth > _MAX_DEPTH:
+        return expected
+    if isinstance(expected, dict) and isinstance(stored, dict):
+        return {
+            key: _only_stored(value, stored[key], depth + 1)
+            for key, value in expected.items()
+            if key in stored
+        }
+    if isinstance(expected, list) and isinstance(stored, list) and len(expected) == len(stored):
+        return [_only_stored(e, s, depth + 1) for e, s in zip(expected, stored, strict=True)]
+    return expected
 
 
 def mapping(parent: Mapping[str, object], key: str) -> Mapping[str, object]:

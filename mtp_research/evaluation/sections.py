@@ -7,7 +7,8 @@ The page (`html_page.py`), the table and chart files (`mtp_research.report`) and
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mtp_research.evaluation.entries import drafting, entries
+from mtp_research.evaluation.batch_table import RATIO_NOTE, batch_grids, drift_warnings
+from mtp_research.evaluation.entries import drafting, entries, machine_of, target_hash
 from mtp_research.evaluation.figures import Figure, Missing, run_figures, slug
 from mtp_research.evaluation.policy_matrix import policy_matrices
 from mtp_research.evaluation.report import PromptEntry, Report, note_paragraphs
@@ -34,6 +35,7 @@ class Section:
         warnings: what a reader must know before the figures.
         notes: definitions; a page shows each once.
         prompts: ids and hashes.
+        empty: conditions without any finished request; a report with one is not whole.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Section:
     warnings: Sequence[str] = ()
     notes: Sequence[str] = ()
     prompts: Sequence[PromptEntry] = ()
+    empty: Sequence[str] = ()
 
     @property
     def charts(self) -> list[Figure]:
@@ -62,17 +65,22 @@ def results_sections(runs: Sequence[Run]) -> list[Section]:
 
 def _shared_section(runs: Sequence[Run]) -> Section:
     found = entries(runs)
+    speeds = batch_grids(found)
     matrices = [matrix.grid for matrix in policy_matrices(found)]
     return Section(
         name="all",
         title="All runs",
         figures=sweep_figures(found),
-        grids=[overview_grid(drafting(found)), *matrices],
+        grids=[overview_grid(drafting(found)), *speeds, *matrices],
         caption=", ".join(dict.fromkeys(machine_of(run.report.run) for run in runs)),
         command="; ".join(command_of(run.report.run) for run in runs),
+        warnings=drift_warnings(found),
         notes=[
-            "Conditions share a chart or a matrix only where prompts, dtype, temperature, "
-            "verification rule, K and batch size agree, but for the one on the axis."
+            "Conditions share a chart or a matrix only where target, machine, prompts, dtype, "
+            "temperature, verification rule, limits of the text, K and batch size agree, but for "
+            "the one on the axis. Batch sizes may have prompts of their own: then only speeds "
+            "share a chart, each over plain decoding of its own prompts.",
+            *([RATIO_NOTE] if speeds else []),
         ],
     )
 
@@ -82,17 +90,24 @@ def _run_section(run: Run, *, is_alone: bool) -> Section:
     paragraphs = note_paragraphs(report)
     shared = sweep_figures(found) if is_alone else []
     matrices = [matrix.grid for matrix in policy_matrices(found)] if is_alone else []
+    speeds = batch_grids(found) if is_alone else []
     return Section(
         name=slug(run.name),
         title=run.name,
         figures=[*shared, *run_figures(report)],
-        grids=[*run_grids(report), *matrices],
+        grids=[*run_grids(report), *speeds, *matrices],
         caption=f"n = {len(report.prompts)} prompts, {report.dtype}, {machine_of(report.run)}",
         command=command_of(report.run),
         facts=record_facts(report.run) | _settings(report),
         warnings=[text for text in paragraphs if text.startswith(_WARNINGS)],
-        notes=[text for text in paragraphs if not text.startswith(_WARNINGS)],
+        notes=[
+            *(text for text in paragraphs if not text.startswith(_WARNINGS)),
+            *([RATIO_NOTE] if speeds else []),
+        ],
         prompts=report.prompts,
+        empty=[
+            f"{run.name}: {one.label}" for one in report.summaries if not one.acceptance.num_prompts
+        ],
     )
 
 
@@ -105,6 +120,7 @@ def record_facts(record: Mapping[str, object]) -> dict[str, str]:
         "started": str(record.get("started_at") or ""),
         "code": f"{str(git.get('sha'))[:12]}{state}" if git else "",
         "machine": machine_of(record),
+        "target hash": target_hash(record),
         "versions": _pairs(versions, ("python", "torch", "triton", "transformers")),
     }
     return {name: value for name, value in facts.items() if value}
@@ -113,15 +129,6 @@ def record_facts(record: Mapping[str, object]) -> dict[str, str]:
 def command_of(record: Mapping[str, object]) -> str:
     """The command of a run, as it can be typed again."""
     return str(record.get("command") or "")
-
-
-def machine_of(record: Mapping[str, object]) -> str:
-    """GPUs of a run, or its processor."""
-    hardware = mapping(record, "hardware")
-    gpus, cpu = hardware.get("gpus"), hardware.get("cpu")
-    if isinstance(gpus, list) and gpus:
-        return ", ".join(map(str, gpus))
-    return f"{cpu} ({hardware.get('num_cores')} cores)" if cpu else "unknown machine"
 
 
 def _settings(report: Report) -> dict[str, str]:

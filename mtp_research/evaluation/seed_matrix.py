@@ -103,14 +103,15 @@ def read_matrix(folder: Path) -> SeedMatrix:
     """Read `matrix.json`; its figures are left aside, `group_figures` computes them again.
 
     Raises:
-        IntegrityError: missing, no JSON, of another version, or with wrong fields.
+        IntegrityError: missing, no JSON, of another version, with wrong fields, or a cell has not
+            one list of rounds for each prompt.
     """
     path = folder / MATRIX_FILE
     try:
         stored = json.loads(path.read_text(encoding="utf8"))
         if stored.get("schema_version") != SCHEMA_VERSION:
             raise IntegrityError(f"{path}: expected schema_version {SCHEMA_VERSION}; run again.")
-        return SeedMatrix(
+        matrix = SeedMatrix(
             seeds=tuple(stored["seeds"]),
             num_cells_per_seed=int(stored["num_cells_per_seed"]),
             prompts=tuple(MatrixPrompt(**one) for one in stored["prompts"]),
@@ -119,6 +120,8 @@ def read_matrix(folder: Path) -> SeedMatrix:
             settings=stored["settings"],
             run=stored["run"],
         )
+        _check(matrix)
+        return matrix
     except IntegrityError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -143,6 +146,25 @@ def read_cell(stored: dict[str, Any]) -> MatrixCell:  # Any: as json.loads retur
     if not counts <= set(range(cell.num_speculative_tokens + 1)):
         raise ValueError(f"{cell.key} accepts {sorted(counts)} of {cell.num_speculative_tokens}")
     return cell
+
+
+def _check(matrix: SeedMatrix) -> None:
+    """Every cell has rounds for every prompt, is of a seed asked for, and is there once.
+
+    Raises:
+        ValueError: names the first that is not so.
+    """
+    num_prompts, seen = len(matrix.prompts), set()
+    for cell in matrix.cells:
+        name = f"the cell of {cell.key.head} seed {cell.seed} under {cell.key.policy}"
+        for rounds in (cell.accepted_per_round, cell.clean_per_round):
+            if rounds is not None and len(rounds) != num_prompts:
+                raise ValueError(f"{name} has rounds of {len(rounds)} prompts for {num_prompts}")
+        if cell.seed not in matrix.seeds:
+            raise ValueError(f"{name} is of no seed asked for, {list(matrix.seeds)}")
+        if (cell.key, cell.seed) in seen:
+            raise ValueError(f"{name} is there twice")
+        seen.add((cell.key, cell.seed))
 
 
 def _rounds(stored: Iterable[Iterable[int]]) -> Rounds:

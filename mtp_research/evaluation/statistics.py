@@ -207,6 +207,12 @@ def paired_differences(
     return estimate_difference(*sides, seed=seed, num_draws=num_draws)
 
 
+def few_prompts(num_prompts: int) -> list[str]:
+    """A sentence on intervals over few prompts, or nothing."""
+    why = f"intervals over fewer than {MIN_PROMPTS} prompts are too narrow"
+    return [] if num_prompts >= MIN_PROMPTS else [f"only {num_prompts} prompts: {why}"]
+
+
 def _check_identity(statistics: AcceptanceStatistics) -> None:
     """Acceptance length (micro) == 1 + sum_i p_i; a break means that the counting is wrong."""
     positions = [estimate.value for estimate in statistics.acceptance_rate_per_position]
@@ -236,9 +242,7 @@ def _warnings(num_finished: int, num_prompts: int) -> tuple[str, ...]:
         )
     if num_finished == 0:
         warnings.append("no generation finished: every figure is undefined")
-    elif num_finished < MIN_PROMPTS:
-        warnings.append(
-            f"only {num_finished} prompts: intervals over fewer than {MIN_PROMPTS} prompts are "
-            "too narrow; raise prompts.max_prompts or add prompts"
-        )
+    else:
+        advice = "; raise prompts.max_prompts or add prompts"
+        warnings += [text + advice for text in few_prompts(num_finished)]
     return tuple(warnings)

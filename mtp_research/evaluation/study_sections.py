@@ -1,31 +1,64 @@
 """The sections of a page for the two studies that are no `results.json`: seed matrix, fault prices.
 
 Every number is computed from the counters of `matrix.json` and `fault_price.json`, by the modules
-that wrote them. Letters: K drafts per step, N MTP modules.
+that wrote them; figures that the files hold must be the same. Letters: K drafts per step, N MTP
+modules.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from mtp_research.evaluation.bootstrap import Estimate
-from mtp_research.evaluation.fault_study import read_study
-from mtp_research.evaluation.fault_table import PriceRow, price_grids, price_rows
-from mtp_research.evaluation.figures import UNDEFINED_FIGURE, Figure, Missing
-from mtp_research.evaluation.sections import Section, command_of, machine_of, record_facts
-from mtp_research.evaluation.seed_figures import (
-    GroupFigures,
-    column_name,
-    group_figures,
-    matrix_grids,
-    row_name,
+from mtp_research.evaluation.bootstrap import LEVEL, NUM_DRAWS, Estimate
+from mtp_research.evaluation.entries import machine_of
+from mtp_research.evaluation.fault_table import (
+    PriceRow,
+    price_grids,
+    price_rows,
+    read_checked_study,
+    study_warnings,
 )
-from mtp_research.evaluation.seed_matrix import SeedMatrix, read_matrix
-from mtp_research.evaluation.statistics import MIN_PROMPTS
-from mtp_research.evaluation.svg import Axes, Series, heat_map, interval_chart
+from mtp_research.evaluation.fault_table import verdict as fault_verdict
+from mtp_research.evaluation.figures import UNDEFINED_FIGURE, Figure, Missing
+from mtp_research.evaluation.runs import mapping
+from mtp_research.evaluation.sections import Section, command_of, record_facts
+from mtp_research.evaluation.seed_charts import matrix_figures
+from mtp_research.evaluation.seed_figures import read_checked_matrix
+from mtp_research.evaluation.seed_groups import column_name, row_name
+from mtp_research.evaluation.seed_matrix import SeedMatrix
+from mtp_research.evaluation.seed_tables import (
+    matrix_grids,
+    matrix_warnings,
+    prompts_by_domain,
+    verdict,
+)
+from mtp_research.evaluation.statistics import ACCEPTED_WARNING, FORMULAS
+from mtp_research.evaluation.svg import Axes, Series, interval_chart
 
-_SEED_NOTE = "Interval: 95 % two-level bootstrap over seeds and prompts. Framed: the policy that "
-_SEED_NOTE += "shows the heads what they were trained on."
+_LENGTH_NOTES = (
+    f"acceptance length (micro) = {FORMULAS['acceptance_length_micro']}",
+    f"p_i: {FORMULAS['acceptance_rate_per_position']}",
+    ACCEPTED_WARNING,
+)
+_SEED_NOTES = (
+    f"[low, high] over training seeds = {LEVEL:.0%} two-level bootstrap, {NUM_DRAWS} draws: as "
+    "many seeds and as many prompts as there are, each with replacement, every drawn seed over the "
+    "drawn prompts; the value is the mean over seeds. Few seeds are few: read it beside the seeds' "
+    "own values.",
+    "A difference takes the same drawn seeds and prompts on both sides.",
+    "The match of heads (*) is the policy that shows them in decoding what training showed them.",
+    "if rerun: the length if the rows of rejected drafts were rerun, by the replay walk.",
+)
+_PRICE_NOTES = (
+    "share of WRONG, MIXED, HOLE = slots with that fault / all slots <= p of all draft layers, "
+    "prompt included, in percent",
+    "clean form = the same procedure without the fault; lost = its acceptance length - the "
+    "policy's, same prompts; lost per 1 % = lost / share of WRONG + MIXED + HOLE",
+    "price by kind = least squares without intercept over a head's rows, lost = sum over kinds of "
+    "price x share; it takes prices to add up, which nothing here proves",
+    f"[low, high] of a price = {LEVEL:.0%} cluster bootstrap over prompts, {NUM_DRAWS} draws, one "
+    "training seed; shares count as known",
+)
 _PRICE_NOTE = "Tokens per round that a policy loses against its clean form, same prompts; 95 %."
 
 
@@ -33,23 +66,26 @@ def matrix_section(folder: Path, *, name: str) -> Section:
     """The policy matrix over training seeds in `folder`.
 
     Raises:
-        IntegrityError: see `read_matrix`.
+        IntegrityError: see `read_checked_matrix`.
     """
-    matrix = read_matrix(folder)
+    matrix = read_checked_matrix(folder)
     done = matrix.done_seeds
-    warnings = _few_prompts(len(matrix.prompts))
-    if len(done) < len(matrix.seeds):
-        warnings.append(f"warning: {len(done)} of {len(matrix.seeds)} seeds have all their cells")
     return Section(
         name=name,
         title=f"{name}: heads by training unroll and seed, under each decode policy",
-        figures=list(_heat_maps(matrix)),
+        figures=matrix_figures(matrix),
         grids=matrix_grids(matrix) if done else [],
         caption=f"{len(done)} of {len(matrix.seeds)} training seeds, "
         f"{matrix.settings.get('dtype')}, {machine_of(matrix.run)}",
         command=command_of(matrix.run),
-        facts=record_facts(matrix.run) | {"seeds": ", ".join(map(str, done))},
-        warnings=warnings,
+        facts=record_facts(matrix.run) | _matrix_facts(matrix),
+        warnings=[f"warning: {text}" for text in matrix_warnings(matrix)],
+        notes=[*_LENGTH_NOTES, *_SEED_NOTES],
+        empty=[
+            f"{name}: {row_name(cell.key)} seed {cell.seed} under {column_name(cell.key)}"
+            for cell in matrix.cells
+            if not any(cell.accepted_per_round)
+        ],
     )
 
 
@@ -57,10 +93,21 @@ def fault_section(folder: Path, *, name: str) -> Section:
     """The price of faulty draft slots in `folder`.
 
     Raises:
-        IntegrityError: see `read_study`.
+        IntegrityError: see `read_checked_study`.
     """
-    study = read_study(folder)
-    rows = price_rows(study)
+    study = read_checked_study(folder)
+    rows, drafts = price_rows(study), {c.num_speculative_tokens for c in study.conditions}
+    facts = {
+        "target": _model_words(study.run),
+        "heads": _listed(head.get("name") for head in study.heads),
+        "drafts K": _listed(sorted(drafts)),
+        "prompts": str(len(study.prompts)),
+        "new tokens": f"at most {study.max_new_tokens} a prompt",
+        "sampling": "greedy",
+        "dtype, seed": f"{study.dtype}, {study.seed}",
+        "conditions": f"{len(study.conditions)} of {study.num_asked}",
+        "lossless": fault_verdict(study),
+    }
     return Section(
         name=name,
         title=f"{name}: what faulty draft slots cost",
@@ -68,43 +115,58 @@ def fault_section(folder: Path, *, name: str) -> Section:
         grids=price_grids(study),
         caption=f"n = {len(study.prompts)} prompts, {study.dtype}, {machine_of(study.run)}",
         command=command_of(study.run),
-        facts=record_facts(study.run) | {"new tokens": str(study.max_new_tokens)},
-        warnings=_few_prompts(len(study.prompts)),
+        facts=record_facts(study.run) | _known(facts),
+        warnings=[f"warning: {text}" for text in study_warnings(study)],
+        notes=[*_LENGTH_NOTES, *_PRICE_NOTES],
         prompts=study.prompts,
+        empty=[
+            f"{name}: {c.head} K={c.num_speculative_tokens} {c.policy}"
+            for c in study.conditions
+            if not any(c.accepted_per_round)
+        ],
     )
 
 
-def _few_prompts(num_prompts: int) -> list[str]:
-    if num_prompts >= MIN_PROMPTS:
-        return []
-    return [
-        f"warning: only {num_prompts} prompts: intervals over fewer than {MIN_PROMPTS} prompts "
-        "are too narrow"
-    ]
-
-
-def _heat_maps(matrix: SeedMatrix) -> Iterator[Figure | Missing]:
-    title = "Acceptance length by training unroll and decode policy"
-    if not matrix.done_seeds:
-        yield Missing(title, "no seed has all its cells")
-        return
-    for domain in (None, *sorted({prompt.domain for prompt in matrix.prompts})):
-        where = "" if domain is None else f", {domain}"
-        num_prompts = sum(domain in (None, prompt.domain) for prompt in matrix.prompts)
-        markup = _heat_map(group_figures(matrix, domain=domain))
-        yield Figure(f"{title}{where}", markup, f"n = {num_prompts} prompts. {_SEED_NOTE}")
-
-
-def _heat_map(groups: Sequence[GroupFigures]) -> str:
-    rows = list(dict.fromkeys(map(row_name, groups)))
-    columns = list(dict.fromkeys(map(column_name, groups)))
-    at = {(row_name(one), column_name(one)): one for one in groups}
-    table = [[at.get((row, column)) for column in columns] for row in rows]
-    values = [[one.length if one else UNDEFINED_FIGURE for one in row] for row in table]
-    outlined = {
-        (j, i) for j, row in enumerate(table) for i, one in enumerate(row) if one and one.is_match
+def _matrix_facts(matrix: SeedMatrix) -> dict[str, str]:
+    """What was trained and decoded."""
+    config = mapping(matrix.settings, "config")
+    model, trainer, asked = (mapping(config, key) for key in ("model", "trainer", "matrix"))
+    most, domains = asked.get("max_new_tokens"), prompts_by_domain(matrix)
+    facts = {
+        "target": " ".join(str(model.get(key) or "") for key in ("name", "path")).strip(),
+        "drafts K": _listed(sorted({cell.num_speculative_tokens for cell in matrix.cells})),
+        "prompts": f"{len(matrix.prompts)}: "
+        + ", ".join(f"{count} {domain}" for domain, count in domains.items()),
+        "new tokens": f"at most {most} a prompt" if most else "",
+        "sampling": "greedy",
+        "training": _pairs(trainer, ("max_steps", "batch_size", "learning_rate")),
+        "training data": " ".join(
+            str(mapping(config, "data").get(k) or "") for k in ("name", "path")
+        ),
+        "dtype": f"decoded in {matrix.settings.get('dtype')}, trained in {model.get('dtype')}",
+        "seeds": ", ".join(map(str, matrix.done_seeds)),
+        "lossless": verdict(matrix),
     }
-    return heat_map(values, rows=rows, columns=columns, outlined=outlined)
+    return _known(facts)
+
+
+def _model_words(record: Mapping[str, object]) -> str:
+    """The target as the command names it: a price study keeps no configuration."""
+    argv = record.get("argv")
+    words = [str(word) for word in argv] if isinstance(argv, list) else []
+    return " ".join(word for word in words if word.startswith(("model=", "model.path=")))
+
+
+def _known(facts: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in facts.items() if value.strip()}
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _pairs(values: Mapping[str, object], names: Iterable[str]) -> str:
+    return ", ".join(f"{name} {values[name]}" for name in names if name in values)
 
 
 def _lost(rows: Sequence[PriceRow]) -> Figure | Missing:

@@ -1,7 +1,9 @@
 """Figures over settings and runs: policy matrices, acceptance and speed against batch size and K.
 
 A *sweep* is a set of conditions that agree in everything of `Setting` but one part, such as the
-batch size. Conditions that differ in prompts, dtype or verification rule never share a chart.
+batch size. Conditions that differ in target, machine, dtype or verification rule never share a
+chart. Those that differ in prompts share one of speeds alone, and only along the batch size: a
+sweep in parts gives small batches few prompts, and every point has plain decoding of its own.
 Letters: K drafts per step, R requests decoded at a time.
 """
 
@@ -9,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from mtp_research.evaluation.batch_table import ratio_of
 from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.entries import Entry, Setting, drafting
 from mtp_research.evaluation.figures import (
@@ -43,12 +46,14 @@ class Sweep:
         shared: the rest in words.
         values: of that part, ascending.
         rows: by name of head and policy, the entry at each value; None where there is none.
+        has_parts: values differ in their prompts too, so that acceptance cannot be compared.
     """
 
     part: SweptPart
     shared: str
     values: tuple[float, ...]
     rows: dict[str, tuple[Entry | None, ...]]
+    has_parts: bool = False
 
 
 def sweep_figures(entries: Sequence[Entry]) -> list[Figure | Missing]:
@@ -80,6 +85,17 @@ def sweeps(entries: Sequence[Entry], part: SweptPart) -> list[Sweep]:
         if _number(entry, part) is not None:
             groups.setdefault(_without(entry.setting, part), []).append(entry)
     made = [_sweep(setting, members, part) for setting, members in groups.items()]
+    if part != "batch_size":
+        return [sweep for sweep in made if len(sweep.values) > 1]
+    parts: dict[Setting, list[Entry]] = {}
+    for sweep, (setting, members) in zip(made, groups.items(), strict=True):
+        if len(sweep.values) == 1:
+            blank = setting._replace(num_prompts=0, prompts_sha256="")
+            parts.setdefault(blank, []).extend(members)
+    made += [
+        replace(_sweep(setting, members, part), has_parts=True)
+        for setting, members in parts.items()
+    ]
     return [sweep for sweep in made if len(sweep.values) > 1]
 
 
@@ -117,14 +133,36 @@ def _charts(sweep: Sweep) -> Iterator[Figure]:
     if len(sweep.rows) > MAX_SERIES:
         note = f"The first {MAX_SERIES} of {len(sweep.rows)} heads and policies. "
     name = _TITLES[sweep.part]
-    lengths = _chart(sweep, lambda e: e.summary.acceptance.acceptance_length_micro,
-                     TOKENS_PER_ROUND, floor=1.0)  # fmt: skip
-    yield Figure(f"Acceptance length by {name}", lengths, f"{note}{shared}.")
+    if sweep.has_parts:
+        note += f"Prompts: {_prompts_by_value(sweep)}; each point over its own. "
+    else:
+        lengths = _chart(sweep, lambda e: e.summary.acceptance.acceptance_length_micro,
+                         TOKENS_PER_ROUND, floor=1.0)  # fmt: skip
+        yield Figure(f"Acceptance length by {name}", lengths, f"{note}{shared}.")
     if sweep.part == "temperature":
         return
     speeds = _chart(_with_baselines(sweep), lambda e: e.tokens_per_s, "tokens/s, end to end")
     passes = "Whiskers: slowest and fastest pass. " if _has_passes(sweep) else ""
     yield Figure(f"Tokens per second by {name}", speeds, f"{note}{passes}{shared}.")
+    if any(entry.baseline for entry in _members(sweep)):
+        ratios = _chart(sweep, ratio_of, "tokens/s over that of K = 0")
+        spread = "Whiskers: slowest pass over the fastest of K = 0, and the other way round. "
+        spread = spread if _has_passes(sweep) else ""
+        yield Figure(f"Speed-up over K = 0 by {name}", ratios, f"{note}{spread}{shared}.")
+
+
+def _prompts_by_value(sweep: Sweep) -> str:
+    """How many prompts each value has, such as `16 at batch size 1, 32 at 8`."""
+    counts: dict[float, set[int]] = {value: set() for value in sweep.values}
+    for row in sweep.rows.values():
+        for value, entry in zip(sweep.values, row, strict=True):
+            if entry is not None:
+                counts[value].add(entry.setting.num_prompts)
+    shown = (
+        f"{' or '.join(map(str, sorted(found)))} at {_TITLES[sweep.part]} {value:g}"
+        for value, found in counts.items()
+    )
+    return ", ".join(shown)
 
 
 def _with_baselines(sweep: Sweep) -> Sweep:
@@ -137,8 +175,11 @@ def _with_baselines(sweep: Sweep) -> Sweep:
 
 
 def _has_passes(sweep: Sweep) -> bool:
-    found = (e for row in sweep.rows.values() for e in row if e is not None)
-    return any(entry.summary.speed.num_passes > 1 for entry in found)
+    return any(entry.summary.speed.num_passes > 1 for entry in _members(sweep))
+
+
+def _members(sweep: Sweep) -> list[Entry]:
+    return [entry for row in sweep.rows.values() for entry in row if entry is not None]
 
 
 def _chart(sweep: Sweep, figure: Callable[[Entry], Estimate], y: str, *, floor: float = 0.0) -> str:

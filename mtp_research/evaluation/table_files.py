@@ -37,8 +37,8 @@ def grid_latex(grid: Grid, *, source: str = "") -> str:
     lines = [" & ".join(map(_latex, cells)) + r" \\" for cells in (grid.header, *grid.rows)]
     return "\n".join(
         [
-            f"% {printable_title(grid.title)}",
-            *([f"% {printable_title(source)}"] if source else []),
+            f"% {one_line(grid.title)}",
+            *([f"% {one_line(source)}"] if source else []),
             rf"\begin{{tabular}}{{{columns}}}",
             r"\hline",
             lines[0],
@@ -67,9 +67,9 @@ def figures_csv(runs: Iterable[Run]) -> str:
     return _csv(rows)
 
 
-def printable_title(title: str) -> str:
-    """A title on one line, without control characters."""
-    return "".join(c for c in title if c.isprintable())[:400]
+def one_line(text: str) -> str:
+    """A title or command whole, on one line, without control characters: safe as a comment."""
+    return "".join(c for c in text if c.isprintable())
 
 
 def _figures(statistics: AcceptanceStatistics) -> Iterator[tuple[str, Estimate]]:

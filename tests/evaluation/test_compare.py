@@ -47,6 +47,36 @@ def test_other_dtype_and_k_are_refused_together():
     assert "dtype float32 and bfloat16" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        ({"target": {"weights_sha256": "1" * 64}}, {}, "model.path /ours and /theirs"),
+        (
+            {"target": {"config_sha256": "0", "weights_sha256": "1" * 64}},
+            {"target": {"config_sha256": "0", "weights_sha256": "2" * 64}},
+            f"target weights_sha256 {'1' * 16} and {'2' * 16};",
+        ),
+    ],
+    ids=["path", "hash"],
+)
+def test_another_target_is_refused(
+    ours: dict[str, object], theirs: dict[str, object], message: str
+) -> None:
+    sides = [
+        _report(run=run, config={"model": {"path": path}})
+        for run, path in ((ours, "/ours"), (theirs, "/theirs"))
+    ]
+    with pytest.raises(ConfigError, match="same prompts, target, dtype") as caught:
+        compare(*sides)
+    assert message in str(caught.value)
+
+
+def test_target_of_equal_hashes_may_have_moved() -> None:
+    run = {"target": {"weights_sha256": "1" * 64, "tokenizer_sha256": None}}
+    sides = [_report(run=run, config={"model": {"path": path}}) for path in ("/a", "/b")]
+    assert list(compare(*sides)) == ["eagle", "training"]
+
+
 def test_results_without_a_common_condition_are_refused():
     with pytest.raises(ConfigError, match="no common condition that drafts"):
         compare(_report(), _report(conditions=_report().conditions[:1]))

@@ -255,6 +255,8 @@ def test_domains_choose_prompts_and_an_unknown_one_is_named(tmp_path: Path) -> N
     stored = recompute(tmp_path / "results.json")
     assert sorted(p.category for p in stored.prompts) == ["arith", "arith", "code", "code"]
     assert result["num_prompts"] == 4
+    hashes = cast(dict[str, str], stored.run["target"])  # two targets of one path differ in them
+    assert sorted(hashes) == ["config_sha256", "tokenizer_sha256", "weights_sha256"]
     config = compose_config(EvalConfig, [*WORDS, "prompts.domains=[arithm]"])
     with pytest.raises(ConfigError, match=r"prompts\.domains must be among arith, code, "):
         evaluate(config, tmp_path)

@@ -121,8 +121,12 @@ def test_sweep_over_batch_sizes_has_every_head_policy_and_the_baseline(
     titles = [
         figure.title for figure in sweep_figures(entries([run])) if isinstance(figure, Figure)
     ]
-    assert titles[-2:] == ["Acceptance length by batch size", "Tokens per second by batch size"]
-    speeds = sweep_figures(entries([run]))[-3]
+    assert titles[-3:] == [
+        "Acceptance length by batch size",
+        "Tokens per second by batch size",
+        "Speed-up over K = 0 by batch size",
+    ]
+    speeds = sweep_figures(entries([run]))[-4]
     assert isinstance(speeds, Figure)
     assert "K = 0" in speeds.markup
 
@@ -131,7 +135,7 @@ def test_heat_map_frames_the_policy_of_each_head(run: Run) -> None:
     first, second, *_ = sweep_figures(entries([run]))
     for figure, batch in ((first, 4), (second, 16)):
         assert isinstance(figure, Figure)
-        assert f"batch {batch}." in figure.note
+        assert f"batch {batch}, 64 new tokens, some (2 cores)." in figure.note
         rects = [e.attrib["style"] for e in ET.fromstring(figure.markup).iter("rect")]
         assert ["stroke:var(--ink)" in style for style in rects] == [False, True, True, False]
 

@@ -1,18 +1,24 @@
 """The page of a seed matrix and of a price study, from made-up counters."""
 
+import dataclasses
+import html
+import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 from mtp_research.evaluation.fault_study import FaultCondition, FaultStudy
-from mtp_research.evaluation.fault_table import write_study
+from mtp_research.evaluation.fault_table import main as fault_main
+from mtp_research.evaluation.fault_table import markdown_tables, study_warnings, write_study
 from mtp_research.evaluation.figures import Figure, Missing
+from mtp_research.evaluation.html_page import render_page
 from mtp_research.evaluation.report import PromptEntry
 from mtp_research.evaluation.seed_figures import write_matrix
 from mtp_research.evaluation.seed_matrix import GroupKey, MatrixCell, MatrixPrompt, SeedMatrix
 from mtp_research.evaluation.study_sections import fault_section, matrix_section
 from mtp_research.report import main
+from tests.evaluation.test_report_page import outline
 
 ROUNDS = {"training": ((3, 2), (1,)), "eagle": ((1, 1), (0,))}
 RUN = {"command": "python train.py task=matrix", "hardware": {"cpu": "some", "num_cores": 2}}
@@ -77,10 +83,10 @@ def study() -> FaultStudy:
 def test_heat_map_holds_the_lengths_of_the_counters_by_domain(tmp_path: Path) -> None:
     write_matrix(tmp_path, matrix(num_done=2), figures=True)
     section = matrix_section(tmp_path, name="m")
-    titles = [figure.title.rpartition(", ")[2] for figure in section.figures]
-    assert titles[1:] == ["chat", "math"]
+    maps = [figure for figure in section.figures if "unroll and decode policy" in figure.title]
+    assert [figure.title.rpartition(", ")[2] for figure in maps[1:]] == ["chat", "math"]
     shown = []
-    for figure in section.figures:
+    for figure in maps:
         assert isinstance(figure, Figure)
         root = ET.fromstring(figure.markup)
         texts = [e.text or "" for e in root.iter("text")]
@@ -88,14 +94,15 @@ def test_heat_map_holds_the_lengths_of_the_counters_by_domain(tmp_path: Path) ->
         assert [("--ink" in e.attrib["style"]) for e in root.iter("rect")] == [True, False]
     # 1 + accepted / rounds: all prompts, the chat prompt, the math prompt
     assert shown == [["3.000", "1.667"], ["2.000", "1.000"], ["3.500", "2.000"]]
-    assert "n = 1 prompts" in section.charts[1].note
+    assert maps[1] in section.charts
+    assert "n = 1 prompts" in section.charts[-1].note
     assert section.caption.startswith("2 of 2 training seeds, float32")
 
 
 def test_unfinished_seeds_are_a_warning_and_none_finished_a_reason(tmp_path: Path) -> None:
     write_matrix(tmp_path / "half", matrix(num_done=1), figures=False)
     half = matrix_section(tmp_path / "half", name="m")
-    assert "warning: 1 of 2 seeds have all their cells" in half.warnings
+    assert half.warnings[0].startswith("warning: 1 of 2 seeds have all their cells")
     write_matrix(tmp_path / "none", matrix(num_done=0), figures=False)
     none = matrix_section(tmp_path / "none", name="m")
     assert [type(figure) for figure in none.figures] == [Missing]
@@ -121,11 +128,125 @@ def test_one_page_holds_both_studies(tmp_path: Path, capsys: pytest.CaptureFixtu
     page = tmp_path / "m" / "report" / "report.html"  # the default: beside the first file
     assert capsys.readouterr().out == f"report: {page}\n"
     text = page.read_text(encoding="utf8")
-    assert text.count("<svg") == 4
+    assert text.count("<svg") == 5
     assert "python train.py task=matrix" in text
-    assert len(list((tmp_path / "m" / "report" / "tables").glob("*.tex"))) == 5
+    assert len(list((tmp_path / "m" / "report" / "tables").glob("*.tex"))) == 6
     write_study(tmp_path / "m", study())
     assert main([str(tmp_path / "m")]) == 0  # a folder with both files
     assert page.read_text(encoding="utf8").count("<h2>") == 3
     (tmp_path / "m" / "matrix.json").write_text("{}")
     assert main([str(tmp_path / "m")]) == 3
+
+
+def test_pages_say_what_was_done_and_define_their_figures(tmp_path: Path) -> None:
+    config = {
+        "model": {"name": "lab", "path": "/t", "dtype": "bfloat16"},
+        "trainer": {"max_steps": 250, "batch_size": 32},
+        "matrix": {"max_new_tokens": 64},
+    }
+    made = dataclasses.replace(
+        matrix(num_done=2), settings={"dtype": "float32", "config": config},
+        run=RUN | {"target": {"weights_sha256": "1"}},
+    )  # fmt: skip
+    write_matrix(tmp_path, made, figures=True)
+    section = matrix_section(tmp_path, name="m")
+    wanted = {
+        "target": "lab /t",
+        "drafts K": "3",
+        "prompts": "2: 1 chat, 1 math",
+        "new tokens": "at most 64 a prompt",
+        "training": "max_steps 250, batch_size 32",
+        "dtype": "decoded in float32, trained in bfloat16",
+        "lossless": "8 of 8 texts are plain decoding's; 8 of 8 lists of rounds are the replay "
+        "walk's",
+    }
+    assert {name: section.facts[name] for name in wanted} == wanted
+    assert len(section.facts["target hash"]) == 12
+    argv = ["eval.py", "model.path=/t", "spec.k=3"]
+    write_study(tmp_path, dataclasses.replace(study(), run=RUN | {"argv": argv}))
+    faults = fault_section(tmp_path, name="f")
+    wanted = {"target": "model.path=/t", "heads": "chain_n3", "drafts K": "3", "prompts": "2",
+              "new tokens": "at most 8 a prompt", "conditions": "2 of 2",
+              "lossless": "4 of 4 texts are those of the first condition"}  # fmt: skip
+    assert {name: faults.facts[name] for name in wanted} == wanted
+    page = outline(render_page([section, faults])).text
+    _, _, definitions = page.partition("How the numbers are defined")
+    for words in ("1 + sum(accepted)/rounds", "two-level bootstrap, 10000 draws",
+                  "exclude the bonus", "lost per 1 %", "clean form ="):  # fmt: skip
+        assert words in definitions, words
+
+
+def test_unfinished_study_says_so_before_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three heads of two policies: by the record, or by the heads that the file names."""
+    half = dataclasses.replace(study(), heads=({"name": "a"}, {"name": "b"}, {"name": "c"}))
+    write_study(tmp_path, half)
+    assert fault_main([str(tmp_path)]) == 0
+    wanted = "warning: unfinished: 2 of 6 conditions were decoded, the others are in no table"
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[0] == wanted
+    assert "| chain_n3 | 3 | 3 | training_norefresh |" in shown
+    section = fault_section(tmp_path, name="f")
+    assert section.warnings[0] == wanted
+    assert len(section.grids[0].rows) == 2
+    known = dataclasses.replace(half, run=RUN | {"num_conditions": 42})
+    assert study_warnings(known)[0].startswith("unfinished: 2 of 42 ")
+    assert not any("unfinished" in text for text in study_warnings(study()))
+    empty = dataclasses.replace(known, conditions=())
+    write_study(tmp_path, empty)
+    assert fault_section(tmp_path, name="f").warnings[0].startswith("warning: unfinished: 0 of 42")
+
+
+def test_few_prompts_and_other_texts_are_warned_of_in_the_price_table() -> None:
+    last = dataclasses.replace(study().conditions[1], text_sha256=("a", "other"))
+    lines = markdown_tables(
+        dataclasses.replace(study(), conditions=(study().conditions[0], last))
+    ).splitlines()
+    few = "intervals over fewer than 80 prompts are too narrow"
+    assert lines[0] == f"warning: only 2 prompts: {few}"
+    assert lines[2].startswith("warning: 3 of 4 texts are those of the first condition: ")
+
+
+def test_edited_price_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_study(tmp_path, study())
+    path = tmp_path / "fault_price.json"
+    stored = json.loads(path.read_text())
+    stored["summary"]["rows"][1]["lost"][0] = 0.0
+    path.write_text(json.dumps(stored))
+    assert fault_main([str(tmp_path)]) == 3
+    assert main([str(path)]) == 3
+    assert capsys.readouterr().err.count("(summary.rows[1].lost[0] 0.0 for 1.0)") == 2
+
+
+@pytest.mark.parametrize("name", ["matrix", "prices"])
+def test_condition_without_a_round_makes_the_report_fail(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "matrix":
+        made = matrix(num_done=2)
+        none = dataclasses.replace(made.cells[0], accepted_per_round=((), ()))
+        cells = (none, *made.cells[1:])
+        write_matrix(tmp_path, dataclasses.replace(made, cells=cells), figures=True)
+    else:
+        first, last = study().conditions
+        none = dataclasses.replace(last, accepted_per_round=((), ()))
+        write_study(tmp_path, dataclasses.replace(study(), conditions=(first, none)))
+    assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 3
+    label = {"matrix": "chain N=3 seed 0 under training", "prices": "chain_n3 K=3 training_norefr"}
+    error = capsys.readouterr().err
+    assert "expected finished generations, got none for " in error
+    assert label[name] in error
+    assert "nan" not in (tmp_path / "out" / "report.html").read_text().lower()
+
+
+def test_long_command_is_shown_whole(tmp_path: Path) -> None:
+    command = "python eval.py spec.head=[" + ",".join(f"runs/head_{i}" for i in range(150)) + "]<b>"
+    assert 1900 < len(command) < 4000
+    write_study(tmp_path, dataclasses.replace(study(), run=RUN | {"command": command}))
+    assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    page = outline((tmp_path / "out" / "report.html").read_text())
+    assert command in page.text
+    for folder in ("tables", "charts"):
+        (first, *_) = sorted((tmp_path / "out" / folder).glob("*.[ts][ev][xg]"))
+        assert html.escape(command) in first.read_text() or command in first.read_text()
