@@ -19,7 +19,7 @@ help:
 	@echo "make accept-guard  acceptance of the shipped heads against recorded intervals (under a minute)"
 	@echo "make lint    ruff, codespell, pyright"
 	@echo "make format  ruff format and safe fixes"
-	@echo "make bench   kernels against their references (needs a GPU for real figures)"
+	@echo "make bench   all kernels against their references, peers and the bandwidth (needs a GPU)"
 	@echo "make lock    resolve requirements.lock again from pyproject.toml, keeping pins that still fit"
 	@echo "make clean   remove caches and build output; runs/ and results/ stay"
 
@@ -76,7 +76,7 @@ format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .
 
 bench: $(STAMP)
-	$(PY) -m mtp_research.kernels.bench
+	$(PY) -m mtp_research.kernels.bench --all
 
 # Resolved with the installed build of torch, whose CPU wheel needs no CUDA packages; the local tag is then dropped, so that each
 # machine takes its own build of the same version. Run it where .venv holds the CPU build.

@@ -1,9 +1,10 @@
 """Measure the kernels against the ceilings of the device and against PyTorch, in one run.
 
-    python -m mtp_research.kernels.bench [--quick] [--sweep] [--json PATH]
+    python -m mtp_research.kernels.bench [--quick] [--sweep] [--all [NAME ...]] [--json PATH]
 
 Prints the ceilings (copy, read, bf16 matmul), then a line per kernel and shape: median time, share
-of the copy bandwidth, and the same work in compiled PyTorch. `--sweep` tries other launch shapes.
+of the copy bandwidth, the same work in compiled PyTorch, and in FlashInfer and vLLM where they are
+installed. `--sweep` tries other launch shapes, `--all` runs every benchmark of this folder.
 Every timing replays a CUDA graph of calls whose inputs rotate through more memory than the L2 cache
 holds, so neither the host nor a warm cache is measured. Without a CUDA device it exits with 4.
 Letters: B requests, H / Hkv heads, D head dim, q rows a request.
@@ -12,26 +13,22 @@ Letters: B requests, H / Hkv heads, D head dim, q rows a request.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from mtp_research.kernels.attention_launch import LaunchConfig, launch_paged_attention
-from mtp_research.kernels.bench_timing import (
-    Timing,
-    describe_machine,
-    measure_ceilings,
-    time_calls,
-)
+from mtp_research.kernels.bench_entry import Rows, make_bench_parser, run_bench
+from mtp_research.kernels.bench_peers import import_peers, time_peers
+from mtp_research.kernels.bench_timing import Timing, time_calls
+from mtp_research.kernels.gather_rows import gather_rows, gather_rows_ref
 from mtp_research.kernels.paged_attention import paged_attention, paged_attention_ref
 from mtp_research.kernels.store_kv import store_kv
 from torch import Tensor
 from torch.nn import functional
 
-EXIT_NO_DEVICE = 4
 _ROTATED_BYTES = 512 * 2**20  # ten times the H200's L2
 
 
@@ -64,7 +61,11 @@ class AttentionShape(NamedTuple):
 FULL_SHAPES = [
     *(AttentionShape(8, 8192, q, block_size=size) for size in (16, 64) for q in (1, 4, 8)),
     *(AttentionShape(batch, 1024, q) for batch in (1, 32) for q in (1, 4)),
-    *(AttentionShape(8, 8192, q, num_heads=96, block_size=64) for q in (1, 4)),
+    *(
+        AttentionShape(8, 8192, q, num_heads=96, block_size=size)
+        for size in (16, 64)
+        for q in (1, 4)
+    ),
 ]
 QUICK_SHAPES = [AttentionShape(8, 8192, 1), AttentionShape(8, 8192, 4), AttentionShape(1, 1024, 4)]
 SWEEP_SHAPES = [AttentionShape(8, 8192, 4), AttentionShape(8, 8192, 4, num_heads=96)]
@@ -72,28 +73,32 @@ SWEEP_SHAPES = [AttentionShape(8, 8192, 4), AttentionShape(8, 8192, 4, num_heads
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m mtp_research.kernels.bench")
+    return run_bench(measure, make_parser(), arguments)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Options of this benchmark."""
+    parser = make_bench_parser("bench")
     parser.add_argument("--quick", action="store_true", help="three attention shapes only")
     parser.add_argument("--sweep", action="store_true", help="try launch shapes of the attention")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("error: the kernel benchmark needs a CUDA device; none is visible.", file=sys.stderr)
-        return EXIT_NO_DEVICE
-    report: dict[str, object] = {"machine": describe_machine(), "ceilings": measure_ceilings()}
-    for name, value in [*report["machine"].items(), *report["ceilings"].items()]:
-        print(f"{name:<16}{value}")
-    copy = report["ceilings"]["copy_tb_per_s"]
-    rows = bench_store_kv(copy)
+    parser.add_argument("--all", nargs="*", help="rows of every bench_* module, or of these")
+    return parser
+
+
+def measure(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
+    """Rows of stores, gathers and attention; with `--all` those of every module."""
+    if options.all is not None:
+        from mtp_research.kernels.bench_all import MODULES, measure_all
+
+        return measure_all(ceilings, options.json, names=options.all or list(MODULES))
+    copy, peers = ceilings["copy_tb_per_s"], import_peers()
+    rows = [*bench_store_kv(copy), bench_gather_rows(copy)]
     shapes = QUICK_SHAPES if options.quick else FULL_SHAPES
-    rows += [bench_attention(shape, copy) for shape in shapes]
+    rows += [bench_attention(shape, copy, peers) for shape in shapes]
     if options.sweep:
         for shape in SWEEP_SHAPES:
             rows += sweep_attention(shape, copy)
-    report["rows"] = rows
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1))
-    return 0
+    return rows
 
 
 def bench_store_kv(copy: float) -> list[dict[str, object]]:
@@ -124,6 +129,30 @@ def bench_store_kv(copy: float) -> list[dict[str, object]]:
     return rows
 
 
+def bench_gather_rows(copy: float) -> dict[str, object]:
+    """One row: the gradients of 8192 drafts' rows back to their anchors, a quarter without any."""
+    num_rows, hidden_size = 8192, 4096
+    sources = _ROTATED_BYTES // (2 * hidden_size)
+    values = torch.randn(sources, hidden_size, device="cuda", dtype=torch.bfloat16)
+    scale = torch.rand(num_rows, device="cuda")
+    out = values.new_empty(num_rows, hidden_size)
+    places = torch.randperm(sources, device="cuda").split(num_rows)
+    has_none = torch.arange(num_rows, device="cuda") % 4 == 0
+    indices = [place.masked_fill(has_none, -1) for place in places]
+    fixed = {"out": out, "scale": scale}
+    gather_rows(values, index=indices[0], **fixed)
+    expected = torch.empty_like(out)
+    gather_rows_ref(values, index=indices[0], out=expected, scale=scale)
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+    ours = time_calls([lambda i=i: gather_rows(values, index=i, **fixed) for i in indices])
+    torch.compiler.reset()
+    compiled = torch.compile(gather_rows_ref, dynamic=False)
+    theirs = _time_peer([lambda i=i: compiled(values, index=i, **fixed) for i in indices])
+    num_bytes = out.nbytes + out.nbytes * 3 // 4  # written whole, three quarters read
+    label = f"R={num_rows} D={hidden_size} scaled"
+    return _row("gather_rows", label, num_bytes, ours, theirs, copy)
+
+
 def make_attention_inputs(
     shape: AttentionShape, *, num_sets: int, device: str
 ) -> list[dict[str, Tensor]]:
@@ -151,7 +180,9 @@ def make_attention_inputs(
     ]
 
 
-def bench_attention(shape: AttentionShape, copy: float) -> dict[str, object]:
+def bench_attention(
+    shape: AttentionShape, copy: float, peers: dict[str, ModuleType]
+) -> dict[str, object]:
     """One table row: the kernel, and gather + SDPA compiled; checks the result first."""
     num_sets = max(2, min(128, _ROTATED_BYTES // shape.num_bytes()))
     sets = make_attention_inputs(shape, num_sets=num_sets, device="cuda")
@@ -164,7 +195,8 @@ def bench_attention(shape: AttentionShape, copy: float) -> dict[str, object]:
     torch.compiler.reset()  # past eight shapes Dynamo would fall back to eager
     compiled = torch.compile(gather_sdpa, dynamic=False)
     theirs = _time_peer([lambda s=s: compiled(**s) for s in sets])
-    return _row("paged_attention", shape.label(), shape.num_bytes(), ours, theirs, copy)
+    row = _row("paged_attention", shape.label(), shape.num_bytes(), ours, theirs, copy)
+    return row | {"peers": time_peers(peers, sets, expected, **options)}
 
 
 def gather_sdpa(

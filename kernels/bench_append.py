@@ -1,6 +1,6 @@
 """Measure attention that stores the step's rows against a store in front of it, on a GPU.
 
-    python -m mtp_research.kernels.bench_append [--candidates | --rotary]
+    python -m mtp_research.kernels.bench_append [--candidates | --rotary] [--json PATH]
 
 Prints a line per shape: store, attention and merge as launches of their own (`two`), and with the
 store inside the attention programs (`one`). Each is first compared with float32 over pages whose
@@ -21,8 +21,9 @@ from collections.abc import Callable
 import torch
 from mtp_research.kernels.attention_launch import LaunchConfig, launch_paged_attention
 from mtp_research.kernels.bench import AttentionShape, make_attention_inputs
+from mtp_research.kernels.bench_entry import Rows, make_bench_parser, run_bench
 from mtp_research.kernels.bench_latent import LatentShape, make_latent_inputs
-from mtp_research.kernels.bench_timing import measure_ceilings, time_calls
+from mtp_research.kernels.bench_timing import time_calls
 from mtp_research.kernels.latent_attention import attend_latents, latent_attention_ref
 from mtp_research.kernels.new_rows import NewRows
 from mtp_research.kernels.paged_attention import attend_pages, paged_attention_ref
@@ -30,7 +31,6 @@ from mtp_research.kernels.rotary import rotate_ref
 from mtp_research.kernels.store_kv import store_kv
 from torch import Tensor
 
-EXIT_NO_DEVICE = 4
 _ROTATED_BYTES = 512 * 2**20  # ten times the H200's L2
 _GROUP_12 = AttentionShape(8, 8192, 4, num_heads=96, block_size=64)
 # Launch shapes and splits that fill the SMs with one, two or three programs each.
@@ -44,6 +44,19 @@ CANDIDATES = [
     (LaunchConfig(64, 128, 8, 3), 2),
 ]
 
+_PAIRS = [AttentionShape(8, 8192, q, 96, block_size=size) for size in (16, 64) for q in (1, 4)]
+SHAPES = [
+    *(AttentionShape(*size, q) for size in ((1, 1024), (32, 1024), (8, 8192)) for q in (1, 4, 8)),
+    *_PAIRS,
+]
+LATENT_SHAPES = [
+    *(LatentShape(1, 1024, 4, num_heads) for num_heads in (16, 20, 64, 128)),
+    *(LatentShape(32, 8192, 4, num_heads) for num_heads in (16, 20, 64, 128)),
+    *(LatentShape(32, 8192, q, 16, 16) for q in (1, 2, 4)),
+    *(LatentShape(32, 8192, 4, num_heads, 16) for num_heads in (64, 128)),
+    *(LatentShape(batch, 1024, q, 20, 16) for batch in (1, 32) for q in (1, 4)),
+]
+
 # MiMo-7B's and the dense 1B's layers, then GLM-4.5-Air's.
 ROTARY_SHAPES = [
     *((AttentionShape(batch, 1024, q), 128) for batch in (1, 32) for q in (1, 4)),
@@ -53,38 +66,38 @@ ROTARY_SHAPES = [
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m mtp_research.kernels.bench_append")
+    return run_bench(measure, make_parser(), arguments)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Options of this benchmark."""
+    parser = make_bench_parser("bench_append")
     parser.add_argument("--candidates", action="store_true", help="launch shapes for 96/8 heads")
     parser.add_argument("--rotary", action="store_true", help="where rows are rotated")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("error: the kernel benchmark needs a CUDA device; none is visible.", file=sys.stderr)
-        return EXIT_NO_DEVICE
-    copy = measure_ceilings()["copy_tb_per_s"]
-    print(f"{torch.cuda.get_device_name()} copy {copy} TB/s")
+    return parser
+
+
+def measure(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
+    """A row a shape."""
+    copy = ceilings["copy_tb_per_s"]
     if options.candidates:
-        for config, num_splits in CANDIDATES:
-            time_candidate(_GROUP_12, config, num_splits, copy)
-        return 0
+        return [time_candidate(_GROUP_12, *candidate, copy) for candidate in CANDIDATES]
     if options.rotary:
-        for shape, num_dims in ROTARY_SHAPES:
-            label = f"{shape.label()} P={num_dims}"
-            _report(label, rotary_calls(shape, num_dims), shape.num_bytes(), copy)
-        return 0
-    for batch, context in ((1, 1024), (32, 1024), (8, 8192)):
-        for query_len in (1, 4, 8):
-            shape = AttentionShape(batch, context, query_len)
-            _report(shape.label(), heads_calls(shape), shape.num_bytes(), copy)
-    for batch, context in ((1, 1024), (32, 8192)):
-        for num_heads in (16, 20, 64, 128):
-            shape = LatentShape(batch, context, 4, num_heads)
-            _report(f"MLA {shape.label()}", latent_calls(shape), shape.num_bytes(), copy)
-    return 0
+        return [
+            _report(shape, rotary_calls(shape, num_dims), copy, note=f" P={num_dims}")
+            for shape, num_dims in ROTARY_SHAPES
+        ]
+    rows = [_report(shape, heads_calls(shape), copy) for shape in SHAPES]
+    for one, four in zip(_PAIRS[::2], _PAIRS[1::2], strict=True):
+        times = [row["one_us"] for row in rows if row["shape"] in (one.label(), four.label())]
+        rows.append({"shape": four.label(), "time_to_one_row": times[1] / times[0]})
+        print(f"{four.label()}: {times[1] / times[0]:.3f} of the time of q=1", flush=True)
+    return rows + [_report(shape, latent_calls(shape), copy) for shape in LATENT_SHAPES]
 
 
 def time_candidate(
     shape: AttentionShape, config: LaunchConfig, num_splits: int | None, copy: float
-) -> None:
+) -> dict[str, object]:
     """Times attention alone in one launch shape, with its merge."""
     fixed = dict.fromkeys(("sliding_window", "sinks", "positions", "kv_start"))
     fixed |= {"max_query_len": shape.query_len, "scale": shape.head_dim**-0.5}
@@ -101,6 +114,8 @@ def time_candidate(
         f"+- {timing.spread_us:.1f}, {share:.1%} of copy",
         flush=True,
     )
+    row = {"shape": shape.label(), "config": tuple(config), "num_splits": num_splits}
+    return row | {"median_us": timing.median_us, "share_of_copy": share}
 
 
 def heads_calls(shape: AttentionShape) -> dict[str, list[Callable[[], Tensor]]]:
@@ -209,14 +224,27 @@ def _add_calls(
 
 
 def _report(
-    label: str, calls: dict[str, list[Callable[[], Tensor]]], num_bytes: int, copy: float
-) -> None:
+    shape: AttentionShape | LatentShape,
+    calls: dict[str, list[Callable[[], Tensor]]],
+    copy: float,
+    *,
+    note: str = "",
+) -> dict[str, object]:
+    is_latent = isinstance(shape, LatentShape)
+    row: dict[str, object] = {"shape": f"{'MLA ' * is_latent}{shape.label()}{note}"}
     parts = []
     for name, variants in calls.items():
         timing = time_calls(variants)
-        share = num_bytes / timing.median_us / 1e6 / copy
-        parts.append(f"{name} {timing.median_us:8.2f} us +- {timing.spread_us:5.2f} {share:6.1%}")
-    print(f"{label:<50}{'  '.join(parts)}", flush=True)
+        share = shape.num_bytes() / timing.median_us / 1e6 / copy
+        row |= {f"{name}_us": timing.median_us, f"{name}_spread_us": timing.spread_us}
+        row[f"{name}_share_of_copy"] = share
+        text = f"{name} {timing.median_us:8.2f} us +- {timing.spread_us:5.2f} {share:6.1%}"
+        if is_latent:
+            row[f"{name}_tflop_per_s"] = shape.num_flops() / timing.median_us / 1e6
+            text += f" {row[f'{name}_tflop_per_s']:6.1f} TFLOP/s"
+        parts.append(text)
+    print(f"{row['shape']:<50}{'  '.join(parts)}", flush=True)
+    return row
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import functools
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from mtp_research.kernels.bench_distill_cases import (
@@ -29,6 +28,7 @@ from mtp_research.kernels.bench_distill_cases import (
     num_flops,
     reference,
 )
+from mtp_research.kernels.bench_entry import Rows, make_bench_parser, write_report
 from mtp_research.kernels.bench_timing import describe_machine, measure_ceilings
 from mtp_research.kernels.bench_wall import Wall, measure_wall
 from mtp_research.kernels.distill import _project, default_chunk_rows
@@ -44,29 +44,18 @@ HEADER = f"{'contender':<18}{'loss':<5}{'k':>2}{'ms':>10}{'spread':>8}{'GB':>7}{
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark and returns the exit code."""
-    options = _options(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    defaults = GPU_SIZES if device == "cuda" else CPU_SIZES
-    sizes = {name: getattr(options, name) or default for name, default in defaults.items()}
-    report: dict[str, object] = {"sizes": sizes, "alpha": options.alpha}
-    if device == "cuda":
-        report |= {"machine": describe_machine(), "ceilings": measure_ceilings()}
+    options = make_parser().parse_args(arguments)
+    ceilings = measure_ceilings() if torch.cuda.is_available() else {}
+    report = {"machine": describe_machine(), "ceilings": ceilings, "alpha": options.alpha}
     print(json.dumps(report))
-    inputs = make_inputs(**sizes, num_depths=max(options.depths), alpha=options.alpha, seed=0)
-    print(f"measured acceptance {inputs.alpha:.4f}\n{HEADER}")
-    rows = []
-    for num_depths in options.depths:
-        for loss in options.losses:
-            rows += _compare(inputs.depths(num_depths), loss=loss, options=options)
-    report |= {"rows": rows, "parts_ms": _parts(inputs, num_repeats=options.repeats)}
-    print(f"one chunk, ms: {report['parts_ms']}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1))
+    *rows, parts = measure(ceilings, options)
+    write_report(options.json, report | parts | {"rows": rows})
     return 0
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mtp_research.kernels.bench_distill")
+def make_parser() -> argparse.ArgumentParser:
+    """Options of this benchmark."""
+    parser = make_bench_parser("bench_distill")
     for name in GPU_SIZES:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 3, 5])
@@ -75,8 +64,22 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk-rows", type=int, nargs="+", default=[0], help="0: the default")
     parser.add_argument("--alpha", type=float, default=0.98, help="acceptance of sampled drafts")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    return parser.parse_args(arguments)
+    return parser
+
+
+def measure(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
+    """A row a contender and number of depths, then sizes and the parts of a chunk."""
+    defaults = GPU_SIZES if torch.cuda.is_available() else CPU_SIZES
+    sizes = {name: getattr(options, name) or default for name, default in defaults.items()}
+    inputs = make_inputs(**sizes, num_depths=max(options.depths), alpha=options.alpha, seed=0)
+    print(f"{sizes}\nmeasured acceptance {inputs.alpha:.4f}\n{HEADER}")
+    rows: Rows = []
+    for num_depths in options.depths:
+        for loss in options.losses:
+            rows += _compare(inputs.depths(num_depths), loss=loss, options=options)
+    parts = _parts(inputs, num_repeats=options.repeats)
+    print(f"one chunk, ms: {parts}")
+    return [*rows, {"sizes": sizes, "parts_ms": parts}]
 
 
 def _compare(inputs: Inputs, *, loss: str, options: argparse.Namespace) -> list[dict[str, object]]:

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
-from pathlib import Path
 
 import torch
+from mtp_research.kernels.bench_entry import Rows, make_bench_parser, run_bench
 from mtp_research.kernels.bench_expert_cases import (
     SHAPES,
     ExpertInputs,
@@ -28,7 +27,7 @@ from mtp_research.kernels.bench_expert_cases import (
     make_inputs,
     single_router,
 )
-from mtp_research.kernels.bench_timing import describe_machine, measure_ceilings, time_calls
+from mtp_research.kernels.bench_timing import time_calls
 from mtp_research.kernels.expert_mlp import expert_mlp, expert_pairs_ref
 from mtp_research.kernels.expert_mlp_launch import (
     ExpertConfig,
@@ -39,8 +38,6 @@ from mtp_research.kernels.expert_mlp_launch import (
 )
 from mtp_research.kernels.expert_router import choose_experts_ref, route_tokens, router_logits_ref
 from mtp_research.kernels.expert_routing import route_pairs
-
-EXIT_NO_DEVICE = 4
 
 VARIANTS = {
     "decode": (),
@@ -56,28 +53,28 @@ _WITH_VARIANTS = {("glm45_air", 4), ("glm45_air", 2048), ("lab_base", 65_536)}
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m mtp_research.kernels.bench_experts")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    return run_bench(measure, make_parser(), arguments)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Options of this benchmark."""
+    parser = make_bench_parser("bench_experts")
     parser.add_argument("--variants", action="store_true", help="try other tile shapes")
     names = sorted({shape.model for shape in SHAPES})
     parser.add_argument("--shapes", nargs="+", choices=names, default=names)
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("error: the kernel benchmark needs a CUDA device; none is visible.", file=sys.stderr)
-        return EXIT_NO_DEVICE
-    ceilings = measure_ceilings()
-    report: dict[str, object] = {"machine": describe_machine(), "ceilings": ceilings}
-    print(json.dumps(report), flush=True)
-    rows: list[dict[str, object]] = []
+    return parser
+
+
+def measure(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
+    """Rows of every shape asked for, of its variants and its router."""
+    rows: Rows = []
     for shape in SHAPES:
         if shape.model in options.shapes:
             rows += bench_shape(shape, ceilings["copy_tb_per_s"], variants=options.variants)
             if (shape.model, shape.num_tokens) in _WITH_ROUTER:
                 rows.append(bench_router(shape))
             torch.cuda.empty_cache()
-    if options.json is not None:
-        options.json.write_text(json.dumps(report | {"rows": rows}, indent=1))
-    return 0
+    return rows
 
 
 def bench_shape(shape: ExpertShape, copy: float, *, variants: bool) -> list[dict[str, object]]:

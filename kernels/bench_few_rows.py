@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from mtp_research.kernels.bench_entry import Rows, make_bench_parser, run_bench, write_report
 from mtp_research.kernels.bench_few_rows_chain import VARIANTS, bench_chain
-from mtp_research.kernels.bench_timing import describe_machine, measure_ceilings, time_calls
+from mtp_research.kernels.bench_timing import time_calls
 from mtp_research.kernels.few_rows_product import (
     FewRowsConfig,
     choose_num_splits,
@@ -36,7 +35,6 @@ from triton.errors import TritonError
 if TYPE_CHECKING:
     from torch import Tensor
 
-EXIT_NO_DEVICE = 4
 NUM_ROWS = (1, 4, 8, 16, 32, 64, 128)
 # N, K of the products of a step; equal ones are listed once.
 SHAPES = {
@@ -122,33 +120,29 @@ class Case(NamedTuple):
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m mtp_research.kernels.bench_few_rows")
+    return run_bench(measure, make_parser(), arguments)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Options of this benchmark."""
+    parser = make_bench_parser("bench_few_rows")
     parser.add_argument("--quick", action="store_true", help="five shapes at 4 and 128 rows")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("error: the kernel benchmark needs a CUDA device; none is visible.", file=sys.stderr)
-        return EXIT_NO_DEVICE
+    return parser
+
+
+def measure(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
+    """A row a product and number of rows, then one a chain."""
     names = QUICK_SHAPES if options.quick else tuple(SHAPES)
     num_rows = (4, 128) if options.quick else NUM_ROWS
-    report: dict[str, object] = {"machine": describe_machine(), "ceilings": measure_ceilings()}
-    read = report["ceilings"]["read_tb_per_s"]
-    torch.cuda.empty_cache()
+    read = ceilings["read_tb_per_s"]
     compile_all([case for name in names for case in cases_of(SHAPES[name], num_rows)])
     rows = [row for name in names for row in bench_shape(name, num_rows, read)]
-    report |= {"rows": rows, "chain": []}
-    _write(report, options.json)
-    report["chain"] = [
+    write_report(options.json, {"ceilings": ceilings, "rows": rows})
+    chain = [
         bench_chain(variant, read=read) for variant in VARIANTS if variant.num_rows in num_rows
     ]
-    _write(report, options.json)
-    print_table(report)
-    return 0
-
-
-def _write(report: dict[str, object], path: Path | None) -> None:
-    if path is not None:
-        path.write_text(json.dumps(report))
+    print_table(rows, chain)
+    return [*rows, *chain]
 
 
 def cases_of(shape: tuple[int, int], num_rows: tuple[int, ...]) -> list[Case]:
@@ -233,18 +227,17 @@ def _time_config(
     return round(timing.median_us, 2)
 
 
-def print_table(report: dict[str, object]) -> None:
+def print_table(rows: Rows, chain: Rows) -> None:
     """The best program shape of every product, beside the library's time."""
-    print(json.dumps(report["machine"] | report["ceilings"]))
     print("us of the library / ours (share of read bandwidth) by number of rows:")
-    for name in dict.fromkeys(row["shape"] for row in report["rows"]):
+    for name in dict.fromkeys(row["shape"] for row in rows):
         cells = [
             f"T{row['num_rows']} {row['usual_us']:.1f}/{row['best_us']:.1f} ({row['share']:.0%})"
-            for row in report["rows"]
+            for row in rows
             if row["shape"] == name
         ]
         print(f"{name:<16}", "  ".join(cells))
-    for line in report["chain"]:
+    for line in chain:
         print(line)
 
 

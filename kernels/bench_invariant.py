@@ -11,18 +11,16 @@ Letters: M rows, N outputs, K depth.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 
 import torch
 from mtp_research.kernels.bench import AttentionShape, make_attention_inputs
-from mtp_research.kernels.bench_timing import describe_machine, measure_ceilings, time_calls
+from mtp_research.kernels.bench_entry import Rows, make_bench_parser, run_bench
+from mtp_research.kernels.bench_timing import time_calls
 from mtp_research.kernels.invariant_matmul import invariant_matmul
 from mtp_research.kernels.paged_attention import paged_attention
 from torch.nn import functional
 
-EXIT_NO_DEVICE = 4
 NUM_ROWS = (1, 4, 32, 128, 2048)
 WEIGHTS = ((2048, 2048), (4096, 4096), (22_016, 4096), (151_552, 4096))  # N, K
 ATTENTION = (AttentionShape(1, 1024, 1), AttentionShape(1, 1024, 4), AttentionShape(32, 1024, 4))
@@ -31,23 +29,23 @@ _ROTATED_BYTES = 512 * 2**20
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m mtp_research.kernels.bench_invariant")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("error: the kernel benchmark needs a CUDA device; none is visible.", file=sys.stderr)
-        return EXIT_NO_DEVICE
-    ceilings = measure_ceilings()
-    report: dict[str, object] = {"machine": describe_machine(), "ceilings": ceilings}
+    return run_bench(measure, make_parser(), arguments)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Options of this benchmark."""
+    return make_bench_parser("bench_invariant")
+
+
+def measure(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
+    """A row a shape."""
+    copy = ceilings["copy_tb_per_s"]
     rows = [
-        bench_product(num_rows, num_outputs, depth, ceilings["copy_tb_per_s"])
+        bench_product(num_rows, num_outputs, depth, copy)
         for num_outputs, depth in WEIGHTS
         for num_rows in NUM_ROWS
     ]
-    rows += [bench_attention(shape, ceilings["copy_tb_per_s"]) for shape in ATTENTION]
-    if options.json is not None:
-        options.json.write_text(json.dumps(report | {"rows": rows}, indent=1))
-    return 0
+    return [*rows, *(bench_attention(shape, copy) for shape in ATTENTION)]
 
 
 def bench_product(num_rows: int, num_outputs: int, depth: int, copy: float) -> dict[str, object]:

@@ -3,7 +3,8 @@
     python -m mtp_research.kernels.bench_latent [--json PATH]
 
 Prints a line per shape: median time, share of the copy bandwidth and of the matmul rate, and the
-same work in compiled PyTorch (pages gathered, then fused attention). Timings as in `bench`. Few
+same work in compiled PyTorch (pages gathered, then fused attention), and in FlashInfer where it is
+installed; without the store of new rows, which `bench_append` has. Timings as in `bench`. Few
 heads are bound by bandwidth, many by the tensor cores. Without a CUDA device it exits with 4.
 Letters: B requests, H heads, q rows a request, L latent, P rotary key size.
 """
@@ -11,18 +12,18 @@ Letters: B requests, H heads, q rows a request, L latent, P rotary key size.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from mtp_research.kernels.bench_timing import describe_machine, measure_ceilings, time_calls
+from mtp_research.kernels.bench_entry import Rows, make_bench_parser, run_bench
+from mtp_research.kernels.bench_peers import import_peers, time_peers
+from mtp_research.kernels.bench_timing import time_calls
 from mtp_research.kernels.latent_attention import latent_attention, latent_attention_ref
 from torch import Tensor
 from torch.nn import functional
 
-EXIT_NO_DEVICE = 4
 _ROTATED_BYTES = 512 * 2**20  # ten times the H200's L2
 _LATENT_DIM, _ROPE_DIM = 512, 64
 
@@ -65,19 +66,18 @@ SHAPES = [
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m mtp_research.kernels.bench_latent")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("error: the kernel benchmark needs a CUDA device; none is visible.", file=sys.stderr)
-        return EXIT_NO_DEVICE
-    report: dict[str, object] = {"machine": describe_machine(), "ceilings": measure_ceilings()}
-    for name, value in [*report["machine"].items(), *report["ceilings"].items()]:
-        print(f"{name:<16}{value}")
-    report["rows"] = [bench_latent(shape, report["ceilings"]) for shape in SHAPES]
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1))
-    return 0
+    return run_bench(measure, make_parser(), arguments)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Options of this benchmark."""
+    return make_bench_parser("bench_latent")
+
+
+def measure(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
+    """A row a shape."""
+    peers = import_peers()
+    return [bench_latent(shape, ceilings, peers) for shape in SHAPES]
 
 
 def make_latent_inputs(
@@ -109,7 +109,9 @@ def make_latent_inputs(
     return inputs
 
 
-def bench_latent(shape: LatentShape, ceilings: dict[str, float]) -> dict[str, object]:
+def bench_latent(
+    shape: LatentShape, ceilings: dict[str, float], peers: dict[str, ModuleType]
+) -> dict[str, object]:
     """One table row: the kernel, and gather + SDPA compiled; checks the result first."""
     num_sets = max(2, min(128, _ROTATED_BYTES // shape.num_bytes()))
     sets = make_latent_inputs(shape, num_sets=num_sets, device="cuda")
@@ -137,7 +139,7 @@ def bench_latent(shape: LatentShape, ceilings: dict[str, float]) -> dict[str, ob
         f"peer {peer.median_us:9.1f} us",
         flush=True,
     )
-    return row
+    return row | {"peers": time_peers(peers, sets, expected, **options)}
 
 
 def gather_sdpa(

@@ -1,15 +1,18 @@
 """Timing of GPU calls and the ceilings that kernel figures are compared with.
 
-Where it sits: used by `bench`. A timing replays one CUDA graph of many calls, so that the host's
-launch overhead is not measured; the caller rotates inputs through more memory than the L2 holds.
+Where it sits: used by the benchmarks and the tools. A timing replays one CUDA graph of many
+calls, so that the host's launch overhead is not measured; the caller rotates inputs through more
+memory than the L2 holds.
 """
 
 from __future__ import annotations
 
 import functools
+import platform
 import statistics
 import subprocess
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +21,7 @@ from mtp_research.kernels import checks
 
 _COPY_BYTES = 4 * 2**30
 _MATMUL_SIZE = 8192
+_FOLDER = str(Path(__file__).parent)
 
 
 class Timing(NamedTuple):
@@ -27,16 +31,41 @@ class Timing(NamedTuple):
     spread_us: float  # slowest minus fastest replay
 
 
-def describe_machine() -> dict[str, str]:
-    """Device, versions and commit that the figures belong to."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    git = subprocess.run(command, capture_output=True, text=True, check=False)
+def describe_machine() -> dict[str, object]:
+    """Device, driver, versions and commit that the figures belong to; also without a GPU.
+
+    `dirty` says whether tracked files differ from the commit; None where there is no repository.
+    """
+    on_gpu = torch.cuda.is_available()
+    changes = _words_of("git", "-C", _FOLDER, "status", "--porcelain", "--untracked-files=no")
+    query = ("--query-gpu=driver_version", "--format=csv,noheader")
+    driver = _words_of("nvidia-smi", *query) if on_gpu else None
     return {
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "driver": driver.splitlines()[0] if driver else None,
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": checks.triton_version(),
-        "commit": git.stdout.strip() or "unknown",
+        "transformers": _version_of("transformers"),
+        "commit": _words_of("git", "-C", _FOLDER, "rev-parse", "--short", "HEAD") or "unknown",
+        "dirty": None if changes is None else bool(changes),
     }
+
+
+def _words_of(*command: str) -> str | None:
+    """What a command prints; None where it cannot be run."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return run.stdout.strip() if run.returncode == 0 else None
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def measure_ceilings() -> dict[str, float]:

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 
 from mtp_research.models.target import Target
 from tests.test_lab_tiny import ASSETS
-from tools import gpu_deterministic, gpu_tensor_parallel
+from tools import gpu_deterministic, gpu_tensor_parallel, text_gaps
 
 NAMES = ["K=0", "K=3 eagle"]
 
@@ -65,9 +66,47 @@ def test_worlds_run_without_multicast_and_weights_stay_out_of_the_results(
         return SimpleNamespace(returncode=int(world != "1"))
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(gpu_tensor_parallel, "describe_machine", lambda: {"device": "cpu"})
     assert gpu_tensor_parallel.main() == 1
     assert "FAILED with 2 processes" in capsys.readouterr().out
     assert [env["NCCL_NVLS_ENABLE"] for env in started] == ["0", "0"]
     assert not list((tmp_path / "out").rglob("*.safetensors"))
+    record = json.loads((tmp_path / "out" / "tensor_parallel.json").read_text())
+    assert record["machine"] == {"device": "cpu"}
+    assert record["options"]["shape"] == "tiny"
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["tensor_parallel.json", "world_1.json"]
+
+
+def test_loops_decode_with_drafts_in_another_batch_and_order_too() -> None:
+    loops = gpu_deterministic.loops_of(3)
+    other = [(loop.num_drafts, loop.policy) for loop in loops if loop.batch_share < 1]
+    assert other == [(0, "training"), (3, "training")]
+    assert all(loop.order == -1 for loop in loops if loop.batch_share < 1)
+    assert len({loop.name for loop in loops}) == len(loops)
+
+
+def test_divergent_texts_are_all_counted_and_their_gaps_up_to_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(text_gaps, "MAX_GAPS", 2)
+    monkeypatch.setattr(
+        text_gaps, "divergences", lambda *_: iter([{"prompt": n} for n in (1, 2, 3)])
+    )
+    base, found = (
+        text_gaps.Decoded({n: (0, n * times) for n in range(4)}, 2.0, None) for times in (1, 2)
+    )
+    row = text_gaps.compare(cast(Target, None), [[0]] * 4, base, found)
+    assert (row["match_rate"], row["num_divergent"]) == (0.25, 3)
+    assert row["divergences"] == [{"prompt": 1}, {"prompt": 2}]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("tool", [gpu_deterministic, gpu_tensor_parallel])
+def test_tool_without_the_devices_it_needs_says_so_and_exits_4(
+    tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tool", "--out", str(tmp_path)])
+    assert tool.main() == 4
+    assert capsys.readouterr().err.startswith("error: ")
+    assert not list(tmp_path.iterdir())

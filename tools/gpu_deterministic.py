@@ -5,40 +5,42 @@
         --heads assets/lab_tiny/heads/chain_n3 --prompts 3 --tokens 8 --batch 2  tiny, on a CPU
 
 Without --target: random weights of --shape and random prompts, whose drafts are hardly ever right.
-Both modes decode with K = 0, with K = 0 in another batch size, chunk and order, and with K drafts
-of both policies. Printed are match rates against the first, for divergences the gap of the two
-largest logits, and the cost in percent, after a warm-up. The usual arithmetic is captured and not
+Both modes decode with K = 0, with K = 0 in another batch size, chunk and order, with K drafts of
+both policies, and with K drafts in that other batch size, chunk and order. Printed are match rates
+against the first, for divergences the gap of the two largest logits, and the cost in percent, after
+a warm-up. The usual arithmetic is captured and not
 compiled, unless --compile asks: that takes 20 to 30 s for each loop and bucket.
 
 After --limit-s no other loop is started; what is missing is named in the result. Exits 1 if a
-deterministic text differs or a deterministic loop is missing.
+deterministic text differs or a deterministic loop is missing, 4 without a GPU and --target.
 """
 
 import argparse
-import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from mtp_research.kernels.bench_timing import describe_machine
+from text_gaps import Decoded, Texts, compare
+
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.evaluation.prompts import ChatTokenizer, encode_prompt, load_prompts
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_heads
-from mtp_research.models.attention import DenseContext
 from mtp_research.models.placement import DTYPES, resolve_device
 from mtp_research.models.shapes import SHAPES, random_target
 from mtp_research.models.target import Target, load_target, load_tokenizer
 
-Texts = dict[int, tuple[int, ...]]
-MAX_GAPS = 30  # divergences of a loop whose logits are computed
+HALVED = {"batch_share": 0.5, "order": -1}
+EXIT_NO_DEVICE = 4
 PREFILL_CHUNK = 256
 WARM_UP_TOKENS = 8
 
@@ -53,21 +55,19 @@ class Loop(NamedTuple):
     order: int = 1
 
 
-class Decoded(NamedTuple):
-    """Output by prompt, seconds after the warm-up and mean acceptance length."""
-
-    texts: Texts
-    seconds: float
-    acceptance_length: float | None
-
-
 def main() -> int:
     """Run every loop under both modes; see the module's first lines."""
     options, started = parse_options(), time.perf_counter()
+    if options.target is None and options.shape != "tiny" and not torch.cuda.is_available():
+        print(
+            f"error: random weights of {options.shape} need a CUDA device, none is visible; set "
+            "--target or --shape tiny.",
+            file=sys.stderr,
+        )
+        return EXIT_NO_DEVICE
     target, heads = load(options)
     prompts = make_prompts(target, options)
-    loops = [Loop("K=0", 0), Loop("K=0, half the batch, reversed", 0, batch_share=0.5, order=-1)]
-    loops += [Loop(f"K={options.k} {name}", options.k, name) for name in ("eagle", "training")]
+    loops = loops_of(options.k)
     rows: dict[bool, dict[str, dict[str, object]]] = {True: {}, False: {}}
     for deterministic, found in rows.items():
         base: Decoded | None = None
@@ -79,12 +79,23 @@ def main() -> int:
             found[loop.name] = compare(target, prompts, base, decoded)
             print(mode_name(deterministic), loop.name, json.dumps(found[loop.name]), flush=True)
     result = summarise(rows, [loop.name for loop in loops])
-    facts = vars(options) | {"device": target.device, "dtype": target.dtype, **result}
+    facts = vars(options) | {"machine": describe_machine(), "dtype": target.dtype, **result}
     facts["rows"] = {mode_name(mode): found for mode, found in rows.items()}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "deterministic.json").write_text(json.dumps(facts, indent=1, default=str))
     print(json.dumps(result))
     return int(not result["all_equal"])
+
+
+def loops_of(num_drafts: int) -> list[Loop]:
+    """What each mode decodes; the first is what the others are compared with."""
+    k = f"K={num_drafts}"
+    return [
+        Loop("K=0", 0),
+        Loop("K=0, half the batch, reversed", 0, **HALVED),
+        *(Loop(f"{k} {name}", num_drafts, name) for name in ("eagle", "training")),
+        Loop(f"{k} training, half the batch, reversed", num_drafts, **HALVED),
+    ]
 
 
 def mode_name(deterministic: bool) -> str:
@@ -206,43 +217,6 @@ def run(decoder: SpecDecoder, prompts: list[list[int]], order: list[int], num_to
     sampling = SamplingParams(max_new_tokens=num_tokens)
     records = decoder.generate([prompts[index] for index in order], sampling=sampling)
     return {order[int(r.request_id)]: tuple(r.output_token_ids) for r in records}
-
-
-def compare(
-    target: Target, prompts: list[list[int]], base: Decoded, found: Decoded
-) -> dict[str, object]:
-    """Match rate against the first loop, and the logit gap at the first divergences."""
-    equal = sum(base.texts[index] == found.texts[index] for index in range(len(prompts)))
-    gaps = divergences(target, prompts, base.texts, found.texts)
-    return {
-        "match_rate": equal / len(prompts),
-        "seconds": found.seconds,
-        "tokens_per_s": sum(map(len, found.texts.values())) / found.seconds,
-        "acceptance_length": found.acceptance_length,
-        "divergences": list(itertools.islice(gaps, MAX_GAPS)),
-    }
-
-
-@torch.inference_mode()
-def divergences(
-    target: Target, prompts: list[list[int]], expected: Texts, found: Texts
-) -> Iterator[dict[str, object]]:
-    """Where texts part: prompt, output position, tokens and the gap of the top two logits."""
-    for index, prompt in enumerate(prompts):
-        pairs = enumerate(zip(expected[index], found[index], strict=True))
-        first = next((place for place, (left, right) in pairs if left != right), None)
-        if first is None:
-            continue
-        text = torch.tensor([[*prompt, *expected[index][:first]]], device=target.device)
-        positions = torch.arange(text.shape[1], device=target.device)[None]
-        hidden = target.forward(text, position_ids=positions, context=DenseContext())
-        top = target.logits(hidden.post_norm[0, -1]).float().topk(2)
-        yield {
-            "prompt": index,
-            "position": first,
-            "tokens": (expected[index][first], found[index][first]),
-            "logit_gap": float(top.values[0] - top.values[1]),
-        }
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
     python tools/gpu_tensor_parallel.py --out $OUT --shape dense_1b --graphs        two GPUs
     python tools/gpu_tensor_parallel.py --out /tmp/x --shape tiny --device cpu \
         --steps 8 --batches 2                                                       on a CPU
+    python tools/gpu_tensor_parallel.py --out /tmp/x --shape tiny_experts --plan experts \
+        --device cpu --steps 8 --batches 2                              whole experts a rank
 
 Writes random weights of a shape once, to `--work`, then decodes the same prompts in one process and
 in torchrun's, greedily, with K = 0 and K drafts of random modules. In bfloat16 a sum over ranks
 rounds differently, so texts may part where two logits are all but equal, as those of random weights
 often are: the share of equal texts and the first difference are printed. `--dtype float32` should
 keep them equal. With `--graphs` the step is captured, NCCL's sums included. A world that fails or
-takes too long leaves the rows that it has measured.
+takes too long leaves the rows that it has measured. Without the devices it exits with 4.
 """
 
 import argparse
@@ -26,6 +28,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from mtp_research.kernels.bench_timing import describe_machine
+
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling_params import SamplingParams
@@ -33,6 +37,7 @@ from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.shapes import SHAPES, random_target
 from mtp_research.models.target import Target, load_target
 
+EXIT_NO_DEVICE = 4
 PROMPT_TOKENS = 32
 PORT = "29631"
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
@@ -49,6 +54,13 @@ def main() -> int:
     args = parse_options()
     args.dtype = args.dtype or DTYPES[args.device]
     model = args.work / f"{args.shape}_{args.dtype}"
+    if args.device == "cuda" and torch.cuda.device_count() < (args.world or args.ranks):
+        print(
+            f"error: {args.ranks} CUDA devices are needed, {torch.cuda.device_count()} are visible;"
+            " set --device cpu with --shape tiny or tiny_experts.",
+            file=sys.stderr,
+        )
+        return EXIT_NO_DEVICE
     if args.world:
         decode(args, model)
         return 0
@@ -61,7 +73,8 @@ def main() -> int:
     failed = [world for world, words in commands.items() if not run_world(args, world, words)]
     for world in failed:
         print(f"FAILED with {world} processes; see the output above")
-    report(args.out, ranks=args.ranks)
+    options = {name: str(value) for name, value in vars(args).items()}
+    report(args.out, ranks=args.ranks, options=options)
     return int(bool(failed))
 
 
@@ -137,7 +150,7 @@ def measure(
     return {"k": k, "batch": batch, "tokens_per_s": num_tokens / seconds, "texts": texts}
 
 
-def report(out: Path, *, ranks: int) -> None:
+def report(out: Path, *, ranks: int, options: dict[str, str]) -> None:
     """Equal texts and speed, row by row, and everything as JSON."""
     files = [out / f"world_{n}.json" for n in (1, ranks)]
     alone, split = (json.loads(file.read_text()) if file.is_file() else [] for file in files)
@@ -156,8 +169,7 @@ def report(out: Path, *, ranks: int) -> None:
             f"K {row['k']}  batch {row['batch']:3d}  equal texts {row['equal']:.0%} (first "
             f"difference {first})  {speeds[0]:,.0f} -> {speeds[1]:,.0f} tok/s"
         )
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    record = {"device": device, "ranks": ranks, "rows": found}
+    record = {"machine": describe_machine(), "ranks": ranks, "options": options, "rows": found}
     (out / "tensor_parallel.json").write_text(json.dumps(record))
     print(json.dumps(record))
 

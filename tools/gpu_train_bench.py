@@ -25,9 +25,11 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from training_bench_parts import (  # puts the repository on the path
+from mtp_research.kernels.bench_timing import describe_machine
+from training_bench_parts import (
     Shape,
     flops_per_token,
     make_parts,
@@ -52,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     ranks = Accelerator(cpu=not torch.cuda.is_available())
     ceiling = matmul_tflops(ranks.device)
-    print(f"device {device_name()}  bf16 product {ceiling:.1f} TFLOP/s")
+    machine = describe_machine()
+    print(f"device {machine['device']}  bf16 product {ceiling:.1f} TFLOP/s")
     results = []
     for shape in shapes_of(args):
         for compiled in CHOICES[args.compile]:
@@ -62,9 +65,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             for result in measure(shape, trainer, ranks, args=args, ceiling=ceiling):
                 results.append(result)
                 show(result)
-    report = {"device": device_name(), "product_tflops": ceiling, "torch": torch.__version__}
+    report = {"machine": machine, "product_tflops": ceiling, "arguments": vars(args)}
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "train_bench.json").write_text(json.dumps(report | {"rows": results}, indent=1))
+    (args.out / "train_bench.json").write_text(
+        json.dumps(report | {"rows": results}, indent=1, default=str)
+    )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -221,11 +226,6 @@ def drain() -> None:
     """Wait for the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def device_name() -> str:
-    """Name of the accelerator."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ from mtp_research.decode.step import DeviceStep, StepResult
 
 # A compiled step has one version per bucket and kind of sampling.
 _MAX_COMPILED_VERSIONS = 64
+
+
+class DeviceRun(NamedTuple):
+    """A kernel, copy or fill on the device's clock, in microseconds."""
+
+    name: str
+    begin_us: float
+    end_us: float
 
 
 class StepGraphs:
@@ -185,19 +194,18 @@ class StepGraphs:
             times.append(begin.elapsed_time(end))
         return statistics.median(times)
 
-    def profile(self) -> list[tuple[str, int, float]]:
-        """Name, launches and microseconds of the kernels in a replay; see `time_replays`."""
+    def trace(self) -> list[DeviceRun]:
+        """What a replay of the last captured step runs, by its begin; see `time_replays`."""
         captured = list(self._graphs.values())[-1]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             captured.graph.replay()
             torch.cuda.synchronize()
-        totals: dict[str, tuple[int, float]] = {}
-        for event in profile.events() or []:
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                count, us = totals.get(event.name, (0, 0.0))
-                totals[event.name] = (count + 1, us + event.time_range.elapsed_us())
-        rows = [(name, count, us) for name, (count, us) in totals.items()]
-        return sorted(rows, key=lambda row: -row[2])
+        runs = [
+            DeviceRun(event.name, event.time_range.start, event.time_range.end)
+            for event in profile.events() or []
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        return sorted(runs, key=lambda run: run.begin_us)
 
     def _upload(self, entries: list[Scheduled], bucket: int) -> None:
         """Slots and block tables of the batch; nothing when they are there already."""

@@ -59,6 +59,8 @@ class DeviceStep:
         backend: kernel backend.
         products: entered for the whole step, for deterministic decoding; None otherwise.
         probe: told that the step starts and which part of it ends; never in a captured step.
+        tie: hands on a part's last values, given all that the part made; what a captured step has
+            instead of a probe, see `evaluation.bench_split`.
     """
 
     target: Target
@@ -71,6 +73,7 @@ class DeviceStep:
     backend: str = "auto"
     products: AbstractContextManager[object] | None = None
     probe: Callable[[str], None] | None = None
+    tie: Callable[[Tensor, list[Tensor]], Tensor] | None = None
 
     def run(
         self,
@@ -109,9 +112,11 @@ class DeviceStep:
         logits = self.target.logits(
             hidden.post_norm[0, inputs.logits_indices(self.num_speculative_tokens)]
         )
+        logits = self._tied(logits)
         self._mark("target")
         processed = self._process(logits, inputs, params)
         verified = self._verify(processed, inputs, params)
+        verified = VerifyOutput(self._tied(verified.num_accepted, *verified[1:]), *verified[1:])
         logprobs = step_logprobs(
             logits, processed, sampled_token_ids=verified.sampled_token_ids, params=params
         )
@@ -135,6 +140,9 @@ class DeviceStep:
     def _mark(self, part: str) -> None:
         if self.probe is not None:
             self.probe(part)
+
+    def _tied(self, values: Tensor, *made: Tensor) -> Tensor:
+        return values if self.tie is None else self.tie(values, list(made))
 
     def _process(self, logits: Tensor, inputs: StepInputs, params: SamplingTensors) -> Tensor:
         """Apply logit processors and grammar masks to logits `[R, K+1, V]`."""
@@ -195,7 +203,7 @@ class DeviceStep:
             self.cache.recurrent.select(inputs.slots, num_rows=inputs.num_rows, num_kept=num_fresh)
         return StepState(
             first_fresh=inputs.first_position,
-            frontier=inputs.first_position + num_fresh - 1,
+            frontier=self._tied(inputs.first_position + num_fresh - 1, num_known_tokens),
             num_known_tokens=num_known_tokens,
             oldest_hidden=torch.maximum(
                 inputs.first_position - self.ring.num_rows, self.ring.first_row[inputs.slots]

@@ -8,7 +8,7 @@ Letters: K drafts per step.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class StepBytes:
         target_weights: without the embedding table, with lm_head.
         draft_weights: of all K module passes, each with lm_head or the drafted rows of it.
         keys_values: of the target pass and the module passes.
-        unique_experts: mean unique experts per expert layer of the target; None without experts.
+        unique_experts: mean unique experts per expert layer of the target alone; None without.
     """
 
     target_weights: int
@@ -42,7 +42,12 @@ class StepBytes:
         return self.target_weights + self.draft_weights + self.keys_values
 
 
-def measure_bytes(decoder: SpecDecoder, heads: MTPHeads | None) -> StepBytes:
+def num_text_tokens(decoder: SpecDecoder) -> int:
+    """Tokens of all running requests, prompts included."""
+    return sum(request.num_tokens for request in decoder.scheduler.running)
+
+
+def measure_bytes(decoder: SpecDecoder, heads: MTPHeads | None, *, num_tokens: float) -> StepBytes:
     """Bytes of a decoding step of the running requests; runs one step to see the routing.
 
     The step happens behind the host's back: the decoder is of no use afterwards.
@@ -50,30 +55,31 @@ def measure_bytes(decoder: SpecDecoder, heads: MTPHeads | None) -> StepBytes:
     Args:
         decoder: in the middle of decoding, all requests past their prompts.
         heads: its modules; None without drafts.
+        num_tokens: of all texts, the mean over the steps that the bytes are compared with.
     """
     model, num_drafts = decoder.target.model, decoder.num_speculative_tokens
-    share = _share_of_experts_used(decoder)
+    used = _experts_used(decoder)
     embedding = cast(Tensor, decoder.target.embed_tokens.weight)
-    target = _read_bytes(model, share) - _bytes(embedding)
+    target = _read_bytes(model, used) - _bytes(embedding)
     if decoder.target.lm_head_weight is embedding:
         target += _bytes(decoder.target.lm_head_weight)
     drafts = 0
     if heads is not None:
-        per_module = _read_bytes(heads, share) // heads.spec.num_mtp_modules
+        per_module = _read_bytes(heads, used) // heads.spec.num_mtp_modules
         output = decoder.target.lm_head_weight
         if isinstance(decoder.drafter, MTPDrafter) and decoder.drafter.vocabulary is not None:
             output = decoder.drafter.vocabulary.weights[0]  # [V', D] of the tokens that are drafted
         drafts = num_drafts * (per_module + _bytes(output))
-    num_tokens = sum(request.num_tokens for request in decoder.scheduler.running)
     cache, num_target = decoder.cache, decoder.target.config.num_hidden_layers
     per_token = sum(cache.bytes_per_token(layer) for layer in range(num_target))
     if heads is not None:
         per_token += num_drafts * cache.bytes_per_token(num_target)
-    counts = [experts for _, experts in share.values()]
+    own = set(model.modules())
+    counts = [found.count for module, found in used.items() if module in own]
     return StepBytes(
         target_weights=target,
         draft_weights=drafts,
-        keys_values=num_tokens * per_token,
+        keys_values=round(num_tokens * per_token),
         unique_experts=sum(counts) / len(counts) if counts else None,
     )
 
@@ -82,37 +88,51 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _read_bytes(model: nn.Module, share: dict[nn.Module, tuple[float, int]]) -> int:
+class _Used(NamedTuple):
+    """Experts of a stack that are used, a mean over the stack's passes in a step."""
+
+    count: float
+    share: float
+
+
+def _read_bytes(model: nn.Module, used: dict[nn.Module, _Used]) -> int:
     """Bytes of the parameters, those of expert stacks times the share of experts in use."""
-    used = {id(p): part for module, (part, _) in share.items() for p in module.parameters()}
-    return sum(int(_bytes(p) * used.get(id(p), 1.0)) for p in model.parameters())
+    shares = {id(p): part.share for module, part in used.items() for p in module.parameters()}
+    return sum(int(_bytes(p) * shares.get(id(p), 1.0)) for p in model.parameters())
 
 
-def _share_of_experts_used(decoder: SpecDecoder) -> dict[nn.Module, tuple[float, int]]:
-    """Share and number of experts that one step uses, by stack of experts."""
+def _experts_used(decoder: SpecDecoder) -> dict[nn.Module, _Used]:
+    """What one step uses, by stack of experts."""
     modules = [*decoder.target.model.modules()]
     if isinstance(decoder.drafter, MTPDrafter):
         modules += [*decoder.drafter.heads.modules()]
     stacks = [module for module in modules if _is_expert_stack(module)]
-    used: dict[nn.Module, tuple[float, int]] = {}
-    handles = [stack.register_forward_pre_hook(_note_experts(used)) for stack in stacks]
+    counts: dict[nn.Module, list[int]] = {stack: [] for stack in stacks}
+    handles = [stack.register_forward_pre_hook(_note_experts(counts[stack])) for stack in stacks]
     if handles:
         _run_step(decoder)
     for handle in handles:
         handle.remove()
+    used = {}
+    for stack, passes in counts.items():
+        if passes:  # a stack that no pass ran counts as read whole
+            count = sum(passes) / len(passes)
+            used[stack] = _Used(count, count / _expert_weights(stack)[0].shape[0])
     return used
 
 
 def _is_expert_stack(module: nn.Module) -> bool:
     """Whether the module holds its experts' weights as one tensor `[E, out, in]`."""
-    return any(p.dim() == 3 for p in module.parameters(recurse=False))
+    return bool(_expert_weights(module))
 
 
-def _note_experts(used: dict[nn.Module, tuple[float, int]]) -> Callable:
+def _expert_weights(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters(recurse=False) if p.dim() == 3]
+
+
+def _note_experts(passes: list[int]) -> Callable:
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        num_experts = next(p for p in module.parameters(recurse=False) if p.dim() == 3).shape[0]
-        count = len(torch.unique(inputs[1]))
-        used[module] = (count / num_experts, count)
+        passes.append(len(torch.unique(inputs[1])))
 
     return note
 

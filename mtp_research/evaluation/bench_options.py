@@ -53,6 +53,9 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         "--overlap-launches", action="store_true", help="engine.overlap_launches=true"
     )
     parser.add_argument("--kernels", type=int, default=0, help="print the slowest so many kernels")
+    parser.add_argument(
+        "--split", action="store_true", help="time parts of the step, cut at marks put into it"
+    )
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument(

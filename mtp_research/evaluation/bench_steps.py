@@ -17,7 +17,7 @@ from mtp_research.errors import ConfigError, NumericFault
 
 NUM_SLICES = 5
 NUM_WARM_UP_STEPS = 8
-_NUM_OTHER_STEPS = 48  # warm-up twice, replays that are timed, and the profile, with room
+_NUM_OTHER_STEPS = 64  # warm-up twice, replays that are timed, counted or traced, with room
 _ROUND_TO_TOKENS = 256
 
 

@@ -97,24 +97,21 @@ _GLM_FLASH = {
     "max_position_embeddings": 32_768,
     "tie_word_embeddings": False,
 }
+_TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SHAPES: dict[str, Shape] = {
     "dense_1b": Shape("qwen3", _DENSE_1B, "no published model; 20 layers as in our tables"),
     "mimo_7b": Shape("qwen2", _MIMO_7B, "MiMo-7B, whose layers are Qwen2's"),
     "glm45_air_8": Shape("glm4_moe", _GLM_AIR, "GLM-4.5-Air, 8 of 46 layers"),
     "glm47_flash": Shape("glm4_moe_lite", _GLM_FLASH, "GLM-4.7-Flash"),
-    "tiny": Shape(
-        "qwen3",
-        _DENSE_1B
-        | {
-            "vocab_size": 256,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-        },
-        "for trying the commands on a CPU",
+    "tiny": Shape("qwen3", _DENSE_1B | _TINY, "for trying the commands on a CPU"),
+    "tiny_experts": Shape(
+        "glm4_moe",
+        _GLM_AIR
+        | _TINY
+        | {"moe_intermediate_size": 32, "n_routed_experts": 8}
+        | {"num_experts_per_tok": 2},
+        "likewise, with experts",
     ),
 }
 

@@ -11,7 +11,7 @@ import torch
 from mtp_research.decode import decoder as decoder_file
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.errors import NumericFault
-from mtp_research.evaluation import bench_decode, bench_steps
+from mtp_research.evaluation import bench_decode, bench_row, bench_steps
 from mtp_research.evaluation.bench_steps import context_limit, time_steps
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tries the commands on a CPU")
@@ -52,12 +52,13 @@ def test_deterministic_rows_say_so_and_run_in_the_mode(tmp_path: Path, monkeypat
 
 def test_every_step_of_a_request_fits_its_context(monkeypatch, tmp_path: Path) -> None:
     seen = []
-    measure = bench_decode.measure_bytes  # is handed the decoder after the last timed step
-    monkeypatch.setattr(
-        bench_decode,
-        "measure_bytes",
-        lambda decoder, heads: seen.append(decoder) or measure(decoder, heads),
-    )
+    measure = bench_row.measure_bytes  # is handed the decoder after the last timed step
+
+    def note(decoder, heads, *, num_tokens):
+        seen.append(decoder)
+        return measure(decoder, heads, num_tokens=num_tokens)
+
+    monkeypatch.setattr(bench_row, "measure_bytes", note)
     (row,) = rows(tmp_path, "--steps", "60", "--accept", "1.0", "--strict-sync")
     (decoder,) = seen
     assert (row["num_steps"], row["tau"], row["syncs"]) == (60, 3.0, None)
@@ -70,7 +71,7 @@ def test_every_step_of_a_request_fits_its_context(monkeypatch, tmp_path: Path) -
 def test_steps_beyond_the_positions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--cpu", "--shapes", "tiny", "--batch", "1", "--k", "3", "--steps", "9000"]
     assert bench_decode.main(words) == 2
-    assert "--steps must be at most 7888 for --context 1024 and --k 3" in capsys.readouterr().err
+    assert "--steps must be at most 7872 for --context 1024 and --k 3" in capsys.readouterr().err
 
 
 def test_pool_that_would_preempt_is_refused() -> None:
@@ -102,6 +103,22 @@ def test_step_that_waits_is_named_and_the_mode_is_put_back(monkeypatch) -> None:
 
 
 def test_words_of_a_strict_row_name_launches_and_syncs() -> None:
-    row = {"syncs": 0, "launches": 374, "num_steps": 1000}
+    row = {"syncs": 0, "launches": 374.25, "replays": 1.0, "num_steps": 1000}
     line = bench_decode._strict_line(row)
-    assert line == "374 launches a step in 1 graph replay, 0 syncs in 1000 steps"
+    assert line == "374.25 launches and 1 graph replays a step, 0 syncs in 1000 steps"
+
+
+def test_limit_is_that_of_the_mean_length_of_the_timed_steps(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, "--k", "0", "--steps", "10")
+    first = 8 + 1 + 2 * bench_steps.NUM_WARM_UP_STEPS
+    assert row["text_tokens"] == pytest.approx(first + 10 / 2, abs=2)
+    per_token = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, dims, bytes
+    assert row["bytes"]["keys_values"] == 2 * row["text_tokens"] * per_token
+
+
+def test_json_names_machine_and_dtype(tmp_path: Path) -> None:
+    rows(tmp_path, "--k", "0")
+    report = json.loads((tmp_path / "rows.json").read_text())
+    assert report["dtype"] == "float32"
+    assert report["machine"]["device"] == "cpu"
+    assert report["machine"].keys() >= {"driver", "python", "transformers", "commit", "dirty"}

@@ -14,6 +14,7 @@ import torch
 from mtp_research.kernels import attention_launch, expert_routing, latent_attention_launch
 from mtp_research.kernels.latent_attention import latent_attention
 from mtp_research.kernels.paged_attention import paged_attention
+from mtp_research.kernels.part_mark import part_mark
 from mtp_research.kernels.store_kv import store_kv
 
 from tests.kernels.append_cases import (
@@ -261,3 +262,11 @@ def test_products_of_few_rows_interpreted_match_float64(case):
     check_few_rows(case, torch.float32, backend="triton")
     if case.is_gated:
         check_few_rows(case, torch.float16, backend="triton")
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1,), (2, 3, 1367)], ids=str)
+def test_part_mark_copies_every_value(shape):
+    values = torch.randn(shape)
+    marked = part_mark(values, backend="triton")
+    assert torch.equal(marked, values)
+    assert not marked.numel() or marked.data_ptr() != values.data_ptr()

@@ -59,18 +59,33 @@ SMALL = {  # kernel, constants, warps, stages
         8,
         3,
     ),
+    "count": (
+        expert_routing.count_kernel,
+        {"PADDED_EXPERTS": 256, "CHUNK": expert_routing._CHUNK},
+        4,
+        3,
+    ),
+    "place": (
+        expert_routing.place_kernel,
+        {"BLOCK_M": 128, "PADDED_EXPERTS": 256, "CHUNK": expert_routing._CHUNK},
+        4,
+        3,
+    ),
     "logits": (
         router_logits_kernel,
         {"HIDDEN": 768, **expert_router.LOGITS_BLOCKS},
         expert_router.LOGITS_WARPS,
         expert_router.LOGITS_STAGES,
     ),
-    "choice": (
-        router_choice_kernel,
-        {"NORMALISES": True, **expert_router.choice_constants(64, 4)},
-        4,
-        3,
-    ),
+    **{
+        f"choice_{top_k}_of_{num_experts}": (
+            router_choice_kernel,
+            {"NORMALISES": True, **expert_router.choice_constants(num_experts, top_k)},
+            4,
+            3,
+        )
+        for num_experts, top_k in ((64, 4), (128, 8))
+    },
 }
 
 

@@ -1,9 +1,15 @@
-"""Program shapes of the few-rows product compile for sm_90: no spills, shared memory fits."""
+"""Every shipped few-rows program compiles for sm_90: no spills, shared memory fits."""
+
+from typing import NamedTuple
 
 import pytest
 import torch
-from mtp_research.kernels.few_rows_choice import choose_config, choose_gated_config
-from mtp_research.kernels.few_rows_product import few_rows_constants
+from mtp_research.kernels import few_rows_choice
+from mtp_research.kernels.few_rows_product import (
+    FewRowsConfig,
+    choose_num_splits,
+    few_rows_constants,
+)
 from mtp_research.kernels.few_rows_triton import few_rows_kernel
 
 pytest.importorskip("triton")
@@ -13,28 +19,59 @@ from tests.kernels.test_sm90_compile import (
     _num_spilled_bytes,
 )
 
-# Name: T, N, K, the number of programs that share it, gated.
-PRODUCTS = {
-    "qkv_4_rows": (4, 6144, 4096, 1, False),
-    "split_1_row": (1, 2048, 5632, 8, False),
-    "lm_head_64_rows": (64, 151_680, 4096, 1, False),
-    "gated_16_rows": (16, 22_016, 4096, 1, True),
-}
+
+class Program(NamedTuple):
+    """A launch that differs from the others in what is compiled."""
+
+    num_rows: int
+    config: FewRowsConfig
+    is_gated: bool = False
+    is_split: bool = False
+    has_bias: bool = False
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_few_rows_kernel_sm90_has_no_spills(name, tmp_path):
-    num_rows, num_outputs, depth, num_splits, is_gated = PRODUCTS[name]
-    choose = choose_gated_config if is_gated else choose_config
-    config = choose(num_rows, num_outputs, depth, dtype=torch.bfloat16)
+def shipped():
+    """Every program shape of the tables, split where the least weight of its row is split."""
+    tables = {False: few_rows_choice._CHOICES, True: few_rows_choice._GATED_CHOICES}
+    for is_gated, table in tables.items():
+        for num_rows, choices in table.items():
+            for choice in choices:
+                config = choice.config
+                num_tiles = -(-choice.min_outputs // config.block_n)
+                splits = choose_num_splits(num_tiles, choice.min_depth, config=config) > 1
+                for is_split in {False, splits and not is_gated}:
+                    yield Program(num_rows, config, is_gated, is_split)
+
+
+# A bias is added to sums that are in registers already: one program has it.
+WITH_BIAS = Program(8, few_rows_choice._NARROW, has_bias=True)
+PROGRAMS = [*dict.fromkeys(shipped()), WITH_BIAS, Program(1, few_rows_choice._NARROW)]
+
+
+def name_of(program):
+    words = ("gated", "split", "bias")
+    kind = [word for word, has in zip(words, program[2:], strict=True) if has]
+    return "_".join((f"{program.num_rows}_rows", *map(str, map(int, program.config)), *kind))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
+def test_few_rows_kernel_sm90_has_no_spills(program, tmp_path):
+    config, depth = program.config, 4096
     constants = few_rows_constants(
-        num_rows, depth, dtype=torch.bfloat16, config=config, overlaps=True, is_gated=is_gated
+        program.num_rows,
+        depth,
+        dtype=torch.bfloat16,
+        config=config,
+        overlaps=True,
+        is_gated=program.is_gated,
     )
     types = dict.fromkeys(few_rows_kernel.arg_names, "i32")
     types |= dict.fromkeys(("x", "weight", "out"), "*bf16")
     types |= dict.fromkeys(("bias", "weight_tiles", "parts", "arrived"), "constexpr")
-    if num_splits > 1:
+    if program.is_split:
         types |= {"parts": "*fp32", "arrived": "*i32"}
+    if program.has_bias:
+        types["bias"] = "*bf16"
     if config.uses_descriptor:
         types["weight_tiles"] = f"tensordesc<bf16[{config.block_n},{config.block_k}]>"
     types |= dict.fromkeys(constants, "constexpr")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from mtp_research.kernels.paged_attention import paged_attention
+from mtp_research.kernels.part_mark import part_mark
 from mtp_research.kernels.store_kv import store_kv
 
 from tests.kernels.kernel_cases import (
@@ -142,3 +143,10 @@ def test_kernels_on_gpu_inside_compiled_graph_match_eager():
 
     expected = paged_attention(inputs.query * 2, **inputs.keywords(), **call_arguments(case)) + 1
     assert torch.equal(step(inputs.query, inputs.keywords()), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64], ids=str)
+def test_part_mark_on_gpu_copies_every_value(dtype):
+    for shape in ((0, 3), (1,), (32, 4, 1519)):
+        values = torch.randint(2, shape, device="cuda").to(dtype)
+        assert torch.equal(part_mark(values), values)

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_research.kernels import attention_launch, latent_attention_launch, new_rows, store_kv
+from mtp_research.kernels import (
+    attention_launch,
+    latent_attention_launch,
+    new_rows,
+    part_mark,
+    store_kv,
+)
 from mtp_research.kernels.latent_attention_triton import latent_attention_kernel
 from mtp_research.kernels.paged_attention_triton import attention_kernel
 from mtp_research.kernels.splits import merge_splits_kernel
@@ -258,6 +264,23 @@ def test_store_kv_kernel_sm90_moves_16_bytes_a_thread(
     width = "v4" if num_heads * key_dim * dtype.itemsize >= 16 * 128 else "v2"
     assert f"ld.global.{width}" in compiled.asm["ptx"]
     assert f"st.global.{width}" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64], ids=str)
+def test_part_mark_kernel_sm90_has_no_spills_and_moves_16_bytes(dtype, tmp_path):
+    pointer = (POINTERS | {torch.int64: "*i64"})[dtype]
+    types = {"values": pointer, "out": pointer, "num_values": "i32", "BLOCK": "constexpr"}
+    constants = {"BLOCK": part_mark.BLOCK}
+    compiled = _compile(
+        part_mark._part_mark_kernel,
+        types=types,
+        constants=constants,
+        num_warps=part_mark.NUM_WARPS,
+        divisible=("num_values",),
+    )
+    assert _num_spilled_bytes(compiled, tmp_path) == 0
+    assert compiled.metadata.name == part_mark.KERNEL_NAME  # what a trace is searched for
+    assert "ld.global.v" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "direct"])

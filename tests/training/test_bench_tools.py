@@ -15,6 +15,7 @@ def measured(folder, *words):
     gpu_train_bench.main(["--out", str(folder), *ROUNDS, *words])
     report = json.loads((folder / "train_bench.json").read_text())
     assert report["product_tflops"] > 0
+    assert report["machine"].keys() >= {"device", "torch", "transformers", "commit", "dirty"}
     return report
 
 

@@ -1,0 +1,182 @@
+"""One row of `bench_decode`: fill the batch, capture, time the steps of the loop, look inside one.
+
+Letters: B requests, K drafts per step.
+"""
+
+import argparse
+import dataclasses
+import time
+from typing import NamedTuple
+
+import torch
+
+from mtp_research.config import EngineConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.verify_options import VerifyOptions
+from mtp_research.evaluation.bench_bytes import measure_bytes, num_text_tokens
+from mtp_research.evaluation.bench_options import Case
+from mtp_research.evaluation.bench_split import (
+    NUM_SPLIT_STEPS,
+    Launches,
+    StepSplit,
+    count_launches,
+    kernel_totals,
+    mark,
+    split_steps,
+    split_traces,
+)
+from mtp_research.evaluation.bench_steps import (
+    NUM_WARM_UP_STEPS,
+    context_limit,
+    require_blocks,
+    time_steps,
+)
+from mtp_research.evaluation.turns import Turns
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.target import Target
+
+
+def measure_row(
+    target: Target,
+    heads: MTPHeads,
+    case: Case,
+    options: argparse.Namespace,
+    turns: Turns,
+    copy_tb_per_s: float | None,
+) -> dict[str, object]:
+    """Figures of one case.
+
+    Args:
+        target: random weights.
+        heads: its modules.
+        case: what is decoded.
+        options: of the command line.
+        turns: while it is measured, others that share the device wait.
+        copy_tb_per_s: copy bandwidth of the device; None without a GPU.
+    """
+    started = time.perf_counter()
+    decoder = _warm_decoder(target, heads, case, options)
+    ready_s = time.perf_counter() - started
+    turns.decode()
+    for _ in range(NUM_WARM_UP_STEPS):  # let the clocks settle
+        decoder.step()
+    _synchronize()
+    stats = decoder.stats
+    steps_before, host_before = stats.num_steps, stats.busy_s - stats.wait_s
+    tokens_before = num_text_tokens(decoder)
+    times = time_steps(decoder, num_steps=options.steps, strict_sync=options.strict_sync)
+    host_s = stats.busy_s - stats.wait_s - host_before
+    host_ms = host_s / (stats.num_steps - steps_before) * 1e3
+    num_tokens = (tokens_before + num_text_tokens(decoder)) / 2
+    inside = _look_inside(decoder, options, step_ms=times.step_ms)
+    needed = measure_bytes(decoder, heads if case.num_drafts else None, num_tokens=num_tokens)
+    limit_ms = None if copy_tb_per_s is None else needed.total / copy_tb_per_s / 1e9
+    return {
+        **dataclasses.asdict(case),
+        "tau": times.num_tokens / times.num_steps / case.batch,
+        "tok_per_s": times.num_tokens / times.num_steps / times.step_ms * 1e3,
+        "step_ms": times.step_ms,
+        "graph_ms": inside.graph_ms,
+        "limit_ms": limit_ms,
+        "share": None if limit_ms is None else limit_ms / times.step_ms,
+        "host_ms": host_ms,
+        "launches": None if inside.launches is None else inside.launches.num_launches,
+        "replays": None if inside.launches is None else inside.launches.num_replays,
+        "syncs": times.num_syncs,
+        "num_steps": times.num_steps,
+        "experts": needed.unique_experts,
+        "text_tokens": num_tokens / case.batch,
+        "ready_s": ready_s,
+        "capture_s": None if decoder.graphs is None else decoder.graphs.capture_s,
+        "pool_gib": decoder.cache.num_bytes / 2**30,
+        "bytes": dataclasses.asdict(needed),
+        "split": None if inside.split is None else dataclasses.asdict(inside.split),
+        "kernels": inside.kernels,
+    }
+
+
+class _Inside(NamedTuple):
+    """What a step is made of, as far as it can be seen; `graph_ms` of one replay."""
+
+    launches: Launches | None = None
+    graph_ms: float | None = None
+    split: StepSplit | None = None
+    kernels: list[tuple[str, int, float]] | None = None  # of one replay
+
+
+def _look_inside(decoder: SpecDecoder, options: argparse.Namespace, *, step_ms: float) -> _Inside:
+    """Profile more steps; leaves a decoder with graphs unusable."""
+    launches = count_launches(decoder) if decoder.target.device.type == "cuda" else None
+    if decoder.graphs is None:
+        return _Inside(launches, split=split_steps(decoder) if options.split else None)
+    graph_ms = decoder.graphs.time_replays()
+    traces = [decoder.graphs.trace() for _ in range(NUM_SPLIT_STEPS if options.split else 1)]
+    split = None
+    if options.split:
+        split = split_traces(traces, graph_ms=graph_ms, step_ms=step_ms)
+    return _Inside(launches, graph_ms, split, kernel_totals(traces[0]))
+
+
+def _warm_decoder(
+    target: Target, heads: MTPHeads, case: Case, options: argparse.Namespace
+) -> SpecDecoder:
+    """A decoder whose requests are all past their prompts and whose step is captured."""
+    decoder = _decoder(target, heads, case, options)
+    require_blocks(decoder)
+    if options.split and decoder.graphs is not None:
+        decoder.device_step.tie = mark  # before the first capture
+    generator = torch.Generator().manual_seed(case.batch)
+    for seed in range(case.batch):
+        prompt = torch.randint(
+            target.config.vocab_size, (case.context,), generator=generator
+        ).tolist()
+        decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=1 << 20, seed=seed))
+    while any(r.is_prefilling for r in decoder.scheduler.requests()):
+        decoder.step()
+    for _ in range(NUM_WARM_UP_STEPS):  # capture
+        decoder.step()
+    _synchronize()
+    return decoder
+
+
+def _decoder(
+    target: Target, heads: MTPHeads, case: Case, options: argparse.Namespace
+) -> SpecDecoder:
+    on_gpu = target.device.type == "cuda"
+    rates = tuple(options.accept ** (step + 1) for step in range(case.num_drafts))
+    engine = EngineConfig(
+        block_size=options.block_size,
+        max_num_requests=case.batch,
+        max_num_batched_tokens=max(8192, case.batch * (case.num_drafts + 1)),
+        max_prefill_chunk=2048,
+        max_model_len=context_limit(
+            context=case.context,
+            num_steps=options.steps,
+            num_drafts=case.num_drafts,
+            num_positions=target.config.max_position_embeddings,
+        ),
+        deferred_output=True,
+        cuda_graphs=on_gpu and not options.no_graphs,
+        compile=on_gpu and not options.no_compile and not options.deterministic,
+        few_rows_kernel=not options.library_products,
+        rotary_in_attention=options.rotary_in_attention,
+        overlap_launches=options.overlap_launches,
+        deterministic=options.deterministic,
+        audit=False,
+    )
+    return SpecDecoder(
+        target,
+        heads if case.num_drafts else None,
+        policy=case.policy,
+        num_speculative_tokens=case.num_drafts,
+        engine=engine,
+        draft_token_ids=None if case.draft_vocab is None else range(case.draft_vocab),
+        verify="synthetic" if case.num_drafts else "greedy",
+        verify_options=VerifyOptions(synthetic_rates=rates),
+    )
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,166 @@
+"""The kernel benchmarks' common entry, all of them in one run, and peers that may be missing."""
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from mtp_research.kernels import (
+    bench,
+    bench_all,
+    bench_append,
+    bench_entry,
+    bench_latent,
+    bench_peers,
+    bench_timing,
+)
+from mtp_research.kernels.latent_attention import latent_attention_ref
+from mtp_research.kernels.paged_attention import paged_attention_ref
+
+CEILINGS = {"copy_tb_per_s": 4.0, "read_tb_per_s": 4.0, "bf16_tflop_per_s": 700.0}
+
+
+def test_machine_without_a_gpu_has_versions_and_whether_the_tree_is_changed():
+    machine = bench_timing.describe_machine()
+    assert machine["python"] == sys.version.split()[0]
+    assert machine["transformers"][0].isdigit()
+    assert machine["dirty"] in (True, False, None)
+    assert machine.keys() >= {"device", "driver", "torch", "triton", "commit"}
+
+
+def fake_module(measure):
+    return SimpleNamespace(
+        measure=measure, make_parser=lambda: bench_entry.make_bench_parser("fake")
+    )
+
+
+def test_all_goes_on_after_a_module_that_fails_and_writes_after_each(tmp_path, monkeypatch):
+    path, seen = tmp_path / "rows.json", []
+
+    def fails(ceilings, options):
+        raise RuntimeError("out of memory")
+
+    def works(ceilings, options):
+        seen.append(json.loads(path.read_text())["rows"])
+        return [{"shape": "x", "us": ceilings["copy_tb_per_s"]}]
+
+    modules = {"bench_append": fake_module(fails), "bench_latent": fake_module(works)}
+    monkeypatch.setattr(
+        bench_all.importlib, "import_module", lambda name: modules[name.rpartition(".")[2]]
+    )
+    rows = bench_all.measure_all(CEILINGS, path, names=list(modules))
+    assert seen == [[{"module": "bench_append", "failed": "RuntimeError: out of memory"}]]
+    assert rows[1] == {"module": "bench_latent", "shape": "x", "us": 4.0}
+    assert json.loads(path.read_text())["rows"] == rows
+
+
+@pytest.mark.parametrize("name", bench_all.MODULES)
+def test_every_module_takes_the_options_that_all_gives_it(name):
+    module = bench_all.importlib.import_module(f"mtp_research.kernels.{name}")
+    assert callable(module.measure)
+    assert module.make_parser().parse_args(bench_all.MODULES[name]).json is None
+
+
+def test_append_pairs_differ_in_rows_only():
+    pairs = zip(bench_append._PAIRS[::2], bench_append._PAIRS[1::2], strict=True)
+    assert [(one.query_len, one._replace(query_len=4) == four) for one, four in pairs] == [
+        (1, True),
+        (1, True),
+    ]
+
+
+class FakeWrapper:
+    """What FlashInfer's wrappers are told, done by our references."""
+
+    def __init__(self, workspace, layout=None):
+        assert workspace.dtype is torch.uint8
+        assert layout in ("NHD", None)
+
+    def plan(self, starts, page_starts, pages, *rest, **options):
+        self.starts, self.options, self.rest = starts, options, rest
+        self.table = pages.view(len(page_starts) - 1, -1)
+        assert torch.equal(page_starts.diff(), torch.full_like(page_starts[1:], 2))
+
+    def inputs(self, page_size):
+        seq_lens = torch.full((len(self.table),), 2 * page_size, dtype=torch.int32)
+        if self.options:  # heads: lengths come as those of the last pages
+            seq_lens = page_size + self.rest[0]
+        rows = int(self.starts[1])
+        names = {"block_table": self.table, "seq_lens": seq_lens, "max_query_len": rows}
+        return names | {"query_start_loc": self.starts}
+
+    def run(self, query, *caches):
+        if self.options:
+            key_cache, value_cache = caches[0]
+            fixed = self.inputs(key_cache.shape[1]) | {"scale": self.options["sm_scale"]}
+            assert self.rest[1:] == (8, 2, 16, 16)
+            return paged_attention_ref(query, key_cache=key_cache, value_cache=value_cache, **fixed)
+        rope, latents, ropes = caches
+        cache = torch.cat((latents, ropes), dim=-1)
+        fixed = self.inputs(cache.shape[1]) | {"scale": self.rest[6]}
+        assert self.rest[1:6] == (2, 512, 64, 64, True)
+        return latent_attention_ref(query, query_rope=rope, latent_cache=cache, **fixed)
+
+
+def fake_peers():
+    flashinfer = ModuleType("flashinfer")
+    flashinfer.BatchPrefillWithPagedKVCacheWrapper = FakeWrapper
+    flashinfer.mla = SimpleNamespace(BatchMLAPagedAttentionWrapper=FakeWrapper)
+
+    def flash_attn_varlen_func(*, q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, **options):
+        assert max_seqlen_k == 32
+        assert options["causal"]
+        return paged_attention_ref(
+            q,
+            key_cache=k,
+            value_cache=v,
+            block_table=options["block_table"],
+            seq_lens=options["seqused_k"],
+            query_start_loc=cu_seqlens_q,
+            max_query_len=max_seqlen_q,
+            scale=options["softmax_scale"],
+        )
+
+    vllm = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    return {"flashinfer": flashinfer, "vllm": vllm}
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    timing = bench_timing.Timing(5.0, 1.0)
+    monkeypatch.setattr(bench_peers, "time_calls", lambda calls: [c() for c in calls] and timing)
+
+
+def test_peers_over_pages_get_the_lengths_and_pages_of_ours(untimed):
+    shape = bench.AttentionShape(3, 32, 4, num_heads=8, num_kv_heads=2, head_dim=16)
+    sets = bench.make_attention_inputs(shape, num_sets=2, device="cpu")
+    fixed = {"max_query_len": 4, "scale": 0.25}
+    expected = paged_attention_ref(**sets[0], **fixed)
+    found = bench_peers.time_peers(fake_peers(), sets, expected, **fixed)
+    assert found == {"flashinfer": 5.0, "vllm": 5.0}
+
+
+def test_peer_over_latents_gets_both_parts_of_the_cache(untimed):
+    shape = bench_latent.LatentShape(2, 128, 1, num_heads=2)
+    sets = bench_latent.make_latent_inputs(shape, num_sets=1, device="cpu")
+    fixed = {"max_query_len": 1, "scale": 0.1}
+    expected = latent_attention_ref(**sets[0], **fixed)
+    found = bench_peers.time_peers(fake_peers(), sets, expected, **fixed)
+    assert found == {"flashinfer": 5.0}
+
+
+def test_peer_that_refuses_gives_its_reason(untimed):
+    shape = bench.AttentionShape(1, 32, 1, num_heads=8, num_kv_heads=2, head_dim=16)
+    sets = bench.make_attention_inputs(shape, num_sets=1, device="cpu")
+    peers = {"vllm": SimpleNamespace()}
+    found = bench_peers.time_peers(peers, sets, sets[0]["query"], scale=1.0, max_query_len=1)
+    assert found["vllm"].startswith("AttributeError: ")
+
+
+def test_missing_peers_are_named_and_nothing_else_happens(monkeypatch, capsys):
+    for name in ("flashinfer", "vllm", "vllm.vllm_flash_attn"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert bench_peers.import_peers() == {}
+    printed = capsys.readouterr().out
+    assert printed == "flashinfer: not importable\nvllm: not importable\n"
