@@ -143,17 +143,23 @@ def warm_up(
 ) -> int:
     """Decode a few prompts until the median step changes by less than 5 %; return how often.
 
+    On a GPU kernels are compiled for the shapes that they first meet, which takes a second where a
+    step takes a millisecond: there as many prompts are decoded as two batches hold.
+
     Args:
         decoder: of the condition.
         encoded: the prompts; the first few are used.
         sampling: their parameters.
         most: warm-ups after which it goes on all the same.
     """
-    few = EncodedPrompts(
-        encoded.prompts[:_WARM_UP_PROMPTS], encoded.token_ids[:_WARM_UP_PROMPTS], ()
-    )
+    count = _WARM_UP_PROMPTS
+    if decoder.graphs is not None:  # two batches that end unevenly meet the shapes of mixed steps
+        count = max(count, 2 * decoder.engine.max_num_requests)
+    few = EncodedPrompts(encoded.prompts[:count], encoded.token_ids[:count], ())
+    spread = 1 if decoder.graphs is None else _WARM_UP_TOKENS
     short = [
-        replace(params, max_new_tokens=_WARM_UP_TOKENS) for params in sampling[:_WARM_UP_PROMPTS]
+        replace(params, max_new_tokens=_WARM_UP_TOKENS + index % spread)
+        for index, params in enumerate(sampling[:count])
     ]
     last = None
     for number in range(1, most + 1):

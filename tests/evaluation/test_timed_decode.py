@@ -49,3 +49,26 @@ def test_decode_time_holds_no_step_with_prompt_rows(
     assert all(wall_s < 100.0 for wall_s, keep in kept if keep)
     if not deferred:
         assert counts.decode_wall_s == num_decoding
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_warm_up_of_captured_steps_decodes_two_uneven_batches(
+    monkeypatch: pytest.MonkeyPatch, is_captured: bool
+) -> None:
+    asked: list[list[int]] = []
+
+    def decode(_, few: EncodedPrompts, sampling: list[SamplingParams], *, salt: str) -> object:
+        assert len(few.prompts) == len(sampling)
+        asked.append([params.max_new_tokens for params in sampling])
+        return SimpleNamespace(step_s=[1.0])
+
+    monkeypatch.setattr(timed_decode, "decode_prompts", decode)
+    decoder = SimpleNamespace(
+        graphs=object() if is_captured else None, engine=EngineConfig(max_num_requests=5)
+    )
+    prompts = tuple(SimpleNamespace(question_id=str(i)) for i in range(12))
+    encoded = EncodedPrompts(prompts, ([7],) * 12, ())
+    sampling = [SamplingParams(max_new_tokens=64)] * 12
+    assert timed_decode.warm_up(decoder, encoded, sampling, most=3) == 2
+    assert len(asked[0]) == (10 if is_captured else 4)
+    assert len(set(asked[0])) == (8 if is_captured else 1)
