@@ -24,6 +24,7 @@ from mtp_research.decode.sampling import (
     uniform_noise,
 )
 from mtp_research.decode.verify_options import VerifyOptions
+from mtp_research.models.compiled import settled
 
 PADDING_TOKEN_ID = -1
 
@@ -91,9 +92,10 @@ class VerifyOutput(NamedTuple):
 
 def verify_greedy(inputs: VerifyInputs) -> VerifyOutput:
     """Accept drafts while each is the target's argmax; then emit the argmax."""
-    best = inputs.target_logits.argmax(dim=-1)
+    best = settled(inputs.target_logits.argmax(dim=-1))
     matches = inputs.is_valid & (best[:, :-1] == inputs.draft_token_ids)
-    return emit(inputs, num_accepted=count_leading(matches), decided=best)
+    largest = inputs.target_logits.gather(-1, best[..., None])[..., 0]
+    return emit(inputs, num_accepted=count_leading(matches), decided=best, largest=largest)
 
 
 def verify_standard(inputs: VerifyInputs) -> VerifyOutput:
@@ -129,7 +131,9 @@ def count_leading(accepted: Tensor) -> Tensor:
     return accepted.long().cumprod(dim=-1).sum(dim=-1)
 
 
-def emit(inputs: VerifyInputs, *, num_accepted: Tensor, decided: Tensor) -> VerifyOutput:
+def emit(
+    inputs: VerifyInputs, *, num_accepted: Tensor, decided: Tensor, largest: Tensor | None = None
+) -> VerifyOutput:
     """Accepted drafts, then the token decided at the row after them.
 
     Args:
@@ -137,12 +141,15 @@ def emit(inputs: VerifyInputs, *, num_accepted: Tensor, decided: Tensor) -> Veri
         num_accepted: `[R]` int64.
         decided: `[R, K+1]` int64, token that each row emits if it is the first without an
             accepted draft.
+        largest: `[R, K+1]` of the logits, where they are at hand.
     """
+    if largest is None:
+        largest, decided = settled(inputs.target_logits.amax(dim=-1)), settled(decided)
     column = torch.arange(decided.shape[1], device=decided.device)
     drafts = torch.nn.functional.pad(inputs.draft_token_ids, (0, 1), value=PADDING_TOKEN_ID)
     sampled = torch.where(column < num_accepted[:, None], drafts, decided)
     used = column <= num_accepted[:, None]
-    best = inputs.target_logits.amax(dim=-1)  # NaN and +inf come through; -inf alone is a mask
-    is_finite = (torch.isfinite(best) | ~used).all(dim=-1)
+    # NaN and +inf are the largest of their row, as values and as argmax; -inf alone is a mask.
+    is_finite = (torch.isfinite(largest) | ~used).all(dim=-1)
     sampled = sampled.masked_fill(~used | ~is_finite[:, None], PADDING_TOKEN_ID)
     return VerifyOutput(num_accepted * is_finite, sampled, is_finite)

@@ -1,9 +1,10 @@
-"""The ops that compiled code sees of the pages: write the new rows, then attend.
+"""Ops that compiled code takes as they are: where its kernels end, and the pages.
 
-`torch.compile` turns an op that writes into its argument into one that returns a new value, and may
-copy the whole pool to do so. These ops therefore do not declare their write. That is safe because
-every reader of a written row is such an op again, and each call depends on the one before it: a
-layer's input on the layer below, a later pass on the token that the earlier one drafted.
+The ops of the pages write the new rows, then attend. `torch.compile` turns an op that writes into
+its argument into one that returns a new value, and may copy the whole pool to do so. These ops
+therefore do not declare their write. That is safe because every reader of a written row is such an
+op again, and each call depends on the one before it: a layer's input on the layer below, a later
+pass on the token that the earlier one drafted.
 
 Letters: R requests, T packed rows, M blocks per table, H / Hkv heads, Dk / Dv head dims, L latent,
 P rotary dims.
@@ -29,6 +30,28 @@ def kept(values: torch.Tensor) -> torch.Tensor:
 @kept.register_fake
 def _fake_kept(values: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(values)
+
+
+@torch.library.custom_op("mtp_research::end_kernel", mutates_args=("values",))
+def _end_kernel(values: torch.Tensor) -> None:
+    """Nothing. The compiler, to which it writes `values`, lets no kernel reach over it."""
+
+
+@_end_kernel.register_fake
+def _fake_end_kernel(values: torch.Tensor) -> None:
+    pass
+
+
+def settled(values: torch.Tensor) -> torch.Tensor:
+    """The same `values`; in compiled code, what reads them is not in the kernel that makes them.
+
+    For results of reductions over a vocabulary: Triton 3.6 gives up (`PassManager::run failed`) on
+    a kernel that reduces and then does the bookkeeping of a step. Launches nothing; nothing may
+    have read the values before.
+    """
+    if torch.compiler.is_compiling():
+        _end_kernel(values)
+    return values
 
 
 @torch.library.custom_op("mtp_research::store_and_attend", mutates_args=())

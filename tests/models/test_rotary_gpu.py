@@ -45,7 +45,12 @@ def test_captured_steps_that_rotate_in_attention_decode_what_the_plain_loop_deco
     def decode(**settings: bool) -> dict[str, list[int]]:
         calls.clear()
         engine = EngineConfig(
-            max_num_requests=3, max_prefill_chunk=4, deferred_output=True, audit=False, **settings
+            max_num_requests=3,
+            max_prefill_chunk=4,
+            graph_batch_sizes=[3],  # each size is compiled
+            deferred_output=True,
+            audit=False,
+            **settings,
         )
         drafts = {} if heads is not None else {"num_speculative_tokens": 0}
         decoder = SpecDecoder(target, heads, engine=engine, **drafts)
@@ -53,8 +58,9 @@ def test_captured_steps_that_rotate_in_attention_decode_what_the_plain_loop_deco
 
     plain = decode()
     assert calls == []
-    assert decode(cuda_graphs=True, compile=True, rotary_in_attention=True) == plain
+    assert decode(cuda_graphs=True, compile=True) == plain, "compiled, rotated before attention"
+    assert not any(calls)
+    rotated = decode(cuda_graphs=True, compile=True, rotary_in_attention=True)
     assert any(calls)
     assert all(calls) == (recipe != "exaone_moe")  # whose other layer knows no positions
-    assert decode(cuda_graphs=True, compile=True) == plain
-    assert not any(calls)
+    assert rotated == plain, "compiled, rotated in attention"

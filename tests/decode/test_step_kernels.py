@@ -1,0 +1,90 @@
+"""Inductor's kernels for a step's verification and bookkeeping compile for sm_90, GPU or not."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtp_research.decode.batch import StepInputs
+from mtp_research.decode.kv_cache import HiddenRing, KVCache
+from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling_tensors import SamplingTensors, sampling_tensors
+from mtp_research.decode.step import DeviceStep, StepResult
+from mtp_research.decode.verify_rules import RULES
+from mtp_research.models.target import Target, TargetHidden
+from tests.inductor_kernels import compile_kernel, generated_kernels
+
+CPU = torch.device("cpu")
+HIDDEN_SIZE = 64
+BLOCK_SIZE = 16
+
+
+class _Rows:
+    """A target without layers: embedding and lm_head."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.weight = torch.empty(vocab_size, HIDDEN_SIZE, dtype=torch.bfloat16)
+
+    def forward(self, input_ids: Tensor, **_: object) -> TargetHidden:
+        hidden = self.weight[input_ids]
+        return TargetHidden(pre_norm=hidden, post_norm=hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden, self.weight)
+
+
+def _kernels(vocab_size: int, *, num_drafts: int, num_requests: int) -> dict[str, str]:
+    """Kernels of a greedy step, between the target's layers and the drafter."""
+    ring = HiddenRing(
+        num_requests,
+        max_model_len=2048,
+        num_speculative_tokens=num_drafts,
+        hidden_size=HIDDEN_SIZE,
+        vocab_size=vocab_size,
+        keep_draft_probs=False,
+        dtype=torch.bfloat16,
+        device=CPU,
+    )
+    step = DeviceStep(
+        target=cast(Target, _Rows(vocab_size)),
+        drafter=None,
+        cache=cast(KVCache, SimpleNamespace(recurrent=None)),
+        ring=ring,
+        num_speculative_tokens=num_drafts,
+        rule=RULES["standard"],
+    )
+
+    def run(slots: Tensor, block_table: Tensor, params: SamplingTensors) -> StepResult:
+        inputs = StepInputs.decoding(slots, block_table, ring=ring, block_size=BLOCK_SIZE)
+        return step.run(inputs, params, request_ids=[], draft_limit=num_drafts)
+
+    slots = torch.zeros(num_requests, dtype=torch.int64)
+    block_table = torch.zeros(num_requests, 2048 // BLOCK_SIZE + 1, dtype=torch.int32)
+    params = sampling_tensors([SamplingParams()] * num_requests, device=CPU)
+    assert params.all_greedy
+    return generated_kernels(run, slots, block_table, params)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "num_drafts"),
+    [
+        pytest.param(8192, 0, id="lab_small-0"),
+        pytest.param(16384, 3, id="lab_base-3"),
+    ],
+)
+def test_kernels_of_verification_and_bookkeeping_compile(
+    vocab_size: int, num_drafts: int, tmp_path: Path
+) -> None:
+    kernels = _kernels(vocab_size, num_drafts=num_drafts, num_requests=8)
+    over_vocabulary = [name for name in kernels if "argmax" in name]
+    # `index_put` writes the text. Triton 3.6 fails on that in one kernel with a reduction.
+    assert [name for name in kernels if "index_put" in name]
+    assert [name for name in over_vocabulary if "index_put" in name] == []
+    # The largest logit is looked up, not looked for: Inductor splits that search at V = 16384.
+    assert len(over_vocabulary) == 1
+    assert not [name for name in kernels if "amax" in name]
+    for name, source in kernels.items():
+        assert compile_kernel(name, source, folder=tmp_path) >= 1

@@ -1,0 +1,148 @@
+"""Triton kernels that Inductor writes for a function on a Hopper GPU, on a machine without one.
+
+The function is traced on the CPU. Just before code is generated, its graph is moved to a GPU that
+is described but not there; the kernels are compiled for sm_90, never loaded.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+_GPU = torch.device("cuda", 0)
+_PROPERTIES = SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    shared_memory_per_block_optin=227 * 1024,
+    warp_size=32,
+)
+_KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.DOTALL)
+
+
+class _GeneratedError(Exception):
+    """The code is there; nothing is to be loaded."""
+
+
+def generated_kernels(function: Callable[..., object], *args: object) -> dict[str, str]:
+    """Source of each Triton kernel by name, of `function` compiled in one graph."""
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.graph import GraphLowering
+
+    wrappers: list[str] = []
+    run = GraphLowering.run
+
+    def run_on_gpu(lowering: GraphLowering, *inputs: object) -> object:
+        assert isinstance(lowering.module, fx.GraphModule)
+        return run(lowering, *_to_gpu(lowering.module, inputs))
+
+    def generate(lowering: GraphLowering) -> None:
+        wrappers.append(lowering.codegen()[0].value)
+        raise _GeneratedError
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=compile_fx, dynamic=False, fullgraph=True)
+    with (
+        _described_gpu(),
+        mock.patch.object(GraphLowering, "run", run_on_gpu),
+        mock.patch.object(GraphLowering, "compile_to_module", generate),
+        pytest.raises(Exception, match="_GeneratedError"),
+        torch.no_grad(),
+    ):
+        compiled(*args)
+    torch._dynamo.reset()
+    (wrapper,) = wrappers
+    return dict(_KERNEL.findall(wrapper))
+
+
+def compile_kernel(name: str, source: str, *, folder: Path) -> int:
+    """Compile a kernel for sm_90 in every configuration that would be tried; how many these are."""
+    from torch._inductor.runtime import triton_helpers
+
+    path = folder / f"{name[:100]}.py"  # Triton reads the text of a kernel from its file
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    cache = mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(folder))
+    with _described_gpu(), cache, mock.patch.object(triton_helpers, "set_driver_to_gpu"):
+        spec.loader.exec_module(module)
+        tuner = getattr(module, name)
+        for config in tuner.configs:
+            tuner._precompile_config(config)
+    return len(tuner.configs)
+
+
+@contextmanager
+def _described_gpu() -> Iterator[None]:
+    """Inductor and Triton are told of an H200; the test is skipped where they ask otherwise."""
+    triton = pytest.importorskip("triton")
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.runtime.hints import DeviceProperties
+    from triton.backends.compiler import GPUTarget
+
+    answers = {
+        "get_device_properties": _PROPERTIES,
+        "get_compute_capability": 90,
+        "current_device": 0,
+        "is_available": True,
+        "is_bf16_supported": True,
+        "is_triton_capable": True,
+    }
+    driver = mock.Mock()
+    driver.get_current_target.return_value = GPUTarget("cuda", 90, 32)
+    with ExitStack() as stack:
+        try:
+            patches = [(CudaInterface, name, answer) for name, answer in answers.items()]
+            patches += [(CudaInterface.Worker, *patch[1:]) for patch in patches[:1]]
+            patches.append((torch.cuda, "get_device_properties", _PROPERTIES))
+            patches.append((torch.cuda, "get_device_capability", (9, 0)))
+            for owner, name, answer in patches:
+                # A function, also in a class: it is called on either, with a device or without.
+                known = mock.Mock(return_value=answer)
+                stack.enter_context(mock.patch.object(owner, name, known))
+            stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
+        except AttributeError as error:
+            pytest.skip(f"this PyTorch or Triton asks for its GPU in another way: {error}")
+        DeviceProperties.create.cache_clear()
+        stack.callback(DeviceProperties.create.cache_clear)
+        yield
+
+
+def _to_gpu(graph: fx.GraphModule, inputs: tuple[object, ...]) -> list[object]:
+    """Move a traced graph, in place, and return its inputs on the GPU."""
+    from torch._guards import detect_fake_mode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    def moved(argument: object) -> object:
+        return _GPU if isinstance(argument, torch.device) else argument
+
+    for node in graph.graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, moved)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+        if node.op != "output":
+            node.meta.pop("val", None)
+    mode = detect_fake_mode(inputs)
+    assert mode is not None
+    with mode:
+        on_gpu = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_GPU)
+            if isinstance(x, Tensor)
+            else x
+            for x in inputs
+        ]
+    FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*on_gpu)
+    return on_gpu
