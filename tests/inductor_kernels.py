@@ -92,6 +92,7 @@ def _described_gpu() -> Iterator[None]:
     triton = pytest.importorskip("triton")
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.runtime.hints import DeviceProperties
+    from torch.utils import _triton as triton_facts
     from triton.backends.compiler import GPUTarget
 
     answers = {
@@ -117,8 +118,11 @@ def _described_gpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
         except AttributeError as error:
             pytest.skip(f"this PyTorch or Triton asks for its GPU in another way: {error}")
-        DeviceProperties.create.cache_clear()
-        stack.callback(DeviceProperties.create.cache_clear)
+        # Answers that earlier tests were given, and later ones must not be.
+        facts = [fact for fact in vars(triton_facts).values() if hasattr(fact, "cache_clear")]
+        for fact in (*facts, DeviceProperties.create):
+            fact.cache_clear()
+            stack.callback(fact.cache_clear)
         yield
 
 
