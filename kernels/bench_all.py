@@ -30,6 +30,9 @@ _FAILURES = (AssertionError, RuntimeError, TypeError, ValueError, TritonError)
 
 def measure_all(ceilings: dict[str, float], path: Path | None, *, names: list[str]) -> Rows:
     """Rows of the named modules, each with its module's name."""
+    if unknown := sorted(set(names) - set(MODULES)):
+        known = ", ".join(MODULES)
+        raise SystemExit(f"--all must name modules among {known}, got {', '.join(unknown)}.")
     rows: Rows = []
     for name in names:
         print(f"\n{name} {' '.join(MODULES[name])}", flush=True)

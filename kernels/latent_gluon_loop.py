@@ -9,9 +9,9 @@ addresses, and needs no barrier of its own.
 
 Measured on one H200 (128 heads, 4 rows, 32 requests of 8,192 keys) and not taken: the next tile's
 scores issued behind the values that still run, 702 us against 686 without; keys first with 64 rows,
-773; weights from shared memory instead of registers, 672 against 664. Rotary queries in registers
-and row maxima exchanged in one barrier: 636 against 664. No fence after copies saves 2 to 3 %, but
-the PTX rules ask for it.
+773; weights from shared memory instead of registers, 672 against 664; no fence after copies, 2 to
+3 % less, but the PTX rules ask for it. Taken: rotary queries in registers and row maxima exchanged
+in one barrier, 652 against 662.
 """
 
 from __future__ import annotations

@@ -24,13 +24,8 @@ from rich.console import Console
 from mtp_research.config import TrainConfig
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.evaluation.seed_figures import (
-    column_name,
-    group_figures,
-    matrix_grids,
-    row_name,
-    write_matrix,
-)
+from mtp_research.evaluation.seed_figures import group_figures, matrix_grids, write_matrix
+from mtp_research.evaluation.seed_groups import GroupFigures, column_name, row_name
 from mtp_research.evaluation.seed_matrix import (
     MATRIX_FILE,
     MatrixCell,
@@ -96,11 +91,7 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
         output_dir=output_dir,
         settings=config.logger,
         config=dataclasses.asdict(config),
-        scalars={
-            f"{row_name(one.key)} {column_name(one.key)}/acceptance_length": one.length.value
-            for one in found
-            if one.length.value is not None
-        },
+        scalars=_scalars(found),
     )
     return {
         "num_prompts": len(prompts),
@@ -117,6 +108,15 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
             }
             for one in found
         ],
+    }
+
+
+def _scalars(found: Sequence[GroupFigures]) -> dict[str, float]:
+    """Acceptance lengths by group, for a run's summary."""
+    return {
+        f"{row_name(one.key)} {column_name(one.key)}/acceptance_length": one.length.value
+        for one in found
+        if one.length.value is not None
     }
 
 

@@ -186,6 +186,9 @@ def build_graphs(
     if not engine.cuda_graphs:
         return None
     require_capturable(step, engine=engine)
+    # What an oracle or nobody drafts is not planned on the device.
+    has_modules = step.drafter is None or isinstance(step.drafter, MTPDrafter)
+    captures_mixed = engine.capture_mixed and has_modules
     if engine.compile:
         models: list[nn.Module] = [step.target.model]
         if isinstance(step.drafter, MTPDrafter):
@@ -206,7 +209,7 @@ def build_graphs(
         block_size=engine.block_size,
         compile_step=engine.compile,
         overlap_launches=engine.overlap_launches,
-        max_mixed_rows=engine.max_num_batched_tokens if engine.capture_mixed else 0,
+        max_mixed_rows=engine.max_num_batched_tokens if captures_mixed else 0,
     )
 
 

@@ -3,7 +3,7 @@
 Letters: R requests.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -48,6 +48,15 @@ def capture_call(call: Callable[[], StepResult], *, pool: Any) -> Captured:
         result = call()
     torch.cuda.synchronize()
     return Captured(graph, result)
+
+
+def padded_tables(
+    tables: Sequence[Sequence[int]], *, shape: tuple[int, int], spare_block: int
+) -> list[list[int]]:
+    """Block tables of `shape` `[R, M]`; what requests do not own is the spare block."""
+    num_requests, width = shape
+    rows = [[*table, *[spare_block] * (width - len(table))] for table in tables]
+    return rows + [[spare_block] * width] * (num_requests - len(rows))
 
 
 class StaticParams:

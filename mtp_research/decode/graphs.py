@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mtp_research.decode.batch import StepInputs, to_device
-from mtp_research.decode.capturing import Captured, StaticParams, capture_call
+from mtp_research.decode.capturing import Captured, StaticParams, capture_call, padded_tables
 from mtp_research.decode.mixed_graphs import MixedGraphs
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.sampling_tensors import SamplingTensors, sampling_tensors
@@ -98,12 +98,17 @@ class StepGraphs:
                 "triton.enable_pdl": overlap_launches
             }
             self._device_part = torch.compile(self._run_step, dynamic=False, options=options)
-        self.capture_s = 0.0  # of all captures so far, compiling included
+        self._capture_s = 0.0
 
     @property
     def num_graphs(self) -> int:
         """Graphs captured so far."""
-        return len(self._graphs)
+        return len(self._graphs) + (self._mixed.num_graphs if self._mixed is not None else 0)
+
+    @property
+    def capture_s(self) -> float:
+        """Seconds of compiling and capturing so far."""
+        return self._capture_s + (self._mixed.capture_s if self._mixed is not None else 0.0)
 
     def accepts(
         self, entries: list[Scheduled], params: SamplingTensors, *, draft_limit: int
@@ -162,12 +167,10 @@ class StepGraphs:
                     f"{self.capture_s - before_s:.1f} s, {self.capture_s - first_s:.0f} s so far"
                 )
         if self._mixed is not None:
-            started = time.perf_counter()
+            before_s = self.capture_s
             self._mixed.prepare(sampling_tensors([sampling], device=self._slots.device))
-            seconds = time.perf_counter() - started
-            self.capture_s += seconds
             if tell is not None:
-                tell(f"captured steps with prompt rows in {seconds:.1f} s")
+                tell(f"captured steps with prompt rows in {self.capture_s - before_s:.1f} s")
 
     def _captured(self, bucket: int, params: SamplingTensors) -> Captured:
         """The graph of a bucket and kind of sampling, with these parameters in place."""
@@ -214,12 +217,11 @@ class StepGraphs:
         wanted = (bucket, tuple(request.slot for request in requests), tuple(tables))
         if wanted == self._uploaded:
             return
-        width = self._block_table.shape[1]
-        padding = bucket - len(entries)
-        rows = [[*table, *[self._spare_block] * (width - len(table))] for table in tables]
-        rows += [[self._spare_block] * width] * padding
+        rows = padded_tables(
+            tables, shape=(bucket, self._block_table.shape[1]), spare_block=self._spare_block
+        )
         device = self._slots.device
-        slots = [*wanted[1], *[self._spare_slot] * padding]
+        slots = [*wanted[1], *[self._spare_slot] * (bucket - len(entries))]
         self._slots[:bucket] = to_device(slots, dtype=torch.int64, device=device)
         self._block_table[:bucket] = to_device(rows, dtype=torch.int32, device=device)
         self._uploaded = wanted
@@ -238,7 +240,7 @@ class StepGraphs:
         )
         captured = capture_call(lambda: self._device_part(*inputs), pool=self._pool)
         self._slots[:bucket], self._block_table[:bucket] = slots, table
-        self.capture_s += time.perf_counter() - started
+        self._capture_s += time.perf_counter() - started
         return captured
 
     def _run_step(self, slots: Tensor, block_table: Tensor, params: SamplingTensors) -> StepResult:

@@ -10,13 +10,14 @@ These steps are not run through `torch.compile`, so that a bucket is captured in
 Letters: R requests, T packed rows, M blocks per table, K drafts per step, P padding requests.
 """
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from mtp_research.decode.batch import StepInputs, facts_of, to_device
-from mtp_research.decode.capturing import Captured, StaticParams, capture_call
+from mtp_research.decode.capturing import Captured, StaticParams, capture_call, padded_tables
 from mtp_research.decode.draft import MTPDrafter
 from mtp_research.decode.sampling_tensors import SamplingTensors
 from mtp_research.decode.schedule import Scheduled
@@ -32,14 +33,14 @@ class MixedShape(NamedTuple):
 
     Attributes:
         num_rows: T.
-        num_padding: P.
+        num_requests: R, padding requests included.
         longest: rows that one request has at most.
         num_base_rows: base rows of a draft pass.
         longest_base: of one request.
     """
 
     num_rows: int
-    num_padding: int
+    num_requests: int
     longest: int
     num_base_rows: int
     longest_base: int
@@ -51,19 +52,20 @@ class MixedShape(NamedTuple):
         Args:
             num_rows: T.
             max_requests: most requests, padding left out.
-            max_text: tokens that a request's blocks can hold; no request, padding included, may
-                have more rows.
+            max_text: tokens that a request's blocks can hold, at least its drafts beyond its text.
             num_rerun: most base rows that a request has beyond its rows.
         """
-        num_padding = -(-num_rows // max_text)
+        most = max_text - num_rerun  # draft rows lie behind a request's own
+        num_padding = -(-num_rows // most)
+        max_requests = min(max_requests, num_rows)
         spare = num_rerun * (max_requests + num_padding)
         return cls(
             num_rows=num_rows,
-            num_padding=num_padding,
-            longest=min(num_rows, max_text),
+            num_requests=max_requests + num_padding,
+            longest=min(num_rows, most),
             num_base_rows=num_rows + spare,
             # The last padding request takes what others leave, one row of a decoding one included.
-            longest_base=min(num_rows, max_text) + spare + max_requests,
+            longest_base=min(num_rows, most) + spare + max_requests,
         )
 
 
@@ -71,7 +73,7 @@ class MixedGraphs:
     """Graphs of the steps of a `DeviceStep` that have prompt rows.
 
     Args:
-        step: what is captured; its drafter must have no auditor.
+        step: what is captured; its drafter runs MTP modules without an auditor, or there is none.
         max_requests: most requests of a step.
         max_rows: most rows of a step.
         num_table_blocks: M, blocks that the longest request can own.
@@ -101,10 +103,10 @@ class MixedGraphs:
                 num_rerun=num_rerun,
             )
             for num_rows in MIXED_ROWS
-            if num_rows < 2 * max_rows
+            if num_rows < 2 * max_rows or num_rows == MIXED_ROWS[0]
         ]
         device = step.ring.text.device
-        most = max_requests + max(shape.num_padding for shape in self._shapes)
+        most = max(shape.num_requests for shape in self._shapes)
         ints = {"dtype": torch.int64, "device": device}
         self._facts = torch.zeros(most, _NUM_FACTS, **ints)
         self._base_counts = torch.zeros(most, **ints)
@@ -113,13 +115,17 @@ class MixedGraphs:
         )
         self._params = StaticParams(most, device=device)
         self._graphs: dict[Hashable, Captured] = {}
+        self.capture_s = 0.0
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return len(self._graphs)
 
     def accepts(self, entries: Sequence[Scheduled]) -> bool:
         """Whether a plain step of these entries fits a bucket."""
         num_rows = sum(entry.num_scheduled_tokens for entry in entries)
-        is_known = self._step.drafter is None or isinstance(self._step.drafter, MTPDrafter)
-        fits = num_rows <= self._shapes[-1].num_rows and len(entries) <= self._max_requests
-        return is_known and fits
+        return num_rows <= self._shapes[-1].num_rows and len(entries) <= self._max_requests
 
     def run(self, entries: Sequence[Scheduled], params: SamplingTensors) -> StepResult:
         """Replay the step; the next replay of the same bucket overwrites the result."""
@@ -142,12 +148,14 @@ class MixedGraphs:
     def _captured(self, shape: MixedShape, params: SamplingTensors) -> Captured:
         key = (shape.num_rows, *self._params.key(params))
         if key not in self._graphs:
+            started = time.perf_counter()
             self._upload(shape, [])  # warming up must change no request
             self._graphs[key] = capture_call(self._device_part(shape, params), pool=self._pool)
+            self.capture_s += time.perf_counter() - started
         return self._graphs[key]
 
     def _device_part(self, shape: MixedShape, params: SamplingTensors) -> Callable[[], StepResult]:
-        num_requests = self._max_requests + shape.num_padding
+        num_requests = shape.num_requests
         static = self._params.view(params, num_requests)
         ring, step = self._step.ring, self._step
 
@@ -173,7 +181,7 @@ class MixedGraphs:
 
     def _upload(self, shape: MixedShape, entries: Sequence[Scheduled]) -> None:
         """Facts, block tables and base rows of the batch, the padding requests behind it."""
-        num_requests = self._max_requests + shape.num_padding
+        num_requests = shape.num_requests
         counts = [entry.num_scheduled_tokens for entry in entries]
         left = padding_rows(
             shape.num_rows - sum(counts), num_requests - len(entries), most=shape.longest
@@ -185,10 +193,11 @@ class MixedGraphs:
         )
         if base:
             base[-1] += shape.num_base_rows - sum(base)
-        width = self._block_table.shape[1]
-        tables = [entry.request.block_ids for entry in entries]
-        rows = [[*table, *[self._spare_block] * (width - len(table))] for table in tables]
-        rows += [[self._spare_block] * width] * len(left)
+        rows = padded_tables(
+            [entry.request.block_ids for entry in entries],
+            shape=(num_requests, self._block_table.shape[1]),
+            spare_block=self._spare_block,
+        )
         device = self._facts.device
         self._facts[:num_requests] = to_device(facts, dtype=torch.int64, device=device)
         self._block_table[:num_requests] = to_device(rows, dtype=torch.int32, device=device)

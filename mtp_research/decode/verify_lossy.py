@@ -18,6 +18,7 @@ from mtp_research.decode.verify import (
     emit,
 )
 from mtp_research.decode.verify_options import synthetic_rates
+from mtp_research.models.compiled import settled
 
 
 def verify_relaxed(inputs: VerifyInputs) -> VerifyOutput:
@@ -27,7 +28,7 @@ def verify_relaxed(inputs: VerifyInputs) -> VerifyOutput:
     token after the accepted drafts is the target's argmax.
     """
     options = inputs.options
-    best = inputs.target_logits.argmax(dim=-1)
+    best = settled(inputs.target_logits.argmax(dim=-1))
     probs = torch.softmax(inputs.target_logits[:, :-1].double(), dim=-1)  # [R, K, V]
     p_draft = probs.gather(-1, inputs.draft_indices[..., None])
     rank = (probs > p_draft).sum(dim=-1)
@@ -40,7 +41,8 @@ def verify_relaxed(inputs: VerifyInputs) -> VerifyOutput:
         begin, end = options.relaxed_thinking_token_ids
         relaxed &= thinking_rows(inputs.is_thinking, inputs.draft_token_ids, begin=begin, end=end)
     accepted = inputs.is_valid & (relaxed | (best[:, :-1] == inputs.draft_token_ids))
-    return emit(inputs, num_accepted=count_leading(accepted), decided=best)
+    largest = settled(inputs.target_logits.amax(dim=-1))
+    return emit(inputs, num_accepted=count_leading(accepted), decided=best, largest=largest)
 
 
 def verify_typical(inputs: VerifyInputs) -> VerifyOutput:

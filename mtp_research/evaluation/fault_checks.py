@@ -12,12 +12,11 @@ from pathlib import Path
 
 from mtp_research.config import CLEAN_POLICIES, POLICIES, EvalConfig
 from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.evaluation.fault_study import FaultStudy
+from mtp_research.evaluation.fault_study import UNFINISHED, FaultStudy
 from mtp_research.evaluation.fault_table import price_rows
 from mtp_research.validation import schema_keys
 
 _UNCLEAN = [name for name in POLICIES if name not in CLEAN_POLICIES]
-UNFINISHED = "unfinished"  # in place of the hash: the prompt is in no figure of the condition
 # What a study reads: these sections but for one key, and these keys. All else keeps its default.
 _READ_SECTIONS = ("model", "engine", "prompts", "logger", "seed", "output_dir", "baseline", "task")
 _NOT_READ = "model.tp_plan"

@@ -30,13 +30,14 @@ from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.errors import IntegrityError
 from mtp_research.evaluation.conditions import head_names
-from mtp_research.evaluation.fault_checks import (
+from mtp_research.evaluation.fault_checks import check_asked, require_outputs, study_scalars
+from mtp_research.evaluation.fault_study import (
+    STUDY_FILE,
     UNFINISHED,
-    check_asked,
-    require_outputs,
-    study_scalars,
+    FaultCondition,
+    FaultStudy,
+    read_study,
 )
-from mtp_research.evaluation.fault_study import STUDY_FILE, FaultCondition, FaultStudy, read_study
 from mtp_research.evaluation.fault_table import markdown_tables, write_study
 from mtp_research.evaluation.head_facts import head_facts
 from mtp_research.evaluation.prompts import (

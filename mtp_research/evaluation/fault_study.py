@@ -20,6 +20,7 @@ from mtp_research.evaluation.report import PromptEntry
 FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
 STUDY_FILE = "fault_price.json"
 SCHEMA_VERSION = 1
+UNFINISHED = "unfinished"  # in place of a text's hash: the generation did not end
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from mtp_research.evaluation.fault_study import (
     FAULTS,
     SCHEMA_VERSION,
     STUDY_FILE,
+    UNFINISHED,
     FaultCondition,
     FaultStudy,
     read_study,
@@ -197,11 +198,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _all_lengths(study: FaultStudy) -> dict[tuple[str, int, str], Lengths]:
-    draws = make_draws(1, max(len(study.prompts), 1), seed=study.seed)
+    # A prompt that did not end somewhere counts nowhere: differences are over the same prompts.
+    indices = range(len(study.prompts))
+    whole = [
+        index
+        for index in indices
+        if all(one.text_sha256[index] != UNFINISHED for one in study.conditions)
+    ]
+    whole = whole or list(indices)  # a condition of which nothing ended has no figure anyway
+    draws = make_draws(1, max(len(whole), 1), seed=study.seed)
     return {
         condition.key: lengths(
-            [[sum(rounds) for rounds in condition.accepted_per_round]],
-            [[len(rounds) for rounds in condition.accepted_per_round]],
+            [[sum(condition.accepted_per_round[index]) for index in whole]],
+            [[len(condition.accepted_per_round[index]) for index in whole]],
             draws,
         )
         for condition in study.conditions

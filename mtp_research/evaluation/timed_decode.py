@@ -158,7 +158,7 @@ def warm_up(
     few = EncodedPrompts(encoded.prompts[:count], encoded.token_ids[:count], ())
     spread = 1 if decoder.graphs is None else _WARM_UP_TOKENS
     short = [
-        replace(params, max_new_tokens=_WARM_UP_TOKENS + index % spread)
+        replace(params, max_new_tokens=min(params.max_new_tokens, _WARM_UP_TOKENS + index % spread))
         for index, params in enumerate(sampling[:count])
     ]
     last = None

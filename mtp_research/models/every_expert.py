@@ -15,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 EVERY_EXPERT_NAME = "mtp_research_every_expert"
 MAX_EVERY_EXPERT = 32  # more do too much that is thrown away
+_MAX_ROWS = 2048  # at a time: the inner activations of all experts take E / top_k times the memory
 
 
 def every_expert(
@@ -29,6 +30,10 @@ def every_expert(
         top_k_index: `[T, top_k]` int64 in [0, E), no expert twice in a row.
         top_k_weights: `[T, top_k]`.
     """
+    if len(hidden_states) > _MAX_ROWS:
+        operands = (hidden_states, top_k_index, top_k_weights)
+        parts = zip(*(tensor.split(_MAX_ROWS) for tensor in operands), strict=True)
+        return torch.cat([every_expert(module, *part) for part in parts])
     gate_up_proj, down_proj = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
     num_experts = len(down_proj)
     shares = hidden_states.new_zeros(len(hidden_states), num_experts)

@@ -111,6 +111,24 @@ def test_without_drafts_and_with_preemption(lab) -> None:
 
 
 @pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize("policy", ["eagle", "window"])
+def test_bucket_beyond_a_text_has_more_padding_requests(lab, monkeypatch, policy) -> None:
+    monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (128,))
+    _, *plain = _decode(lab["chain_n3"], policy)
+    decoder, *captured = _decode(lab["chain_n3"], policy, cuda_graphs=True, capture_mixed=True)
+    assert captured == plain
+    assert _replays(decoder) >= 4
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_small_budget_has_the_smallest_bucket(lab) -> None:
+    few = {"max_num_batched_tokens": 16, "cuda_graphs": True, "capture_mixed": True}
+    decoder, *captured = _decode(lab["chain_n3"], "training", **few)
+    assert captured == list(_decode(lab["chain_n3"], "training", max_num_batched_tokens=16)[1:])
+    assert _replays(decoder) >= 4
+
+
+@pytest.mark.usefixtures("without_gpu")
 def test_buckets_are_captured_before_the_first_step_and_large_steps_are_left_out(
     lab, monkeypatch
 ) -> None:
@@ -138,10 +156,15 @@ def test_buckets_are_captured_before_the_first_step_and_large_steps_are_left_out
     assert len(mixed._graphs) == 2
 
 
-@given(st.integers(1, 1024), st.integers(1, 70), st.integers(16, 600))
-def test_padding_requests_take_all_rows_that_are_left(num_rows, max_requests, max_text) -> None:
+@given(st.integers(1, 1024), st.integers(1, 70), st.integers(16, 600), st.integers(0, 5))
+def test_padding_requests_take_all_rows_that_are_left(
+    num_rows: int, max_requests: int, max_text: int, num_drafts: int
+) -> None:
     bucket = next(rows for rows in MIXED_ROWS if num_rows <= rows)
-    shape = MixedShape.of(bucket, max_requests=max_requests, max_text=max_text, num_rerun=3)
-    rows = padding_rows(bucket - num_rows, max_requests + shape.num_padding - 1, most=shape.longest)
-    assert sum(rows) == bucket - num_rows
-    assert max(rows, default=0) <= min(max_text, shape.longest)
+    shape = MixedShape.of(
+        bucket, max_requests=max_requests, max_text=max_text, num_rerun=num_drafts
+    )
+    most_entries = min(max_requests, num_rows)
+    left = padding_rows(bucket - num_rows, shape.num_requests - most_entries, most=shape.longest)
+    assert sum(left) == bucket - num_rows
+    assert max(left, default=0) + num_drafts <= max_text  # draft rows lie behind

@@ -13,11 +13,11 @@ from mtp_research.config import EvalConfig
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.evaluation import fault_price
-from mtp_research.evaluation.fault_checks import UNFINISHED
 from mtp_research.evaluation.fault_price import CLEAN_FORM, policies_of, price_faults
 from mtp_research.evaluation.fault_study import (
     FAULTS,
     STUDY_FILE,
+    UNFINISHED,
     FaultCondition,
     FaultStudy,
     read_study,
@@ -168,6 +168,26 @@ def test_unfinished_prompts_are_in_no_figure_and_a_study_of_none_exits_3(
         "1 of 2 prompts did not finish" if left else "expected finished generations, got none"
     )
     assert expected in capsys.readouterr().err
+
+
+def test_prompt_unfinished_in_one_condition_counts_in_none(folder: Path) -> None:
+    study = read_study(folder)
+    *others, last = study.conditions
+    texts, rounds = (UNFINISHED, *last.text_sha256[1:]), ((), *last.accepted_per_round[1:])
+    cut = dataclasses.replace(last, text_sha256=texts, accepted_per_round=rounds)
+    found = price_rows(dataclasses.replace(study, conditions=(*others, cut)))
+    assert len(study.prompts) > 1
+
+    def rest(one: FaultCondition) -> FaultCondition:
+        kept = one.accepted_per_round[1:]
+        return dataclasses.replace(one, accepted_per_round=kept, text_sha256=one.text_sha256[1:])
+
+    without = dataclasses.replace(
+        study,
+        prompts=study.prompts[1:],
+        conditions=tuple(rest(one) for one in study.conditions),
+    )
+    assert [row.length.value for row in found] == [row.length.value for row in price_rows(without)]
 
 
 def test_table_from_the_file_is_the_one_printed(

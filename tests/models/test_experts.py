@@ -11,6 +11,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from mtp_research.errors import ConfigError
+from mtp_research.models import every_expert
 from mtp_research.models.every_expert import EVERY_EXPERT_NAME
 from mtp_research.models.experts import (
     EXPERTS_NAME,
@@ -170,7 +171,9 @@ def test_routers_are_replaced_once_and_go_on_to_their_class():
 
 
 @pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_moe", "mixtral"])
-def test_every_expert_equals_the_loop_with_gradients(model_type):
+@pytest.mark.parametrize("max_rows", [3, 64])
+def test_every_expert_equals_the_loop_with_gradients(model_type, max_rows, monkeypatch):
+    monkeypatch.setattr(every_expert, "_MAX_ROWS", max_rows)
     (stack,) = expert_stacks(make_model(model_type).double())
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(7, 32, generator=generator, dtype=torch.float64, requires_grad=True)
