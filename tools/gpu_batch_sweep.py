@@ -147,9 +147,10 @@ def wait_or_kill(process: subprocess.Popen[bytes]) -> None:
 def start(words: Sequence[str], log_file: Path, *, num_workers: int) -> subprocess.Popen[bytes]:
     """A process that evaluates a part with its share of the cores."""
     command = [sys.executable, str(ROOT / "eval.py"), *words]
-    num_threads = str(max((os.cpu_count() or 1) // num_workers, 1))
-    names = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
-    env = {**os.environ, **dict.fromkeys(names, num_threads)}
+    num_threads = max((os.cpu_count() or 1) // num_workers, 1)
+    # Parts trace for seconds in one thread, in which the kernels of others can use the cores.
+    compiling = {"TORCHINDUCTOR_COMPILE_THREADS": str(2 * num_threads)}
+    env = {**os.environ, "OMP_NUM_THREADS": str(num_threads), **compiling}
     with log_file.open("ab") as log:
         return subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
