@@ -48,7 +48,7 @@ def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPa
 
     def capture(bucket: int, _: object) -> None:
         assert len(lines) == {4: 0, 2: 1, 1: 2}[bucket]  # not all of them at the end
-        graphs.capture_s += 10.0 * bucket + 0.25
+        graphs._capture_s += 10.0 * bucket + 0.25
 
     monkeypatch.setattr(graphs, "_capture", capture)
     graphs.prepare(SamplingParams(), tell=lines.append)
