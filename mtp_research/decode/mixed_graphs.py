@@ -1,8 +1,8 @@
 """Captured steps with prompt rows: one CUDA graph per number of rows.
 
 A request that arrives while others decode brings prompt rows into their step. Launched one by one,
-such a step's kernels take the host tens of milliseconds, in which nobody decodes; captured, it
-takes what they compute. Steps of few rows are padded to a bucket: padding requests in the ring's
+such a step's kernels take what the host needs for them, in which nobody decodes; captured, what
+they compute. Steps of few rows are padded to a bucket: padding requests in the ring's
 spare slot take the rows that are left over. Larger steps keep the device busy without a graph.
 
 These steps are not run through `torch.compile`, so that a bucket is captured in about a second.

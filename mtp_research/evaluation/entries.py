@@ -64,7 +64,7 @@ class Entry:
             _text(summary.draft_sampling, report, "spec", "draft_sampling"),
             _text(summary.max_num_requests, report, "engine", "max_num_requests"),
             target_of(report),
-            _hardware(report.run),
+            ", ".join(filter(None, _hardware(report.run))),
             _text_settings(report),
         )
 
@@ -145,19 +145,16 @@ def target_hash(record: Mapping[str, object]) -> str:
 
 def machine_of(record: Mapping[str, object]) -> str:
     """GPUs of a run, or its processor."""
-    hardware = mapping(record, "hardware")
-    gpus, cpu = hardware.get("gpus"), hardware.get("cpu")
-    if isinstance(gpus, list) and gpus:
-        return ", ".join(map(str, gpus))
-    return f"{cpu} ({hardware.get('num_cores')} cores)" if cpu else "unknown machine"
+    gpus, processor = _hardware(record)
+    return gpus or processor or "unknown machine"
 
 
-def _hardware(record: Mapping[str, object]) -> str:
-    """GPUs and processor: the loop runs on both."""
+def _hardware(record: Mapping[str, object]) -> tuple[str, str]:
+    """GPUs and processor, empty where there is none: the loop runs on both."""
     hardware = mapping(record, "hardware")
     gpus, cpu = hardware.get("gpus"), hardware.get("cpu")
     processor = f"{cpu} ({hardware.get('num_cores')} cores)" if cpu else ""
-    return ", ".join([*(map(str, gpus) if isinstance(gpus, list) else ()), processor])
+    return ", ".join(map(str, gpus)) if isinstance(gpus, list) else "", processor
 
 
 def _text_settings(report: Report) -> str:
