@@ -12,13 +12,19 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from mtp_research.cli import compose_config
 from mtp_research.config import EvalConfig, TrainConfig
 from mtp_research.evaluation.conditions import conditions_of
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.target import load_target
 from tools import gpu_batch_sweep as sweep
 from tools import gpu_study as tool
+from tools import untrained
 
+ROOT = Path(__file__).parent.parent
 SLEEPS = ["-c", "import time; time.sleep(60)"]
 
 
@@ -120,6 +126,37 @@ def test_sweep_covers_every_k_at_every_size_with_a_baseline() -> None:
     drafting = {(r, k, p) for r in (1, 8, 32, 64) for k in range(1, 6) for p in policies}
     assert found == drafting | {(r, 0, None) for r in (1, 8, 32, 64)}
     assert len({part.name for part in sweep.PARTS}) == len(sweep.PARTS)
+
+
+def test_filling_the_cache_compiles_the_steps_of_the_sweep_once(tmp_path: Path) -> None:
+    steps: dict[bool, list[tuple[object, ...]]] = {}
+    for fills in (True, False):
+        flag = ["--compile-only"] if fills else []
+        words = ["--out", str(tmp_path), *flag, "engine=h200", "model.device=cpu"]
+        options = sweep.parse(words)
+        configs = [compose_config(EvalConfig, sweep.words_of(p, options)) for p in sweep.PARTS]
+        steps[fills] = [
+            (c.config.engine, c.policy, c.num_speculative_tokens)
+            for config in configs
+            for c in conditions_of(config)
+        ]
+        assert {config.timing.turns is None for config in configs} == {fills}
+    assert len(steps[True]) == len(set(map(repr, steps[True]))) == 44
+    assert set(map(repr, steps[True])) == set(map(repr, steps[False]))
+
+
+def test_untrained_models_have_the_sizes_of_trained_ones(tmp_path: Path) -> None:
+    assert untrained.main(["--model", "lab_tiny", "--out", str(tmp_path)]) == 0
+    trained = load_target(ROOT / "assets/lab_tiny/target", device="cpu")
+    made = load_target(tmp_path / "target", device="cpu")
+    heads = [load_heads(ROOT / "assets/lab_tiny/heads/chain_n3", trained)]
+    heads.append(load_heads(tmp_path / "head", made))
+    for one, other in ((trained.model, made.model), heads):
+        assert shapes_of(one) == shapes_of(other)
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
 
 
 def test_sweep_goes_on_after_a_part_that_failed_and_skips_finished_ones(

@@ -4,11 +4,15 @@
         model.path=TARGET spec.head=HEAD                                        one GPU
     python tools/gpu_batch_sweep.py --out /tmp/x --tiny                         a CPU, to try it
 
-Every part is `eval.py experiment=batch_sweep` at one batch size with a few values of K and K = 0,
-in a process of its own, and a whole result. Compiling a condition takes 10 to 20 s of one core and
-leaves the GPU idle, so parts compile side by side and decode in turns (`timing.turns`); sweeps that
-are given the same `--turns` do so too. Only the batch size itself is captured: as requests end,
-smaller batches are padded to it.
+Every part is `eval.py experiment=batch_sweep` at one batch size with one value of K and K = 0, in a
+process of its own, and a whole result. Compiling a condition takes up to two minutes of one core
+and leaves the GPU idle, so parts compile side by side and decode in turns (`timing.turns`); sweeps
+that are given the same `--turns` do so too. Only the batch size itself is captured: as requests
+end, smaller batches are padded to it.
+
+`--compile-only` times nothing: it fills Inductor's disk cache, with the weights of
+tools/untrained.py before trained ones exist. For that the pool has a fixed number of blocks, since
+its size is part of what is compiled.
 
 Small batches take few prompts, because their seconds grow with the tokens and not with the steps;
 the acceptance to quote is that of batch 64, which has most prompts.
@@ -29,35 +33,37 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PROMPTS = {64: 128, 1: 16, 8: 32, 32: 64}  # by batch size, in the order that they are started
-DRAFTS = ((3,), (1, 5), (2, 4))  # one set after the other, each at every size
+DRAFTS = (3, 1, 5, 2, 4)  # one after the other, each at every size
 MAX_MODEL_LEN = 1024
+BLOCKS_PER_REQUEST = 66  # of 16 tokens: a text of that length, drafts and what is in flight
 CAPTURED_ENGINE = "engine=h200"
 POLL_S = 0.2
 GRACE_S = 10
 
 
 class Part(NamedTuple):
-    """One evaluation; `drafts` are the values of K beside K = 0."""
+    """One evaluation: K = 0 and K = `num_drafts`."""
 
     batch: int
-    drafts: tuple[int, ...]
+    num_drafts: int
 
     @property
     def name(self) -> str:
-        """Of its folder, such as `batch_8_k15`."""
-        return f"batch_{self.batch}_k{''.join(map(str, self.drafts))}"
+        """Of its folder, such as `batch_8_k5`."""
+        return f"batch_{self.batch}_k{self.num_drafts}"
 
     @property
     def words(self) -> list[str]:
         """Its overrides."""
         return [
             f"grid.max_num_requests=[{self.batch}]",
-            f"spec.k=[{','.join(map(str, self.drafts))}]",
+            f"engine.num_blocks={self.batch * BLOCKS_PER_REQUEST}",
+            f"spec.k=[{self.num_drafts}]",
             f"prompts.max_prompts={NUM_PROMPTS[self.batch]}",
         ]
 
 
-PARTS = [Part(batch, drafts) for drafts in DRAFTS for batch in NUM_PROMPTS]
+PARTS = [Part(batch, num_drafts) for num_drafts in DRAFTS for batch in NUM_PROMPTS]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +82,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="parts that run at a time")
     parser.add_argument("--turns", type=Path, help="lock file that sweeps of one GPU share")
     parser.add_argument("--tiny", action="store_true", help="few prompts and tokens")
+    parser.add_argument("--compile-only", action="store_true", help="fill the cache, time nothing")
     parser.add_argument("words", nargs="*", help="overrides of every part")
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
@@ -92,6 +99,10 @@ def words_of(part: Part, options: argparse.Namespace) -> list[str]:
     words += [*part.words, f"output_dir={options.out / part.name}"]
     if options.tiny:
         words += ["prompts.max_prompts=4", "sampling.max_new_tokens=6"]
+    if options.compile_only:
+        words += ["prompts.max_prompts=1", "sampling.max_new_tokens=2"]
+        words += ["timing.passes=1", "timing.turns=null"]
+        words += [f"baseline={str(part.num_drafts == DRAFTS[0]).lower()}"]  # once a batch size
     return words
 
 

@@ -26,6 +26,7 @@ from mtp_research.decode.verify import PADDING_TOKEN_ID
 from mtp_research.heads.draft_vocabulary import DraftVocabulary
 from mtp_research.heads.module import ModuleOutput
 from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.compiled import settled
 from mtp_research.models.paged import PagedContext
 from mtp_research.policy import (
     BaseRows,
@@ -207,11 +208,16 @@ class MTPDrafter:
     def _choose(
         self, logits: Tensor, step: VerifiedStep, draft_step: int, ring: HiddenRing
     ) -> Tensor:
-        """Draft tokens `[R]` of draft logits `[R, V or V']`; a non-finite row gives -1."""
-        finite = torch.isfinite(logits).all(dim=-1)
-        if self.draft_sampling == "greedy" and self.vocabulary is not None:
-            token_ids = self.vocabulary.token_ids[logits.argmax(dim=-1)]
+        """Draft tokens `[R]` of draft logits `[R, V or V']`; a non-finite row gives -1.
+
+        For greedy drafts -inf is a mask, as in verification: one look-up finds what is broken.
+        """
+        if self.draft_sampling == "greedy":
+            best = settled(logits.argmax(dim=-1))
+            finite = torch.isfinite(logits.gather(-1, best[:, None])[:, 0])
+            token_ids = best if self.vocabulary is None else self.vocabulary.token_ids[best]
             return torch.where(finite, token_ids, PADDING_TOKEN_ID)
+        finite = torch.isfinite(logits).all(dim=-1)
         if self.vocabulary is not None:
             logits = self.vocabulary.spread(logits)
         if self.draft_sampling == "processed" and step.params.processors is not None:
@@ -223,7 +229,7 @@ class MTPDrafter:
                 num_tokens=num_tokens[:, None],
             )[:, 0]
             finite = finite & (logits.amax(dim=-1) > -torch.inf)  # no token may be left
-        if self.draft_sampling != "sample":
+        if self.draft_sampling == "processed":
             return torch.where(finite, logits.argmax(dim=-1), PADDING_TOKEN_ID)
         probs = target_probabilities(
             logits.masked_fill(~finite[:, None], 0.0)[:, None], step.params

@@ -43,7 +43,8 @@ def test_broken_draft_logits_propose_nothing(kind: str, where: str, bad: float) 
     logits[1, 2 if where == "one" else slice(None)] = bad
     params = [SamplingParams(temperature=0.5, presence_penalty=0.5, seed=row) for row in range(3)]
     token_ids = _choose(kind, logits, params)
-    assert token_ids[1] == -1
+    is_mask = kind == "greedy" and where == "one" and bad == -torch.inf  # as in verification
+    assert bool(token_ids[1] == -1) is not is_mask
     assert token_ids[[0, 2]].min() >= 0
 
 
