@@ -3,7 +3,9 @@
 Letters: R requests.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,6 +32,21 @@ class Captured(NamedTuple):
     result: StepResult
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's cycle collector stays away: to destroy an older graph ends a capture with an error.
+
+    Decoders lie in reference cycles, so that theirs are destroyed whenever the collector runs.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def capture_call(call: Callable[[], StepResult], *, pool: Any) -> Captured:
     """Warm up and capture `call`, which must read static tensors and wait for nothing.
 
@@ -44,7 +61,7 @@ def capture_call(call: Callable[[], StepResult], *, pool: Any) -> Captured:
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with no_collection(), torch.cuda.graph(graph, pool=pool):
         result = call()
     torch.cuda.synchronize()
     return Captured(graph, result)
