@@ -73,17 +73,21 @@ def conditions_of(config: EvalConfig) -> list[Condition]:
 
 
 def head_names(cells: Iterable[EvalConfig]) -> dict[Head, str | None]:
-    """A short name for every head: as many last parts of its path as tell it from the others."""
-    heads = list(dict.fromkeys(cell.spec.head for cell in cells))
-    paths = {head: PurePath(head).parts or (head,) for head in heads if head is not None}
+    """A short name for every head, see `short_names`; None for none."""
+    heads = (cell.spec.head for cell in cells)
+    return {None: None, **short_names(head for head in heads if head is not None)}
+
+
+def short_names(heads: Iterable[str]) -> dict[str, str]:
+    """As many last parts of each path as tell it from the others."""
+    paths = {head: PurePath(head).parts or (head,) for head in heads}
     longest = max(map(len, paths.values()), default=1)
-    names: dict[Head, str | None] = {None: None}
+    tails: dict[str, str] = {}
     for num_parts in range(1, longest + 1):
         tails = {head: "/".join(parts[-num_parts:]) for head, parts in paths.items()}
-        if len(set(tails.values())) == len(tails) or num_parts == longest:
-            names |= tails
+        if len(set(tails.values())) == len(tails):
             break
-    return names
+    return tails
 
 
 def _drafting(

@@ -3,6 +3,7 @@
     python eval.py experiment=fault_price             K = 3 and 5, three shipped heads
     python -m mtp_research.evaluation.fault_table results/fault_price    the table again, from JSON
 
+Heads may be studied side by side, a process and an `output_dir` each: `fault_table` joins them.
 An unclean policy loses acceptance for two reasons: it feeds the modules other vectors than they
 were trained on, and it leaves stale, mixed or missing slots behind. Only the second is a fault. So
 the reference is not the head's best policy but the same procedure without the fault:
@@ -19,6 +20,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,11 +176,15 @@ def _start(
         max_new_tokens=asked.max_new_tokens,
         seed=config.seed,
         run=run_record()
-        | {"num_conditions": num_conditions, "target": target_hashes(asked.target)},
+        | {"num_conditions": num_conditions, "seconds": 0.0, "target": target_hashes(asked.target)},
     )
     if not (output_dir / STUDY_FILE).is_file():
         return study
     stored = read_study(output_dir)
+    if stored.parts:
+        raise IntegrityError(
+            f"{output_dir / STUDY_FILE} was joined from parts; finish those and join them again."
+        )
     if dataclasses.replace(stored, conditions=(), run=study.run) != study:
         raise IntegrityError(
             f"{output_dir / STUDY_FILE} holds other heads, prompts or settings; "
@@ -199,6 +205,7 @@ def _measure(
     """The study with one more condition, unless it has it already."""
     if (name, num_drafts, policy.name) in {condition.key for condition in study.conditions}:
         return study
+    began = time.perf_counter()
     decoder = SpecDecoder(
         asked.target,
         heads,
@@ -228,7 +235,10 @@ def _measure(
         ),
         text_sha256=tuple(map(_text_hash, records)),
     )
-    return dataclasses.replace(study, conditions=(*study.conditions, made))
+    record, spent = dict(study.run), study.run.get("seconds")
+    if isinstance(spent, float):  # a study begun before it was kept has none
+        record["seconds"] = round(spent + time.perf_counter() - began, 3)
+    return dataclasses.replace(study, conditions=(*study.conditions, made), run=record)
 
 
 def _text_hash(record: RequestRecord) -> str:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mtp_research.decode.verdicts import Verdict
 from mtp_research.errors import IntegrityError
 from mtp_research.evaluation.report import PromptEntry
+from mtp_research.evaluation.statistics import few_prompts
 
 FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
 STUDY_FILE = "fault_price.json"
@@ -70,7 +71,8 @@ class FaultStudy:
         dtype: of the target.
         max_new_tokens: per prompt.
         seed: of the bootstrap.
-        run: command, code, versions and machine.
+        run: command, code, versions, machine, `num_conditions` and `seconds` of decoding; `parts`
+            if it was joined from several.
     """
 
     heads: tuple[dict[str, object], ...]
@@ -94,6 +96,14 @@ class FaultStudy:
         drafts = {condition.num_speculative_tokens for condition in self.conditions}
         policies = {condition.policy for condition in self.conditions}
         return max(len(self.heads) * len(drafts) * len(policies), len(self.conditions))
+
+    @property
+    def parts(self) -> list[Mapping[str, object]]:
+        """Records of the studies that this one was joined from; empty if it was decoded whole."""
+        stored = self.run.get("parts")
+        return (
+            [one for one in stored if isinstance(one, Mapping)] if isinstance(stored, list) else []
+        )
 
     @property
     def num_other_texts(self) -> int:
@@ -132,6 +142,26 @@ def read_study(folder: Path) -> FaultStudy:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(f"{path} is not a readable price study: {error}.") from None
     return study
+
+
+def study_warnings(study: FaultStudy) -> list[str]:
+    """What a reader must know before the tables; without a prefix."""
+    warnings, num_done = [], len(study.conditions)
+    if num_done < study.num_asked:
+        warnings.append(
+            f"unfinished: {num_done} of {study.num_asked} conditions were decoded, the others are "
+            "in no table"
+        )
+    warnings += few_prompts(len(study.prompts))
+    if study.num_other_texts:
+        warnings.append(f"{verdict(study)}: where texts differ, so do the slots compared")
+    return warnings
+
+
+def verdict(study: FaultStudy) -> str:
+    """How many texts agree; plain decoding and the replay walk are no conditions of a study."""
+    total = len(study.conditions) * len(study.prompts)
+    return f"{total - study.num_other_texts} of {total} texts are those of the first condition"
 
 
 def _condition(fields: dict[str, Any]) -> FaultCondition:  # Any: as json.loads returns it

@@ -1,6 +1,7 @@
 """The price of faulty draft slots, computed from the counters of `fault_price.json`.
 
     python -m mtp_research.evaluation.fault_table results/fault_price
+    python -m mtp_research.evaluation.fault_table PART PART ... --out FOLDER    see fault_join.py
 
     share of a fault = slots with it / all slots <= p of all draft layers, prompt included, in %
     lost             = acceptance length of the clean form - that of the policy, same prompts
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mtp_research.errors import IntegrityError
+from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.bootstrap_seeds import (
     Lengths,
@@ -31,6 +32,7 @@ from mtp_research.evaluation.bootstrap_seeds import (
     lengths,
     make_draws,
 )
+from mtp_research.evaluation.fault_join import Part, join_parts, make_folder
 from mtp_research.evaluation.fault_study import (
     FAULTS,
     SCHEMA_VERSION,
@@ -39,10 +41,11 @@ from mtp_research.evaluation.fault_study import (
     FaultCondition,
     FaultStudy,
     read_study,
+    study_warnings,
+    verdict,
 )
 from mtp_research.evaluation.markdown import markdown_table
 from mtp_research.evaluation.runs import require_stored_figures
-from mtp_research.evaluation.statistics import few_prompts
 from mtp_research.evaluation.tables import UNDEFINED, Grid, interval
 from mtp_research.files import write_atomically
 
@@ -135,26 +138,6 @@ def markdown_tables(study: FaultStudy) -> str:
     return "\n\n".join([*lines, verdict(study), *tables])
 
 
-def study_warnings(study: FaultStudy) -> list[str]:
-    """What a reader must know before the tables; without a prefix."""
-    warnings, num_done = [], len(study.conditions)
-    if num_done < study.num_asked:
-        warnings.append(
-            f"unfinished: {num_done} of {study.num_asked} conditions were decoded, the others are "
-            "in no table"
-        )
-    warnings += few_prompts(len(study.prompts))
-    if study.num_other_texts:
-        warnings.append(f"{verdict(study)}: where texts differ, so do the slots compared")
-    return warnings
-
-
-def verdict(study: FaultStudy) -> str:
-    """How many texts agree; plain decoding and the replay walk are no conditions of a study."""
-    total = len(study.conditions) * len(study.prompts)
-    return f"{total - study.num_other_texts} of {total} texts are those of the first condition"
-
-
 def summary(study: FaultStudy) -> dict[str, object]:
     """The figures of `fault_price.json`."""
     rows = [asdict(replace(row, condition=_without_counters(row))) for row in price_rows(study)]
@@ -186,12 +169,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m mtp_research.evaluation.fault_table`."""
     parser = argparse.ArgumentParser(
         prog="python -m mtp_research.evaluation.fault_table",
-        description="Print the price tables of a folder as Markdown.",
+        description="Print the price tables of a folder as Markdown, or of several joined.",
     )
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a study")
+    parser.add_argument("--out", type=Path, help=f"join the studies into {STUDY_FILE} there")
+    words = sys.argv[1:] if argv is None else list(argv)
+    options = parser.parse_args(words)
+    if options.out is None and len(options.folders) > 1:
+        parser.error("several folders must be joined into one; set --out FOLDER")
     try:
-        sys.stdout.write(markdown_tables(read_checked_study(parser.parse_args(argv).folder)) + "\n")
-    except IntegrityError as fault:
+        parts = [Part(folder, read_checked_study(folder)) for folder in options.folders]
+        study = parts[0].study
+        if options.out is not None:
+            study = join_parts(parts, argv=words)
+            make_folder(options.out, parts)
+            write_study(options.out, study)
+        sys.stdout.write(markdown_tables(study) + "\n")
+    except (ConfigError, IntegrityError, EnvironmentFault) as fault:
         sys.stderr.write(f"error: {fault}\n")
         return fault.exit_code
     return 0

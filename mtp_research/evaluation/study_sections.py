@@ -11,14 +11,14 @@ from pathlib import Path
 
 from mtp_research.evaluation.bootstrap import LEVEL, NUM_DRAWS, Estimate
 from mtp_research.evaluation.entries import machine_of
+from mtp_research.evaluation.fault_study import study_warnings
+from mtp_research.evaluation.fault_study import verdict as fault_verdict
 from mtp_research.evaluation.fault_table import (
     PriceRow,
     price_grids,
     price_rows,
     read_checked_study,
-    study_warnings,
 )
-from mtp_research.evaluation.fault_table import verdict as fault_verdict
 from mtp_research.evaluation.figures import UNDEFINED_FIGURE, Figure, Missing
 from mtp_research.evaluation.runs import mapping
 from mtp_research.evaluation.sections import Section, command_of, record_facts
@@ -98,7 +98,8 @@ def fault_section(folder: Path, *, name: str) -> Section:
     study = read_checked_study(folder)
     rows, drafts = price_rows(study), {c.num_speculative_tokens for c in study.conditions}
     facts = {
-        "target": _model_words(study.run),
+        "joined from": "; ".join(map(_part_words, study.parts)),
+        "target": _listed(dict.fromkeys(map(_model_words, study.parts or [study.run]))),
         "heads": _listed(head.get("name") for head in study.heads),
         "drafts K": _listed(sorted(drafts)),
         "prompts": str(len(study.prompts)),
@@ -155,6 +156,14 @@ def _model_words(record: Mapping[str, object]) -> str:
     argv = record.get("argv")
     words = [str(word) for word in argv] if isinstance(argv, list) else []
     return " ".join(word for word in words if word.startswith(("model=", "model.path=")))
+
+
+def _part_words(record: Mapping[str, object]) -> str:
+    """Command, start and seconds of decoding of a part that a study was joined from."""
+    spent = record.get("seconds")
+    words = [str(record.get("started_at") or ""), "" if spent is None else f"{spent} s"]
+    known = ", ".join(filter(None, words))
+    return f"{command_of(record)} ({known})" if known else command_of(record)
 
 
 def _known(facts: Mapping[str, str]) -> dict[str, str]:
