@@ -314,8 +314,7 @@ class EngineConfig:
     # Products of compiled steps by our kernel, where it was measured to be faster; Hopper only.
     few_rows_kernel: bool = True
     # Compiled steps rotate queries and keys in the attention launch, not in launches of their own.
-    # Off until its tests of whole steps have passed on a GPU (docs/decisions.md).
-    rotary_in_attention: bool = False
+    rotary_in_attention: bool = True
     # Compiled kernels start while the one in front ends (Inductor's programmatic dependent launch);
     # Hopper on. An experiment: where a kernel that reads nothing lies between two others, the last
     # may not wait for the first.
@@ -325,7 +324,7 @@ class EngineConfig:
     graph_batch_sizes: list[int] | None = field(default=None, metadata={"low": 1, "high": 1 << 16})
     # Steps with up to 1,024 rows, prompt rows among them, are captured too, uncompiled: a request
     # that arrives then stops the others for the time of its rows and not for that of its launches.
-    # Off until it has run on a GPU (docs/decisions.md); wants cuda_graphs.
+    # Wants cuda_graphs; engine=h200 does.
     capture_mixed: bool = False
     # Batch-invariant products and attention: greedy text is the same to the bit for any K, batch
     # and order; wants compile=false.

@@ -93,7 +93,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def words_of(part: Part, options: argparse.Namespace) -> list[str]:
     """Overrides of a part; the last one of a key counts."""
     words = ["experiment=batch_sweep", f"engine.max_model_len={MAX_MODEL_LEN}"]
-    words += ["sampling.max_new_tokens=128", f"timing.turns={options.turns}", *options.words]
+    words += [
+        "timing.passes=4",
+        "sampling.max_new_tokens=128",
+        f"timing.turns={options.turns}",
+        *options.words,
+    ]
     if CAPTURED_ENGINE in words:
         words.append(f"engine.graph_batch_sizes=[{max(NUM_PROMPTS)}]")  # the batch size itself
     words += [*part.words, f"output_dir={options.out / part.name}"]

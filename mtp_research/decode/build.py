@@ -39,6 +39,7 @@ from mtp_research.models.recurrent_states import RecurrentStates
 from mtp_research.models.rotary import leave_rotary_to_attention
 from mtp_research.models.sparse import require_exact_length
 from mtp_research.models.target import Target
+from mtp_research.models.tensor_parallel import num_ranks
 from mtp_research.policy import HiddenPolicy, ModuleSchedule
 
 Heads = MTPHeads | Literal["null", "oracle"] | None
@@ -195,7 +196,7 @@ def build_graphs(
             models.append(step.drafter.heads)
         for model in models:
             merge_projections(model, few_rows_kernel=engine.few_rows_kernel)
-            rotates = engine.rotary_in_attention
+            rotates = engine.rotary_in_attention and num_ranks() == 1  # not tried with parts
             leave_rotary_to_attention(step.target, model, enabled=rotates)
     return StepGraphs(
         step,

@@ -47,7 +47,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         "--library-products", action="store_true", help="engine.few_rows_kernel=false"
     )
     parser.add_argument(
-        "--rotary-in-attention", action="store_true", help="engine.rotary_in_attention=true"
+        "--library-rotary", action="store_true", help="engine.rotary_in_attention=false"
     )
     parser.add_argument(
         "--overlap-launches", action="store_true", help="engine.overlap_launches=true"

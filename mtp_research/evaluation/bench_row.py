@@ -160,7 +160,7 @@ def _decoder(
         cuda_graphs=on_gpu and not options.no_graphs,
         compile=on_gpu and not options.no_compile and not options.deterministic,
         few_rows_kernel=not options.library_products,
-        rotary_in_attention=options.rotary_in_attention,
+        rotary_in_attention=not options.library_rotary,
         overlap_launches=options.overlap_launches,
         deterministic=options.deterministic,
         audit=False,

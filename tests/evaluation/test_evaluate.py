@@ -1,11 +1,12 @@
 """Whole evaluations on the shipped target: order of passes, and kill and resume."""
 
 import dataclasses
+import fcntl
 import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from mtp_research.evaluation.journal import (
     open_journal,
 )
 from mtp_research.evaluation.prompts import EncodedPrompts
+from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.results import recompute
 from mtp_research.evaluation.summary import ConditionResult
 from mtp_research.heads.draft_vocabulary import RANKING_FILE
@@ -201,6 +203,23 @@ def test_passes_run_in_abba_order_with_equal_texts(
     # No pass finds anything of a warm-up in the prefix cache, nor does the audit count one.
     assert [c.rows_per_step for c in found] == [c.rows_per_step for c in whole[:2]]
     assert totals(found) == totals(whole[:2])
+
+
+def test_no_neighbour_decodes_while_figures_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, held = tmp_path / "turns", []
+    build_report = evaluate_module.build_report
+
+    def watch(*args: Any, **kwargs: Any) -> Report:
+        with lock.open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held.append(True)
+        return build_report(*args, **kwargs)
+
+    monkeypatch.setattr(evaluate_module, "build_report", watch)
+    run(tmp_path / "out", f"timing.turns={lock}", "prompts.max_prompts=1", "spec.policy=[eagle]")
+    assert held == [True]
 
 
 def test_parts_of_a_step_add_up_to_its_wall_time(whole: list[ConditionResult]) -> None:
