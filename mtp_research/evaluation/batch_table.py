@@ -21,9 +21,9 @@ RATIO_NOTE = (
 )
 _MANY = 2  # lines, from which on a table says more than that of its run
 _HEADER = (
-    "batch", "K", "prompts", "end to end [tokens/s]", "K = 0, end to end", "ratio, end to end",
-    "decode only [tokens/s]", "K = 0, decode only", "ratio, decode only", "drift of K = 0",
-    "lossless", "run",
+    "batch", "K", "prompts", "end to end [tokens/s]", "K = 0, end to end [tokens/s]",
+    "ratio, end to end", "decode only [tokens/s]", "K = 0, decode only [tokens/s]",
+    "ratio, decode only", "drift of K = 0", "lossless", "run",
 )  # fmt: skip
 
 

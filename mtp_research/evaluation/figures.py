@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mtp_research.evaluation.bootstrap import Estimate
+from mtp_research.evaluation.bootstrap import LEVEL, Estimate
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.report_tables import buckets_by_label
 from mtp_research.evaluation.summary import ConditionSummary
@@ -17,6 +17,7 @@ from mtp_research.evaluation.svg_parts import MAX_SERIES
 
 TOKENS_PER_ROUND = "tokens per round"
 UNDEFINED_FIGURE = Estimate(None)
+PROMPT_INTERVAL = f"{100 * LEVEL:.0f} % bootstrap over prompts."
 _MIN_PROMPTS_OF_BUCKET = 5  # below, an interval over prompts says nothing
 _MAX_BARS = 24
 _MAX_TOGETHER = 6  # more lines in one chart cannot be told apart
@@ -110,7 +111,8 @@ def _positions(report: Report) -> Iterator[Figure | Missing]:
         yield Figure(
             f"{title}{heading}",
             interval_chart(series, axes=axes),
-            f"p_i = rounds with at least i accepted drafts / rounds.{note}",
+            "p_i = rounds with at least i accepted drafts / rounds. "
+            f"Whiskers: {PROMPT_INTERVAL}{note}",
         )
 
 
@@ -128,7 +130,8 @@ def _domains(report: Report) -> Iterator[Figure | Missing]:
             series.append(Series(summary.label, tuple(points)))
         axes = Axes("domain of the prompt", TOKENS_PER_ROUND, tuple(domains))
         markup = interval_chart(series, axes=axes, floor=1.0, is_connected=False)
-        yield Figure(f"{title}{heading}", markup, f"The bonus token is counted.{note}")
+        text = f"The bonus token is counted. Whiskers: {PROMPT_INTERVAL}{note}"
+        yield Figure(f"{title}{heading}", markup, text)
 
 
 def _contexts(report: Report) -> Iterator[Figure | Missing]:
@@ -157,7 +160,8 @@ def _contexts(report: Report) -> Iterator[Figure | Missing]:
             f"{title}{heading}",
             interval_chart(series, axes=axes, floor=1.0),
             "Rounds by the number of tokens before their first draft; lengths that fewer than "
-            f"{_MIN_PROMPTS_OF_BUCKET} prompts reach are in the table only.{note}",
+            f"{_MIN_PROMPTS_OF_BUCKET} prompts reach are in the table only. "
+            f"Whiskers: {PROMPT_INTERVAL}{note}",
         )
 
 
@@ -177,7 +181,9 @@ def _step_parts(summaries: Sequence[ConditionSummary]) -> Figure | Missing:
             parts=["target", "verify", "draft", "host"],
             unit="ms",
         ),
-        f"Milliseconds of a step without prompt rows.{_first_bars(summaries)}",
+        "Milliseconds of a step without prompt rows. Target: its forward pass and logits; verify: "
+        "of the drafts; draft: all draft passes; host: the rest of the wall time."
+        f"{_first_bars(summaries)}",
     )
 
 

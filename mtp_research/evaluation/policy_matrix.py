@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.entries import Entry, Setting, drafting
+from mtp_research.evaluation.figures import PROMPT_INTERVAL
 from mtp_research.evaluation.tables import Grid, interval, printable
 from mtp_research.policy import MATCHING_POLICY
 
@@ -38,9 +39,10 @@ class PolicyMatrix:
 
     @property
     def note(self) -> str:
-        """What the cells share, and what a frame means."""
+        """What the cells share, what their intervals are, and what a frame means."""
         framed = " Framed: the policy that shows the head what it was trained on."
-        return f"{describe(self.setting)}.{framed if self.matches else ''}"
+        shown = f"{describe(self.setting)}. Below each value: {PROMPT_INTERVAL}"
+        return f"{shown}{framed if self.matches else ''}"
 
     @property
     def values(self) -> list[list[Estimate]]:
@@ -104,6 +106,17 @@ def describe(setting: Setting, *, without: str = "") -> str:
     left_out |= {"prompts_sha256"} if not setting.num_prompts else set()
     left_out |= {"num_speculative_tokens"} if not setting.num_speculative_tokens else set()
     return ", ".join(text for part, text in parts.items() if part not in left_out)
+
+
+def told_apart(descriptions: Sequence[str]) -> list[str]:
+    """The parts of each description that not all share, such as `, batch 4`; a lone one has none.
+
+    Args:
+        descriptions: by `describe`.
+    """
+    parts = [description.split(", ") for description in descriptions]
+    shared = set(parts[0]).intersection(*parts) if parts else set()
+    return ["".join(f", {part}" for part in own if part not in shared) for own in parts]
 
 
 def _matrix(setting: Setting, members: Sequence[Entry]) -> PolicyMatrix:

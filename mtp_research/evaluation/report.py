@@ -168,7 +168,7 @@ def print_report(report: Report, *, width: int = PAGE_WIDTH, stored_at: Path | N
 
 def report_grids(report: Report) -> list[Grid]:
     """Figures by condition, acceptance length by domain, paired differences, time of a step."""
-    title = f"{len(report.prompts)} prompts, {report.dtype}"
+    title = f"Acceptance and speed, {len(report.prompts)} prompts, {report.dtype}"
     if _is_grid(report):
         grids = grid_tables(report.summaries, report.paired, title=title)
     else:
@@ -200,7 +200,7 @@ def note_paragraphs(report: Report) -> list[str]:
         *timing_notes(report.conditions, report.summaries),
         f"acceptance length (micro) = {FORMULAS['acceptance_length_micro']}",
         f"acceptance length (macro) = {FORMULAS['acceptance_length_macro']}",
-        f"[low, high] = {LEVEL:.0%} cluster bootstrap over prompts, {NUM_DRAWS} draws, "
+        f"[low, high] = {100 * LEVEL:.0f} % cluster bootstrap over prompts, {NUM_DRAWS} draws, "
         f"seed {report.seed}; r = rejected drafts of a round",
         ACCEPTED_WARNING,
     ]

@@ -16,6 +16,13 @@ from mtp_research.evaluation.report_tables import overview_grid, run_grids
 from mtp_research.evaluation.runs import Run, mapping
 from mtp_research.evaluation.sweep_figures import sweep_figures
 from mtp_research.evaluation.tables import Grid
+from mtp_research.evaluation.words import (
+    FAULT_WORDS,
+    HEAD_WORDS,
+    LETTERS,
+    POLICY_WORDS,
+    RATES,
+)
 
 _WARNINGS = ("warning:", "skipped:")
 
@@ -76,6 +83,7 @@ def _shared_section(runs: Sequence[Run]) -> Section:
         command="; ".join(command_of(run.report.run) for run in runs),
         warnings=drift_warnings(found),
         notes=[
+            LETTERS,
             "Conditions share a chart or a matrix only where target, machine, prompts, dtype, "
             "temperature, verification rule, limits of the text, K and batch size agree, but for "
             "the one on the axis. Batch sizes may have prompts of their own: then only speeds "
@@ -101,6 +109,7 @@ def _run_section(run: Run, *, is_alone: bool) -> Section:
         facts=record_facts(report.run) | _settings(report),
         warnings=[text for text in paragraphs if text.startswith(_WARNINGS)],
         notes=[
+            *(LETTERS, HEAD_WORDS, POLICY_WORDS, FAULT_WORDS, RATES),
             *(text for text in paragraphs if not text.startswith(_WARNINGS)),
             *([RATIO_NOTE] if speeds else []),
         ],

@@ -68,7 +68,7 @@ def _differences(matrix: SeedMatrix) -> Figure | Missing:
     least = min(low for f in figures for low in (f.value or 0.0, f.low or 0.0))
     # A tick holds 24 characters.
     ticks = tuple(f"N={p.theirs.num_mtp_modules} {p.theirs.unroll}{_norm(p)}" for p in pairs)
-    axes = Axes("chain minus these heads", "tokens per round", ticks)
+    axes = Axes("chain minus these heads", "difference, tokens per round", ticks)
     floor = min(0.0, math.floor(20 * least) / 20)
     markup = interval_chart(series, axes=axes, floor=floor, is_connected=False)
     note = "Above 0: training is ahead. Same seeds and prompts; by domain: in the table."

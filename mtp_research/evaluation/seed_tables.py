@@ -24,17 +24,21 @@ _NUM_LISTED = 5  # cells with other texts or rounds
 def matrix_grids(matrix: SeedMatrix) -> list[Grid]:
     """The matrix over all prompts, matching cells, differences, positions, then each domain."""
     done, groups = matrix.done_seeds, group_figures(matrix)
-    title = f"acceptance length, {len(done)} of {len(matrix.seeds)} seeds"
+    seeds = f"{len(done)} of {len(matrix.seeds)} seeds"
     grids = [
-        matrix_grid(groups, title=f"{title}, {len(matrix.prompts)} prompts; * the match"),
+        matrix_grid(groups, title=_length_title(seeds, len(matrix.prompts))),
         match_grid(matrix),
         difference_grid(groups),
         position_grid(groups),
     ]
     for domain, num_prompts in prompts_by_domain(matrix).items():
         own = group_figures(matrix, domain=domain)
-        grids.append(matrix_grid(own, title=f"{domain}: {title}, {num_prompts} prompts"))
+        grids.append(matrix_grid(own, title=_length_title(f"{domain}, {seeds}", num_prompts)))
     return [grid for grid in grids if grid.rows]
+
+
+def _length_title(what: str, num_prompts: int) -> str:
+    return f"Acceptance length, {what}, {num_prompts} prompts; * the match"
 
 
 def matrix_grid(groups: Sequence[GroupFigures], *, title: str) -> Grid:
@@ -61,7 +65,7 @@ def difference_grid(groups: Sequence[GroupFigures]) -> Grid:
         )
         for one in groups
     ]
-    title = "acceptance length minus that of the matching policy"
+    title = "Acceptance length minus that of the matching policy"
     return Grid(title, ("heads", "policy", "length by seed", "difference [95 %]"), tuple(lines))
 
 
@@ -73,7 +77,7 @@ def match_grid(matrix: SeedMatrix) -> Grid:
         for domain, num_prompts in counts.items()
         for pair in match_pairs(matrix, domain=domain)
     ]
-    title = "matching cells: trained for and decoded with training, minus the same with eagle"
+    title = "Matching cells: trained for and decoded with training, minus the same with eagle"
     header = ("heads, each under its match", "domain", "prompts", "training", "eagle",
               "difference by seed", "difference [95 %]")  # fmt: skip
     return Grid(title, header, tuple(sorted(lines, key=lambda line: line[0])))
@@ -92,7 +96,7 @@ def position_grid(groups: Sequence[GroupFigures]) -> Grid:
         for one in groups
     ]
     header = ("heads", "policy", *(f"p_{i}" for i in range(1, most + 1)))
-    return Grid("acceptance by draft position; * the match", header, tuple(lines))
+    return Grid("Acceptance by draft position; * the match", header, tuple(lines))
 
 
 def pair_name(pair: MatchPair) -> str:
@@ -129,7 +133,7 @@ def matrix_warnings(matrix: SeedMatrix) -> list[str]:
     sizes = prompts_by_domain(matrix).values()
     if len(sizes) > 1 and min(sizes) < MIN_PROMPTS <= len(matrix.prompts):
         warnings.append(
-            f"a domain has {min(sizes)} to {max(sizes)} prompts: intervals over fewer than "
+            f"a domain has {_range(min(sizes), max(sizes))} prompts: intervals over fewer than "
             f"{MIN_PROMPTS} prompts are too narrow, those of a domain show no more than a tendency"
         )
     differing = [
@@ -143,6 +147,10 @@ def matrix_warnings(matrix: SeedMatrix) -> list[str]:
         more = f" and {len(differing) - _NUM_LISTED} more" * (len(differing) > _NUM_LISTED)
         warnings.append(f"{verdict(matrix)}; others in {listed}{more}")
     return warnings
+
+
+def _range(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def markdown_tables(matrix: SeedMatrix) -> str:

@@ -19,7 +19,7 @@ from mtp_research.evaluation.fault_table import (
     price_rows,
     read_checked_study,
 )
-from mtp_research.evaluation.figures import UNDEFINED_FIGURE, Figure, Missing
+from mtp_research.evaluation.figures import PROMPT_INTERVAL, UNDEFINED_FIGURE, Figure, Missing
 from mtp_research.evaluation.runs import mapping
 from mtp_research.evaluation.sections import Section, command_of, record_facts
 from mtp_research.evaluation.seed_charts import matrix_figures
@@ -34,21 +34,23 @@ from mtp_research.evaluation.seed_tables import (
 )
 from mtp_research.evaluation.statistics import ACCEPTED_WARNING, FORMULAS
 from mtp_research.evaluation.svg import Axes, Series, interval_chart
+from mtp_research.evaluation.words import FAULT_WORDS, HEAD_WORDS, LETTERS, POLICY_WORDS
 
+_PERCENT = f"{100 * LEVEL:.0f} %"
 _LENGTH_NOTES = (
     f"acceptance length (micro) = {FORMULAS['acceptance_length_micro']}",
-    f"p_i: {FORMULAS['acceptance_rate_per_position']}",
+    FORMULAS["acceptance_rate_per_position"],
     ACCEPTED_WARNING,
 )
 _SEED_NOTES = (
-    f"[low, high] over training seeds = {LEVEL:.0%} two-level bootstrap, {NUM_DRAWS} draws: as "
+    f"[low, high] over training seeds = {_PERCENT} two-level bootstrap, {NUM_DRAWS} draws: as "
     "many seeds and as many prompts as there are, each with replacement, every drawn seed over the "
     "drawn prompts; the value is the mean over seeds. Few seeds are few: read it beside the seeds' "
     "own values.",
     "A difference takes the same drawn seeds and prompts on both sides.",
     "The match of heads (*) is the policy that shows them in decoding what training showed them.",
-    "if rerun: the length if the rows of rejected drafts were rerun, by the replay walk.",
 )
+_RERUN_NOTE = "if rerun: the length if the rows of rejected drafts were rerun, by the replay walk."
 _PRICE_NOTES = (
     "share of WRONG, MIXED, HOLE = slots with that fault / all slots <= p of all draft layers, "
     "prompt included, in percent",
@@ -56,10 +58,13 @@ _PRICE_NOTES = (
     "policy's, same prompts; lost per 1 % = lost / share of WRONG + MIXED + HOLE",
     "price by kind = least squares without intercept over a head's rows, lost = sum over kinds of "
     "price x share; it takes prices to add up, which nothing here proves",
-    f"[low, high] of a price = {LEVEL:.0%} cluster bootstrap over prompts, {NUM_DRAWS} draws, one "
+    f"[low, high] of a price = {_PERCENT} cluster bootstrap over prompts, {NUM_DRAWS} draws, one "
     "training seed; shares count as known",
 )
-_PRICE_NOTE = "Tokens per round that a policy loses against its clean form, same prompts; 95 %."
+_PRICE_NOTE = (
+    "Tokens per round that a policy loses against its clean form, same prompts; below 0 it is "
+    f"ahead. Whiskers: {PROMPT_INTERVAL}"
+)
 
 
 def matrix_section(folder: Path, *, name: str) -> Section:
@@ -80,7 +85,12 @@ def matrix_section(folder: Path, *, name: str) -> Section:
         command=command_of(matrix.run),
         facts=record_facts(matrix.run) | _matrix_facts(matrix),
         warnings=[f"warning: {text}" for text in matrix_warnings(matrix)],
-        notes=[*_LENGTH_NOTES, *_SEED_NOTES],
+        notes=[
+            *(LETTERS, HEAD_WORDS, POLICY_WORDS),
+            *_LENGTH_NOTES,
+            *_SEED_NOTES,
+            *([_RERUN_NOTE] if any(cell.clean_per_round for cell in matrix.cells) else []),
+        ],
         empty=[
             f"{name}: {row_name(cell.key)} seed {cell.seed} under {column_name(cell.key)}"
             for cell in matrix.cells
@@ -118,7 +128,7 @@ def fault_section(folder: Path, *, name: str) -> Section:
         command=command_of(study.run),
         facts=record_facts(study.run) | _known(facts),
         warnings=[f"warning: {text}" for text in study_warnings(study)],
-        notes=[*_LENGTH_NOTES, *_PRICE_NOTES],
+        notes=[LETTERS, HEAD_WORDS, POLICY_WORDS, FAULT_WORDS, *_LENGTH_NOTES, *_PRICE_NOTES],
         prompts=study.prompts,
         empty=[
             f"{name}: {c.head} K={c.num_speculative_tokens} {c.policy}"

@@ -15,6 +15,7 @@ from mtp_research.evaluation.svg_parts import (
     MAX_SERIES,
     WIDTH,
     chart,
+    heat_key,
     label_text,
     labels_above,
     labels_below,
@@ -24,6 +25,7 @@ from mtp_research.evaluation.svg_parts import (
     tag,
     text_at,
     text_width,
+    three_digits,
     whisker,
 )
 from mtp_research.evaluation.tables import printable
@@ -33,6 +35,8 @@ _LEFT, _RIGHT, _TOP = 44.0, 8.0, 22.0
 _CELL_WIDTHS = (70.0, 104.0)  # least, which holds an interval, and most
 _MAX_NAME_WIDTH = 150.0
 _CELL_HEIGHT, _BAR_HEIGHT, _BAR_STEP = 40.0, 20.0, 26.0
+_LINE_ABOVE = 14.0  # of a heat map's name of columns
+_KEY_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,15 @@ class Series:
 
     name: str
     points: tuple[Estimate, ...]
+
+
+@dataclass(frozen=True)
+class HeatAxes:
+    """What a heat map's rows and columns are, and the unit of its values."""
+
+    rows: str = "heads"
+    columns: str = "decode policy"
+    unit: str = "tokens per round"
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,8 @@ def interval_chart(
 
     parts = [text_at(4, 12, axes.y, css="soft")]
     for tick in ticks:
-        parts.append(line(_LEFT, y_of(tick), WIDTH - _RIGHT, y_of(tick)))
+        css = "zero" if tick == 0 and ticks[0] < 0 else ""
+        parts.append(line(_LEFT, y_of(tick), WIDTH - _RIGHT, y_of(tick), css=css))
         parts.append(text_at(_LEFT - 5, y_of(tick) + 4, f"{tick:g}", anchor="end"))
     parts += names
     for number, one in enumerate(shown):
@@ -104,21 +118,26 @@ def heat_map(
     *,
     rows: Sequence[str],
     columns: Sequence[str],
+    axes: HeatAxes = HeatAxes(),
     outlined: Collection[tuple[int, int]] = (),
 ) -> str:
-    """A matrix of figures with their intervals; the darker a cell, the larger its value.
+    """A matrix of figures with their intervals; the more colour in a cell, the larger its value.
 
     Args:
         values: one row per entry of `rows`; an undefined cell shows a dash.
         rows: names.
         columns: names.
+        axes: what rows, columns and values are.
         outlined: (row, column) of cells that get a frame.
     """
     row_names = [printable(name) for name in rows]
-    left = max(map(text_width, row_names), default=0.0) + 12
+    left = max(map(text_width, [*row_names, axes.rows])) + 12
     share = (WIDTH - left - 2) / max(len(columns), 1)
     cell = min(max(share, _CELL_WIDTHS[0]), _CELL_WIDTHS[1])
-    parts, head = labels_above(columns, left=left, slot=cell)
+    names, head = labels_above(columns, left=left, slot=cell, top=_LINE_ABOVE)
+    middle = left + cell * len(columns) / 2
+    parts = [*names, text_at(left - 8, head - 7, axes.rows, anchor="end", css="soft"),
+             text_at(middle, 12, axes.columns, anchor="middle", css="soft")]  # fmt: skip
     known = [figure.value for row in values for figure in row if figure.value is not None]
     low, high = min(known, default=0.0), max(known, default=1.0)
     for j, (name, row) in enumerate(zip(row_names, values, strict=True)):
@@ -129,15 +148,26 @@ def heat_map(
             if figure.value is None:
                 parts.append(text_at(x + cell / 2, y + 24, "-", anchor="middle"))
                 continue
-            darkness = 0.06 + 0.5 * _share(figure.value, low, high)
+            opacity = _opacity(_share(figure.value, low, high))
             box = {"x": x + 1, "y": y + 1, "width": cell - 2, "height": _CELL_HEIGHT - 2, "rx": 3}
             frame = ";stroke:var(--ink);stroke-width:1.5" if (j, i) in outlined else ""
-            look = {"style": f"fill:var(--heat);fill-opacity:{darkness:.2f}{frame}"}
+            look = {"style": f"fill:var(--heat);fill-opacity:{opacity:.2f}{frame}"}
             parts += [tag("rect", box | look), *_cell_texts(x + cell / 2, y, figure)]
     width = max(left + cell * len(columns) + 2, WIDTH)
     css = "chart" if width <= WIDTH else "chart natural"
     height = head + _CELL_HEIGHT * len(rows) + 4
-    return chart(parts, width=width, height=height, label="heat map", css=css)
+    if high > low and known:
+        shades = [_opacity(step / _KEY_STEPS) for step in range(_KEY_STEPS + 1)]
+        ends = {"low": f"{low:.2f}", "high": f"{high:.2f}"}
+        parts += heat_key(shades, unit=axes.unit, y=height + 12, **ends)
+        height += 18
+    return chart(
+        parts,
+        width=width,
+        height=height,
+        label=f"{axes.unit} by {axes.rows} and {axes.columns}",
+        css=css,
+    )
 
 
 def stacked_bars(
@@ -159,7 +189,7 @@ def stacked_bars(
         else:
             shapes.append(text_at(left - 8, y + 14, name, anchor="end"))
         for number, value in enumerate(row):
-            width, shown = value / longest * room, f"{value:.3g}"
+            width, shown = value / longest * room, three_digits(value)
             box = {"x": x, "y": y, "width": width, "height": _BAR_HEIGHT}
             look = {"style": f"fill:var(--s{number % MAX_SERIES});stroke:var(--page)"}
             shapes.append(tag("rect", box | look))
@@ -167,7 +197,7 @@ def stacked_bars(
                 middle = x + width / 2
                 shapes.append(text_at(middle, y + 14, shown, anchor="middle", css="inside"))
             x += width
-        shapes.append(text_at(x + 5, y + 14, f"{sum(row):.3g} {unit}"))
+        shapes.append(text_at(x + 5, y + 14, f"{three_digits(sum(row))} {unit}"))
     items, height = legend(list(parts), top=8 + step * len(rows) + 12, is_square=True)
     return chart([*shapes, *items], width=WIDTH, height=height, label=f"stacked bars [{unit}]")
 
@@ -188,12 +218,22 @@ def _share(value: float, low: float, high: float) -> float:
     return (value - low) / (high - low) if high > low else 0.5
 
 
+def _opacity(share: float) -> float:
+    """Of a cell's colour, by where its value lies between the least and the greatest."""
+    return 0.06 + 0.5 * share
+
+
 def _ticks(low: float, high: float) -> list[float]:
-    """Four to six round numbers from `low`, which is round, to `high` or just above."""
+    """Four to seven round numbers from `low`, which is round, to `high` or just above.
+
+    A scale that begins below 0 begins at a multiple of its step, so that 0 is on it.
+    """
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1.0, 2.0, 2.5, 5.0, 10.0) if m * power >= raw * (1 - 1e-9))
-    return [low + step * i for i in range(math.ceil((high - low) / step - 1e-9) + 1)]
+    start = step * math.floor(low / step + 1e-9) if low < 0 else low
+    count = math.ceil((high - start) / step - 1e-9) + 1
+    return [round(start + step * i, 9) + 0.0 for i in range(count)]  # no 2.8e-17, no -0
 
 
 def _value(figure: Estimate) -> float:

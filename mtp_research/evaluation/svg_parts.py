@@ -6,7 +6,9 @@ both).
 """
 
 import html
+import math
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,17 +17,19 @@ from mtp_research.evaluation.tables import MAX_LABEL_CHARACTERS, printable
 MAX_SERIES = 8
 WIDTH = 360.0
 CHARACTER = 6.2  # units of a character, about
+_WIDE = 11.0  # of a wide one
 LEGEND_ROW = 16.0
 _LINE = 12.0
 STYLE = """
-svg,:root{--ink:#1b1f24;--soft:#5c6670;--rule:#d9dee3;--page:#fff;--band:#0000000a;--shade:#0003;--heat:#2a78d6;
+svg,:root{--ink:#1b1f24;--soft:#5c6670;--rule:#d9dee3;--page:#fff;--band:#0000000a;--shade:#0004;--heat:#2a78d6;
 --s0:#0072b2;--s1:#c24e00;--s2:#00815f;--s3:#a8447f;--s4:#8a6a00;--s5:#5b4bc4;--s6:#7a5230;--s7:#555}
 @media screen and (prefers-color-scheme:dark){svg,:root{--ink:#e8ebee;--soft:#9aa5b0;--rule:#333b44;
---page:#14181d;--band:#ffffff0d;--shade:#000c;--heat:#4b93e6;--s0:#56b4e9;--s1:#ff9a4d;--s2:#3cc9a0;--s3:#e58ac0;--s4:#e3c04b;
+--page:#14181d;--band:#ffffff0d;--shade:#ffffff47;--heat:#4b93e6;--s0:#56b4e9;--s1:#ff9a4d;--s2:#3cc9a0;--s3:#e58ac0;--s4:#e3c04b;
 --s5:#a99cff;--s6:#b3865c;--s7:#ececec}}
 .chart text{font:11px system-ui,sans-serif;fill:var(--ink)}.chart .soft{fill:var(--soft)}
 .chart .small{font-size:10px}.chart .inside{fill:var(--page)}
-.chart line{stroke:var(--rule)}.chart .line{fill:none;stroke-width:1.6}
+.chart line{stroke:var(--rule)}.chart .zero{stroke:var(--soft)}
+.chart .line{fill:none;stroke-width:1.6}
 """
 
 
@@ -75,8 +79,15 @@ def label_text(label: str) -> str:
 
 
 def text_width(text: str) -> float:
-    """Units that a text takes, about."""
-    return CHARACTER * len(text)
+    """Units that a text takes, about; wide letters and East Asian ones take more."""
+    num_wide = sum(c in "MWmw@%" or unicodedata.east_asian_width(c) in "WF" for c in text)
+    return CHARACTER * len(text) + (_WIDE - CHARACTER) * num_wide
+
+
+def three_digits(value: float) -> str:
+    """At least three digits and no exponent: 0.0404, 2.70, 25.0, 1234."""
+    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.{min(max(digits, 0), 6)}f}"
 
 
 class AxisLabels(NamedTuple):
@@ -104,35 +115,62 @@ def labels_below(names: Sequence[str], *, left: float, slot: float, top: float) 
     return AxisLabels(elements, 16 + _LINE * (max(map(len, lines), default=1) - 1))
 
 
-def labels_above(names: Sequence[str], *, left: float, slot: float) -> AxisLabels:
-    """The same above a matrix, which begins `height` below the top of the chart."""
+def labels_above(names: Sequence[str], *, left: float, slot: float, top: float) -> AxisLabels:
+    """The same from `top` on, above a matrix that begins `height` below the top of the chart."""
     lines = [_wrapped(printable(name), slot - 4) for name in names]
     most = max(map(len, lines), default=1)
     elements = [
-        text_at(left + slot * (i + 0.5), 13 + _LINE * (most - len(parts) + j), part,
+        text_at(left + slot * (i + 0.5), top + 13 + _LINE * (most - len(parts) + j), part,
                 anchor="middle")
         for i, parts in enumerate(lines)
         for j, part in enumerate(parts)
     ]  # fmt: skip
-    return AxisLabels(elements, 20 + _LINE * (most - 1))
+    return AxisLabels(elements, top + 20 + _LINE * (most - 1))
 
 
 def _wrapped(name: str, room: float) -> list[str]:
     """A name on several lines: broken at spaces and after `_` and `-`, else where it must be."""
     lines = [""]
-    limit = max(int(room // CHARACTER), 1)
     for word in re.findall(r"[^ _-]*[ _-]?", name):
-        if lines[-1] and len(lines[-1]) + len(word.rstrip()) > limit:
+        if lines[-1] and text_width(lines[-1] + word.rstrip()) > room:
             lines.append("")
         lines[-1] += word
     parts = [part.strip() for part in lines if part.strip()]
-    return [part[i : i + limit] for part in parts for i in range(0, len(part), limit)] or [""]
+    return [piece for part in parts for piece in _cut(part, room)] or [""]
 
 
-def line(x1: float, y1: float, x2: float, y2: float, *, style: str = "") -> str:
+def _cut(part: str, room: float) -> list[str]:
+    """A word without a place to break, cut wherever the room ends."""
+    limit = max(int(room * len(part) / text_width(part)), 1)
+    return [part[i : i + limit] for i in range(0, len(part), limit)]
+
+
+def line(x1: float, y1: float, x2: float, y2: float, *, style: str = "", css: str = "") -> str:
     """A straight line."""
     ends: dict[str, str | float] = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
-    return tag("line", ends | ({"style": style} if style else {}))
+    look = {"class": css, "style": style}
+    return tag("line", ends | {key: value for key, value in look.items() if value})
+
+
+def heat_key(shades: Sequence[float], *, low: str, high: str, unit: str, y: float) -> list[str]:
+    """The scale of a heat map in one row: its least value, its shades, its greatest, the unit.
+
+    Args:
+        shades: opacities from the least value to the greatest.
+        low: the least value as text.
+        high: the greatest.
+        unit: of both.
+        y: base line of the row.
+    """
+    start, width = 10 + text_width(low), 14.0
+    ends = [start + width * i for i in range(len(shades) + 1)]
+    swatches = [
+        line(x, y - 4, x + width, y - 4,
+             style=f"stroke:var(--heat);stroke-width:11;stroke-opacity:{shade:.2f}")
+        for x, shade in zip(ends, shades, strict=False)
+    ]  # fmt: skip
+    texts = text_at(4, y, low), text_at(ends[-1] + 6, y, f"{high} {unit}")
+    return [*swatches, *texts]
 
 
 def whisker(x: float, low: float, high: float, number: int) -> str:

@@ -15,12 +15,13 @@ from mtp_research.evaluation.batch_table import ratio_of
 from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.entries import Entry, Setting, drafting
 from mtp_research.evaluation.figures import (
+    PROMPT_INTERVAL,
     TOKENS_PER_ROUND,
     UNDEFINED_FIGURE,
     Figure,
     Missing,
 )
-from mtp_research.evaluation.policy_matrix import describe, policy_matrices
+from mtp_research.evaluation.policy_matrix import describe, policy_matrices, told_apart
 from mtp_research.evaluation.svg import Axes, Series, heat_map, interval_chart
 from mtp_research.evaluation.svg_parts import MAX_SERIES
 
@@ -60,18 +61,21 @@ def sweep_figures(entries: Sequence[Entry]) -> list[Figure | Missing]:
     """Policy matrices, then acceptance and tokens/s along every part that is swept."""
     figures: list[Figure | Missing] = []
     matrices = policy_matrices(entries)
-    for matrix in matrices:
+    apart = told_apart([describe(matrix.setting) for matrix in matrices])
+    for matrix, which in zip(matrices, apart, strict=True):
         markup = heat_map(
             matrix.values, rows=matrix.rows, columns=matrix.columns, outlined=matrix.matches
         )
-        figures.append(Figure(matrix.title, markup, matrix.note))
+        figures.append(Figure(f"{matrix.title}{which}", markup, matrix.note))
     if not matrices:
         reason = "fewer than two heads decoded the same prompts under one setting"
         figures.append(Missing("Policy matrix", reason))
     for part in _TITLES:
         found = sweeps(entries, part)
         if found:
-            figures += [figure for sweep in found for figure in _charts(sweep)]
+            names = told_apart([sweep.shared for sweep in found])
+            for sweep, which in zip(found, names, strict=True):
+                figures += _charts(sweep, f"{_TITLES[part]}{which}")
         else:
             reason = f"all comparable conditions ran at one {_TITLES[part]}"
             figures.append(Missing(f"Acceptance and speed by {_TITLES[part]}", reason))
@@ -128,17 +132,18 @@ def _sweep(setting: Setting, members: Sequence[Entry], part: SweptPart) -> Sweep
     return Sweep(part, describe(setting, without=part), tuple(values), rows)
 
 
-def _charts(sweep: Sweep) -> Iterator[Figure]:
+def _charts(sweep: Sweep, name: str) -> Iterator[Figure]:
+    """Charts of a sweep, which ends their titles as `name`."""
     shared, note = sweep.shared, ""
     if len(sweep.rows) > MAX_SERIES:
         note = f"The first {MAX_SERIES} of {len(sweep.rows)} heads and policies. "
-    name = _TITLES[sweep.part]
     if sweep.has_parts:
         note += f"Prompts: {_prompts_by_value(sweep)}; each point over its own. "
     else:
         lengths = _chart(sweep, lambda e: e.summary.acceptance.acceptance_length_micro,
                          TOKENS_PER_ROUND, floor=1.0)  # fmt: skip
-        yield Figure(f"Acceptance length by {name}", lengths, f"{note}{shared}.")
+        yield Figure(f"Acceptance length by {name}", lengths,
+                     f"{note}Whiskers: {PROMPT_INTERVAL} {shared}.")  # fmt: skip
     if sweep.part == "temperature":
         return
     speeds = _chart(_with_baselines(sweep), lambda e: e.tokens_per_s, "tokens/s, end to end")

@@ -136,6 +136,8 @@ def test_heat_map_frames_the_policy_of_each_head(run: Run) -> None:
     for figure, batch in ((first, 4), (second, 16)):
         assert isinstance(figure, Figure)
         assert f"batch {batch}, 64 new tokens, some (2 cores)." in figure.note
+        assert figure.title == f"Acceptance length by head and decode policy, batch {batch}"
+        assert "Below each value: 95 % bootstrap over prompts." in figure.note
         rects = [e.attrib["style"] for e in ET.fromstring(figure.markup).iter("rect")]
         assert ["stroke:var(--ink)" in style for style in rects] == [False, True, True, False]
 
@@ -157,8 +159,8 @@ def test_step_parts_are_mean_milliseconds(run: Run) -> None:
     (figure,) = [f for f in run_figures(run.report) if f.title == "Mean decode step by part"]
     assert isinstance(figure, Figure)
     texts = [e.text for e in ET.fromstring(figure.markup).iter("text")]
-    assert "76 ms" in texts  # (3.0 + 0.1 + 0.5 + 0.2) s / 50 steps
-    assert "36 ms" in texts
+    assert "76.0 ms" in texts  # (3.0 + 0.1 + 0.5 + 0.2) s / 50 steps
+    assert "36.0 ms" in texts
 
 
 def test_what_cannot_be_drawn_says_why(run: Run) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mtp_research.evaluation import html_page
 from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.html_page import clean
 from mtp_research.evaluation.report import Report, build_report
@@ -21,7 +22,7 @@ from mtp_research.report import main
 from tests.evaluation.generations import generation, some_prompts, three_conditions
 
 BAD = "<img src=x onerror=alert(1)>\x1b\u202e&"
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "wbr"}
 
 
 class Outline(HTMLParser):
@@ -37,7 +38,10 @@ class Outline(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
         if tag == "table":
-            self.scrolling.append(self.tags[-2] == ("div", {"class": "scroll", "tabindex": "0"}))
+            box, found = self.tags[-2]
+            wanted = {"class": "scroll", "tabindex": "0", "role": "region"}
+            is_named = (found.get("aria-label") or "").strip() != ""
+            self.scrolling.append(box == "div" and wanted.items() <= found.items() and is_named)
         if tag not in VOID:
             self.open.append(tag)
 
@@ -97,9 +101,10 @@ def test_page_requests_nothing(folder: Path) -> None:
     page = (folder / "report.html").read_text(encoding="utf8")
     seen = outline(page)
     names = {tag for tag, _ in seen.tags}
-    assert not names & {"script", "link", "img", "iframe", "object", "embed", "a", "image", "use"}
+    assert not names & {"script", "link", "img", "iframe", "object", "embed", "image", "use"}
     attributes = {key for _, found in seen.tags for key in found}
-    assert not attributes & {"src", "href", "xlink:href", "srcset", "action", "background"}
+    assert not attributes & {"src", "xlink:href", "srcset", "action", "background"}
+    assert all((found["href"] or "").startswith("#") for _, found in seen.tags if "href" in found)
     assert not re.search(r"url\(|@import|https?:", page)
     assert "default-src 'none'" in page
 
@@ -125,6 +130,38 @@ def test_wide_content_cannot_widen_the_page(folder: Path) -> None:
             assert seen.tags[number - 1] == ("div", {"class": "scroll"}), found
     assert ".scroll{overflow-x:auto;max-width:100%" in page
     assert "overflow-wrap:anywhere" in page
+
+
+def test_contents_lead_to_every_section(folder: Path) -> None:
+    seen = outline((folder / "report.html").read_text(encoding="utf8"))
+    links = [found["href"] for tag, found in seen.tags if tag == "a"]
+    sections = [f"#{found['id']}" for tag, found in seen.tags if tag == "section"]
+    assert links == sections
+    assert len(set(links)) == 4  # all runs, and each
+
+
+def test_narrow_table_can_part_intervals_and_aligns_names() -> None:
+    rows = (("runs/a" * 3, "eagle", "-", "2.000 [1.500, 2.500]*"), ("b", "-", "-0.5", "-"))
+    grid = Grid("Lengths (K=3, one <setting>)", ("", "policy", "lost %", "length"), rows)
+    markup = html_page._table(grid, "Table 1. ")
+    assert '<td class="with">2.000 <span>[1.500, 2.500]*</span></td>' in markup
+    assert markup.count('class="words"') == 4  # heads of both columns of names, two cells
+    assert "<b>Table 1. Lengths</b> (K=3, one &lt;setting&gt;).</p>" in markup
+    assert '<table class="long">' in markup
+    assert "<b>Lengths (micro) by domain.</b></p>" in html_page._table(
+        Grid("Lengths (micro) by domain", ("a",), (("b",),))
+    )
+    assert "lost\u00a0%" in markup
+    assert outline(markup).text.count("[1.500, 2.500]*") == 1
+
+
+def test_page_defines_its_letters_and_names(folder: Path) -> None:
+    page = outline((folder / "report.html").read_text(encoding="utf8")).text
+    _, _, definitions = page.partition("How the numbers are defined")
+    for words in ("K = drafts per step", "WRONG = ", "target_roll_rerun", "shared_context",
+                  "rate = sum(accepted)/sum(drafted)"):  # fmt: skip
+        assert words in definitions, words
+    assert "Whiskers: 95\u00a0% bootstrap over prompts" in page
 
 
 def test_tables_are_recomputed_from_the_counters_and_equal_the_stored_summary(

@@ -72,7 +72,7 @@ def test_matching_cells_are_paired_by_hand() -> None:
     (chat,) = match_pairs(matrix(), domain="chat")
     assert chat.difference == (0.0, 0.0, 0.0)
     grid = matrix_grids(matrix())[1]
-    assert grid.title.startswith("matching cells")
+    assert grid.title.startswith("Matching cells")
     assert [row[:3] for row in grid.rows] == [
         ("chain - shared_context N=3", domain, num)
         for domain, num in (("all", "2"), ("chat", "1"), ("math", "1"))
@@ -99,7 +99,7 @@ def test_only_cells_of_equal_n_and_norm_are_paired() -> None:
     ]
     other = matrix(cells=tuple(cells))
     assert match_pairs(other) == []
-    assert not any(grid.title.startswith("matching cells") for grid in matrix_grids(other))
+    assert not any(grid.title.startswith("Matching cells") for grid in matrix_grids(other))
     titles = [figure.title for figure in matrix_figures(other)]
     assert [t for t in titles if "position" in t] == [
         f"Acceptance by draft position of the matching cells, N={n}" for n in (1, 3)

@@ -97,6 +97,10 @@ def test_heat_map_holds_the_lengths_of_the_counters_by_domain(tmp_path: Path) ->
     assert maps[1] in section.charts
     assert "n = 1 prompts" in section.charts[-1].note
     assert section.caption.startswith("2 of 2 training seeds, float32")
+    assert (
+        section.grids[-1].title == "Acceptance length, math, 2 of 2 seeds, 1 prompts; * the match"
+    )
+    assert not any(note.startswith("if rerun") for note in section.notes)  # no such column
 
 
 def test_unfinished_seeds_are_a_warning_and_none_finished_a_reason(tmp_path: Path) -> None:
@@ -169,7 +173,7 @@ def test_pages_say_what_was_done_and_define_their_figures(tmp_path: Path) -> Non
               "new tokens": "at most 8 a prompt", "conditions": "2 of 2",
               "lossless": "4 of 4 texts are those of the first condition"}  # fmt: skip
     assert {name: faults.facts[name] for name in wanted} == wanted
-    page = outline(render_page([section, faults])).text
+    page = outline(render_page([section, faults])).text.replace("\u00a0", " ")
     _, _, definitions = page.partition("How the numbers are defined")
     for words in ("1 + sum(accepted)/rounds", "two-level bootstrap, 10000 draws",
                   "exclude the bonus", "lost per 1 %", "clean form ="):  # fmt: skip

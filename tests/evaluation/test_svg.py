@@ -6,8 +6,22 @@ import pytest
 
 from mtp_research.evaluation import svg
 from mtp_research.evaluation.bootstrap import Estimate
-from mtp_research.evaluation.svg import Axes, Series, heat_map, interval_chart, stacked_bars
-from mtp_research.evaluation.svg_parts import MAX_SERIES, STYLE, WIDTH, standalone
+from mtp_research.evaluation.svg import (
+    Axes,
+    HeatAxes,
+    Series,
+    heat_map,
+    interval_chart,
+    stacked_bars,
+)
+from mtp_research.evaluation.svg_parts import (
+    MAX_SERIES,
+    STYLE,
+    WIDTH,
+    standalone,
+    text_width,
+    three_digits,
+)
 
 CURVE = Series("eagle", (Estimate(0.8, 0.7, 0.9), Estimate(0.5, 0.4, 0.6)))
 
@@ -82,13 +96,37 @@ def test_heat_map_darkens_with_the_value_and_marks_gaps_and_matches() -> None:
     assert "2.50 to 3.50" in texts
 
 
+def test_heat_map_names_its_axes_and_keys_its_colours() -> None:
+    values = [[Estimate(1.0), Estimate(3.0)]]
+    root = ET.fromstring(heat_map(values, rows=["a"], columns=["x", "y"], axes=HeatAxes(unit="s")))
+    texts = [e.text for e in root.iter("text")]
+    assert {"heads", "decode policy", "1.00", "3.00 s"} <= set(texts)
+    assert root.attrib["aria-label"] == "s by heads and decode policy"
+    swatches = [e.attrib["style"].rpartition(":")[2] for e in root.iter("line")]
+    cells = [e.attrib["style"].rpartition(":")[2] for e in root.iter("rect")]
+    assert swatches == sorted(swatches)
+    assert [swatches[0], swatches[-1]] == cells  # the colours of the least and of the greatest
+    alike = heat_map([[Estimate(2.0)] * 2], rows=["a"], columns=["x", "y"])
+    assert not list(ET.fromstring(alike).iter("line"))  # a lone value has no scale
+
+
 def test_long_names_break_into_lines_within_their_cell() -> None:
     columns = ["training as pre_norm", "eagle_norefresh", "x" * 24]
     root = ET.fromstring(heat_map([[Estimate(1.0)] * 3], rows=["a" * 20], columns=columns))
     texts = [e.text or "" for e in root.iter("text")]
     assert {"training as", "pre_norm", "eagle_", "norefresh"} <= set(texts)
-    assert max(len(text) for text in texts if text != "a" * 20) == 11  # of 70 units
+    others = {"a" * 20, "decode policy"}
+    assert max(len(text) for text in texts if text not in others) == 11  # of 70 units
     assert float(root.attrib["width"]) == WIDTH
+
+
+def test_wide_letters_take_more_room() -> None:
+    assert text_width("W" * 10) > 1.7 * text_width("a" * 10)
+    assert text_width("\u6f22" * 10) == text_width("W" * 10)
+    narrow, wide = (float(ET.fromstring(heat_map([[Estimate(1.0)] * 3], rows=[name * 24],
+                                                 columns=["a", "b", "c"])).attrib["width"])
+                    for name in "aW")  # fmt: skip
+    assert wide - narrow == pytest.approx(24 * (11.0 - 6.2), abs=1)
 
 
 def test_every_text_lies_within_its_chart() -> None:
@@ -166,6 +204,14 @@ def test_bars_share_one_scale() -> None:
     assert widths == [pytest.approx(widths[0])] * 2 + [0.0, pytest.approx(widths[0])]
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0404, "0.0404"), (2.7, "2.70"), (25.0, "25.0"), (1234.4, "1234"), (0.0, "0")],
+)
+def test_numbers_of_bars_have_three_digits_and_no_exponent(value: float, shown: str) -> None:
+    assert three_digits(value) == shown
+
+
 def test_standalone_file_is_xml_with_its_colours() -> None:
     chart = interval_chart([CURVE], axes=Axes("position", "p_i", ("1", "2")))
     root = ET.fromstring(standalone(chart, description="n = 3 <prompts>"))
@@ -184,3 +230,16 @@ def test_ticks_are_few_and_cover_the_range(low: float, high: float, expected: ob
     assert ticks[0] == low
     assert 3 <= len(ticks) <= 7
     assert (ticks if isinstance(expected, list) else ticks[-1]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.15, 0.05), (-0.05, 0.3), (-1.0, 2.0)])
+def test_scale_that_begins_below_zero_shows_zero_as_a_line(low: float, high: float) -> None:
+    """-0.15 + 3 * 0.05 is 2.8e-17, and from -0.05 steps of 0.1 pass 0 by."""
+    ticks = svg._ticks(low, high)
+    assert 0.0 in ticks
+    assert ticks[0] <= low
+    assert ticks[-1] >= high
+    points = Series("a", (Estimate(low), Estimate(high)))
+    root = ET.fromstring(interval_chart([points], axes=Axes("x", "y", ("1", "2")), floor=low))
+    assert [e.attrib.get("class") for e in root.iter("line")].count("zero") == 1
+    assert max(len(e.text or "") for e in root.iter("text")) <= 5

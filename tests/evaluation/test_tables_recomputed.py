@@ -112,7 +112,7 @@ def times(one: dict, stored: Stored) -> list[object]:
 
 
 ROWS: dict[str, Callable[[dict, Stored], list[object]]] = {
-    "8 prompts, float32": overview,
+    "Acceptance and speed, 8 prompts, float32": overview,
     "Acceptance by draft position, and audit": positions,
     "Acceptance length (micro) by domain": domains,
     "Paired difference over the same prompts": differences,
