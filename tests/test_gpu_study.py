@@ -1,14 +1,13 @@
-"""The time boxes of tools/gpu_study.py: a stage that is late is stopped, a finished one kept.
+"""The jobs of tools/gpu_study.py: one that is late is stopped, a finished one kept.
 
 And the parts of its batch sweep, each of which is a whole evaluation.
 """
 
-import argparse
 import json
-import re
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -23,92 +22,114 @@ from mtp_research.models.target import load_target
 from tools import gpu_batch_sweep as sweep
 from tools import gpu_study as tool
 from tools import untrained
+from tools.gpu_study_jobs import HEADS, Job, jobs_of
 
 ROOT = Path(__file__).parent.parent
 SLEEPS = ["-c", "import time; time.sleep(60)"]
 
 
-def study(folder: Path, *, limit_s: float) -> tool.Study:
-    (folder / "out").mkdir(exist_ok=True)
-    args = argparse.Namespace(
-        work=folder,
-        out=folder / "out",
-        limit_s=limit_s,
-        tiny=False,
-        model="lab_tiny",
-        stages=list(tool.BOXES),
-    )
-    return tool.Study(args)
+def study(
+    folder: Path, *jobs: Job, limit_s: float = 60, prepare_s: float | None = None
+) -> dict[str, dict[str, object]]:
+    """Run jobs to their end."""
+    found = tool.Study(jobs, folder, prepare_s=prepare_s or limit_s, limit_s=limit_s)
+    while not found.is_over:
+        found.step()
+        time.sleep(0.05)
+    return found.facts
 
 
-def test_late_stage_is_stopped_and_runs_again(tmp_path: Path) -> None:
-    late = study(tmp_path, limit_s=1)
-    late.run("prices", SLEEPS)
-    assert late.stages["prices"]["code"] == -15
-    again = study(tmp_path, limit_s=60)
-    again.run("prices", ["-c", "print('priced')"])
-    assert again.stages["prices"]["code"] == 0
-    assert "priced" in (tmp_path / "log.txt").read_text()
-    third = study(tmp_path, limit_s=60)
-    third.run("prices", SLEEPS)
-    assert third.stages["prices"]["note"] == "done before"
-    tool.collect(third)
-    assert json.loads((tmp_path / "out" / "study.json").read_text())["stages"] == third.stages
+def test_late_job_is_stopped_and_runs_again_and_a_finished_one_does_not(tmp_path: Path) -> None:
+    assert study(tmp_path, Job("prices", SLEEPS), limit_s=1)["prices"]["code"] == -15
+    again = Job("prices", ["-c", "print('priced')"])
+    assert study(tmp_path, again)["prices"]["code"] == 0
+    assert "priced" in (tmp_path / "prices.log").read_text()
+    assert study(tmp_path, Job("prices", SLEEPS))["prices"]["note"] == "done before"
 
 
-def test_stage_that_ignores_the_request_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool, "GRACE_S", 0.2)
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", code])
-    assert tool.wait(process, seconds=1.0) == -9
-
-
-def test_time_left_over_by_a_stage_goes_to_the_next(tmp_path: Path) -> None:
-    kept = study(tmp_path, limit_s=sum(tool.BOXES.values()))
-    kept.run("target", ["-c", ""])
-    kept.run("answers", ["-c", ""])
-    (left,) = re.findall(r"== answers, (\d+) s", (tmp_path / "log.txt").read_text())
-    both = tool.BOXES["target"] + tool.BOXES["answers"]
-    assert tool.BOXES["answers"] < int(left) <= both
-
-
-def test_finished_parts_of_a_late_stage_are_collected(tmp_path: Path) -> None:
-    for name, file in (("batch_64_k135", "results.json"), ("batch_1_k135", "finished.jsonl")):
-        (tmp_path / "batch" / name).mkdir(parents=True)
-        (tmp_path / "batch" / name / file).write_text("{}")
-        (tmp_path / "batch" / name / "table.txt").touch()
-    late = study(tmp_path, limit_s=1)
-    late.run("batch", SLEEPS)
-    with tarfile.open(tmp_path / "out" / "batch.tar") as archive:
-        names = archive.getnames()
-    assert names == ["batch/batch_64_k135/results.json", "batch/batch_64_k135/table.txt"]
-    assert json.loads((tmp_path / "out" / "study.json").read_text())["stages"] == late.stages
-
-
-def test_every_stage_is_asked_for_something_that_the_entries_take(
+def test_job_that_ignores_the_request_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, list[str]] = {}
-    monkeypatch.setattr(tool.Study, "run", lambda self, stage, words: asked.update({stage: words}))
-    for path in ("target/config.json", "matrix/chain_n3_s0/head/head.json"):
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).touch()
-    (tmp_path / "answers.jsonl").touch()
-    words = ["--target", str(tmp_path / "target"), "--answers", str(tmp_path / "answers.jsonl")]
-    folders = ["--out", str(tmp_path / "out"), "--work", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["tool", *folders, *words, "--model", "lab_base"])
-    assert tool.main() == 0
-    monkeypatch.setattr(sys, "argv", ["tool", *folders, "--model", "lab_base"])
-    tool.main()  # makes target and answers
-    assert list(asked) == ["matrix", "batch", "prices", "target"]
-    matrix = compose_config(TrainConfig, asked["matrix"][1:])
+    monkeypatch.setattr(tool, "GRACE_S", 0.2)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    assert study(tmp_path, Job("deaf", ["-c", code]), limit_s=1)["deaf"]["code"] == -9
+
+
+def test_jobs_wait_for_what_they_need_and_timed_ones_for_everything(tmp_path: Path) -> None:
+    def marks(name: str, seconds: float) -> list[str]:
+        code = f"import time; a = time.monotonic(); time.sleep({seconds}); "
+        path = str(tmp_path / name)
+        return ["-S", "-c", f"{code} open({path!r}, 'w').write(f'{{a}} {{time.monotonic()}}')"]
+
+    facts = study(
+        tmp_path,
+        Job("first", marks("first", 0.3)),
+        Job("beside", marks("beside", 0.6)),
+        Job("after", marks("after", 0.1), ("first", "of another study")),
+        Job("fails", ["-S", "-c", "raise SystemExit(3)"], ("first",)),
+        Job("timed", marks("timed", 0.1), ("beside", "after", "fails"), is_timed=True),
+    )
+    assert {name: fact["code"] for name, fact in facts.items()} == {
+        "first": 0, "beside": 0, "after": 0, "fails": 3, "timed": 0
+    }  # fmt: skip
+    names = ("first", "beside", "after", "timed")
+    spans = {name: tuple(map(float, (tmp_path / name).read_text().split())) for name in names}
+    assert spans["beside"][0] < spans["first"][1] <= spans["after"][0]
+    assert spans["timed"][0] >= max(spans["beside"][1], spans["after"][1])
+
+
+def test_timed_jobs_begin_when_the_others_have_had_their_time(tmp_path: Path) -> None:
+    timed = Job("speed", ["-S", "-c", ""], ("compile",), is_timed=True)
+    late = Job("price", SLEEPS, ("compile",))
+    facts = study(tmp_path, Job("compile", SLEEPS), late, timed, prepare_s=1)
+    assert facts["compile"]["code"] == -15
+    assert facts["price"]["note"] == "no time was left"
+    assert facts["speed"]["code"] == 0
+
+
+def test_results_that_there_are_are_collected(tmp_path: Path) -> None:
+    for name, file in (("batch_64_k1", "results.json"), ("batch_1_k1", "finished.jsonl")):
+        (tmp_path / "lab_tiny" / "speed" / name).mkdir(parents=True)
+        (tmp_path / "lab_tiny" / "speed" / name / file).write_text("{}")
+    args = tool.arguments(["--out", str(tmp_path), "--work", str(tmp_path), "--models", "lab_tiny"])
+    done = tool.Study([Job("speed", [])], tmp_path, prepare_s=1, limit_s=1)
+    done.facts["speed"] = {"code": 0}
+    tool.collect(done, args)
+    with tarfile.open(tmp_path / "lab_tiny.tar.xz") as archive:
+        assert archive.getnames() == ["lab_tiny/speed/batch_64_k1/results.json"]
+    assert json.loads((tmp_path / "study.json").read_text())["jobs"] == done.facts
+
+
+def test_every_job_is_asked_for_something_that_its_entry_takes(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path), "--work", str(tmp_path), "--corpus", "/corpus"]
+    words += ["--models", "lab_base:195", "lab_small:130", "--engine", "h200"]
+    for path in ("target/target", *(f"matrix/{head}_s0/head" for head in HEADS)):
+        (tmp_path / "lab_base" / path).mkdir(parents=True)
+    args = tool.arguments(words)
+    jobs = {job.name: job for job in jobs_of(args)}
+    kinds = ["untrained", "compile", "target", "answers", "matrix", "price", "prices", "speed"]
+    assert {name.split("_")[0] for name in jobs} == set(kinds)
+    assert all(need in jobs for job in jobs.values() for need in job.needs)
+    assert len(jobs) == 2 * (len(kinds) + 2)
+    target = compose_config(TrainConfig, jobs["target_lab_base"].words[1:])
+    assert (target.task, target.model.pretrain.max_seconds) == ("target", 195)
+    matrix = compose_config(TrainConfig, jobs["matrix_lab_base"].words[1:])
     assert (matrix.model.dtype, matrix.matrix.dtype) == ("bfloat16", "float32")
-    assert compose_config(TrainConfig, asked["target"][1:]).task == "target"
-    assert compose_config(EvalConfig, asked["prices"][1:]).task == "fault_price"
-    options = sweep.parse([*asked["batch"][1:], "--tiny"])
-    part = compose_config(EvalConfig, [*sweep.words_of(sweep.PARTS[0], options), "engine=auto"])
-    assert part.timing.turns == str(tmp_path / "turns")
-    assert (part.prompts.max_prompts, part.sampling.max_new_tokens) == (4, 6)
+    price = compose_config(EvalConfig, jobs["price_lab_base_ttt_n1"].words[1:])
+    assert (price.task, price.grid.head) == (
+        "fault_price",
+        [f"{tmp_path}/lab_base/matrix/ttt_n1_s0/head"],
+    )
+    fills, times = (
+        sweep.parse(jobs[f"{kind}_lab_base"].words[1:]) for kind in ("compile", "speed")
+    )
+    assert fills.compile_only
+    assert times.turns == tmp_path / "turns"
+    options = [*sweep.words_of(sweep.PARTS[0], times), "model.device=cpu"]
+    part = compose_config(EvalConfig, options)
+    assert part.spec.head == f"{tmp_path}/lab_base/matrix/chain_n3_s0/head"
+    with pytest.raises(SystemExit):
+        tool.arguments([*words, "--target", "/one/for/two"])
 
 
 def test_sweep_covers_every_k_at_every_size_with_a_baseline() -> None:

@@ -1,254 +1,183 @@
-"""One GPU call: a lab target, its text, heads of three seeds, the matrix, the batch sweep, prices.
+"""The study of lab targets on one GPU: what may run side by side does, what is timed runs alone.
 
-    python tools/gpu_study.py --out $OUT --model lab_base --engine h200 \
-        --corpus .carry/corpus --wheels .carry/wheels
-    python tools/gpu_study.py --out /tmp/out --target assets/lab_tiny/target \
-        --answers assets/lab_tiny/regenerated.jsonl.xz --limit-s 300 --tiny      a CPU, to try it
+    python tools/gpu_study.py --out OUT --corpus CORPUS --models lab_base:195 lab_small:130
+    python tools/gpu_study.py --out /tmp/out --models lab_tiny --tiny \
+        --target assets/lab_tiny/target --answers assets/lab_tiny/regenerated.jsonl.xz   on a CPU
 
-Stages run one after the other, each in its own process: target, answers, matrix, batch, prices.
-`--target` and `--answers` take the place of the first two. A stage has until the end of its own
-box and those before it, so that what one leaves over the next may use; at its end it is told to
-stop, and the next stage takes what is there. The same command with the same `--work` goes on: a
-finished stage is not run again, and a stopped one continues with its files, with the boxes of the
-finished ones added to its own. Small results go to `--out` after every stage: at most eight files,
-`study.json` with the time and exit code of every stage among them. `batch.tar` holds one results
-folder for each part of tools/gpu_batch_sweep.py that was finished.
+For each model, with the seconds that its target trains: target, its answers, heads and policy
+matrix, fault prices (a process for each head, then joined), and speed by batch size and K. Steps
+compile with random weights while targets train (`compile`). Speed begins when all else has ended,
+one model after the other; what has not ended after --prepare-s is told to stop and left as it is.
+All told 16 minutes on an H200 for the two models above, where 270 s of it were speed.
 
-`--wheels` holds packages that the machine lacks (hydra-core, omegaconf, antlr4): no index is asked.
+Every job is a command of its own with its output in WORK/JOB.log. The same command with the same
+--work goes on: a job that ended well is not run again, others continue with their files. After
+every job the small results go to --out: `MODEL.tar.xz` with what `mtp_research.report` reads, and
+`study.json` with command, seconds and exit code of every job.
 """
 
 import argparse
 import json
-import shutil
+import os
 import signal
 import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Seconds of each stage on one H200: more than one call. Measured with lab_base and lab_small side
-# by side: matrix 263; prices had 23 and 31 of 42 conditions after 139.
-BOXES = {"target": 170, "answers": 40, "matrix": 270, "batch": 330, "prices": 280}
-GRACE_S = 15  # between asking a stage to stop and killing it; the trainer saves in between
-# Trained in bfloat16, in which transformers has a grouped product of experts, decoded in float32,
-# in which the loop equals the walk. In float32 the 18 heads of lab_base were not done in 650 s.
-# The walk of target_roll goes row by row, which a GPU does slowly: --policies adds it.
-MATRIX = [
-    "matrix.max_differing_share=0.1",
-    "model.dtype=bfloat16",
-    "matrix.dtype=float32",
-    "trainer.max_steps=250",
-    "trainer.batch_size=32",
-    "matrix.policies=[training,eagle]",
-    "matrix.num_mtp_modules=[3,1]",  # the batch sweep wants the first one
-]
-# Conversations of the corpus whose questions the target answers.
-QUESTIONS = ("arith", "math", "code_instruct", "howto", "qa", "dialog", "roleplay")
-_DOMAINS = "math arith python code_instruct howto prose docs qa roleplay rag"  # left out of a trial
-TINY = {
-    "target": [
-        f"model.pretrain.{word}"
-        for word in ("max_steps=2", "warmup_steps=0", "compile=false", "batch_size=2", "seq_len=64")
-    ]
-    + [f"model.pretrain.domain_weights.{name}=0" for name in _DOMAINS.split()],
-    "answers": [
-        "--self-chat",
-        "12",
-        "--self-text",
-        "12",
-        "--max-prompts",
-        "4",
-        "--max-new-tokens",
-        "16",
-    ],
-    "matrix": [
-        "trainer.max_steps=2",
-        "trainer.batch_size=2",
-        "data.eval_documents=6",
-        "data.max_documents=24",
-        *("matrix.seeds=[0,1]", "matrix.num_prompts=4", "matrix.max_new_tokens=12"),
-    ],
-    "prices": ["prompts.max_prompts=4", "sampling.max_new_tokens=12", "spec.k=3"],
-    "batch": ["--tiny"],
-}
+sys.path.insert(0, str(ROOT))
+from tools.gpu_study_jobs import Job, jobs_of
+
+POLL_S = 0.2
+GRACE_S = 20  # between asking a job to stop and killing it; trainers save in between
 
 
 class Study:
-    """Time, folders and what became of each stage."""
+    """Runs jobs as soon as what they need has ended.
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        """Start the clock."""
-        self.args = args
-        self.work: Path = args.work
-        self.scale = args.limit_s / sum(BOXES[stage] for stage in args.stages)
-        self.started = time.perf_counter()
-        self.end_s = 0.0  # of the boxes so far
-        self.stages: dict[str, dict[str, object]] = {}
+    Args:
+        jobs: all of them.
+        work: folder of their logs, and of marks of those that ended well.
+        prepare_s: seconds after which jobs that are not timed are told to stop.
+        limit_s: the same for all jobs.
+    """
 
-    def run(self, stage: str, words: list[str]) -> None:
-        """Run one stage until it ends or its box does, if it is asked for."""
-        if stage not in self.args.stages:
-            return
-        self.end_s += BOXES[stage] * self.scale
-        mark, began = self.work / f"{stage}.done", time.perf_counter()
-        if mark.is_file():
-            self.stages[stage] = {"code": 0, "seconds": 0.0, "note": "done before"}
-            return
-        words = [*words, *(TINY[stage] if self.args.tiny else [])]
-        left = self.end_s - (began - self.started)
-        with (self.work / "log.txt").open("a") as log:
-            print(f"== {stage}, {left:.0f} s: {' '.join(words)}", file=log, flush=True)
-            process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=log, stderr=log)
-            code = wait(process, seconds=max(left, 1.0))
+    def __init__(
+        self, jobs: Sequence[Job], work: Path, *, prepare_s: float, limit_s: float
+    ) -> None:
+        self.facts: dict[str, dict[str, object]] = {}
+        self._jobs, self._work = list(jobs), work
+        self._commands = {job.name: " ".join(job.words) for job in jobs}
+        self._limits = {job.name: limit_s if job.is_timed else prepare_s for job in jobs}
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._begun: dict[str, float] = {}
+        self._told: set[str] = set()  # to stop
+        self._started = time.perf_counter()
+
+    def step(self) -> bool:
+        """Begin, stop and note what is due; whether a job has ended."""
+        before = len(self.facts)
+        now = time.perf_counter() - self._started
+        for name, process in list(self._running.items()):
+            if process.poll() is not None:
+                self._end(name, self._running.pop(name).returncode, now)
+            elif now > self._limits[name] + GRACE_S:
+                _send(process, signal.SIGKILL)
+            elif now > self._limits[name] and name not in self._told:
+                self._told.add(name)
+                _send(process, signal.SIGTERM)
+        names = {job.name for job in self._jobs}
+        for job in self._jobs:
+            if job.name in self.facts or job.name in self._running:
+                continue
+            if (self._work / f"{job.name}.done").is_file():
+                self.facts[job.name] = {"code": 0, "seconds": 0.0, "note": "done before"}
+            elif all(need in self.facts or need not in names for need in job.needs):
+                if now > self._limits[job.name]:
+                    self.facts[job.name] = {"code": -1, "note": "no time was left"}
+                else:
+                    self._begin(job, now)
+        return len(self.facts) > before
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every job has ended."""
+        return len(self.facts) == len(self._jobs)
+
+    def _begin(self, job: Job, now: float) -> None:
+        command = ["nice", "-n", str(job.nice), sys.executable, *job.words]
+        with (self._work / f"{job.name}.log").open("ab") as log:
+            self._running[job.name] = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+            )
+        self._begun[job.name] = now
+
+    def _end(self, name: str, code: int, now: float) -> None:
         if code == 0:
-            mark.touch()
-        seconds = round(time.perf_counter() - began, 1)
-        self.stages[stage] = {"code": code, "seconds": seconds, "command": " ".join(words)}
-        collect(self)
-        print(f"{stage}: exit {code}, {seconds} s of {left:.0f}", flush=True)
+            (self._work / f"{name}.done").touch()
+        seconds = round(now - self._begun[name], 1)
+        self.facts[name] = {"code": code, "seconds": seconds, "command": self._commands[name]}
+        print(f"{name}: exit {code}, {seconds} s, ended at {now:.0f} s", flush=True)
+
+    def stop(self) -> None:
+        """Tell running jobs to stop, then make them."""
+        for process in self._running.values():
+            _send(process, signal.SIGTERM)
+        for process in self._running.values():
+            try:
+                process.wait(timeout=GRACE_S)
+            except subprocess.TimeoutExpired:
+                _send(process, signal.SIGKILL)
 
 
-def main() -> int:
-    """Run the stages; the exit code is 1 if any of them did not end well."""
-    args = arguments()
-    args.work.mkdir(parents=True, exist_ok=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    study = Study(args)
-    if args.wheels is not None:
-        pip = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-        subprocess.run([sys.executable, *pip, *map(str, args.wheels.glob("*.whl"))], check=True)
-    target, answers = prepare(study)
-    if not Path(target, "config.json").exists() or not Path(answers).exists():
-        collect(study)
-        print("error: no target or no text of it; see log.txt", file=sys.stderr)
-        return 1
-    model = [f"model={args.model}", f"model.path={target}"]
-    matrix = args.work / "matrix"
-    words = [f"data.path={answers}", f"output_dir={matrix}", *MATRIX]
-    words += [f"matrix.policies=[{args.policies}]"] if args.policies else []
-    words += [f"matrix.num_workers={args.workers}"]
-    study.run("matrix", ["train.py", "experiment=policy_matrix", *model, *words])
-    names = ("chain_n3_s0", "chain_n1_s0", "ttt_n1_s0")
-    heads = [matrix / name / "head" for name in names]
-    heads = [str(head) for head in heads if (head / "head.json").is_file()]
-    if heads:
-        words = ["--out", str(args.work / "batch"), "--workers", str(args.workers)]
-        words += ["--turns", str(args.turns or args.work / "turns"), *model]
-        words += [f"spec.head={heads[0]}", f"engine={args.engine}", *args.sweep_words]
-        study.run("batch", ["tools/gpu_batch_sweep.py", *words])
-        listed = f"spec.head=[{','.join(heads)}]"
-        words = [listed, "model.dtype=float32", f"output_dir={args.work / 'prices'}"]
-        # All prompts at a time: steps are host-bound.
-        words += ["engine.max_num_requests=120", "engine.max_num_batched_tokens=2048"]
-        study.run("prices", ["eval.py", "experiment=fault_price", *model, *words])
-    collect(study)
-    print_tables(args.out)
-    codes = {stage: facts["code"] for stage, facts in study.stages.items()}
-    print(json.dumps({"stages": codes, "out": str(args.out)}))
-    return int(any(codes.values()) or not heads)
+def _send(process: subprocess.Popen[bytes], what: signal.Signals) -> None:
+    """Signal a job and what it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, what)
 
 
-def prepare(study: Study) -> tuple[str, str]:
-    """Target and answers: those given, or made here."""
-    args = study.args
-    target, answers = args.target, args.answers
-    if target is None:
-        seconds = max(BOXES["target"] * study.scale - args.margin_s, 5)
-        words = ["train.py", "task=target", f"model={args.model}"]
-        words += [f"model.pretrain.max_seconds={seconds:.0f}"]
-        words += [f"output_dir={args.work / 'target'}"]
-        words += [f"model.pretrain.corpus_dir={args.corpus}"] if args.corpus else []
-        study.run("target", words)
-        target = args.work / "target" / "target"
-    if answers is None:
-        answers = args.work / "answers.jsonl"
-        words = ["-m", "mtp_research.evaluation.regenerate", "--target", str(target)]
-        # All at once: while requests join, steps are not the captured ones.
-        words += ["--output", str(answers), "--temperature", "0", "--batch", "4096"]
-        words += ["--max-model-len", "512", *(["--graphs"] if args.engine == "h200" else [])]
-        words += ["--self-chat", "700", "--self-text", "700", "--max-prompts", "300"]
-        for name in QUESTIONS if args.corpus else ():
-            words += ["--source", f"{args.corpus}/{name}.train.jsonl.xz"]
-        if Path(target, "config.json").exists():
-            study.run("answers", words)
-    return str(target), str(answers)
-
-
-def wait(process: subprocess.Popen[bytes], *, seconds: float) -> int:
-    """Exit code; asks the process to stop after `seconds`, then makes it."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the jobs; the exit code is 1 if any of them did not end well."""
+    args = arguments(argv)
+    for folder in (args.out, *(args.work / name for name, _ in args.models)):
+        folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    study = Study(jobs_of(args), args.work, prepare_s=args.prepare_s, limit_s=args.limit_s)
     try:
-        return process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
-    try:
-        return process.wait(timeout=GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+        while not study.is_over:
+            if study.step():
+                collect(study, args)
+            time.sleep(POLL_S)
+    finally:
+        study.stop()
+        collect(study, args)
+    codes = {name: facts["code"] for name, facts in study.facts.items()}
+    print(json.dumps({"jobs": codes, "out": str(args.out)}))
+    return int(any(codes.values()))
 
 
-def collect(study: Study) -> None:
-    """Copy the results that there are, and write what each stage took."""
-    work, out = study.work, study.args.out
-    pairs = {
-        "matrix/matrix.json": "matrix.json",
-        "prices/fault_price.json": "fault_price.json",
-        "log.txt": "log.txt",
-    }
-    for source, name in pairs.items():
-        if (work / source).is_file():
-            shutil.copyfile(work / source, out / name)
-    done = sorted((work / "batch").glob("*/results.json"))
-    if done:
-        with tarfile.open(out / "batch.tar", "w") as archive:
-            for path in (file for one in done for file in (one, one.with_name("table.txt"))):
-                archive.add(path, path.relative_to(work))
-    facts = {"model": study.args.model, "argv": sys.argv[1:], "stages": study.stages}
-    (out / "study.json").write_text(json.dumps(facts, indent=1) + "\n")
+def collect(study: Study, args: argparse.Namespace) -> None:
+    """Copy the results that there are, and write what each job took."""
+    for name, _ in args.models:
+        work = args.work / name
+        files = [*work.glob("prices/fault_price.json"), *work.glob("matrix/matrix.json")]
+        files += [*work.glob("speed/*/results.json"), *work.glob("target/target/PROVENANCE.json")]
+        if files:
+            with tarfile.open(args.out / f"{name}.tar.xz", "w:xz") as archive:
+                for path in sorted(files):
+                    archive.add(path, path.relative_to(args.work))
+    facts = {"models": dict(args.models), "argv": sys.argv[1:], "jobs": study.facts}
+    (args.out / "study.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def print_tables(out: Path) -> None:
-    """Compute the tables again from the results; those of an unfinished matrix may not exist."""
-    tables = {"matrix": "seed_figures", "fault_price": "fault_table"}
-    for name, module in tables.items():
-        if (out / f"{name}.json").is_file():
-            words = ["-m", f"mtp_research.evaluation.{module}", str(out)]
-            done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True)
-            (out / f"{name}.md").write_bytes(done.stdout)
-
-
-def arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True, help="small results")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/gpu_study"), help="everything else")
-    parser.add_argument("--model", default="lab_tiny", help="of conf/model")
-    parser.add_argument("--target", type=Path, help="a trained target, in place of training one")
-    parser.add_argument("--answers", type=Path, help="its own text, in place of making some")
-    parser.add_argument("--corpus", help="text for the target, and questions for its answers")
-    parser.add_argument("--wheels", type=Path, help="folder of packages to install first")
-    parser.add_argument("--engine", default="auto", help="of conf/engine, for the batch sweep")
-    parser.add_argument("--policies", help="of the matrix, such as training,eagle,target_roll")
-    parser.add_argument("--stages", nargs="+", choices=list(BOXES), default=list(BOXES))
-    parser.add_argument("--workers", type=int, default=1, help="heads, and parts, at a time")
-    parser.add_argument(
-        "--sweep-words", nargs="*", default=[], help="overrides of every part of the batch sweep"
-    )
-    parser.add_argument("--turns", type=Path, help="lock file that batch sweeps of one GPU share")
-    parser.add_argument("--limit-s", type=float, default=sum(BOXES.values()))
-    parser.add_argument(
-        "--margin-s",
-        type=float,
-        default=50,
-        help="of the target's box for what is not training; 28 s were measured on an H200",
-    )
-    parser.add_argument("--tiny", action="store_true", help="limits for a trial on a CPU")
-    args = parser.parse_args()
-    given = {"target": args.target, "answers": args.answers}  # take no time
-    args.stages = [stage for stage in args.stages if given.get(stage) is None]
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="small results")
+    add("--work", type=Path, default=Path("/tmp/gpu_study"), help="everything else")
+    add("--models", nargs="+", type=_model, required=True, help="of conf/model, MODEL:SECONDS")
+    add("--corpus", help="text for the targets, and questions for their answers")
+    add("--target", type=Path, help="a trained target of the one model, in place of training")
+    add("--answers", type=Path, help="its own text, in place of making some")
+    add("--engine", default="auto", help="of conf/engine, for speed: h200 on such a GPU")
+    add("--matrix-words", nargs="*", default=[], help="overrides, such as matrix.seeds=[0,1,2]")
+    add("--workers", type=int, default=1, help="parts of a sweep at a time; 20 are all")
+    add("--prepare-s", type=float, default=1800, help="when speed must begin")
+    add("--limit-s", type=float, default=3600)
+    add("--tiny", action="store_true", help="few steps and prompts, for a trial on a CPU")
+    args = parser.parse_args(argv)
+    if len(args.models) > 1 and (args.target or args.answers):
+        parser.error("--target and --answers belong to one model; give one to --models")
     return args
+
+
+def _model(text: str) -> tuple[str, int | None]:
+    name, _, seconds = text.partition(":")
+    return name, int(seconds) if seconds else None
 
 
 if __name__ == "__main__":
