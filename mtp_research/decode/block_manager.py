@@ -141,7 +141,7 @@ class BlockManager:
             self._holders[block_id].remove(name)
             if not self._holders[block_id]:
                 self._let_go(block_id)
-        request.block_ids.clear()
+        request.block_ids = []  # not emptied: `BlockTables` tells tenants of a slot by their lists
         request.num_published_blocks = 0
         request.num_cached_tokens = 0
 

@@ -223,4 +223,6 @@ def best_num_drafts(conditional_acceptance: list[float], *, cost_ratio: float) -
 
 def drafts_made(draft_token_ids: list[int]) -> list[int]:
     """The drafts of one request before the first that was not made."""
-    return list(itertools.takewhile(lambda token_id: token_id != NOT_DRAFTED, draft_token_ids))
+    if NOT_DRAFTED not in draft_token_ids:
+        return draft_token_ids
+    return draft_token_ids[: draft_token_ids.index(NOT_DRAFTED)]

@@ -17,13 +17,14 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from mtp_research.decode.batch import StepInputs, to_device
-from mtp_research.decode.capturing import Captured, StaticParams, capture_call, padded_tables
+from mtp_research.decode.block_tables import BlockTables
+from mtp_research.decode.capturing import Captured, StaticParams, capture_call
 from mtp_research.decode.mixed_graphs import MixedGraphs
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.sampling_tensors import SamplingTensors, sampling_tensors
@@ -77,8 +78,14 @@ class StepGraphs:
             dtype=torch.int32,
             device=device,
         )
+        self._tables = BlockTables(
+            self._spare_slot,
+            num_table_blocks=num_table_blocks,
+            spare_block=self._spare_block,
+            device=device,
+        )
         self._params = StaticParams(batch_sizes[-1], device=device)
-        self._uploaded: Hashable = None
+        self._uploaded_slots: list[int] = []  # of a bucket, padding included
         self._graphs: dict[Hashable, Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._mixed: MixedGraphs | None = None
@@ -213,18 +220,15 @@ class StepGraphs:
     def _upload(self, entries: list[Scheduled], bucket: int) -> None:
         """Slots and block tables of the batch; nothing when they are there already."""
         requests = [entry.request for entry in entries]
-        tables = [tuple(request.block_ids) for request in requests]
-        wanted = (bucket, tuple(request.slot for request in requests), tuple(tables))
-        if wanted == self._uploaded:
+        slots = [cast(int, request.slot) for request in requests]
+        slots += [self._spare_slot] * (bucket - len(slots))
+        have_changed = self._tables.update(requests)
+        if slots != self._uploaded_slots:
+            self._slots[:bucket] = to_device(slots, dtype=torch.int64, device=self._slots.device)
+            self._uploaded_slots = slots
+        elif not have_changed:
             return
-        rows = padded_tables(
-            tables, shape=(bucket, self._block_table.shape[1]), spare_block=self._spare_block
-        )
-        device = self._slots.device
-        slots = [*wanted[1], *[self._spare_slot] * (bucket - len(entries))]
-        self._slots[:bucket] = to_device(slots, dtype=torch.int64, device=device)
-        self._block_table[:bucket] = to_device(rows, dtype=torch.int32, device=device)
-        self._uploaded = wanted
+        self._tables.read(self._slots[:bucket], out=self._block_table[:bucket])
 
     def _capture(self, bucket: int, params: SamplingTensors) -> Captured:
         """Warm up and capture one bucket; its requests must not be in the spare slot."""

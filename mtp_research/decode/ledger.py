@@ -68,12 +68,13 @@ class Ledger:
         self.stats.num_prompt_rows += launched.num_prompt_rows
         if self.auditor is not None:
             self.auditor.apply_step()
+        num_target_rows = num_emitted = 0
         for row, entry in enumerate(launched.entries):
             request = entry.request
-            self.stats.num_target_rows += entry.num_scheduled_tokens
+            num_target_rows += entry.num_scheduled_tokens
             if request.status is Status.FINISHED:
                 continue  # it ended while the step ran
-            num_tokens, num_rounds = request.num_tokens, len(request.num_drafted_per_round)
+            num_tokens, num_rounds = len(request.token_ids), len(request.num_drafted_per_round)
             self.scheduler.commit(
                 entry,
                 emitted=[token for token in sampled[row] if token >= 0],
@@ -81,9 +82,13 @@ class Ledger:
                 is_finite=finite[row],
             )
             self.recent.add_rounds(request, since=num_rounds)
-            note_emitted(request, since=num_tokens, logprobs=result.logprobs, row=row)
-            self.stats.num_emitted_tokens += request.num_tokens - num_tokens
-            self._after_commit(entry)
+            if result.logprobs is not None or request.matcher is not None:
+                note_emitted(request, since=num_tokens, logprobs=result.logprobs, row=row)
+            num_emitted += len(request.token_ids) - num_tokens
+            if self.auditor is not None or request.status is Status.FINISHED:
+                self._after_commit(entry)
+        self.stats.num_target_rows += num_target_rows
+        self.stats.num_emitted_tokens += num_emitted
 
     def end_step(self, launched: Launched | None, *, seconds: float) -> None:
         """Account for the time of a call of the loop.

@@ -18,7 +18,7 @@ class Cut(NamedTuple):
 
 def text_limit(request: Request, *, max_model_len: int) -> int:
     """Text length at which a request ends at the latest, its prompt included."""
-    return min(request.num_prompt_tokens + request.sampling.max_new_tokens, max_model_len)
+    return min(len(request.prompt_token_ids) + request.sampling.max_new_tokens, max_model_len)
 
 
 def check_arrival(
@@ -95,9 +95,10 @@ def check_room(request: Request, *, num_needed: int, num_blocks: int) -> None:
 
 def cut_emitted(request: Request, emitted: list[int], *, max_model_len: int) -> Cut:
     """Cut a step's tokens behind a stop token, or at the limit; what comes first decides."""
-    room = text_limit(request, max_model_len=max_model_len) - request.num_tokens
+    room = text_limit(request, max_model_len=max_model_len) - len(request.token_ids)
     kept = emitted[:room]
-    for index, token_id in enumerate(kept):
-        if token_id in request.sampling.stop_token_ids:
-            return Cut(kept[: index + 1], FinishReason.STOP)
+    if stop_token_ids := request.sampling.stop_token_ids:
+        for index, token_id in enumerate(kept):
+            if token_id in stop_token_ids:
+                return Cut(kept[: index + 1], FinishReason.STOP)
     return Cut(kept, FinishReason.LENGTH if len(emitted) >= room else None)

@@ -59,15 +59,18 @@ class RecentRounds:
             num_drafted: drafts that were verified, 0..K.
             num_accepted: of these, 0..num_drafted.
         """
-        for position in range(min(num_accepted + 1, num_drafted)):
-            self.reached[position] += 1.0
-            self.accepted[position] += position < num_accepted
+        reached, accepted = self.reached, self.accepted
+        for position in range(num_accepted):
+            reached[position] += 1.0
+            accepted[position] += 1.0
+        if num_accepted < num_drafted:
+            reached[num_accepted] += 1.0
 
     def add_rounds(self, request: "Request", *, since: int) -> None:
         """Count the rounds of a request from index `since` on."""
         drafted, accepted = request.num_drafted_per_round, request.num_accepted_per_round
-        for num_drafted, num_accepted in zip(drafted[since:], accepted[since:], strict=True):
-            self.add_round(num_drafted=num_drafted, num_accepted=num_accepted)
+        for index in range(since, len(drafted)):
+            self.add_round(num_drafted=drafted[index], num_accepted=accepted[index])
 
     def end_step(self, *, num_drafts: int, seconds: float | None) -> None:
         """Let the counters fade after a step that made `num_drafts` drafts a request.

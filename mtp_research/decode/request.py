@@ -50,7 +50,8 @@ class Request:
             prompt chunks have run; [0, num_tokens - 1] when no step is in flight.
         num_prefill_tokens: rows below are prompt rows: the prompt, or after a preemption all tokens
             but the newest.
-        block_ids: pages held, in text order; leading ones may be shared (see `PrefixCache`).
+        block_ids: pages held, in text order; leading ones may be shared (see `PrefixCache`). The
+            list only grows while the request runs; after that it has a new one.
         block_keys: content keys of the leading full blocks, as far as they were needed.
         num_published_blocks: leading blocks that were taken from or offered to the prefix cache.
         num_cached_tokens: rows whose KV was taken from the prefix cache at the last admission.
@@ -102,8 +103,7 @@ class Request:
         """
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter()
-        if self.draft_token_ids:
-            num_drafted = len(self.draft_token_ids)
+        if num_drafted := len(self.draft_token_ids):
             self.num_accepted_per_round.append(min(max(num_emitted - 1, 0), num_drafted))
             self.num_drafted_per_round.append(num_drafted)
 

@@ -4,6 +4,7 @@ Letters: R requests, K drafts per step, V vocabulary, W words of a grammar's mas
 """
 
 from collections.abc import Sequence
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -85,12 +86,14 @@ class BatchSampling:
         self._device = device
         self._requests: list[Request] = []
         self._tensors: SamplingTensors | None = None
+        self._have_grammars = False
 
     def tensors(self, requests: list[Request]) -> SamplingTensors:
         """Everything that sampling needs of the requests of a step."""
         if self._tensors is None or not self._is_same(requests):
             self._requests, self._tensors = requests, self._build(requests)
-        if all(request.matcher is None for request in requests):
+            self._have_grammars = any(request.matcher is not None for request in requests)
+        if not self._have_grammars:
             return self._tensors
         bitmask = step_bitmask(
             [request.matcher for request in requests],
@@ -101,9 +104,7 @@ class BatchSampling:
         return self._tensors._replace(bitmask=bitmask.to(self._device))
 
     def _is_same(self, requests: list[Request]) -> bool:
-        return len(requests) == len(self._requests) and all(
-            new is old for new, old in zip(requests, self._requests, strict=True)
-        )
+        return len(requests) == len(self._requests) and all(map(is_, requests, self._requests))
 
     def _build(self, requests: list[Request]) -> SamplingTensors:
         params = [request.sampling for request in requests]

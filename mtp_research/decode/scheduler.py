@@ -7,6 +7,8 @@ Source: continuous batching (Orca, OSDI 2022); counters named as in vLLM v1.
 """
 
 import time
+from bisect import insort
+from operator import attrgetter
 
 from mtp_research.decode.block_manager import BlockManager
 from mtp_research.decode.integrity import check_progress, check_slots, check_waiting
@@ -55,7 +57,7 @@ class Scheduler:
         self.num_speculative_tokens = num_speculative_tokens
         self.num_extra_slots = num_extra_slots
         self.deferred = deferred
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # by rank
         self.waiting = WaitingQueue(steps_per_priority=steps_per_priority)
         self._free_slots = list(range(num_slots))
         self._num_steps = 0
@@ -101,18 +103,24 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         entries: list[Scheduled] = []
         preempted: list[Request] = []
-        for request in sorted(self.running, key=lambda r: (r.is_prefilling, self.waiting.rank(r))):
+        # Asked of every request in every step, so that what is the same for all is asked once.
+        num_beyond, block_size = self._num_slots(0), self.blocks.block_size
+        for request in sorted(self.running, key=attrgetter("is_prefilling")):
             if request.status is not Status.RUNNING or budget == 0:
                 continue  # preempted by an earlier one, or left for the next step
-            limit = text_limit(request, max_model_len=self.max_model_len)
-            if request.num_in_flight and request.num_tokens + 1 >= limit:
+            num_tokens = len(request.token_ids)
+            if request.num_in_flight and num_tokens + 1 >= text_limit(
+                request, max_model_len=self.max_model_len
+            ):
                 continue  # the step in flight ends it
-            preempted += self._make_room(request, keep={e.request.request_id for e in entries})
-            if request.status is not Status.RUNNING:
-                continue
-            self.blocks.reserve(request, self._num_slots(request.num_tokens))
-            entries.append(self._entry(request, budget))
-            budget -= entries[-1].num_scheduled_tokens
+            if num_tokens + num_beyond > len(request.block_ids) * block_size:
+                preempted += self._make_room(request, keep=entries)
+                if request.status is not Status.RUNNING:
+                    continue
+                self.blocks.reserve(request, num_tokens + num_beyond)
+            entry = self._entry(request, budget)
+            entries.append(entry)
+            budget -= entry.num_scheduled_tokens
         admitted = []
         # A request preempted in this step must not come back in it: the shortage would only move.
         while len(self.waiting) and self._free_slots and budget > 0 and not preempted:
@@ -187,9 +195,10 @@ class Scheduler:
         if request.status is Status.WAITING:  # preempted while the step ran
             request.restart()
             return
-        request.num_computed_tokens = request.num_tokens - 1
-        self.blocks.publish(request, num_rows=request.num_computed_tokens)
-        request.draft_token_ids = drafts[: self.max_model_len - request.num_tokens]
+        num_tokens = len(request.token_ids)
+        request.num_computed_tokens = num_tokens - 1
+        self.blocks.publish(request, num_rows=num_tokens - 1)
+        request.draft_token_ids = drafts[: self.max_model_len - num_tokens]
 
     def _num_slots(self, num_tokens: int) -> int:
         needed = num_slots_needed(num_tokens, self.num_speculative_tokens, int(self.deferred))
@@ -197,27 +206,28 @@ class Scheduler:
 
     def _entry(self, request: Request, budget: int) -> Scheduled:
         """The next rows of a request, at most `budget` prompt rows."""
-        first = request.num_computed_tokens
-        is_prefill = request.is_prefilling
+        first, num_prefill = request.num_computed_tokens, request.num_prefill_tokens
+        is_prefill = first < num_prefill
         if is_prefill:
-            count = min(request.num_prefill_tokens - first, budget, self.max_prefill_chunk)
+            count = min(num_prefill - first, budget, self.max_prefill_chunk)
             request.num_computed_tokens += count
         elif self.deferred:
             count = self.num_speculative_tokens + 1
         else:
             count = 1 + len(request.draft_token_ids)
-        samples = first + count >= request.num_tokens
-        resumes = not samples and not request.is_prefilling
+        samples = first + count >= len(request.token_ids)
+        resumes = not samples and request.num_computed_tokens >= num_prefill
         request.num_in_flight += samples or resumes
         return Scheduled(request, count, first, is_prefill, samples, resumes)
 
-    def _make_room(self, request: Request, *, keep: set[str]) -> list[Request]:
+    def _make_room(self, request: Request, *, keep: list[Scheduled]) -> list[Request]:
         """Preempt the lowest ranks, at worst this one, until `request` can reserve its step."""
         preempted = []
         while request.status is Status.RUNNING and not self.blocks.can_reserve(
             request, self._num_slots(request.num_tokens)
         ):
-            movable = (other for other in self.running if other.request_id not in keep)
+            kept = {entry.request.request_id for entry in keep}
+            movable = (other for other in self.running if other.request_id not in kept)
             victim = max(movable, key=self.waiting.rank)
             self._preempt(victim)
             preempted.append(victim)
@@ -234,7 +244,7 @@ class Scheduler:
         self.blocks.reserve(request, num_slots)
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
-        self.running.append(request)
+        insort(self.running, request, key=self.waiting.rank)
         return True
 
     def _preempt(self, request: Request) -> None:
