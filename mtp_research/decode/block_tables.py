@@ -23,12 +23,15 @@ class BlockTables:
         num_table_blocks: M, blocks that the longest request can own.
         spare_block: block of padding.
         device: where the tables live.
+
+    Attributes:
+        width: M.
     """
 
     def __init__(
         self, num_slots: int, *, num_table_blocks: int, spare_block: int, device: torch.device
     ) -> None:
-        self._width, self._spare_block = num_table_blocks, spare_block
+        self.width, self._spare_block = num_table_blocks, spare_block
         self._tables = torch.full(
             (num_slots + 1, num_table_blocks), spare_block, dtype=torch.int32, device=device
         )
@@ -40,7 +43,7 @@ class BlockTables:
         """Upload what is new in the tables of running requests; whether there was anything."""
         cells: list[int] = []
         blocks: list[int] = []
-        uploaded, width = self._uploaded, self._width
+        uploaded, width = self._uploaded, self.width
         for request in requests:
             slot, table = request.slot, request.block_ids
             assert slot is not None, f"{request.request_id} has no slot"

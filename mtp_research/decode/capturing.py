@@ -4,7 +4,7 @@ Letters: R requests.
 """
 
 import gc
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -65,15 +65,6 @@ def capture_call(call: Callable[[], StepResult], *, pool: Any) -> Captured:
         result = call()
     torch.cuda.synchronize()
     return Captured(graph, result)
-
-
-def padded_tables(
-    tables: Sequence[Sequence[int]], *, shape: tuple[int, int], spare_block: int
-) -> list[list[int]]:
-    """Block tables of `shape` `[R, M]`; what requests do not own is the spare block."""
-    num_requests, width = shape
-    rows = [[*table, *[spare_block] * (width - len(table))] for table in tables]
-    return rows + [[spare_block] * width] * (num_requests - len(rows))
 
 
 class StaticParams:

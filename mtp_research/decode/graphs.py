@@ -94,7 +94,7 @@ class StepGraphs:
                 step,
                 max_requests=batch_sizes[-1],
                 max_rows=max_mixed_rows,
-                num_table_blocks=num_table_blocks,
+                tables=self._tables,
                 block_size=block_size,
                 pool=self._pool,
             )
@@ -133,6 +133,7 @@ class StepGraphs:
         A batch above the largest bucket is replayed in parts, whose results are copied.
         """
         if self._mixed is not None and _has_prompt_rows(entries):
+            self._uploaded_slots = []  # it takes news of the tables, which ours must have too
             return self._mixed.run(entries, params)
         if len(entries) <= len(self._slots):
             return self._replay(entries, params)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mtp_research.decode.batch import StepInputs, facts_of, to_device
-from mtp_research.decode.capturing import Captured, StaticParams, capture_call, padded_tables
+from mtp_research.decode.block_tables import BlockTables
+from mtp_research.decode.capturing import Captured, StaticParams, capture_call
 from mtp_research.decode.draft import MTPDrafter
 from mtp_research.decode.sampling_tensors import SamplingTensors
 from mtp_research.decode.schedule import Scheduled
@@ -26,6 +27,7 @@ from mtp_research.row_layout import BaseRows
 
 MIXED_ROWS = (64, 128, 256, 512, 1024)  # T of the buckets, ascending
 _NUM_FACTS = 6
+_SLOT = 0  # the first of them
 
 
 class MixedShape(NamedTuple):
@@ -76,7 +78,7 @@ class MixedGraphs:
         step: what is captured; its drafter runs MTP modules without an auditor, or there is none.
         max_requests: most requests of a step.
         max_rows: most rows of a step.
-        num_table_blocks: M, blocks that the longest request can own.
+        tables: block tables by slot.
         block_size: tokens a page.
         pool: of the captured memory, shared with the graphs of decode steps.
     """
@@ -87,19 +89,19 @@ class MixedGraphs:
         *,
         max_requests: int,
         max_rows: int,
-        num_table_blocks: int,
+        tables: BlockTables,
         block_size: int,
         pool: Any,
     ) -> None:
         self._step, self._block_size, self._pool = step, block_size, pool
-        self._max_requests = max_requests
-        self._spare_slot, self._spare_block = step.ring.spare_slot, step.cache.num_blocks - 1
+        self._max_requests, self._tables = max_requests, tables
+        self._spare_slot = step.ring.spare_slot
         num_rerun = step.num_speculative_tokens
         self._shapes = [
             MixedShape.of(
                 num_rows,
                 max_requests=max_requests,
-                max_text=num_table_blocks * block_size,
+                max_text=tables.width * block_size,
                 num_rerun=num_rerun,
             )
             for num_rows in MIXED_ROWS
@@ -110,9 +112,7 @@ class MixedGraphs:
         ints = {"dtype": torch.int64, "device": device}
         self._facts = torch.zeros(most, _NUM_FACTS, **ints)
         self._base_counts = torch.zeros(most, **ints)
-        self._block_table = torch.full(
-            (most, num_table_blocks), self._spare_block, dtype=torch.int32, device=device
-        )
+        self._block_table = torch.zeros(most, tables.width, dtype=torch.int32, device=device)
         self._params = StaticParams(most, device=device)
         self._graphs: dict[Hashable, Captured] = {}
         self.capture_s = 0.0
@@ -193,14 +193,11 @@ class MixedGraphs:
         )
         if base:
             base[-1] += shape.num_base_rows - sum(base)
-        rows = padded_tables(
-            [entry.request.block_ids for entry in entries],
-            shape=(num_requests, self._block_table.shape[1]),
-            spare_block=self._spare_block,
-        )
         device = self._facts.device
         self._facts[:num_requests] = to_device(facts, dtype=torch.int64, device=device)
-        self._block_table[:num_requests] = to_device(rows, dtype=torch.int32, device=device)
+        self._tables.update(entry.request for entry in entries)
+        slots = self._facts[:num_requests, _SLOT]
+        self._tables.read(slots, out=self._block_table[:num_requests])
         if base:
             self._base_counts[:num_requests] = to_device(base, dtype=torch.int64, device=device)
 
