@@ -124,7 +124,6 @@ def test_every_job_is_asked_for_something_that_its_entry_takes(tmp_path: Path) -
         sweep.parse(jobs[f"{kind}_lab_base"].words[1:]) for kind in ("compile", "speed")
     )
     assert fills.compile_only
-    assert times.turns == tmp_path / "turns"
     options = [*sweep.words_of(sweep.PARTS[0], times), "model.device=cpu"]
     part = compose_config(EvalConfig, options)
     assert part.spec.head == f"{tmp_path}/lab_base/matrix/chain_n3_s0/head"

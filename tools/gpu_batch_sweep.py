@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_PROMPTS = {64: 128, 1: 16, 8: 32, 32: 64}  # by batch size, in the order that they are started
 DRAFTS = (3, 1, 5, 2, 4)  # one after the other, each at every size
 MAX_MODEL_LEN = 1024
-BLOCKS_PER_REQUEST = 66  # of 16 tokens: a text of that length, drafts and what is in flight
+BLOCK_SIZE = 16
+NUM_SPARE_BLOCKS = 2  # of a request, for drafts and what is in flight
 CAPTURED_ENGINE = "engine=h200"
 POLL_S = 0.2
 GRACE_S = 10
@@ -57,7 +58,6 @@ class Part(NamedTuple):
         """Its overrides."""
         return [
             f"grid.max_num_requests=[{self.batch}]",
-            f"engine.num_blocks={self.batch * BLOCKS_PER_REQUEST}",
             f"spec.k=[{self.num_drafts}]",
             f"prompts.max_prompts={NUM_PROMPTS[self.batch]}",
         ]
@@ -92,7 +92,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def words_of(part: Part, options: argparse.Namespace) -> list[str]:
     """Overrides of a part; the last one of a key counts."""
+    num_blocks = part.batch * (MAX_MODEL_LEN // BLOCK_SIZE + NUM_SPARE_BLOCKS)
     words = ["experiment=batch_sweep", f"engine.max_model_len={MAX_MODEL_LEN}"]
+    words += [f"engine.block_size={BLOCK_SIZE}", f"engine.num_blocks={num_blocks}"]
     words += [
         "timing.passes=4",
         "sampling.max_new_tokens=128",

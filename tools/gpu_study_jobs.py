@@ -61,9 +61,8 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     prepared = [job for name, seconds in args.models for job in _prepare(name, seconds, args)]
     timed: list[Job] = []
     for name, _ in args.models:
-        flags = ["--turns", str(args.work / "turns"), *_tiny("speed", args)]
-        words = [*_sweep(name, args, "speed", flags), *_trained(name, args)[1:]]
-        words += [f"spec.head={_head(name, HEADS[0], args)}"]
+        words = _sweep(name, args, "speed", _tiny("speed", args))
+        words += [f"model.path={_target(name, args)}", f"spec.head={_head(name, HEADS[0], args)}"]
         needs = tuple(job.name for job in [*prepared, *timed])
         timed.append(Job(f"speed_{name}", words, needs, is_timed=True))
     return prepared + timed

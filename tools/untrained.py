@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -23,6 +22,7 @@ from mtp_research.cli import compose_config
 from mtp_research.config import TrainConfig
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import save_heads
+from mtp_research.models.fresh import new_target
 from mtp_research.models.target import load_target
 
 TOKENIZER = ROOT / "assets" / "lab_tiny" / "target"
@@ -38,9 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     model = compose_config(TrainConfig, ["task=target", f"model={args.model}"]).model
     sizes = dict(model.architecture, vocab_size=model.pretrain.vocab_size)
-    config = CONFIG_MAPPING[model.family](**sizes)
     dtype = getattr(torch, args.dtype)
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(args.out / "target")
+    device = torch.device("cpu")
+    made = new_target(model.family, sizes, dtype=dtype, device=device, seed=0)
+    made.save_pretrained(args.out / "target")
     for file in TOKENIZER.glob("tokenizer*"):
         shutil.copyfile(file, args.out / "target" / file.name)
     target = load_target(args.out / "target", device="cpu")

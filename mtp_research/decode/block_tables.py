@@ -48,7 +48,10 @@ class BlockTables:
             slot, table = request.slot, request.block_ids
             assert slot is not None, f"{request.request_id} has no slot"
             last, known = uploaded[slot]
-            if last is not table:  # a new tenant: nothing of the former one's may stay
+            is_tenant = last is table
+            assert known <= len(table) or not is_tenant, f"{request.request_id} lost blocks"
+            assert len(table) <= width, f"{request.request_id} has more than {width} blocks"
+            if not is_tenant:  # a new tenant: nothing of the former one's may stay
                 cells += range(slot * width, (slot + 1) * width)
                 blocks += table
                 blocks += [self._spare_block] * (width - len(table))

@@ -189,6 +189,8 @@ class Scheduler:
         check_slots(self.running, free_slots=self._free_slots)
         check_progress(self.running, block_size=self.blocks.block_size)
         check_waiting(self.waiting)
+        ranks = [self.waiting.rank(request) for request in self.running]
+        assert ranks == sorted(ranks), "running requests are not in the order of their ranks"
 
     def _continue(self, request: Request, drafts: list[int]) -> None:
         """Go on after the newest token, with the drafts whose rows stay inside the context."""
@@ -222,11 +224,13 @@ class Scheduler:
 
     def _make_room(self, request: Request, *, keep: list[Scheduled]) -> list[Request]:
         """Preempt the lowest ranks, at worst this one, until `request` can reserve its step."""
-        preempted = []
+        preempted: list[Request] = []
+        if self.blocks.can_reserve(request, self._num_slots(request.num_tokens)):
+            return preempted
+        kept = {entry.request.request_id for entry in keep}
         while request.status is Status.RUNNING and not self.blocks.can_reserve(
             request, self._num_slots(request.num_tokens)
         ):
-            kept = {entry.request.request_id for entry in keep}
             movable = (other for other in self.running if other.request_id not in kept)
             victim = max(movable, key=self.waiting.rank)
             self._preempt(victim)

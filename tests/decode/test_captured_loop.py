@@ -1,6 +1,8 @@
 """Captured steps without a GPU: a stand-in for CUDA graphs calls the step again on its tensors."""
 
+import gc
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from mtp_research.config import POLICIES, EngineConfig
 from mtp_research.decode import build, graphs, mixed_graphs
+from mtp_research.decode.capturing import no_collection
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.mixed_graphs import MIXED_ROWS, MixedShape, padding_rows
 from mtp_research.decode.sampling_params import SamplingParams
@@ -168,3 +171,17 @@ def test_padding_requests_take_all_rows_that_are_left(
     left = padding_rows(bucket - num_rows, shape.num_requests - most_entries, most=shape.longest)
     assert sum(left) == bucket - num_rows
     assert max(left, default=0) + num_drafts <= max_text  # draft rows lie behind
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_no_cycle_is_collected_while_a_step_is_captured(was_enabled: bool) -> None:
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        found = []
+        with suppress(ZeroDivisionError), no_collection():
+            found.append(gc.isenabled())
+            found.append(1 // 0)
+        assert found == [False]
+        assert gc.isenabled() is was_enabled
+    finally:
+        gc.enable()
