@@ -75,8 +75,8 @@ def _prepare(name: str, seconds: int | None, args: argparse.Namespace) -> list[J
         jobs.append(Job(f"untrained_{name}", words))
         words = _sweep(name, args, "compiled", ["--compile-only"])
         words += [f"model.path={work}/untrained/target", f"spec.head={work}/untrained/head"]
-        waits = tuple(f"compile_{other}" for other, _ in args.models)
-        waits = waits[: [other for other, _ in args.models].index(name)]  # all cores to one
+        names = [other for other, _ in args.models]
+        waits = (f"compile_{other}" for other in names[: names.index(name)])  # all cores to one
         jobs.append(Job(f"compile_{name}", words, (f"untrained_{name}", *waits), nice=10))
     if args.target is None:
         words = ["train.py", "task=target", f"model={name}", f"output_dir={work}/target"]

@@ -3,7 +3,7 @@
 In a large batch some request gains a block in almost every step, so that a step would upload the
 tables of all. Here it uploads the few new entries; the device puts the rows of a batch together.
 
-Letters: R requests, M blocks per table, N entries that changed.
+Letters: R requests, M blocks per table.
 """
 
 from collections.abc import Iterable

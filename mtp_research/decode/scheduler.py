@@ -224,13 +224,11 @@ class Scheduler:
 
     def _make_room(self, request: Request, *, keep: list[Scheduled]) -> list[Request]:
         """Preempt the lowest ranks, at worst this one, until `request` can reserve its step."""
-        preempted: list[Request] = []
-        if self.blocks.can_reserve(request, self._num_slots(request.num_tokens)):
-            return preempted
-        kept = {entry.request.request_id for entry in keep}
+        preempted = []
         while request.status is Status.RUNNING and not self.blocks.can_reserve(
             request, self._num_slots(request.num_tokens)
         ):
+            kept = {entry.request.request_id for entry in keep}
             movable = (other for other in self.running if other.request_id not in kept)
             victim = max(movable, key=self.waiting.rank)
             self._preempt(victim)
