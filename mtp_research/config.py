@@ -315,10 +315,9 @@ class EngineConfig:
     few_rows_kernel: bool = True
     # Compiled steps rotate queries and keys in the attention launch, not in launches of their own.
     rotary_in_attention: bool = True
-    # Compiled kernels start while the one in front ends (Inductor's programmatic dependent launch);
-    # Hopper on. An experiment: where a kernel that reads nothing lies between two others, the last
-    # may not wait for the first.
-    overlap_launches: bool = False
+    # Kernels of compiled steps start while the one in front ends (programmatic dependent launch),
+    # and wait for its end before they touch memory; from Hopper on, else without effect.
+    overlap_launches: bool = True
     # Batch sizes that are captured, as far as max_num_requests asks for them: smaller batches are
     # padded to the next one, larger ones split. None: powers of two up to max_num_requests.
     graph_batch_sizes: list[int] | None = field(default=None, metadata={"low": 1, "high": 1 << 16})

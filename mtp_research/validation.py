@@ -329,9 +329,6 @@ def _capture_faults(engine: EngineConfig) -> Iterator[str]:
     if engine.compile and not engine.cuda_graphs:  # what is not captured is not compiled
         key, expected = "engine.compile", "must be false for engine.cuda_graphs=false"
         yield _fault(key, expected, "true", f"{key}=false")
-    if engine.overlap_launches and not engine.compile:
-        key, expected = "engine.overlap_launches", "must be false for engine.compile=false"
-        yield _fault(key, expected, "true", f"{key}=false")
     if engine.capture_mixed and not engine.cuda_graphs:
         key, expected = "engine.capture_mixed", "must be false for engine.cuda_graphs=false"
         yield _fault(key, expected, "true", f"{key}=false")

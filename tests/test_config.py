@@ -1,7 +1,6 @@
 """The schema, the YAML files, the override grammar and the fault lines. No model is loaded here."""
 
 import ast
-import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -112,9 +111,6 @@ def test_engine_presets_that_stand_for_others() -> None:
         *("cpu", "reference"),
         False,
     )
-    h200 = compose_config(EvalConfig, ["engine=h200"]).engine
-    overlap = compose_config(EvalConfig, ["engine=h200_overlap"]).engine
-    assert overlap == dataclasses.replace(h200, overlap_launches=True)
 
 
 def test_every_key_is_read_somewhere() -> None:
@@ -203,7 +199,6 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (EvalConfig, "engine.graph_batch_sizes=[4]", "must be null for engine.cuda_graphs=false"),
         (EvalConfig, "engine.capture_mixed=true", "must be false for engine.cuda_graphs=false"),
         (EvalConfig, "engine.compile=true", "must be false for engine.cuda_graphs=false"),
-        (EvalConfig, "engine.overlap_launches=true", "must be false for engine.compile=false"),
         (EvalConfig, "sampling.temperature=0.5", "must be 0 for spec.verify=greedy"),
         (EvalConfig, "logger.tensorboard=true", "must be false for eval.py, which draws no curves"),
         (EvalConfig, "sampling.top_k=5", "must be 0 at temperature 0"),

@@ -25,6 +25,7 @@ from torch import Tensor
 from mtp_research.decode.batch import StepInputs, to_device
 from mtp_research.decode.block_tables import BlockTables
 from mtp_research.decode.capturing import Captured, StaticParams, capture_call
+from mtp_research.decode.early_launch import compile_options
 from mtp_research.decode.mixed_graphs import MixedGraphs
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.sampling_tensors import SamplingTensors, sampling_tensors
@@ -101,9 +102,7 @@ class StepGraphs:
         self._device_part: Callable[..., StepResult] = self._run_step
         if compile_step:
             torch._dynamo.config.recompile_limit = _MAX_COMPILED_VERSIONS
-            options: dict[str, str | int | bool | Callable[..., object]] = {
-                "triton.enable_pdl": overlap_launches
-            }
+            options = compile_options(overlaps=overlap_launches)
             self._device_part = torch.compile(self._run_step, dynamic=False, options=options)
         self._capture_s = 0.0
 

@@ -50,7 +50,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         "--library-rotary", action="store_true", help="engine.rotary_in_attention=false"
     )
     parser.add_argument(
-        "--overlap-launches", action="store_true", help="engine.overlap_launches=true"
+        "--serial-launches", action="store_true", help="engine.overlap_launches=false"
     )
     parser.add_argument("--kernels", type=int, default=0, help="print the slowest so many kernels")
     parser.add_argument(

@@ -161,7 +161,7 @@ def _decoder(
         compile=on_gpu and not options.no_compile and not options.deterministic,
         few_rows_kernel=not options.library_products,
         rotary_in_attention=not options.library_rotary,
-        overlap_launches=options.overlap_launches,
+        overlap_launches=not options.serial_launches,
         deterministic=options.deterministic,
         audit=False,
     )
