@@ -33,3 +33,15 @@ class Interrupted(RuntimeError):
     """The run was asked to stop, saved its state and can be resumed."""
 
     exit_code = 75
+
+
+def rule_line(key: str, expected: str, got: object, fix: str) -> str:
+    """Compose the line for a key whose value does not go with others.
+
+    Args:
+        key: such as `engine.compile`.
+        expected: what it must be beside the others, from `must` on.
+        got: its value, as it is typed.
+        fix: the overrides that mend it.
+    """
+    return f"{key} {expected}, got {got}; set {fix}."

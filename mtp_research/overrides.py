@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import get_origin
 
-from mtp_research.config import GRID_AXES, EvalConfig, TrainConfig
+from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.config_evaluation import GRID_AXES
 from mtp_research.errors import ConfigError
 from mtp_research.provenance import REPOSITORY_ROOT
 from mtp_research.validation import ALIASES, legal_values, nearest, schema_keys
@@ -94,7 +95,7 @@ def help_text(schema: Schema) -> str:
     for group, choices in group_choices(schema).items():
         lines.append(f"  {group}={' | '.join(choices)}")
     lines += ["", "keys (spec.k is short for spec.num_speculative_tokens; what each means stands"]
-    lines += ["beside it in mtp_research/config.py; --cfg job prints the values of a command):"]
+    lines += ["beside it in mtp_research/config*.py; --cfg job prints the values of a command):"]
     for key, item in schema_keys(schema).items():
         lines.append(f"  {key}: {legal_values(item)}{_default(item)}")
     lines += ["", "flags:", "  --help  this text"]

@@ -1,38 +1,29 @@
 """Rules between `model.tp_plan`, `model.device_map` and the keys that do not go with them."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.errors import rule_line
 
 
-class PlacingFault(NamedTuple):
-    """A key whose value does not go with how the target is placed, and the override to set."""
-
-    key: str
-    expected: str
-    got: str
-    fix: str
-
-
-def placing_faults(config: TrainConfig | EvalConfig) -> Iterator[PlacingFault]:
-    """Faults of a configuration, one per key."""
+def placing_faults(config: TrainConfig | EvalConfig) -> Iterator[str]:
+    """Fault lines of a configuration, one per key."""
     model = config.model
     if model.tp_plan != "none" and model.device_map != "none":
         expected = f"must be none for model.tp_plan={model.tp_plan}"
-        yield PlacingFault("model.device_map", expected, model.device_map, "model.device_map=none")
+        yield rule_line("model.device_map", expected, model.device_map, "model.device_map=none")
     if isinstance(config, TrainConfig):
         yield from _train_faults(config)
     else:
         yield from _eval_faults(config)
 
 
-def _train_faults(config: TrainConfig) -> Iterator[PlacingFault]:
+def _train_faults(config: TrainConfig) -> Iterator[str]:
     model, trainer = config.model, config.trainer
     if model.tp_plan != "none":
         expected = "must be none for train.py, which spreads a target by trainer.shard_target"
         fix = "model.tp_plan=none trainer.shard_target=true"
-        yield PlacingFault("model.tp_plan", expected, model.tp_plan, fix)
+        yield rule_line("model.tp_plan", expected, model.tp_plan, fix)
     if model.device_map == "none":
         return
     for key, is_set in {
@@ -41,21 +32,21 @@ def _train_faults(config: TrainConfig) -> Iterator[PlacingFault]:
     }.items():
         if is_set:  # hooks that move inputs break the graph, and ranks need the whole device
             expected = f"must be false for model.device_map={model.device_map}"
-            yield PlacingFault(key, expected, "true", f"{key}=false")
+            yield rule_line(key, expected, "true", f"{key}=false")
 
 
-def _eval_faults(config: EvalConfig) -> Iterator[PlacingFault]:
+def _eval_faults(config: EvalConfig) -> Iterator[str]:
     model, engine, spec = config.model, config.engine, config.spec
     if model.device_map != "none" and engine.cuda_graphs:  # weights move during a step
         expected = f"must be false for model.device_map={model.device_map}"
         key = "engine.cuda_graphs"
-        yield PlacingFault(key, expected, "true", "engine.cuda_graphs=false engine.compile=false")
+        yield rule_line(key, expected, "true", "engine.cuda_graphs=false engine.compile=false")
     if model.tp_plan == "none":
         return
     if engine.compile:
         expected = f"must be false for model.tp_plan={model.tp_plan}"
-        yield PlacingFault("engine.compile", expected, "true", "engine.compile=false")
+        yield rule_line("engine.compile", expected, "true", "engine.compile=false")
     if spec.draft_length == "expected_gain" and spec.draft_cost_ratio is None:
         # A clock would let ranks take different decisions, and wait for each other for ever.
         expected = f"must be set for model.tp_plan={model.tp_plan}, whose ranks cannot use a clock"
-        yield PlacingFault("spec.draft_cost_ratio", expected, "null", "spec.draft_cost_ratio=0.1")
+        yield rule_line("spec.draft_cost_ratio", expected, "null", "spec.draft_cost_ratio=0.1")

@@ -26,7 +26,16 @@ DIRECTIONS = {
     "training": {"heads", "models", "policy", "data"},
     "evaluation": {"decode", "data"},
 }
-FOR_ALL = {"config", "errors", "files", "grid", "provenance", "validation", "run_lock"}
+FOR_ALL = {
+    "config",
+    "config_choices",
+    "errors",
+    "files",
+    "grid",
+    "provenance",
+    "run_lock",
+    "validation",
+}
 OWN_NOTHING = {"kernels", "hidden_policy", "row_layout", "policy"}
 # A heavy package -> the files and folders that may import it.
 HOMES = {

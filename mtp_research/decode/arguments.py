@@ -5,7 +5,8 @@ Letters: K drafts per step.
 
 from collections.abc import Iterable, Sequence
 
-from mtp_research.config import MAX_SPECULATIVE_TOKENS, EngineConfig
+from mtp_research.config import EngineConfig
+from mtp_research.config_choices import MAX_SPECULATIVE_TOKENS
 from mtp_research.decode.build import Heads
 from mtp_research.decode.draft import DRAFT_SAMPLINGS
 from mtp_research.decode.draft_length import DraftLength

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 
-from mtp_research.config import CLEAN_POLICIES, POLICIES, EvalConfig
+from mtp_research.config import EvalConfig
+from mtp_research.config_choices import CLEAN_POLICIES, POLICIES
 from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.evaluation.fault_study import UNFINISHED, FaultStudy
 from mtp_research.evaluation.fault_table import price_rows

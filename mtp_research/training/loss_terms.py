@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.config import DEPTH_WEIGHTS, LOSS_TERMS, ObjectiveConfig, parse_loss
+from mtp_research.config import ObjectiveConfig
+from mtp_research.config_choices import DEPTH_WEIGHTS, LOSS_TERMS, parse_loss
 from mtp_research.errors import ConfigError
 from mtp_research.kernels.distill_rows import Mixture
 from mtp_research.training.depth_weights import depth_weights, expected_length, length_gradient

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtp_research.config import POLICIES, EngineConfig
+from mtp_research.config import EngineConfig
+from mtp_research.config_choices import POLICIES
 from mtp_research.decode import build, graphs, mixed_graphs
 from mtp_research.decode.capturing import no_collection
 from mtp_research.decode.decoder import SpecDecoder

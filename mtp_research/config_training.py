@@ -1,0 +1,171 @@
+"""The sections that `train.py` takes beside those of `config`: from the modules to the launcher.
+
+In the order of `TrainConfig`, the small target's own training first. Letter: N MTP modules.
+"""
+
+from dataclasses import dataclass, field
+
+from mtp_research.config_choices import (
+    DEPTH_WEIGHTS,
+    MAX_SPECULATIVE_TOKENS,
+    MODULE_SCHEDULES,
+    NORMS,
+    PARALLEL,
+    UNROLLS,
+    above,
+    one_of,
+    within,
+)
+
+
+@dataclass
+class PretrainConfig:
+    """How `task=target` trains a small target from scratch."""
+
+    # Byte-level BPE: 256 bytes and 6 special tokens at least.
+    vocab_size: int = within(4096, 262, 1 << 18)
+    seq_len: int = within(512, 8, 1 << 20)  # tokens per packed row
+    batch_size: int = within(64, 1, 1 << 16)  # packed rows per step
+    max_steps: int = within(2000, 1, 10**9)
+    max_seconds: float = above(420.0, 0.0, 1e9)  # the first of max_steps and max_seconds ends it
+    learning_rate: float = above(3e-3, 0.0, 10.0)
+    warmup_steps: int = within(100, 0, 10**9)
+    min_learning_rate_ratio: float = within(0.05, 0.0, 1.0)  # last / peak learning rate
+    weight_decay: float = within(0.1, 0.0, 10.0)
+    grad_clip: float = above(1.0, 0.0, 1e6)  # global gradient norm
+    corpus_dir: str = "../shared/data/corpus"
+    # Sampling weight per corpus domain; `python` is the installed Python source.
+    domain_weights: dict[str, float] = field(default_factory=dict)
+    compile: bool = True
+    log_every: int = within(50, 1, 10**9)  # steps
+    router_bias_rate: float = within(1e-3, 0.0, 1.0)  # step of the expert-balancing bias
+
+
+@dataclass
+class DataConfig:
+    """Documents that heads are trained on."""
+
+    name: str
+    path: str  # .jsonl or .jsonl.xz, one document a line
+    # regenerated: the target's own answers, which heads should be trained on.
+    kind: str = one_of("regenerated", "original", "regenerated")
+    seq_len: int = within(256, 8, 1 << 20)  # tokens per packed row
+    eval_documents: int = within(96, 1, 10**7)  # held out for the replay walk
+    max_documents: int | None = within(None, 2, 10**9)
+    # Folder of the target's hidden states, written by task=cache; None: computed while training.
+    hidden_cache: str | None = None
+
+
+@dataclass
+class HeadConfig:
+    """The MTP modules that are trained."""
+
+    num_mtp_modules: int = within(3, 1, MAX_SPECULATIVE_TOKENS)  # N
+    # native: the target's own MTP layers, N and the conventions below from its files where they are
+    # not typed; replicate: the one module of head.path, N times.
+    init: str = one_of("target_last_layer", "native", "random", "replicate", "target_last_layer")
+    path: str | None = None  # heads to start from, or the one module of init=replicate
+    # Parts that stay as they start: a dotted part of a parameter's name (experts) or a pattern.
+    freeze: list[str] = field(default_factory=list)
+    lora_rank: int = within(0, 0, 4096)  # train low-rank updates through peft; 0: the weights
+    hidden_source: str = one_of("post_norm", *NORMS)  # target hidden, seen from its final norm
+    recycle_norm: str = one_of("post_norm", *NORMS)  # module output fed on, seen from its own norm
+    concat_order: str = one_of("embedding_first", "embedding_first", "hidden_first")
+    zero_position_0: bool = False  # zero the embedding at position 0, as some families do
+    # The module of draft step i: cycle is i mod N, first is 0, last is min(i, N - 1).
+    module_schedule: str = one_of("cycle", *MODULE_SCHEDULES)
+
+
+@dataclass
+class ObjectiveConfig:
+    """What is minimised."""
+
+    # Decode policy that shows a head what it was trained on: chain and mixed `training`, ttt (one
+    # module) and shared_context `eagle`, independent `target_roll`.
+    unroll: str = one_of("chain", *UNROLLS)
+    num_depths: int | None = within(None, 1, MAX_SPECULATIVE_TOKENS)  # None: max(N, 3)
+    # A term of LOSS_TERMS, or a weighted sum of them such as kl+0.1*hidden.
+    loss: str = "ce"
+    # decay: depth_decay ** (d - 1); dpace: by the draft's own confidence, anchor by anchor;
+    # expected_length: by how much the depth adds to the greedy acceptance length.
+    depth_weights: str = one_of("decay", *DEPTH_WEIGHTS)
+    depth_decay: float = above(0.8, 0.0, 1.0)
+    lk_eta: float = within(3.0, 0.0, 1000.0)  # lk leaves kl for tv as exp(-lk_eta * acceptance)
+    lk_acceptance: str = one_of("row", "batch", "row")  # what lk_eta multiplies: row's or mean
+    # ce alone, half precision on a GPU: logits in float16, half of float32's bytes. The error of a
+    # gradient stays near that of a bfloat16 gradient; logits beyond 65,504 skip the step.
+    half_logits: bool = True
+
+
+@dataclass
+class TrainerConfig:
+    """Optimiser, schedule and checkpoints of `task=heads`."""
+
+    precision: str = one_of("auto", "auto", "bfloat16", "float32")
+    max_steps: int = within(300, 1, 10**9)
+    batch_size: int = within(8, 1, 1 << 16)  # packed rows per micro-batch
+    gradient_accumulation_steps: int = within(1, 1, 1 << 16)  # micro-batches per step
+    learning_rate: float = above(2e-3, 0.0, 10.0)  # peak
+    warmup_fraction: float = within(0.05, 0.0, 1.0)  # of max_steps
+    betas: tuple[float, ...] = (0.9, 0.95)  # AdamW
+    weight_decay: float = within(0.0, 0.0, 10.0)
+    grad_clip: float = above(1.0, 0.0, 1e6)  # global gradient norm
+    eval_every: int = within(100, 1, 10**9)  # steps
+    save_every: int = within(100, 1, 10**9)  # steps
+    keep_last: int = within(2, 1, 10**6)  # checkpoints
+    resume: str = "auto"  # auto, never, or the step folder to continue from
+    # Settings that may differ from the checkpoint's when a run is resumed, such as `world size`.
+    allow_drift: list[str] = field(default_factory=list)
+    # Evaluations without a longer held-out walk after which a run ends; null: never.
+    early_stopping_patience: int | None = within(None, 1, 10**6)
+    decode_eval_prompts: int = within(0, 0, 10**6)  # prompts of the real loop at each evaluation
+    # How weights, gradients and moments are spread over ranks; zero1..zero3 are DeepSpeed's.
+    parallel: str = one_of("ddp", *PARALLEL)
+    shard_target: bool = False  # spread the frozen target's layers over ranks
+    activation_checkpointing: bool = False  # recompute a module's inside in the backward pass
+    compile: bool = False  # torch.compile for the modules and the target's layers
+
+    def __post_init__(self) -> None:
+        """OmegaConf hands a list over where the schema says tuple."""
+        self.betas = tuple(self.betas)
+
+
+@dataclass
+class MatrixConfig:
+    """The train-unroll x decode-policy matrix of `task=matrix`."""
+
+    num_mtp_modules: list[int] = field(default_factory=lambda: [1, 3])  # N of the heads
+    # ttt is left out for N > 1, and shared_context for N = 1, where ttt is the same.
+    unrolls: list[str] = field(
+        default_factory=lambda: ["chain", "ttt", "shared_context", "independent"],
+        metadata={"choices": UNROLLS},
+    )
+    policies: list[str] = field(
+        default_factory=lambda: ["training", "eagle", "target_roll"],
+        metadata={"choices": ("eagle", "target_roll", "training")},
+    )
+    seeds: list[int] | None = None  # each trains every head once; None: the run's own seed
+    # Each is trained, and decoded with each, to price a wrong record; empty: head.recycle_norm.
+    recycle_norms: list[str] = field(default_factory=list, metadata={"choices": NORMS})
+    # Share of the prompts of a cell whose text or rounds may differ from plain decoding and from
+    # the walk, for rounding; in float32 on a CPU none does.
+    max_differing_share: float = within(0.0, 0.0, 1.0)
+    num_prompts: int = within(12, 1, 10**6)  # held-out prompts that are decoded
+    max_new_tokens: int = within(48, 1, 1 << 20)  # per prompt; stop tokens do not end it
+    num_workers: int = within(1, 1, 64)  # heads trained and decoded at a time on this machine
+    # Dtype in which cells are decoded; auto: that of the training. In float32 the loop equals the
+    # walk, and training takes a fraction of its time in bfloat16.
+    dtype: str = one_of("auto", "auto", "bfloat16", "float32")
+
+
+@dataclass
+class LauncherConfig:
+    """Where `train.py` runs."""
+
+    kind: str = one_of("local", "local", "slurm")
+    partition: str | None = None  # None: the cluster's default
+    num_nodes: int = within(1, 1, 10**5)
+    gpus_per_node: int = within(8, 1, 64)  # as many processes
+    cpus_per_node: int = within(64, 1, 10**4)
+    max_minutes: int = within(240, 1, 10**6)
+    grace_s: int = within(120, 1, 10**5)  # SIGTERM, which saves, comes this long before the end
