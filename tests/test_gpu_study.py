@@ -29,10 +29,15 @@ SLEEPS = ["-c", "import time; time.sleep(60)"]
 
 
 def study(
-    folder: Path, *jobs: Job, limit_s: float = 60, prepare_s: float | None = None
+    folder: Path,
+    *jobs: Job,
+    limit_s: float = 60,
+    prepare_s: float | None = None,
+    num_gpus: int = 0,
 ) -> dict[str, dict[str, object]]:
     """Run jobs to their end."""
-    found = tool.Study(jobs, folder, prepare_s=prepare_s or limit_s, limit_s=limit_s)
+    prepare_s = prepare_s or limit_s
+    found = tool.Study(jobs, folder, prepare_s=prepare_s, limit_s=limit_s, num_gpus=num_gpus)
     while not found.is_over:
         found.step()
         time.sleep(0.05)
@@ -87,6 +92,14 @@ def test_timed_jobs_begin_when_the_others_have_had_their_time(tmp_path: Path) ->
     assert facts["speed"]["code"] == 0
 
 
+def test_models_share_the_gpus_out(tmp_path: Path) -> None:
+    words = ["-S", "-c", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"]
+    jobs = [Job(f"target_{number}", words, model=number) for number in range(3)]
+    study(tmp_path, *jobs, num_gpus=2)
+    found = [(tmp_path / f"{job.name}.log").read_text().strip() for job in jobs]
+    assert found == ["0", "1", "0"]
+
+
 def test_results_that_there_are_are_collected(tmp_path: Path) -> None:
     for name, file in (("batch_64_k1", "results.json"), ("batch_1_k1", "finished.jsonl")):
         (tmp_path / "lab_tiny" / "speed" / name).mkdir(parents=True)
@@ -111,6 +124,10 @@ def test_every_job_is_asked_for_something_that_its_entry_takes(tmp_path: Path) -
     assert {name.split("_")[0] for name in jobs} == set(kinds)
     assert all(need in jobs for job in jobs.values() for need in job.needs)
     assert len(jobs) == 2 * (len(kinds) + 2)
+    models = {job.name.rpartition("lab_")[2][:5]: job.model for job in jobs.values()}
+    assert {name.split("_")[0]: model for name, model in models.items()} == {"base": 0, "small": 1}
+    unpriced = jobs_of(tool.arguments([*words, "--no-prices"]))
+    assert {*jobs} - {job.name for job in unpriced} == {name for name in jobs if "price" in name}
     target = compose_config(TrainConfig, jobs["target_lab_base"].words[1:])
     assert (target.task, target.model.pretrain.max_seconds) == ("target", 195)
     matrix = compose_config(TrainConfig, jobs["matrix_lab_base"].words[1:])
@@ -124,6 +141,7 @@ def test_every_job_is_asked_for_something_that_its_entry_takes(tmp_path: Path) -
         sweep.parse(jobs[f"{kind}_lab_base"].words[1:]) for kind in ("compile", "speed")
     )
     assert fills.compile_only
+    assert times.turns == sweep.parse(jobs["speed_lab_small"].words[1:]).turns
     options = [*sweep.words_of(sweep.PARTS[0], times), "model.device=cpu"]
     part = compose_config(EvalConfig, options)
     assert part.spec.head == f"{tmp_path}/lab_base/matrix/chain_n3_s0/head"

@@ -1,15 +1,15 @@
-"""The study of lab targets on one GPU: what may run side by side does, what is timed runs alone.
+"""The study of lab targets on a GPU: what may run side by side does, what is timed runs alone.
 
     python tools/gpu_study.py --out OUT --corpus CORPUS --engine h200 --workers 20 \
-        --models lab_base:195 lab_small:130                                      one H200
+        --models lab_base:195 lab_small:130        H200s, 3 GB of the host's memory a worker
     python tools/gpu_study.py --out /tmp/out --models lab_tiny --tiny \
         --target assets/lab_tiny/target --answers assets/lab_tiny/regenerated.jsonl.xz   on a CPU
 
 For each model, with the seconds that its target trains: target, its answers, heads and policy
 matrix, fault prices (a process for each head, then joined), and speed by batch size and K. Steps
 compile with random weights while targets train (`compile`). Speed begins when all else has ended,
-one model after the other; what has not ended after --prepare-s is told to stop and left as it is.
-Run by hand on an H200, with two passes, the two models above took 16 minutes, 398 s of it speed.
+one decoding at a time; what has not ended after --prepare-s is told to stop and left as it is.
+Several GPUs are shared out by model, of which each still has one, and clocks still run alone.
 
 Every job is a command of its own with its output in WORK/JOB.log. The same command with the same
 --work goes on: a job that ended well is not run again, others continue with their files. After
@@ -28,6 +28,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from tools.gpu_study_jobs import Job, jobs_of
@@ -44,13 +46,20 @@ class Study:
         work: folder of their logs, and of marks of those that ended well.
         prepare_s: seconds after which jobs that are not timed are told to stop.
         limit_s: the same for all jobs.
+        num_gpus: model i has GPU i modulo this one; with 0 or 1 nothing is said of GPUs.
     """
 
     def __init__(
-        self, jobs: Sequence[Job], work: Path, *, prepare_s: float, limit_s: float
+        self,
+        jobs: Sequence[Job],
+        work: Path,
+        *,
+        prepare_s: float,
+        limit_s: float,
+        num_gpus: int = 0,
     ) -> None:
         self.facts: dict[str, dict[str, object]] = {}
-        self._jobs, self._work = list(jobs), work
+        self._jobs, self._work, self._num_gpus = list(jobs), work, num_gpus
         self._commands = {job.name: " ".join(job.words) for job in jobs}
         self._limits = {job.name: limit_s if job.is_timed else prepare_s for job in jobs}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -90,9 +99,12 @@ class Study:
 
     def _begin(self, job: Job, now: float) -> None:
         command = ["nice", "-n", str(job.nice), sys.executable, *job.words]
+        env = dict(os.environ)
+        if self._num_gpus > 1:
+            env["CUDA_VISIBLE_DEVICES"] = str(job.model % self._num_gpus)
         with (self._work / f"{job.name}.log").open("ab") as log:
             self._running[job.name] = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+                command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
             )
         self._begun[job.name] = now
 
@@ -126,7 +138,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for folder in (args.out, *(args.work / name for name, _ in args.models)):
         folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    study = Study(jobs_of(args), args.work, prepare_s=args.prepare_s, limit_s=args.limit_s)
+    study = Study(
+        jobs_of(args),
+        args.work,
+        prepare_s=args.prepare_s,
+        limit_s=args.limit_s,
+        num_gpus=torch.cuda.device_count(),
+    )
     try:
         while not study.is_over:
             if study.step():
@@ -166,7 +184,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--answers", type=Path, help="its own text, in place of making some")
     add("--engine", default="auto", help="of conf/engine, for speed: h200 on such a GPU")
     add("--matrix-words", nargs="*", default=[], help="overrides, such as matrix.seeds=[0,1,2]")
-    add("--workers", type=int, default=1, help="parts of a sweep at a time; 20 are all")
+    add("--workers", type=int, default=1, help="parts of each sweep at a time; 20 are all")
+    add("--no-prices", action="store_true", help="leave the fault prices out")
     add("--prepare-s", type=float, default=1800, help="when speed must begin")
     add("--limit-s", type=float, default=3600)
     add("--tiny", action="store_true", help="few steps and prompts, for a trial on a CPU")

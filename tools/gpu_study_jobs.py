@@ -54,17 +54,21 @@ class Job(NamedTuple):
     needs: tuple[str, ...] = ()
     nice: int = 0
     is_timed: bool = False
+    model: int = 0  # whose it is; models share the GPUs out
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:
     """Every job, those of one model behind each other; the timed ones last."""
-    prepared = [job for name, seconds in args.models for job in _prepare(name, seconds, args)]
+    prepared: list[Job] = []
+    for number, (name, seconds) in enumerate(args.models):
+        prepared += [job._replace(model=number) for job in _prepare(name, seconds, args)]
+    needs = tuple(job.name for job in prepared)
     timed: list[Job] = []
-    for name, _ in args.models:
-        words = _sweep(name, args, "speed", _tiny("speed", args))
+    for number, (name, _) in enumerate(args.models):
+        turns = ["--turns", str(args.work / "turns")]  # of all models: one part decodes at a time
+        words = _sweep(name, args, "speed", [*turns, *_tiny("speed", args)])
         words += [f"model.path={_target(name, args)}", f"spec.head={_head(name, HEADS[0], args)}"]
-        needs = tuple(job.name for job in [*prepared, *timed])
-        timed.append(Job(f"speed_{name}", words, needs, is_timed=True))
+        timed.append(Job(f"speed_{name}", words, needs, is_timed=True, model=number))
     return prepared + timed
 
 
@@ -75,9 +79,7 @@ def _prepare(name: str, seconds: int | None, args: argparse.Namespace) -> list[J
         jobs.append(Job(f"untrained_{name}", words))
         words = _sweep(name, args, "compiled", ["--compile-only"])
         words += [f"model.path={work}/untrained/target", f"spec.head={work}/untrained/head"]
-        names = [other for other, _ in args.models]
-        waits = (f"compile_{other}" for other in names[: names.index(name)])  # all cores to one
-        jobs.append(Job(f"compile_{name}", words, (f"untrained_{name}", *waits), nice=10))
+        jobs.append(Job(f"compile_{name}", words, (f"untrained_{name}",), nice=10))
     if args.target is None:
         words = ["train.py", "task=target", f"model={name}", f"output_dir={work}/target"]
         words += [f"model.pretrain.max_seconds={seconds}"] if seconds else []
@@ -98,6 +100,8 @@ def _prepare(name: str, seconds: int | None, args: argparse.Namespace) -> list[J
     words += [f"data.path={_answers(name, args)}", f"output_dir={work}/matrix", *MATRIX]
     needs = (f"target_{name}", f"answers_{name}")
     jobs.append(Job(f"matrix_{name}", [*words, *args.matrix_words, *_tiny("matrix", args)], needs))
+    if args.no_prices:
+        return jobs
     for head in HEADS:
         words = ["eval.py", "experiment=fault_price", *_trained(name, args)]
         words += [f"spec.head=[{_head(name, head, args)}]", "model.dtype=float32"]
