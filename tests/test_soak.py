@@ -7,6 +7,7 @@ import pytest
 from mtp_research.decode import build
 from mtp_research.decode.prefix_cache import PrefixCache
 from tools import soak
+from tools.soak_report import slope
 
 
 @pytest.mark.parametrize("options", [[], ["--deferred", "--policy", "eagle"]], ids=["", "deferred"])
@@ -38,5 +39,5 @@ def test_soak_finds_blocks_shared_without_regard_to_the_tokens_behind_them(
 
 
 def test_slope_of_a_line_is_its_slope() -> None:
-    assert soak._slope([(1, 2.0), (2, 4.0), (5, 10.0)]) == pytest.approx(2.0)
-    assert soak._slope([(1, 2.0)]) == 0.0
+    assert slope([(1, 2.0), (2, 4.0), (5, 10.0)]) == pytest.approx(2.0)
+    assert slope([(1, 2.0)]) == 0.0

@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PROMPTS = {64: 128, 1: 16, 8: 32, 32: 64}  # by batch size, in the order that they are started
+NUM_PASSES = {64: 8, 1: 4, 8: 8, 32: 8}  # one of a large batch takes less than half a second
 DRAFTS = (3, 1, 5, 2, 4)  # one after the other, each at every size
 MAX_MODEL_LEN = 1024
 BLOCK_SIZE = 16
@@ -96,7 +97,7 @@ def words_of(part: Part, options: argparse.Namespace) -> list[str]:
     words = ["experiment=batch_sweep", f"engine.max_model_len={MAX_MODEL_LEN}"]
     words += [f"engine.block_size={BLOCK_SIZE}", f"engine.num_blocks={num_blocks}"]
     words += [
-        "timing.passes=4",
+        f"timing.passes={NUM_PASSES[part.batch]}",
         "sampling.max_new_tokens=128",
         f"timing.turns={options.turns}",
         *options.words,
@@ -105,7 +106,7 @@ def words_of(part: Part, options: argparse.Namespace) -> list[str]:
         words.append(f"engine.graph_batch_sizes=[{max(NUM_PROMPTS)}]")  # the batch size itself
     words += [*part.words, f"output_dir={options.out / part.name}"]
     if options.tiny:
-        words += ["prompts.max_prompts=4", "sampling.max_new_tokens=6"]
+        words += ["prompts.max_prompts=4", "sampling.max_new_tokens=6", "timing.passes=4"]
     if options.compile_only:
         words += ["prompts.max_prompts=1", "sampling.max_new_tokens=2"]
         words += ["timing.passes=1", "timing.turns=null"]

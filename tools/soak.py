@@ -13,11 +13,10 @@ wave that all blocks are free. Prints figures, then one JSON line; exits with 1 
 import argparse
 import json
 import random
-import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -31,13 +30,13 @@ from mtp_research.decode.request import Request
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
 from tests import tiny
+from tools.soak_report import Report, judge, rss_mib
 
 WAVE = 500
 VOCAB = 8  # so few tokens that random modules are right now and then
 NUM_DRAFTS = 2
 ABORT_CHANCE = 0.1
 MAX_WAITING = 64  # arrivals stop while so many wait
-MAX_SLOPE_KIB = 10.0  # resident memory per 100 requests over the second half: 0.1 KiB a request
 
 
 @dataclass(frozen=True)
@@ -49,28 +48,6 @@ class Job:
     sampling: SamplingParams
     priority: int
     abort_after: int | None
-
-
-@dataclass
-class Report:
-    """What a soak found; every field of the last block must be zero or empty."""
-
-    num_requests: int = 0
-    num_aborted: int = 0
-    num_tokens: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_cached_tokens: int = 0
-    num_evicted_blocks: int = 0
-    acceptance_length: float = 1.0
-    seconds: float = 0.0
-    rss_first_mib: float = 0.0
-    rss_last_mib: float = 0.0
-    rss_slope_kib_per_100_requests: float = 0.0
-    num_different: int = 0
-    num_leaked_blocks: int = 0
-    num_dirty_rounds: int = 0
-    violations: list[str] = field(default_factory=list)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,7 +107,7 @@ def soak(
             report.num_tokens += len(record.output_token_ids)
         blocks = pressed.scheduler.blocks
         report.num_leaked_blocks += blocks.num_blocks - blocks.num_free_blocks
-        rss.append((report.num_requests, _rss_mib()))
+        rss.append((report.num_requests, rss_mib()))
     report.num_steps = pressed.stats.num_steps
     report.num_preemptions = pressed.stats.num_preemptions
     if blocks.prefix_cache is not None:
@@ -139,7 +116,7 @@ def soak(
     report.acceptance_length = 1 + num_accepted / max(num_rounds, 1)
     report.num_dirty_rounds = pressed.auditor.num_dirty_rounds if pressed.auditor else 0
     report.seconds = time.perf_counter() - started
-    _judge(report, rss)
+    judge(report, rss)
     return report
 
 
@@ -229,35 +206,6 @@ def _compare(
                 and found.finish_reason == wanted.finish_reason
             )
         report.num_different += not is_same
-
-
-def _judge(report: Report, rss: list[tuple[int, float]]) -> None:
-    """Fill in the memory figures and list what must not be."""
-    later = rss[len(rss) // 2 :]
-    report.rss_first_mib, report.rss_last_mib = rss[0][1], rss[-1][1]
-    report.rss_slope_kib_per_100_requests = _slope(later) * 1024 * 100
-    for name in ("num_different", "num_leaked_blocks", "num_dirty_rounds"):
-        if value := getattr(report, name):
-            report.violations.append(f"{name} is {value}")
-    if report.num_preemptions == 0:
-        report.violations.append("the pool forced no preemption")
-    is_long = len(later) >= 10  # fewer points say nothing about a slope
-    if is_long and report.rss_slope_kib_per_100_requests > MAX_SLOPE_KIB:
-        report.violations.append(f"memory grows: {report.rss_slope_kib_per_100_requests:.2f} KiB")
-
-
-def _slope(points: list[tuple[int, float]]) -> float:
-    """Least-squares slope of y over x; 0 for a single point."""
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
-
-
-def _rss_mib() -> float:
-    """Resident memory of this process now."""
-    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return num_pages * resource.getpagesize() / 2**20
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from mtp_research.config import EngineConfig
 from mtp_research.config_choices import MAX_SPECULATIVE_TOKENS
 from mtp_research.decode.build import Heads
-from mtp_research.decode.draft import DRAFT_SAMPLINGS
+from mtp_research.decode.draft_choice import DRAFT_SAMPLINGS
 from mtp_research.decode.draft_length import DraftLength
 from mtp_research.decode.sampling_params import SamplingParams, check_sampling
 from mtp_research.decode.verify_options import VerifyOptions, check_options

@@ -1,21 +1,19 @@
-"""Tensors of one step, built from the schedule; prompt chunks and verification are the same rows.
+"""Tensors of one step; prompt chunks and verification are the same rows.
 
 A request contributes rows `[num_computed_tokens, num_computed_tokens + num_scheduled_tokens)`: a
-prompt chunk, or the bonus token and its drafts.
+prompt chunk, or the bonus token and its drafts. `schedule_inputs` lays out a schedule; captured
+steps build theirs from tensors at fixed addresses.
 
 Letters: R requests, T packed rows, M blocks per table, K drafts per step.
 Source: metadata names as in vLLM's `CommonAttentionMetadata`.
 """
 
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mtp_research.decode.kv_cache import HiddenRing, KVCache
-from mtp_research.decode.request import Request
-from mtp_research.decode.schedule import Scheduled
 from mtp_research.models.compiled import kept
 from mtp_research.models.paged import PagedContext
 from mtp_research.models.recurrent import RecurrentContext, with_states
@@ -75,44 +73,6 @@ class StepInputs:
     base_rows: BaseRows | None = None
 
     @classmethod
-    def build(
-        cls,
-        scheduled: list[Scheduled],
-        *,
-        ring: HiddenRing,
-        block_size: int,
-        deferred: bool = False,
-    ) -> "StepInputs":
-        """Lay out the rows of a schedule; the ring already holds texts, lengths and drafts.
-
-        Args:
-            scheduled: one entry a request.
-            ring: state of the request slots.
-            block_size: tokens a page.
-            deferred: the host is one step late: nothing here or in drafting may wait for the
-                device.
-        """
-        device = ring.text.device
-        requests = [entry.request for entry in scheduled]
-        block_table = _block_table(requests, device=device)
-        is_prefill = tuple(entry.is_prefill for entry in scheduled)
-        if deferred and not any(is_prefill):
-            slots = to_device([r.slot for r in requests], dtype=torch.int64, device=device)
-            return cls.decoding(slots, block_table, ring=ring, block_size=block_size)
-        counts = [entry.num_scheduled_tokens for entry in scheduled]
-        inputs = cls.mixed(
-            to_device([facts_of(entry) for entry in scheduled], dtype=torch.int64, device=device),
-            block_table,
-            ring=ring,
-            total=sum(counts),
-            longest=max(counts),
-            block_size=block_size,
-        )
-        return replace(
-            inputs, row_counts=tuple(counts), is_prefill=is_prefill if deferred else None
-        )
-
-    @classmethod
     def mixed(
         cls,
         facts: Tensor,
@@ -127,7 +87,7 @@ class StepInputs:
         """Inputs of a step with prompt rows, made on the device.
 
         Args:
-            facts: `[R, 6]` int64, see `facts_of`.
+            facts: `[R, 6]` int64, see `schedule_inputs.facts_of`.
             block_table: `[R, M]` int32.
             ring: state of the request slots.
             total: T, rows of all requests.
@@ -252,33 +212,3 @@ class StepInputs:
         last = self.query_start_loc[1:].long() - 1
         column = torch.arange(num_speculative_tokens + 1, device=last.device)
         return torch.minimum((last - self.num_drafts)[:, None] + column, last[:, None])
-
-
-def facts_of(entry: Scheduled) -> tuple[int, ...]:
-    """What the device must be told of an entry: slot, first row, rows, and three flags."""
-    return (
-        cast(int, entry.request.slot),
-        entry.first_position,
-        entry.num_scheduled_tokens,
-        entry.is_prefill,
-        entry.samples,
-        entry.resumes,
-    )
-
-
-def _block_table(requests: list[Request], *, device: torch.device) -> Tensor:
-    """`[R, M]` int32 for the longest of these requests, padded with 0."""
-    width = max(len(request.block_ids) for request in requests)
-    tables = [request.block_ids + [0] * (width - len(request.block_ids)) for request in requests]
-    return to_device(tables, dtype=torch.int32, device=device)
-
-
-def to_device(values: list, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of host values, copied without waiting for the device to finish its work."""
-    return copy_to_device(torch.tensor(values, dtype=dtype), device)
-
-
-def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host, copied likewise: only from pinned memory does a copy not wait."""
-    source = tensor.pin_memory() if device.type == "cuda" else tensor
-    return source.to(device, non_blocking=True)

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mtp_research.decode.batch import to_device
 from mtp_research.decode.request import Request
+from mtp_research.decode.transfer import to_device
 
 
 class BlockTables:

@@ -12,12 +12,14 @@ from torch import nn
 from mtp_research.config import EngineConfig
 from mtp_research.decode.audit import Auditor
 from mtp_research.decode.block_manager import BlockManager
+from mtp_research.decode.buckets import captured_sizes
 from mtp_research.decode.capture import require_capturable
 from mtp_research.decode.deterministic import kernel_backend
-from mtp_research.decode.draft import DraftSampling, MTPDrafter
+from mtp_research.decode.draft import MTPDrafter
+from mtp_research.decode.draft_choice import DraftSampling
 from mtp_research.decode.draft_length import DraftLength
 from mtp_research.decode.drafter import Drafter, NullDrafter, OracleDrafter
-from mtp_research.decode.graphs import StepGraphs, captured_sizes
+from mtp_research.decode.graphs import StepGraphs
 from mtp_research.decode.kernel_support import require_kernel_support
 from mtp_research.decode.kv_cache import HiddenRing, KVCache
 from mtp_research.decode.memory import (

@@ -7,24 +7,19 @@ K = 0 is the plain autoregressive baseline through the same loop.
 Letters: R requests, T packed rows, K drafts per step, D hidden, V vocabulary.
 """
 
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from mtp_research.config import EngineConfig
-from mtp_research.decode.arguments import (
-    check_arguments,
-    check_request,
-    resolve_policy,
-    resolve_rule,
-)
-from mtp_research.decode.batch import StepInputs, to_device
+from mtp_research.decode.arguments import check_arguments, resolve_policy, resolve_rule
+from mtp_research.decode.arrivals import Arrivals
 from mtp_research.decode.build import Heads, build_drafter, build_graphs, build_state
 from mtp_research.decode.deterministic import build_products, kernel_backend
-from mtp_research.decode.draft import DraftSampling
+from mtp_research.decode.draft_choice import DraftSampling
 from mtp_research.decode.draft_length import DraftLength, FixedLength
+from mtp_research.decode.generate import generate_records
 from mtp_research.decode.ledger import Launched, Ledger
 from mtp_research.decode.pending import PendingResult
 from mtp_research.decode.recent_rounds import RecentRounds
@@ -32,17 +27,15 @@ from mtp_research.decode.request import FinishReason, Request, Status
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.sampling_tensors import BatchSampling
 from mtp_research.decode.schedule import Schedule
+from mtp_research.decode.schedule_inputs import build_inputs, start_texts
 from mtp_research.decode.stats import DecodeStats, RequestRecord
 from mtp_research.decode.step import DeviceStep
 from mtp_research.decode.stream_event import StreamEvent, stream_events
 from mtp_research.decode.verify_options import VerifyOptions
 from mtp_research.decode.verify_rules import Rule
-from mtp_research.errors import ConfigError
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.target import Target
 from mtp_research.policy import HiddenPolicy, ModuleSchedule
-
-_MAX_NEW_TOKENS = 256  # of `generate`, where the caller names none
 
 
 class SpecDecoder:
@@ -58,8 +51,7 @@ class SpecDecoder:
         verify: key of `verify_rules.RULES`, or any `Rule`; `standard` rejection sampling equals
             greedy at temperature 0.
         verify_options: settings of the lossy rules.
-        draft_sampling: `greedy` (argmax drafts), `processed` (argmax after the request's logit
-            processors) or `sample` (drawn with its temperature and truncation).
+        draft_sampling: `greedy`, `processed` or `sample`, see `draft_choice`.
         module_schedule: which module runs which draft step.
         draft_length: makes fewer than K drafts where more do not pay; None makes always K.
         draft_token_ids: the tokens that may be drafted, see `heads.draft_vocabulary`; None for all.
@@ -97,8 +89,7 @@ class SpecDecoder:
         self.rule = resolve_rule(
             verify, options=options, num_speculative_tokens=num_speculative_tokens
         )
-        self.target = target
-        self.engine = engine
+        self.target, self.engine = target, engine
         self.num_speculative_tokens = num_speculative_tokens
         self.draft_length = draft_length or FixedLength()
         self.max_model_len = self.engine.max_model_len or target.config.max_position_embeddings
@@ -143,7 +134,7 @@ class SpecDecoder:
         self.stats = DecodeStats(auditor=self.auditor)
         self.recent = RecentRounds(num_speculative_tokens)
         self._ledger = Ledger(self.scheduler, self.stats, self.recent, self.auditor)
-        self._names = itertools.count()
+        self.arrivals = Arrivals(self._ledger, target, rule=self.rule)
 
     def add_request(
         self,
@@ -167,50 +158,14 @@ class SpecDecoder:
             ConfigError: see `Scheduler.check`; a token id outside the vocabulary; a temperature
                 that the rule ignores.
         """
-        request = self.checked_request(
+        request = self.arrivals.checked(
             prompt_token_ids,
             sampling=sampling,
             request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
         )
-        if (grammar := request.sampling.grammar) is not None:
-            request.matcher = grammar.start(stop_token_ids=request.sampling.stop_token_ids)
-        self.scheduler.add(request)
-        if request.sampling.max_new_tokens == 0:
-            self._ledger.finish(request, FinishReason.LENGTH)
-        return request
-
-    def checked_request(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        sampling: SamplingParams | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> Request:
-        """What `add_request` would queue, or its refusal: to be asked before minutes of capture.
-
-        Raises:
-            ConfigError: see `add_request`.
-        """
-        sampling = sampling or SamplingParams()
-        check_request(
-            prompt_token_ids,
-            sampling,
-            rule=self.rule,
-            vocab_size=self.target.config.vocab_size,
-            deferred=self.engine.deferred_output,
-        )
-        request = Request(
-            request_id=request_id if request_id is not None else f"request-{next(self._names)}",
-            prompt_token_ids=tuple(prompt_token_ids),
-            sampling=sampling,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        self.scheduler.check(request)
+        self.arrivals.queue(request)
         return request
 
     def abort(self, request: Request) -> None:
@@ -236,30 +191,7 @@ class SpecDecoder:
         Raises:
             ConfigError: both are given; see `add_request`.
         """
-        if sampling is not None and max_new_tokens is not None:
-            raise ConfigError(
-                "generate() takes sampling or max_new_tokens, got both; "
-                "set max_new_tokens in SamplingParams."
-            )
-        sampling = sampling or SamplingParams(
-            max_new_tokens=_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
-            stop_token_ids=self.target.stop_token_ids,
-        )
-        num_seen = len(self.stats.records)
-        requests: list[Request] = []
-        try:
-            for index, prompt in enumerate(prompts):
-                requests.append(self.add_request(prompt, sampling=sampling, request_id=str(index)))
-            mine = {request.request_id for request in requests}
-            while True:
-                finished, num_seen = self.stats.records[num_seen:], len(self.stats.records)
-                yield from (record for record in finished if record.request_id in mine)
-                if all(request.status is Status.FINISHED for request in requests):
-                    return
-                self.step()
-        finally:  # a bad prompt, or a caller who stops listening, must leave nothing behind
-            for request in requests:
-                self.abort(request)
+        yield from generate_records(self, prompts, sampling=sampling, max_new_tokens=max_new_tokens)
 
     def stream(
         self,
@@ -300,31 +232,18 @@ class SpecDecoder:
 
     def _launch(self, schedule: Schedule) -> Launched:
         """Start a step on the device."""
-        self._begin(schedule)
+        self._ledger.begin(schedule)
+        start_texts(schedule.admitted, ring=self.ring)
         entries = schedule.entries
-        num_prompt_rows = sum(e.num_scheduled_tokens for e in entries if e.is_prefill)
-        self.stats.num_launched_prompt_rows += num_prompt_rows
         params = self._sampling.tensors([entry.request for entry in entries])
         limit = self.draft_length.num_drafts(batch_size=len(entries), recent=self.recent)
         if self.graphs is not None and self.graphs.accepts(entries, params, draft_limit=limit):
             pending = PendingResult(self.graphs.run(entries, params))
-            return Launched(entries, pending, limit, num_prompt_rows)
-        inputs = StepInputs.build(
-            entries,
-            ring=self.ring,
-            block_size=self.engine.block_size,
-            deferred=self.engine.deferred_output,
-        )
+            return Launched(entries, pending, limit, schedule.num_prompt_rows)
+        block_size, deferred = self.engine.block_size, self.engine.deferred_output
+        inputs = build_inputs(entries, ring=self.ring, block_size=block_size, deferred=deferred)
         request_ids = [entry.request.request_id for entry in entries]
         result = self.device_step.run(inputs, params, request_ids=request_ids, draft_limit=limit)
         if self.auditor is not None:
             self.auditor.end_step()
-        return Launched(entries, PendingResult(result), limit, num_prompt_rows)
-
-    def _begin(self, schedule: Schedule) -> None:
-        """Write the texts of admitted requests into their slots."""
-        self._ledger.begin(schedule)
-        for request in schedule.admitted:
-            assert request.slot is not None, f"{request.request_id} was admitted without a slot"
-            tokens = to_device(request.token_ids, dtype=torch.int64, device=self.target.device)
-            self.ring.start(request.slot, tokens, first_row=request.num_cached_tokens)
+        return Launched(entries, PendingResult(result), limit, schedule.num_prompt_rows)

@@ -5,28 +5,20 @@ Letters: R requests, T rows of a pass, K drafts per step, D hidden, V vocabulary
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from mtp_research.decode.audit import Auditor
-from mtp_research.decode.batch import StepInputs, to_device
+from mtp_research.decode.batch import StepInputs
+from mtp_research.decode.draft_choice import DraftSampling, choose_drafts
 from mtp_research.decode.draft_length import NOT_DRAFTED, DraftLength, FixedLength
 from mtp_research.decode.drafter import VerifiedStep
 from mtp_research.decode.kv_cache import HiddenRing, KVCache
-from mtp_research.decode.processors import process_logits
-from mtp_research.decode.sampling import (
-    Stream,
-    sample_from,
-    target_probabilities,
-    uniform_noise,
-)
-from mtp_research.decode.verify import PADDING_TOKEN_ID
+from mtp_research.decode.transfer import to_device
 from mtp_research.heads.draft_vocabulary import DraftVocabulary
 from mtp_research.heads.module import ModuleOutput
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.models.compiled import settled
 from mtp_research.models.paged import PagedContext
 from mtp_research.policy import (
     BaseRows,
@@ -39,9 +31,6 @@ from mtp_research.policy import (
     plan_pass,
 )
 
-DraftSampling = Literal["greedy", "processed", "sample"]
-DRAFT_SAMPLINGS: tuple[DraftSampling, ...] = get_args(DraftSampling)
-
 
 @dataclass(frozen=True)
 class MTPDrafter:
@@ -53,8 +42,7 @@ class MTPDrafter:
         num_speculative_tokens: K, >= 1.
         first_kv_layer: index of the first draft layer in the cache.
         schedule: which module runs which pass.
-        draft_sampling: `greedy` takes the argmax, `processed` the argmax after the request's own
-            logit processors, `sample` draws with its temperature and truncation.
+        draft_sampling: how a draft is chosen, see `draft_choice`.
         backend: kernel backend.
         auditor: records every row, or None.
         length: how many drafts are made.
@@ -118,7 +106,14 @@ class MTPDrafter:
                     sampled_rows = plan.last_rows.clamp(min=0)
                     recycled.append(own_output[sampled_rows])
                     logits = self._logits(output.post_norm[0, sampled_rows], plan.module_idx)
-                    token_ids = self._choose(logits, step, draft_step, ring)
+                    token_ids = choose_drafts(
+                        logits,
+                        step,
+                        draft_step=draft_step,
+                        ring=ring,
+                        sampling=self.draft_sampling,
+                        vocabulary=self.vocabulary,
+                    )
                     is_made = is_open & self._keeps(logits)
                     drafts[-1] = torch.where(is_made, token_ids, NOT_DRAFTED)
                     num_made = num_made + is_made
@@ -204,42 +199,6 @@ class MTPDrafter:
         if self.vocabulary is None:
             return self.heads.logits(post_norm, module_idx=module_idx)
         return self.vocabulary.logits(post_norm, module_idx=module_idx)
-
-    def _choose(
-        self, logits: Tensor, step: VerifiedStep, draft_step: int, ring: HiddenRing
-    ) -> Tensor:
-        """Draft tokens `[R]` of draft logits `[R, V or V']`; a non-finite row gives -1.
-
-        For greedy drafts -inf is a mask, as in verification: one look-up finds what is broken.
-        """
-        if self.draft_sampling == "greedy":
-            best = settled(logits.argmax(dim=-1))
-            finite = torch.isfinite(logits.gather(-1, best[:, None])[:, 0])
-            token_ids = best if self.vocabulary is None else self.vocabulary.token_ids[best]
-            return torch.where(finite, token_ids, PADDING_TOKEN_ID)
-        finite = torch.isfinite(logits).all(dim=-1)
-        if self.vocabulary is not None:
-            logits = self.vocabulary.spread(logits)
-        if self.draft_sampling == "processed" and step.params.processors is not None:
-            num_tokens = step.state.num_known_tokens + draft_step
-            logits = process_logits(
-                logits[:, None],
-                step.params.processors,
-                text=ring.text[step.inputs.slots],
-                num_tokens=num_tokens[:, None],
-            )[:, 0]
-            finite = finite & (logits.amax(dim=-1) > -torch.inf)  # no token may be left
-        if self.draft_sampling == "processed":
-            return torch.where(finite, logits.argmax(dim=-1), PADDING_TOKEN_ID)
-        probs = target_probabilities(
-            logits.masked_fill(~finite[:, None], 0.0)[:, None], step.params
-        )[:, 0]
-        ring.write_draft_probs(step.inputs.slots, draft_step=draft_step, probs=probs)
-        # Keyed by the step too: a later step drafts this position anew (see verify_block).
-        first = step.state.num_known_tokens
-        noise = uniform_noise(step.params.seed, first, Stream.DRAFT, index=draft_step)
-        token_ids = sample_from(probs, noise)
-        return torch.where(finite, token_ids, PADDING_TOKEN_ID)
 
 
 def _gather_hidden(

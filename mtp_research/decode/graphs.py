@@ -13,17 +13,16 @@ prompt chunks, logit processors, grammars, log-probabilities, draft limits) runs
 Letters: R requests, B bucket, M blocks per table, K drafts per step.
 """
 
-import statistics
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from mtp_research.decode.batch import StepInputs, to_device
+from mtp_research.decode.batch import StepInputs
 from mtp_research.decode.block_tables import BlockTables
+from mtp_research.decode.buckets import bucket_of, split_batch
 from mtp_research.decode.capturing import Captured, StaticParams, capture_call
 from mtp_research.decode.early_launch import compile_options
 from mtp_research.decode.mixed_graphs import MixedGraphs
@@ -31,17 +30,10 @@ from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.sampling_tensors import SamplingTensors, sampling_tensors
 from mtp_research.decode.schedule import Scheduled
 from mtp_research.decode.step import DeviceStep, StepResult
+from mtp_research.decode.transfer import to_device
 
 # A compiled step has one version per bucket and kind of sampling.
 _MAX_COMPILED_VERSIONS = 64
-
-
-class DeviceRun(NamedTuple):
-    """A kernel, copy or fill on the device's clock, in microseconds."""
-
-    name: str
-    begin_us: float
-    end_us: float
 
 
 class StepGraphs:
@@ -116,6 +108,11 @@ class StepGraphs:
         """Seconds of compiling and capturing so far."""
         return self._capture_s + (self._mixed.capture_s if self._mixed is not None else 0.0)
 
+    @property
+    def newest(self) -> Captured:
+        """The decode step that was captured last, for a look at it alone; see `replay_times`."""
+        return list(self._graphs.values())[-1]
+
     def accepts(
         self, entries: list[Scheduled], params: SamplingTensors, *, draft_limit: int
     ) -> bool:
@@ -187,36 +184,6 @@ class StepGraphs:
             self._graphs[key] = self._capture(bucket, params)
         return self._graphs[key]
 
-    def time_replays(self, *, num_replays: int = 20) -> float:
-        """Median milliseconds of a replay of the last captured step, on the device alone.
-
-        For benchmarks: the replays go on with the texts behind the host's back, so that the decoder
-        is of no use afterwards.
-        """
-        captured = list(self._graphs.values())[-1]
-        times = []
-        for _ in range(num_replays):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            captured.graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        return statistics.median(times)
-
-    def trace(self) -> list[DeviceRun]:
-        """What a replay of the last captured step runs, by its begin; see `time_replays`."""
-        captured = list(self._graphs.values())[-1]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            captured.graph.replay()
-            torch.cuda.synchronize()
-        runs = [
-            DeviceRun(event.name, event.time_range.start, event.time_range.end)
-            for event in profile.events() or []
-            if event.device_type == torch.autograd.DeviceType.CUDA
-        ]
-        return sorted(runs, key=lambda run: run.begin_us)
-
     def _upload(self, entries: list[Scheduled], bucket: int) -> None:
         """Slots and block tables of the batch; nothing when they are there already."""
         requests = [entry.request for entry in entries]
@@ -258,30 +225,3 @@ class StepGraphs:
 
 def _has_prompt_rows(entries: Sequence[Scheduled]) -> bool:
     return any(entry.is_prefill for entry in entries)
-
-
-def captured_sizes(max_num_requests: int, *, wanted: Sequence[int] | None) -> tuple[int, ...]:
-    """Buckets, ascending: the sizes wanted, none of them above the largest batch there can be.
-
-    For example 6 requests at most give 1, 2, 4, 6; with `[4, 8]` wanted they give 4 and 6, and with
-    `[4]` alone 4, to which larger batches are split.
-
-    Args:
-        max_num_requests: largest batch.
-        wanted: ascending; None for powers of two.
-    """
-    sizes = wanted or [1 << power for power in range(max_num_requests.bit_length() + 1)]
-    return tuple(sorted({min(size, max_num_requests) for size in sizes}))
-
-
-def bucket_of(num_requests: int, batch_sizes: Sequence[int]) -> int:
-    """Smallest bucket that holds a batch."""
-    return batch_sizes[bisect_left(batch_sizes, num_requests)]
-
-
-def split_batch(num_requests: int, largest: int) -> list[slice]:
-    """Parts of a batch that fit the largest bucket, all but the last one full."""
-    return [
-        slice(start, min(start + largest, num_requests))
-        for start in range(0, num_requests, largest)
-    ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mtp_research.decode.audit import Auditor
+from mtp_research.decode.commit import commit_entry
 from mtp_research.decode.draft_length import drafts_made
 from mtp_research.decode.emitted import note_emitted
 from mtp_research.decode.pending import PendingResult
@@ -50,7 +51,8 @@ class Ledger:
     in_flight: Launched | None = None
 
     def begin(self, schedule: Schedule) -> None:
-        """Note who was preempted and who was admitted."""
+        """Note who was preempted and who was admitted, before the step is launched."""
+        self.stats.num_launched_prompt_rows += schedule.num_prompt_rows
         for request in schedule.preempted:
             self.stats.num_preemptions += 1
             if self.auditor is not None:
@@ -75,7 +77,8 @@ class Ledger:
             if request.status is Status.FINISHED:
                 continue  # it ended while the step ran
             num_tokens, num_rounds = len(request.token_ids), len(request.num_drafted_per_round)
-            self.scheduler.commit(
+            commit_entry(
+                self.scheduler,
                 entry,
                 emitted=[token for token in sampled[row] if token >= 0],
                 drafts=drafts_made(drafts[row]),

@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mtp_research.decode.batch import StepInputs, facts_of, to_device
+from mtp_research.decode.batch import StepInputs
 from mtp_research.decode.block_tables import BlockTables
 from mtp_research.decode.capturing import Captured, StaticParams, capture_call
 from mtp_research.decode.draft import MTPDrafter
 from mtp_research.decode.sampling_tensors import SamplingTensors
 from mtp_research.decode.schedule import Scheduled
+from mtp_research.decode.schedule_inputs import facts_of
 from mtp_research.decode.step import DeviceStep, StepResult
+from mtp_research.decode.transfer import to_device
 from mtp_research.row_layout import BaseRows
 
 MIXED_ROWS = (64, 128, 256, 512, 1024)  # T of the buckets, ascending

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.decode.batch import copy_to_device, to_device
 from mtp_research.decode.processors_sequence import (
     BadWordTensors,
     DryTensors,
@@ -26,6 +25,7 @@ from mtp_research.decode.processors_sequence import (
     bad_word_tensors,
 )
 from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.transfer import copy_to_device, to_device
 
 _NUM_CACHED_REQUESTS = 128  # each keeps three rows of V numbers on the device
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.decode.batch import to_device
 from mtp_research.decode.sampling_params import MAX_DRY_MATCH
+from mtp_research.decode.transfer import to_device
 
 _ANY = -1  # matches every token; fills short bad words on the left
 _NONE = -2  # no token: before the start of a text

@@ -2,7 +2,7 @@
 
 `Request` is one of the four state owners. `token_ids` holds accepted tokens only, never a
 placeholder; `draft_token_ids` are proposals for the positions after them. Only the scheduler
-changes a request.
+and `commit` move a request on.
 """
 
 import time

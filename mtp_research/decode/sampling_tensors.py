@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.decode.batch import to_device
 from mtp_research.decode.grammar import step_bitmask
 from mtp_research.decode.processors import ProcessorTensors, processor_tensors
 from mtp_research.decode.request import Request
 from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.transfer import to_device
 
 
 class LogprobsPlan(NamedTuple):

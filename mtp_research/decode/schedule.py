@@ -38,8 +38,10 @@ class Schedule(NamedTuple):
         entries: rows to run.
         admitted: requests with a fresh slot, whose text must be written before the step.
         preempted: requests whose pages and slot were taken away.
+        num_prompt_rows: rows of the entries that are prompt rows.
     """
 
     entries: list[Scheduled]
     admitted: list[Request]
     preempted: list[Request]
+    num_prompt_rows: int

@@ -1,6 +1,7 @@
-"""Who runs in the next step: admission, chunks, decoding, preemption; and the bookkeeping after it.
+"""Who runs in the next step: admission, chunks, decoding, preemption.
 
 Requests that decode come first, then prompt chunks, then admissions, all under one token budget.
+What a step did to them is applied by `commit`.
 
 Letters: K drafts per step. Sizes are in tokens.
 Source: continuous batching (Orca, OSDI 2022); counters named as in vLLM v1.
@@ -12,7 +13,7 @@ from operator import attrgetter
 
 from mtp_research.decode.block_manager import BlockManager
 from mtp_research.decode.integrity import check_progress, check_slots, check_waiting
-from mtp_research.decode.limits import check_arrival, check_budget, cut_emitted, text_limit
+from mtp_research.decode.limits import check_arrival, check_budget, text_limit
 from mtp_research.decode.request import FinishReason, Request, Status
 from mtp_research.decode.schedule import Schedule, Scheduled
 from mtp_research.decode.waiting import WaitingQueue
@@ -130,48 +131,8 @@ class Scheduler:
             admitted.append(request)
             entries.append(self._entry(request, budget))
             budget -= entries[-1].num_scheduled_tokens
-        return Schedule(entries, admitted, preempted)
-
-    def commit(
-        self, entry: Scheduled, *, emitted: list[int], drafts: list[int], is_finite: bool
-    ) -> None:
-        """Apply a step's result to one request; nothing if it ended while the step ran.
-
-        Args:
-            entry: what was scheduled.
-            emitted: accepted drafts and the bonus token; ignored where nothing was sampled.
-            drafts: proposals for the next step; ignored inside a prompt.
-            is_finite: False where target logits were not finite; ends a request that had no drafts.
-        """
-        request = entry.request
-        if request.status is Status.FINISHED:
-            return
-        request.num_target_forwards += not entry.is_prefill
-        if not (entry.samples or entry.resumes):
-            if request.status is Status.RUNNING:
-                self.blocks.publish(request, num_rows=entry.end_position)
-            return
-        request.num_in_flight -= 1
-        had_drafts = bool(request.draft_token_ids)
-        if not entry.samples:  # recomputed after a preemption: the next token is known
-            self._continue(request, drafts)
-            return
-        if not is_finite and not had_drafts:
-            if entry.is_prefill:
-                request.num_computed_tokens = entry.first_position  # these rows broke
-            self.finish(request, FinishReason.NON_FINITE)
-            return
-        request.note_round(num_emitted=len(emitted))
-        if not is_finite:
-            # A draft can break the rows before it: attention weighs its value by 0, and 0 * NaN is
-            # NaN. The newest token's row is run again alone; it ends the request if it breaks.
-            self._continue(request, [])
-            return
-        kept, reason = cut_emitted(request, emitted, max_model_len=self.max_model_len)
-        request.token_ids.extend(kept)
-        self._continue(request, drafts)
-        if reason is not None:
-            self.finish(request, reason)
+        num_prompt_rows = sum(e.num_scheduled_tokens for e in entries if e.is_prefill)
+        return Schedule(entries, admitted, preempted, num_prompt_rows)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request and give back its blocks and slot."""
@@ -191,16 +152,6 @@ class Scheduler:
         check_waiting(self.waiting)
         ranks = [self.waiting.rank(request) for request in self.running]
         assert ranks == sorted(ranks), "running requests are not in the order of their ranks"
-
-    def _continue(self, request: Request, drafts: list[int]) -> None:
-        """Go on after the newest token, with the drafts whose rows stay inside the context."""
-        if request.status is Status.WAITING:  # preempted while the step ran
-            request.restart()
-            return
-        num_tokens = len(request.token_ids)
-        request.num_computed_tokens = num_tokens - 1
-        self.blocks.publish(request, num_rows=num_tokens - 1)
-        request.draft_token_ids = drafts[: self.max_model_len - num_tokens]
 
     def _num_slots(self, num_tokens: int) -> int:
         needed = num_slots_needed(num_tokens, self.num_speculative_tokens, int(self.deferred))

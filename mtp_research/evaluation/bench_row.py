@@ -32,6 +32,7 @@ from mtp_research.evaluation.bench_steps import (
     require_blocks,
     time_steps,
 )
+from mtp_research.evaluation.replay_times import replay_ms, trace_replay
 from mtp_research.evaluation.turns import Turns
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.target import Target
@@ -110,8 +111,9 @@ def _look_inside(decoder: SpecDecoder, options: argparse.Namespace, *, step_ms: 
     launches = count_launches(decoder) if decoder.target.device.type == "cuda" else None
     if decoder.graphs is None:
         return _Inside(launches, split=split_steps(decoder) if options.split else None)
-    graph_ms = decoder.graphs.time_replays()
-    traces = [decoder.graphs.trace() for _ in range(NUM_SPLIT_STEPS if options.split else 1)]
+    captured = decoder.graphs.newest
+    graph_ms = replay_ms(captured)
+    traces = [trace_replay(captured) for _ in range(NUM_SPLIT_STEPS if options.split else 1)]
     split = None
     if options.split:
         split = split_traces(traces, graph_ms=graph_ms, step_ms=step_ms)

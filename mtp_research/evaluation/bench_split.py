@@ -23,8 +23,8 @@ from typing import NamedTuple, cast
 import torch
 
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.graphs import DeviceRun
 from mtp_research.errors import NumericFault
+from mtp_research.evaluation.replay_times import DeviceRun
 from mtp_research.evaluation.step_clock import StepClock
 from mtp_research.kernels.part_mark import KERNEL_NAME, part_mark
 

@@ -6,7 +6,7 @@ from typing import cast
 from mtp_research.decode.arguments import resolve_policy
 from mtp_research.decode.build import Heads, build_drafter
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft import DraftSampling
+from mtp_research.decode.draft_choice import DraftSampling
 from mtp_research.decode.draft_length import FixedLength
 from mtp_research.decode.memory import PoolNeeds, pool_needs
 from mtp_research.evaluation.conditions import Condition

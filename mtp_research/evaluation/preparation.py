@@ -64,7 +64,7 @@ def prepare_decoder(
     """
     decoder = build_decoder(condition, target, heads, num_blocks=num_blocks)
     for prompt, token_ids, params in zip(encoded.prompts, encoded.token_ids, sampling, strict=True):
-        decoder.checked_request(token_ids, sampling=params, request_id=prompt.question_id)
+        decoder.arrivals.checked(token_ids, sampling=params, request_id=prompt.question_id)
     decoder.cache.fill(0.0)  # touch the pool's pages before the clock starts
     capture_s = None
     if decoder.graphs is not None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.draft_length import drafts_made
+from mtp_research.decode.ledger import Launched
 from mtp_research.decode.request import Request, Status
 from mtp_research.decode.verify import PADDING_TOKEN_ID, VerifyOutput
 
@@ -32,23 +34,24 @@ class HashedLoop:
     _names: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        launch, commit = self.decoder._launch, self.decoder.scheduler.commit
+        launch, commit = self.decoder._launch, self.decoder._ledger.commit
 
         def named_launch(schedule):
             self._names = [entry.request.request_id for entry in schedule.entries]
             return launch(schedule)
 
-        def noted_commit(entry, *, drafts: list[int], **rest) -> None:
-            commit(entry, drafts=drafts, **rest)
-            is_live = entry.request.status is not Status.FINISHED
-            if is_live and (entry.samples or entry.resumes):
-                request, limit = entry.request, self.decoder.max_model_len
-                rounds = self.rounds.setdefault(request.request_id, [])
-                in_context = tuple(drafts[: max(limit - request.num_tokens, 0)])
-                rounds.append((request.num_tokens, in_context))
+        def noted_commit(launched: Launched) -> None:
+            commit(launched)
+            rows = launched.pending.wait().draft_token_ids.tolist()
+            for entry, row in zip(launched.entries, rows, strict=True):
+                request = entry.request
+                if request.status is not Status.FINISHED and (entry.samples or entry.resumes):
+                    room = max(self.decoder.max_model_len - request.num_tokens, 0)
+                    rounds = self.rounds.setdefault(request.request_id, [])
+                    rounds.append((request.num_tokens, tuple(drafts_made(row)[:room])))
 
         self.decoder._launch = named_launch
-        self.decoder.scheduler.commit = noted_commit
+        self.decoder._ledger.commit = noted_commit
         self.decoder.device_step._verify = self._verify
 
     def _verify(self, logits, inputs, params) -> VerifyOutput:

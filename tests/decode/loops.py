@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from mtp_research.config import EngineConfig
+from mtp_research.decode import draft
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft import MTPDrafter
 from mtp_research.decode.drafter import VerifiedStep
-from mtp_research.decode.kv_cache import HiddenRing
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
 
@@ -57,9 +56,7 @@ def draft_rightly(
     """
     texts = {name: (*PROMPTS[int(name)], *output) for name, output in outputs.items()}
 
-    def choose(
-        _: MTPDrafter, logits: Tensor, step: VerifiedStep, draft_step: int, __: HiddenRing
-    ) -> Tensor:
+    def choose(logits: Tensor, step: VerifiedStep, *, draft_step: int, **_: object) -> Tensor:
         drafts = logits.argmax(dim=-1)
         for row, name in enumerate(step.request_ids):
             known = int(step.state.num_known_tokens[row])
@@ -68,7 +65,7 @@ def draft_rightly(
                 drafts[row] = texts[name][known + draft_step]
         return drafts
 
-    monkeypatch.setattr(MTPDrafter, "_choose", choose)
+    monkeypatch.setattr(draft, "choose_drafts", choose)
 
 
 def poison(table: Tensor, token_id: int) -> None:

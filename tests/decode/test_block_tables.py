@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_research.decode import block_tables
-from mtp_research.decode.batch import to_device
 from mtp_research.decode.block_manager import BlockManager
 from mtp_research.decode.block_tables import BlockTables
 from mtp_research.decode.request import Request
 from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.transfer import to_device
 
 NUM_SLOTS, WIDTH, SPARE = 3, 4, 99
 

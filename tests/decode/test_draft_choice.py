@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mtp_research.decode.draft import DRAFT_SAMPLINGS, MTPDrafter
+from mtp_research.decode.draft_choice import DRAFT_SAMPLINGS, choose_drafts
 from mtp_research.decode.processors import processor_tensors
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.sampling_tensors import sampling_tensors
@@ -16,9 +16,6 @@ VOCAB = 5
 
 def _choose(kind: str, logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """Second draft of texts `2 2 | 4`: token 4 is the first draft."""
-    drafter = MTPDrafter(
-        heads=None, policy=None, num_speculative_tokens=2, first_kv_layer=0, draft_sampling=kind
-    )
     num_requests = len(params)
     processors = processor_tensors(
         params, num_prompt_tokens=[1] * num_requests, vocab_size=VOCAB, device=CPU
@@ -32,7 +29,7 @@ def _choose(kind: str, logits: torch.Tensor, params: list[SamplingParams]) -> to
         text=torch.tensor([[2, 2, 4, 0, 0]] * num_requests),
         write_draft_probs=lambda slots, *, draft_step, probs: None,
     )
-    return drafter._choose(logits, step, 1, ring)
+    return choose_drafts(logits, step, draft_step=1, ring=ring, sampling=kind, vocabulary=None)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mtp_research.config import EngineConfig
+from mtp_research.decode import draft
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft_length import (
     NOT_DRAFTED,
@@ -120,8 +121,6 @@ def test_drafts_equal_full_recompute_whatever_was_left_out(
 
 def test_leaving_whole_passes_out_would_break_the_draft_kv(target, monkeypatch) -> None:
     """The base rows are needed: the reason why `training` saves no module rows."""
-    from mtp_research.decode import draft
-
     plan_pass = draft.plan_pass
 
     def plan_nothing(*args, makes_draft: bool, **kwargs):
@@ -199,9 +198,9 @@ def test_shorter_rounds_verify_and_draft_fewer_rows(
         )
         # Random modules are never right: every round emits one token, whatever the limit.
         monkeypatch.setattr(
-            type(decoder.drafter),
-            "_choose",
-            lambda _, logits, *__: torch.full_like(logits.argmax(dim=-1), -1),
+            draft,
+            "choose_drafts",
+            lambda logits, *_, **__: torch.full_like(logits.argmax(dim=-1), -1),
         )
         run(decoder, PROMPTS[:1], sampling=sampling)
         rounds = decoder.stats.acceptance.num_rounds

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from mtp_research.config import EngineConfig
+from mtp_research.decode.buckets import bucket_of, captured_sizes
 from mtp_research.decode.capture import require_grouped_experts, require_no_host_loop
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.graphs import StepGraphs, bucket_of, captured_sizes
+from mtp_research.decode.graphs import StepGraphs
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.errors import ConfigError, EnvironmentFault
 from mtp_research.heads.stack import MTPHeads

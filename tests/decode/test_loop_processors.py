@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mtp_research.config import EngineConfig
+from mtp_research.decode import draft
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft import MTPDrafter
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.errors import ConfigError
 from tests import tiny
@@ -106,13 +106,13 @@ def test_processed_drafts_without_any_token_left_are_rejected(target, heads) -> 
 def test_drafting_changes_neither_text_nor_parameters(
     target, heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose, num_calls = MTPDrafter._choose, 0
+    choose, num_calls = draft.choose_drafts, 0
 
-    def watched(self, logits, step, draft_step, ring):
+    def watched(logits, step, *, ring, **rest):
         nonlocal num_calls
         before = ring.text.clone(), ring.num_tokens.clone(), copy.deepcopy(step.params)
         own_logits = logits.clone()
-        token_ids = choose(self, logits, step, draft_step, ring)
+        token_ids = choose(logits, step, ring=ring, **rest)
         after = ring.text, ring.num_tokens, step.params
         assert all(torch.equal(old, new) for old, new in zip(before[:2], after[:2], strict=True))
         assert str(before[2]) == str(after[2])
@@ -120,7 +120,7 @@ def test_drafting_changes_neither_text_nor_parameters(
         num_calls += 1
         return token_ids
 
-    monkeypatch.setattr(MTPDrafter, "_choose", watched)
+    monkeypatch.setattr(draft, "choose_drafts", watched)
     decoder = SpecDecoder(target, heads, draft_sampling="processed")
     run(decoder, sampling=_params(**PARAMS["all"]))
     assert num_calls > 0

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode import build
+from mtp_research.decode.buckets import split_batch
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.graphs import split_batch
 from mtp_research.decode.memory import (
     PoolNeeds,
     bytes_per_block,

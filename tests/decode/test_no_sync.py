@@ -10,7 +10,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtp_research.decode.batch import to_device
 from mtp_research.decode.grammar import apply_bitmask
 from mtp_research.decode.logprobs import step_logprobs
 from mtp_research.decode.processors import process_logits
@@ -18,6 +17,7 @@ from mtp_research.decode.request import Request
 from mtp_research.decode.sampling import target_probabilities
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.sampling_tensors import BatchSampling, sampling_tensors
+from mtp_research.decode.transfer import to_device
 from mtp_research.decode.verify_lossy import text_is_thinking
 from mtp_research.decode.verify_options import VerifyOptions
 from mtp_research.decode.verify_rules import RULES

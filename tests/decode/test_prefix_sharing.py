@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.draft_length import drafts_made
+from mtp_research.decode.ledger import Launched
 from mtp_research.decode.request import FinishReason, Request, Status
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.errors import ConfigError
@@ -50,19 +52,21 @@ def _texts(seed: int, *, count: int = 7) -> list[list[int]]:
 def _decode(decoder: SpecDecoder, prompts: list[list[int]], *, wanted: int = 8, rng=None):
     """Arrivals spread over the run; per request its text, and accepted and drafted per round."""
     todo = list(enumerate(prompts))
-    drafts: dict[str, list] = {}
+    history: dict[str, list] = {}
     requests: list[Request] = []
-    commit = decoder.scheduler.commit
+    commit = decoder._ledger.commit
 
-    def note(entry, *, drafts: list[int], **rest) -> None:
-        commit(entry, drafts=drafts, **rest)
-        if entry.samples or entry.resumes:
-            history.setdefault(entry.request.request_id, []).append(
-                (entry.request.num_tokens, tuple(drafts))
-            )
+    def note(launched: Launched) -> None:
+        is_live = [entry.request.status is not Status.FINISHED for entry in launched.entries]
+        commit(launched)
+        rows = launched.pending.wait().draft_token_ids.tolist()
+        for entry, row, was_live in zip(launched.entries, rows, is_live, strict=True):
+            if was_live and (entry.samples or entry.resumes):
+                history.setdefault(entry.request.request_id, []).append(
+                    (entry.request.num_tokens, tuple(drafts_made(row)))
+                )
 
-    history = drafts
-    decoder.scheduler.commit = note
+    decoder._ledger.commit = note
     while todo or decoder.scheduler.has_work:
         if todo and (rng is None or rng.random() < 0.5 or not decoder.scheduler.has_work):
             index, prompt = todo.pop(0)
@@ -78,7 +82,7 @@ def _decode(decoder: SpecDecoder, prompts: list[list[int]], *, wanted: int = 8, 
             request.output_token_ids,
             tuple(request.num_accepted_per_round),
             tuple(request.num_drafted_per_round),
-            tuple(dict.fromkeys(drafts[request.request_id])),  # a resumed request drafts twice
+            tuple(dict.fromkeys(history[request.request_id])),  # a resumed request drafts twice
         )
         for request in requests
     }

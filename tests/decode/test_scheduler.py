@@ -5,6 +5,7 @@ import random
 import pytest
 
 from mtp_research.decode.block_manager import BlockManager
+from mtp_research.decode.commit import commit_entry
 from mtp_research.decode.request import FinishReason, Request, Status
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.scheduler import Schedule, Scheduler
@@ -40,7 +41,8 @@ def _commit(
 ) -> None:
     """Every scheduled request emits one token (or what `emitted` says) and gets K drafts."""
     for entry in schedule.entries:
-        scheduler.commit(
+        commit_entry(
+            scheduler,
             entry,
             emitted=(emitted or {}).get(entry.request.request_id, [7]),
             drafts=[5] * scheduler.num_speculative_tokens,
@@ -297,12 +299,12 @@ def test_commit_non_finite_row_with_drafts_is_tried_again_without() -> None:
     scheduler.add(request)
     _commit(scheduler, scheduler.schedule())
     (entry,) = scheduler.schedule().entries
-    scheduler.commit(entry, emitted=[], drafts=[5, 5, 5], is_finite=False)
+    commit_entry(scheduler, entry, emitted=[], drafts=[5, 5, 5], is_finite=False)
     assert request.status is Status.RUNNING
     assert request.num_accepted_per_round == [0]
     (entry,) = scheduler.schedule().entries
     assert entry.num_scheduled_tokens == 1
-    scheduler.commit(entry, emitted=[], drafts=[], is_finite=False)
+    commit_entry(scheduler, entry, emitted=[], drafts=[], is_finite=False)
     assert request.finish_reason is FinishReason.NON_FINITE
     assert request.output_token_ids == (7,)
 
@@ -313,7 +315,7 @@ def test_commit_non_finite_row_ends_only_that_request() -> None:
     scheduler.add(bad)
     scheduler.add(good)
     for entry in scheduler.schedule().entries:
-        scheduler.commit(entry, emitted=[7], drafts=[], is_finite=entry.request is good)
+        commit_entry(scheduler, entry, emitted=[7], drafts=[], is_finite=entry.request is good)
     assert bad.finish_reason is FinishReason.NON_FINITE
     assert bad.output_token_ids == ()
     assert good.output_token_ids == (7,)

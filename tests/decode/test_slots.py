@@ -5,6 +5,7 @@ import torch
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.ledger import Launched
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.models import paged
 from mtp_research.policy import POLICIES, num_slots_needed
@@ -19,19 +20,19 @@ class SlotSpy:
         self.decoder = decoder
         self.highest = -(10**9)
         self.num_tokens: dict[str, int] = {}
-        self._store, self._build = paged.store_kv, decoder._begin
+        self._store, self._launch = paged.store_kv, decoder._launch
         monkeypatch.setattr(paged, "store_kv", self.store)
-        monkeypatch.setattr(decoder, "_begin", self.begin)
+        monkeypatch.setattr(decoder, "_launch", self.launch)
 
-    def begin(self, schedule) -> None:
+    def launch(self, schedule) -> Launched:
         """Reservations are made: note what each request owns."""
-        self._build(schedule)
         self.owned = {
             block_id: (entry.request, index)
             for entry in schedule.entries
             for index, block_id in enumerate(entry.request.block_ids)
         }
         self.num_tokens = {e.request.request_id: e.request.num_tokens for e in schedule.entries}
+        return self._launch(schedule)
 
     def store(self, key, value, *, slot_mapping: torch.Tensor, **rest) -> None:
         size = self.decoder.engine.block_size

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_research.decode.block_manager import BlockManager
+from mtp_research.decode.commit import commit_entry
 from mtp_research.decode.request import Request, Status
 from mtp_research.decode.sampling_params import SamplingParams
 from mtp_research.decode.scheduler import Schedule, Scheduler
@@ -35,7 +36,7 @@ def _scheduler(*, num_blocks: int = 32, num_slots: int = 2, budget: int = 8) -> 
 def _step(scheduler: Scheduler) -> Schedule:
     schedule = scheduler.schedule()
     for entry in schedule.entries:
-        scheduler.commit(entry, emitted=[7], drafts=[5], is_finite=True)
+        commit_entry(scheduler, entry, emitted=[7], drafts=[5], is_finite=True)
     scheduler.check_integrity()
     return schedule
 
