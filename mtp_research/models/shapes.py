@@ -97,6 +97,39 @@ _GLM_FLASH = {
     "max_position_embeddings": 32_768,
     "tie_word_embeddings": False,
 }
+_LAB_BASE = {
+    "vocab_size": 16_384,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 384,
+    "num_hidden_layers": 12,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "use_qk_norm": True,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "num_nextn_predict_layers": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000, "partial_rotary_factor": 0.5},
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+_LAB_SMALL = _LAB_BASE | {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "moe_intermediate_size": 192,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
 _TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 _TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SHAPES: dict[str, Shape] = {
@@ -104,6 +137,8 @@ SHAPES: dict[str, Shape] = {
     "mimo_7b": Shape("qwen2", _MIMO_7B, "MiMo-7B, whose layers are Qwen2's"),
     "glm45_air_8": Shape("glm4_moe", _GLM_AIR, "GLM-4.5-Air, 8 of 46 layers"),
     "glm47_flash": Shape("glm4_moe_lite", _GLM_FLASH, "GLM-4.7-Flash"),
+    "lab_base": Shape("glm4_moe", _LAB_BASE, "conf/model/lab_base.yaml, untrained"),
+    "lab_small": Shape("glm4_moe", _LAB_SMALL, "conf/model/lab_small.yaml, untrained"),
     "tiny": Shape("qwen3", _DENSE_1B | _TINY, "for trying the commands on a CPU"),
     "tiny_experts": Shape(
         "glm4_moe",
