@@ -21,8 +21,9 @@ from tests.training.tiny import save_lab, trainable_heads
 
 ROOT = Path(__file__).resolve().parents[2]
 # AdamW divides by the root of the second moment, so a rounding difference in a gradient near zero
-# is one of the size of the learning rate times that rounding: 2e-3 and float32.
-TOLERANCE = 2e-5
+# is one of the size of the learning rate times that rounding: 2e-3 and float32. The largest gap of
+# a mode was 1.2e-5 to 2.7e-5, by the processor; a step moves weights by up to 2e-3.
+TOLERANCE = 5e-5
 # Resumed under another number of ranks: the global batch is the same, so the rows are too.
 DRIFT = ["world_size", "trainer.batch_size", "trainer.parallel"]
 RANK = """
