@@ -53,6 +53,7 @@ class Ledger:
     def begin(self, schedule: Schedule) -> None:
         """Note who was preempted and who was admitted, before the step is launched."""
         self.stats.num_launched_prompt_rows += schedule.num_prompt_rows
+        self.stats.num_launched_entries += len(schedule.entries)
         for request in schedule.preempted:
             self.stats.num_preemptions += 1
             if self.auditor is not None:
@@ -68,6 +69,7 @@ class Ledger:
         sampled, finite, drafts = (tensor.tolist() for tensor in result[:3])
         self.stats.num_steps += 1
         self.stats.num_prompt_rows += launched.num_prompt_rows
+        self.stats.num_entries += len(launched.entries)
         if self.auditor is not None:
             self.auditor.apply_step()
         num_target_rows = num_emitted = 0

@@ -128,6 +128,9 @@ class DecodeStats:
         num_prompt_rows: those that were prompt rows.
         num_launched_prompt_rows: prompt rows of all steps that were started; ahead of
             `num_prompt_rows` by the step in flight where the host is one step late.
+        num_entries: requests of each step, summed over the steps; a request that ended while its
+            step ran counts, because it held its place.
+        num_launched_entries: the same of all steps that were started.
         num_cached_tokens: tokens of admitted texts whose rows came from the prefix cache instead.
         num_emitted_tokens: tokens that requests kept.
         num_preemptions: requests whose pages were taken away.
@@ -141,6 +144,8 @@ class DecodeStats:
     num_target_rows: int = 0
     num_prompt_rows: int = 0
     num_launched_prompt_rows: int = 0
+    num_entries: int = 0
+    num_launched_entries: int = 0
     num_cached_tokens: int = 0
     num_emitted_tokens: int = 0
     num_preemptions: int = 0

@@ -5,10 +5,11 @@ same batch size in the same run, over the same prompts. Letters: K drafts per st
 decoded at a time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.entries import Entry, Setting, drafting
+from mtp_research.evaluation.pass_spread import decode_rate, full_rate
 from mtp_research.evaluation.policy_matrix import describe
 from mtp_research.evaluation.speed import MAX_DRIFT, divide
 from mtp_research.evaluation.tables import UNDEFINED, Grid, number, printable
@@ -19,16 +20,25 @@ RATIO_NOTE = (
     "K = 0 in the same run at the same batch size. End to end counts the steps with prompt rows, "
     "decode only does not."
 )
+_NOTHING = Estimate(None)
 _MANY = 2  # lines, from which on a table says more than that of its run
 _HEADER = (
     "batch", "K", "prompts", "end to end [tokens/s]", "K = 0, end to end [tokens/s]",
     "ratio, end to end", "decode only [tokens/s]", "K = 0, decode only [tokens/s]",
     "ratio, decode only", "drift of K = 0", "lossless", "run",
 )  # fmt: skip
+_FULL_HEADER = (
+    "batch", "K", "prompts", "batch full [tokens/s]", "K = 0, batch full [tokens/s]",
+    "ratio, batch full", "run",
+)  # fmt: skip
 
 
 def batch_grids(found: Sequence[Entry]) -> list[Grid]:
-    """A table for each head and policy that ran at several batch sizes or K; see `RATIO_NOTE`."""
+    """Tables for each head and policy that ran at several batch sizes or K; see `RATIO_NOTE`.
+
+    Speeds of steps with every place taken have a table of their own, where there are any: beside
+    the others they would not fit into 1280 pixels.
+    """
     groups: dict[tuple[Setting, str], list[Entry]] = {}
     for entry in drafting(found):
         shared = entry.setting._replace(
@@ -36,10 +46,11 @@ def batch_grids(found: Sequence[Entry]) -> list[Grid]:
         )
         groups.setdefault((shared, entry.series_name), []).append(entry)
     return [
-        _grid(setting, name, members)
+        grid
         for (setting, name), members in groups.items()
         if len({_place(entry) for entry in members}) >= _MANY
         and any(entry.baseline for entry in members)
+        for grid in _grids(setting, name, sorted(members, key=_place))
     ]
 
 
@@ -65,13 +76,12 @@ def drift_warnings(found: Sequence[Entry]) -> list[str]:
     ]
 
 
-def _grid(setting: Setting, name: str, members: Sequence[Entry]) -> Grid:
-    shared = describe(setting, without="batch_size")
-    return Grid(
-        f"Speed by batch size and K, {name} ({shared})",
-        _HEADER,
-        tuple(_cells(entry) for entry in sorted(members, key=_place)),
-    )
+def _grids(setting: Setting, name: str, members: Sequence[Entry]) -> Iterator[Grid]:
+    shared, title = describe(setting, without="batch_size"), "Speed by batch size and K"
+    yield Grid(f"{title}, {name} ({shared})", _HEADER, tuple(map(_cells, members)))
+    rows = tuple(map(_full_cells, members))
+    if any(cell != UNDEFINED for row in rows for cell in row[3:5]):
+        yield Grid(f"{title}, batch full, {name} ({shared})", _FULL_HEADER, rows)
 
 
 def _place(entry: Entry) -> tuple[float, str, int]:
@@ -82,14 +92,11 @@ def _place(entry: Entry) -> tuple[float, str, int]:
 
 def _cells(entry: Entry) -> tuple[str, ...]:
     plain, summary = entry.baseline, entry.summary
-    ends, decodes = entry.tokens_per_s, _decode(entry)
-    nothing = Estimate(None)
-    plain_ends = nothing if plain is None else plain.tokens_per_s
-    plain_decodes = nothing if plain is None else _decode(plain)
+    ends, decodes = entry.tokens_per_s, decode_rate(summary.speed)
+    plain_ends = _NOTHING if plain is None else plain.tokens_per_s
+    plain_decodes = _NOTHING if plain is None else decode_rate(plain.summary.speed)
     return (
-        printable(entry.setting.batch_size),
-        str(summary.num_speculative_tokens),
-        str(entry.setting.num_prompts),
+        *_place_cells(entry),
         _spread(ends, ".1f"),
         _spread(plain_ends, ".1f"),
         _spread(_ratio(ends, plain_ends), ".3f"),
@@ -102,11 +109,23 @@ def _cells(entry: Entry) -> tuple[str, ...]:
     )
 
 
-def _decode(entry: Entry) -> Estimate:
-    speed = entry.summary.speed
-    return Estimate(
-        speed.tokens_per_s_decode, speed.tokens_per_s_decode_low, speed.tokens_per_s_decode_high
+def _full_cells(entry: Entry) -> tuple[str, ...]:
+    plain, ours = entry.baseline, full_rate(entry.summary.speed)
+    theirs = _NOTHING if plain is None else full_rate(plain.summary.speed)
+    return (
+        *_place_cells(entry),
+        _spread(ours, ".1f"),
+        _spread(theirs, ".1f"),
+        _spread(_ratio(ours, theirs), ".3f"),
+        printable(entry.run.name),
     )
+
+
+def _place_cells(entry: Entry) -> tuple[str, str, str]:
+    """Batch size, K and prompts."""
+    setting = entry.setting
+    drafts = str(entry.summary.num_speculative_tokens)
+    return printable(setting.batch_size), drafts, str(setting.num_prompts)
 
 
 def _ratio(ours: Estimate, plain: Estimate) -> Estimate:

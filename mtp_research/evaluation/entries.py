@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from mtp_research.config import SamplingConfig
 from mtp_research.evaluation.bootstrap import Estimate
+from mtp_research.evaluation.pass_spread import end_to_end_rate
 from mtp_research.evaluation.report import PromptEntry, Report
 from mtp_research.evaluation.runs import Run, mapping
 from mtp_research.evaluation.summary import ConditionSummary
@@ -108,12 +109,7 @@ class Entry:
     @property
     def tokens_per_s(self) -> Estimate:
         """Output tokens per second, end to end; from the slowest to the fastest pass."""
-        speed = self.summary.speed
-        return Estimate(
-            speed.tokens_per_s_end_to_end,
-            speed.tokens_per_s_end_to_end_low,
-            speed.tokens_per_s_end_to_end_high,
-        )
+        return end_to_end_rate(self.summary.speed)
 
 
 def entries(runs: Iterable[Run]) -> list[Entry]:

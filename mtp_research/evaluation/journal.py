@@ -41,6 +41,8 @@ class PassOutcome:
     wall_s: float | None = None
     decode_wall_s: float | None = None
     num_decode_tokens: int | None = None
+    full_wall_s: float | None = None
+    num_full_tokens: int | None = None
     num_steps: int | None = None
     rows_per_step: float | None = None
     device_s: float | None = None
@@ -158,10 +160,9 @@ def open_journal(folder: Path, config: EvalConfig, *, inputs: Mapping[str, objec
 def _settings(config: EvalConfig) -> dict[str, object]:
     """Dotted keys and values, as JSON gives them back."""
     fields: dict[str, object] = json.loads(json.dumps(dataclasses.asdict(config)))
-    settings = dict(_flat(fields, ""))
     return {
         key: value
-        for key, value in settings.items()
+        for key, value in _flat(fields, "")
         if key not in _NOT_COMPARED and key.partition(".")[0] not in _NOT_COMPARED
     }
 
@@ -212,8 +213,7 @@ def _read_passes(path: Path, lines: Sequence[bytes]) -> dict[tuple[str, int], St
             if "outcome" in fields:
                 parts = fields["outcome"].pop("parts")
                 parts = None if parts is None else StepParts(**parts)
-                outcome = PassOutcome(parts=parts, **fields["outcome"])
-                passes[key] = known._replace(outcome=outcome)
+                passes[key] = known._replace(outcome=PassOutcome(parts=parts, **fields["outcome"]))
                 continue
             records = tuple(read_record(stored) for stored in fields["records"])
             passes[key] = known._replace(

@@ -111,7 +111,7 @@ class _Runner:
         records, audit, outcome = journal.stored(label, number)
         if outcome is None:
             self._workload.turns.decode()
-            left = _without(self._workload.encoded, {record.request_id for record in records})
+            left = self._workload.encoded.without({record.request_id for record in records})
             fresh = self._decode(number, left)
             is_resumed = bool(records)
             records, audit = (*records, *fresh.records), add_audits(audit, fresh.audit)
@@ -141,6 +141,8 @@ class _Runner:
             wall_s=counts.wall_s,
             decode_wall_s=counts.decode_wall_s,
             num_decode_tokens=counts.num_decode_tokens,
+            full_wall_s=counts.full_wall_s,
+            num_full_tokens=counts.num_full_tokens,
             num_steps=counts.num_steps,
             rows_per_step=counts.num_target_rows / max(counts.num_steps, 1),
             device_s=counts.device_s,
@@ -181,13 +183,6 @@ class _Runner:
         }
 
 
-def _without(encoded: EncodedPrompts, done: set[str]) -> EncodedPrompts:
-    """The prompts whose ids are not among `done`."""
-    pairs = zip(encoded.prompts, encoded.token_ids, strict=True)
-    left = [(prompt, ids) for prompt, ids in pairs if prompt.question_id not in done]
-    return EncodedPrompts(tuple(p for p, _ in left), tuple(ids for _, ids in left), ())
-
-
 def _result(condition: Condition, passes: Sequence[Pass]) -> ConditionResult:
     """Generations and audit of the first pass, times of all of them."""
     first, spec = passes[0], condition.config.spec
@@ -204,6 +199,8 @@ def _result(condition: Condition, passes: Sequence[Pass]) -> ConditionResult:
         lossless="not checked",
         decode_wall_s=outcome.decode_wall_s,
         num_decode_tokens=outcome.num_decode_tokens,
+        full_wall_s=outcome.full_wall_s,
+        num_full_tokens=outcome.num_full_tokens,
         audit=first.audit,
         peak_memory_bytes=outcome.peak_memory_bytes,
         head=condition.head,
@@ -228,6 +225,8 @@ def _timing(later: Pass, first: Pass) -> PassTiming:
         wall_s=outcome.wall_s,
         decode_wall_s=outcome.decode_wall_s,
         num_decode_tokens=outcome.num_decode_tokens,
+        full_wall_s=outcome.full_wall_s,
+        num_full_tokens=outcome.num_full_tokens,
         device_s=outcome.device_s,
         num_texts_equal=equal,
     )

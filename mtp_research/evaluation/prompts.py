@@ -5,7 +5,7 @@ described in `prompt_files.py`, the code prompts in `stdlib_prompts.py`.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -51,6 +51,12 @@ class EncodedPrompts:
     prompts: tuple[Prompt, ...]
     token_ids: tuple[tuple[int, ...], ...]
     skipped: tuple[str, ...]
+
+    def without(self, done: Set[str]) -> "EncodedPrompts":
+        """The prompts whose ids are not among `done`; none of them is skipped."""
+        pairs = zip(self.prompts, self.token_ids, strict=True)
+        left = [(prompt, ids) for prompt, ids in pairs if prompt.question_id not in done]
+        return EncodedPrompts(tuple(p for p, _ in left), tuple(ids for _, ids in left), ())
 
 
 def load_prompts(

@@ -70,17 +70,20 @@ def audit_grid(report: Report) -> Grid:
 
 def time_grid(report: Report) -> Grid:
     """Wall seconds by kind of step, where they were measured."""
+    has_full = any(summary.speed.full_wall_s is not None for summary in report.summaries)
     rows = tuple(
         (
             label_text(summary.label),
             number(speed.wall_s - speed.decode_wall_s, ".2f"),
             number(speed.decode_wall_s, ".2f"),
+            *([number(speed.full_wall_s, ".2f")] if has_full else []),
             number(speed.wall_s, ".2f"),
         )
         for summary in report.summaries
         if (speed := summary.speed).wall_s is not None and speed.decode_wall_s is not None
     )
-    header = ("condition", "steps with prompt rows [s]", "decode-only steps [s]", "all [s]")
+    full = ("of them, batch full [s]",) if has_full else ()
+    header = ("condition", "steps with prompt rows [s]", "decode-only steps [s]", *full, "all [s]")
     return Grid("Wall time by kind of step", header, rows)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.pairs import PairedComparison
+from mtp_research.evaluation.pass_spread import decode_rate, end_to_end_rate, full_rate
 from mtp_research.evaluation.speed import StepCost
 from mtp_research.evaluation.summary import ConditionSummary
 from mtp_research.evaluation.tables import (
@@ -23,10 +24,14 @@ from mtp_research.evaluation.tables import (
 def grid_tables(
     summaries: Sequence[ConditionSummary], pairs: Sequence[PairedComparison], *, title: str
 ) -> list[Grid]:
-    """Length and speed, positions and audit, domains, paired differences; empty ones left out."""
+    """Length and speed, decoding alone, positions and audit, domains, paired differences.
+
+    Empty ones are left out.
+    """
     drafting = [summary for summary in summaries if summary.num_speculative_tokens > 0]
     grids = [
         _length_grid(summaries, title),
+        _decode_grid(summaries),
         _position_grid(drafting),
         _domain_grid(drafting),
         _paired_grid(pairs),
@@ -56,7 +61,7 @@ def _length_grid(summaries: Sequence[ConditionSummary], title: str) -> Grid:
             label_cell(summary),
             interval(summary.acceptance.acceptance_length_micro),
             number(summary.acceptance.acceptance_rate.value, ".3f"),
-            _rate(summary),
+            _rate(end_to_end_rate(summary.speed), summary.speed.num_passes),
             number(summary.speed.ratio_end_to_end, ".3f"),
             printable(summary.lossless),
         )
@@ -66,13 +71,30 @@ def _length_grid(summaries: Sequence[ConditionSummary], title: str) -> Grid:
     return Grid(title, header, tuple(rows))
 
 
-def _rate(summary: ConditionSummary) -> str:
+def _decode_grid(summaries: Sequence[ConditionSummary]) -> Grid:
+    """Speed without prompt rows, and of it with a full batch; empty where nobody had one."""
+    speeds = [(label_cell(summary), summary.speed) for summary in summaries]
+    if all(speed.tokens_per_s_full is None for _, speed in speeds):
+        speeds = []
+    rows = [
+        (
+            label,
+            _rate(decode_rate(speed), speed.num_passes),
+            number(speed.ratio_decode, ".3f"),
+            _rate(full_rate(speed), speed.num_passes),
+            number(speed.ratio_full, ".3f"),
+        )
+        for label, speed in speeds
+    ]
+    header = ("condition", "decode only", "ratio, decode", "batch full", "ratio, full")
+    return Grid("Tokens/s of steps without prompt rows", header, tuple(rows))
+
+
+def _rate(tokens_per_s: Estimate, num_passes: int) -> str:
     """Tokens per second; with several passes the least and the most of one."""
-    speed = summary.speed
-    low, high = speed.tokens_per_s_end_to_end_low, speed.tokens_per_s_end_to_end_high
-    if speed.num_passes == 1:
-        return number(speed.tokens_per_s_end_to_end, ".1f")
-    return interval(Estimate(speed.tokens_per_s_end_to_end, low, high), ".1f")
+    if num_passes == 1:
+        return number(tokens_per_s.value, ".1f")
+    return interval(tokens_per_s, ".1f")
 
 
 def _position_grid(drafting: Sequence[ConditionSummary]) -> Grid:

@@ -15,7 +15,7 @@ verification added. Letter: K drafts per step.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +34,9 @@ class PassTiming:
         num_decode_tokens: tokens emitted in those steps; None likewise.
         device_s: seconds on the GPU's clock from begin to end; None on a CPU.
         num_texts_equal: prompts with the first pass's token ids.
+        full_wall_s: of the steps without prompt rows, those that took every place of the batch;
+            None without such a step too.
+        num_full_tokens: tokens emitted in those; None likewise.
     """
 
     wall_s: float | None
@@ -41,6 +44,8 @@ class PassTiming:
     num_decode_tokens: int | None
     device_s: float | None
     num_texts_equal: int
+    full_wall_s: float | None = None
+    num_full_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,10 +97,10 @@ class Speed:
     """Rates in tokens/s, times in s; None where nothing was measured.
 
     End to end counts every output token over the wall time of a pass; decode only counts the tokens
-    and the seconds of steps without prompt chunks. A rate is the median over the passes, low and
-    high the least and the most of a pass. The ratios are to the baseline's medians. Time to first
-    token and between tokens are of the first pass, per prompt: median, and nearest-rank 95th
-    percentile.
+    and the seconds of steps without prompt chunks; full counts those of them that took every place
+    of the batch. A rate is the median over the passes that have it, low and high the least and the
+    most of a pass. The ratios are to the baseline's medians. Time to first token and between tokens
+    are of the first pass, per prompt: median, and nearest-rank 95th percentile.
 
     Attributes:
         drift: of a baseline: rate of its last pass over that of its first, minus 1.
@@ -103,10 +108,13 @@ class Speed:
 
     wall_s: float | None
     decode_wall_s: float | None
+    full_wall_s: float | None
     tokens_per_s_end_to_end: float | None
     tokens_per_s_decode: float | None
+    tokens_per_s_full: float | None
     ratio_end_to_end: float | None
     ratio_decode: float | None
+    ratio_full: float | None
     ttft_s_median: float | None
     inter_token_s_median: float | None
     inter_token_s_p95: float | None
@@ -115,25 +123,27 @@ class Speed:
     tokens_per_s_end_to_end_high: float | None = None
     tokens_per_s_decode_low: float | None = None
     tokens_per_s_decode_high: float | None = None
+    tokens_per_s_full_low: float | None = None
+    tokens_per_s_full_high: float | None = None
     device_s: float | None = None
     drift: float | None = None
 
 
 class Rates(NamedTuple):
-    """Tokens per second of every pass that was timed, in the order of the passes."""
+    """Tokens per second of every pass that has them, in the order of the passes."""
 
     end_to_end: tuple[float, ...]
     decode: tuple[float, ...]
+    full: tuple[float, ...]
 
 
 def rates_of(first: PassTiming, repeats: Sequence[PassTiming], *, num_output_tokens: int) -> Rates:
     """Rates of the passes; those that were interrupted have none."""
     passes = (first, *repeats)
-    ends = (divide(num_output_tokens, one.wall_s) for one in passes)
-    decodes = (divide(one.num_decode_tokens, one.decode_wall_s) for one in passes)
     return Rates(
-        tuple(rate for rate in ends if rate is not None),
-        tuple(rate for rate in decodes if rate is not None),
+        end_to_end=_known(divide(num_output_tokens, one.wall_s) for one in passes),
+        decode=_known(divide(one.num_decode_tokens, one.decode_wall_s) for one in passes),
+        full=_known(divide(one.num_full_tokens, one.full_wall_s) for one in passes),
     )
 
 
@@ -164,15 +174,18 @@ def speed_of(
         if is_whole and len(record.output_token_ids) > 1
     ]
     device = [one.device_s for one in (first, *repeats) if one.device_s is not None]
-    end_to_end, decode = _median(rates.end_to_end), _median(rates.decode)
+    end_to_end, decode, full = map(_median, rates)
     has_drift = is_baseline and len(rates.end_to_end) == len(repeats) + 1 > 1
     return Speed(
         wall_s=first.wall_s,
         decode_wall_s=first.decode_wall_s,
+        full_wall_s=first.full_wall_s,
         tokens_per_s_end_to_end=end_to_end,
         tokens_per_s_decode=decode,
+        tokens_per_s_full=full,
         ratio_end_to_end=divide(end_to_end, _median(baseline.end_to_end) if baseline else None),
         ratio_decode=divide(decode, _median(baseline.decode) if baseline else None),
+        ratio_full=divide(full, _median(baseline.full) if baseline else None),
         ttft_s_median=_median(ttft),
         inter_token_s_median=_median(between),
         inter_token_s_p95=_percentile_95(between),
@@ -181,6 +194,8 @@ def speed_of(
         tokens_per_s_end_to_end_high=max(rates.end_to_end, default=None),
         tokens_per_s_decode_low=min(rates.decode, default=None),
         tokens_per_s_decode_high=max(rates.decode, default=None),
+        tokens_per_s_full_low=min(rates.full, default=None),
+        tokens_per_s_full_high=max(rates.full, default=None),
         device_s=_median(device),
         drift=rates.end_to_end[-1] / rates.end_to_end[0] - 1 if has_drift else None,
     )
@@ -215,6 +230,10 @@ def cost_of(
 def divide(top: float | None, bottom: float | None) -> float | None:
     """`top / bottom`, or None where either is missing or the bottom is 0."""
     return None if top is None or not bottom else top / bottom
+
+
+def _known(rates: Iterable[float | None]) -> tuple[float, ...]:
+    return tuple(rate for rate in rates if rate is not None)
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -42,6 +42,9 @@ class ConditionResult:
         decode_wall_s: seconds of the calls of the loop that neither started nor committed a step
             with prompt rows; None if not measured.
         num_decode_tokens: tokens emitted in those calls; None if not measured.
+        full_wall_s: seconds of those of them whose steps, the started and the committed one, held
+            `max_num_requests` requests; None without such a call, or if not measured.
+        num_full_tokens: tokens emitted in those; None likewise.
         audit: slots by finding (WRONG, MIXED, HOLE, PROVISIONAL) and `slots`, the number looked at;
             None if the auditor was off.
         peak_memory_bytes: of the device; None on a CPU and with several passes, which hold the
@@ -69,6 +72,8 @@ class ConditionResult:
     lossless: str
     decode_wall_s: float | None = None
     num_decode_tokens: int | None = None
+    full_wall_s: float | None = None
+    num_full_tokens: int | None = None
     audit: dict[str, int] | None = None
     peak_memory_bytes: int | None = None
     head: str | None = None
@@ -206,6 +211,8 @@ def _first_pass(condition: ConditionResult) -> PassTiming:
         num_decode_tokens=condition.num_decode_tokens,
         device_s=condition.device_s,
         num_texts_equal=len(condition.records),
+        full_wall_s=condition.full_wall_s,
+        num_full_tokens=condition.num_full_tokens,
     )
 
 

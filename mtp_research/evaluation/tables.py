@@ -24,6 +24,8 @@ _OPTIONAL = (
     "  least / most of a pass",
     "tokens/s, decode only",
     "  ratio to baseline, decode",
+    "tokens/s, batch full",
+    "  ratio to baseline, full",
     "device / wall of a pass [s]",
     "peak memory [MiB]",
 )
@@ -154,6 +156,8 @@ def _speed_rows() -> list[tuple[str, Cell]]:
         ("  ratio to baseline", lambda s: number(s.speed.ratio_end_to_end, ".3f")),
         ("tokens/s, decode only", lambda s: number(s.speed.tokens_per_s_decode, ".1f")),
         ("  ratio to baseline, decode", lambda s: number(s.speed.ratio_decode, ".3f")),
+        ("tokens/s, batch full", lambda s: number(s.speed.tokens_per_s_full, ".1f")),
+        ("  ratio to baseline, full", lambda s: number(s.speed.ratio_full, ".3f")),
         ("device / wall of a pass [s]", _device),
         ("first token [ms], median", lambda s: number(s.speed.ttft_s_median, ".1f", scale=1e3)),
         ("next token [ms], median / p95", _inter_token),

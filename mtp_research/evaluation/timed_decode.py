@@ -6,12 +6,12 @@ Part of the second stage of the flow: prompts -> decode loop -> statistics -> re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.stats import RequestRecord
+from mtp_research.decode.stats import DecodeStats, RequestRecord
 from mtp_research.evaluation.journal import Journal
 from mtp_research.evaluation.prompts import EncodedPrompts
 from mtp_research.evaluation.step_clock import StepClock, device_timer
@@ -30,6 +30,9 @@ class Counts(NamedTuple):
         wall_s: for all of them, prefill included.
         decode_wall_s: of it, calls that neither started nor committed a step with prompt rows.
         num_decode_tokens: tokens emitted in those calls.
+        full_wall_s: of them, calls whose steps took every place of the batch: the one that the
+            call started and the one that it committed; None without such a call.
+        num_full_tokens: tokens emitted in those; None likewise.
         num_steps: steps of the loop.
         num_target_rows: packed rows of all target passes.
         device_s: from begin to end on the GPU's clock; None on a CPU.
@@ -41,6 +44,8 @@ class Counts(NamedTuple):
     wall_s: float
     decode_wall_s: float
     num_decode_tokens: int
+    full_wall_s: float | None
+    num_full_tokens: int | None
     num_steps: int
     num_target_rows: int
     device_s: float | None
@@ -91,7 +96,7 @@ def decode_prompts(
 
     Every call ends with the copy of a step's tokens to the host, so host clocks measure finished
     work on a GPU too. With `engine.deferred_output` that is the step that the call before started,
-    so a call decodes only if both steps do.
+    so a call decodes only, and decodes a full batch, if both steps do.
 
     Args:
         decoder: idle; what it counted before is subtracted.
@@ -109,17 +114,12 @@ def decode_prompts(
     for prompt, token_ids, params in zip(encoded.prompts, encoded.token_ids, sampling, strict=True):
         name = prompt.question_id
         decoder.add_request(token_ids, sampling=params, request_id=name, cache_salt=salt)
-    step_s, decode_s, num_decode_tokens = [], 0.0, 0
+    step_s, calls = [], _DecodeCalls(decoder.engine.max_num_requests)
     while decoder.scheduler.has_work:
-        rows = stats.num_launched_prompt_rows, stats.num_prompt_rows
-        tokens = stats.num_emitted_tokens
-        before = time.perf_counter()
+        before, began = _Counters.of(stats), time.perf_counter()
         decoder.step()
-        step_s.append(time.perf_counter() - before)
-        is_decoding = rows == (stats.num_launched_prompt_rows, stats.num_prompt_rows)
-        if is_decoding:
-            decode_s += step_s[-1]
-            num_decode_tokens += stats.num_emitted_tokens - tokens
+        step_s.append(time.perf_counter() - began)
+        is_decoding = calls.add(step_s[-1], before=before, after=_Counters.of(stats))
         if clock is not None:
             clock.end_step(wall_s=step_s[-1], keep=is_decoding)
         if finished is not None:
@@ -129,8 +129,10 @@ def decode_prompts(
         records=tuple(stats.records[num_records:]),
         audit=_since(stats.audit, audit),
         wall_s=time.perf_counter() - started - journal_s,
-        decode_wall_s=decode_s,
-        num_decode_tokens=num_decode_tokens,
+        decode_wall_s=calls.wall_s,
+        num_decode_tokens=calls.num_tokens,
+        full_wall_s=calls.full_wall_s,
+        num_full_tokens=calls.num_full_tokens,
         num_steps=stats.num_steps - num_steps,
         num_target_rows=stats.num_target_rows - num_rows,
         device_s=stop_device(),
@@ -169,6 +171,45 @@ def warm_up(
             return number
         last = median
     return most
+
+
+class _Counters(NamedTuple):
+    """Counters between two calls; a pair is that of all started and of all committed steps."""
+
+    prompt_rows: tuple[int, int]
+    entries: tuple[int, int]
+    num_tokens: int
+
+    @classmethod
+    def of(cls, stats: DecodeStats) -> "_Counters":
+        return cls(
+            prompt_rows=(stats.num_launched_prompt_rows, stats.num_prompt_rows),
+            entries=(stats.num_launched_entries, stats.num_entries),
+            num_tokens=stats.num_emitted_tokens,
+        )
+
+
+@dataclass
+class _DecodeCalls:
+    """Seconds and tokens of the calls without prompt rows, and of those with a full batch."""
+
+    num_places: int
+    wall_s: float = 0.0
+    num_tokens: int = 0
+    full_wall_s: float | None = None
+    num_full_tokens: int | None = None
+
+    def add(self, wall_s: float, *, before: _Counters, after: _Counters) -> bool:
+        """Count a call if neither of its steps had prompt rows; return whether it was so."""
+        if before.prompt_rows != after.prompt_rows:
+            return False
+        num_tokens = after.num_tokens - before.num_tokens
+        self.wall_s += wall_s
+        self.num_tokens += num_tokens
+        if after.entries == tuple(count + self.num_places for count in before.entries):
+            self.full_wall_s = (self.full_wall_s or 0.0) + wall_s
+            self.num_full_tokens = (self.num_full_tokens or 0) + num_tokens
+        return True
 
 
 def _since(

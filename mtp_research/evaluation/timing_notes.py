@@ -21,6 +21,7 @@ def timing_notes(
         *_drift_warnings(summaries),
         *_order(conditions, summaries),
         *_captures(conditions),
+        *_full(summaries),
         *_model(summaries),
     ]
 
@@ -83,6 +84,15 @@ def _captures(conditions: Sequence[ConditionResult]) -> Iterator[str]:
             f"timing: steps were compiled and captured before the clocks started: "
             f"{sum(seconds.values()):.0f} s in all, at most {seconds[longest]:.0f} s a condition "
             f"({printable(longest)})"
+        )
+
+
+def _full(summaries: Sequence[ConditionSummary]) -> Iterator[str]:
+    if any(summary.speed.tokens_per_s_full is not None for summary in summaries):
+        yield (
+            "batch full = of the steps without prompt rows (decode only), those that took every "
+            "place of the batch; decode only has the tail too, in which requests have ended and "
+            "places stay empty: where texts end at different times, it can lie far below"
         )
 
 

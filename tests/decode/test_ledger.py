@@ -57,6 +57,24 @@ def test_prompt_rows_are_launched_before_they_are_committed(deferred: bool) -> N
 
 
 @pytest.mark.parametrize("deferred", [False, True])
+def test_entries_are_the_requests_of_every_step(deferred: bool) -> None:
+    decoder = make_decoder(deferred=deferred, num_drafts=0)
+    for length in (2, 4):
+        decoder.add_request(PROMPT[:3], sampling=SamplingParams(max_new_tokens=length))
+    seen = [(0, 0)]
+    while decoder.scheduler.has_work:
+        decoder.step()
+        seen.append((decoder.stats.num_launched_entries, decoder.stats.num_entries))
+    launched, committed = (
+        [after - before for before, after in itertools.pairwise(counts)]
+        for counts in zip(*seen, strict=True)
+    )
+    sizes = [2, 2, 1, 1]
+    assert launched == ([*sizes, 0] if deferred else sizes)
+    assert committed == ([0, *sizes] if deferred else sizes)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
 def test_seconds_of_a_draft_length_are_those_of_calls_that_saw_no_other_work(
     monkeypatch: pytest.MonkeyPatch, deferred: bool
 ) -> None:

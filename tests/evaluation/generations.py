@@ -68,6 +68,10 @@ def three_conditions(num_prompts: int) -> list[ConditionResult]:
             lossless=f"identical {num_prompts}/{num_prompts}",
             decode_wall_s=wall_s / 2,
             num_decode_tokens=sum(len(record.output_token_ids) - 2 for record in records),
+            full_wall_s=wall_s / 2 if num_drafts == 0 else wall_s / 8,  # K = 0 has no tail
+            num_full_tokens=sum(
+                len(record.output_token_ids) - (2 if num_drafts == 0 else 12) for record in records
+            ),
             audit=audit,
         )
         for label, policy, num_drafts, records, wall_s in (

@@ -24,6 +24,7 @@ RECORD = {"head": {"unroll": "chain", "num_mtp_modules": 3}, "hardware": {"gpus"
 
 def part(batch: int, *, config: dict = CONFIG, record: dict = RECORD, again: float = 1.0) -> Report:
     """Three conditions of two passes at one batch size; `again` is how long the second takes."""
+    has_full = batch <= NUM_PROMPTS[batch]
     conditions = [
         dataclasses.replace(
             one,
@@ -37,10 +38,15 @@ def part(batch: int, *, config: dict = CONFIG, record: dict = RECORD, again: flo
                     num_decode_tokens=one.num_decode_tokens,
                     device_s=None,
                     num_texts_equal=len(one.records),
+                    full_wall_s=again * full_s if has_full else None,
+                    num_full_tokens=one.num_full_tokens if has_full else None,
                 ),
             ),
+            full_wall_s=full_s if has_full else None,
+            num_full_tokens=one.num_full_tokens if has_full else None,
         )
         for one in three_conditions(NUM_PROMPTS[batch])
+        if (full_s := one.full_wall_s or 0.0)
     ]
     prompts = some_prompts(NUM_PROMPTS[batch])
     return build_report(conditions, prompts=prompts, dtype="bfloat16", config=config, run=record)
@@ -75,7 +81,9 @@ def test_table_divides_by_plain_decoding_of_the_same_run(parts: list[Run]) -> No
     found = entries(parts)
     grids = batch_grids(found)
     assert [grid.title.partition(" (")[0] for grid in grids] == [
-        f"Speed by batch size and K, chain N=3 {policy}" for policy in ("eagle", "training")
+        f"Speed by batch size and K, {full}chain N=3 {policy}"
+        for policy in ("eagle", "training")
+        for full in ("", "batch full, ")
     ]
     rows = [dict(zip(grids[0].header, row, strict=True)) for row in grids[0].rows]
     places = [(row["batch"], row["K"], row["prompts"]) for row in rows]
@@ -101,6 +109,22 @@ def test_table_divides_by_plain_decoding_of_the_same_run(parts: list[Run]) -> No
     (section, *_) = results_sections(parts)
     assert section.warnings == drift_warnings(found)
     assert sum("fastest of K = 0" in note for note in section.notes) == 1
+
+
+def test_table_of_full_batches_has_dashes_where_prompts_were_fewer_than_places(
+    parts: list[Run],
+) -> None:
+    grid = batch_grids(entries(parts))[1]
+    rows = [dict(zip(grid.header, row, strict=True)) for row in grid.rows]
+    plain, eagle, _ = parts[0].report.conditions
+    rates = [(one.num_full_tokens or 0) / (one.full_wall_s or 0) for one in (eagle, plain)]
+    median, ratio = 0.75 * rates[0], rates[0] / rates[1]  # the second pass takes twice as long
+    assert rows[0]["batch full [tokens/s]"] == f"{median:.1f} [{rates[0] / 2:.1f}, {rates[0]:.1f}]"
+    assert rows[0]["K = 0, batch full [tokens/s]"].startswith(f"{0.75 * rates[1]:.1f} [")
+    assert rows[0]["ratio, batch full"] == f"{ratio:.3f} [{ratio / 2:.3f}, {2 * ratio:.3f}]"
+    assert [row["batch full [tokens/s]"] for row in rows[1:]] == ["-", "-"]
+    assert [row["ratio, batch full"] for row in rows[1:]] == ["-", "-"]
+    assert len(batch_grids(entries(parts[1:]))) == 2  # none of them had a full batch
 
 
 def test_one_line_is_no_table_and_no_plain_decoding_no_ratio(parts: list[Run]) -> None:

@@ -155,6 +155,26 @@ def test_ranking_that_drafts_are_cut_from_belongs_to_a_journal(
     assert inputs() == whole  # a whole vocabulary is cut from nothing
 
 
+def test_pass_from_before_full_batches_were_timed_is_still_read(tmp_path: Path) -> None:
+    config = compose_config(EvalConfig, WORDS)
+    journal = open_journal(tmp_path, config, inputs={})
+    timed = PassOutcome(wall_s=4.0, decode_wall_s=2.0, num_decode_tokens=9)
+    journal.end_pass("eagle", 0, timed)
+    journal.end_pass("eagle", 1, dataclasses.replace(timed, full_wall_s=1.0, num_full_tokens=5))
+    journal.close()
+    path = tmp_path / JOURNAL_FILE
+    header, older, newer = path.read_text().splitlines()
+    older = older.replace('"full_wall_s":null,"num_full_tokens":null,', "")
+    assert "full" not in older
+    path.write_text("\n".join([header, older, newer, ""]))
+    again = open_journal(tmp_path, config, inputs={})
+    assert again.stored("eagle", 0).outcome == timed
+    outcome = again.stored("eagle", 1).outcome
+    assert outcome is not None
+    assert (outcome.full_wall_s, outcome.num_full_tokens) == (1.0, 5)
+    again.close()
+
+
 def test_line_that_a_kill_cut_off_is_taken_out_of_the_file(tmp_path: Path) -> None:
     config = compose_config(EvalConfig, WORDS)
     journal = open_journal(tmp_path, config, inputs={})

@@ -30,6 +30,7 @@ HEADS = {
 def at(condition: ConditionResult, head: str, batch: int, slow: float) -> ConditionResult:
     """The same generations under another name, head and batch size, `slow` times as long."""
     drafts = condition.num_speculative_tokens > 0
+    has_full = batch <= len(condition.records)
     return dataclasses.replace(
         condition,
         label=f"{condition.label} {head} R={batch}" if drafts else f"baseline R={batch}",
@@ -40,6 +41,8 @@ def at(condition: ConditionResult, head: str, batch: int, slow: float) -> Condit
         draft_sampling="greedy",
         wall_s=slow * (condition.wall_s or 0.0),
         decode_wall_s=slow * (condition.decode_wall_s or 0.0),
+        full_wall_s=slow * (condition.full_wall_s or 0.0) if has_full else None,
+        num_full_tokens=condition.num_full_tokens if has_full else None,
         audit=(condition.audit or {}) | {"slots": 1000, "WRONG": 25} if drafts else None,
         parts=StepParts(num_steps=50, target_s=1.0 * slow, verify_s=0.1, draft_s=0.5, host_s=0.2),
     )

@@ -57,6 +57,8 @@ def test_speed_is_tokens_over_wall_seconds_and_ratio_to_baseline(report: Report)
     assert baseline.speed.tokens_per_s_end_to_end == pytest.approx(90 * 20 / 8.0)
     assert baseline.speed.tokens_per_s_decode == pytest.approx(90 * 18 / 4.0)
     assert eagle.speed.tokens_per_s_end_to_end == pytest.approx(num_tokens / 5.0)
+    assert baseline.speed.tokens_per_s_full == baseline.speed.tokens_per_s_decode
+    assert eagle.speed.tokens_per_s_full == pytest.approx((num_tokens - 90 * 12) / (5.0 / 8))
     assert eagle.speed.ratio_end_to_end == pytest.approx(num_tokens / 5.0 / (90 * 20 / 8.0))
     assert baseline.speed.ratio_end_to_end == 1.0
     assert baseline.speed.ttft_s_median == 0.25
@@ -65,12 +67,19 @@ def test_speed_is_tokens_over_wall_seconds_and_ratio_to_baseline(report: Report)
 
 def test_unmeasured_speed_is_left_out_of_the_table():
     conditions = [
-        dataclasses.replace(condition, decode_wall_s=None, num_decode_tokens=None)
+        dataclasses.replace(
+            condition,
+            decode_wall_s=None,
+            num_decode_tokens=None,
+            full_wall_s=None,
+            num_full_tokens=None,
+        )
         for condition in three_conditions(90)
     ]
     built = build_report(conditions, prompts=some_prompts(90), dtype="float32", config={}, run={})
     assert built.summaries[1].speed.tokens_per_s_decode is None
     assert "decode only" not in render_text(built)
+    assert "batch full" not in render_text(built)
     assert "peak memory" not in render_text(built)
 
 

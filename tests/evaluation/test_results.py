@@ -7,6 +7,7 @@ import pytest
 from mtp_research.errors import IntegrityError
 from mtp_research.evaluation.report import Report, build_report
 from mtp_research.evaluation.results import recompute, to_json, write_results
+from mtp_research.evaluation.runs import read_checked
 from mtp_research.provenance import REPOSITORY_ROOT
 from tests.evaluation.generations import some_prompts, three_conditions
 
@@ -30,6 +31,28 @@ def test_recomputed_figures_equal_the_stored_ones(tmp_path: Path, report: Report
     again = json.loads(json.dumps(to_json(recompute(path))))
     assert again == stored
     assert recompute(path) == report
+
+
+def test_file_from_before_full_batches_were_timed_still_loads(tmp_path: Path, report: Report):
+    path = write_results(tmp_path, report)
+    stored = json.loads(path.read_text())
+    fields = ("full_wall_s", "num_full_tokens")
+    for part in stored["conditions"]:
+        assert all(part.pop(name) for name in fields)
+        part["repeats"] = [{
+            "wall_s": 4.0, "decode_wall_s": 2.0, "num_decode_tokens": 90, "device_s": None,
+            "num_texts_equal": 30,
+        }]  # fmt: skip
+    path.write_text(json.dumps(stored))
+    again = recompute(path)
+    assert [s.speed.tokens_per_s_full for s in again.summaries] == [None] * 3
+    assert again.summaries[1].speed.tokens_per_s_decode is not None
+    stored["summary"] = to_json(again)["summary"]
+    for summary in stored["summary"]["conditions"]:
+        for name in [name for name in summary["speed"] if "full" in name]:
+            assert summary["speed"].pop(name) is None
+    path.write_text(json.dumps(stored))
+    assert read_checked(path) == again
 
 
 def test_recomputation_uses_the_counters_and_not_the_stored_summary(tmp_path: Path, report: Report):

@@ -71,6 +71,36 @@ def test_rate_is_the_median_of_the_passes_and_drift_of_last_to_first() -> None:
     assert "least / most of a pass" in text
 
 
+def test_rate_of_a_full_batch_is_the_median_of_the_passes_that_had_one() -> None:
+    baseline, eagle, _ = three_conditions(90)
+    whole = (dataclasses.replace(timing(5.0), full_wall_s=2.0, num_full_tokens=n) for n in (60, 90))
+    made = dataclasses.replace(
+        eagle, full_wall_s=None, num_full_tokens=None, repeats=(*whole, timing(5.0))
+    )
+    speed = report([baseline, made]).summaries[1].speed
+    assert (speed.tokens_per_s_full_low, speed.tokens_per_s_full_high) == (30.0, 45.0)
+    assert speed.tokens_per_s_full == 37.5
+    assert speed.ratio_full == pytest.approx(37.5 / (90 * 18 / 4.0))
+    assert speed.ratio_decode != speed.ratio_full
+    shown = render_text(report([baseline, made]))
+    assert "tokens/s, batch full" in shown
+    assert "batch full = of the steps without prompt rows" in shown
+
+
+def test_batch_that_was_never_full_has_no_rate_and_no_row() -> None:
+    never = [
+        dataclasses.replace(one, full_wall_s=None, num_full_tokens=None)
+        for one in three_conditions(90)
+    ]
+    assert [s.speed.ratio_full for s in report(never).summaries] == [None] * 3
+    assert "batch full" not in render_text(report(never))
+    assert "batch full" not in render_text(report(never, grid={"num_speculative_tokens": [1, 3]}))
+    half = report([three_conditions(90)[0], never[1]])
+    assert half.summaries[1].speed.ratio_full is None
+    row = next(line for line in render_text(half).splitlines() if "tokens/s, batch full" in line)
+    assert row.split()[-2:] == ["405.0", "-"]
+
+
 def test_one_pass_says_that_order_and_drift_were_not_checked() -> None:
     built = report(three_conditions(90))
     assert built.summaries[0].speed.drift is None
@@ -90,13 +120,14 @@ def test_device_time_stands_beside_the_wall_time_where_there_is_a_gpu() -> None:
 def test_interrupted_pass_has_no_times_and_is_marked() -> None:
     baseline, eagle, _ = three_conditions(90)
     cut = dataclasses.replace(
-        eagle, wall_s=None, decode_wall_s=None, num_decode_tokens=None, num_steps=None,
-        rows_per_step=None, is_resumed=True,
+        eagle, wall_s=None, decode_wall_s=None, num_decode_tokens=None, full_wall_s=None,
+        num_full_tokens=None, num_steps=None, rows_per_step=None, is_resumed=True,
     )  # fmt: skip
     built = report([baseline, cut])
     speed = built.summaries[1].speed
     assert speed.tokens_per_s_end_to_end is None
     assert speed.ratio_end_to_end is None
+    assert speed.tokens_per_s_full is None
     assert speed.ttft_s_median is None
     assert built.summaries[1].acceptance.num_prompts == 90
     assert "warning: interrupted and resumed: eagle" in render_text(built)

@@ -56,6 +56,20 @@ def overview(one: dict, stored: Stored) -> list[object]:
     return [*figures, speed(one), ratio, one["lossless"]]
 
 
+def decoding(one: dict, stored: Stored) -> list[object]:
+    """8 prompts never fill 16 places."""
+    decode = rates(one, stored, "num_decode_tokens", "decode_wall_s")
+    if one["max_num_requests"] > len(one["records"]):
+        return [*decode, "-", "-"]
+    return [*decode, *rates(one, stored, "num_full_tokens", "full_wall_s")]
+
+
+def rates(one: dict, stored: Stored, tokens: str, seconds: str) -> list[float]:
+    """Tokens per second, and their ratio to the baseline's."""
+    ours, plain = (x[tokens] / x[seconds] for x in (one, baseline(stored, one)))
+    return [ours, ours / plain]
+
+
 def positions(one: dict, stored: Stored) -> list[object]:
     pairs = rounds(one)
     kept = [sum(a >= i for a, _ in pairs) / len(pairs) for i in (1, 2, 3)]
@@ -88,8 +102,8 @@ def steps(one: dict, stored: Stored) -> list[object]:
     plain = baseline(stored, one)
     unit = (plain["parts"]["target_s"] + plain["parts"]["verify_s"]) / plain["parts"]["num_steps"]
     c, v = mean[2] / num_drafts / unit, (mean[0] + mean[1]) / unit - 1
-    decode = [x["num_decode_tokens"] / x["decode_wall_s"] for x in (one, plain)]
-    return [*shown, c, v, length(one) / (1 + num_drafts * c + v), decode[0] / decode[1]]
+    _, ratio = rates(one, stored, "num_decode_tokens", "decode_wall_s")
+    return [*shown, c, v, length(one) / (1 + num_drafts * c + v), ratio]
 
 
 def contexts(one: dict, stored: Stored) -> list[object]:
@@ -108,11 +122,13 @@ def audit(one: dict, stored: Stored) -> list[object]:
 
 
 def times(one: dict, stored: Stored) -> list[object]:
-    return [one["wall_s"] - one["decode_wall_s"], one["decode_wall_s"], one["wall_s"]]
+    full = "-" if one["full_wall_s"] is None else one["full_wall_s"]
+    return [one["wall_s"] - one["decode_wall_s"], one["decode_wall_s"], full, one["wall_s"]]
 
 
 ROWS: dict[str, Callable[[dict, Stored], list[object]]] = {
     "Acceptance and speed, 8 prompts, float32": overview,
+    "Tokens/s of steps without prompt rows": decoding,
     "Acceptance by draft position, and audit": positions,
     "Acceptance length (micro) by domain": domains,
     "Paired difference over the same prompts": differences,

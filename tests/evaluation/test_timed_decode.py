@@ -1,6 +1,7 @@
 """Which calls of the loop the decode-only rate counts."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.stats import DecodeStats
 from mtp_research.evaluation import timed_decode
 from mtp_research.evaluation.prompts import EncodedPrompts
 from mtp_research.evaluation.step_clock import StepClock
@@ -46,9 +48,96 @@ def test_decode_time_holds_no_step_with_prompt_rows(
     assert counts.wall_s == 100.0 * num_mixed + num_decoding
     assert 0 < counts.decode_wall_s <= num_decoding
     assert counts.decode_wall_s == sum(wall_s for wall_s, keep in kept if keep)
+    assert counts.full_wall_s is not None
+    assert counts.num_full_tokens is not None
+    assert 0 < counts.full_wall_s < counts.decode_wall_s  # the last text ends alone
+    assert counts.num_full_tokens == 2 * counts.full_wall_s  # K = 0: a token a place and second
     assert all(wall_s < 100.0 for wall_s, keep in kept if keep)
     if not deferred:
         assert counts.decode_wall_s == num_decoding
+
+
+class Step(NamedTuple):
+    num_prompt_rows: int
+    num_entries: int
+
+
+SCRIPT = [Step(6, 4), Step(0, 4), Step(0, 4), Step(2, 4), Step(0, 4), Step(0, 4), Step(0, 3),
+          Step(0, 1)]  # fmt: skip
+
+
+class Scripted:
+    """A decoder whose step n emits 3^n tokens; call n of its loop takes 2^n s on its clock."""
+
+    def __init__(self, *, places: int, deferred: bool, steps: list[Step] = SCRIPT) -> None:
+        self.engine = EngineConfig(max_num_requests=places, deferred_output=deferred)
+        self.target = SimpleNamespace(device=torch.device("cpu"))
+        self.scheduler = SimpleNamespace(has_work=True)
+        self.stats = DecodeStats()
+        self.now = 0.0
+        self._steps = list(enumerate(steps))
+        self._num_calls = 0
+        self._in_flight: tuple[int, Step] | None = None
+
+    def step(self) -> None:
+        self.now += 2.0**self._num_calls
+        self._num_calls += 1
+        started = committed = self._steps.pop(0) if self._steps else None
+        if started is not None:
+            self.stats.num_launched_prompt_rows += started[1].num_prompt_rows
+            self.stats.num_launched_entries += started[1].num_entries
+        if self.engine.deferred_output:
+            committed, self._in_flight = self._in_flight, started
+        if committed is not None:
+            self.stats.num_prompt_rows += committed[1].num_prompt_rows
+            self.stats.num_entries += committed[1].num_entries
+            self.stats.num_emitted_tokens += 3 ** committed[0]
+        self.scheduler.has_work = bool(self._steps or self._in_flight)
+
+    def decode(self, monkeypatch: pytest.MonkeyPatch) -> timed_decode.Counts:
+        monkeypatch.setattr(timed_decode.time, "perf_counter", lambda: self.now)
+        return timed_decode.decode_prompts(self, EncodedPrompts((), (), ()), [], salt="")
+
+
+def powers(base: int, exponents: list[int]) -> float:
+    return sum(float(base) ** n for n in exponents)
+
+
+def test_call_is_full_if_its_step_took_every_place_without_prompt_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = Scripted(places=4, deferred=False).decode(monkeypatch)
+    assert counts.decode_wall_s == powers(2, [1, 2, 4, 5, 6, 7])
+    assert counts.full_wall_s == powers(2, [1, 2, 4, 5])
+    assert counts.num_full_tokens == powers(3, [1, 2, 4, 5])
+
+
+def test_call_that_starts_a_step_and_commits_the_one_before_is_full_if_both_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = Scripted(places=4, deferred=True).decode(monkeypatch)
+    assert counts.decode_wall_s == powers(2, [2, 5, 6, 7, 8])
+    assert counts.full_wall_s == powers(2, [2, 5])
+    assert counts.num_full_tokens == powers(3, [1, 4])
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_fewer_prompts_than_places_are_never_a_full_batch(
+    monkeypatch: pytest.MonkeyPatch, deferred: bool
+) -> None:
+    counts = Scripted(places=5, deferred=deferred).decode(monkeypatch)
+    assert counts.decode_wall_s > 0
+    assert (counts.full_wall_s, counts.num_full_tokens) == (None, None)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_full_batch_of_one_is_every_decoding_call_but_the_edges(
+    monkeypatch: pytest.MonkeyPatch, deferred: bool
+) -> None:
+    steps = [Step(3, 1), Step(0, 1), Step(0, 1), Step(0, 1)]
+    counts = Scripted(places=1, deferred=deferred, steps=steps).decode(monkeypatch)
+    last = 2.0**4 if deferred else 0.0  # it starts nothing
+    assert counts.full_wall_s == counts.decode_wall_s - last
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
