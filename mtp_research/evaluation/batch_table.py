@@ -71,7 +71,7 @@ def drift_warnings(found: Sequence[Entry]) -> list[str]:
         return []
     listed = ", ".join(f"{printable(name)} ({drift:+.1%})" for name, drift in drifts.items())
     return [
-        f"warning: K = 0 drifted by more than {MAX_DRIFT:.0%} between its first and last pass in "
+        f"warning: K = 0 drifted by more than {MAX_DRIFT:.0%} between the halves of its passes in "
         f"{listed}: no speed and no ratio of these runs can be relied on"
     ]
 

@@ -23,7 +23,7 @@ from mtp_research.config import EvalConfig
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.evaluation.results import plain, read_record
-from mtp_research.evaluation.speed import StepParts
+from mtp_research.evaluation.step_cost import StepParts
 
 JOURNAL_FILE = "finished.jsonl"
 SYNC_EVERY_S = 1.0

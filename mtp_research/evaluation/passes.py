@@ -19,8 +19,9 @@ from mtp_research.evaluation.journal import Journal, PassOutcome, add_audits
 from mtp_research.evaluation.preparation import Prepared, equal_pools, prepare_decoder
 from mtp_research.evaluation.prompts import EncodedPrompts
 from mtp_research.evaluation.settings import sampling_params
-from mtp_research.evaluation.speed import PassTiming, StepParts
+from mtp_research.evaluation.speed import PassTiming
 from mtp_research.evaluation.step_clock import StepClock
+from mtp_research.evaluation.step_cost import StepParts
 from mtp_research.evaluation.summary import ConditionResult
 from mtp_research.evaluation.timed_decode import MAX_WARM_UPS, Finished, decode_prompts
 from mtp_research.evaluation.turns import Turns

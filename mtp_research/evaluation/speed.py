@@ -1,17 +1,7 @@
-"""Speed of a condition: rates over its passes, latencies, and where a step's time goes.
+"""Speed of a condition: rates over its passes, and latencies.
 
-A *pass* is one decoding of the whole prompt set by one condition. The acceptance model says what
-speed-up a condition's acceptance and its own costs give:
-
-    predicted ratio = tau / (1 + K c + v)
-
-tau is the acceptance length. The unit is what a K = 0 step of the same batch size and temperature
-spends on target and verification; c is one draft pass, v what a step with drafts spends on target
-and verification beyond that unit. Host time is in neither, so it is the first thing to look at
-where the measured ratio lies below the predicted one.
-
-Source of the model: Leviathan et al. 2023 (arXiv 2211.17192), theorem 3.8, with the cost of
-verification added. Letter: K drafts per step.
+A *pass* is one decoding of the whole prompt set by one condition. Where a step's time goes:
+`step_cost`.
 """
 
 import statistics
@@ -21,7 +11,7 @@ from typing import NamedTuple
 
 from mtp_research.decode.stats import RequestRecord
 
-MAX_DRIFT = 0.05  # of the baseline's rate between its first and last pass, before a warning
+MAX_DRIFT = 0.05  # of the baseline's rate between the halves of its passes, before a warning
 
 
 @dataclass(frozen=True)
@@ -49,50 +39,6 @@ class PassTiming:
 
 
 @dataclass(frozen=True)
-class StepParts:
-    """Seconds of the steps without prompt rows, over all passes.
-
-    Attributes:
-        num_steps: how many there were.
-        target_s: target forward and logits.
-        verify_s: logit processors, verification, new frontier.
-        draft_s: all draft passes.
-        host_s: the rest of the steps' wall time.
-    """
-
-    num_steps: int
-    target_s: float
-    verify_s: float
-    draft_s: float
-    host_s: float
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Mean seconds of a step without prompt rows by part, and the acceptance model.
-
-    Attributes:
-        target_s: see `StepParts`; all four per step.
-        verify_s: likewise.
-        draft_s: likewise.
-        host_s: likewise.
-        draft_cost: c, one draft pass in units of the baseline's target + verify; None without one.
-        verify_cost: v, target + verify beyond one unit; None without a baseline.
-        host_cost: host time in the same units; None without a baseline.
-        predicted_ratio: tau / (1 + K c + v); None without a baseline or acceptance length.
-    """
-
-    target_s: float
-    verify_s: float
-    draft_s: float
-    host_s: float
-    draft_cost: float | None
-    verify_cost: float | None
-    host_cost: float | None
-    predicted_ratio: float | None
-
-
-@dataclass(frozen=True)
 class Speed:
     """Rates in tokens/s, times in s; None where nothing was measured.
 
@@ -103,7 +49,8 @@ class Speed:
     are of the first pass, per prompt: median, and nearest-rank 95th percentile.
 
     Attributes:
-        drift: of a baseline: rate of its last pass over that of its first, minus 1.
+        drift: of a baseline: median rate of the second half of its passes over that of the first,
+            minus 1; one pass that a neighbour disturbed is not a drift.
     """
 
     wall_s: float | None
@@ -197,34 +144,14 @@ def speed_of(
         tokens_per_s_full_low=min(rates.full, default=None),
         tokens_per_s_full_high=max(rates.full, default=None),
         device_s=_median(device),
-        drift=rates.end_to_end[-1] / rates.end_to_end[0] - 1 if has_drift else None,
+        drift=_drift(rates.end_to_end) if has_drift else None,
     )
 
 
-def cost_of(
-    parts: StepParts | None,
-    baseline: StepParts | None,
-    *,
-    num_speculative_tokens: int,
-    acceptance_length: float | None,
-) -> StepCost | None:
-    """Mean step by part and the acceptance model; None where the parts were not measured."""
-    if parts is None or not parts.num_steps:
-        return None
-    target, verify, draft, host = (
-        seconds / parts.num_steps
-        for seconds in (parts.target_s, parts.verify_s, parts.draft_s, parts.host_s)
-    )
-    unit = None
-    if baseline is not None:
-        unit = divide(baseline.target_s + baseline.verify_s, baseline.num_steps)
-    if not unit:
-        return StepCost(target, verify, draft, host, None, None, None, None)
-    draft_cost = draft / unit / num_speculative_tokens if num_speculative_tokens else 0.0
-    verify_cost = (target + verify) / unit - 1
-    step = 1 + num_speculative_tokens * draft_cost + verify_cost
-    ratio = divide(acceptance_length, step)
-    return StepCost(target, verify, draft, host, draft_cost, verify_cost, host / unit, ratio)
+def _drift(rates: Sequence[float]) -> float:
+    """Of two or more passes in their order; see `Speed`."""
+    half = len(rates) // 2
+    return statistics.median(rates[half:]) / statistics.median(rates[:half]) - 1
 
 
 def divide(top: float | None, bottom: float | None) -> float | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from mtp_research.evaluation.speed import StepParts
+from mtp_research.evaluation.step_cost import StepParts
 
 _PARTS = ("target", "verify", "draft")
 

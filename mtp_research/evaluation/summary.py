@@ -8,21 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.evaluation.speed import (
-    PassTiming,
-    Rates,
-    Speed,
-    StepCost,
-    StepParts,
-    cost_of,
-    rates_of,
-    speed_of,
-)
+from mtp_research.evaluation.speed import PassTiming, Rates, Speed, rates_of, speed_of
 from mtp_research.evaluation.statistics import (
     AcceptanceStatistics,
     acceptance_statistics,
     statistics_per_domain,
 )
+from mtp_research.evaluation.step_cost import StepCost, StepParts, cost_of
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ as by colour, and every part of a bar that has room shows its number. A chart is
 which is one column of a phone: there, a unit is about a pixel.
 """
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,8 @@ from mtp_research.evaluation.svg_parts import (
     text_at,
     text_width,
     three_digits,
+    tick_text,
+    ticks_over,
     whisker,
 )
 from mtp_research.evaluation.tables import printable
@@ -79,7 +80,7 @@ def interval_chart(
     shown = series[:MAX_SERIES]
     drawn = [figure for one in shown for figure in one.points if figure.value is not None]
     top = max((_high(figure) for figure in drawn), default=floor + 1.0)
-    ticks = _ticks(floor, top if top > floor else floor + 1.0)
+    ticks = ticks_over(floor, top if top > floor else floor + 1.0)
     slot = (WIDTH - _LEFT - _RIGHT) / max(len(axes.x_ticks), 1)
     bottom = _TOP + _PLOT_HEIGHT
     names, label_height = labels_below(axes.x_ticks, left=_LEFT, slot=slot, top=bottom)
@@ -91,7 +92,9 @@ def interval_chart(
     for tick in ticks:
         css = "zero" if tick == 0 and ticks[0] < 0 else ""
         parts.append(line(_LEFT, y_of(tick), WIDTH - _RIGHT, y_of(tick), css=css))
-        parts.append(text_at(_LEFT - 5, y_of(tick) + 4, f"{tick:g}", anchor="end"))
+        parts.append(
+            text_at(_LEFT - 5, y_of(tick) + 4, tick_text(tick, largest=ticks[-1]), anchor="end")
+        )
     parts += names
     for number, one in enumerate(shown):
         # Neighbouring series stand apart, so that their whiskers do not cover each other.
@@ -221,19 +224,6 @@ def _share(value: float, low: float, high: float) -> float:
 def _opacity(share: float) -> float:
     """Of a cell's colour, by where its value lies between the least and the greatest."""
     return 0.06 + 0.5 * share
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Four to seven round numbers from `low`, which is round, to `high` or just above.
-
-    A scale that begins below 0 begins at a multiple of its step, so that 0 is on it.
-    """
-    raw = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1.0, 2.0, 2.5, 5.0, 10.0) if m * power >= raw * (1 - 1e-9))
-    start = step * math.floor(low / step + 1e-9) if low < 0 else low
-    count = math.ceil((high - start) / step - 1e-9) + 1
-    return [round(start + step * i, 9) + 0.0 for i in range(count)]  # no 2.8e-17, no -0
 
 
 def _value(figure: Estimate) -> float:

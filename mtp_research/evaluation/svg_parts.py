@@ -33,6 +33,24 @@ svg,:root{--ink:#1b1f24;--soft:#5c6670;--rule:#d9dee3;--page:#fff;--band:#000000
 """
 
 
+def ticks_over(low: float, high: float) -> list[float]:
+    """Four to seven round numbers from `low`, which is round, to `high` or just above.
+
+    A scale that begins below 0 begins at a multiple of its step, so that 0 is on it.
+    """
+    raw = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1.0, 2.0, 2.5, 5.0, 10.0) if m * power >= raw * (1 - 1e-9))
+    start = step * math.floor(low / step + 1e-9) if low < 0 else low
+    count = math.ceil((high - start) / step - 1e-9) + 1
+    return [round(start + step * i, 9) + 0.0 for i in range(count)]  # no 2.8e-17, no -0
+
+
+def tick_text(value: float, *, largest: float) -> str:
+    """A tick of a scale up to `largest`, in thousands where it would not fit beside the chart."""
+    return f"{value / 1e3:g}k" if value and largest >= 1e5 else f"{value:g}"
+
+
 def chart(
     parts: Iterable[str], *, width: float, height: float, label: str, css: str = "chart"
 ) -> str:

@@ -50,9 +50,9 @@ def _drift_warnings(summaries: Sequence[ConditionSummary]) -> Iterator[str]:
         drift = summary.speed.drift
         if drift is not None and abs(drift) > MAX_DRIFT:
             yield (
-                f"warning: {printable(summary.label)} drifted by {drift:+.1%} between its first "
-                f"and last pass, more than {MAX_DRIFT:.0%}; measure on a quiet machine, or with "
-                "more timing.passes"
+                f"warning: {printable(summary.label)} drifted by {drift:+.1%} from the first half "
+                f"of its passes to the second, more than {MAX_DRIFT:.0%}; measure on a quiet "
+                "machine, or with more timing.passes"
             )
 
 
@@ -72,7 +72,7 @@ def _order(
     yield (
         f"timing: {num_passes} passes in ABBA order, tokens/s as median [least, most] of a pass; "
         f"{min(warm_ups)} to {max(warm_ups)} warm-ups until the median step was stable; baseline "
-        f"drift from first to last pass: {shown}"
+        f"drift from the first half of the passes to the second: {shown}"
     )
 
 

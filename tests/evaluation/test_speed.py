@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from mtp_research.evaluation.report import Report, build_report, render_text
-from mtp_research.evaluation.speed import PassTiming, StepParts, cost_of
+from mtp_research.evaluation.speed import PassTiming
+from mtp_research.evaluation.step_cost import StepParts, cost_of
 from mtp_research.evaluation.summary import ConditionResult
 from tests.evaluation.generations import some_prompts, three_conditions
 
@@ -55,7 +56,7 @@ def test_cost_without_parts_or_baseline_is_undefined() -> None:
     assert nothing.predicted_ratio is None
 
 
-def test_rate_is_the_median_of_the_passes_and_drift_of_last_to_first() -> None:
+def test_rate_is_the_median_of_the_passes_and_drift_of_their_halves() -> None:
     baseline, eagle, _ = three_conditions(90)  # the baseline takes 8 s for 1800 tokens
     repeats = (timing(7.5), timing(8.5), timing(10.0))
     built = report([dataclasses.replace(baseline, repeats=repeats), eagle])
@@ -64,11 +65,19 @@ def test_rate_is_the_median_of_the_passes_and_drift_of_last_to_first() -> None:
     assert speed.tokens_per_s_end_to_end == pytest.approx((1800 / 8 + 1800 / 8.5) / 2)
     assert speed.tokens_per_s_end_to_end_low == pytest.approx(180.0)
     assert speed.tokens_per_s_end_to_end_high == pytest.approx(240.0)
-    assert speed.drift == pytest.approx(8 / 10 - 1)
+    halves = (1800 / 8 + 1800 / 7.5) / 2, (1800 / 8.5 + 1800 / 10) / 2
+    assert speed.drift == pytest.approx(halves[1] / halves[0] - 1)
     assert built.summaries[1].speed.drift is None
     text = " ".join(render_text(built).split())
-    assert "baseline drifted by -20.0% between its first and last pass" in text
+    assert "baseline drifted by -15.7% from the first half of its passes to the second" in text
     assert "least / most of a pass" in text
+
+
+def test_one_disturbed_pass_is_not_a_drift() -> None:
+    baseline, eagle, _ = three_conditions(90)
+    repeats = tuple(timing(seconds) for seconds in (8.0, 8.0, 16.0, 8.0, 8.0))
+    built = report([dataclasses.replace(baseline, wall_s=16.0, repeats=repeats), eagle])
+    assert built.summaries[0].speed.drift == 0.0
 
 
 def test_rate_of_a_full_batch_is_the_median_of_the_passes_that_had_one() -> None:

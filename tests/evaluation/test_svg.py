@@ -4,7 +4,6 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from mtp_research.evaluation import svg
 from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.svg import (
     Axes,
@@ -21,6 +20,7 @@ from mtp_research.evaluation.svg_parts import (
     standalone,
     text_width,
     three_digits,
+    ticks_over,
 )
 
 CURVE = Series("eagle", (Estimate(0.8, 0.7, 0.9), Estimate(0.5, 0.4, 0.6)))
@@ -226,16 +226,24 @@ def test_standalone_file_is_xml_with_its_colours() -> None:
     ids=["rates", "narrow", "speeds"],
 )
 def test_ticks_are_few_and_cover_the_range(low: float, high: float, expected: object) -> None:
-    ticks = svg._ticks(low, high)
+    ticks = ticks_over(low, high)
     assert ticks[0] == low
     assert 3 <= len(ticks) <= 7
     assert (ticks if isinstance(expected, list) else ticks[-1]) == pytest.approx(expected)
 
 
+def test_ticks_of_large_numbers_are_thousands_and_fit() -> None:
+    points = Series("a", (Estimate(98_307.0), Estimate(163_064.0)))
+    root = ET.fromstring(interval_chart([points], axes=Axes("x", "y", ("1", "2")), floor=0.0))
+    texts = [e.text or "" for e in root.iter("text")]
+    assert {"0", "50k", "100k", "150k", "200k"} <= set(texts)
+    assert max(map(len, texts)) <= 5
+
+
 @pytest.mark.parametrize(("low", "high"), [(-0.15, 0.05), (-0.05, 0.3), (-1.0, 2.0)])
 def test_scale_that_begins_below_zero_shows_zero_as_a_line(low: float, high: float) -> None:
     """-0.15 + 3 * 0.05 is 2.8e-17, and from -0.05 steps of 0.1 pass 0 by."""
-    ticks = svg._ticks(low, high)
+    ticks = ticks_over(low, high)
     assert 0.0 in ticks
     assert ticks[0] <= low
     assert ticks[-1] >= high
