@@ -92,12 +92,17 @@ def test_timed_jobs_begin_when_the_others_have_had_their_time(tmp_path: Path) ->
     assert facts["speed"]["code"] == 0
 
 
-def test_models_share_the_gpus_out(tmp_path: Path) -> None:
+def test_models_share_the_gpus_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "others").mkdir()
     words = ["-S", "-c", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"]
     jobs = [Job(f"target_{number}", words, model=number) for number in range(3)]
     study(tmp_path, *jobs, num_gpus=2)
     found = [(tmp_path / f"{job.name}.log").read_text().strip() for job in jobs]
     assert found == ["0", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    study(tmp_path / "others", jobs[1], num_gpus=2)
+    assert (tmp_path / "others" / "target_1.log").read_text().strip() == "7"
 
 
 def test_results_that_there_are_are_collected(tmp_path: Path) -> None:

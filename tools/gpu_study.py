@@ -101,7 +101,8 @@ class Study:
         command = ["nice", "-n", str(job.nice), sys.executable, *job.words]
         env = dict(os.environ)
         if self._num_gpus > 1:
-            env["CUDA_VISIBLE_DEVICES"] = str(job.model % self._num_gpus)
+            named = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self._num_gpus)))
+            env["CUDA_VISIBLE_DEVICES"] = named.split(",")[job.model % self._num_gpus]
         with (self._work / f"{job.name}.log").open("ab") as log:
             self._running[job.name] = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True

@@ -13,7 +13,13 @@ Kernels launched the ordinary way begin after the end of the one in front and fi
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from mtp_research.errors import ConfigError
+
+_WRAPPED = ("_filter_pdl", "_enable_pdl_codegen", "GDC_WAIT")
+_HOPPER = (9, 0)
+_CACHE_TAG = "mtp_research: kernels wait first"
 
 
 def compile_options(*, overlaps: bool) -> dict[str, str | int | bool | Callable[..., object]]:
@@ -23,27 +29,30 @@ def compile_options(*, overlaps: bool) -> dict[str, str | int | bool | Callable[
         overlaps: kernels start while the one in front ends; before Hopper that changes nothing.
 
     Raises:
-        ConfigError: this PyTorch writes its waits in another way than those known here.
+        ConfigError: on Hopper, a PyTorch that writes its waits in another way than known here.
     """
-    if overlaps:
-        _wait_first()
+    overlaps = overlaps and _wait_first()
     return {"triton.enable_pdl": overlaps}
 
 
-def _wait_first() -> None:
-    """Move the wait of Inductor's kernels to their first line, once and for all in this process."""
+def _wait_first() -> bool:
+    """Move the wait of Inductor's kernels to their first line, once and for all in this process.
+
+    Returns False where that cannot be done and nothing would overlap anyway.
+    """
     from torch._inductor.codegen.triton import TritonKernel
 
-    keep_one = getattr(TritonKernel, "_filter_pdl", None)
-    wait = getattr(TritonKernel, "GDC_WAIT", None)
-    if keep_one is None or wait is None:
+    known = [hasattr(TritonKernel, name) for name in _WRAPPED]
+    if not all(known):
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() < _HOPPER:
+            return False
         raise ConfigError(
-            "engine.overlap_launches: expected a PyTorch whose compiled kernels wait by "
-            "TritonKernel._filter_pdl (2.11 to 2.13 do), got another; set "
-            "engine.overlap_launches=false."
+            f"engine.overlap_launches: expected a PyTorch whose TritonKernel has {_WRAPPED} (2.11 "
+            f"to 2.13 do), got {torch.__version__}; set engine.overlap_launches=false."
         )
+    keep_one, wait = TritonKernel._filter_pdl, TritonKernel.GDC_WAIT
     if hasattr(keep_one, "moves_the_wait"):
-        return
+        return True
 
     def filter_then_move(kernel: TritonKernel, code: Any) -> None:
         keep_one(kernel, code)
@@ -53,3 +62,6 @@ def _wait_first() -> None:
 
     filter_then_move.moves_the_wait = True
     TritonKernel._filter_pdl = filter_then_move
+    # Kernels that an earlier process left in the disk cache have their waits elsewhere.
+    torch.compiler.config.cache_key_tag += _CACHE_TAG
+    return True

@@ -1,5 +1,8 @@
 """Overlapping kernels wait before they touch memory: what Inductor writes for sm_90, GPU or not."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from mtp_research.decode.early_launch import compile_options
 from mtp_research.errors import ConfigError
 from tests.inductor_kernels import compile_kernel, generated_kernels
 
+ROOT = Path(__file__).parents[2]
 WAIT = "tl.extra.cuda.gdc_wait()"
 START_NEXT = "tl.extra.cuda.gdc_launch_dependents()"
 
@@ -57,10 +61,38 @@ def test_without_overlap_nothing_waits() -> None:
 
 
 def test_pytorch_that_waits_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(TritonKernel, "_filter_pdl")
+    monkeypatch.delattr(TritonKernel, "_enable_pdl_codegen")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert compile_options(overlaps=True) == {"triton.enable_pdl": False}  # nothing would overlap
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with pytest.raises(ConfigError, match=r"set engine\.overlap_launches=false"):
         compile_options(overlaps=True)
     assert compile_options(overlaps=False) == {"triton.enable_pdl": False}
+
+
+FILLS_THE_CACHE = """
+import sys, torch
+from torch._dynamo.utils import counters
+from mtp_research.decode.early_launch import compile_options
+options = {"triton.enable_pdl": True}
+if sys.argv[1] == "waits first":
+    options = compile_options(overlaps=True)
+torch.compile(lambda x: x.sin() + 1, options=options)(torch.ones(8))
+print(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_kernels_in_the_disk_cache_that_wait_elsewhere_are_not_taken(tmp_path: Path) -> None:
+    def hits(mode: str) -> str:
+        words = [sys.executable, "-c", FILLS_THE_CACHE, mode]
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert hits("as generated") == "0 0"
+    assert hits("waits first") == "0 0"
+    assert hits("waits first") != "0 0"  # what waits first is found again
 
 
 @pytest.mark.gpu
