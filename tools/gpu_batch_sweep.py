@@ -81,9 +81,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=1, help="parts that run at a time")
-    parser.add_argument(
-        "--turns", type=Path, help="lock file of sweeps that are timed one by one"
-    )
+    parser.add_argument("--turns", type=Path, help="lock file of sweeps that are timed one by one")
     parser.add_argument("--tiny", action="store_true", help="few prompts and tokens")
     parser.add_argument("--compile-only", action="store_true", help="fill the cache, time nothing")
     parser.add_argument("words", nargs="*", help="overrides of every part")
