@@ -16,11 +16,11 @@ from mtp_research.config import EvalConfig
 def run(config: EvalConfig, output_dir: Path) -> None:
     """Evaluate; the last printed line is one JSON object. Imports torch, which --help does not."""
     if config.task == "fault_price":
-        from mtp_research.evaluation.fault_price import price_faults
+        from mtp_research.studies.fault_price import price_faults
 
         result = price_faults(config, output_dir)
     else:
-        from mtp_research.evaluation.evaluate import evaluate
+        from mtp_research.evaluation.run.evaluate import evaluate
 
         result = evaluate(config, output_dir)
     print(json.dumps(result))

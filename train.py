@@ -18,7 +18,7 @@ from mtp_research.config import TrainConfig
 def run(config: TrainConfig, output_dir: Path) -> None:
     """Train, then print one JSON line; torch is imported here so that --help does without."""
     if config.task == "target":
-        from mtp_research.training.pretrain import pretrain_target
+        from mtp_research.pretrain.pretrain import pretrain_target
 
         result = pretrain_target(config.model, output_dir=output_dir, seed=config.seed)
     elif config.task == "cache":
@@ -26,11 +26,11 @@ def run(config: TrainConfig, output_dir: Path) -> None:
 
         result = cache_hidden(config)
     elif config.task == "matrix":
-        from mtp_research.policy_matrix import run_policy_matrix
+        from mtp_research.studies.policy_matrix import run_policy_matrix
 
         result = run_policy_matrix(config, output_dir)
     else:
-        from mtp_research.evaluation.training_probe import decode_probe
+        from mtp_research.studies.training_probe import decode_probe
         from mtp_research.training.loop import train_heads
 
         result = train_heads(config, output_dir, decode_eval=decode_probe(config))

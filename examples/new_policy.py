@@ -12,7 +12,7 @@ import dataclasses
 from pathlib import Path
 
 from mtp_research import POLICIES, SpecDecoder, load_heads, load_target
-from mtp_research.evaluation.prompts import encode_prompts, load_prompts
+from mtp_research.evaluation.run.prompts import encode_prompts, load_prompts
 from mtp_research.models.target import load_tokenizer
 
 LAB_TINY = Path(__file__).resolve().parents[1] / "assets" / "lab_tiny"

@@ -10,9 +10,9 @@ decoder takes it like the built-in rules.
 from pathlib import Path
 
 from mtp_research import SpecDecoder, load_heads, load_target
-from mtp_research.decode.verify import VerifyInputs, VerifyOutput, count_leading, emit
-from mtp_research.decode.verify_rules import RULES, Rule
-from mtp_research.evaluation.prompts import encode_prompts, load_prompts
+from mtp_research.decode.verify.verify import VerifyInputs, VerifyOutput, count_leading, emit
+from mtp_research.decode.verify.verify_rules import RULES, Rule
+from mtp_research.evaluation.run.prompts import encode_prompts, load_prompts
 from mtp_research.models.target import load_tokenizer
 
 LAB_TINY = Path(__file__).resolve().parents[1] / "assets" / "lab_tiny"

@@ -19,13 +19,13 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from mtp_research.kernels.attention_launch import LaunchConfig, launch_paged_attention
+from mtp_research.kernels.attention.attention_launch import LaunchConfig, launch_paged_attention
+from mtp_research.kernels.attention.paged_attention import paged_attention, paged_attention_ref
+from mtp_research.kernels.attention.store_kv import store_kv
 from mtp_research.kernels.bench_entry import Rows, make_bench_parser, run_bench
 from mtp_research.kernels.bench_peers import import_peers, time_peers
 from mtp_research.kernels.bench_timing import Timing, time_calls
-from mtp_research.kernels.gather_rows import gather_rows, gather_rows_ref
-from mtp_research.kernels.paged_attention import paged_attention, paged_attention_ref
-from mtp_research.kernels.store_kv import store_kv
+from mtp_research.kernels.losses.gather_rows import gather_rows, gather_rows_ref
 from torch import Tensor
 from torch.nn import functional
 

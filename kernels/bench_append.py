@@ -19,16 +19,14 @@ import sys
 from collections.abc import Callable
 
 import torch
-from mtp_research.kernels.attention_launch import LaunchConfig, launch_paged_attention
+from mtp_research.kernels.attention.attention_launch import LaunchConfig, launch_paged_attention
+from mtp_research.kernels.attention.paged_attention import attend_pages, paged_attention_ref
+from mtp_research.kernels.attention.store_kv import NewRows, rotate_ref, store_kv
 from mtp_research.kernels.bench import AttentionShape, make_attention_inputs
 from mtp_research.kernels.bench_entry import Rows, make_bench_parser, run_bench
 from mtp_research.kernels.bench_latent import LatentShape, make_latent_inputs
 from mtp_research.kernels.bench_timing import time_calls
-from mtp_research.kernels.latent_attention import attend_latents, latent_attention_ref
-from mtp_research.kernels.new_rows import NewRows
-from mtp_research.kernels.paged_attention import attend_pages, paged_attention_ref
-from mtp_research.kernels.rotary import rotate_ref
-from mtp_research.kernels.store_kv import store_kv
+from mtp_research.kernels.latent.latent_attention import attend_latents, latent_attention_ref
 from torch import Tensor
 
 _ROTATED_BYTES = 512 * 2**20  # ten times the H200's L2

@@ -31,9 +31,8 @@ from mtp_research.kernels.bench_distill_cases import (
 from mtp_research.kernels.bench_entry import Rows, make_bench_parser, write_report
 from mtp_research.kernels.bench_timing import describe_machine, measure_ceilings
 from mtp_research.kernels.bench_wall import Wall, measure_wall
-from mtp_research.kernels.distill import _project, default_chunk_rows
-from mtp_research.kernels.distill_rows import Mixture, distill_rows
-from mtp_research.kernels.summarise_rows import summarise_rows
+from mtp_research.kernels.losses.distill import _project, default_chunk_rows, summarise_rows
+from mtp_research.kernels.losses.distill_rows import Mixture, distill_rows
 
 GPU_SIZES = {"rows": 8192, "hidden": 4096, "vocab": 151552}
 CPU_SIZES = {"rows": 48, "hidden": 32, "vocab": 1000}

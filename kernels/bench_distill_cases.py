@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from mtp_research.kernels.distill import distill
-from mtp_research.kernels.distill_rows import Mixture, distill_rows_ref
+from mtp_research.kernels.losses.distill import distill
+from mtp_research.kernels.losses.distill_rows import Mixture, distill_rows_ref
 from torch import Tensor
 from torch.nn import functional
 

@@ -28,16 +28,21 @@ from mtp_research.kernels.bench_expert_cases import (
     single_router,
 )
 from mtp_research.kernels.bench_timing import time_calls
-from mtp_research.kernels.expert_mlp import expert_mlp, expert_pairs_ref
-from mtp_research.kernels.expert_mlp_launch import (
+from mtp_research.kernels.experts.expert_mlp import (
     ExpertConfig,
     ProductConfig,
     choose_expert_config,
+    expert_mlp,
+    expert_pairs_ref,
     launch_down,
     launch_gate_up,
 )
-from mtp_research.kernels.expert_router import choose_experts_ref, route_tokens, router_logits_ref
-from mtp_research.kernels.expert_routing import route_pairs
+from mtp_research.kernels.experts.expert_router import (
+    choose_experts_ref,
+    route_tokens,
+    router_logits_ref,
+)
+from mtp_research.kernels.experts.expert_routing import route_pairs
 
 VARIANTS = {
     "decode": (),

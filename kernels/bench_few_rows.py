@@ -23,7 +23,7 @@ import torch
 from mtp_research.kernels.bench_entry import Rows, make_bench_parser, run_bench, write_report
 from mtp_research.kernels.bench_few_rows_chain import VARIANTS, bench_chain
 from mtp_research.kernels.bench_timing import time_calls
-from mtp_research.kernels.few_rows_product import (
+from mtp_research.kernels.products.few_rows_product import (
     FewRowsConfig,
     choose_num_splits,
     few_rows_constants,

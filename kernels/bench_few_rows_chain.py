@@ -14,8 +14,11 @@ from typing import Literal, NamedTuple
 
 import torch
 from mtp_research.kernels.bench_timing import time_calls
-from mtp_research.kernels.few_rows_choice import choose_config, choose_gated_config
-from mtp_research.kernels.few_rows_product import few_rows_product
+from mtp_research.kernels.products.few_rows_product import (
+    choose_config,
+    choose_gated_config,
+    few_rows_product,
+)
 from torch import Tensor
 from torch.nn import functional
 

@@ -14,11 +14,11 @@ import argparse
 import sys
 
 import torch
+from mtp_research.kernels.attention.paged_attention import paged_attention
 from mtp_research.kernels.bench import AttentionShape, make_attention_inputs
 from mtp_research.kernels.bench_entry import Rows, make_bench_parser, run_bench
 from mtp_research.kernels.bench_timing import time_calls
-from mtp_research.kernels.invariant_matmul import invariant_matmul
-from mtp_research.kernels.paged_attention import paged_attention
+from mtp_research.kernels.products.invariant_matmul import invariant_matmul
 from torch.nn import functional
 
 NUM_ROWS = (1, 4, 32, 128, 2048)

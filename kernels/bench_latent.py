@@ -20,7 +20,7 @@ import torch
 from mtp_research.kernels.bench_entry import Rows, make_bench_parser, run_bench
 from mtp_research.kernels.bench_peers import import_peers, time_peers
 from mtp_research.kernels.bench_timing import time_calls
-from mtp_research.kernels.latent_attention import latent_attention, latent_attention_ref
+from mtp_research.kernels.latent.latent_attention import latent_attention, latent_attention_ref
 from torch import Tensor
 from torch.nn import functional
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mtp_research.config import EngineConfig
     from mtp_research.decode.decoder import SpecDecoder
-    from mtp_research.decode.sampling_params import SamplingParams
+    from mtp_research.decode.sampling.sampling_params import SamplingParams
     from mtp_research.decode.streaming import AsyncDecoder
     from mtp_research.heads.weights import load_heads
     from mtp_research.models.target import load_target
-    from mtp_research.policy import POLICIES
+    from mtp_research.policy.plan import POLICIES
 
 __all__ = [
     "POLICIES",
@@ -38,10 +38,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "POLICIES": "mtp_research.policy",
+    "POLICIES": "mtp_research.policy.plan",
     "AsyncDecoder": "mtp_research.decode.streaming",
     "EngineConfig": "mtp_research.config",
-    "SamplingParams": "mtp_research.decode.sampling_params",
+    "SamplingParams": "mtp_research.decode.sampling.sampling_params",
     "SpecDecoder": "mtp_research.decode.decoder",
     "load_heads": "mtp_research.heads.weights",
     "load_target": "mtp_research.models.target",

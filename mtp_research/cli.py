@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from mtp_research.config import EvalConfig, TrainConfig
-from mtp_research.errors import (
+from mtp_research.launch import submit
+from mtp_research.overrides import CONF_DIR, ENTRIES, check_overrides, help_text
+from mtp_research.preflight import SPECIAL_HEADS, check_inputs
+from mtp_research.run_lock import run_lock
+from mtp_research.runtime.errors import (
     ConfigError,
     EnvironmentFault,
     IntegrityError,
     Interrupted,
     NumericFault,
 )
-from mtp_research.launch import submit
-from mtp_research.overrides import CONF_DIR, ENTRIES, check_overrides, help_text
-from mtp_research.preflight import SPECIAL_HEADS, check_inputs
-from mtp_research.provenance import redact, resolve_path, write_run_folder
-from mtp_research.run_lock import run_lock
+from mtp_research.runtime.provenance import redact, resolve_path, write_run_folder
 from mtp_research.validation import fault_line, schema_keys, validate
 
 FLAGS = {"--traceback", "--cfg", "job"}
@@ -129,7 +129,7 @@ def compose_config(schema: type[ConfigT], words: Sequence[str]) -> ConfigT:
 
 def _adopt_conventions(config: TrainConfig, words: Sequence[str]) -> None:
     """Take what the target's own modules need from its files, unless it was typed, in place."""
-    from mtp_research.heads.conventions import adopt_conventions  # imports torch
+    from mtp_research.heads.record import adopt_conventions  # imports torch
 
     keys = [word.lstrip("+").partition("=")[0] for word in words]
     typed = {key.removeprefix("head.") for key in keys if key.startswith("head.")}
@@ -170,7 +170,7 @@ def _resolve_paths(config: TrainConfig | EvalConfig) -> None:
 def _check_unfinished(config: TrainConfig | EvalConfig, output_dir: Path) -> None:
     """Refuse a folder with an unfinished evaluation of other settings while its record is whole."""
     if isinstance(config, EvalConfig):
-        from mtp_research.evaluation.journal import check_resumable  # imports torch
+        from mtp_research.evaluation.run.journal import check_resumable  # imports torch
 
         check_resumable(output_dir, config)
 

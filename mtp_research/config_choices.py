@@ -7,7 +7,7 @@ The sections in `config_training`, `config_decode` and `config_evaluation` and t
 from dataclasses import field
 from typing import TypeVar
 
-from mtp_research.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError
 
 MAX_SPECULATIVE_TOKENS = 64
 POLICIES = (

@@ -24,8 +24,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Literal
 
-from mtp_research.errors import EnvironmentFault
-from mtp_research.provenance import REPOSITORY_ROOT, redact
+from mtp_research.runtime.errors import EnvironmentFault
+from mtp_research.runtime.provenance import REPOSITORY_ROOT, redact
 
 Status = Literal["ok", "note", "fail"]
 _HUB_URL = "https://huggingface.co"
@@ -37,7 +37,7 @@ _MIN_DISK_MB_PER_S, _MIN_FREE_GIB = 50.0, 5.0
 # whose arithmetic on it is silently wrong.
 _TRITON_PROBE = """
 import torch
-from mtp_research.kernels.store_kv import store_kv
+from mtp_research.kernels.attention.store_kv import store_kv
 device = "cuda" if torch.cuda.is_available() else "cpu"
 def store(dtype, backend):
     generator = torch.Generator().manual_seed(0)

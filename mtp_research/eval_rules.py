@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from mtp_research.config import EngineConfig, EvalConfig, GridConfig
 from mtp_research.config_choices import ARGMAX_RULES, CLEAN_POLICIES
 from mtp_research.config_evaluation import GRID_AXES
-from mtp_research.errors import rule_line
 from mtp_research.grid import expand
+from mtp_research.runtime.errors import rule_line
 
 
 def eval_faults(config: EvalConfig) -> Iterator[str]:

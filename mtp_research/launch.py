@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtp_research.config import LauncherConfig
-from mtp_research.errors import EnvironmentFault
-from mtp_research.provenance import REPOSITORY_ROOT
+from mtp_research.runtime.errors import EnvironmentFault
+from mtp_research.runtime.provenance import REPOSITORY_ROOT
 
 PORT = 29511
 # The first host of the job is where the ranks meet; Slurm knows it, this machine does not yet.

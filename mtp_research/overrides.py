@@ -12,8 +12,8 @@ from typing import get_origin
 
 from mtp_research.config import EvalConfig, TrainConfig
 from mtp_research.config_evaluation import GRID_AXES
-from mtp_research.errors import ConfigError
-from mtp_research.provenance import REPOSITORY_ROOT
+from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from mtp_research.validation import ALIASES, legal_values, nearest, schema_keys
 
 CONF_DIR = REPOSITORY_ROOT / "conf"

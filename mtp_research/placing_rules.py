@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mtp_research.config import EvalConfig, TrainConfig
-from mtp_research.errors import rule_line
+from mtp_research.runtime.errors import rule_line
 
 
 def placing_faults(config: TrainConfig | EvalConfig) -> Iterator[str]:

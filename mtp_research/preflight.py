@@ -8,12 +8,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mtp_research.config import EvalConfig, TrainConfig
-from mtp_research.errors import ConfigError, EnvironmentFault
-from mtp_research.evaluation.prompt_files import read_prompt_files
-from mtp_research.evaluation.settings import check_settings
+from mtp_research.evaluation.run.decoders import check_settings
+from mtp_research.evaluation.run.prompt_files import read_prompt_files
 from mtp_research.grid import expand
 from mtp_research.heads.record import RECORD_FILE, check_head_fits, read_head_record
-from mtp_research.models.source import CONFIG_FILE, check_source, looks_like_hub_id, read_sizes
+from mtp_research.models.loading.load_weights import (
+    CONFIG_FILE,
+    check_source,
+    looks_like_hub_id,
+    read_sizes,
+)
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 SPECIAL_HEADS = (None, "oracle")
 

@@ -16,19 +16,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtp_research.errors import EnvironmentFault, IntegrityError
-from mtp_research.evaluation.fault_study import STUDY_FILE
 from mtp_research.evaluation.figures import slug
 from mtp_research.evaluation.html_page import render_page
 from mtp_research.evaluation.results import RESULTS_FILE
 from mtp_research.evaluation.runs import Run, read_runs
 from mtp_research.evaluation.sections import Section, results_sections
-from mtp_research.evaluation.seed_matrix import MATRIX_FILE
+from mtp_research.evaluation.stats.fault_study import STUDY_FILE
+from mtp_research.evaluation.stats.matrix_seeds import MATRIX_FILE
 from mtp_research.evaluation.study_sections import fault_section, matrix_section
 from mtp_research.evaluation.svg_parts import standalone
 from mtp_research.evaluation.table_files import figures_csv, grid_csv, grid_latex
-from mtp_research.files import write_atomically
-from mtp_research.provenance import redact
+from mtp_research.runtime.errors import EnvironmentFault, IntegrityError
+from mtp_research.runtime.files import write_atomically
+from mtp_research.runtime.provenance import redact
 
 PAGE_FILE = "report.html"
 _STUDIES = {MATRIX_FILE: matrix_section, STUDY_FILE: fault_section}

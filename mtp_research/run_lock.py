@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mtp_research.errors import ConfigError, EnvironmentFault
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 LOCK_FILE = ".lock"
 

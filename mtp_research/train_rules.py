@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mtp_research.config import ObjectiveConfig, TrainConfig
 from mtp_research.config_choices import MAX_SPECULATIVE_TOKENS, parse_loss
-from mtp_research.errors import ConfigError, rule_line
+from mtp_research.runtime.errors import ConfigError, rule_line
 
 
 def train_faults(config: TrainConfig) -> Iterator[str]:

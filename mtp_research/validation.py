@@ -13,9 +13,9 @@ from typing import get_args, get_origin
 
 from mtp_research.config import EvalConfig, TrainConfig
 from mtp_research.config_evaluation import GRID_AXES
-from mtp_research.errors import ConfigError
 from mtp_research.eval_rules import eval_faults
 from mtp_research.placing_rules import placing_faults
+from mtp_research.runtime.errors import ConfigError
 from mtp_research.train_rules import train_faults
 
 ALIASES = {"spec.k": "spec.num_speculative_tokens"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.models.attention import DenseContext
+from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.target import Target
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from mtp_research.decode.sampling_params import MAX_DRY_MATCH, SamplingParams
+from mtp_research.decode.sampling.sampling_params import MAX_DRY_MATCH, SamplingParams
 from mtp_research.models.target import Target
 from tests.oracle import target_logits
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research import policy
 from mtp_research.cli import compose_config
 from mtp_research.config import EvalConfig, TrainConfig
 from mtp_research.config_choices import CLEAN_POLICIES, MODULE_SCHEDULES, POLICIES
-from mtp_research.errors import ConfigError
 from mtp_research.overrides import CONF_DIR, ENTRIES, check_overrides, group_choices, help_text
+from mtp_research.policy import plan as policy
+from mtp_research.runtime.errors import ConfigError
 from mtp_research.validation import legal_values, schema_keys
 
 SCHEMAS = {name: schema for schema, name in ENTRIES.items()}

@@ -10,14 +10,14 @@ import pytest
 
 from mtp_research.cli import compose_config
 from mtp_research.config import EvalConfig, TrainConfig
-from mtp_research.decode import simulate, trace
+from mtp_research.policy import simulate, trace
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 SCHEMAS = {"train.py": TrainConfig, "eval.py": EvalConfig}
 PRINTERS: dict[str, Callable[[Sequence[str] | None], int]] = {
-    "mtp_research.policy": trace.main,
-    "mtp_research.decode.audit": simulate.main,
+    "mtp_research.policy.plan": trace.main,
+    "mtp_research.policy.audit": simulate.main,
 }
 PLACEHOLDER = re.compile(r"\.\.\.|[$<>*]|=[A-Z]|\bx,y\b")  # a word that stands for another
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research import errors, provenance
 from mtp_research.cli import run_entry
 from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.runtime import errors, provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "transformers", "hydra", "omegaconf", "wandb", "numpy")

@@ -16,7 +16,7 @@ from torch import nn
 
 from mtp_research.cli import compose_config
 from mtp_research.config import EvalConfig, TrainConfig
-from mtp_research.evaluation.conditions import conditions_of
+from mtp_research.evaluation.run.conditions import conditions_of
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
 from tools import gpu_batch_sweep as sweep

@@ -8,17 +8,17 @@ import torch
 from mtp_research.config import EngineConfig
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.evaluation.prompts import encode_prompt, load_prompts
+from mtp_research.evaluation.run.prompts import encode_prompt, load_prompts
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target, load_target, load_tokenizer
-from mtp_research.policy import MATCHING_POLICY
-from mtp_research.training.acceptance import replay_walk, response_ranges
-from mtp_research.training.objective import UnrollSpec
-from mtp_research.training.replay import held_out_drafts
-from mtp_research.training.rows import TrainingRows
+from mtp_research.policy.plan import MATCHING_POLICY
+from mtp_research.training.losses.losses import UnrollSpec
+from mtp_research.training.packed_rows import TrainingRows
+from mtp_research.training.walk.acceptance import replay_walk, response_ranges
+from mtp_research.training.walk.replay import held_out_drafts
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "lab_tiny"
 STOP = (1, 5)

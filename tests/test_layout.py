@@ -45,7 +45,7 @@ HOMES = {
     "deepspeed": ("mtp_research/training/",),
     "hydra": ("mtp_research/cli.py",),
     "omegaconf": ("mtp_research/cli.py",),
-    "xgrammar": ("mtp_research/decode/xgrammar_adapter.py",),
+    "xgrammar": ("mtp_research/decode/sampling/grammar.py",),
 }
 NOT_NEEDED_TO_DECODE = (
     "hydra",

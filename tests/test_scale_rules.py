@@ -4,7 +4,7 @@ import pytest
 
 from mtp_research.cli import compose_config
 from mtp_research.config import EvalConfig, TrainConfig
-from mtp_research.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize(

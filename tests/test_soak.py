@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mtp_research.decode import build
-from mtp_research.decode.prefix_cache import PrefixCache
+from mtp_research.decode.schedule.blocks import PrefixCache
 from tools import soak
 from tools.soak_report import slope
 

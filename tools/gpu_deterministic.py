@@ -31,11 +31,11 @@ from text_gaps import Decoded, Texts, compare
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.evaluation.prompts import ChatTokenizer, encode_prompt, load_prompts
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompt, load_prompts
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_heads
-from mtp_research.models.placement import DTYPES, resolve_device
+from mtp_research.models.loading.placement import DTYPES, resolve_device
 from mtp_research.models.shapes import SHAPES, random_target
 from mtp_research.models.target import Target, load_target, load_tokenizer
 

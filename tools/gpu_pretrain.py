@@ -43,7 +43,7 @@ def main() -> int:
 def train(args: argparse.Namespace) -> int:
     """Train one target into /tmp/targets/NAME."""
     from mtp_research.config import ModelConfig, PretrainConfig
-    from mtp_research.training.pretrain import pretrain_target
+    from mtp_research.pretrain.pretrain import pretrain_target
 
     fields = yaml.safe_load((ROOT / "conf" / "model" / f"{args.names[0]}.yaml").read_text())
     pretrain = fields.pop("pretrain") | {"corpus_dir": str(Path(args.corpus).resolve())}

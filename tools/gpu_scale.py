@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from training_bench_parts import Shape, make_parts, run_config
 
 from mtp_research.config import TrainerConfig
-from mtp_research.training.signals import StopRequest
-from mtp_research.training.step import accumulate_gradients
+from mtp_research.training.loop import accumulate_gradients
+from mtp_research.training.tracking import StopRequest
 
 # name -> (ranks, trainer.parallel, micro-batches of the curve)
 MODES = {

@@ -86,7 +86,7 @@ def _prepare(name: str, seconds: int | None, args: argparse.Namespace) -> list[J
         words += [f"model.pretrain.corpus_dir={args.corpus}"] if args.corpus else []
         jobs.append(Job(f"target_{name}", [*words, *_tiny("target", args)]))
     if args.answers is None:
-        words = ["-m", "mtp_research.evaluation.regenerate", "--temperature", "0"]
+        words = ["-m", "mtp_research.studies.regenerate", "--temperature", "0"]
         words += ["--target", _target(name, args), "--output", _answers(name, args)]
         # All at once: while requests join, steps are not the captured ones.
         words += ["--batch", "4096", "--max-model-len", "512"]

@@ -32,7 +32,7 @@ from mtp_research.kernels.bench_timing import describe_machine
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.shapes import SHAPES, random_target
 from mtp_research.models.target import Target, load_target

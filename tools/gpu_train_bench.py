@@ -39,10 +39,10 @@ from training_bench_parts import (
 from training_stages import kernels_of, loss_fields, show_kernels, split, stages_of
 
 from mtp_research.config import TrainConfig, TrainerConfig
-from mtp_research.training.figures import FigureQueue
+from mtp_research.training.loop import accumulate_gradients
 from mtp_research.training.setup import RunParts
-from mtp_research.training.signals import StopRequest
-from mtp_research.training.step import accumulate_gradients
+from mtp_research.training.tracking import StopRequest
+from mtp_research.training.walk.training_figures import FigureQueue
 
 WARM_UP_STEPS, NUM_ROUNDS = 3, 3
 LEARNING_RATE = 1e-3

@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.request import Request
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.request import Request
 from mtp_research.decode.stats import RequestRecord
 from tests import tiny
 from tools.soak_report import Report, judge, rss_mib

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mtp_research.models.attention import DenseContext
+from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.target import Target
 
 Texts = dict[int, tuple[int, ...]]

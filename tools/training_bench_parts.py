@@ -29,12 +29,11 @@ from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.models.fresh import new_target
 from mtp_research.models.target import Target, load_target, wrap_target
 from mtp_research.training.documents import HeadDocuments, load_head_documents
-from mtp_research.training.loss_terms import loss_spec
-from mtp_research.training.objective import HeadObjective, UnrollSpec
-from mtp_research.training.parallel import make_engine, prepare_target
-from mtp_research.training.rows import TrainingRows
-from mtp_research.training.setup import RunParts
-from mtp_research.training.start import build_heads
+from mtp_research.training.losses.loss_terms import loss_spec
+from mtp_research.training.losses.losses import HeadObjective, UnrollSpec
+from mtp_research.training.packed_rows import TrainingRows
+from mtp_research.training.parallel.parallel import make_engine, prepare_target
+from mtp_research.training.setup import RunParts, build_heads
 
 USED_TOKENS = 256  # of the vocabulary
 # lab_base with the widths of a model that people use: 2.6 G parameters.

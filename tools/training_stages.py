@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from training_bench_parts import time_of
 
 from mtp_research.config import TrainConfig
-from mtp_research.training.losses import depth_labels, label_counts
-from mtp_research.training.objective import HeadObjective, run_heads
+from mtp_research.training.losses.losses import HeadObjective, depth_labels, label_counts, run_heads
 from mtp_research.training.setup import RunParts
 
 NUM_SPLITS = 5

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.data.sources import Document
 from mtp_research.data.tokenizer import SPECIAL_TOKENS, encode_documents
-from mtp_research.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError
 
 Messages = list[dict[str, str]]
 

@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.files import sha256_of, sync_to_disk
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.files import sha256_of, sync_to_disk
 
 SCHEMA = 1
 SHARD_ROWS = 64

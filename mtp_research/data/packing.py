@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_research.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from mtp_research.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError
 
 PYTHON_PACKAGES = ("stdlib", "numpy", "triton", "torch", "transformers")
 # Kept for evaluation by the corpus rules: code completion is measured on packages never trained on.

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 
 FIELDS = ("messages", "conversations", "turns", "instruction", "prompt", "question")
 _SUFFIXES = (".jsonl", ".jsonl.xz", ".jsonl.gz")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from mtp_research.data.python_files import HELD_OUT_STDLIB, PYTHON_PACKAGES, python_files
-from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 __all__ = [
     "HELD_OUT_STDLIB",

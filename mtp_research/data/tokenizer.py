@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.data.sources import Document
-from mtp_research.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
 BOS_ID, EOS_ID, PAD_ID, USER_ID, ASSISTANT_ID, END_ID = range(len(SPECIAL_TOKENS))

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from mtp_research.config import EngineConfig
 from mtp_research.config_choices import MAX_SPECULATIVE_TOKENS
 from mtp_research.decode.build import Heads
-from mtp_research.decode.draft_choice import DRAFT_SAMPLINGS
-from mtp_research.decode.draft_length import DraftLength
-from mtp_research.decode.sampling_params import SamplingParams, check_sampling
-from mtp_research.decode.verify_options import VerifyOptions, check_options
-from mtp_research.decode.verify_rules import RULES, Rule
-from mtp_research.errors import ConfigError
+from mtp_research.decode.draft.draft_length import DraftLength
+from mtp_research.decode.draft.mtp_drafter import DRAFT_SAMPLINGS
+from mtp_research.decode.sampling.sampling_params import SamplingParams, check_sampling
+from mtp_research.decode.verify.verify import VerifyOptions, check_options
+from mtp_research.decode.verify.verify_rules import RULES, Rule
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.policy import MODULE_SCHEDULES, POLICIES, HiddenPolicy
+from mtp_research.policy.plan import MODULE_SCHEDULES, POLICIES, HiddenPolicy
+from mtp_research.runtime.errors import ConfigError
 from mtp_research.validation import check_values
 
 

@@ -10,19 +10,13 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from mtp_research.config import EngineConfig
-from mtp_research.decode.audit import Auditor
-from mtp_research.decode.block_manager import BlockManager
-from mtp_research.decode.buckets import captured_sizes
-from mtp_research.decode.capture import require_capturable
-from mtp_research.decode.deterministic import kernel_backend
-from mtp_research.decode.draft import MTPDrafter
-from mtp_research.decode.draft_choice import DraftSampling
-from mtp_research.decode.draft_length import DraftLength
-from mtp_research.decode.drafter import Drafter, NullDrafter, OracleDrafter
-from mtp_research.decode.graphs import StepGraphs
-from mtp_research.decode.kernel_support import require_kernel_support
-from mtp_research.decode.kv_cache import HiddenRing, KVCache
-from mtp_research.decode.memory import (
+from mtp_research.decode.draft.draft_length import DraftLength
+from mtp_research.decode.draft.drafter import Drafter, NullDrafter, OracleDrafter
+from mtp_research.decode.draft.mtp_drafter import DraftSampling, MTPDrafter
+from mtp_research.decode.graphs.capture import captured_sizes, require_capturable
+from mtp_research.decode.graphs.decode_graphs import StepGraphs
+from mtp_research.decode.kernel_support import kernel_backend, require_kernel_support
+from mtp_research.decode.pool_size import (
     NUM_SPARE_BLOCKS,
     blocks_per_request,
     free_bytes,
@@ -30,19 +24,21 @@ from mtp_research.decode.memory import (
     pool_layers,
     pool_needs,
 )
-from mtp_research.decode.prefix_cache import PrefixCache
-from mtp_research.decode.scheduler import Scheduler
+from mtp_research.decode.schedule.blocks import BlockManager, PrefixCache
+from mtp_research.decode.schedule.scheduler import Scheduler
+from mtp_research.decode.slot_state import HiddenRing, KVCache
 from mtp_research.decode.step import DeviceStep
-from mtp_research.errors import ConfigError
 from mtp_research.heads.draft_vocabulary import restrict_vocabulary
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.models.merged import merge_projections
-from mtp_research.models.recurrent_states import RecurrentStates
-from mtp_research.models.rotary import leave_rotary_to_attention
-from mtp_research.models.sparse import require_exact_length
+from mtp_research.models.attention.paged import require_exact_length
+from mtp_research.models.loading.placement import num_ranks
+from mtp_research.models.recurrent import RecurrentStates
+from mtp_research.models.rewrites.products import merge_projections
+from mtp_research.models.rewrites.rotary import leave_rotary_to_attention
 from mtp_research.models.target import Target
-from mtp_research.models.tensor_parallel import num_ranks
-from mtp_research.policy import HiddenPolicy, ModuleSchedule
+from mtp_research.policy.audit import Auditor
+from mtp_research.policy.plan import HiddenPolicy, ModuleSchedule
+from mtp_research.runtime.errors import ConfigError
 
 Heads = MTPHeads | Literal["null", "oracle"] | None
 

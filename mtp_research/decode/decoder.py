@@ -5,37 +5,214 @@
 K = 0 is the plain autoregressive baseline through the same loop.
 
 Letters: R requests, T packed rows, K drafts per step, D hidden, V vocabulary.
+
+Decode prompts in a continuous batch and hand out each one's record as it finishes.
+
+From a prompt to a queued request; `SpecDecoder.add_request` hands prompts over.
+
+What could never run is refused here, before it costs anything.
+
+What a request has said since it was last asked: the events of a stream.
+
+`SpecDecoder.stream` and `AsyncDecoder.generate` hand them out. Tokens are accepted tokens: nothing
+that a stream has shown is ever taken back.
 """
 
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from mtp_research.config import EngineConfig
-from mtp_research.decode.arguments import check_arguments, resolve_policy, resolve_rule
-from mtp_research.decode.arrivals import Arrivals
+from mtp_research.decode.arguments import (
+    check_arguments,
+    check_request,
+    resolve_policy,
+    resolve_rule,
+)
 from mtp_research.decode.build import Heads, build_drafter, build_graphs, build_state
-from mtp_research.decode.deterministic import build_products, kernel_backend
-from mtp_research.decode.draft_choice import DraftSampling
-from mtp_research.decode.draft_length import DraftLength, FixedLength
-from mtp_research.decode.generate import generate_records
-from mtp_research.decode.ledger import Launched, Ledger
-from mtp_research.decode.pending import PendingResult
-from mtp_research.decode.recent_rounds import RecentRounds
-from mtp_research.decode.request import FinishReason, Request, Status
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.sampling_tensors import BatchSampling
-from mtp_research.decode.schedule import Schedule
-from mtp_research.decode.schedule_inputs import build_inputs, start_texts
+from mtp_research.decode.draft.draft_length import DraftLength, FixedLength, RecentRounds
+from mtp_research.decode.draft.mtp_drafter import DraftSampling
+from mtp_research.decode.kernel_support import build_products, kernel_backend
+from mtp_research.decode.ledger import Launched, Ledger, PendingResult
+from mtp_research.decode.sampling.logprobs import TokenLogprobs
+from mtp_research.decode.sampling.sampling import BatchSampling
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.batch import build_inputs, start_texts
+from mtp_research.decode.schedule.request import FinishReason, Request, Schedule, Status
 from mtp_research.decode.stats import DecodeStats, RequestRecord
 from mtp_research.decode.step import DeviceStep
-from mtp_research.decode.stream_event import StreamEvent, stream_events
-from mtp_research.decode.verify_options import VerifyOptions
-from mtp_research.decode.verify_rules import Rule
+from mtp_research.decode.verify.verify import VerifyOptions
+from mtp_research.decode.verify.verify_rules import Rule
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.target import Target
-from mtp_research.policy import HiddenPolicy, ModuleSchedule
+from mtp_research.policy.plan import HiddenPolicy, ModuleSchedule
+from mtp_research.runtime.errors import ConfigError
+
+_MAX_NEW_TOKENS = 256  # where the caller names none
+
+
+def generate_records(
+    decoder: "SpecDecoder",
+    prompts: Iterable[Sequence[int]],
+    *,
+    sampling: SamplingParams | None,
+    max_new_tokens: int | None,
+) -> Iterator[RequestRecord]:
+    """See `SpecDecoder.generate`.
+
+    Raises:
+        ConfigError: both `sampling` and `max_new_tokens` are given; see `SpecDecoder.add_request`.
+    """
+    if sampling is not None and max_new_tokens is not None:
+        raise ConfigError(
+            "generate() takes sampling or max_new_tokens, got both; "
+            "set max_new_tokens in SamplingParams."
+        )
+    sampling = sampling or SamplingParams(
+        max_new_tokens=_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
+        stop_token_ids=decoder.target.stop_token_ids,
+    )
+    stats = decoder.stats
+    num_seen = len(stats.records)
+    requests: list[Request] = []
+    try:
+        for index, prompt in enumerate(prompts):
+            requests.append(decoder.add_request(prompt, sampling=sampling, request_id=str(index)))
+        mine = {request.request_id for request in requests}
+        while True:
+            finished, num_seen = stats.records[num_seen:], len(stats.records)
+            yield from (record for record in finished if record.request_id in mine)
+            if all(request.status is Status.FINISHED for request in requests):
+                return
+            decoder.step()
+    finally:  # a bad prompt, or a caller who stops listening, must leave nothing behind
+        for request in requests:
+            decoder.abort(request)
+
+
+class Arrivals:
+    """Makes requests of prompts and queues them.
+
+    Args:
+        ledger: ends a request that wants no token; its scheduler has the queue.
+        target: whose tokens a prompt may hold.
+        rule: verification rule of the loop.
+    """
+
+    def __init__(self, ledger: Ledger, target: Target, *, rule: Rule) -> None:
+        self._ledger, self._scheduler = ledger, ledger.scheduler
+        self._target, self._rule = target, rule
+        self._numbers = itertools.count()
+
+    def checked(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
+        """What `SpecDecoder.add_request` would queue: to be asked before minutes of capture.
+
+        Raises:
+            ConfigError: see `SpecDecoder.add_request`.
+        """
+        sampling = sampling or SamplingParams()
+        check_request(
+            prompt_token_ids,
+            sampling,
+            rule=self._rule,
+            vocab_size=self._target.config.vocab_size,
+            deferred=self._scheduler.deferred,
+        )
+        request = Request(
+            request_id=request_id if request_id is not None else f"request-{next(self._numbers)}",
+            prompt_token_ids=tuple(prompt_token_ids),
+            sampling=sampling,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self._scheduler.check(request)
+        return request
+
+    def queue(self, request: Request) -> None:
+        """Queue a request that `checked` made; one that wants no token has ended then."""
+        if (grammar := request.sampling.grammar) is not None:
+            request.matcher = grammar.start(stop_token_ids=request.sampling.stop_token_ids)
+        self._scheduler.add(request)
+        if request.sampling.max_new_tokens == 0:
+            self._ledger.finish(request, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """New tokens of a request.
+
+    Attributes:
+        request_id: as given to the decoder.
+        token_ids: new tokens, in order; at least one unless this is the last event.
+        finish_reason: see `decode.request.FinishReason`; None while the request goes on.
+        logprobs: of each new token; None unless the request asked for them.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class RequestFeed:
+    """Reads a request from where it was read last.
+
+    Args:
+        request: a request that has no output yet.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._num_read = 0
+        self._has_ended = False
+
+    def read(self) -> StreamEvent | None:
+        """All that is new; None if nothing is. After the event with a finish reason comes None."""
+        request = self._request
+        token_ids = tuple(request.token_ids[request.num_prompt_tokens + self._num_read :])
+        is_finished = request.status is Status.FINISHED
+        if self._has_ended or not (token_ids or is_finished):
+            return None
+        logprobs = None
+        if request.sampling.logprobs is not None:
+            logprobs = tuple(request.token_logprobs[self._num_read :])
+        self._num_read += len(token_ids)
+        self._has_ended = is_finished
+        reason = request.finish_reason.value if request.finish_reason is not None else None
+        return StreamEvent(request.request_id, token_ids, reason, logprobs)
+
+
+def stream_events(
+    request: Request, *, step: Callable[[], None], abort: Callable[[Request], None]
+) -> Iterator[StreamEvent]:
+    """Step until the request ends and yield what each step adds; abort it if nobody listens.
+
+    Args:
+        request: a queued request.
+        step: runs one step of the loop it is queued in.
+        abort: ends a request; does nothing to one that has ended.
+    """
+    feed = RequestFeed(request)
+    try:
+        while request.status is not Status.FINISHED:
+            if (event := feed.read()) is not None:
+                yield event
+            step()
+        if (event := feed.read()) is not None:
+            yield event
+    finally:
+        abort(request)
 
 
 class SpecDecoder:

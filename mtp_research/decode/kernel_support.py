@@ -2,6 +2,10 @@
 
 The kernels refuse it too, but only in the first step: after loading, planning and capture.
 Letters: Dk / Dv head dims, L latent size, P rotary key size.
+
+What `engine.deterministic` changes: kernels by name, products by mode, and what cannot follow.
+
+Text is then the same to the bit for any K, batch, order and prompt chunk, in bfloat16 too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,11 +13,54 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mtp_research.config import EngineConfig
-from mtp_research.decode.deterministic import kernel_backend
-from mtp_research.errors import ConfigError
+from mtp_research.heads.stack import MTPHeads
 from mtp_research.kernels import checks
-from mtp_research.kernels.paged_attention_triton import attention_kernel
-from mtp_research.models.geometry import LayerGeometry
+from mtp_research.kernels.attention.paged_attention_triton import attention_kernel
+from mtp_research.kernels.checks import INVARIANT
+from mtp_research.models.family import LayerGeometry
+from mtp_research.models.rewrites.invariant import InvariantProducts
+from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError
+
+
+def kernel_backend(engine: EngineConfig) -> str:
+    """The backend that attention kernels are called with."""
+    return INVARIANT if engine.deterministic else engine.backend
+
+
+def build_products(
+    target: Target, heads: object, *, engine: EngineConfig
+) -> InvariantProducts | None:
+    """The mode that a deterministic step runs in; None for the usual arithmetic.
+
+    Args:
+        target: the frozen model.
+        heads: what drafts; its experts are routed too where it has modules.
+        engine: says whether.
+
+    Raises:
+        ConfigError: settings or a target whose arithmetic follows the batch.
+    """
+    if not engine.deterministic:
+        return None
+    if engine.compile:
+        raise ConfigError(
+            "engine.deterministic=true needs engine.compile=false, got true: compiled code chooses "
+            "the order of its sums by the batch; set engine=h200_deterministic."
+        )
+    own = "triton" if target.device.type == "cuda" else "reference"
+    if engine.backend not in ("auto", own):
+        raise ConfigError(
+            f"engine.deterministic=true needs engine.backend=auto or {own} on "
+            f"{target.device.type}, got {engine.backend}; set engine.backend=auto."
+        )
+    if target.has_recurrent_state:
+        raise ConfigError(
+            "engine.deterministic=true does not support recurrent layers, whose scan follows the "
+            f"prompt chunks, got family {target.family_name}; set engine.deterministic=false."
+        )
+    models = [target.model, *([heads] if isinstance(heads, MTPHeads) else [])]
+    return InvariantProducts(models)
 
 
 def require_kernel_support(

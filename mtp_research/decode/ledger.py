@@ -1,19 +1,148 @@
-"""The host's bookkeeping after a step: tokens into requests, counters, audit, records."""
+"""The host's bookkeeping after a step: tokens into requests, counters, audit, records.
+
+A step's result in one request: accepted tokens, the next drafts, and whether it ends.
+
+`Ledger.commit` calls this for every entry of a schedule; beside the scheduler nobody else moves a
+request on.
+
+Letters: K drafts per step.
+
+What a request's newly kept tokens change beside its text.
+
+The one device-to-host copy of a step, started when the step is launched and waited for later.
+"""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from mtp_research.decode.audit import Auditor
-from mtp_research.decode.commit import commit_entry
-from mtp_research.decode.draft_length import drafts_made
-from mtp_research.decode.emitted import note_emitted
-from mtp_research.decode.pending import PendingResult
-from mtp_research.decode.recent_rounds import RecentRounds
-from mtp_research.decode.request import FinishReason, Request, Status
-from mtp_research.decode.schedule import Schedule, Scheduled
-from mtp_research.decode.scheduler import Scheduler
+import torch
+from torch import Tensor
+
+from mtp_research.decode.draft.draft_length import RecentRounds, drafts_made
+from mtp_research.decode.sampling.logprobs import LogprobTensors
+from mtp_research.decode.schedule.request import FinishReason, Request, Schedule, Scheduled, Status
+from mtp_research.decode.schedule.scheduler import Scheduler, cut_emitted
 from mtp_research.decode.stats import DecodeStats, record_of
+from mtp_research.decode.step import StepResult
+from mtp_research.policy.audit import Auditor
+
+
+def commit_entry(
+    scheduler: Scheduler,
+    entry: Scheduled,
+    *,
+    emitted: list[int],
+    drafts: list[int],
+    is_finite: bool,
+) -> None:
+    """Apply a step's result to one request; nothing if it ended while the step ran.
+
+    Args:
+        scheduler: whose schedule the entry is from.
+        entry: what was scheduled.
+        emitted: accepted drafts and the bonus token; ignored where nothing was sampled.
+        drafts: proposals for the next step, at most K; ignored inside a prompt.
+        is_finite: False where target logits were not finite; ends a request that had no drafts.
+    """
+    request = entry.request
+    if request.status is Status.FINISHED:
+        return
+    request.num_target_forwards += not entry.is_prefill
+    if not (entry.samples or entry.resumes):
+        if request.status is Status.RUNNING:
+            scheduler.blocks.publish(request, num_rows=entry.end_position)
+        return
+    request.num_in_flight -= 1
+    had_drafts = bool(request.draft_token_ids)
+    if not entry.samples:  # recomputed after a preemption: the next token is known
+        _continue(scheduler, request, drafts)
+        return
+    if not is_finite and not had_drafts:
+        if entry.is_prefill:
+            request.num_computed_tokens = entry.first_position  # these rows broke
+        scheduler.finish(request, FinishReason.NON_FINITE)
+        return
+    request.note_round(num_emitted=len(emitted))
+    if not is_finite:
+        # A draft can break the rows before it: attention weighs its value by 0, and 0 * NaN is
+        # NaN. The newest token's row is run again alone; it ends the request if it breaks.
+        _continue(scheduler, request, [])
+        return
+    kept, reason = cut_emitted(request, emitted, max_model_len=scheduler.max_model_len)
+    request.token_ids.extend(kept)
+    _continue(scheduler, request, drafts)
+    if reason is not None:
+        scheduler.finish(request, reason)
+
+
+def _continue(scheduler: Scheduler, request: Request, drafts: list[int]) -> None:
+    """Go on after the newest token, with the drafts whose rows stay inside the context."""
+    if request.status is Status.WAITING:  # preempted while the step ran
+        request.restart()
+        return
+    num_tokens = len(request.token_ids)
+    request.num_computed_tokens = num_tokens - 1
+    scheduler.blocks.publish(request, num_rows=num_tokens - 1)
+    request.draft_token_ids = drafts[: scheduler.max_model_len - num_tokens]
+
+
+def note_emitted(
+    request: Request, *, since: int, logprobs: LogprobTensors | None, row: int
+) -> None:
+    """Move the grammar on, and keep the log-probabilities.
+
+    Args:
+        request: its text holds the kept tokens already.
+        since: length of the text before them.
+        logprobs: of the step, None where no request asks.
+        row: the request's row in the step.
+    """
+    kept = request.token_ids[since:]
+    if request.matcher is not None:
+        for token_id in kept:
+            accepted = request.matcher.accept_token(token_id)
+            assert accepted, f"request {request.request_id} emitted {token_id} against its grammar"
+    if logprobs is not None and request.sampling.logprobs is not None:
+        request.token_logprobs += logprobs.of_request(
+            row, num_tokens=len(kept), num_top=request.sampling.logprobs
+        )
+
+
+class PendingResult:
+    """A step's result on its way to the host.
+
+    The copy is queued behind the step at once: a captured step overwrites its result when it is
+    replayed, and with deferred output that happens before the host looks.
+
+    Args:
+        result: tensors of the step, on any device.
+    """
+
+    def __init__(self, result: StepResult) -> None:
+        is_cuda = result.sampled_token_ids.is_cuda
+        self._result = cast(StepResult, _start_copy(result)) if is_cuda else result
+        self._done = torch.cuda.Event() if is_cuda else None
+        if self._done is not None:
+            self._done.record()
+
+    def wait(self) -> StepResult:
+        """The result on the host."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._result
+
+
+def _start_copy(value: object) -> object:
+    """Copy the tensors of nested named tuples into pinned host memory, without waiting."""
+    if isinstance(value, Tensor):
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        return host.copy_(value, non_blocking=True)
+    if isinstance(value, tuple):
+        make = cast(Callable[..., object], type(value))
+        return make(*(_start_copy(part) for part in value))
+    return value
 
 
 class Launched(NamedTuple):

@@ -25,10 +25,9 @@ Letters: K drafts per step.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mtp_research.decode.audit import Auditor
-from mtp_research.decode.logprobs import TokenLogprobs
-from mtp_research.decode.request import Request
-from mtp_research.decode.verdicts import Verdict
+from mtp_research.decode.sampling.logprobs import TokenLogprobs
+from mtp_research.decode.schedule.request import Request
+from mtp_research.policy.audit import Auditor, Verdict
 
 
 @dataclass(frozen=True)

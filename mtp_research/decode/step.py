@@ -14,18 +14,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.decode.batch import StepInputs
-from mtp_research.decode.drafter import Drafter, VerifiedStep
-from mtp_research.decode.grammar import apply_bitmask
-from mtp_research.decode.kv_cache import HiddenRing, KVCache
-from mtp_research.decode.logprobs import LogprobTensors, step_logprobs
-from mtp_research.decode.processors import process_logits
-from mtp_research.decode.sampling_tensors import SamplingTensors
-from mtp_research.decode.verify import VerifyInputs, VerifyOptions, VerifyOutput, verify_greedy
-from mtp_research.decode.verify_lossy import text_is_thinking
-from mtp_research.decode.verify_rules import Rule
+from mtp_research.decode.draft.drafter import Drafter, VerifiedStep
+from mtp_research.decode.sampling.grammar import apply_bitmask
+from mtp_research.decode.sampling.logprobs import LogprobTensors, step_logprobs
+from mtp_research.decode.sampling.processors import process_logits
+from mtp_research.decode.sampling.sampling import SamplingTensors
+from mtp_research.decode.schedule.batch import StepInputs
+from mtp_research.decode.slot_state import HiddenRing, KVCache
+from mtp_research.decode.verify.verify import (
+    VerifyInputs,
+    VerifyOptions,
+    VerifyOutput,
+    verify_greedy,
+)
+from mtp_research.decode.verify.verify_rules import Rule, text_is_thinking
 from mtp_research.models.target import Target
-from mtp_research.policy import StepState
+from mtp_research.policy.plan import StepState
 
 
 class StepResult(NamedTuple):

@@ -18,11 +18,10 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.request import Request
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.stream_event import RequestFeed, StreamEvent
-from mtp_research.errors import ConfigError, EnvironmentFault
+from mtp_research.decode.decoder import RequestFeed, SpecDecoder, StreamEvent
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.request import Request
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 
 @dataclass(eq=False)

@@ -1,1 +1,0 @@
-"""Evaluation: prompts, acceptance statistics with intervals, and the report."""

@@ -20,22 +20,22 @@ from typing import NamedTuple, cast
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.evaluation.bootstrap import Estimate
-from mtp_research.evaluation.prompts import (
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.evaluation.run.prompts import (
     SHIPPED_PROMPTS,
     ChatTokenizer,
     EncodedPrompts,
     encode_prompts,
     load_prompts,
 )
-from mtp_research.evaluation.statistics import acceptance_statistics
+from mtp_research.evaluation.stats.bootstrap import Estimate
+from mtp_research.evaluation.stats.statistics import acceptance_statistics
 from mtp_research.evaluation.tables import Grid, interval, number, plain_text
-from mtp_research.files import sha256_of, write_atomically
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target, load_target, load_tokenizer
-from mtp_research.provenance import REPOSITORY_ROOT, run_record
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.files import sha256_of, write_atomically
+from mtp_research.runtime.provenance import REPOSITORY_ROOT, run_record
 
 RECORD_COMMAND = "python -m mtp_research.evaluation.accept_guard --record"
 SCHEMA = 1

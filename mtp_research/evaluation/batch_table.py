@@ -7,11 +7,10 @@ decoded at a time.
 
 from collections.abc import Iterator, Sequence
 
-from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.entries import Entry, Setting, drafting
-from mtp_research.evaluation.pass_spread import decode_rate, full_rate
 from mtp_research.evaluation.policy_matrix import describe
-from mtp_research.evaluation.speed import MAX_DRIFT, divide
+from mtp_research.evaluation.stats.bootstrap import Estimate
+from mtp_research.evaluation.stats.speed import MAX_DRIFT, decode_rate, divide, full_rate
 from mtp_research.evaluation.tables import UNDEFINED, Grid, number, printable
 
 RATIO_NOTE = (

@@ -13,10 +13,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from mtp_research.decode.batch import StepInputs
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft import MTPDrafter
-from mtp_research.decode.sampling_tensors import sampling_tensors
+from mtp_research.decode.draft.mtp_drafter import MTPDrafter
+from mtp_research.decode.sampling.sampling import sampling_tensors
+from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.heads.stack import MTPHeads
 
 

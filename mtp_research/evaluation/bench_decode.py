@@ -21,7 +21,6 @@ from contextlib import closing
 
 import torch
 
-from mtp_research.errors import ConfigError, EnvironmentFault, NumericFault
 from mtp_research.evaluation.bench_options import cases_of, parse_options
 from mtp_research.evaluation.bench_row import measure_row
 from mtp_research.evaluation.bench_split import describe_split, model_costs
@@ -30,6 +29,7 @@ from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.kernels.bench_timing import describe_machine, measure_ceilings
 from mtp_research.models.shapes import random_target
 from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, NumericFault
 
 COLUMNS = {
     "shape": "{}",

@@ -12,8 +12,8 @@ import torch
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.verify_options import VerifyOptions
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.verify.verify import VerifyOptions
 from mtp_research.evaluation.bench_bytes import measure_bytes, num_text_tokens
 from mtp_research.evaluation.bench_options import Case
 from mtp_research.evaluation.bench_split import (

@@ -23,10 +23,10 @@ from typing import NamedTuple, cast
 import torch
 
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.errors import NumericFault
 from mtp_research.evaluation.replay_times import DeviceRun
-from mtp_research.evaluation.step_clock import StepClock
+from mtp_research.evaluation.run.timed_decode import StepClock
 from mtp_research.kernels.part_mark import KERNEL_NAME, part_mark
+from mtp_research.runtime.errors import NumericFault
 
 NUM_COUNTED_STEPS = 4
 NUM_SPLIT_STEPS = 8

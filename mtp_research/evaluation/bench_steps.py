@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.errors import ConfigError, NumericFault
+from mtp_research.runtime.errors import ConfigError, NumericFault
 
 NUM_SLICES = 5
 NUM_WARM_UP_STEPS = 8

@@ -13,13 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mtp_research.config import SamplingConfig, SpecConfig
-from mtp_research.decode.verify_rules import LOSSLESS_RULES
-from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.evaluation.pairs import PairedComparison, paired
+from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.runs import mapping, read_runs
-from mtp_research.evaluation.summary import ConditionResult
+from mtp_research.evaluation.stats.summary import ConditionResult, PairedComparison, paired
 from mtp_research.evaluation.tables import paired_grid, plain_text, printable
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 _NUM_LISTED = 5
 

@@ -18,16 +18,19 @@ from typing import cast
 import numpy as np
 
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.evaluation.bootstrap import Estimate, Ratio, estimate
-from mtp_research.evaluation.context_buckets import ContextBucket, acceptance_by_context
 from mtp_research.evaluation.markdown import markdown_table
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.results import RESULTS_FILE, recompute
-from mtp_research.evaluation.rounds import FINISHED
-from mtp_research.evaluation.statistics import MIN_PROMPTS
-from mtp_research.evaluation.summary import ConditionResult
+from mtp_research.evaluation.stats.bootstrap import Estimate, Ratio, estimate
+from mtp_research.evaluation.stats.statistics import (
+    FINISHED,
+    MIN_PROMPTS,
+    ContextBucket,
+    acceptance_by_context,
+)
+from mtp_research.evaluation.stats.summary import ConditionResult
 from mtp_research.evaluation.tables import UNDEFINED, interval, number
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 _HEADER = (
     "context",

@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
-from mtp_research.errors import ConfigError, EnvironmentFault
-from mtp_research.evaluation.conditions import short_names
-from mtp_research.evaluation.fault_study import STUDY_FILE, FaultStudy, read_study
+from mtp_research.evaluation.run.conditions import short_names
 from mtp_research.evaluation.runs import mapping
+from mtp_research.evaluation.stats.fault_study import STUDY_FILE, FaultStudy, read_study
 from mtp_research.evaluation.tables import printable
-from mtp_research.provenance import redact
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
+from mtp_research.runtime.provenance import redact
 
 _NUM_LISTED = 5
 _MAX_CHARACTERS = 120  # of a value in a message; a list of GPUs is long

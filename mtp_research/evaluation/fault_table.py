@@ -22,9 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
-from mtp_research.evaluation.bootstrap import Estimate
-from mtp_research.evaluation.bootstrap_seeds import (
+from mtp_research.evaluation.fault_join import Part, join_parts, make_folder
+from mtp_research.evaluation.markdown import markdown_table
+from mtp_research.evaluation.runs import require_stored_figures
+from mtp_research.evaluation.stats.bootstrap import (
+    Estimate,
     Lengths,
     difference,
     estimate_of,
@@ -32,8 +34,7 @@ from mtp_research.evaluation.bootstrap_seeds import (
     lengths,
     make_draws,
 )
-from mtp_research.evaluation.fault_join import Part, join_parts, make_folder
-from mtp_research.evaluation.fault_study import (
+from mtp_research.evaluation.stats.fault_study import (
     FAULTS,
     SCHEMA_VERSION,
     STUDY_FILE,
@@ -44,10 +45,9 @@ from mtp_research.evaluation.fault_study import (
     study_warnings,
     verdict,
 )
-from mtp_research.evaluation.markdown import markdown_table
-from mtp_research.evaluation.runs import require_stored_figures
 from mtp_research.evaluation.tables import UNDEFINED, Grid, interval
-from mtp_research.files import write_atomically
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.runtime.files import write_atomically
 
 
 @dataclass(frozen=True)

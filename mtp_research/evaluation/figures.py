@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mtp_research.evaluation.bootstrap import LEVEL, Estimate
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.report_tables import buckets_by_label
-from mtp_research.evaluation.summary import ConditionSummary
+from mtp_research.evaluation.stats.bootstrap import LEVEL, Estimate
+from mtp_research.evaluation.stats.summary import ConditionSummary
 from mtp_research.evaluation.svg import Axes, Series, interval_chart, stacked_bars
 from mtp_research.evaluation.svg_parts import MAX_SERIES
 

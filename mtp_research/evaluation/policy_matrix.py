@@ -7,11 +7,11 @@ in one matrix. Letters: K drafts per step, N MTP modules.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.entries import Entry, Setting, drafting
 from mtp_research.evaluation.figures import PROMPT_INTERVAL
+from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.tables import Grid, interval, printable
-from mtp_research.policy import MATCHING_POLICY
+from mtp_research.policy.plan import MATCHING_POLICY
 
 _MAX_TARGET, _MAX_TEXT = 48, 80  # characters
 

@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from mtp_research.decode.verdicts import Verdict
-from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.evaluation.markdown import markdown_table
-from mtp_research.evaluation.pairs import paired
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.results import RESULTS_FILE, recompute
-from mtp_research.evaluation.summary import ConditionSummary
+from mtp_research.evaluation.stats.summary import ConditionSummary, paired
 from mtp_research.evaluation.tables import UNDEFINED, interval, number
 from mtp_research.heads.record import read_head_record
-from mtp_research.policy import POLICIES, num_rows_per_step
+from mtp_research.policy.audit import Verdict
+from mtp_research.policy.plan import POLICIES, num_rows_per_step
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 _REFERENCE = "training"  # differences are to it, prompt by prompt
 _FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)

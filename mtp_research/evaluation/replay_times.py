@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from mtp_research.decode.capturing import Captured
+from mtp_research.decode.graphs.capture import Captured
 
 
 class DeviceRun(NamedTuple):

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtp_research.evaluation.bootstrap import LEVEL, NUM_DRAWS
-from mtp_research.evaluation.pairs import PairedComparison, compare_to_reference
-from mtp_research.evaluation.prompt_files import Prompt
 from mtp_research.evaluation.row_tables import cost_grid, grid_tables
-from mtp_research.evaluation.statistics import ACCEPTED_WARNING, FORMULAS
-from mtp_research.evaluation.summary import (
+from mtp_research.evaluation.run.prompt_files import Prompt
+from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS
+from mtp_research.evaluation.stats.statistics import ACCEPTED_WARNING, FORMULAS
+from mtp_research.evaluation.stats.summary import (
     ConditionResult,
     ConditionSummary,
+    PairedComparison,
     baseline_of,
+    compare_to_reference,
     summarise,
 )
 from mtp_research.evaluation.tables import (

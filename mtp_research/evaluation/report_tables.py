@@ -5,9 +5,9 @@ The others are those of `report.report_grids` and `policy_matrix.py`. Letter: K 
 
 from collections.abc import Sequence
 
-from mtp_research.evaluation.context_buckets import ContextBucket, acceptance_by_context
 from mtp_research.evaluation.entries import Entry
 from mtp_research.evaluation.report import Report, report_grids
+from mtp_research.evaluation.stats.statistics import ContextBucket, acceptance_by_context
 from mtp_research.evaluation.svg_parts import label_text
 from mtp_research.evaluation.tables import UNDEFINED, Grid, interval, number, printable
 

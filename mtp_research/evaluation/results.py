@@ -13,14 +13,13 @@ from types import UnionType
 from typing import Any
 
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.errors import IntegrityError
-from mtp_research.evaluation.bootstrap import LEVEL, NUM_DRAWS, Estimate
 from mtp_research.evaluation.report import PromptEntry, Report, build_report, render_text
-from mtp_research.evaluation.speed import PassTiming
-from mtp_research.evaluation.statistics import ACCEPTED_WARNING, FORMULAS
-from mtp_research.evaluation.step_cost import StepParts
-from mtp_research.evaluation.summary import ConditionResult
-from mtp_research.files import write_atomically
+from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS, Estimate
+from mtp_research.evaluation.stats.speed import PassTiming, StepParts
+from mtp_research.evaluation.stats.statistics import ACCEPTED_WARNING, FORMULAS
+from mtp_research.evaluation.stats.summary import ConditionResult
+from mtp_research.runtime.errors import IntegrityError
+from mtp_research.runtime.files import write_atomically
 
 SCHEMA_VERSION = 2
 RESULTS_FILE = "results.json"

@@ -5,11 +5,9 @@
 
 from collections.abc import Sequence
 
-from mtp_research.evaluation.bootstrap import Estimate
-from mtp_research.evaluation.pairs import PairedComparison
-from mtp_research.evaluation.pass_spread import decode_rate, end_to_end_rate, full_rate
-from mtp_research.evaluation.step_cost import StepCost
-from mtp_research.evaluation.summary import ConditionSummary
+from mtp_research.evaluation.stats.bootstrap import Estimate
+from mtp_research.evaluation.stats.speed import StepCost, decode_rate, end_to_end_rate, full_rate
+from mtp_research.evaluation.stats.summary import ConditionSummary, PairedComparison
 from mtp_research.evaluation.tables import (
     MAX_LABEL_CHARACTERS,
     UNDEFINED,

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from mtp_research.errors import IntegrityError
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.results import RESULTS_FILE, recompute, to_json
-from mtp_research.evaluation.statistics import FORMULAS
+from mtp_research.evaluation.stats.statistics import FORMULAS
 from mtp_research.evaluation.tables import printable
+from mtp_research.runtime.errors import IntegrityError
 
 TOLERANCE = 1e-9  # of a stored figure to the one that the counters give
 _NUM_LISTED = 5

@@ -16,13 +16,7 @@ from mtp_research.evaluation.report_tables import overview_grid, run_grids
 from mtp_research.evaluation.runs import Run, mapping
 from mtp_research.evaluation.sweep_figures import sweep_figures
 from mtp_research.evaluation.tables import Grid
-from mtp_research.evaluation.words import (
-    FAULT_WORDS,
-    HEAD_WORDS,
-    LETTERS,
-    POLICY_WORDS,
-    RATES,
-)
+from mtp_research.evaluation.words import FAULT_WORDS, HEAD_WORDS, LETTERS, POLICY_WORDS, RATES
 
 _WARNINGS = ("warning:", "skipped:")
 

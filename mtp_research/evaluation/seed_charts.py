@@ -6,18 +6,18 @@ Letters: K drafts per step, N MTP modules.
 import math
 from collections.abc import Iterator, Sequence
 
-from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.figures import UNDEFINED_FIGURE, Figure, Missing
-from mtp_research.evaluation.seed_groups import (
+from mtp_research.evaluation.seed_tables import prompts_by_domain
+from mtp_research.evaluation.stats.bootstrap import Estimate
+from mtp_research.evaluation.stats.matrix_seeds import (
     GroupFigures,
     MatchPair,
+    SeedMatrix,
     column_name,
     group_figures,
     match_pairs,
     row_name,
 )
-from mtp_research.evaluation.seed_matrix import SeedMatrix
-from mtp_research.evaluation.seed_tables import prompts_by_domain
 from mtp_research.evaluation.svg import Axes, Series, heat_map, interval_chart
 from mtp_research.evaluation.svg_parts import MAX_SERIES
 

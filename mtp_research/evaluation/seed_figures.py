@@ -14,24 +14,22 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mtp_research.errors import IntegrityError
 from mtp_research.evaluation.runs import require_stored_figures
-from mtp_research.evaluation.seed_groups import (
+from mtp_research.evaluation.seed_tables import markdown_tables, matrix_grids
+from mtp_research.evaluation.stats.matrix_seeds import (
+    MATRIX_FILE,
+    SCHEMA_VERSION,
     GroupFigures,
     MatchPair,
+    SeedMatrix,
     column_name,
     group_figures,
     match_pairs,
+    read_matrix,
     row_name,
 )
-from mtp_research.evaluation.seed_matrix import (
-    MATRIX_FILE,
-    SCHEMA_VERSION,
-    SeedMatrix,
-    read_matrix,
-)
-from mtp_research.evaluation.seed_tables import markdown_tables, matrix_grids
-from mtp_research.files import write_atomically
+from mtp_research.runtime.errors import IntegrityError
+from mtp_research.runtime.files import write_atomically
 
 __all__ = ["group_figures", "matrix_grids", "read_checked_matrix", "summary", "write_matrix"]
 

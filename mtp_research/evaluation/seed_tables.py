@@ -6,16 +6,16 @@ Letters: K drafts per step, N MTP modules.
 from collections.abc import Sequence
 
 from mtp_research.evaluation.markdown import markdown_table
-from mtp_research.evaluation.seed_groups import (
+from mtp_research.evaluation.stats.matrix_seeds import (
     GroupFigures,
     MatchPair,
+    SeedMatrix,
     column_name,
     group_figures,
     match_pairs,
     row_name,
 )
-from mtp_research.evaluation.seed_matrix import SeedMatrix
-from mtp_research.evaluation.statistics import MIN_PROMPTS, few_prompts
+from mtp_research.evaluation.stats.statistics import MIN_PROMPTS, few_prompts
 from mtp_research.evaluation.tables import UNDEFINED, Grid, interval, number
 
 _NUM_LISTED = 5  # cells with other texts or rounds

@@ -9,10 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from mtp_research.evaluation.bootstrap import LEVEL, NUM_DRAWS, Estimate
 from mtp_research.evaluation.entries import machine_of
-from mtp_research.evaluation.fault_study import study_warnings
-from mtp_research.evaluation.fault_study import verdict as fault_verdict
 from mtp_research.evaluation.fault_table import (
     PriceRow,
     price_grids,
@@ -24,15 +21,17 @@ from mtp_research.evaluation.runs import mapping
 from mtp_research.evaluation.sections import Section, command_of, record_facts
 from mtp_research.evaluation.seed_charts import matrix_figures
 from mtp_research.evaluation.seed_figures import read_checked_matrix
-from mtp_research.evaluation.seed_groups import column_name, row_name
-from mtp_research.evaluation.seed_matrix import SeedMatrix
 from mtp_research.evaluation.seed_tables import (
     matrix_grids,
     matrix_warnings,
     prompts_by_domain,
     verdict,
 )
-from mtp_research.evaluation.statistics import ACCEPTED_WARNING, FORMULAS
+from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS, Estimate
+from mtp_research.evaluation.stats.fault_study import study_warnings
+from mtp_research.evaluation.stats.fault_study import verdict as fault_verdict
+from mtp_research.evaluation.stats.matrix_seeds import SeedMatrix, column_name, row_name
+from mtp_research.evaluation.stats.statistics import ACCEPTED_WARNING, FORMULAS
 from mtp_research.evaluation.svg import Axes, Series, interval_chart
 from mtp_research.evaluation.words import FAULT_WORDS, HEAD_WORDS, LETTERS, POLICY_WORDS
 

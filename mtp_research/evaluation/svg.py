@@ -9,7 +9,7 @@ which is one column of a phone: there, a unit is about a pixel.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from mtp_research.evaluation.bootstrap import Estimate
+from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.svg_parts import (
     MAX_SERIES,
     WIDTH,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mtp_research.evaluation.batch_table import ratio_of
-from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.entries import Entry, Setting, drafting
 from mtp_research.evaluation.figures import (
     PROMPT_INTERVAL,
@@ -22,6 +21,7 @@ from mtp_research.evaluation.figures import (
     Missing,
 )
 from mtp_research.evaluation.policy_matrix import describe, policy_matrices, told_apart
+from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.svg import Axes, Series, heat_map, interval_chart
 from mtp_research.evaluation.svg_parts import MAX_SERIES
 

@@ -8,10 +8,10 @@ import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
 
-from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.entries import entries
 from mtp_research.evaluation.runs import Run
-from mtp_research.evaluation.statistics import AcceptanceStatistics
+from mtp_research.evaluation.stats.bootstrap import Estimate
+from mtp_research.evaluation.stats.statistics import AcceptanceStatistics
 from mtp_research.evaluation.svg_parts import label_text
 from mtp_research.evaluation.tables import Grid, printable
 

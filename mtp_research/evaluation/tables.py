@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtp_research.evaluation.bootstrap import Estimate
-from mtp_research.evaluation.pairs import PairedComparison
-from mtp_research.evaluation.summary import ConditionSummary
+from mtp_research.evaluation.stats.bootstrap import Estimate
+from mtp_research.evaluation.stats.summary import ConditionSummary, PairedComparison
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from mtp_research.errors import EnvironmentFault
+from mtp_research.runtime.errors import EnvironmentFault
 
 
 class Turns:

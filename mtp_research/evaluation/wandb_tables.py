@@ -17,9 +17,9 @@ from mtp_research.evaluation.figures import slug
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.runs import Run
 from mtp_research.evaluation.sections import Section, results_sections
-from mtp_research.evaluation.summary import ConditionSummary
+from mtp_research.evaluation.stats.summary import ConditionSummary
 from mtp_research.evaluation.svg_parts import standalone
-from mtp_research.provenance import redact_tree
+from mtp_research.runtime.provenance import redact_tree
 
 logger = logging.getLogger(__name__)
 

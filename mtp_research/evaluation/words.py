@@ -4,7 +4,7 @@ Sections (`sections.py`, `study_sections.py`) put these among their notes, of wh
 each once. The full story is in docs/policies.md and docs/metrics.md.
 """
 
-from mtp_research.evaluation.statistics import FORMULAS
+from mtp_research.evaluation.stats.statistics import FORMULAS
 
 LETTERS = (
     "Letters: K = drafts per step, N = MTP modules of the heads, R = batch = requests decoded at a "

@@ -1,1 +1,0 @@
-"""MTP modules: their layers, the stack of them, and their files."""

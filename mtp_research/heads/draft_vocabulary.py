@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.files import write_atomically
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.models.fingerprint import target_hashes
+from mtp_research.models.loading.fingerprint import target_hashes
 from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.files import write_atomically
 
 RANKING_FILE = "token_ranking.json"
 _SCHEMA = 1

@@ -4,18 +4,312 @@
     python -m mtp_research.heads.export ... --alone
 
 Without `--alone` NEW_FOLDER is a whole checkpoint: links to the target's files and one new shard.
+
+MTP modules written in a family's published names, for engines that load its own modules.
+
+`export_heads` writes a folder with the modules alone; `stitch_heads` makes a checkpoint folder of a
+target and the modules, whose target shards are links to the source's.
+
+`config.json` of an exported checkpoint: how many modules it has, and that they are no FP8.
+
+A quantised source says in `quantization_config` which modules are not; every other one is taken for
+quantised. Exported modules are bfloat16, so they join that list, or an engine would look for scales
+that are not there and fail, or cast the weights as if they were FP8.
+
+Sources: transformers' `FineGrainedFP8Config.modules_to_not_convert`; `ignore` of compressed-tensors
+and of NVIDIA's modelopt; `llm_int8_skip_modules` of bitsandbytes.
 """
 
 import argparse
+import json
+import logging
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple, cast
 
-from mtp_research.errors import ConfigError, EnvironmentFault, IntegrityError
-from mtp_research.heads.native_export import export_heads, stitch_heads
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mtp_research.heads.native import (
+    SINGLE_FILE,
+    TensorIndex,
+    has_stacked_experts,
+    native_copies,
+    native_keys,
+    native_views,
+    read_index,
+)
+from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
+from mtp_research.models.loading.load_weights import CONFIG_FILE, INDEX_FILE
 from mtp_research.models.target import load_target
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+
+_QUANTISATION = "quantization_config"
+_LISTS = {  # method -> key of its list of modules that are left as they are
+    "fp8": "modules_to_not_convert",
+    "awq": "modules_to_not_convert",
+    "mxfp4": "modules_to_not_convert",
+    "compressed-tensors": "ignore",
+    "modelopt": "ignore",
+    "bitsandbytes": "llm_int8_skip_modules",
+}
+_SEPARATE_FILE = "hf_quant_config.json"  # of modelopt; read where config.json says nothing
+_OTHER_NAME = "ignored_layers"  # of vLLM, which then reads no other list
+
+
+def exported_config(heads: MTPHeads, source: Path, names: Iterable[str]) -> dict[str, object]:
+    """The source's configuration, changed where the exported modules need it.
+
+    Args:
+        heads: what is exported.
+        source: checkpoint folder of the target.
+        names: published names of the exported tensors.
+
+    Raises:
+        ConfigError: the source is quantised by a method whose list of exceptions is not known here,
+            or says so elsewhere than in its `config.json`.
+        IntegrityError: the configuration cannot be read.
+    """
+    path = source / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf8"))
+        text = config.get("text_config", config)
+        quantised = [part for part in (config, text) if part.get(_QUANTISATION)]
+    except (OSError, ValueError, AttributeError) as fault:
+        raise IntegrityError(
+            f"{path} must be a model's configuration in JSON, got {fault}."
+        ) from fault
+    count_field = heads.target.family.native.count_field
+    if count_field is not None:
+        text[count_field] = heads.spec.num_mtp_modules
+    if (source / _SEPARATE_FILE).exists() and not quantised:
+        raise ConfigError(
+            f"{path} must hold the quantization_config of its model, which is in {_SEPARATE_FILE} "
+            "alone, where the bfloat16 modules cannot be marked; export with --model set to the "
+            "unquantised checkpoint."
+        )
+    if quantised:  # in both places at most one and the same
+        _leave_out(quantised[0][_QUANTISATION], _modules(names), path=path)
+    return config
+
+
+def _leave_out(quantisation: dict[str, object], modules: list[str], *, path: Path) -> None:
+    """Add modules to the list of those that are not quantised."""
+    method = str(quantisation.get("quant_method"))
+    if method not in _LISTS:
+        raise ConfigError(
+            f"a target of {path} must be quantised by one of {sorted(_LISTS)} or not at all, got "
+            f"quant_method {method!r}, where the bfloat16 modules cannot be marked; export with "
+            "--model set to the unquantised checkpoint."
+        )
+    keys = {_LISTS[method]} | ({_OTHER_NAME} & quantisation.keys())
+    for key in keys:
+        listed = quantisation.get(key) or []
+        if not isinstance(listed, list):
+            raise IntegrityError(f"{path}: {key} must be a list of module names, got {listed!r}.")
+        quantisation[key] = listed + [name for name in modules if name not in listed]
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """Modules of tensors; experts also as the one module that transformers makes of them."""
+    modules = {name.rpartition(".")[0] for name in names}
+    stacks = {
+        name.partition(".experts.")[0] + ".experts" for name in modules if ".experts." in name
+    }
+    return sorted(modules | stacks)
+
+
+_FIRST_SHARD, _MTP_SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+_EXTRA_SHARD = "model-mtp.safetensors"
+_FILES_LEFT_OUT = (".safetensors", ".bin", ".pt", ".index.json", ".md")
+
+logger = logging.getLogger(__name__)
+
+
+class Exported(NamedTuple):
+    """What was written: the folder, and the published names in it."""
+
+    folder: Path
+    names: list[str]
+
+
+def export_heads(heads: MTPHeads, out: Path, *, source: Path | None = None) -> Exported:
+    """Write the modules alone: `model.safetensors` and the target's configuration.
+
+    Args:
+        heads: what to write.
+        out: destination, missing or empty.
+        source: checkpoint whose MTP tensors decide names and dtypes; None writes the family's usual
+            names, parameters in bfloat16.
+
+    Raises:
+        ConfigError: `out` is in use, the family's names cannot hold these modules, or the source's
+            kind of quantisation cannot leave them out.
+    """
+    _warn_of_conventions(heads)
+    tensors = native_tensors(heads, source=None if source is None else read_index(source))
+    config = None if source is None else exported_config(heads, source, tensors)
+    _make_folder(out)
+    save_file(tensors, out / SINGLE_FILE, metadata={"format": "pt"})
+    if config is not None:
+        _write_config(config, out)
+    return Exported(out, sorted(tensors))
+
+
+def stitch_heads(heads: MTPHeads, out: Path, *, source: Path) -> Exported:
+    """Write a checkpoint of the target at `source` and these modules.
+
+    Shards of the source are hard links (symbolic ones across file systems). Only a shard that holds
+    MTP tensors of the source, which these replace, is written anew without them.
+
+    Args:
+        heads: modules of that target.
+        out: destination, missing or empty.
+        source: the target's checkpoint folder.
+
+    Raises:
+        ConfigError: `out` is in use, the family's names cannot hold these modules, or the source's
+            kind of quantisation cannot leave them out.
+        IntegrityError: the source is damaged.
+    """
+    _warn_of_conventions(heads)
+    index = read_index(source)
+    tensors = native_tensors(heads, source=index)
+    old = set(_mtp_keys(heads, index))
+    config = exported_config(heads, source, tensors)
+    _make_folder(out)
+    is_single = set(index.files.values()) == {SINGLE_FILE}
+    # A file called model.safetensors would be taken for the whole model, index or not.
+    renamed = {SINGLE_FILE: _FIRST_SHARD} if is_single else {}
+    files: dict[str, str] = {}
+    for file in sorted(set(index.files.values())):
+        kept = [name for name in _names_of(index, file) if name not in old]
+        if kept:
+            _place_shard(index, file, kept, out / renamed.get(file, file))
+        files |= dict.fromkeys(kept, renamed.get(file, file))
+    mtp_file = _MTP_SHARD if is_single else _EXTRA_SHARD
+    save_file(tensors, out / mtp_file, metadata={"format": "pt"})
+    files |= dict.fromkeys(tensors, mtp_file)
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+    (out / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
+    _link_other_files(source, out)
+    _write_config(config, out)
+    return Exported(out, sorted(tensors))
+
+
+def native_tensors(heads: MTPHeads, *, source: TensorIndex | None = None) -> dict[str, Tensor]:
+    """The modules' tensors by published name, on the CPU, copies of shared ones included.
+
+    Where `source` holds MTP tensors of its own, names, copies and dtypes are the same as there
+    (quantised ones are written in bfloat16, without scales).
+    """
+    layout = heads.target.family.native
+    keys = [] if source is None else _mtp_keys(heads, source)
+    tensors = native_views(heads, layout, has_stacked_experts=has_stacked_experts(keys))
+    dtypes = {name: _usual_dtype(name) for name in tensors}
+    target = heads.target
+    shared = {"embed_tokens": target.embed_tokens.weight, "lm_head": target.lm_head_weight}
+    for name, original in native_copies(heads, layout).items():
+        if not keys or name in keys:
+            tensors[name] = cast(Tensor, shared[original])
+            dtypes[name] = _exact_dtype(tensors[name])
+    if source is not None:
+        dtypes |= _dtypes(source, [key for key in keys if key in tensors])
+    return {
+        name: tensor.detach().to("cpu", dtypes[name]).contiguous().clone()
+        for name, tensor in tensors.items()
+    }
+
+
+def _warn_of_conventions(heads: MTPHeads) -> None:
+    """Published names do not say how modules are run: whoever loads them goes by the family."""
+    family = heads.target.family
+    differing = [
+        f"{name}={got} (the family's: {usual})"
+        for name, got, usual in (
+            ("hidden_source", heads.spec.hidden_source, family.hidden_source),
+            ("recycle_norm", heads.spec.recycle_norm, family.recycle_norm),
+            ("concat_order", heads.spec.concat_order, family.concat_order),
+        )
+        if got != usual
+    ]
+    if differing:
+        logger.warning(
+            "published names cannot tell that these heads have %s: what loads them by family runs "
+            "them otherwise, at a loss of acceptance",
+            ", ".join(differing),
+        )
+
+
+def _mtp_keys(heads: MTPHeads, index: TensorIndex) -> list[str]:
+    num_layers = heads.target.config.num_hidden_layers
+    return native_keys(index.files, heads.target.family.native, num_layers=num_layers)
+
+
+def _usual_dtype(name: str) -> torch.dtype:
+    is_correction = name.endswith(("e_score_correction_bias", "expert_bias"))
+    return torch.float32 if is_correction else torch.bfloat16
+
+
+def _exact_dtype(tensor: Tensor) -> torch.dtype:
+    """bfloat16 if that holds the same numbers: a copy must stay equal to its original."""
+    is_exact = torch.equal(tensor.bfloat16().to(tensor.dtype), tensor)
+    return torch.bfloat16 if is_exact else tensor.dtype
+
+
+def _dtypes(index: TensorIndex, keys: list[str]) -> dict[str, torch.dtype]:
+    """Dtypes of stored tensors; those of one byte count as quantised and are left out."""
+    dtypes = {name: tensor.dtype for name, tensor in index.read(keys).items()}
+    return {name: dtype for name, dtype in dtypes.items() if dtype.itemsize > 1}
+
+
+def _names_of(index: TensorIndex, file: str) -> list[str]:
+    return [name for name, holder in index.files.items() if holder == file]
+
+
+def _place_shard(index: TensorIndex, file: str, kept: list[str], path: Path) -> None:
+    source = (index.folder / file).resolve()
+    if not source.is_file():
+        raise IntegrityError(f"{index.folder} must hold {file}, which its index names.")
+    with safe_open(source, framework="pt") as shard:
+        is_whole = set(shard.keys()) == set(kept)
+    if is_whole:
+        _link(source, path)
+    else:
+        save_file(index.read(kept), path, metadata={"format": "pt"})
+
+
+def _link_other_files(source: Path, out: Path) -> None:
+    """Tokenizer, generation settings and the like; no code: remote code is never carried along."""
+    for path in sorted(source.iterdir()):
+        left_out = path.name.endswith((*_FILES_LEFT_OUT, ".py")) or path.name == CONFIG_FILE
+        if path.is_file() and not left_out:
+            _link(path.resolve(), out / path.name)
+
+
+def _link(source: Path, path: Path) -> None:
+    try:
+        os.link(source, path)
+    except OSError:  # another file system
+        path.symlink_to(source)
+
+
+def _write_config(config: Mapping[str, object], out: Path) -> None:
+    (out / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf8")
+
+
+def _make_folder(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out must be a missing or empty folder, {str(out)!r} is in use.")
+    out.mkdir(parents=True, exist_ok=True)
+
 
 # What loaders and writers call it, by what this command does.
 _OPTIONS = {

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mtp_research.models.attention import AttentionContext
+from mtp_research.models.attention.attention import AttentionContext
 from mtp_research.models.block import build_block
 from mtp_research.models.family import ConcatOrder
 from mtp_research.models.target import Target

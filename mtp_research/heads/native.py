@@ -2,33 +2,212 @@
 
 Nothing but the MTP tensors is read. Every one of them must be known and none may be missing: a
 tensor that is skipped in silence costs acceptance and shows nowhere else.
+
+The tensors of MTP modules under the names of published checkpoints.
+
+One mapping serves reading and writing: `native_views` gives, for each published name, the part of
+our tensor that it holds. Published experts are one tensor each, ours are stacked, gate before up:
+
+    model.layers.61.mlp.experts.7.gate_proj.weight   gate_up_proj[7, :I]
+    model.layers.61.mlp.experts.7.up_proj.weight     gate_up_proj[7, I:]
+    model.layers.61.mlp.experts.7.down_proj.weight   down_proj[7]
+
+Letters: E experts, I expert width, D hidden.
+
+Tensors of a checkpoint folder by name, read from the shards that hold them and no others.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.heads.block_scales import dequantise, without_scales
-from mtp_research.heads.native_names import (
-    has_stacked_experts,
-    native_copies,
-    native_keys,
-    native_views,
-    num_native_modules,
-)
 from mtp_research.heads.stack import HeadSpec, MTPHeads
-from mtp_research.heads.tensor_index import TensorIndex, read_index
-from mtp_research.models.family import SharedTensor
-from mtp_research.models.source import CONFIG_FILE
+from mtp_research.models.family import NativeLayout, SharedTensor
+from mtp_research.models.loading.load_weights import CONFIG_FILE, INDEX_FILE, read_weight_map
+from mtp_research.models.loading.quantised import dequantise, without_scales
 from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 
+_FUSED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}
+_STACKED_DIMS = 3
+
+
+def native_views(
+    heads: MTPHeads, layout: NativeLayout, *, has_stacked_experts: bool = False
+) -> dict[str, Tensor]:
+    """Every tensor of `heads` by its published name; writing a view writes the heads.
+
+    Args:
+        heads: the modules.
+        layout: their names.
+        has_stacked_experts: whether the published file stacks experts as we do.
+
+    Raises:
+        ConfigError: the layout has names for one module only, and there are several.
+    """
+    num_modules = heads.spec.num_mtp_modules
+    if num_modules > 1 and not _is_numbered(layout):
+        raise ConfigError(
+            f"the published names of family {heads.target.family_name!r} ({layout.prefix}*) hold "
+            f"one MTP module, got {num_modules}; keep these heads in our own format."
+        )
+    views: dict[str, Tensor] = {}
+    for name, tensor in heads.state_dict(keep_vars=False).items():
+        _, module_idx, own = name.split(".", 2)
+        for part, view in _parts(own, tensor, has_stacked_experts=has_stacked_experts):
+            views[_published(part, layout, int(module_idx), heads)] = view
+    return views
+
+
+def native_copies(heads: MTPHeads, layout: NativeLayout) -> dict[str, SharedTensor]:
+    """Names under which a release may repeat the target's embedding and lm_head."""
+    owns_lm_head = heads.spec.owns_lm_head
+    return {
+        _numbered(layout.prefix, module_idx, heads.target.config.num_hidden_layers) + name: shared
+        for module_idx in range(heads.spec.num_mtp_modules)
+        for name, shared in layout.copies
+        if not (owns_lm_head and shared == "lm_head")
+    }
+
+
+def native_keys(names: Iterable[str], layout: NativeLayout, *, num_layers: int) -> list[str]:
+    """Those of a checkpoint's tensor names that belong to MTP modules.
+
+    Args:
+        names: all names.
+        layout: of the family.
+        num_layers: layers of the target; a prefix with `{layer}` owns the layers from there on.
+    """
+    pattern = re.compile(_pattern(layout.prefix))
+    first = num_layers if "{layer}" in layout.prefix else 0
+    found = ((name, pattern.match(name)) for name in names)
+    return [name for name, m in found if m and (not m.groups() or int(m[1]) >= first)]
+
+
+def num_native_modules(keys: Iterable[str], layout: NativeLayout) -> int:
+    """How many modules are among `native_keys`: those that have a projection."""
+    projection = dict(layout.names)["eh_proj."] + "weight"
+    pattern = re.compile(_pattern(layout.prefix + projection))
+    return sum(bool(pattern.fullmatch(key)) for key in keys)
+
+
+def has_stacked_experts(keys: Iterable[str]) -> bool:
+    """Whether a checkpoint stacks its experts, as a few re-packed ones do."""
+    return any(key.endswith((".gate_up_proj", ".experts.down_proj")) for key in keys)
+
+
+def _parts(own: str, tensor: Tensor, *, has_stacked_experts: bool) -> list[tuple[str, Tensor]]:
+    """A tensor, or its experts one by one."""
+    if tensor.dim() != _STACKED_DIMS or has_stacked_experts:
+        return [(own, tensor)]
+    stack, _, kind = own.rpartition(".")
+    pieces = _FUSED_PARTS.get(kind, (kind,))
+    return [
+        (f"{stack}.{expert}.{piece}.weight", part)
+        for expert, weights in enumerate(tensor)
+        for piece, part in zip(pieces, weights.chunk(len(pieces)), strict=True)
+    ]
+
+
+def _published(own: str, layout: NativeLayout, module_idx: int, heads: MTPHeads) -> str:
+    for here, there in layout.names:
+        if own.startswith(here):
+            template = layout.prefix + there
+            num_layers = heads.target.config.num_hidden_layers
+            return _numbered(template, module_idx, num_layers) + own.removeprefix(here)
+    raise AssertionError(f"no published name for {own!r} in {layout}")
+
+
+def _numbered(template: str, module_idx: int, num_layers: int) -> str:
+    return template.format(module=module_idx, layer=num_layers + module_idx)
+
+
+def _is_numbered(layout: NativeLayout) -> bool:
+    return any("{" in layout.prefix + there for _, there in layout.names)
+
+
+def _pattern(template: str) -> str:
+    pieces = re.split(r"\{(?:module|layer)\}", template)
+    return r"(\d+)".join(re.escape(piece) for piece in pieces)
+
+
+SINGLE_FILE = "model.safetensors"
 _NUM_LISTED = 3
+
+
+@dataclass(frozen=True)
+class TensorIndex:
+    """Which file of a folder holds which tensor.
+
+    Attributes:
+        folder: checkpoint folder.
+        files: file name of every tensor.
+    """
+
+    folder: Path
+    files: Mapping[str, str]
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors on the CPU as they are stored; every shard that is needed is opened once.
+
+        Raises:
+            IntegrityError: a shard is missing or damaged, or lacks a tensor that the index names.
+        """
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.files[name], []).append(name)
+        tensors: dict[str, Tensor] = {}
+        for file, wanted in sorted(by_file.items()):
+            path = self.folder / file
+            if not path.is_file():
+                raise IntegrityError(
+                    f"{self.folder} must hold {file}, which its index names for {wanted[0]} and "
+                    f"{len(wanted) - 1} more tensors; fetch the model again."
+                )
+            try:
+                with safe_open(path, framework="pt") as shard:
+                    lacking = sorted(set(wanted) - set(shard.keys()))
+                    if lacking:
+                        raise IntegrityError(
+                            f"{path} must hold the tensors that the index names for it, lacks "
+                            f"{lacking[:_NUM_LISTED]}; fetch the model again."
+                        )
+                    tensors |= {name: shard.get_tensor(name) for name in wanted}
+            except (OSError, SafetensorError) as fault:
+                raise IntegrityError(f"cannot read {path}: {fault}") from fault
+        return tensors
+
+
+def read_index(folder: Path) -> TensorIndex:
+    """The tensors that a checkpoint folder promises, without reading one.
+
+    Raises:
+        IntegrityError: no weights, an invalid index, or one that names files outside the folder.
+    """
+    files = read_weight_map(folder)
+    if files is None:
+        return TensorIndex(folder, dict.fromkeys(_names_in(folder / SINGLE_FILE), SINGLE_FILE))
+    return TensorIndex(folder, files)
+
+
+def _names_in(path: Path) -> list[str]:
+    if not path.is_file():
+        raise IntegrityError(
+            f"{path.parent} must be a model folder, with {INDEX_FILE} or {SINGLE_FILE}."
+        )
+    try:
+        with safe_open(path, framework="pt") as shard:
+            return list(shard.keys())
+    except (OSError, SafetensorError) as fault:
+        raise IntegrityError(f"cannot read {path}: {fault}") from fault
 
 
 def load_native_heads(folder: str | Path, target: Target) -> MTPHeads:
@@ -46,7 +225,7 @@ def load_native_heads(folder: str | Path, target: Target) -> MTPHeads:
     """
     family = target.family
     spec = HeadSpec(
-        num_mtp_modules=_count(_published(folder), target),
+        num_mtp_modules=_count(_published_native(folder), target),
         hidden_source=family.hidden_source,
         recycle_norm=family.recycle_norm,
         concat_order=family.concat_order,
@@ -69,7 +248,7 @@ def read_native(heads: MTPHeads, *, folder: str | Path) -> None:
         IntegrityError: the files lack modules, hold missing, extra or misshaped tensors, copies
             that differ from the target's, or two equal modules.
     """
-    index, target = _published(folder), heads.target
+    index, target = _published_native(folder), heads.target
     layout = target.family.native
     keys = native_keys(index.files, layout, num_layers=target.config.num_hidden_layers)
     views = native_views(heads, layout, has_stacked_experts=has_stacked_experts(keys))
@@ -107,10 +286,10 @@ def num_published_modules(folder: str | Path, target: Target) -> int:
         ConfigError: the folder is missing.
         IntegrityError: none, or another number than its configuration promises.
     """
-    return _count(_published(folder), target)
+    return _count(_published_native(folder), target)
 
 
-def _published(folder: str | Path) -> TensorIndex:
+def _published_native(folder: str | Path) -> TensorIndex:
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError(

@@ -9,11 +9,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from mtp_research.errors import ConfigError
 from mtp_research.heads.module import ModuleOutput, MTPModule
-from mtp_research.models.attention import AttentionContext
+from mtp_research.models.attention.attention import AttentionContext
 from mtp_research.models.family import ConcatOrder, NormPoint
 from mtp_research.models.target import Target, TargetHidden
+from mtp_research.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,10 @@
 `head.json` holds the head's spec (which hidden state it reads, which norm is recycled ...), the
 family, sizes and hashes of the target it belongs to, and whatever provenance the trainer adds. The
 target's weights are never in the folder.
+
+MTP modules of a checkpoint on the hub: its config, its index, and the shards that hold modules.
+
+The other shards are the target's, which is loaded elsewhere or not at all.
 """
 
 import dataclasses
@@ -11,19 +15,70 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.files import write_atomically
-from mtp_research.heads.hub import native_folder
-from mtp_research.heads.native import has_native_heads, load_native_heads
+from mtp_research.heads.native import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    has_native_heads,
+    load_native_heads,
+    native_keys,
+    read_index,
+)
 from mtp_research.heads.record import HEAD_FORMAT, RECORD_FILE, check_head_fits, read_head_record
 from mtp_research.heads.stack import HeadSpec, MTPHeads
-from mtp_research.models.fingerprint import target_hashes
-from mtp_research.models.source import CONFIG_FILE
+from mtp_research.models.loading.fingerprint import target_hashes
+from mtp_research.models.loading.load_weights import CONFIG_FILE, looks_like_hub_id
 from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.files import write_atomically
+
+
+def native_folder(path: str | Path, target: Target) -> Path:
+    """The folder with the MTP modules of `path`; those of a hub id are fetched into its cache.
+
+    Args:
+        path: a folder, which is handed back, or a hub id.
+        target: the model they belong to, whose family says which tensors are modules.
+
+    Raises:
+        ConfigError: a hub id that can be neither fetched nor found in the cache.
+        IntegrityError: its index is damaged.
+    """
+    name = str(path)
+    if Path(path).exists() or not looks_like_hub_id(name):
+        return Path(path)
+    folder = _fetch(name, [CONFIG_FILE, INDEX_FILE])
+    if not (folder / INDEX_FILE).is_file():
+        return _fetch(name, [CONFIG_FILE, SINGLE_FILE])
+    index, layout = read_index(folder), target.family.native
+    keys = native_keys(index.files, layout, num_layers=target.config.num_hidden_layers)
+    shards = sorted({index.files[key] for key in keys})
+    return _fetch(name, shards, required=shards) if shards else folder
+
+
+def _fetch(name: str, files: list[str], *, required: list[str] | None = None) -> Path:
+    """Folder of a snapshot with these files, of which the required ones must be there."""
+    reason = "the hub is offline or out of reach"
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=files))
+    except (HfHubHTTPError, HFValidationError, OSError) as fault:
+        reason = next(iter(str(fault).splitlines()), type(fault).__name__)
+    else:
+        missing = [file for file in required or [] if not (folder / file).is_file()]
+        if not missing:
+            return folder
+        reason = f"the cache lacks {missing} and {reason}"
+    raise ConfigError(
+        f"MTP modules of {name!r} (no local path from {Path.cwd()}) cannot be fetched from the "
+        f"hub: {reason}; download the model where there is a network and set the path to its "
+        "folder."
+    )
+
 
 __all__ = [
     "check_head_tensors",

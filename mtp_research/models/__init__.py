@@ -1,1 +1,0 @@
-"""Target models: Hugging Face's own classes, opened to our attention contexts and nothing else."""

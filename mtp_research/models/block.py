@@ -1,19 +1,81 @@
-"""The decoder layer of an MTP module, built from the target's own class."""
+"""The decoder layer of an MTP module, built from the target's own class.
+
+The block of MTP modules in families whose layers hold two attentions beside an expert shortcut.
+
+The module has one attention and one dense MLP, of the classes that the target's layers use.
+
+Letters: B batch rows, T rows, D hidden.
+Source: LongCat-Flash (arXiv:2509.01322); its published MTP tensors.
+
+The block of MTP modules in families whose layers hold one part each: an attention, then an MLP.
+
+Letters: B batch rows, T rows, D hidden.
+Source: Nemotron 3, whose published MTP layers are such a pair.
+"""
 
 import copy
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from mtp_research.models.attention.paged import route_sparse
 from mtp_research.models.experts import EXPERTS_NAME
-from mtp_research.models.family import Family
-from mtp_research.models.geometry import NO_PAGES, LayerGeometry, layer_geometries
-from mtp_research.models.layer_stack import LayerStack
-from mtp_research.models.routers import fuse_routers
-from mtp_research.models.single_layer import SingleLayer
-from mtp_research.models.sparse import route_sparse
+from mtp_research.models.family import NO_PAGES, Family, LayerGeometry, layer_geometries
+from mtp_research.models.rewrites.routers import fuse_routers
+
+
+class SingleLayer(nn.Module):
+    """Attention and MLP with a norm before each.
+
+    Args:
+        config: sizes.
+        layer: a layer of the target, whose parts give the classes.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer: nn.Module) -> None:
+        super().__init__()
+        parts = {name: cast(nn.ModuleList, part) for name, part in layer.named_children()}
+        norm_class = type(parts["input_layernorm"][0])
+        self.input_layernorm = norm_class(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = norm_class(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = type(parts["self_attn"][0])(config, 0)
+        self.mlp = type(parts["mlps"][0])(config)
+
+    def forward(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`; keywords are those of the library's layers."""
+        attended, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states), attention_mask=None, **kwargs
+        )
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class LayerStack(nn.Module):
+    """Layers of the target's own class, one after the other.
+
+    Args:
+        config: sizes; it lists one entry of `layers_block_type` for each layer to build, the
+            attention first: its rows go to the module's cache layer 0.
+        layer: a layer of the target, for its class.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer: nn.Module) -> None:
+        super().__init__()
+        count = len(config.layers_block_type)
+        self.layers = nn.ModuleList(type(layer)(config, index) for index in range(count))
+
+    @property
+    def mlp(self) -> nn.Module:
+        """The feed-forward part, under the name that it has in other blocks."""
+        return self.layers[-1].get_submodule("mixer")
+
+    def forward(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`; keywords are those of the library's layers."""
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, **kwargs)
+        return hidden_states
 
 
 def build_block(model: PreTrainedModel, family: Family) -> nn.Module:

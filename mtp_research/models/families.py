@@ -2,7 +2,7 @@
 
 A family entry says how to build an MTP block from the family's own Hugging Face decoder layer,
 which hidden-state conventions its published heads follow and under which names they are published
-(`models/layouts.py`). Nothing else in the project branches on a model type.
+(`models/family.py`). Nothing else in the project branches on a model type.
 
 Source: the families' modeling files in transformers 5.17-5.23; names and conventions as published;
 where serving engines disagree, the project's families page gives the reason for the choice.
@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedConfig
 
-from mtp_research.errors import ConfigError
-from mtp_research.models import layouts
+from mtp_research.models import family as layouts
 from mtp_research.models.family import Family
-from mtp_research.models.step import STEP_MODEL_TYPE
+from mtp_research.models.step3p5 import STEP_MODEL_TYPE
+from mtp_research.runtime.errors import ConfigError
 
 _ONE_FULL_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 _ONE_SLIDING_DENSE_LAYER = {

@@ -1,7 +1,23 @@
-"""The record types of the family table: a family, and where its checkpoints keep MTP modules."""
+"""The record types of the family table: a family, and where its checkpoints keep MTP modules.
 
-from dataclasses import dataclass, field
-from typing import Literal
+Where published checkpoints keep their MTP modules, family by family.
+
+Source: tensor names of the releases, as vLLM, SGLang and Megatron-Bridge read and write them.
+
+What each attention layer keeps of a token, read from the layers themselves.
+
+A layer either keeps keys and values per key-value head, or one latent vector beside the rotary key
+(multi-head latent attention), from which keys and values of all heads follow. Layers of one model
+may differ: sliding layers of some families have more heads than their full layers.
+
+Letters: Hkv key-value heads, Dk / Dv head dims.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, cast
+
+from torch import Tensor, nn
 
 NormPoint = Literal["pre_norm", "post_norm"]
 ConcatOrder = Literal["embedding_first", "hidden_first"]
@@ -55,12 +71,12 @@ class Family:
         final_norm: attribute of the base model that holds the final norm.
         attention: attribute of a decoder layer that holds its attention.
         latent_attention: whether that is multi-head latent attention.
-        sparse_attention: whether a learned index selects keys; see `models/sparse.py`.
+        sparse_attention: whether a learned index selects keys; see `models/attention/paged.py`.
         norm_eps: config field with the epsilon of the norms.
         stacks_layers: whether a layer holds one part only (attention, recurrent layer or MLP), so
-            that the block of an MTP module is several; see `models/layer_stack.py`.
+            that the block of an MTP module is several; see `models/block.py`.
         composes_block: whether a layer holds two attentions and MLPs, of which an MTP module has
-            one each; see `models/single_layer.py`.
+            one each; see `models/block.py`.
         num_position_axes: axes of the rotary positions; 3 in families that also place images, whose
             text rows have the same position on each.
         block_layer_type: layer type whose rotary embedding the MTP blocks take, in families where
@@ -100,3 +116,179 @@ class Family:
     owns_lm_head: bool = False
     native: NativeLayout = NEUTRAL_LAYOUT
     loads_as: str | None = None
+
+
+_COUNT = "num_nextn_predict_layers"
+_INPUTS = (("enorm.", "enorm."), ("hnorm.", "hnorm."), ("eh_proj.", "eh_proj."))
+
+DEEPSEEK = NativeLayout(
+    prefix="model.layers.{layer}.",
+    names=(*_INPUTS, ("shared_head.norm.", "shared_head.norm."), ("block.", "")),
+    copies=(("embed_tokens.weight", "embed_tokens"), ("shared_head.head.weight", "lm_head")),
+    count_field=_COUNT,
+)
+ERNIE = NativeLayout(
+    prefix="model.mtp_",
+    names=(
+        ("enorm.", "emb_norm.{module}."),
+        ("hnorm.", "hidden_norm.{module}."),
+        ("eh_proj.", "linear_proj.{module}."),
+        ("block.", "block.{module}."),
+    ),
+    count_field=_COUNT,
+)
+EXAONE = replace(NEUTRAL_LAYOUT, count_field=_COUNT)
+HUNYUAN = NativeLayout(
+    prefix="model.layers.{layer}.",
+    names=(
+        *_INPUTS,
+        ("shared_head.norm.", "final_layernorm."),
+        ("block.mlp.gate.", "mlp.router.gate."),
+        ("block.mlp.e_score_correction_bias", "mlp.expert_bias"),
+        ("block.mlp.shared_experts.", "mlp.shared_mlp."),
+        ("block.", ""),
+    ),
+    count_field=_COUNT,
+)
+LONGCAT = NativeLayout(
+    prefix="model.mtp.",
+    names=(
+        ("enorm.", "layers.0.enorm.m."),
+        ("hnorm.", "layers.0.hnorm.m."),
+        ("eh_proj.", "layers.0.eh_proj."),
+        ("shared_head.norm.", "norm."),
+        ("block.mlp.", "layers.0.transformer_layer.mlp."),
+        ("block.", "layers.0."),
+    ),
+    copies=(("embed_tokens.weight", "embed_tokens"),),
+    count_field=_COUNT,
+)
+MIMO = NativeLayout(
+    prefix="model.mtp_layers.{module}.",
+    names=(
+        ("enorm.", "token_layernorm."),
+        ("hnorm.", "hidden_layernorm."),
+        ("eh_proj.", "input_proj."),
+        ("shared_head.norm.", "final_layernorm."),
+        ("block.", ""),
+    ),
+    count_field=_COUNT,
+)
+MIMO_V2 = NativeLayout(
+    prefix="model.mtp.layers.{module}.",
+    names=(
+        *_INPUTS,
+        ("shared_head.norm.", "final_layernorm."),
+        ("block.post_attention_layernorm.", "pre_mlp_layernorm."),
+        ("block.self_attn.sinks", "self_attn.attention_sink_bias"),
+        ("block.", ""),
+    ),
+)
+NEMOTRON = NativeLayout(
+    prefix="mtp.layers.",
+    names=(
+        ("enorm.", "0.enorm."),
+        ("hnorm.", "0.hnorm."),
+        ("eh_proj.", "0.eh_proj."),
+        ("shared_head.norm.", "1.final_layernorm."),
+        ("block.layers.", ""),
+    ),
+    count_field=_COUNT,
+)
+QWEN3_5 = replace(NEUTRAL_LAYOUT, count_field="mtp_num_hidden_layers")
+STEP = NativeLayout(
+    prefix="model.layers.{layer}.",
+    names=(
+        *_INPUTS,
+        ("shared_head.norm.", "transformer.shared_head.norm."),
+        ("shared_head.head.", "transformer.shared_head.output."),
+        ("block.", ""),
+    ),
+    # For heads that were trained on the target's lm_head: engines look for one per module.
+    copies=(("transformer.shared_head.output.weight", "lm_head"),),
+    count_field=_COUNT,
+)
+
+
+KVKind = Literal["heads", "latent"]
+
+
+class LayerGeometry(NamedTuple):
+    """What a cache layer holds per token.
+
+    Attributes:
+        kind: `heads`, keys and values; `latent`, one vector whose first Dv entries are the value.
+        num_kv_heads: Hkv; 1 for `latent`, 0 for a layer without attention, which holds nothing.
+        key_dim: Dk; for `latent` the latent size plus the rotary key size.
+        value_dim: Dv; for `latent` the latent size.
+    """
+
+    kind: KVKind
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+# Of a layer's `block_type`: some families keep attention, recurrent layers and MLPs under one name.
+ATTENTION_BLOCK, MIXER_BLOCK = "full_attention", "linear_attention"
+NO_PAGES = LayerGeometry("heads", 0, 1, 1)
+
+
+class KVPages(NamedTuple):
+    """The pages of one layer, writable views of the pool.
+
+    Attributes:
+        keys: `[num_blocks, block_size, Hkv, Dk]`.
+        values: `[num_blocks, block_size, Hkv, Dv]`; for `latent` the front part of `keys`.
+        kind: of the layer.
+    """
+
+    keys: Tensor
+    values: Tensor
+    kind: KVKind
+
+
+def attention_geometry(attention: nn.Module, *, latent: bool) -> LayerGeometry:
+    """Geometry of one attention module of a Hugging Face layer.
+
+    Args:
+        attention: module with `k_proj`, `v_proj` and `head_dim`, or a latent one with
+            `kv_lora_rank` and `qk_rope_head_dim`.
+        latent: which of the two it is (`Family.latent_attention`).
+    """
+    if latent:
+        rank = cast(int, attention.kv_lora_rank)
+        return LayerGeometry("latent", 1, rank + cast(int, attention.qk_rope_head_dim), rank)
+    key_dim = cast(int, attention.head_dim)
+    num_kv_heads = _out_features(attention.k_proj) // key_dim
+    return LayerGeometry(
+        "heads", num_kv_heads, key_dim, _out_features(attention.v_proj) // num_kv_heads
+    )
+
+
+def layer_geometries(
+    layers: Iterable[nn.Module], *, attention: str, latent: bool
+) -> tuple[LayerGeometry, ...]:
+    """Geometries of cache layers in the order of the decoder layers.
+
+    A layer with a list of attentions has a cache layer for each; one without attention has a cache
+    layer that holds nothing (`NO_PAGES`), so that indices stay those of the layers.
+
+    Args:
+        layers: decoder layers.
+        attention: name of the attention module in a layer (`Family.attention`).
+        latent: as in `attention_geometry`.
+    """
+    geometries: list[LayerGeometry] = []
+    for layer in layers:
+        module = dict(layer.named_children()).get(attention)
+        if module is None or getattr(layer, "block_type", ATTENTION_BLOCK) != ATTENTION_BLOCK:
+            geometries.append(NO_PAGES)
+            continue
+        modules = module if isinstance(module, nn.ModuleList) else [module]
+        geometries += [attention_geometry(part, latent=latent) for part in modules]
+    return tuple(geometries)
+
+
+def _out_features(projection: object) -> int:
+    return cast(nn.Linear, projection).out_features

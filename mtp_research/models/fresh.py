@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mtp_research.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError
 
 TRAINING_ATTENTION = "mtp_causal"
 TargetModel = PreTrainedModel  # for annotations outside models/, which do not import transformers

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mtp_research.models.attention import AttentionContext, DenseContext
-from mtp_research.models.geometry import MIXER_BLOCK
-from mtp_research.models.mixer_rows import MixerForward
-from mtp_research.models.recurrent import RecurrentContext
+from mtp_research.models.attention.attention import AttentionContext, DenseContext
+from mtp_research.models.family import MIXER_BLOCK
+from mtp_research.models.recurrent import MixerForward, RecurrentContext
 
 
 def mixers_of(model: PreTrainedModel, name: str | None) -> dict[int, nn.Module]:

@@ -8,19 +8,235 @@ after each can be kept; a longer prompt chunk runs as one (its chunk path) and l
 Letters: R requests, T packed rows, G requests of a group, Q rows of each, K drafts per step,
 D hidden.
 Source: modeling_qwen3_next.py of transformers 5.17.
+
+States of recurrent layers: one per candidate row, chosen by accepted index, never cropped.
+
+A recurrent layer (gated delta net) keeps no rows but one state, which a rejection cannot shorten.
+So the state after each of the K+1 rows of a step is kept, and the next step starts from the one
+that belongs to the last accepted row:
+
+    step starts from column c;  row 0 -> column c+1, row 1 -> c+2, ... row K -> c+K+1  (mod K+2)
+    `select` moves c on by the number of rows that stay; 0 undoes the step
+
+No step writes the column it starts from, so undoing one copies nothing. Columns live on the device,
+so `select` needs no word from the host.
+
+Letters: S request slots, R requests, G requests of a group, K drafts per step.
+
+A recurrent layer run row by row, its projections once for all rows.
+
+The state after every row is wanted, and the library's layer shows it after every call only. One
+call a row would read the layer's weights once a row, K+1 times a step, where reading weights is
+what a step costs. So the linear layers run first, over all rows; during the calls they hand out
+their rows, and the output projection follows at the end. The layer's own code does the rest.
+
+Letters: G requests of a group, Q rows of each, D hidden.
+
+The library's cache of one recurrent layer, around states of ours.
+
+Which states a layer has, and in which dtype, only its own code knows: a call on one zero row shows
+it (`zero_state`). Calls then get a library cache that holds our tensors and updates them in place.
+
+Letters: G requests, C convolution channels, W convolution width, D hidden.
+Source: cache_utils.py of transformers 5.17.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from itertools import repeat
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
 
-from mtp_research.models.mixer_cache import library_cache
-from mtp_research.models.mixer_rows import MixerForward, run_rows
-from mtp_research.models.paged import PagedContext
-from mtp_research.models.recurrent_states import RecurrentStates
+from mtp_research.models.attention.paged import PagedContext
+
+
+class MixerState(NamedTuple):
+    """State of one recurrent layer for several requests.
+
+    Attributes:
+        conv: last inputs of the causal convolution, `[G, C, W]`.
+        recurrent: the memory, `[G, ...]`; `[G, heads, Dk, Dv]` of a gated delta net.
+    """
+
+    conv: Tensor
+    recurrent: Tensor
+
+
+def library_cache(layer_idx: int, state: MixerState) -> Cache:
+    """A cache that a call of layer `layer_idx` continues from `state`, and updates in place."""
+    layer = LinearAttentionLayer()
+    layer.conv_states[0], layer.recurrent_states[0] = state
+    layer.conv_kernel_size[0] = state.conv.shape[-1]
+    layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = True
+    # A zero state is the state before the first row, so there always is a previous one.
+    layer.has_previous_state[0] = True
+    return Cache(layers=list(repeat(layer, layer_idx + 1)))
+
+
+@torch.no_grad()
+def zero_state(mixer: nn.Module) -> MixerState:
+    """The zero state of one request, `[1, ...]`, as the library would allocate it."""
+    layer, layer_idx = LinearAttentionLayer(), cast(int, mixer.layer_idx)
+    weight = next(child.weight for child in mixer.children() if isinstance(child, nn.Linear))
+    row = weight.new_zeros(1, 1, weight.shape[1])
+    mixer(row, cache_params=Cache(layers=list(repeat(layer, layer_idx + 1))))
+    conv, recurrent = layer.conv_states[0], layer.recurrent_states[0]
+    assert conv is not None, f"layer {layer_idx} keeps no convolution state"
+    assert recurrent is not None, f"layer {layer_idx} keeps no recurrent state"
+    return MixerState(torch.zeros_like(conv), torch.zeros_like(recurrent))
+
+
+class RecurrentStates:
+    """Slot-addressed states of every recurrent layer, K+2 columns a slot.
+
+    Args:
+        mixers: recurrent layers by layer index (`Target.mixers`).
+        num_slots: S; one slot more takes the rows of padding requests.
+        num_speculative_tokens: K, >= 0.
+
+    Attributes:
+        layers: states `[S, K+2, ...]` by layer index.
+        num_candidates: K+1.
+    """
+
+    def __init__(
+        self, mixers: Mapping[int, nn.Module], *, num_slots: int, num_speculative_tokens: int
+    ) -> None:
+        self.num_candidates = num_speculative_tokens + 1
+        columns, num_slots = self.num_candidates + 1, num_slots + 1
+        self.layers = {
+            layer_idx: _column_states(mixer, num_slots=num_slots, columns=columns)
+            for layer_idx, mixer in mixers.items()
+        }
+        device = next(iter(self.layers.values())).conv.device
+        self._column = torch.zeros(num_slots, dtype=torch.int64, device=device)
+
+    def read(self, layer_idx: int, slots: Tensor, *, is_start: Tensor) -> MixerState:
+        """Copies of the states that the next rows continue.
+
+        Args:
+            layer_idx: of a recurrent layer.
+            slots: `[G]` int64.
+            is_start: `[G]` bool, the first row is at position 0: the state is zero, whoever used
+                the slot before.
+        """
+        column = self._column[slots]
+        conv, recurrent = (part[slots, column] for part in self.layers[layer_idx])
+        return MixerState(_zero_where(is_start, conv), _zero_where(is_start, recurrent))
+
+    def write(self, layer_idx: int, slots: Tensor, *, num_rows: int, state: MixerState) -> None:
+        """Keep the state after the first `num_rows` rows of this step, in place.
+
+        Args:
+            layer_idx: of a recurrent layer.
+            slots: `[G]` int64, distinct.
+            num_rows: >= 1; a chunk of more than K+1 rows keeps its last state only.
+            state: what the layer left.
+        """
+        column = self._shifted(slots, min(num_rows, self.num_candidates))
+        conv, recurrent = self.layers[layer_idx]
+        conv[slots, column] = state.conv
+        recurrent[slots, column] = state.recurrent
+
+    def select(self, slots: Tensor, *, num_rows: Tensor, num_kept: Tensor) -> None:
+        """Let the next step start after the kept rows of this one; device tensors only, in place.
+
+        Args:
+            slots: `[R]` int64, distinct.
+            num_rows: `[R]` int64, rows that the step ran.
+            num_kept: `[R]` int64, rows that stay: all of a prompt chunk, `num_accepted + 1` rows
+                of a verification, 0 when the step is undone.
+        """
+        written = num_rows.clamp(max=self.num_candidates)
+        advance = (written - (num_rows - num_kept)).masked_fill(num_kept <= 0, 0)
+        self._column[slots] = self._shifted(slots, advance)
+
+    def _shifted(self, slots: Tensor, advance: Tensor | int) -> Tensor:
+        return (self._column[slots] + advance) % (self.num_candidates + 1)
+
+
+def _zero_where(rows: Tensor, state: Tensor) -> Tensor:
+    """`state` `[G, ...]` with zeros where `rows` `[G]`, even in the place of NaN."""
+    return state.masked_fill(rows.view(-1, *[1] * (state.dim() - 1)), 0)
+
+
+def _column_states(mixer: nn.Module, *, num_slots: int, columns: int) -> MixerState:
+    """Zero states `[S, columns, ...]` of one layer."""
+    conv, recurrent = (
+        part.new_zeros(num_slots, columns, *part.shape[1:]) for part in zero_state(mixer)
+    )
+    return MixerState(conv, recurrent)
+
+
+OUT_PROJECTION = "out_proj"
+
+
+class MixerForward(Protocol):
+    """The forward of a recurrent layer of the library."""
+
+    def __call__(self, hidden_states: Tensor, *, cache_params: Cache | None = None) -> Tensor:
+        """`[G, Q, D]` of `[G, Q, D]`; moves the states in `cache_params` on, in place."""
+        ...
+
+
+def run_rows(
+    mixer: nn.Module,
+    forward: MixerForward,
+    hidden_states: Tensor,
+    *,
+    cache: Cache,
+    after_row: Callable[[int], None],
+) -> Tensor:
+    """Output `[G, Q, D]` of a recurrent layer, one row of every request at a time.
+
+    Args:
+        mixer: the layer; every linear child but `out_proj` must read the layer's input.
+        forward: its own forward.
+        hidden_states: `[G, Q, D]`.
+        cache: holds the states before the first row; updated in place.
+        after_row: called with 1, 2, ... Q when the states in `cache` are those after that row.
+    """
+    linears = {name: c for name, c in mixer.named_children() if isinstance(c, nn.Linear)}
+    out_projection = linears.pop(OUT_PROJECTION)
+    projected = {linear: linear(hidden_states) for linear in linears.values()}
+    outputs = []
+    for row in range(hidden_states.shape[1]):
+        stand_ins: dict[nn.Module, Callable[[Tensor], Tensor]] = {
+            linear: _always(rows[:, row : row + 1]) for linear, rows in projected.items()
+        }
+        stand_ins[out_projection] = _unchanged
+        with _replaced_forwards(stand_ins):
+            outputs.append(forward(hidden_states[:, row : row + 1], cache_params=cache))
+        after_row(row + 1)
+    return out_projection(torch.cat(outputs, dim=1))
+
+
+@contextmanager
+def _replaced_forwards(forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Modules answer with other functions inside the block; in place, undone at its end."""
+    before = {module: vars(module).get("forward") for module in forwards}  # hooks of others
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            del module.forward  # the class's is back
+            if forward is not None:
+                module.forward = forward
+
+
+def _always(output: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda _: output
+
+
+def _unchanged(hidden_states: Tensor) -> Tensor:
+    return hidden_states
 
 
 class RowGroup(NamedTuple):

@@ -13,18 +13,20 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from mtp_research.models.attention import ATTENTION_NAME, AttentionContext
+from mtp_research.models.attention.attention import ATTENTION_NAME, AttentionContext
+from mtp_research.models.attention.paged import route_sparse
 from mtp_research.models.block import block_kv_layer, kv_layers
 from mtp_research.models.experts import route_experts
 from mtp_research.models.families import FAMILIES, family_of, require_exact
-from mtp_research.models.family import Family
-from mtp_research.models.geometry import LayerGeometry
-from mtp_research.models.load_weights import Placing, load_weights
-from mtp_research.models.loading import loading
+from mtp_research.models.family import Family, LayerGeometry
+from mtp_research.models.loading.load_weights import Placing, load_weights, loading
+from mtp_research.models.loading.placement import (
+    require_one_device,
+    resolve_device,
+    resolve_dtype,
+    whole,
+)
 from mtp_research.models.mixers import mixers_of, route_mixers
-from mtp_research.models.placement import require_one_device, resolve_device, resolve_dtype
-from mtp_research.models.sparse import route_sparse
-from mtp_research.models.tensor_parallel import whole
 
 
 class TargetHidden(NamedTuple):

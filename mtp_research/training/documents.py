@@ -27,10 +27,10 @@ from mtp_research.config import DataConfig
 from mtp_research.data.chat import encode_for_target
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.data.sources import read_documents
-from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.files import sha256_of
-from mtp_research.models.fingerprint import hash_tokenizer
+from mtp_research.models.loading.fingerprint import hash_tokenizer
 from mtp_research.models.target import load_tokenizer
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def _check_tokenizer(path: Path, *, model_path: str) -> None:
     if theirs is not None and ours is not None and theirs != ours:
         raise ConfigError(
             f"data.path must hold token ids of this target, {str(path)!r} was made with another "
-            f"tokenizer; run python -m mtp_research.evaluation.regenerate --target {model_path} "
+            f"tokenizer; run python -m mtp_research.studies.regenerate --target {model_path} "
             "--output FILE, and set data.path=FILE."
         )
 

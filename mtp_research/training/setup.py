@@ -1,38 +1,95 @@
 """Everything a head-training run needs before its first step, built from the configuration.
 
 Letters: N modules, k depths.
+
+The heads a run starts from: fresh, read from a folder, or copies of one trained module.
 """
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
 
+import torch
 from accelerate import Accelerator
 
 from mtp_research.config import TrainConfig
-from mtp_research.errors import ConfigError
-from mtp_research.heads.stack import MTPHeads
-from mtp_research.heads.weights import load_head_state
-from mtp_research.models.fingerprint import warn_of_family
-from mtp_research.models.placement import resolve_device
+from mtp_research.heads.init import Init, freeze_parts, init_heads
+from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.heads.weights import load_head_state, read_head_record
+from mtp_research.models.family import ConcatOrder, NormPoint
+from mtp_research.models.loading.fingerprint import warn_of_family
+from mtp_research.models.loading.placement import resolve_device
 from mtp_research.models.target import Target, load_target
-from mtp_research.policy import ModuleSchedule
+from mtp_research.policy.plan import ModuleSchedule
+from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.checkpoint import (
     Checkpoint,
     check_same_run,
     load_checkpoint,
     newest_checkpoint,
+    run_settings,
     step_folders,
 )
 from mtp_research.training.documents import HeadDocuments, load_head_documents
-from mtp_research.training.hidden_rows import build_rows, write_hidden_cache
-from mtp_research.training.loss_terms import loss_spec
-from mtp_research.training.objective import HeadObjective, UnrollSpec
-from mtp_research.training.parallel import Engine, make_engine, prepare_target
-from mtp_research.training.rows import TrainingRows
-from mtp_research.training.start import build_heads
-from mtp_research.training.state import run_settings
+from mtp_research.training.losses.loss_terms import loss_spec
+from mtp_research.training.losses.losses import HeadObjective, UnrollSpec
+from mtp_research.training.optim import add_lora
+from mtp_research.training.packed_rows import TrainingRows, build_rows, write_hidden_cache
+from mtp_research.training.parallel.parallel import Engine, make_engine, prepare_target
+
+
+def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
+    """Heads to start from, with `head.lora_rank` and the parts of `head.freeze` frozen.
+
+    Raises:
+        ConfigError: settings that do not fit the head folder or the target.
+        EnvironmentFault: `head.lora_rank` without peft.
+        IntegrityError: a damaged head file.
+    """
+    head = config.head
+    torch.manual_seed(config.seed)
+    heads = MTPHeads(
+        target,
+        spec=HeadSpec(
+            num_mtp_modules=head.num_mtp_modules,
+            hidden_source=cast(NormPoint, head.hidden_source),
+            recycle_norm=cast(NormPoint, head.recycle_norm),
+            concat_order=cast(ConcatOrder, head.concat_order),
+            zero_position_0=head.zero_position_0,
+            unroll=config.objective.unroll,
+        ),
+    )
+    path = None if head.path is None else Path(head.path)
+    if path is not None:
+        _check_conventions(heads.spec, path=path, is_copied=head.init == "replicate")
+    if path is not None and head.init != "replicate":
+        load_head_state(heads, path / "model.safetensors")
+    else:
+        init_heads(heads, init=cast(Init, head.init), path=path)
+    if head.lora_rank:
+        add_lora(heads, rank=head.lora_rank)
+    freeze_parts(heads, patterns=head.freeze)
+    return heads.train()
+
+
+def _check_conventions(spec: HeadSpec, *, path: Path, is_copied: bool) -> None:
+    """A head read under other conventions trains on, and nothing but acceptance shows it."""
+    saved = dataclasses.asdict(HeadSpec(**read_head_record(path)["spec"]))
+    if saved["owns_lm_head"]:
+        raise ConfigError(
+            f"head.path {str(path)!r} has output projections of its own, which are decoded with "
+            "and not trained; set head.path to heads that share the target's lm_head."
+        )
+    free = {"unroll", "num_mtp_modules"} if is_copied else {"unroll"}
+    for name, new in dataclasses.asdict(spec).items():
+        if name not in free and saved[name] != new:
+            raise ConfigError(
+                f"head.path {str(path)!r} has {name}={saved[name]!r}, the configuration {new!r}; "
+                f"set head.{name}={saved[name]}."
+            )
+
 
 logger = logging.getLogger(__name__)
 

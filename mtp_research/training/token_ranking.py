@@ -17,9 +17,9 @@ from torch import Tensor
 
 from mtp_research.config import DataConfig
 from mtp_research.data.packing import EncodedDocument
-from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.heads.draft_vocabulary import RANKING_FILE, write_ranking
 from mtp_research.models.target import load_target
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.training.documents import load_head_documents
 
 _SIZES = (256, 1024, 4096, 16384, 32768)

@@ -5,9 +5,9 @@ import pytest
 from mtp_research.data.chat import encode_in_template
 from mtp_research.data.sources import Document
 from mtp_research.data.tokenizer import encode_documents
-from mtp_research.errors import ConfigError
 from mtp_research.models.target import load_tokenizer
-from mtp_research.provenance import REPOSITORY_ROOT
+from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.provenance import REPOSITORY_ROOT
 
 # ChatML on the special tokens that the shipped tokenizer has: `<|end|>` ends a turn.
 CHATML = (

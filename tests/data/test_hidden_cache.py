@@ -13,7 +13,7 @@ from mtp_research.data.hidden_cache import (
     HiddenCacheWriter,
     shard_name,
 )
-from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 NUM_ROWS = SHARD_ROWS + 5
 HEADER = CacheHeader(

@@ -13,7 +13,7 @@ from mtp_research.data.packing import (
     pack_stream,
     sample_rows,
 )
-from mtp_research.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError
 
 lengths_lists = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 

@@ -7,7 +7,7 @@ import lzma
 import pytest
 
 from mtp_research.data.questions import read_questions
-from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}

@@ -13,7 +13,7 @@ from mtp_research.data.sources import (
     python_sources,
     read_documents,
 )
-from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 TEXT = {"id": "a:1", "source": "s", "text": "One line.\nTwo."}
 CHAT = {

@@ -22,7 +22,7 @@ from mtp_research.data.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
-from mtp_research.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError
 
 CHAT = Document(
     doc_id="c",

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft_length import drafts_made
+from mtp_research.decode.draft.draft_length import drafts_made
 from mtp_research.decode.ledger import Launched
-from mtp_research.decode.request import Request, Status
-from mtp_research.decode.verify import PADDING_TOKEN_ID, VerifyOutput
+from mtp_research.decode.schedule.request import Request, Status
+from mtp_research.decode.verify.verify import PADDING_TOKEN_ID, VerifyOutput
 
 VOCAB = 128
 

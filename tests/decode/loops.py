@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from mtp_research.config import EngineConfig
-from mtp_research.decode import draft
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.drafter import VerifiedStep
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.draft import mtp_drafter as draft
+from mtp_research.decode.draft.drafter import VerifiedStep
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
 
 PROMPTS = [[5, 9, 77, 31, 2, 64], [8], [100, 3, 3, 50, 21, 90, 41, 12, 7], [11, 12]]

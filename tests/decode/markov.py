@@ -12,11 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.decode.processors import process_logits, processor_tensors
-from mtp_research.decode.sampling import Stream, sample_from, target_probabilities, uniform_noise
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.sampling_tensors import SamplingTensors, sampling_tensors
-from mtp_research.decode.verify import VerifyInputs, VerifyOutput
+from mtp_research.decode.sampling.processors import process_logits, processor_tensors
+from mtp_research.decode.sampling.sampling import (
+    SamplingTensors,
+    Stream,
+    sample_from,
+    sampling_tensors,
+    target_probabilities,
+    uniform_noise,
+)
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.verify.verify import VerifyInputs, VerifyOutput
 from tests.decode.chi_square import chi_square_p_value, smallest_of
 from tests.oracle_processors import probabilities, processed_row
 

@@ -7,13 +7,17 @@ import pytest
 from mtp_research.config import EngineConfig
 from mtp_research.decode.arguments import resolve_rule, rule_name
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.verify import VerifyInputs, VerifyOutput, verify_greedy
-from mtp_research.decode.verify_options import VerifyOptions
-from mtp_research.decode.verify_rules import RULES, Rule
-from mtp_research.errors import ConfigError
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.verify.verify import (
+    VerifyInputs,
+    VerifyOptions,
+    VerifyOutput,
+    verify_greedy,
+)
+from mtp_research.decode.verify.verify_rules import RULES, Rule
 from mtp_research.models.target import Target
-from mtp_research.policy import POLICIES
+from mtp_research.policy.plan import POLICIES
+from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.decode.loops import PROMPTS, run, texts_of
 

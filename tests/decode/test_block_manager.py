@@ -5,9 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from mtp_research.decode.block_manager import BlockManager
-from mtp_research.decode.request import Request
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.blocks import BlockManager
+from mtp_research.decode.schedule.request import Request
 
 NAMES = ("a", "b", "c")
 

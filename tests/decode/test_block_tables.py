@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtp_research.decode import block_tables
-from mtp_research.decode.block_manager import BlockManager
-from mtp_research.decode.block_tables import BlockTables
-from mtp_research.decode.request import Request
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule import batch as block_tables
+from mtp_research.decode.schedule.batch import BlockTables
+from mtp_research.decode.schedule.blocks import BlockManager
+from mtp_research.decode.schedule.request import Request
 from mtp_research.decode.transfer import to_device
 
 NUM_SLOTS, WIDTH, SPARE = 3, 4, 99

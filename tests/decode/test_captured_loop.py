@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from mtp_research.config import EngineConfig
 from mtp_research.config_choices import POLICIES
-from mtp_research.decode import build, graphs, mixed_graphs
-from mtp_research.decode.capturing import no_collection
+from mtp_research.decode import build
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.mixed_graphs import MIXED_ROWS, MixedShape, padding_rows
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.graphs import decode_graphs as graphs
+from mtp_research.decode.graphs import mixed_graphs
+from mtp_research.decode.graphs.capture import no_collection
+from mtp_research.decode.graphs.mixed_graphs import MIXED_ROWS, MixedShape, padding_rows
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.step import StepResult
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target

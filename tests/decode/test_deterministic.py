@@ -6,11 +6,11 @@ from torch import Tensor
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.step import DeviceStep
-from mtp_research.errors import ConfigError
-from mtp_research.models.invariant import EXPERTS_NAME, InvariantProducts
+from mtp_research.models.rewrites.invariant import EXPERTS_NAME, InvariantProducts
 from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.decode.loops import PROMPTS, draft_rightly, texts_of
 

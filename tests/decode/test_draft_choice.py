@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mtp_research.decode.draft_choice import DRAFT_SAMPLINGS, choose_drafts
-from mtp_research.decode.processors import processor_tensors
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.sampling_tensors import sampling_tensors
+from mtp_research.decode.draft.mtp_drafter import DRAFT_SAMPLINGS, choose_drafts
+from mtp_research.decode.sampling.processors import processor_tensors
+from mtp_research.decode.sampling.sampling import sampling_tensors
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 VOCAB = 5

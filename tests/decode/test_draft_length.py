@@ -7,15 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtp_research.decode.draft_length import (
+from mtp_research.decode.draft.draft_length import (
     BatchTableLength,
     ConfidenceLength,
     ExpectedGainLength,
     FixedLength,
+    RecentRounds,
     best_num_drafts,
 )
-from mtp_research.decode.recent_rounds import RecentRounds
-from mtp_research.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError
 
 RATES = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 

@@ -9,22 +9,26 @@ import pytest
 import torch
 
 from mtp_research.config import EngineConfig
-from mtp_research.decode import draft
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft_length import (
+from mtp_research.decode.draft import mtp_drafter as draft
+from mtp_research.decode.draft.draft_length import (
     NOT_DRAFTED,
     BatchTableLength,
     ConfidenceLength,
     DraftLength,
     ExpectedGainLength,
+    RecentRounds,
 )
-from mtp_research.decode.recent_rounds import RecentRounds
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.verdicts import Verdict
-from mtp_research.decode.verify import VerifyInputs, VerifyOutput, verify_standard
-from mtp_research.decode.verify_block import verify_block
-from mtp_research.errors import ConfigError
-from mtp_research.policy import POLICIES, num_rows_per_step
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.verify.verify import (
+    VerifyInputs,
+    VerifyOutput,
+    verify_block,
+    verify_standard,
+)
+from mtp_research.policy.audit import Verdict
+from mtp_research.policy.plan import POLICIES, num_rows_per_step
+from mtp_research.runtime.errors import ConfigError
 from tests import oracle, tiny
 from tests.decode.loops import PROMPTS, draft_rightly, run, texts_of
 from tests.decode.markov import decode, text_p_value
@@ -299,7 +303,7 @@ def test_judging_the_drawn_token_instead_would_bias_the_text() -> None:
 @pytest.mark.parametrize("makes_draft", [True, False])
 def test_rows_of_a_pass_without_a_draft(makes_draft: bool) -> None:
     """The row plan itself: base rows stay, rows above the frontier go."""
-    from mtp_research.policy import StepState, plan_pass
+    from mtp_research.policy.plan import StepState, plan_pass
 
     frontier = torch.tensor([20])
     state = StepState(

@@ -8,8 +8,7 @@ import torch
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.heads.draft_vocabulary import (
     RANKING_FILE,
     most_frequent,
@@ -17,6 +16,7 @@ from mtp_research.heads.draft_vocabulary import (
     write_ranking,
 )
 from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.training.token_ranking import main
 from tests import tiny
 from tests.decode.loops import PROMPTS, run, texts_of

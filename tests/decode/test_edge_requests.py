@@ -4,10 +4,10 @@ import pytest
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.request import FinishReason, Request
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.scheduler import Scheduler
-from mtp_research.errors import ConfigError
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.request import FinishReason, Request
+from mtp_research.decode.schedule.scheduler import Scheduler
+from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.decode.loops import PROMPTS, run, texts_of
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.verify import PADDING_TOKEN_ID, VerifyOutput
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.verify.verify import PADDING_TOKEN_ID, VerifyOutput
 from tests import oracle, tiny
 
 VOCAB = 128

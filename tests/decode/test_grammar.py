@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.grammar import Grammar, apply_bitmask, step_bitmask
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.verify_options import VerifyOptions
-from mtp_research.decode.xgrammar_adapter import XGrammarCompiler
-from mtp_research.errors import ConfigError, EnvironmentFault
+from mtp_research.decode.sampling.grammar import (
+    Grammar,
+    XGrammarCompiler,
+    apply_bitmask,
+    step_bitmask,
+)
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.verify.verify import VerifyOptions
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from tests import tiny
 from tests.decode.loops import PROMPTS, draft_rightly, run, small_pool, texts_of
 from tests.decode.toy_grammar import NOTHING, PAIRS, WORD, ToyMatcher

@@ -4,14 +4,18 @@ import pytest
 import torch
 
 from mtp_research.config import EngineConfig
-from mtp_research.decode.buckets import bucket_of, captured_sizes
-from mtp_research.decode.capture import require_grouped_experts, require_no_host_loop
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.graphs import StepGraphs
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.errors import ConfigError, EnvironmentFault
+from mtp_research.decode.graphs.capture import (
+    bucket_of,
+    captured_sizes,
+    require_grouped_experts,
+    require_no_host_loop,
+)
+from mtp_research.decode.graphs.decode_graphs import StepGraphs
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from tests import tiny
 from tests.decode.loops import PROMPTS, run, texts_of
 

@@ -9,8 +9,8 @@ from mtp_research.kernels import checks
 from mtp_research.config import EngineConfig
 from mtp_research.decode import build, kernel_support
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.errors import ConfigError
-from mtp_research.models.geometry import NO_PAGES, LayerGeometry
+from mtp_research.models.family import NO_PAGES, LayerGeometry
+from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 
 HEADS = LayerGeometry("heads", 2, 64, 64)

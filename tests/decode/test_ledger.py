@@ -8,8 +8,8 @@ import torch
 from mtp_research.config import EngineConfig
 from mtp_research.decode import decoder as decoder_module
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft_length import FixedLength
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.draft.draft_length import FixedLength
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from tests import tiny
 
 PROMPT = [1, 2, 3, 4, 5, 6]

@@ -8,14 +8,14 @@ import torch
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.drafter import NullDrafter
-from mtp_research.decode.request import FinishReason
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.verdicts import Verdict
-from mtp_research.decode.verify import VerifyOptions
-from mtp_research.decode.verify_rules import RULES
-from mtp_research.errors import ConfigError
-from mtp_research.policy import POLICIES
+from mtp_research.decode.draft.drafter import NullDrafter
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.request import FinishReason
+from mtp_research.decode.verify.verify import VerifyOptions
+from mtp_research.decode.verify.verify_rules import RULES
+from mtp_research.policy.audit import Verdict
+from mtp_research.policy.plan import POLICIES
+from mtp_research.runtime.errors import ConfigError
 from tests import oracle, tiny
 from tests.decode.chi_square import chi_square_p_value
 from tests.decode.loops import PROMPTS, draft_rightly, poison, run, small_pool, texts_of

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from mtp_research.config import EngineConfig
-from mtp_research.decode import draft
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.errors import ConfigError
+from mtp_research.decode.draft import mtp_drafter as draft
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.decode.loops import PROMPTS, draft_rightly, run, small_pool, texts_of
 from tests.oracle import target_logits

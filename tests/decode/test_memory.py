@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode import build
-from mtp_research.decode.buckets import split_batch
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.memory import (
+from mtp_research.decode.graphs.capture import split_batch
+from mtp_research.decode.pool_size import (
     PoolNeeds,
     bytes_per_block,
     plan_num_blocks,
     plan_side_by_side,
 )
-from mtp_research.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.decode.loops import run, texts_of
 

@@ -10,17 +10,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtp_research.decode.grammar import apply_bitmask
-from mtp_research.decode.logprobs import step_logprobs
-from mtp_research.decode.processors import process_logits
-from mtp_research.decode.request import Request
-from mtp_research.decode.sampling import target_probabilities
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.sampling_tensors import BatchSampling, sampling_tensors
+from mtp_research.decode.sampling.grammar import apply_bitmask
+from mtp_research.decode.sampling.logprobs import step_logprobs
+from mtp_research.decode.sampling.processors import process_logits
+from mtp_research.decode.sampling.sampling import (
+    BatchSampling,
+    sampling_tensors,
+    target_probabilities,
+)
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.request import Request
 from mtp_research.decode.transfer import to_device
-from mtp_research.decode.verify_lossy import text_is_thinking
-from mtp_research.decode.verify_options import VerifyOptions
-from mtp_research.decode.verify_rules import RULES
+from mtp_research.decode.verify.verify import VerifyOptions
+from mtp_research.decode.verify.verify_rules import RULES, text_is_thinking
 from tests.decode.test_verify import make_inputs
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -5,10 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from mtp_research.decode.block_manager import BlockManager
-from mtp_research.decode.prefix_cache import PrefixCache
-from mtp_research.decode.request import Request
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.blocks import BlockManager, PrefixCache
+from mtp_research.decode.schedule.request import Request
 
 NAMES = ("a", "b", "c")
 # Texts of zeros with at most one 1, so that most of them share a prefix, of any length.

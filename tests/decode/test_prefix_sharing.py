@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft_length import drafts_made
+from mtp_research.decode.draft.draft_length import drafts_made
 from mtp_research.decode.ledger import Launched
-from mtp_research.decode.request import FinishReason, Request, Status
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.errors import ConfigError
-from mtp_research.models import paged
-from mtp_research.policy import POLICIES
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.request import FinishReason, Request, Status
+from mtp_research.models.attention import paged
+from mtp_research.policy.plan import POLICIES
+from mtp_research.runtime.errors import ConfigError
 from tests import tiny, tiny_recurrent
 from tests.decode.loops import poison
 

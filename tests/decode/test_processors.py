@@ -6,10 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtp_research.decode.processors import ProcessorTensors, process_logits, processor_tensors
-from mtp_research.decode.processors_sequence import repetition_lengths
-from mtp_research.decode.sampling_params import MAX_DRY_MATCH, SamplingParams
-from mtp_research.errors import ConfigError
+from mtp_research.decode.sampling.processors import (
+    ProcessorTensors,
+    process_logits,
+    processor_tensors,
+    repetition_lengths,
+)
+from mtp_research.decode.sampling.sampling_params import MAX_DRY_MATCH, SamplingParams
+from mtp_research.runtime.errors import ConfigError
 from tests.oracle_processors import processed_row
 
 CPU = torch.device("cpu")

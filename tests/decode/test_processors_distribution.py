@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from mtp_research.decode import processors
-from mtp_research.decode.sampling import Stream, uniform_noise
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.verify import verify_standard
-from mtp_research.decode.verify_block import verify_block
+from mtp_research.decode.sampling import processors
+from mtp_research.decode.sampling.sampling import Stream, uniform_noise
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.verify.verify import verify_block, verify_standard
 from tests.decode.markov import decode, processed_text_p_value
 
 RULES = {"standard": verify_standard, "block": verify_block}

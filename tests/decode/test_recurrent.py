@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.kv_cache import KVCache
-from mtp_research.decode.request import FinishReason
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.errors import ConfigError
-from mtp_research.models.paged import PagedContext
-from mtp_research.models.recurrent import with_states
-from mtp_research.models.recurrent_states import RecurrentStates
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.request import FinishReason
+from mtp_research.decode.slot_state import KVCache
+from mtp_research.models.attention.paged import PagedContext
+from mtp_research.models.recurrent import RecurrentStates, with_states
+from mtp_research.runtime.errors import ConfigError
 from tests import oracle, tiny_recurrent
 from tests.decode.loops import PROMPTS, draft_rightly, poison, run, small_pool, texts_of
 from tests.decode.test_exactness import DictatedLoop

@@ -8,9 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtp_research.decode.sampling import Stream, sample_from, target_probabilities, uniform_noise
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.sampling_tensors import sampling_tensors
+from mtp_research.decode.sampling.sampling import (
+    Stream,
+    sample_from,
+    sampling_tensors,
+    target_probabilities,
+    uniform_noise,
+)
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from tests.decode.chi_square import chi_square_p_value, smallest_of
 from tests.oracle_processors import probabilities
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from mtp_research.decode.request import Request
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.sampling_tensors import BatchSampling
+from mtp_research.decode.sampling.sampling import BatchSampling
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.request import Request
 from tests.decode.toy_grammar import PAIRS
 
 CPU = torch.device("cpu")

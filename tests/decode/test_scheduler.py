@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from mtp_research.decode.block_manager import BlockManager
-from mtp_research.decode.commit import commit_entry
-from mtp_research.decode.request import FinishReason, Request, Status
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.scheduler import Schedule, Scheduler
-from mtp_research.errors import ConfigError
-from mtp_research.policy import num_slots_needed
+from mtp_research.decode.ledger import commit_entry
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.blocks import BlockManager
+from mtp_research.decode.schedule.request import FinishReason, Request, Status
+from mtp_research.decode.schedule.scheduler import Schedule, Scheduler
+from mtp_research.policy.plan import num_slots_needed
+from mtp_research.runtime.errors import ConfigError
 
 
 def _scheduler(**changes: int) -> Scheduler:

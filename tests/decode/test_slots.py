@@ -6,9 +6,9 @@ import torch
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.ledger import Launched
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.models import paged
-from mtp_research.policy import POLICIES, num_slots_needed
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.models.attention import paged
+from mtp_research.policy.plan import POLICIES, num_slots_needed
 from tests import tiny
 from tests.decode.loops import PROMPTS, draft_rightly, run, small_pool, texts_of
 

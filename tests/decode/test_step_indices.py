@@ -2,10 +2,10 @@
 
 import torch
 
-from mtp_research.decode.batch import StepInputs
-from mtp_research.decode.kv_cache import HiddenRing, KVCache
-from mtp_research.models.geometry import LayerGeometry
-from mtp_research.models.paged import PagedContext
+from mtp_research.decode.schedule.batch import StepInputs
+from mtp_research.decode.slot_state import HiddenRing, KVCache
+from mtp_research.models.attention.paged import PagedContext
+from mtp_research.models.family import LayerGeometry
 
 
 def test_compiled_target_pass_keeps_its_index_tensors_and_their_values() -> None:

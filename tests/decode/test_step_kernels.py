@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_research.decode.batch import StepInputs
-from mtp_research.decode.kv_cache import HiddenRing, KVCache
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.sampling_tensors import SamplingTensors, sampling_tensors
+from mtp_research.decode.sampling.sampling import SamplingTensors, sampling_tensors
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.batch import StepInputs
+from mtp_research.decode.slot_state import HiddenRing, KVCache
 from mtp_research.decode.step import DeviceStep, StepResult
-from mtp_research.decode.verify_rules import RULES
+from mtp_research.decode.verify.verify_rules import RULES
 from mtp_research.models.target import Target, TargetHidden
 from tests.inductor_kernels import compile_kernel, generated_kernels
 

@@ -8,9 +8,9 @@ import pytest
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.streaming import AsyncDecoder
-from mtp_research.errors import ConfigError, EnvironmentFault
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from tests import tiny
 from tests.decode.loops import PROMPTS, run, texts_of
 

@@ -7,18 +7,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mtp_research.config_choices import ARGMAX_RULES, VERIFY_RULES
-from mtp_research.decode.sampling import Stream, sample_from, uniform_noise
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.sampling_tensors import sampling_tensors
-from mtp_research.decode.verify import (
+from mtp_research.decode.sampling.sampling import (
+    Stream,
+    sample_from,
+    sampling_tensors,
+    uniform_noise,
+)
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.verify.verify import (
     PADDING_TOKEN_ID,
     VerifyInputs,
+    VerifyOptions,
+    check_options,
     verify_greedy,
     verify_standard,
 )
-from mtp_research.decode.verify_options import VerifyOptions, check_options
-from mtp_research.decode.verify_rules import LOSSLESS_RULES, RULES
-from mtp_research.errors import ConfigError
+from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES, RULES
+from mtp_research.runtime.errors import ConfigError
 from tests.decode.markov import CPU, column_p_value, decode, text_p_value
 
 SAMPLINGS = {
@@ -135,7 +140,7 @@ def test_standard_rejections_drawn_from_the_target_itself_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "mtp_research.decode.verify.sample_residual",
+        "mtp_research.decode.verify.verify.sample_residual",
         lambda _, probs, *, uniform: sample_from(probs, uniform),
     )
     decoded = decode(verify_standard, seed=1, sampling=SAMPLINGS["plain"], sample_drafts=True)

@@ -5,12 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_research.decode import verify_block as module
-from mtp_research.decode.sampling import Stream, target_probabilities, uniform_noise
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.sampling_tensors import sampling_tensors
-from mtp_research.decode.verify import VerifyInputs, verify_standard
-from mtp_research.decode.verify_block import verify_block
+from mtp_research.decode.sampling.sampling import (
+    Stream,
+    sampling_tensors,
+    target_probabilities,
+    uniform_noise,
+)
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.verify import verify as module
+from mtp_research.decode.verify.verify import VerifyInputs, verify_block, verify_standard
 from tests.decode.markov import CPU, decode, text_p_value
 from tests.decode.test_verify import SAMPLINGS, make_inputs
 

@@ -7,16 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_research.decode.verify import verify_greedy
-from mtp_research.decode.verify_lossy import (
+from mtp_research.decode.verify.verify import VerifyOptions, rates_of_length, verify_greedy
+from mtp_research.decode.verify.verify_rules import (
     text_is_thinking,
     thinking_rows,
     verify_relaxed,
     verify_synthetic,
     verify_typical,
 )
-from mtp_research.decode.verify_options import VerifyOptions, rates_of_length
-from mtp_research.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError
 from tests.decode.test_verify import make_inputs
 
 VOCAB = 6

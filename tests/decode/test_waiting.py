@@ -4,12 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_research.decode.block_manager import BlockManager
-from mtp_research.decode.commit import commit_entry
-from mtp_research.decode.request import Request, Status
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.scheduler import Schedule, Scheduler
-from mtp_research.decode.waiting import WaitingQueue
+from mtp_research.decode.ledger import commit_entry
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.blocks import BlockManager
+from mtp_research.decode.schedule.request import Request, Status
+from mtp_research.decode.schedule.scheduler import Schedule, Scheduler, WaitingQueue
 
 STEPS = 5
 

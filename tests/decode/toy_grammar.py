@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mtp_research.decode.grammar import BITS_PER_WORD
+from mtp_research.decode.sampling.grammar import BITS_PER_WORD
 
 TERMINATED = -1
 

@@ -3,8 +3,8 @@
 import random
 
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.evaluation.prompt_files import Prompt
-from mtp_research.evaluation.summary import ConditionResult
+from mtp_research.evaluation.run.prompt_files import Prompt
+from mtp_research.evaluation.stats.summary import ConditionResult
 
 
 def generation(

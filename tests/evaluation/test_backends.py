@@ -10,8 +10,8 @@ from mtp_research.kernels import checks
 import eval as entry
 from mtp_research.cli import run_entry
 from mtp_research.config import EngineConfig, EvalConfig
-from mtp_research.errors import EnvironmentFault
-from mtp_research.evaluation.backends import check_backend, reference_note
+from mtp_research.evaluation.run.decoders import check_backend, reference_note
+from mtp_research.runtime.errors import EnvironmentFault
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mtp_research.evaluation.report import Report, build_report
 from mtp_research.evaluation.results import write_results
 from mtp_research.evaluation.runs import Run, read_runs
 from mtp_research.evaluation.sections import results_sections
-from mtp_research.evaluation.speed import PassTiming
+from mtp_research.evaluation.stats.speed import PassTiming
 from mtp_research.evaluation.sweep_figures import sweep_figures, sweeps
 from mtp_research.report import main
 from tests.evaluation.generations import some_prompts, three_conditions

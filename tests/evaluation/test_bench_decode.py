@@ -10,9 +10,9 @@ import torch
 
 from mtp_research.decode import decoder as decoder_file
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.errors import NumericFault
 from mtp_research.evaluation import bench_decode, bench_row, bench_steps
 from mtp_research.evaluation.bench_steps import context_limit, time_steps
+from mtp_research.runtime.errors import NumericFault
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tries the commands on a CPU")
 

@@ -10,10 +10,10 @@ from mtp_research.kernels.part_mark import KERNEL_NAME, _part_mark_kernel
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.errors import NumericFault
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.evaluation import bench_bytes, bench_decode, bench_split
 from mtp_research.evaluation.replay_times import DeviceRun
+from mtp_research.runtime.errors import NumericFault
 from tests import tiny
 
 

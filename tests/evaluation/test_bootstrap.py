@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from mtp_research.evaluation import bootstrap
-from mtp_research.evaluation.bootstrap import Ratio, estimate
+from mtp_research.evaluation.stats import bootstrap
+from mtp_research.evaluation.stats.bootstrap import Ratio, estimate
 
 
 def _ratio(num_prompts: int) -> Ratio:

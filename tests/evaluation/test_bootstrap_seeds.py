@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from mtp_research.evaluation.bootstrap import Ratio, estimate
-from mtp_research.evaluation.bootstrap_seeds import (
+from mtp_research.evaluation.stats.bootstrap import (
     Draws,
+    Ratio,
     difference,
+    estimate,
     estimate_of,
     lengths,
     make_draws,

@@ -6,10 +6,10 @@ import pytest
 
 from mtp_research.cli import compose_config
 from mtp_research.config import EvalConfig
-from mtp_research.errors import ConfigError
-from mtp_research.evaluation.conditions import Condition, conditions_of, head_names
-from mtp_research.evaluation.settings import check_settings
+from mtp_research.evaluation.run.conditions import Condition, conditions_of, head_names
+from mtp_research.evaluation.run.decoders import check_settings
 from mtp_research.grid import expand
+from mtp_research.runtime.errors import ConfigError
 
 HEADS = "assets/lab_tiny/heads"
 

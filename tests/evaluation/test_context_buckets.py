@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from mtp_research.evaluation.context_buckets import acceptance_by_context
+from mtp_research.evaluation.stats.statistics import acceptance_by_context
 from tests.evaluation.generations import generation
 
 

@@ -13,26 +13,26 @@ import torch
 
 from mtp_research.cli import compose_config, run_entry
 from mtp_research.config import EvalConfig
-from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.evaluation import evaluate as evaluate_module
-from mtp_research.evaluation import journal as journal_module
-from mtp_research.evaluation import passes
-from mtp_research.evaluation.conditions import conditions_of
-from mtp_research.evaluation.evaluate import evaluate
-from mtp_research.evaluation.journal import (
+from mtp_research.evaluation.report import Report
+from mtp_research.evaluation.results import recompute
+from mtp_research.evaluation.run import evaluate as evaluate_module
+from mtp_research.evaluation.run import journal as journal_module
+from mtp_research.evaluation.run import passes
+from mtp_research.evaluation.run.conditions import conditions_of
+from mtp_research.evaluation.run.evaluate import evaluate
+from mtp_research.evaluation.run.journal import (
     JOURNAL_FILE,
     Journal,
     PassOutcome,
     check_resumable,
     open_journal,
 )
-from mtp_research.evaluation.prompts import EncodedPrompts
-from mtp_research.evaluation.report import Report
-from mtp_research.evaluation.results import recompute
-from mtp_research.evaluation.summary import ConditionResult
+from mtp_research.evaluation.run.prompts import EncodedPrompts
+from mtp_research.evaluation.stats.summary import ConditionResult
 from mtp_research.heads.draft_vocabulary import RANKING_FILE
 from mtp_research.models.target import Target
-from mtp_research.provenance import REPOSITORY_ROOT
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.provenance import REPOSITORY_ROOT
 
 WORDS = [
     "model.dtype=float32",

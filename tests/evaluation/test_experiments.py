@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research import policy_matrix
 from mtp_research.cli import compose_config
 from mtp_research.config import EvalConfig, TrainConfig
-from mtp_research.errors import ConfigError
 from mtp_research.evaluation.context_table import context_rows, main, speed_by_context
-from mtp_research.evaluation.evaluate import evaluate
 from mtp_research.evaluation.results import RESULTS_FILE, recompute
-from mtp_research.policy_matrix import run_policy_matrix
+from mtp_research.evaluation.run.evaluate import evaluate
+from mtp_research.runtime.errors import ConfigError
+from mtp_research.studies import policy_matrix
+from mtp_research.studies.policy_matrix import run_policy_matrix
 from tests.evaluation.generations import generation
 
 FEW = ["prompts.max_prompts=2", "sampling.max_new_tokens=5"]

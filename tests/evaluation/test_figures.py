@@ -16,8 +16,8 @@ from mtp_research.evaluation.report_tables import overview_grid
 from mtp_research.evaluation.results import write_results
 from mtp_research.evaluation.runs import Run, read_runs
 from mtp_research.evaluation.sections import results_sections
-from mtp_research.evaluation.step_cost import StepParts
-from mtp_research.evaluation.summary import ConditionResult
+from mtp_research.evaluation.stats.speed import StepParts
+from mtp_research.evaluation.stats.summary import ConditionResult
 from mtp_research.evaluation.sweep_figures import sweep_figures, sweeps
 from tests.evaluation.generations import generation, some_prompts, three_conditions
 

@@ -1,7 +1,7 @@
 from pathlib import Path
 
-from mtp_research.evaluation.head_facts import head_facts
-from mtp_research.provenance import REPOSITORY_ROOT
+from mtp_research.evaluation.run.decoders import head_facts
+from mtp_research.runtime.provenance import REPOSITORY_ROOT
 
 HEADS = REPOSITORY_ROOT / "assets" / "lab_tiny" / "heads"
 

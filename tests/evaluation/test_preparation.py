@@ -11,9 +11,9 @@ from mtp_research.cli import compose_config
 from mtp_research.config import EvalConfig
 from mtp_research.decode import build
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.errors import ConfigError
-from mtp_research.evaluation import preparation
-from mtp_research.evaluation.evaluate import evaluate
+from mtp_research.evaluation.run import passes as preparation
+from mtp_research.evaluation.run.evaluate import evaluate
+from mtp_research.runtime.errors import ConfigError
 
 WORDS = [
     "model.dtype=float32",

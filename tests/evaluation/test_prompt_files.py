@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.evaluation.prompt_files import MAX_LINE_BYTES, read_prompt_files
+from mtp_research.evaluation.run.prompt_files import MAX_LINE_BYTES, read_prompt_files
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 GOOD = json.dumps({"question_id": 1, "category": "c", "turns": ["first", "second"]})
 

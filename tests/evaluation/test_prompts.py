@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.errors import ConfigError
-from mtp_research.evaluation.prompt_files import Prompt
-from mtp_research.evaluation.prompts import (
+from mtp_research.evaluation.run.prompt_files import Prompt
+from mtp_research.evaluation.run.prompts import (
     CODE_CATEGORY,
     SHIPPED_PROMPTS,
     encode_prompt,
     load_prompts,
 )
+from mtp_research.runtime.errors import ConfigError
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not there")

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from mtp_research.evaluation import html_page
-from mtp_research.evaluation.bootstrap import Estimate
 from mtp_research.evaluation.html_page import clean
 from mtp_research.evaluation.report import Report, build_report
 from mtp_research.evaluation.report_tables import run_grids
 from mtp_research.evaluation.results import recompute, write_results
+from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.table_files import grid_csv, grid_latex
 from mtp_research.evaluation.tables import Grid
 from mtp_research.report import main

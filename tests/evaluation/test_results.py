@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.errors import IntegrityError
 from mtp_research.evaluation.report import Report, build_report
 from mtp_research.evaluation.results import recompute, to_json, write_results
 from mtp_research.evaluation.runs import read_checked
-from mtp_research.provenance import REPOSITORY_ROOT
+from mtp_research.runtime.errors import IntegrityError
+from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from tests.evaluation.generations import some_prompts, three_conditions
 
 
@@ -95,7 +95,7 @@ def test_failed_write_leaves_the_old_file_and_no_temporary(
     def full_disk(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mtp_research.files.os.fsync", full_disk)
+    monkeypatch.setattr("mtp_research.runtime.files.os.fsync", full_disk)
     with pytest.raises(OSError, match="No space"):
         write_results(tmp_path, dataclasses.replace(report, dtype="bfloat16"))
     assert path.read_bytes() == before

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.errors import IntegrityError
 from mtp_research.evaluation.entries import drafting, entries
 from mtp_research.evaluation.policy_matrix import policy_matrices
 from mtp_research.evaluation.report import Report, build_report
 from mtp_research.evaluation.results import write_results
 from mtp_research.evaluation.runs import Run, read_checked, read_runs
+from mtp_research.runtime.errors import IntegrityError
 from tests.evaluation.generations import some_prompts, three_conditions
 
 

@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.errors import IntegrityError
 from mtp_research.evaluation.figures import Figure
 from mtp_research.evaluation.seed_charts import matrix_figures
 from mtp_research.evaluation.seed_figures import main, read_checked_matrix, summary, write_matrix
-from mtp_research.evaluation.seed_groups import group_figures, match_pairs
-from mtp_research.evaluation.seed_matrix import (
+from mtp_research.evaluation.seed_tables import markdown_tables, matrix_grids, matrix_warnings
+from mtp_research.evaluation.stats.matrix_seeds import (
     MATRIX_FILE,
     GroupKey,
     MatrixCell,
     MatrixPrompt,
     SeedMatrix,
+    group_figures,
+    match_pairs,
     read_matrix,
 )
-from mtp_research.evaluation.seed_tables import markdown_tables, matrix_grids, matrix_warnings
+from mtp_research.runtime.errors import IntegrityError
 
 # Accepted drafts of the rounds of two prompts, by unroll and policy, at seed 0; seed 1 has one more
 # round, of all K, for the first prompt.

@@ -9,16 +9,20 @@ import pytest
 
 from mtp_research.cli import compose_config
 from mtp_research.config import EvalConfig, SamplingConfig, SpecConfig
-from mtp_research.decode.draft_length import BatchTableLength, ConfidenceLength, ExpectedGainLength
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.decode.verify_options import VerifyOptions
-from mtp_research.errors import ConfigError
-from mtp_research.evaluation.settings import (
+from mtp_research.decode.draft.draft_length import (
+    BatchTableLength,
+    ConfidenceLength,
+    ExpectedGainLength,
+)
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.verify.verify import VerifyOptions
+from mtp_research.evaluation.run.decoders import (
     check_settings,
     draft_length,
     sampling_params,
     verify_options,
 )
+from mtp_research.runtime.errors import ConfigError
 
 
 def test_defaults_of_the_schema_are_those_of_the_types() -> None:
@@ -117,7 +121,7 @@ def test_settings_are_checked_without_torch() -> None:
     probe = (
         "import sys; sys.modules['torch'] = None\n"
         "from mtp_research.config import EvalConfig, ModelConfig\n"
-        "from mtp_research.evaluation.settings import check_settings\n"
+        "from mtp_research.evaluation.run.decoders import check_settings\n"
         "check_settings(EvalConfig(ModelConfig('a', 'b', 'c')))"
     )
     root = Path(__file__).resolve().parents[2]

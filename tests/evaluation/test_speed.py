@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from mtp_research.evaluation.report import Report, build_report, render_text
-from mtp_research.evaluation.speed import PassTiming
-from mtp_research.evaluation.step_cost import StepParts, cost_of
-from mtp_research.evaluation.summary import ConditionResult
+from mtp_research.evaluation.stats.speed import PassTiming, StepParts, cost_of
+from mtp_research.evaluation.stats.summary import ConditionResult
 from tests.evaluation.generations import some_prompts, three_conditions
 
 BASE = StepParts(num_steps=10, target_s=0.9, verify_s=0.1, draft_s=0.0, host_s=0.2)

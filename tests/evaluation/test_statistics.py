@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_research.errors import IntegrityError
-from mtp_research.evaluation.statistics import (
+from mtp_research.evaluation.stats.statistics import (
     acceptance_statistics,
     paired_differences,
     statistics_per_domain,
 )
+from mtp_research.runtime.errors import IntegrityError
 from tests.evaluation.generations import generation, random_generations
 
 K = 4

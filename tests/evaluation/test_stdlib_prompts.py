@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from mtp_research.data.sources import HELD_OUT_STDLIB
-from mtp_research.evaluation.stdlib_prompts import MAX_CHARACTERS, MIN_CHARACTERS, cut_code
+from mtp_research.evaluation.run.prompts import MAX_CHARACTERS, MIN_CHARACTERS, cut_code
 
 BODY = "".join(f"        total_number_{i} = value + {i}\n" for i in range(20))
 SOURCE = f'''import os

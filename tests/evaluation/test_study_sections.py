@@ -8,14 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.evaluation.fault_study import FaultCondition, FaultStudy
 from mtp_research.evaluation.fault_table import main as fault_main
 from mtp_research.evaluation.fault_table import markdown_tables, study_warnings, write_study
 from mtp_research.evaluation.figures import Figure, Missing
 from mtp_research.evaluation.html_page import render_page
 from mtp_research.evaluation.report import PromptEntry
 from mtp_research.evaluation.seed_figures import write_matrix
-from mtp_research.evaluation.seed_matrix import GroupKey, MatrixCell, MatrixPrompt, SeedMatrix
+from mtp_research.evaluation.stats.fault_study import FaultCondition, FaultStudy
+from mtp_research.evaluation.stats.matrix_seeds import (
+    GroupKey,
+    MatrixCell,
+    MatrixPrompt,
+    SeedMatrix,
+)
 from mtp_research.evaluation.study_sections import fault_section, matrix_section
 from mtp_research.report import main
 from tests.evaluation.test_report_page import outline

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from mtp_research.evaluation.bootstrap import Estimate
+from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.svg import (
     Axes,
     HeatAxes,

@@ -8,11 +8,11 @@ import torch
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.stats import DecodeStats
-from mtp_research.evaluation import timed_decode
-from mtp_research.evaluation.prompts import EncodedPrompts
-from mtp_research.evaluation.step_clock import StepClock
+from mtp_research.evaluation.run import timed_decode
+from mtp_research.evaluation.run.prompts import EncodedPrompts
+from mtp_research.evaluation.run.timed_decode import StepClock
 from tests import tiny
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.errors import EnvironmentFault
 from mtp_research.evaluation.turns import Turns
+from mtp_research.runtime.errors import EnvironmentFault
 
 PREPARE_S, DECODE_S = 0.15, 0.1
 Span = tuple[float, float]

@@ -6,11 +6,11 @@ import pytest
 
 from mtp_research.cli import compose_config
 from mtp_research.config import HeadConfig, TrainConfig
-from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.heads.init import init_heads
 from mtp_research.heads.native import load_native_heads
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.target import load_target
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 from tests.heads.release import write_release
 from tests.tiny import tiny_target
 

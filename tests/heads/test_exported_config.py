@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from mtp_research.errors import ConfigError
-from mtp_research.heads.native_export import export_heads, stitch_heads
+from mtp_research.heads.export import export_heads, stitch_heads
 from mtp_research.heads.stack import MTPHeads
+from mtp_research.runtime.errors import ConfigError
 from tests.heads.release import change_config, write_release
 from tests.tiny import tiny_heads, tiny_target
 

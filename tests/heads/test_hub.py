@@ -7,12 +7,12 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from mtp_research.errors import ConfigError
-from mtp_research.heads import hub
+from mtp_research.heads import weights as hub
 from mtp_research.heads.init import init_heads
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.heads.release import write_release
 

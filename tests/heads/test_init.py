@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.heads import init
 from mtp_research.heads.init import freeze_parts, init_heads
 from mtp_research.heads.weights import save_heads
 from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 from tests.tiny import tiny_heads, tiny_target
 
 

@@ -14,7 +14,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
 from tests import tiny

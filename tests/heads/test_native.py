@@ -11,15 +11,14 @@ from torch.nn.functional import linear
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.heads import export
+from mtp_research.heads.export import export_heads, stitch_heads
 from mtp_research.heads.init import init_heads
-from mtp_research.heads.native import has_native_heads, load_native_heads
-from mtp_research.heads.native_export import export_heads, stitch_heads
-from mtp_research.heads.tensor_index import read_index
+from mtp_research.heads.native import has_native_heads, load_native_heads, read_index
 from mtp_research.heads.weights import load_heads, save_heads
-from mtp_research.models.attention import DenseContext
+from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.target import Target, load_target
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 from tests import oracle, tiny
 from tests.heads.release import RELEASES, change_config, change_mtp_file, write_release
 
@@ -207,7 +206,7 @@ def test_fp8_blocks_are_dequantised_tensor_by_tensor(deepseek: Target, tmp_path:
 
 
 def test_scale_blocks_reach_the_last_rows_and_columns() -> None:
-    from mtp_research.heads.block_scales import dequantise
+    from mtp_research.models.loading.quantised import dequantise
 
     stored = torch.ones(130, 300).to(torch.float8_e4m3fn)
     scale = torch.arange(1.0, 7.0).view(2, 3)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_research.errors import ConfigError, IntegrityError
+from mtp_research.heads.export import export_heads
 from mtp_research.heads.native import has_native_heads, load_native_heads
-from mtp_research.heads.native_export import export_heads
 from mtp_research.heads.weights import load_heads
-from mtp_research.models.fingerprint import warn_of_family
+from mtp_research.models.loading.fingerprint import warn_of_family
 from mtp_research.models.target import Target, load_target
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 from tests import tiny
 from tests.heads.release import change_config, change_mtp_file, write_release
 

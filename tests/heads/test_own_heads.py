@@ -8,13 +8,13 @@ from torch.nn.functional import linear
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.errors import ConfigError
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.heads.export import export_heads, stitch_heads
 from mtp_research.heads.init import init_heads
-from mtp_research.heads.native_export import export_heads, stitch_heads
-from mtp_research.heads.tensor_index import read_index
+from mtp_research.heads.native import read_index
 from mtp_research.heads.weights import load_heads, save_heads
 from mtp_research.models.target import Target, load_target
+from mtp_research.runtime.errors import ConfigError
 from tests import oracle, tiny
 from tests.heads.release import write_release
 

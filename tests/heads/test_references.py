@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
-from mtp_research.models.attention import DenseContext
+from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.family import NormPoint
 from tests import tiny
 from tests.heads import references, references_mtp

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from mtp_research.errors import ConfigError
 from mtp_research.heads.init import init_heads
 from mtp_research.heads.stack import HeadSpec, MTPHeads
-from mtp_research.models.attention import DenseContext
+from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError
 from tests.tiny import tiny_heads, tiny_target
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads, save_heads
-from mtp_research.models.fingerprint import target_hashes
+from mtp_research.models.loading.fingerprint import target_hashes
 from mtp_research.models.target import Target, load_target
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 from tests.tiny import tiny_heads, tiny_target
 
 LAB_TINY = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny"

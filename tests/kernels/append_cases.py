@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import torch
-from mtp_research.kernels.latent_attention import attend_latents
-from mtp_research.kernels.new_rows import NewRows
-from mtp_research.kernels.paged_attention import attend_pages
-from mtp_research.kernels.rotary import rotate_ref
+from mtp_research.kernels.attention.paged_attention import attend_pages
+from mtp_research.kernels.attention.store_kv import NewRows, rotate_ref
+from mtp_research.kernels.latent.latent_attention import attend_latents
 from torch import Tensor
 
 from tests.kernels.kernel_cases import (

@@ -1,9 +1,12 @@
 """Checks of the one-visit cross-entropy and of the row gather, for every backend and device."""
 
 import torch
-from mtp_research.kernels.cross_entropy import CrossEntropyResult, cross_entropy
-from mtp_research.kernels.cross_entropy_rows import cross_entropy_rows
-from mtp_research.kernels.gather_rows import gather_rows
+from mtp_research.kernels.losses.cross_entropy import (
+    CrossEntropyResult,
+    cross_entropy,
+    cross_entropy_rows,
+)
+from mtp_research.kernels.losses.gather_rows import gather_rows
 from torch import Tensor
 from torch.nn import functional
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from mtp_research.kernels.distill_rows import Mixture
+from mtp_research.kernels.losses.distill_rows import Mixture
 from torch import Tensor
 from torch.nn import functional
 

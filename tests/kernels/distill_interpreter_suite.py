@@ -9,9 +9,10 @@ import os
 
 import pytest
 import torch
-from mtp_research.kernels import cross_entropy_rows, gather_rows
-from mtp_research.kernels.distill import distill
-from mtp_research.kernels.distill_rows import Mixture
+from mtp_research.kernels.losses import cross_entropy as cross_entropy_rows
+from mtp_research.kernels.losses import gather_rows
+from mtp_research.kernels.losses.distill import distill
+from mtp_research.kernels.losses.distill_rows import Mixture
 
 from tests.kernels.cross_entropy_cases import check_gather, check_rows, run_product
 from tests.kernels.distill_cases import ETA, MIXTURES, distill_case, plain_distill

@@ -1,10 +1,10 @@
 """Checks of the mixture-of-experts MLP, shared by the reference, interpreter and GPU runs."""
 
 import torch
-from mtp_research.kernels import expert_mlp_launch
-from mtp_research.kernels.expert_mlp import expert_mlp, expert_pairs
-from mtp_research.kernels.expert_router import route_tokens
-from mtp_research.kernels.expert_routing import route_pairs, route_pairs_ref
+from mtp_research.kernels.experts import expert_mlp as expert_mlp_launch
+from mtp_research.kernels.experts.expert_mlp import expert_mlp, expert_pairs
+from mtp_research.kernels.experts.expert_router import route_tokens
+from mtp_research.kernels.experts.expert_routing import route_pairs, route_pairs_ref
 from torch import Tensor
 
 TOLERANCES = {

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from mtp_research.kernels.few_rows_product import FewRowsConfig, few_rows_product
+from mtp_research.kernels.products.few_rows_product import FewRowsConfig, few_rows_product
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 

@@ -11,11 +11,13 @@ import os
 import numpy
 import pytest
 import torch
-from mtp_research.kernels import attention_launch, expert_routing, latent_attention_launch
-from mtp_research.kernels.latent_attention import latent_attention
-from mtp_research.kernels.paged_attention import paged_attention
+from mtp_research.kernels.attention import attention_launch
+from mtp_research.kernels.attention.paged_attention import paged_attention
+from mtp_research.kernels.attention.store_kv import store_kv
+from mtp_research.kernels.experts import expert_routing
+from mtp_research.kernels.latent import latent_attention as latent_attention_launch
+from mtp_research.kernels.latent.latent_attention import latent_attention
 from mtp_research.kernels.part_mark import part_mark
-from mtp_research.kernels.store_kv import store_kv
 
 from tests.kernels.append_cases import (
     APPEND_CASES,

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from mtp_research.kernels.invariant_grouped import invariant_grouped_matmul
-from mtp_research.kernels.invariant_matmul import invariant_matmul
-from mtp_research.kernels.row_sum import row_sum
+from mtp_research.kernels.products.invariant_matmul import (
+    invariant_grouped_matmul,
+    invariant_matmul,
+    row_sum,
+)
 from torch import Tensor
 
 from tests.kernels.kernel_cases import AttentionCase, make_inputs, slow_arguments

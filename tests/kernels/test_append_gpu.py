@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from mtp_research.kernels.new_rows import NewRows
-from mtp_research.kernels.paged_attention import attend_pages
-from mtp_research.kernels.rotary import rotate_ref
-from mtp_research.kernels.store_kv import store_kv
+from mtp_research.kernels.attention.paged_attention import attend_pages
+from mtp_research.kernels.attention.store_kv import NewRows, rotate_ref, store_kv
 
 from tests.kernels.append_cases import (
     APPEND_CASES,

@@ -1,5 +1,5 @@
 import pytest
-from mtp_research.kernels.attention_launch import (
+from mtp_research.kernels.attention.attention_launch import (
     MAX_SPLITS,
     LaunchConfig,
     choose_config,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from mtp_research.kernels import bench
-from mtp_research.kernels.paged_attention import paged_attention_ref
+from mtp_research.kernels.attention.paged_attention import paged_attention_ref
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,8 +15,8 @@ from mtp_research.kernels import (
     bench_peers,
     bench_timing,
 )
-from mtp_research.kernels.latent_attention import latent_attention_ref
-from mtp_research.kernels.paged_attention import paged_attention_ref
+from mtp_research.kernels.attention.paged_attention import paged_attention_ref
+from mtp_research.kernels.latent.latent_attention import latent_attention_ref
 
 CEILINGS = {"copy_tb_per_s": 4.0, "read_tb_per_s": 4.0, "bf16_tflop_per_s": 700.0}
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from mtp_research.kernels import checks
-from mtp_research.kernels.paged_attention_triton import attention_kernel
+from mtp_research.kernels.attention.paged_attention_triton import attention_kernel
 
 
 def test_resolve_backend_auto_on_cpu_is_reference():

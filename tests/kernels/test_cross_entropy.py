@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from mtp_research.kernels import cross_entropy as module
-from mtp_research.kernels.cross_entropy import cross_entropy, wave_rows
-from mtp_research.kernels.cross_entropy_rows import (
+from mtp_research.kernels.losses import cross_entropy as module
+from mtp_research.kernels.losses.cross_entropy import (
     BLOCK_V,
     NUM_WARPS,
     _cross_entropy_kernel,
+    cross_entropy,
     cross_entropy_rows,
+    wave_rows,
 )
-from mtp_research.kernels.gather_rows import ROWS_PER_PROGRAM, _gather_kernel, gather_rows
+from mtp_research.kernels.losses.gather_rows import ROWS_PER_PROGRAM, _gather_kernel, gather_rows
 
 from tests.kernels.cross_entropy_cases import check_gather, check_rows, run_product
 

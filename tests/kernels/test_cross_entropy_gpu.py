@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mtp_research.kernels.cross_entropy import cross_entropy
+from mtp_research.kernels.losses.cross_entropy import cross_entropy
 
 from tests.kernels.cross_entropy_cases import check_gather, check_rows, run_product
 

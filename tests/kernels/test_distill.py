@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from mtp_research.kernels import distill as distill_module
-from mtp_research.kernels.distill import distill
-from mtp_research.kernels.distill_rows import Mixture, distill_rows
+from mtp_research.kernels.losses import distill as distill_module
+from mtp_research.kernels.losses.distill import distill
+from mtp_research.kernels.losses.distill_rows import Mixture, distill_rows
 
 from tests.kernels.distill_cases import ETA, MIXTURES, distill_case, plain_distill
 

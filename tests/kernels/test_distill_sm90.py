@@ -1,8 +1,8 @@
 """The distillation kernels compile for sm_90 without a GPU: no spills, wide accesses."""
 
 import pytest
-from mtp_research.kernels.distill_rows import BLOCK_V, NUM_WARPS, _distill_kernel
-from mtp_research.kernels.summarise_rows import _summarise_kernel
+from mtp_research.kernels.losses.distill import _summarise_kernel
+from mtp_research.kernels.losses.distill_rows import BLOCK_V, NUM_WARPS, _distill_kernel
 
 pytest.importorskip("triton")
 from tests.kernels.test_sm90_compile import _compile, _num_spilled_bytes

@@ -5,10 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mtp_research.kernels import bench_expert_cases, bench_experts
-from mtp_research.kernels.expert_mlp import expert_mlp, expert_pairs
-from mtp_research.kernels.expert_mlp_launch import choose_expert_config
-from mtp_research.kernels.expert_router import route_tokens
-from mtp_research.kernels.expert_routing import most_tiles, padded_experts, route_pairs
+from mtp_research.kernels.experts.expert_mlp import choose_expert_config, expert_mlp, expert_pairs
+from mtp_research.kernels.experts.expert_router import route_tokens
+from mtp_research.kernels.experts.expert_routing import most_tiles, padded_experts, route_pairs
 
 from tests.kernels.expert_cases import (
     check_all_on_one_expert,

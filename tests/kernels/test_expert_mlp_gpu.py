@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from mtp_research.kernels import expert_routing
-from mtp_research.kernels.expert_mlp import expert_mlp
-from mtp_research.kernels.expert_mlp_launch import launch_expert_pairs
+from mtp_research.kernels.experts import expert_routing
+from mtp_research.kernels.experts.expert_mlp import expert_mlp, launch_expert_pairs
 
 from tests.kernels.expert_cases import (
     TOLERANCES,

@@ -2,9 +2,15 @@
 
 import pytest
 import torch
-from mtp_research.kernels import expert_mlp_launch, expert_router, expert_routing
-from mtp_research.kernels.expert_mlp_triton import down_kernel, gate_up_kernel
-from mtp_research.kernels.expert_router_triton import router_choice_kernel, router_logits_kernel
+from mtp_research.kernels.experts import (
+    expert_mlp as expert_mlp_launch,
+)
+from mtp_research.kernels.experts import (
+    expert_router,
+    expert_routing,
+)
+from mtp_research.kernels.experts.expert_mlp_triton import down_kernel, gate_up_kernel
+from mtp_research.kernels.experts.expert_router import router_choice_kernel, router_logits_kernel
 
 pytest.importorskip("triton")
 from tests.kernels.expert_cases import configs_of

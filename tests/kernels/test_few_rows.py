@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from mtp_research.kernels import bench_few_rows, few_rows_choice
-from mtp_research.kernels.few_rows_choice import choose_config, choose_gated_config
-from mtp_research.kernels.few_rows_product import (
+from mtp_research.kernels import bench_few_rows
+from mtp_research.kernels.products import few_rows_product as few_rows_choice
+from mtp_research.kernels.products.few_rows_product import (
     FewRowsConfig,
+    choose_config,
+    choose_gated_config,
     choose_num_splits,
     few_rows_product,
 )

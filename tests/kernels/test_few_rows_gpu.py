@@ -2,8 +2,12 @@
 
 import pytest
 import torch
-from mtp_research.kernels.few_rows_choice import choose_config, choose_gated_config
-from mtp_research.kernels.few_rows_product import FewRowsConfig, few_rows_product
+from mtp_research.kernels.products.few_rows_product import (
+    FewRowsConfig,
+    choose_config,
+    choose_gated_config,
+    few_rows_product,
+)
 
 from tests.kernels.few_rows_cases import INTERPRETED_CASES, Case, check_few_rows
 

@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from mtp_research.kernels import few_rows_choice
-from mtp_research.kernels.few_rows_product import (
+from mtp_research.kernels.products import few_rows_product as few_rows_choice
+from mtp_research.kernels.products.few_rows_product import (
     FewRowsConfig,
     choose_num_splits,
     few_rows_constants,
+    few_rows_kernel,
 )
-from mtp_research.kernels.few_rows_triton import few_rows_kernel
 
 pytest.importorskip("triton")
 from tests.kernels.test_sm90_compile import (

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from mtp_research.kernels.paged_attention import paged_attention
+from mtp_research.kernels.attention.paged_attention import paged_attention
+from mtp_research.kernels.attention.store_kv import store_kv
 from mtp_research.kernels.part_mark import part_mark
-from mtp_research.kernels.store_kv import store_kv
 
 from tests.kernels.kernel_cases import (
     ATTENTION_CASES,

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
-from mtp_research.kernels.invariant_grouped import invariant_grouped_matmul, tile_pairs
-from mtp_research.kernels.invariant_matmul import choose_matmul_config, invariant_matmul
-from mtp_research.kernels.latent_attention import latent_attention
-from mtp_research.kernels.paged_attention import paged_attention
-from mtp_research.kernels.row_sum import row_sum
+from mtp_research.kernels.attention.paged_attention import paged_attention
+from mtp_research.kernels.latent.latent_attention import latent_attention
+from mtp_research.kernels.products.invariant_matmul import (
+    choose_matmul_config,
+    invariant_grouped_matmul,
+    invariant_matmul,
+    row_sum,
+    tile_pairs,
+)
 
 from tests.kernels import kernel_cases
 from tests.kernels.invariant_cases import (

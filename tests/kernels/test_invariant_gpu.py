@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mtp_research.kernels.invariant_grouped import invariant_grouped_matmul
+from mtp_research.kernels.products.invariant_matmul import invariant_grouped_matmul
 
 from tests.kernels.invariant_cases import (
     VARIANTS,

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from mtp_research.kernels import invariant_matmul, row_sum
-from mtp_research.kernels.merge_in_order import merge_in_order_kernel
+from mtp_research.kernels.attention.splits import merge_in_order_kernel
+from mtp_research.kernels.products import invariant_matmul
+from mtp_research.kernels.products import invariant_matmul as row_sum
 
 pytest.importorskip("triton")
 from tests.kernels.test_sm90_compile import (

@@ -3,8 +3,11 @@
 import pytest
 import torch
 from mtp_research.kernels import bench_latent
-from mtp_research.kernels.latent_attention import latent_attention
-from mtp_research.kernels.latent_attention_launch import choose_latent_config, fits_gluon
+from mtp_research.kernels.latent.latent_attention import (
+    choose_latent_config,
+    fits_gluon,
+    latent_attention,
+)
 
 from tests.kernels.kernel_cases import LATENT_CASES, latent_keywords, make_inputs, slow_arguments
 from tests.kernels.slow import slow_paged_attention

@@ -5,8 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from mtp_research.kernels import latent_attention_launch, new_rows
-from mtp_research.kernels.latent_attention_gluon import latent_attention_gluon_kernel
+from mtp_research.kernels.attention import store_kv as new_rows
+from mtp_research.kernels.latent import latent_attention as latent_attention_launch
+from mtp_research.kernels.latent.latent_gluon import latent_attention_gluon_kernel
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402 - after the skip

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_research.kernels import (
-    attention_launch,
-    latent_attention_launch,
-    new_rows,
-    part_mark,
-    store_kv,
-)
-from mtp_research.kernels.latent_attention_triton import latent_attention_kernel
-from mtp_research.kernels.paged_attention_triton import attention_kernel
-from mtp_research.kernels.splits import merge_splits_kernel
+from mtp_research.kernels import part_mark
+from mtp_research.kernels.attention import attention_launch, store_kv
+from mtp_research.kernels.attention import store_kv as new_rows
+from mtp_research.kernels.attention.paged_attention_triton import attention_kernel
+from mtp_research.kernels.attention.splits import merge_splits_kernel
+from mtp_research.kernels.latent import latent_attention as latent_attention_launch
+from mtp_research.kernels.latent.latent_attention_triton import latent_attention_kernel
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402 - after the skip

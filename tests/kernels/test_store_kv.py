@@ -1,6 +1,6 @@
 import pytest
 import torch
-from mtp_research.kernels.store_kv import store_kv, store_kv_ref
+from mtp_research.kernels.attention.store_kv import store_kv, store_kv_ref
 
 from tests.kernels.kernel_cases import STORE_CASES, make_store_inputs
 from tests.kernels.slow import slow_store_kv

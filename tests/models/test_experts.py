@@ -5,22 +5,22 @@ from types import MethodType
 
 import pytest
 import torch
-from mtp_research.kernels.expert_mlp import expert_mlp
+from mtp_research.kernels.experts.expert_mlp import expert_mlp
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
-from mtp_research.errors import ConfigError
-from mtp_research.models import every_expert
-from mtp_research.models.every_expert import EVERY_EXPERT_NAME
+from mtp_research.models import experts as every_expert
 from mtp_research.models.experts import (
+    EVERY_EXPERT_NAME,
     EXPERTS_NAME,
     expert_stacks,
     experts_forward,
     route_experts,
     why_not_fused,
 )
-from mtp_research.models.routers import fuse_routers, fused_router
+from mtp_research.models.rewrites.routers import fuse_routers, fused_router
+from mtp_research.runtime.errors import ConfigError
 
 SIZES = {
     "vocab_size": 32,

@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.errors import ConfigError
 from mtp_research.heads.init import init_heads
-from mtp_research.heads.tensor_index import read_index
+from mtp_research.heads.native import read_index
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.block import build_block
-from mtp_research.models.loading import read_config
+from mtp_research.models.loading.load_weights import read_config
 from mtp_research.models.target import load_target
+from mtp_research.runtime.errors import ConfigError
 from tests import oracle, tiny
 from tests.heads.release import write_release
 

@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
-from mtp_research.kernels import few_rows_choice
-from mtp_research.kernels.few_rows_product import FewRowsConfig
+from mtp_research.kernels.products import few_rows_product as few_rows_choice
+from mtp_research.kernels.products.few_rows_product import FewRowsConfig
 from torch import nn
 
-from mtp_research.models import few_rows, merged
-from mtp_research.models.merged import merge_projections
+from mtp_research.models.rewrites import products as few_rows
+from mtp_research.models.rewrites import products as merged
+from mtp_research.models.rewrites.products import merge_projections
 from tests import tiny
 
 

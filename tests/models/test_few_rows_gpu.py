@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from mtp_research.kernels.few_rows_product import FewRowsConfig, few_rows_product
+from mtp_research.kernels.products.few_rows_product import FewRowsConfig, few_rows_product
 from torch import Tensor
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.models import few_rows
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.models.rewrites import products as few_rows
 from tests import tiny
 from tests.decode.loops import PROMPTS, run, texts_of
 

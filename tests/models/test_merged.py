@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from mtp_research.models.merged import merge_projections
+from mtp_research.models.rewrites.products import merge_projections
 from tests import tiny
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mtp_research.models.mixer_cache import MixerState, library_cache, zero_state
-from mtp_research.models.mixer_rows import run_rows
+from mtp_research.models.recurrent import MixerState, library_cache, run_rows, zero_state
 from tests import tiny_recurrent
 
 NUM_REQUESTS, NUM_ROWS = 2, 4

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.kv_cache import KVCache
-from mtp_research.errors import ConfigError
-from mtp_research.models.attention import DenseContext
-from mtp_research.models.paged import PagedContext
+from mtp_research.decode.slot_state import KVCache
+from mtp_research.models.attention.attention import DenseContext
+from mtp_research.models.attention.paged import PagedContext
 from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.recipes import RECIPES
 
@@ -36,7 +36,9 @@ def target(request: pytest.FixtureRequest) -> Target:
 def library_logits(target: Target, text: list[int]) -> Tensor:
     """Logits `[L, V]` of the library's model with an attention of its own."""
     model = copy.deepcopy(target.model)
-    for module in model.modules():  # attention that we route elsewhere, see models/sparse.py
+    for (
+        module
+    ) in model.modules():  # attention that we route elsewhere, see models/attention/paged.py
         if isinstance(vars(module).get("forward"), functools.partial):
             del module.forward
     name = "eager" if target.family_name in WITHOUT_SDPA else "sdpa"

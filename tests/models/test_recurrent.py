@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_research.models.attention import DenseContext
-from mtp_research.models.geometry import KVPages
-from mtp_research.models.paged import PagedContext
-from mtp_research.models.recurrent import with_states
-from mtp_research.models.recurrent_states import RecurrentStates
+from mtp_research.models.attention.attention import DenseContext
+from mtp_research.models.attention.paged import PagedContext
+from mtp_research.models.family import KVPages
+from mtp_research.models.recurrent import RecurrentStates, with_states
 from mtp_research.models.target import Target
 from tests import tiny, tiny_recurrent
 

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 import torch
-from mtp_research.kernels.new_rows import MAX_STORED_ROWS
+from mtp_research.kernels.attention.store_kv import MAX_STORED_ROWS
 from torch import Tensor
 
-from mtp_research.decode.kv_cache import KVCache
-from mtp_research.models.attention import DenseContext
-from mtp_research.models.paged import PagedContext
-from mtp_research.models.rotary import leave_rotary_to_attention
+from mtp_research.decode.slot_state import KVCache
+from mtp_research.models.attention.attention import DenseContext
+from mtp_research.models.attention.paged import PagedContext
+from mtp_research.models.rewrites.rotary import leave_rotary_to_attention
 from mtp_research.models.target import Target
 from tests import tiny
 

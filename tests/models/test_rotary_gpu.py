@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from mtp_research.kernels.new_rows import NewRows
+from mtp_research.kernels.attention.store_kv import NewRows
 from torch import Tensor
 
 from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling_params import SamplingParams
-from mtp_research.models import compiled
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.models.attention import paged as compiled
 from tests import tiny
 from tests.decode.loops import PROMPTS, run, texts_of
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from mtp_research.errors import ConfigError, IntegrityError
-from mtp_research.models.source import ModelSizes, check_source, read_sizes
+from mtp_research.models.loading.load_weights import ModelSizes, check_source, read_sizes
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 
 @pytest.fixture

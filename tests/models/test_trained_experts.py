@@ -9,7 +9,7 @@ from transformers import Glm4MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 
-from mtp_research.models.trained_experts import fits_trained, sort_pairs, trained_experts
+from mtp_research.models.experts import fits_trained, sort_pairs, trained_experts
 
 NAME = "trained_experts_test"
 

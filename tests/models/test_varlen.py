@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from mtp_research.models import attention, varlen
-from mtp_research.models.attention import DenseContext
-from mtp_research.models.varlen import document_ends, fits_varlen, flat_ends
+from mtp_research.models.attention import attention
+from mtp_research.models.attention import attention as varlen
+from mtp_research.models.attention.attention import (
+    DenseContext,
+    document_ends,
+    fits_varlen,
+    flat_ends,
+)
 
 # Documents of 3, 2 and 3 tokens and padding; one document that fills its row; five short ones.
 ROWS = np.array([[0, 0, 0, 1, 1, 2, 2, 2, -1], [3] * 9, [4, 5, 5, 6, 6, 7, 7, 7, 8]])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_research.training.acceptance import (
+from mtp_research.training.walk.acceptance import (
     AnchorRange,
     accepted_prefix,
     bootstrap_error,

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from mtp_research.errors import ConfigError, IntegrityError, NumericFault
+from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
 from mtp_research.training.checkpoint import (
     check_same_run,
     clear_leftovers,

@@ -2,7 +2,7 @@
 
 import torch
 
-from mtp_research.training.depth_weights import depth_weights, expected_length, length_gradient
+from mtp_research.training.losses.loss_terms import depth_weights, expected_length, length_gradient
 
 
 def weights(kind, *, labelled, confidence=None, is_hit=None, decay=0.8):

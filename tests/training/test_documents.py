@@ -10,9 +10,9 @@ from mtp_research.config import DataConfig
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.data.sources import Document
 from mtp_research.data.tokenizer import END_ID, EOS_ID, save_tokenizer, train_tokenizer
-from mtp_research.errors import ConfigError, IntegrityError
 from mtp_research.models.target import load_tokenizer
-from mtp_research.provenance import REPOSITORY_ROOT
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from mtp_research.training.documents import held_out_indices, load_head_documents
 
 LAB_TARGET = REPOSITORY_ROOT / "assets" / "lab_tiny" / "target"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mtp_research.training.draft_rows import ModuleRows, masked_attention, merge_draft_rows
+from mtp_research.training.unroll import ModuleRows, masked_attention, merge_draft_rows
 
 HEADS, KV_HEADS, LENGTH, DIM = 4, 2, 9, 8
 DOCUMENT_INDEX = torch.tensor([[0] * 5 + [1] * 3 + [-1]])

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from mtp_research.config import TrainConfig
 from mtp_research.training.loop import train_heads
-from mtp_research.training.objective import HeadObjective
+from mtp_research.training.losses.losses import HeadObjective
 from tests.training.tiny import save_lab
 
 

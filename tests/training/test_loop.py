@@ -14,17 +14,15 @@ import torch
 from safetensors.torch import load_file
 
 from mtp_research.config import TrainConfig
-from mtp_research.errors import ConfigError, IntegrityError, Interrupted, NumericFault
 from mtp_research.heads.weights import load_heads, read_head_record
 from mtp_research.models.target import load_target
+from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted, NumericFault
 from mtp_research.training import loop
-from mtp_research.training.checkpoint import check_same_run
-from mtp_research.training.loop import train_heads
-from mtp_research.training.objective import UnrollSpec
+from mtp_research.training.checkpoint import check_same_run, run_settings
+from mtp_research.training.loop import accumulate_gradients, train_heads
+from mtp_research.training.losses.losses import UnrollSpec
 from mtp_research.training.setup import build_run, make_accelerator
-from mtp_research.training.signals import StopRequest
-from mtp_research.training.state import run_settings
-from mtp_research.training.step import accumulate_gradients
+from mtp_research.training.tracking import StopRequest
 from tests.oracle import DRAFTS
 from tests.tiny import to_float64
 from tests.training.tiny import save_lab

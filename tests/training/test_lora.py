@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from mtp_research.config import TrainConfig
-from mtp_research.errors import EnvironmentFault, Interrupted
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
+from mtp_research.runtime.errors import EnvironmentFault, Interrupted
 from mtp_research.training import loop
-from mtp_research.training.held_out import measure_held_out
 from mtp_research.training.loop import train_heads
-from mtp_research.training.lora import SCALE, merged_tensors
+from mtp_research.training.optim import SCALE, merged_tensors
 from mtp_research.training.setup import build_run, make_accelerator
+from mtp_research.training.walk.replay import measure_held_out
 from tests.training.tiny import save_lab
 
 

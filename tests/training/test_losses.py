@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtp_research.config_choices import LOSS_TERMS, parse_loss
-from mtp_research.errors import ConfigError
-from mtp_research.training.loss_terms import LossSpec
-from mtp_research.training.losses import depth_labels, label_counts, multi_depth_loss
+from mtp_research.runtime.errors import ConfigError
+from mtp_research.training.losses.loss_terms import LossSpec
+from mtp_research.training.losses.losses import depth_labels, label_counts, multi_depth_loss
 from mtp_research.training.unroll import DepthOutput, same_document
 from tests.training.tiny import DOCUMENT_INDEX
 

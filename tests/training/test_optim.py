@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mtp_research.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.optim import MasterWeights, cosine_learning_rate
 
 

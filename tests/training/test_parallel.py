@@ -13,10 +13,10 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from mtp_research.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
-from mtp_research.errors import ConfigError
-from mtp_research.models.merged import MergedLinear
+from mtp_research.models.rewrites.products import MergedLinear
+from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.loop import train_heads
-from mtp_research.training.parallel import prepare_target
+from mtp_research.training.parallel.parallel import prepare_target
 from tests.training.tiny import save_lab, trainable_heads
 
 ROOT = Path(__file__).resolve().parents[2]

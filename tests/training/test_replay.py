@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtp_research.data.packing import EncodedDocument
-from mtp_research.training.replay import AnchorDrafts, walk_report
+from mtp_research.training.walk.replay import AnchorDrafts, walk_report
 
 
 def document(name: str, domain: str, mask: list[int]) -> EncodedDocument:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
-from mtp_research.training.loss_rows import loss_rows
-from mtp_research.training.losses import depth_labels
-from mtp_research.training.rows import TrainingRows, row_indices
+from mtp_research.training.losses.losses import depth_labels
+from mtp_research.training.losses.row_losses import loss_rows
+from mtp_research.training.packed_rows import TrainingRows, row_indices
 from tests.tiny import tiny_target
 
 

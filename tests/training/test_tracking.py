@@ -7,7 +7,7 @@ import types
 import pytest
 
 from mtp_research.config import LoggerConfig
-from mtp_research.provenance import HIDDEN
+from mtp_research.runtime.provenance import HIDDEN
 from mtp_research.training.tracking import Tracker, jsonable
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mtp_research.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.models.attention import DenseContext
+from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.target import Target
 from tests.tiny import tiny_heads, tiny_target
 

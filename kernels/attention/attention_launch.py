@@ -1,0 +1,252 @@
+"""Launch of the paged attention programs: tile sizes, warps, stages, number of splits.
+
+Where it sits: between the checked wrapper `paged_attention` and its Triton programs. Everything is
+computed from static shapes, never from device values, so that one CUDA graph per batch bucket
+replays it, and so that a test can compile every configuration that ships without a GPU.
+Letters: R requests, H / Hkv heads, Dk / Dv head dims, M blocks per table.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from mtp_research.kernels import checks
+from mtp_research.kernels.attention.paged_attention_triton import attention_kernel
+from mtp_research.kernels.attention.splits import (
+    ceil_div,
+    merge_splits,
+    next_power_of_two,
+    padded_head_dim,
+    split_outputs,
+)
+from mtp_research.kernels.attention.store_kv import NewRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Shared memory of one sm_90 SM is 228 KiB; two programs an SM keep loads in flight while one waits.
+_PIPELINE_BYTES = 104 * 1024
+_MAX_STAGES = 4
+_PROGRAMS_PER_SM = 2
+MAX_SPLITS = 64
+_SPLITS_OF_A_WARP = 4
+# Keys of a split whose bounds do not depend on the batch; a multiple of every tile width.
+INVARIANT_SPLIT_KEYS = 512
+# Start, drain and partial write of a split, in units of one key tile. Estimated, not measured.
+_SPLIT_OVERHEAD_TILES = 2
+
+
+class LaunchConfig(NamedTuple):
+    """Compile-time shape of one attention program."""
+
+    block_m: int  # packed query rows: rows of the step x heads of one KV group
+    block_n: int  # keys a tile
+    num_warps: int
+    num_stages: int
+
+
+def launch_paged_attention(
+    query: Tensor,
+    *,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    scale: float,
+    sliding_window: int | None,
+    sinks: Tensor | None,
+    positions: Tensor | None,
+    kv_start: Tensor | None,
+    num_splits: int | None,
+    new_rows: NewRows | None = None,
+    config: LaunchConfig | None = None,
+    invariant: bool = False,
+) -> Tensor:
+    """Launches the attention programs, then the merge if there is more than one split.
+
+    Arguments and result as in `paged_attention`, checked there. With `new_rows` (at most
+    `MAX_STORED_ROWS` a request) the programs first write them to the pages; with angles they rotate
+    them, and `query`. `config` overrides the tile sizes that `choose_config` picks (for
+    measurements). With `invariant` tiles are those of one row and splits lie at fixed positions, so
+    that a row's result does not depend on its batch.
+    """
+    num_rows, num_heads, key_dim = query.shape
+    block_size, num_kv_heads, value_dim = value_cache.shape[1:]
+    num_requests, num_table_blocks = block_table.shape
+    group = num_heads // num_kv_heads
+    out = query.new_empty(num_rows, num_heads, value_dim)
+    if config is None:
+        config = choose_config(
+            1 if invariant else max_query_len * group,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            element_bytes=query.element_size(),
+        )
+    num_query_tiles = max(1, ceil_div(max_query_len * group, config.block_m))
+    max_keys = num_table_blocks * block_size
+    if invariant:
+        num_splits = ceil_div(max_keys, INVARIANT_SPLIT_KEYS)
+    elif num_splits is None:
+        # Padding of ragged requests leaves tiles without rows; T bounds the tiles that have some.
+        num_tiles = num_rows * group // config.block_m + num_requests
+        num_splits = choose_num_splits(
+            num_kv_heads * min(num_tiles, num_requests * num_query_tiles),
+            max_key_tiles=ceil_div(max_keys, config.block_n),
+            num_sms=checks.num_multiprocessors(query.device),
+        )
+    partial, lse = split_outputs(out, num_splits, always_split=invariant)
+    rotary_dim = 0
+    if new_rows is not None and new_rows.cos is not None:
+        rotary_dim = new_rows.cos.shape[1]
+    with checks.launch_device(query):
+        attention_kernel[(num_requests * num_query_tiles, num_kv_heads, num_splits)](
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            seq_lens,
+            query_start_loc,
+            sinks,
+            positions,
+            kv_start,
+            *(new_rows or (None,) * 5),
+            out if partial is None else partial,
+            lse,
+            key_cache.shape[0] * block_size,
+            num_rows,
+            num_query_tiles,
+            max_keys,
+            scale / math.log(2),
+            *query.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            block_table.stride(0),
+            *_new_row_strides(new_rows),
+            **attention_constants(
+                num_heads,
+                num_kv_heads=num_kv_heads,
+                key_dim=key_dim,
+                value_dim=value_dim,
+                block_size=block_size,
+                sliding_window=sliding_window,
+                split=partial is not None,
+                split_keys=INVARIANT_SPLIT_KEYS if invariant else 0,
+                config=config,
+                num_stored_rows=0 if new_rows is None else max_query_len,
+                rotary_dim=rotary_dim,
+            ),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        if partial is not None and lse is not None:
+            merge_splits(
+                partial,
+                lse,
+                query_start_loc=query_start_loc,
+                out=out,
+                # A warp holds a row of few splits; four would wait for each other.
+                num_warps=1 if num_splits <= _SPLITS_OF_A_WARP and not invariant else 4,
+                in_order=invariant,
+            )
+    return out
+
+
+def _new_row_strides(new_rows: NewRows | None) -> tuple[int, ...]:
+    """Strides of row and head of keys and values, then of row of cos and sin; 0 where not given."""
+    if new_rows is None:
+        return (0,) * 6
+    angles = (new_rows.cos, new_rows.sin)
+    of_angles = (0 if tensor is None else tensor.stride(0) for tensor in angles)
+    return (*new_rows.key.stride()[:2], *new_rows.value.stride()[:2], *of_angles)
+
+
+def attention_constants(
+    num_heads: int,
+    *,
+    num_kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    block_size: int,
+    sliding_window: int | None,
+    split: bool,
+    config: LaunchConfig,
+    split_keys: int = 0,
+    num_stored_rows: int = 0,
+    rotary_dim: int = 0,
+) -> dict[str, int | bool]:
+    """The compile-time arguments of the attention kernel, by parameter name."""
+    return {
+        "NUM_HEADS": num_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "PADDED_KEY_DIM": padded_head_dim(key_dim),
+        "PADDED_VALUE_DIM": padded_head_dim(value_dim),
+        "BLOCK_SIZE": block_size,
+        "WINDOW": sliding_window or 0,
+        "SPLIT": split,
+        "SPLIT_KEYS": split_keys,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "STORED_ROWS": next_power_of_two(num_stored_rows),
+        "ROTARY_DIM": rotary_dim,
+    }
+
+
+def choose_config(
+    num_packed_rows: int, *, key_dim: int, value_dim: int, element_bytes: int
+) -> LaunchConfig:
+    """Picks tile sizes, warps and pipeline depth.
+
+    Few packed rows fill one mma.sync tile (16), more fill one wgmma tile (64). The pipeline takes
+    the stages that let two programs share an SM. float32 multiplies without tensor cores, so that
+    it stays exact; only small tiles of it fit the registers.
+
+    Args:
+        num_packed_rows: max_query_len x (H / Hkv), the rows that share one KV head's keys.
+        key_dim: Dk.
+        value_dim: Dv.
+        element_bytes: bytes of a K/V element, 2 or 4.
+    """
+    padded_width = padded_head_dim(key_dim) + padded_head_dim(value_dim)
+    wide = padded_width > 256
+    exact = element_bytes == 4
+    block_m = 16 if exact or num_packed_rows <= 16 else 64
+    block_n = 32 if exact or wide else 64
+    stage_bytes = block_n * padded_width * element_bytes
+    # Keys of 192 with values of 128 spill with four stages of few rows (ptxas, sm_90).
+    max_stages = 3 if wide and block_m == 16 else _MAX_STAGES
+    num_stages = max(2, min(max_stages, _PIPELINE_BYTES // stage_bytes))
+    num_warps = 8 if wide and block_m == 64 else 4
+    return LaunchConfig(block_m, block_n, num_warps=num_warps, num_stages=num_stages)
+
+
+def choose_num_splits(
+    num_programs: int,
+    *,
+    max_key_tiles: int,
+    num_sms: int,
+    programs_per_sm: int = _PROGRAMS_PER_SM,
+) -> int:
+    """Picks how many programs share one request's keys, so that short batches still fill the GPU.
+
+    Minimises waves x (key tiles a split + fixed cost); a tie goes to fewer splits. For example 64
+    programs of 128 tiles on 132 SMs give 4: 256 programs run in one wave of 264.
+
+    Args:
+        num_programs: programs that have work before splitting.
+        max_key_tiles: key tiles of the longest context the block table can hold.
+        num_sms: multiprocessors of the device.
+        programs_per_sm: programs that one of them runs at a time.
+    """
+    num_at_once = num_sms * programs_per_sm
+    best, best_cost = 1, None
+    for num_splits in range(1, max(1, min(MAX_SPLITS, max_key_tiles)) + 1):
+        waves = ceil_div(num_programs * num_splits, num_at_once)
+        cost = waves * (ceil_div(max_key_tiles, num_splits) + _SPLIT_OVERHEAD_TILES)
+        if best_cost is None or cost < best_cost:
+            best, best_cost = num_splits, cost
+    return best

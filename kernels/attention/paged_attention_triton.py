@@ -1,0 +1,296 @@
+"""The Triton programs of paged_attention.
+
+Where it sits: launched by `attention_launch` once `paged_attention` has checked its arguments; that
+module explains maths, layout, letters and sources. A long context is spread over several programs,
+which leave partial outputs and log-sum-exps for a second launch (`splits`); one split writes the
+result. `new_rows` explains how programs store the step's own keys and values.
+"""
+
+from __future__ import annotations
+
+from mtp_research.kernels import checks
+from mtp_research.kernels.attention.splits import split_span, visible_positions
+from mtp_research.kernels.attention.store_kv import load_rotated, store_new_rows
+
+try:
+    import triton.language as tl
+except ImportError:  # checks.resolve_backend refuses the kernels then
+    tl = None
+
+
+@checks.kernel_jit
+def attention_kernel(
+    query,  # [T, H, Dk]
+    key_cache,  # [num_blocks, block_size, Hkv, Dk]
+    value_cache,  # [num_blocks, block_size, Hkv, Dv]
+    block_table,  # [R, M] int32
+    seq_lens,  # [R] int32
+    query_start_loc,  # [R + 1] int32
+    sinks,  # [H] float32 or None
+    positions,  # [T] int64 or None
+    kv_start,  # [R] int32 or None
+    new_key,  # [T, Hkv, Dk], stored first; None if the pages hold this step's rows
+    new_value,  # [T, Hkv, Dv] or None
+    slot_mapping,  # [T] int64 or None
+    cos,  # [T, P], queries and new keys are to be rotated; None if they are as they should be
+    sin,  # [T, P] or None
+    out,  # [T, H, Dv], written; the partial outputs [splits, T, H, Dv] float32 if SPLIT
+    lse,  # [splits, T, H] float32 in base 2, written if SPLIT
+    num_slots,
+    num_rows,
+    num_query_tiles,
+    max_keys,
+    scale_log2,
+    stride_query_row,
+    stride_query_head,
+    stride_key_block,
+    stride_key_slot,
+    stride_key_head,
+    stride_value_block,
+    stride_value_slot,
+    stride_value_head,
+    stride_table,
+    stride_new_key_row,
+    stride_new_key_head,
+    stride_new_value_row,
+    stride_new_value_head,
+    stride_cos_row,
+    stride_sin_row,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_KEY_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 = none
+    SPLIT: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,  # 0 = a split is an even share of the keys that the tile sees
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STORED_ROWS: tl.constexpr,  # at least the new rows of a request
+    ROTARY_DIM: tl.constexpr,  # P
+):
+    """One tile of packed rows of one request and KV head, over one split of the keys."""
+    request = tl.program_id(0) // num_query_tiles
+    tile_row = (tl.program_id(0) % num_query_tiles) * BLOCK_M
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    first_head = kv_head * GROUP
+    key_cache += kv_head * stride_key_head
+    value_cache += kv_head * stride_value_head
+    value_dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+    if not SPLIT:
+        zero_spare_rows(
+            out + first_head * VALUE_DIM + value_dims,
+            tl.load(query_start_loc + tl.num_programs(0) // num_query_tiles),
+            num_rows,
+            value_dims < VALUE_DIM,
+            NUM_HEADS * VALUE_DIM,
+            GROUP,
+            VALUE_DIM,
+            BLOCK_M,
+        )
+    first_row = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - first_row
+    if tile_row >= query_len * GROUP:
+        return
+    packed = tile_row + tl.arange(0, BLOCK_M)
+    row = first_row + packed // GROUP
+    is_row = packed < query_len * GROUP
+    head = first_head + packed % GROUP
+
+    seq_len = tl.load(seq_lens + request)
+    row_pos, first_pos, last_pos, lowest_key = visible_positions(
+        request,
+        row,
+        is_row,
+        tile_row,
+        seq_len,
+        query_len,
+        positions,
+        kv_start,
+        GROUP,
+        WINDOW,
+        BLOCK_M,
+    )
+    begin = lowest_key // BLOCK_N * BLOCK_N
+    end = tl.minimum(tl.minimum(last_pos + 1, seq_len), max_keys)
+    if SPLIT:
+        begin, end = split_span(begin, end, split, tl.num_programs(2), SPLIT_KEYS, BLOCK_N)
+        # The first split counts the sinks, and has to although it may hold no visible key.
+        if (begin >= end) & ((sinks is None) | (split > 0)):
+            part = (split.to(tl.int64) * num_rows + row) * NUM_HEADS + head
+            tl.store(lse + part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
+            return
+    if new_key is not None:
+        store_new_rows(
+            new_key + kv_head * stride_new_key_head,
+            new_value + kv_head * stride_new_value_head,
+            slot_mapping,
+            first_row,
+            key_cache,
+            value_cache,
+            num_slots,
+            query_len,
+            seq_len - query_len,
+            begin,
+            end,
+            stride_new_key_row,
+            stride_new_value_row,
+            stride_key_block,
+            stride_key_slot,
+            stride_value_block,
+            stride_value_slot,
+            KEY_DIM,
+            VALUE_DIM,
+            PADDED_KEY_DIM,
+            PADDED_VALUE_DIM,
+            BLOCK_SIZE,
+            STORED_ROWS,
+            cos,
+            sin,
+            stride_cos_row,
+            stride_sin_row,
+            ROTARY_DIM,
+        )
+
+    key_dims = tl.arange(0, PADDED_KEY_DIM)[None, :]
+    source = query + row.to(tl.int64) * stride_query_row + head * stride_query_head
+    if cos is None:
+        inside = is_row[:, None] & (key_dims < KEY_DIM)
+        q = tl.load(source[:, None] + key_dims, mask=inside, other=0.0)  # [BLOCK_M, Dk]
+    else:
+        q = load_rotated(
+            source[:, None],
+            (cos + row.to(tl.int64) * stride_cos_row)[:, None],
+            (sin + row.to(tl.int64) * stride_sin_row)[:, None],
+            is_row[:, None],
+            key_dims,
+            KEY_DIM,
+            ROTARY_DIM,
+        )
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    # A sink is one more key; exactly one split counts it.
+    if sinks is not None and split == 0:
+        highest = tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
+        total += 1.0
+    acc, highest, total = _attend_keys(
+        q,
+        key_cache + key_dims,
+        value_cache + value_dims,
+        block_table + request.to(tl.int64) * stride_table,
+        highest,
+        total,
+        row_pos,
+        first_pos,
+        last_pos,
+        lowest_key,
+        begin,
+        end,
+        scale_log2,
+        stride_key_block,
+        stride_key_slot,
+        stride_value_block,
+        stride_value_slot,
+        key_dims < KEY_DIM,
+        value_dims < VALUE_DIM,
+        BLOCK_SIZE,
+        WINDOW,
+        BLOCK_N,
+    )
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    row_head = row.to(tl.int64) * NUM_HEADS + head  # index into [T, H], or [splits, T, H]
+    if SPLIT:
+        row_head += split.to(tl.int64) * num_rows * NUM_HEADS
+        part_lse = highest + tl.log2(tl.where(total == 0.0, 1.0, total))
+        tl.store(lse + row_head, tl.where(total == 0.0, float("-inf"), part_lse), mask=is_row)
+    target = out + row_head[:, None] * VALUE_DIM + value_dims
+    inside = is_row[:, None] & (value_dims < VALUE_DIM)
+    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@checks.kernel_jit
+def _attend_keys(
+    q,  # [BLOCK_M, Dk]
+    key_base,  # pointers [1, Dk] to the KV head in block 0, slot 0
+    value_base,  # pointers [1, Dv]
+    table,  # pointer to the request's row of the block table
+    highest,  # [BLOCK_M] running maximum of the scaled base-2 scores
+    total,  # [BLOCK_M] running sum of weights
+    row_pos,  # [BLOCK_M]
+    first_pos,
+    last_pos,
+    lowest_key,
+    begin,
+    end,
+    scale_log2,
+    stride_key_block,
+    stride_key_slot,
+    stride_value_block,
+    stride_value_slot,
+    key_inside,
+    value_inside,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    lanes = tl.arange(0, BLOCK_N)
+    acc = tl.zeros([q.shape[0], value_inside.shape[1]], tl.float32)
+    # The page ids of the next tile travel in a loop variable: a table load in the same iteration
+    # as the loads that depend on it would leave K and V one pipeline buffer each.
+    key_pos = begin + lanes
+    readable = (key_pos >= lowest_key) & (key_pos < end)
+    page = tl.load(table + key_pos // BLOCK_SIZE, mask=readable, other=0)
+    for start in range(begin, end, BLOCK_N):
+        key_pos = start + lanes
+        readable = (key_pos >= lowest_key) & (key_pos < end)
+        slot = key_pos % BLOCK_SIZE
+        # Unwritten slots may hold NaN, and 0 * NaN is NaN: they must not reach V.
+        at = page.to(tl.int64) * stride_key_block + slot * stride_key_slot
+        k = tl.load(key_base + at[:, None], mask=readable[:, None] & key_inside, other=0.0)
+        at = page.to(tl.int64) * stride_value_block + slot * stride_value_slot
+        v = tl.load(value_base + at[:, None], mask=readable[:, None] & value_inside, other=0.0)
+        next_pos = key_pos + BLOCK_N
+        page = tl.load(table + next_pos // BLOCK_SIZE, mask=next_pos < end, other=0)
+
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        hidden = (start + BLOCK_N > first_pos + 1) | (start + BLOCK_N > end) | (start < lowest_key)
+        if WINDOW > 0:
+            hidden |= start < last_pos - WINDOW + 1
+        if hidden:
+            allowed = readable[None, :] & (key_pos[None, :] <= row_pos[:, None])
+            if WINDOW > 0:
+                allowed &= key_pos[None, :] > row_pos[:, None] - WINDOW
+            scores = tl.where(allowed, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        # A row that has seen no key yet is at -inf, and -inf - (-inf) would be NaN.
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(highest - base)
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        highest = new_highest
+    return acc, highest, total
+
+
+@checks.kernel_jit
+def zero_spare_rows(
+    out,  # pointers [1, Dv] to row 0 of the group's first head
+    first_spare,  # the first row that belongs to no request
+    num_rows,
+    value_inside,
+    ROW_STRIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Zeros the rows of a KV head that belong to no request."""
+    lanes = tl.arange(0, BLOCK_M)
+    num_spare = (num_rows - first_spare) * GROUP
+    for begin in range(tl.program_id(0) * BLOCK_M, num_spare, tl.num_programs(0) * BLOCK_M):
+        spare = begin + lanes
+        at = (first_spare + spare // GROUP).to(tl.int64) * ROW_STRIDE + spare % GROUP * VALUE_DIM
+        zeros = tl.zeros([BLOCK_M, value_inside.shape[1]], out.dtype.element_ty)
+        tl.store(out + at[:, None], zeros, mask=(spare < num_spare)[:, None] & value_inside)

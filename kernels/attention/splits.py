@@ -1,0 +1,265 @@
+"""How a long context is spread over programs, and how their partial results become one.
+
+Where it sits: parts of `attention_kernel` and `latent_attention_kernel`, and the launch that may
+follow them. A program works on one split of the keys of its tile of rows, and leaves a partial
+output and its log-sum-exp, which a second launch merges: together, or in order (`merge_in_order`),
+where the bits must not depend on the number of splits.
+
+Merging in the first launch, by the program of a tile that ends last, was measured on one H200 and
+dropped: 20.9 instead of 8.6 us for one request of 1,024 keys (32 / 8 heads, 4 rows), 109.5 instead
+of 87.8 us for 8 of 8,192 (96 / 8 heads). Many programs of a launch are faster than one a tile.
+Letters: R requests, T packed rows, H heads, Dv value head dim.
+Source: Flash-Decoding (splits).
+
+Parts of batch-invariant attention: splits merged in order, rows as requests of their own.
+
+Where it sits: `attention_launch` and `latent_attention_launch` merge with it in their invariant
+form, where split s holds keys `[s * 512, (s + 1) * 512)` whatever the batch: a row's partial
+results follow from its position alone. The number of splits is what the longest table could hold,
+so the merge must not depend on it either: it adds the splits up in rising order, and a split
+without keys changes nothing. The reference lets every row run alone instead.
+Letters: R requests, T packed rows, M blocks per table, H heads, Dv value head dim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from mtp_research.kernels import checks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+try:
+    import triton.language as tl
+except ImportError:  # checks.resolve_backend refuses the kernel then
+    tl = None
+
+
+class RowRequests(NamedTuple):
+    """The index tensors of a batch of T requests of one row each; as in `paged_attention`."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    kv_start: Tensor | None
+
+
+def rows_as_requests(
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    positions: Tensor | None,
+    kv_start: Tensor | None,
+) -> RowRequests:
+    """The same attention with one row a request; padded rows are left out. Reads the host.
+
+    Row i of a request that ends at seq_len sees the keys up to its own position, so that its
+    request is that long: 3 rows ending at 10 become three requests of 8, 9 and 10 keys.
+    """
+    query_lens = query_start_loc.diff().long()
+    requests = torch.arange(len(query_lens), device=query_lens.device)
+    request = torch.repeat_interleave(requests, query_lens)
+    starts = torch.arange(len(request) + 1, device=request.device)
+    if positions is None:
+        offset = starts[:-1] - query_start_loc[request]
+        positions = seq_lens[request] - query_lens[request] + offset
+    lens = torch.minimum(positions[: len(request)] + 1, seq_lens[request])
+    start = None if kv_start is None else kv_start[request]
+    return RowRequests(block_table[request], lens, starts, start)
+
+
+@checks.kernel_jit
+def merge_in_order_kernel(
+    partial,  # [splits, T, H, Dv] float32
+    lse,  # [splits, T, H] float32, base 2; -inf where a split saw no key
+    query_start_loc,  # [R + 1] int32
+    out,  # [T, H, Dv], written
+    num_requests,
+    num_splits,
+    num_row_heads,  # T x H
+    NUM_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+):
+    """One output row of one head: the partial outputs weighted by their share of the softmax."""
+    row_head = tl.program_id(0).to(tl.int64)
+    is_row = row_head // NUM_HEADS < tl.load(query_start_loc + num_requests)
+    dims = tl.arange(0, PADDED_VALUE_DIM)
+    highest = tl.full([], float("-inf"), tl.float32)
+    at = row_head
+    for _ in range(num_splits):
+        highest = tl.maximum(highest, tl.load(lse + at, mask=is_row, other=float("-inf")))
+        at += num_row_heads
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.full([], 0.0, tl.float32)
+    acc = tl.zeros([PADDED_VALUE_DIM], tl.float32)
+    at = row_head
+    for _ in range(num_splits):
+        part_lse = tl.load(lse + at, mask=is_row, other=float("-inf"))
+        part = tl.load(partial + at * VALUE_DIM + dims, mask=dims < VALUE_DIM, other=0.0)
+        # Splits without keys left their partial output unwritten.
+        part = tl.where(part_lse == float("-inf"), 0.0, part)
+        share = tl.exp2(part_lse - base)
+        total += share
+        acc += part * share
+        at += num_row_heads
+    merged = acc / tl.where(total == 0.0, 1.0, total)
+    target = out + row_head * VALUE_DIM + dims
+    tl.store(target, merged.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+
+
+try:
+    import triton.language as tl
+except ImportError:  # checks.resolve_backend refuses the kernels then
+    tl = None
+
+
+@checks.kernel_jit
+def visible_positions(
+    request,
+    row,  # [BLOCK_M], index into [T]
+    is_row,  # [BLOCK_M] bool
+    tile_row,  # first packed row of the tile
+    seq_len,
+    query_len,
+    positions,  # [T] int64 or None
+    kv_start,  # [R] int32 or None
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Position of each row of a tile, their bounds, and the lowest key that a row sees."""
+    if positions is None:
+        shift = seq_len - query_len
+        row_pos = shift + (tile_row + tl.arange(0, BLOCK_M)) // GROUP
+        first_pos = shift + tile_row // GROUP
+        last_pos = tl.minimum(shift + (tile_row + BLOCK_M - 1) // GROUP, seq_len - 1)
+    else:
+        row_pos = tl.load(positions + row, mask=is_row, other=-1).to(tl.int32)
+        first_pos = tl.min(tl.where(is_row, row_pos, seq_len), 0)
+        last_pos = tl.max(row_pos, 0)
+    lowest_key = tl.maximum(first_pos - WINDOW + 1, 0) if WINDOW > 0 else 0
+    if kv_start is not None:
+        lowest_key = tl.maximum(lowest_key, tl.load(kv_start + request))
+    return row_pos, first_pos, last_pos, lowest_key
+
+
+@checks.kernel_jit
+def split_span(
+    begin,
+    end,
+    split,
+    num_splits,
+    SPLIT_KEYS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The part `[begin, end)` of a tile's keys that belongs to a split."""
+    if SPLIT_KEYS > 0:
+        begin = tl.maximum(begin, split * SPLIT_KEYS)
+        end = tl.minimum((split + 1) * SPLIT_KEYS, end)
+    else:
+        tiles_per_split = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits)
+        begin += split * tiles_per_split * BLOCK_N
+        end = tl.minimum(begin + tiles_per_split * BLOCK_N, end)
+    return begin, end
+
+
+@checks.kernel_jit
+def merge_splits_kernel(
+    partial,  # [splits, T, H, Dv] float32
+    lse,  # [splits, T, H] float32, base 2; -inf where a split saw no key
+    query_start_loc,  # [R + 1] int32
+    out,  # [T, H, Dv], written
+    num_requests,
+    num_splits,
+    num_row_heads,  # T x H
+    NUM_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
+):
+    """One output row of one head: the partial outputs weighted by their share of the softmax."""
+    row_head = tl.program_id(0).to(tl.int64)
+    is_row = row_head // NUM_HEADS < tl.load(query_start_loc + num_requests)
+    dims = tl.arange(0, PADDED_VALUE_DIM)
+    splits = tl.arange(0, PADDED_SPLITS)
+    at = splits.to(tl.int64) * num_row_heads + row_head
+    part_lse = tl.load(lse + at, mask=(splits < num_splits) & is_row, other=float("-inf"))
+    # Splits without keys left their partial output unwritten.
+    parts = tl.load(
+        partial + at[:, None] * VALUE_DIM + dims,
+        mask=(part_lse > float("-inf"))[:, None] & (dims < VALUE_DIM),
+        other=0.0,
+    )
+    highest = tl.max(part_lse, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    shares = tl.exp2(part_lse - base)
+    total = tl.sum(shares, 0)
+    merged = tl.sum(parts * shares[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    target = out + row_head * VALUE_DIM + dims
+    tl.store(target, merged.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+
+
+class SplitOutputs(NamedTuple):
+    """Where the programs of a split context write; None for one split, which writes the output."""
+
+    partial: Tensor | None  # [splits, T, H, Dv] float32
+    lse: Tensor | None  # [splits, T, H] float32
+
+
+def split_outputs(out: Tensor, num_splits: int, *, always_split: bool) -> SplitOutputs:
+    """Storage of partial outputs and log-sum-exps for `out` `[T, H, Dv]`."""
+    if num_splits == 1 and not always_split:
+        return SplitOutputs(None, None)
+    partial = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
+    return SplitOutputs(partial, out.new_empty(partial.shape[:3], dtype=torch.float32))
+
+
+def merge_splits(
+    partial: Tensor,
+    lse: Tensor,
+    *,
+    query_start_loc: Tensor,
+    out: Tensor,
+    num_warps: int,
+    in_order: bool,
+) -> None:
+    """Launch the merge of `split_outputs` into `out` `[T, H, Dv]`.
+
+    `in_order` adds splits one by one, so that more of them, without keys, change no bit.
+    """
+    num_rows, num_heads, value_dim = out.shape
+    together = {} if in_order else {"PADDED_SPLITS": next_power_of_two(len(partial))}
+    kernel = merge_in_order_kernel if in_order else merge_splits_kernel
+    kernel[(num_rows * num_heads,)](
+        partial,
+        lse,
+        query_start_loc,
+        out,
+        len(query_start_loc) - 1,
+        len(partial),
+        num_rows * num_heads,
+        NUM_HEADS=num_heads,
+        VALUE_DIM=value_dim,
+        PADDED_VALUE_DIM=padded_head_dim(value_dim),
+        **together,
+        num_warps=num_warps,
+    )
+
+
+def next_power_of_two(value: int) -> int:
+    """The smallest power of two that is >= `value` (1 for 0)."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The tile width that holds `head_dim`: a power of two, at least the 16 that `tl.dot` needs."""
+    return max(16, next_power_of_two(head_dim))
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Division rounded up, for counts."""
+    return -(-numerator // denominator)

@@ -1,0 +1,476 @@
+"""Write this step's keys and values into the paged KV pool.
+
+Where it sits: the first thing a layer's attention does in a step; paged_attention then reads pages
+only. Row t of `key` and `value` goes to slot `slot_mapping[t] = block_id * block_size + offset`;
+slot -1 writes nothing (padded or clamped rows).
+Layout: one program copies one row for a run of KV heads, all of Dk and Dv, 16 bytes a thread.
+Letters: T packed rows, Hkv KV heads, Dk / Dv head dims.
+Source: slot mapping as in vLLM and nano-vllm.
+
+This step's keys and values, stored by the attention launch that reads them.
+
+Where it sits: in compiled decoding, in place of a `store_kv` before attention; a launch a layer
+less. Each attention program writes the rows whose positions lie in its own span of keys to the
+pages, and reads pages afterwards: it sees what it wrote, whatever other programs do. Every row's
+position is in the span of the tile of rows that holds it, so that every row is written; programs
+that share a row write the same values. Prompt chunks, whose tiles would write each row many times,
+are stored by `store_kv` beforehand, and so are rows of the other backends.
+Rows may come before their rotary embedding: the programs then rotate keys and queries (`rotary`).
+Letters: R requests, T packed rows, H / Hkv heads, Dk / Dv head dims, P rotary dims.
+Source: FlashAttention-2 appends keys of a step this way.
+
+Rotary position embedding of the rows that an attention launch reads and stores.
+
+Where it sits: in compiled decoding, where queries and this step's keys come to attention as they
+were projected (`new_rows`); the programs rotate them while they load them, a launch a layer less.
+Maths: `y = x cos + swapped(x) sin` on the first P dims, `swapped(x) = (-x[P/2:P], x[:P/2])`; dims
+from P on stay. Both products and the sum are rounded to the dtype of the rows, as in PyTorch, which
+runs one operation after the other: keys have the bits that passes without a compiler store. (Tested
+in half precision; float32 is not promised.)
+Letters: T packed rows, H heads, D head dim, P rotary dims.
+Source: RoFormer (arXiv:2104.09864), in the form with halves instead of pairs (GPT-NeoX).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from mtp_research.kernels import checks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # checks.resolve_backend refuses the kernel then
+    triton = None
+
+
+# Elements a program holds at a time: 16 a thread with 4 warps, two 16-byte accesses in bf16.
+_MAX_TILE_ELEMENTS = 2048
+
+
+def store_kv_ref(
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Writes rows into cache slots in place, in plain PyTorch, on any device and dtype.
+
+    Args:
+        key: `[T, Hkv, Dk]`, the rows of this step.
+        value: `[T, Hkv, Dv]`.
+        key_cache: `[num_blocks, block_size, Hkv, Dk]`, any strides; written in place.
+        value_cache: `[num_blocks, block_size, Hkv, Dv]`, any strides; written in place.
+        slot_mapping: `[T]` int64 in `[-1, num_blocks * block_size)`, distinct where >= 0; -1 writes
+            nothing.
+
+    Raises:
+        IndexError: a slot lies outside the pool (CPU; a device assertion on CUDA).
+    """
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    block_size = key_cache.shape[1]
+    block_ids, offsets = slots // block_size, slots % block_size
+    key_cache[block_ids, offsets] = key[kept]
+    value_cache[block_ids, offsets] = value[kept]
+
+
+@checks.kernel_jit
+def _store_kv_kernel(
+    key,  # [T, Hkv, Dk]
+    value,  # [T, Hkv, Dv]
+    key_cache,  # [num_blocks, block_size, Hkv, Dk], written
+    value_cache,  # [num_blocks, block_size, Hkv, Dv], written
+    slot_mapping,  # [T] int64
+    num_slots,
+    stride_key_row,
+    stride_key_head,
+    stride_value_row,
+    stride_value_head,
+    stride_key_cache_block,
+    stride_key_cache_slot,
+    stride_key_cache_head,
+    stride_value_cache_block,
+    stride_value_cache_slot,
+    stride_value_cache_head,
+    NUM_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    PADDED_KEY_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + row)
+    # A slot beyond the pool is the caller's fault; writing it would corrupt foreign memory.
+    if (slot < 0) | (slot >= num_slots):
+        return
+    block_id = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+
+    dims = tl.arange(0, PADDED_KEY_DIM)[None, :]
+    inside = (heads < NUM_HEADS) & (dims < KEY_DIM)
+    source = key + row * stride_key_row + heads * stride_key_head + dims
+    target = key_cache + block_id * stride_key_cache_block + offset * stride_key_cache_slot
+    target += heads * stride_key_cache_head + dims
+    tl.store(target, tl.load(source, mask=inside), mask=inside)
+
+    dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+    inside = (heads < NUM_HEADS) & (dims < VALUE_DIM)
+    source = value + row * stride_value_row + heads * stride_value_head + dims
+    target = value_cache + block_id * stride_value_cache_block + offset * stride_value_cache_slot
+    target += heads * stride_value_cache_head + dims
+    tl.store(target, tl.load(source, mask=inside), mask=inside)
+
+
+def store_kv(
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    backend: str = "auto",
+) -> None:
+    """Writes rows into cache slots; `key_cache` and `value_cache` are changed in place.
+
+    Opaque to torch.compile (custom op `mtp_research::store_kv`). The Triton path never synchronises
+    with the device.
+
+    Args:
+        key: `[T, Hkv, Dk]`, the rows of this step, dtype of the caches.
+        value: `[T, Hkv, Dv]`.
+        key_cache: `[num_blocks, block_size, Hkv, Dk]`; a non-contiguous view is fine.
+        value_cache: `[num_blocks, block_size, Hkv, Dv]`; a non-contiguous view is fine.
+        slot_mapping: `[T]` int64, `block_id * block_size + offset`, distinct where >= 0; -1 writes
+            nothing.
+        backend: `auto`, `invariant` (copies have no order), `reference` or `triton`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices disagree, or the backend cannot run them.
+    """
+    torch.ops.mtp_research.store_kv(key, value, key_cache, value_cache, slot_mapping, backend)
+
+
+@torch.library.custom_op("mtp_research::store_kv", mutates_args=("key_cache", "value_cache"))
+def _store_kv_op(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    backend: str,
+) -> None:
+    check_store_kv(key, value, key_cache, value_cache, slot_mapping)
+    resolved = checks.resolve_backend(backend, tensor=key, kernel=_store_kv_kernel)
+    if key.shape[0] == 0:
+        return
+    if resolved == "reference":
+        store_kv_ref(
+            key, value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping
+        )
+    else:
+        _launch_store_kv(key, value, key_cache, value_cache, slot_mapping)
+
+
+@_store_kv_op.register_fake
+def _store_kv_fake(key: Tensor, *_: object) -> None:
+    return None
+
+
+def check_store_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Refuses arguments of `store_kv` whose shapes, dtypes or devices disagree.
+
+    Raises:
+        ValueError: names the tensor and what was expected of it.
+    """
+    checks.check_rank("key", key, letters="[T, Hkv, Dk]")
+    checks.check_paged_cache(key_cache, value_cache, rows=key)
+    num_rows, _, key_dim = key.shape
+    num_heads = key_cache.shape[2]
+    shapes = {"key": (key, key_dim), "value": (value, value_cache.shape[3])}
+    for name, (tensor, head_dim) in shapes.items():
+        shape = (num_rows, num_heads, head_dim)
+        checks.check_shape(name, tensor, shape=shape, letters="[T, Hkv, D]")
+    checks.check_dtype("value", value, dtype=key.dtype)
+    checks.check_device("value", value, device=key.device)
+    checks.check_shape("slot_mapping", slot_mapping, shape=(num_rows,), letters="[T]")
+    checks.check_dtype("slot_mapping", slot_mapping, dtype=torch.int64)
+    checks.check_device("slot_mapping", slot_mapping, device=key.device)
+
+
+def _launch_store_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    num_rows, num_heads, key_dim = key.shape
+    value_dim = value.shape[2]
+    num_blocks, block_size = key_cache.shape[:2]
+    checks.check_kernel_layout(
+        key,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        kernel=_store_kv_kernel,
+        max_head_dim=checks.MAX_LATENT_DIM,  # a latent and its rotary key are rows of one head
+    )
+    checks.check_last_dim_contiguous("value", value)
+    constants = store_constants(
+        num_heads, key_dim=key_dim, value_dim=value_dim, block_size=block_size
+    )
+    with checks.launch_device(key):
+        _store_kv_kernel[(num_rows, triton.cdiv(num_heads, constants["BLOCK_HEADS"]))](
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            num_blocks * block_size,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            **constants,
+            num_warps=4,
+        )
+
+
+def store_constants(
+    num_heads: int, *, key_dim: int, value_dim: int, block_size: int
+) -> dict[str, int]:
+    """The compile-time arguments of the store kernel, by parameter name."""
+    padded_key_dim = triton.next_power_of_2(key_dim)
+    padded_value_dim = triton.next_power_of_2(value_dim)
+    heads_that_fit = max(1, _MAX_TILE_ELEMENTS // max(padded_key_dim, padded_value_dim))
+    return {
+        "NUM_HEADS": num_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_HEADS": min(triton.next_power_of_2(num_heads), heads_that_fit),
+        "PADDED_KEY_DIM": padded_key_dim,
+        "PADDED_VALUE_DIM": padded_value_dim,
+    }
+
+
+try:
+    import triton.language as tl
+except ImportError:  # checks.resolve_backend refuses the kernels then
+    tl = None
+
+
+def rotate_ref(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotated `rows` in plain PyTorch, on any device and dtype.
+
+    Args:
+        rows: `[T, H, D]`.
+        cos: `[T, P]`, dtype of `rows`; P is even and at most D.
+        sin: `[T, P]`.
+    """
+    turned, kept = rows.split((cos.shape[1], rows.shape[2] - cos.shape[1]), dim=-1)
+    low, high = turned.chunk(2, dim=-1)
+    swapped = torch.cat((-high, low), dim=-1)
+    return torch.cat((turned * cos[:, None] + swapped * sin[:, None], kept), dim=-1)
+
+
+def check_angles(rows: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Refuses cos and sin that do not fit `rows` `[T, H, D]`.
+
+    Raises:
+        ValueError: names the tensor and what was expected of it.
+    """
+    num_rotary_dims = cos.shape[-1]
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        shape = (rows.shape[0], num_rotary_dims)
+        checks.check_shape(name, tensor, shape=shape, letters="[T, P]")
+        checks.check_dtype(name, tensor, dtype=rows.dtype)
+        checks.check_device(name, tensor, device=rows.device)
+    if num_rotary_dims % 2 or not 0 < num_rotary_dims <= rows.shape[2]:
+        raise ValueError(
+            f"cos must have an even number of dims in [2, {rows.shape[2]}], got {num_rotary_dims}."
+        )
+
+
+@checks.kernel_jit
+def load_rotated(
+    source,  # pointers [N, 1] to dim 0 of each row
+    cos,  # pointers [N, 1] to dim 0 of the row's cos
+    sin,  # likewise
+    is_row,  # [N, 1] bool
+    dims,  # [1, padded D], from 0 on
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,  # P
+):
+    """Part of an attention program: the rotated rows `[N, padded D]`, zero where there is none."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    is_turned = is_row & (dims < ROTARY_DIM)
+    # A second load instead of a shuffle: the partner dim belongs to another thread.
+    partner = tl.where(dims < HALF, dims + HALF, dims - HALF)
+    x = tl.load(source + dims, mask=is_row & (dims < HEAD_DIM), other=0.0)
+    swapped = tl.load(source + partner, mask=is_turned, other=0.0)
+    c = tl.load(cos + dims, mask=is_turned, other=0.0)
+    s = tl.load(sin + dims, mask=is_turned, other=0.0)
+    # Each step is rounded to the dtype of the rows; the interpreter needs float32 in between too.
+    direct = (x.to(tl.float32) * c.to(tl.float32)).to(x.dtype)
+    crossed = (swapped.to(tl.float32) * s.to(tl.float32)).to(x.dtype)
+    # A select on either side keeps the compiler from fusing a product with the sum.
+    direct = tl.where(is_turned, direct, 0.0)
+    crossed = tl.where(dims < HALF, -crossed, crossed)
+    rotated = (direct.to(tl.float32) + crossed.to(tl.float32)).to(x.dtype)
+    return tl.where(dims < ROTARY_DIM, rotated, x)
+
+
+try:
+    import triton.language as tl
+except ImportError:  # checks.resolve_backend refuses the kernels then
+    tl = None
+
+
+# A program holds all new rows of its request in registers.
+MAX_STORED_ROWS = 16
+
+
+class NewRows(NamedTuple):
+    """Rows to store, as in `store_kv`; slots of rows that belong to no request must be -1.
+
+    With `cos` and `sin` keys and queries are rotated first; attention over latents takes none.
+    """
+
+    key: Tensor  # [T, Hkv, Dk]
+    value: Tensor  # [T, Hkv, Dv]
+    slot_mapping: Tensor  # [T] int64; -1 writes nothing
+    cos: Tensor | None = None  # [T, P], dtype of the keys
+    sin: Tensor | None = None  # [T, P]
+
+
+class LaunchRows(NamedTuple):
+    """What is left of queries and new rows for the attention launch."""
+
+    query: Tensor  # [T, H, Dk]; rotated, unless the launch has rows to store
+    new_rows: NewRows | None
+
+
+def rows_for_launch(
+    query: Tensor,
+    new_rows: NewRows | None,
+    *,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    backend: str,
+    resolved: str,
+    max_query_len: int,
+) -> LaunchRows:
+    """The rows that the attention launch has to store; others are stored here, in place.
+
+    Args:
+        query: `[T, H, Dk]`.
+        new_rows: None if the pages hold this step's rows.
+        key_cache: `[num_blocks, block_size, Hkv, Dk]`, written.
+        value_cache: `[num_blocks, block_size, Hkv, Dv]`, written.
+        backend: of the attention call.
+        resolved: what `checks.resolve_backend` made of it.
+        max_query_len: upper bound of rows a request.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or layouts disagree.
+    """
+    if new_rows is None:
+        return LaunchRows(query, None)
+    key, value, slot_mapping, cos, sin = new_rows
+    if cos is not None and sin is not None:
+        check_angles(key, cos, sin)
+    if resolved == "reference" or backend == checks.INVARIANT or max_query_len > MAX_STORED_ROWS:
+        if cos is not None and sin is not None:
+            query, key = rotate_ref(query, cos, sin), rotate_ref(key, cos, sin)
+        store_kv(
+            key,
+            value,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            slot_mapping=slot_mapping,
+            backend=backend,
+        )
+        return LaunchRows(query, None)
+    check_store_kv(key, value, key_cache, value_cache, slot_mapping)
+    for name, tensor in (("key", key), ("value", value), ("cos", cos), ("sin", sin)):
+        if tensor is not None:
+            checks.check_last_dim_contiguous(name, tensor)
+    return LaunchRows(query, new_rows)
+
+
+@checks.kernel_jit
+def store_new_rows(
+    key,  # [T, Hkv, Dk], pointer to the program's KV head
+    value,  # [T, Hkv, Dv], likewise
+    slot_mapping,  # [T] int64
+    first_row,
+    key_cache,  # [num_blocks, block_size, Hkv, Dk], pointer to the KV head, written
+    value_cache,  # [num_blocks, block_size, Hkv, Dv], likewise
+    num_slots,
+    num_new_rows,
+    first_pos,  # position of the request's first new row
+    begin,
+    end,
+    stride_key_row,
+    stride_value_row,
+    stride_key_block,
+    stride_key_slot,
+    stride_value_block,
+    stride_value_slot,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_KEY_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    cos=None,  # [T, P]; keys are rotated before they are stored
+    sin=None,  # [T, P]
+    stride_cos_row=0,
+    stride_sin_row=0,
+    ROTARY_DIM: tl.constexpr = 0,
+):
+    """Part of an attention program: stores a request's new rows at positions `[begin, end)`.
+
+    The program's threads may read the pages afterwards.
+    """
+    if (first_pos + num_new_rows > begin) & (first_pos < end):
+        rows = tl.arange(0, NUM_ROWS)
+        pos = first_pos + rows
+        stored = (rows < num_new_rows) & (pos >= begin) & (pos < end)
+        packed = first_row.to(tl.int64) + rows
+        slot = tl.load(slot_mapping + packed, mask=stored, other=-1)
+        stored &= (slot >= 0) & (slot < num_slots)
+        block_id, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+
+        dims = tl.arange(0, PADDED_KEY_DIM)[None, :]
+        inside = (rows < num_new_rows)[:, None] & (dims < KEY_DIM)
+        source = key + (packed * stride_key_row)[:, None]
+        if cos is None:
+            new = tl.load(source + dims, mask=inside)
+        else:
+            new = load_rotated(
+                source,
+                cos + (packed * stride_cos_row)[:, None],
+                sin + (packed * stride_sin_row)[:, None],
+                (rows < num_new_rows)[:, None],
+                dims,
+                KEY_DIM,
+                ROTARY_DIM,
+            )
+        at = block_id * stride_key_block + offset * stride_key_slot
+        tl.store(key_cache + at[:, None] + dims, new, mask=stored[:, None] & inside)
+
+        dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+        inside = (rows < num_new_rows)[:, None] & (dims < VALUE_DIM)
+        new = tl.load(value + (packed * stride_value_row)[:, None] + dims, mask=inside)
+        at = block_id * stride_value_block + offset * stride_value_slot
+        tl.store(value_cache + at[:, None] + dims, new, mask=stored[:, None] & inside)
+        tl.debug_barrier()  # every thread sees the rows that the others stored

@@ -1,0 +1,476 @@
+"""Ragged causal attention over paged latents: multi-head latent attention in its absorbed form.
+
+Where it sits: as paged_attention, after store_kv has appended this step's rows. A page keeps one
+latent c (its first L entries) and one rotary key p (the last P) per token, shared by all heads.
+Maths: with the key and value projections of head h absorbed into query and output,
+
+    score = scale * (q_latent[h] . c + q_rope[h] . p),  out[h] = softmax(score) c
+
+so that a step reads L + P numbers a token instead of keys and values of every head; the caller
+multiplies `out[h]` by head h's value projection.
+Letters: R requests, T packed rows, M blocks per table, H heads, L latent, P rotary key size.
+Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; FlashMLA (one tile is key and value).
+
+Launch of the latent attention programs: tile sizes, warps, stages, number of splits.
+
+Where it sits: between the checked wrapper `latent_attention` and its programs, that of Gluon where
+`fits_gluon` allows it (Hopper, 512 + 64 entries) and that of Triton elsewhere. Everything is
+computed from static shapes, never from device values, as in `attention_launch`.
+Letters: R requests, T packed rows, H heads, L latent, P rotary key size.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from mtp_research.kernels import checks
+from mtp_research.kernels.attention import paged_attention as attention_checks
+from mtp_research.kernels.attention.attention_launch import INVARIANT_SPLIT_KEYS, choose_num_splits
+from mtp_research.kernels.attention.paged_attention import paged_attention_ref
+from mtp_research.kernels.attention.splits import (
+    ceil_div,
+    merge_splits,
+    next_power_of_two,
+    padded_head_dim,
+    split_outputs,
+)
+from mtp_research.kernels.attention.store_kv import NewRows, rows_for_launch
+from mtp_research.kernels.latent.latent_attention_triton import latent_attention_kernel
+from mtp_research.kernels.latent.latent_gluon import latent_attention_gluon_kernel
+from mtp_research.kernels.latent.latent_gluon_parts import GLUON_DIMS, gluon
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# The merge holds all partial rows of a head at a time; 32 x 512 float32 still fits the registers.
+MAX_LATENT_SPLITS = 32
+
+
+class LatentConfig(NamedTuple):
+    """Compile-time shape of one program."""
+
+    block_m: int  # packed query rows: rows of the step x heads
+    block_n: int  # keys a tile
+    num_warps: int
+    num_stages: int
+    gluon: bool = False  # the program of latent_attention_gluon
+
+    @property
+    def programs_per_sm(self) -> int:
+        """Programs that an SM runs at a time; the Gluon program takes most of its shared memory."""
+        return 1 if self.gluon else 2
+
+
+def launch_latent_attention(
+    query_latent: Tensor,
+    *,
+    query_rope: Tensor,
+    latent_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    scale: float,
+    positions: Tensor | None,
+    kv_start: Tensor | None,
+    num_splits: int | None,
+    new_rows: NewRows | None = None,
+    config: LatentConfig | None = None,
+    invariant: bool = False,
+) -> Tensor:
+    """Launches the programs, then the merge if there is more than one split.
+
+    Arguments and result as in `latent_attention`, checked there. `config` overrides the tile sizes
+    that `choose_latent_config` picks (for measurements); `new_rows`, a latent `[T, 1, L]` and a
+    rotary key `[T, 1, P]`, and `invariant` as in `attention_launch`.
+    """
+    num_rows, num_heads, latent_dim = query_latent.shape
+    num_requests, num_table_blocks = block_table.shape
+    out = query_latent.new_empty(num_rows, num_heads, latent_dim)
+    if config is None:
+        config = choose_latent_config(
+            1 if invariant else max_query_len * num_heads,
+            element_bytes=query_latent.element_size(),
+            num_requests=num_requests,
+            hopper=not invariant
+            and fits_gluon(
+                query_latent, query_rope=query_rope, latent_cache=latent_cache, new_rows=new_rows
+            ),
+        )
+    num_tiles = max(1, ceil_div(max_query_len * num_heads, config.block_m))
+    max_keys = num_table_blocks * latent_cache.shape[1]
+    if invariant:
+        num_splits = ceil_div(max_keys, INVARIANT_SPLIT_KEYS)
+    elif num_splits is None:
+        # Padding of ragged requests leaves tiles without rows; T bounds the tiles that have some.
+        num_splits = choose_num_splits(
+            min(num_rows * num_heads // config.block_m + num_requests, num_requests * num_tiles),
+            max_key_tiles=ceil_div(max_keys, config.block_n),
+            num_sms=checks.num_multiprocessors(query_latent.device),
+            programs_per_sm=config.programs_per_sm,
+        )
+        num_splits = min(num_splits, MAX_LATENT_SPLITS)
+    partial, lse = split_outputs(out, num_splits, always_split=invariant)
+    with checks.launch_device(query_latent):
+        kernel = latent_attention_gluon_kernel if config.gluon else latent_attention_kernel
+        kernel[(num_tiles, num_splits, num_requests)](
+            query_latent,
+            query_rope,
+            latent_cache,
+            block_table,
+            seq_lens,
+            query_start_loc,
+            positions,
+            kv_start,
+            *(new_rows[:3] if new_rows is not None else (None,) * 3),
+            out if partial is None else partial,
+            lse,
+            latent_cache.shape[0] * latent_cache.shape[1],
+            num_rows,
+            max_keys,
+            scale / math.log(2),
+            *query_latent.stride()[:2],
+            *query_rope.stride()[:2],
+            *latent_cache.stride()[:2],
+            block_table.stride(0),
+            0 if new_rows is None else new_rows.key.stride(0),
+            0 if new_rows is None else new_rows.value.stride(0),
+            **latent_constants(
+                num_heads,
+                latent_dim=latent_dim,
+                rope_dim=query_rope.shape[2],
+                block_size=latent_cache.shape[1],
+                split=partial is not None,
+                split_keys=INVARIANT_SPLIT_KEYS if invariant else 0,
+                config=config,
+                num_stored_rows=0 if new_rows is None else max_query_len,
+            ),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        if partial is not None and lse is not None:
+            merge_splits(
+                partial,
+                lse,
+                query_start_loc=query_start_loc,
+                out=out,
+                num_warps=merge_warps(num_splits),
+                in_order=invariant,
+            )
+    return out
+
+
+def latent_constants(
+    num_heads: int,
+    *,
+    latent_dim: int,
+    rope_dim: int,
+    block_size: int,
+    split: bool,
+    config: LatentConfig,
+    split_keys: int = 0,
+    num_stored_rows: int = 0,
+) -> dict[str, int | bool]:
+    """The compile-time arguments of the kernel, by parameter name."""
+    constants: dict[str, int | bool] = {
+        "NUM_HEADS": num_heads,
+        "BLOCK_SIZE": block_size,
+        "SPLIT": split,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "STORED_ROWS": next_power_of_two(num_stored_rows),
+    }
+    if config.gluon:
+        return constants | {"KEYS_FIRST": config.block_m < 64}  # the least rows of a product
+    return constants | {
+        "LATENT_DIM": latent_dim,
+        "ROPE_DIM": rope_dim,
+        "PADDED_LATENT_DIM": padded_head_dim(latent_dim),
+        "PADDED_ROPE_DIM": padded_head_dim(rope_dim),
+        "SPLIT_KEYS": split_keys,
+    }
+
+
+def merge_warps(num_splits: int) -> int:
+    """Warps of a program that merges one row of partial outputs."""
+    return 4 if num_splits <= 8 else 8
+
+
+def choose_latent_config(
+    num_packed_rows: int, *, element_bytes: int, num_requests: int = 32, hopper: bool = False
+) -> LatentConfig:
+    """Picks the program, tile sizes, warps and pipeline depth.
+
+    Args:
+        num_packed_rows: max_query_len x H, the rows that share a request's latents.
+        element_bytes: bytes of a cache element, 2 or 4.
+        num_requests: R; small tiles spread one request's rows over more multiprocessors.
+        hopper: `fits_gluon` allows the Gluon program.
+    """
+    # 4 requests of 80 rows: 11.7 us in tiles of 16 rows, 15.1 in tiles of 64; 8: 16.1 and 16.5.
+    if hopper and num_packed_rows <= (128 if num_requests <= 4 else 16):
+        return LatentConfig(16, 64, num_warps=4, num_stages=2, gluon=True)
+    if hopper and num_packed_rows <= 32:  # 8 warps: 90.4 us for 16 heads and 2 rows, 4: 86.1
+        return LatentConfig(32, 64, num_warps=4, num_stages=2, gluon=True)
+    if hopper:
+        return LatentConfig(64, 64, num_warps=8, num_stages=2, gluon=True)
+    if element_bytes == 4:  # no tensor cores, so that it stays exact
+        return LatentConfig(16, 16, num_warps=8, num_stages=2)
+    if num_packed_rows <= 16:
+        return LatentConfig(16, 32, num_warps=4, num_stages=3)
+    if num_packed_rows <= 32:
+        return LatentConfig(32, 32, num_warps=8, num_stages=3)
+    return LatentConfig(64, 32, num_warps=8, num_stages=3)
+
+
+def fits_gluon(
+    query_latent: Tensor, *, query_rope: Tensor, latent_cache: Tensor, new_rows: NewRows | None
+) -> bool:
+    """True if the Gluon program can run: Hopper, 16-bit rows of 512 + 64, aligned to 16 bytes.
+
+    Copies take 16 bytes at a time; Triton knows so of strides that are multiples of 16.
+    """
+    tensors = [(query_latent, 2), (query_rope, 2), (latent_cache, 2)]
+    if new_rows is not None:
+        tensors += [(new_rows.key, 1), (new_rows.value, 1)]
+    dims = (query_latent.shape[2], query_rope.shape[2])
+    if not query_latent.is_cuda or dims != GLUON_DIMS or query_latent.element_size() != 2:
+        return False
+    if gluon is None or torch.cuda.get_device_capability(query_latent.device)[0] != 9:
+        return False
+    return all(
+        tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:num])
+        for tensor, num in tensors
+    )
+
+
+def latent_attention_ref(
+    query_latent: Tensor,
+    *,
+    query_rope: Tensor,
+    latent_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    scale: float,
+    positions: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    invariant: bool = False,
+) -> Tensor:
+    """Plain PyTorch, float32 or wider inside, any device: attention with one KV head of L + P.
+
+    Arguments and result as in `latent_attention`.
+    """
+    keys = latent_cache[:, :, None]  # one KV head
+    return paged_attention_ref(
+        torch.cat((query_latent, query_rope), dim=-1),
+        key_cache=keys,
+        value_cache=keys[..., : query_latent.shape[2]],
+        block_table=block_table,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        scale=scale,
+        positions=positions,
+        kv_start=kv_start,
+        invariant=invariant,
+    )
+
+
+def latent_attention(
+    query_latent: Tensor,
+    *,
+    query_rope: Tensor,
+    latent_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    scale: float,
+    positions: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    backend: str = "auto",
+    num_splits: int | None = None,
+) -> Tensor:
+    """Attention of packed ragged rows over paged latents.
+
+    Opaque to torch.compile (custom op `mtp_research::latent_attention`). The Triton path never
+    reads a device value on the host.
+
+    Args:
+        query_latent: `[T, H, L]` packed rows, already multiplied by the key projections; any
+            strides but the last. T may exceed `query_start_loc[R]` (padding).
+        query_rope: `[T, H, P]`, rotated; any strides but the last.
+        latent_cache: `[num_blocks, block_size, L + P]`, dtype of the queries.
+        block_table: `[R, M]` int32; entries past a request's own blocks are never followed.
+        seq_lens: `[R]` int32, KV length in tokens including this step's rows.
+        query_start_loc: `[R + 1]` int32, rows of request r are `[loc[r], loc[r + 1])`.
+        max_query_len: upper bound of rows a request; rows beyond it stay unwritten on Triton.
+        scale: factor on the logits, > 0; of the expanded heads, not of L + P.
+        positions: `[T]` int64 position of each row; None derives it from `seq_lens`.
+        kv_start: `[R]` int32, keys of request r below it are hidden; None for 0.
+        backend: `auto`, `invariant`, `reference` or `triton`, see `checks.resolve_backend`.
+        num_splits: programs a request's keys are spread over, 1..32; None chooses. Triton only.
+
+    Returns:
+        `[T, H, L]` in the dtype of the queries. Padded rows and rows without a key are zero.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or ranges disagree, or the backend cannot run them.
+    """
+    return torch.ops.mtp_research.latent_attention(
+        query_latent,
+        query_rope,
+        latent_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        max_query_len,
+        scale,
+        positions,
+        kv_start,
+        backend,
+        num_splits,
+    )
+
+
+@torch.library.custom_op("mtp_research::latent_attention", mutates_args=())
+def _latent_attention_op(
+    query_latent: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    positions: torch.Tensor | None,
+    kv_start: torch.Tensor | None,
+    backend: str,
+    num_splits: int | None,
+) -> torch.Tensor:
+    return attend_latents(
+        query_latent,
+        query_rope=query_rope,
+        latent_cache=latent_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        scale=scale,
+        positions=positions,
+        kv_start=kv_start,
+        backend=backend,
+        num_splits=num_splits,
+    )
+
+
+@_latent_attention_op.register_fake
+def _latent_attention_fake(query_latent: Tensor, *_: object) -> Tensor:
+    return query_latent.new_empty(query_latent.shape)
+
+
+def attend_latents(
+    query_latent: Tensor,
+    *,
+    query_rope: Tensor,
+    latent_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    scale: float,
+    backend: str,
+    positions: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    num_splits: int | None = None,
+    new_rows: NewRows | None = None,
+) -> Tensor:
+    """What the op does, for ops that store this step's rows as well.
+
+    Args and result as in `latent_attention`, and:
+        new_rows: latents `[T, 1, L]` and rotary keys `[T, 1, P]` to store in the pages first, in
+            place; None if they are there. The Triton programs store few rows themselves.
+    """
+    _check_rows(query_latent, query_rope, latent_cache)
+    attention_checks.check_attention_indices(
+        block_table, seq_lens=seq_lens, query_start_loc=query_start_loc, device=query_latent.device
+    )
+    checks.check_optional_range("num_splits", num_splits, low=1, high=MAX_LATENT_SPLITS)
+    attention_checks.check_optional_positions(
+        query_latent, seq_lens, positions=positions, kv_start=kv_start
+    )
+    resolved = checks.resolve_backend(backend, tensor=query_latent, kernel=latent_attention_kernel)
+    latent_dim = query_latent.shape[2]
+    assert new_rows is None or new_rows.cos is None, "the rotary part of latents comes rotated"
+    query_latent, new_rows = rows_for_launch(
+        query_latent,
+        new_rows,
+        key_cache=latent_cache[:, :, None, :latent_dim],
+        value_cache=latent_cache[:, :, None, latent_dim:],
+        backend=backend,
+        resolved=resolved,
+        max_query_len=max_query_len,
+    )
+    if query_latent.shape[0] == 0 or block_table.shape[0] == 0:
+        return query_latent.new_zeros(query_latent.shape)
+    invariant = backend == checks.INVARIANT
+    attend = functools.partial(latent_attention_ref, invariant=invariant)
+    if resolved == "triton":
+        _check_kernel_layout(query_latent, query_rope, latent_cache)
+        attend = functools.partial(
+            launch_latent_attention,
+            num_splits=num_splits,
+            new_rows=new_rows,
+            invariant=invariant,
+        )
+    return attend(
+        query_latent,
+        query_rope=query_rope,
+        latent_cache=latent_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        scale=scale,
+        positions=positions,
+        kv_start=kv_start,
+    )
+
+
+def _check_rows(query_latent: Tensor, query_rope: Tensor, latent_cache: Tensor) -> None:
+    checks.check_rank("query_latent", query_latent, letters="[T, H, L]")
+    checks.check_rank("query_rope", query_rope, letters="[T, H, P]")
+    checks.check_rank("latent_cache", latent_cache, letters="[num_blocks, block_size, L + P]")
+    num_rows, num_heads, latent_dim = query_latent.shape
+    rope_dim = query_rope.shape[2]
+    checks.check_shape(
+        "query_rope", query_rope, shape=(num_rows, num_heads, rope_dim), letters="[T, H, P]"
+    )
+    checks.check_shape(
+        "latent_cache",
+        latent_cache,
+        shape=(*latent_cache.shape[:2], latent_dim + rope_dim),
+        letters="[num_blocks, block_size, L + P]",
+    )
+    for name, tensor in (("query_rope", query_rope), ("latent_cache", latent_cache)):
+        checks.check_dtype(name, tensor, dtype=query_latent.dtype)
+        checks.check_device(name, tensor, device=query_latent.device)
+
+
+def _check_kernel_layout(query_latent: Tensor, query_rope: Tensor, latent_cache: Tensor) -> None:
+    checks.check_kernel_dtype("latent_cache", latent_cache, kernel=latent_attention_kernel)
+    checks.check_head_dim("L", query_latent.shape[2], high=checks.MAX_LATENT_DIM)
+    checks.check_head_dim("P", query_rope.shape[2])
+    checks.check_block_size(latent_cache.shape[1])
+    tensors = {
+        "query_latent": query_latent,
+        "query_rope": query_rope,
+        "latent_cache": latent_cache,
+    }
+    for name, tensor in tensors.items():
+        checks.check_last_dim_contiguous(name, tensor)

@@ -1,0 +1,443 @@
+"""Products of a few rows with a weight that is read once, near the bandwidth of the memory.
+
+Where it sits: `models/rewrites/products.py` calls it in compiled decode steps, through
+`models/rewrites/products.py`,
+for the projections that `few_rows_choice` names. Such a product is as slow as its weight is long. A
+library's product leaves a tenth to a third of the bandwidth unused there, in part because it splits
+K over programs and adds the parts up in a second kernel.
+Maths: out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n], accumulated in float32.
+Layout: one program per BLOCK_N rows of the weight, the first operand of the matrix instruction, so
+that the padded dimension of the other one is 8, 16, ... 128. Tiles are small enough to give every
+multiprocessor about as many programs, and pipelined deeply enough to keep tens of kilobytes on
+their way. Where a weight has too few rows for that, several programs share a tile's K; the last one
+to arrive adds their parts up in the order of K, so that the result does not depend on who that is.
+On Hopper a launch overlaps the end of the kernel in front of it (programmatic dependent launch): a
+program asks for the beginning of its weight rows, which no kernel writes, before it waits for `x`.
+A gated product has the rows of `gate` and `up` in one weight `[2F, K]`; a program multiplies half a
+tile of each and stores silu(gate) * up.
+Letters: T rows, N outputs, K depth, S splits of K, F gated outputs.
+
+Which products go through `few_rows_product`, and in which program shape.
+
+Where it sits: `models/rewrites/products.py` asks while a step is compiled, for every projection of
+it. The
+rows below are measurements: for each number of rows the program shapes that `bench_few_rows` found
+fastest on one H200, by the size of the weight, where they were faster than the library's product.
+Letters: T rows, N outputs, K depth.
+
+The Triton program of `few_rows_product`; layout and letters there.
+
+Letters: T rows, N outputs, K depth, S splits of K, F gated outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from mtp_research.kernels import checks
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+try:
+    import triton.language as tl
+except ImportError:  # checks.resolve_backend refuses the kernel then
+    tl = None
+
+
+@checks.kernel_jit
+def few_rows_kernel(
+    x,  # [T, K], rows contiguous
+    weight,  # [N, K], rows contiguous
+    weight_tiles,  # its descriptor, or None
+    bias,  # [N] or None
+    out,  # [T, N], contiguous; written
+    parts,  # [S, T, N] float32, or None for one split; written
+    arrived,  # [tiles] int32 zeros, or None for one split; zeros again at the end
+    num_rows,
+    num_outputs,
+    depth,
+    stride_x,
+    stride_weight,
+    num_splits,
+    EVEN_DEPTH: tl.constexpr,  # K is a multiple of BLOCK_K
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
+    NUM_EARLY_LINES: tl.constexpr,  # cache lines of a weight row asked for before that, power of 2
+    LINE: tl.constexpr,  # elements a cache line
+    IS_GATED: tl.constexpr,
+):
+    """One tile of outputs over all of K, or over one split of it."""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    TILE_OUTPUTS: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
+    lane = tl.arange(0, BLOCK_N)
+    # Rows past the last one repeat it: cheaper than a mask, and they are not stored.
+    weight_row = tl.minimum(tile * TILE_OUTPUTS + lane % TILE_OUTPUTS, num_outputs - 1)
+    weight_row += lane // TILE_OUTPUTS * num_outputs  # rows of `up` lie behind those of `gate`
+    output = tile * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    row = tl.arange(0, BLOCK_T)
+    k = tl.arange(0, BLOCK_K)[None, :]
+    num_steps = tl.cdiv(depth, BLOCK_K)
+    begin = split * num_steps // num_splits
+    end = (split + 1) * num_steps // num_splits
+    weight_rows = weight + weight_row.to(tl.int64)[:, None] * stride_weight
+    weight_at = weight_rows + begin * BLOCK_K + k
+    x_at = x + row.to(tl.int64)[:, None] * stride_x + begin * BLOCK_K + k
+    is_row = row < num_rows
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    if OVERLAPS:
+        line = begin * BLOCK_K + tl.arange(0, NUM_EARLY_LINES)[None, :] * LINE
+        _ask_for(weight_rows + tl.minimum(line, depth - 1))
+        tl.extra.cuda.gdc_wait()  # `x` is there, and nobody reads `out` any more
+    for step in range(begin, end):
+        inside = k < (BLOCK_K if EVEN_DEPTH else depth - step * BLOCK_K)
+        if weight_tiles is None:
+            w = tl.load(weight_at, mask=inside, other=0.0)
+            weight_at += BLOCK_K
+        else:
+            w = weight_tiles.load([tile * BLOCK_N, step * BLOCK_K])
+        a = tl.load(x_at, mask=is_row[:, None] & inside, other=0.0)
+        acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+        x_at += BLOCK_K
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()  # whoever comes next may overwrite `x`
+    place = row.to(tl.int64)[None, :] * num_outputs + output[:, None]
+    is_place = is_row[None, :] & (output < num_outputs)[:, None]
+    if parts is not None:
+        at = parts + place
+        tl.store(at + split.to(tl.int64) * (num_rows * num_outputs), acc, mask=is_place)
+        tl.debug_barrier()  # every thread's part is written before the program counts as arrived
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") < num_splits - 1:
+            return
+        tl.store(arrived + tile, 0)
+        acc = _sum_parts(at, num_splits, num_rows * num_outputs, is_place)
+    if bias is not None:
+        acc += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)[:, None]
+    if IS_GATED:
+        acc = _silu_product(acc, out.dtype.element_ty, BLOCK_T, BLOCK_N)
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_place)
+
+
+@checks.kernel_jit
+def _sum_parts(at, num_splits, stride_split, is_place):
+    """Parts of a tile, added up in the order of K; `.cg` reads past this multiprocessor's cache."""
+    acc = tl.load(at, mask=is_place, other=0.0, cache_modifier=".cg")
+    for _ in range(1, num_splits):
+        at += stride_split
+        acc += tl.load(at, mask=is_place, other=0.0, cache_modifier=".cg")
+    return acc
+
+
+@checks.kernel_jit
+def _silu_product(acc, dtype: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
+    """silu(gate) * up `[BLOCK_N / 2, BLOCK_T]` of a tile, both rounded as a product of its own."""
+    halves = tl.permute(tl.reshape(acc.to(dtype), [2, BLOCK_N // 2, BLOCK_T]), (1, 2, 0))
+    gate, up = tl.split(halves)
+    gate = gate.to(tl.float32)
+    return gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
+
+
+@checks.kernel_jit
+def _ask_for(lines):
+    """Have the cache lines at some addresses brought into the L2 cache, without waiting."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [lines],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # checks.resolve_backend refuses the kernel then
+    TensorDescriptor = None
+
+
+MAX_ROWS = 128
+_LINE_BYTES = 128  # of the L2 cache
+_NUM_SMS = 132  # of the H100 and the H200
+_NUM_EARLY_LINES = 8  # of each weight row: a kilobyte, tens of them a multiprocessor
+_MAX_SHARED_TILES = 4096  # tiles whose K several programs share
+
+
+class FewRowsConfig(NamedTuple):
+    """Compile-time shape of one program, and how many of them there should be.
+
+    Attributes:
+        block_n: rows of the weight a program, a power of two of 16 or more.
+        block_k: elements of K a step of its loop, a power of two of 16 or more.
+        num_warps: warps a program.
+        num_stages: steps of the loop whose loads are under way together, and one more.
+        programs_per_sm: programs share the K of a tile until there are about so many on every
+            multiprocessor; 0: they never do.
+        uses_descriptor: tiles of the weight are copied by the tensor memory accelerator.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 0
+    uses_descriptor: bool = False
+
+
+def few_rows_product_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_gated: bool = False
+) -> Tensor:
+    """Plain PyTorch. Arguments and result as in `few_rows_product`."""
+    out = x.float() @ weight.float().T
+    out = (out if bias is None else out + bias.float()).to(x.dtype)
+    if not is_gated:
+        return out
+    gate, up = out.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(x.dtype)
+
+
+def few_rows_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: FewRowsConfig,
+    is_gated: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """`x @ weight.T + bias` for at most 128 rows, in one kernel; the same bits at every call.
+
+    Args:
+        x: `[T, K]`, 0 <= T <= 128, rows contiguous.
+        weight: `[N, K]`, rows contiguous, dtype of `x`.
+        bias: `[N]`, dtype of `x`; None for none.
+        config: shape of the programs, from `few_rows_choice` or a benchmark.
+        is_gated: `weight` holds `gate` and `up`, F rows each; without bias, splits or descriptor.
+        backend: `auto`, `reference` or `triton`.
+
+    Returns:
+        `[T, N]`, contiguous, in the dtype of `x`; silu(gate) * up `[T, F]` if gated.
+
+    Raises:
+        ValueError: shapes, dtypes or devices disagree, or the backend cannot run them.
+    """
+    _check(x, weight, bias)
+    if is_gated:
+        _check_gated(weight, bias, config)
+    if checks.resolve_backend(backend, tensor=x, kernel=few_rows_kernel) == "reference":
+        return few_rows_product_ref(x, weight, bias, is_gated=is_gated)
+    for name, tensor in (("x", x), ("weight", weight)):
+        checks.check_kernel_dtype(name, tensor, kernel=few_rows_kernel)
+        checks.check_last_dim_contiguous(name, tensor)
+    out = x.new_empty(len(x), len(weight) // 2 if is_gated else len(weight))
+    if out.numel() == 0:
+        return out
+    num_tiles = -(-len(weight) // config.block_n)
+    num_splits = choose_num_splits(num_tiles, weight.shape[1], config=config)
+    is_split = num_splits > 1
+    overlaps = can_overlap(x.device)
+    with checks.launch_device(x):
+        few_rows_kernel[(num_tiles, num_splits)](
+            x,
+            weight,
+            _tiles(weight, config) if config.uses_descriptor else None,
+            bias,
+            out,
+            x.new_empty(num_splits, *out.shape, dtype=torch.float32) if is_split else None,
+            _arrived(x.device) if is_split else None,
+            len(x),
+            out.shape[1],
+            weight.shape[1],
+            x.stride(0),
+            weight.stride(0),
+            num_splits,
+            **few_rows_constants(
+                len(x),
+                weight.shape[1],
+                dtype=x.dtype,
+                config=config,
+                overlaps=overlaps,
+                is_gated=is_gated,
+            ),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **({"launch_pdl": True} if overlaps else {}),
+        )
+    return out
+
+
+def choose_num_splits(num_tiles: int, depth: int, *, config: FewRowsConfig) -> int:
+    """Programs that share the K of a tile: as many as bring `programs_per_sm`, at least one."""
+    num_programs = config.programs_per_sm * _NUM_SMS
+    num_steps = -(-depth // config.block_k)
+    most = 1 if num_tiles > _MAX_SHARED_TILES else num_steps
+    return max(1, min(num_programs // num_tiles, most))
+
+
+def few_rows_constants(
+    num_rows: int,
+    depth: int,
+    *,
+    dtype: torch.dtype,
+    config: FewRowsConfig,
+    overlaps: bool,
+    is_gated: bool,
+) -> dict[str, int | bool]:
+    """The compile-time arguments of the kernel, by parameter name."""
+    return {
+        "EVEN_DEPTH": depth % config.block_k == 0,
+        "BLOCK_T": max(8, 1 << (num_rows - 1).bit_length()),
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "LINE": _LINE_BYTES // dtype.itemsize,
+        "OVERLAPS": overlaps,
+        "IS_GATED": is_gated,
+        "NUM_EARLY_LINES": _NUM_EARLY_LINES,
+    }
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether launches on a device can overlap, which Hopper was the first to do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _tiles(weight: Tensor, config: FewRowsConfig) -> TensorDescriptor:
+    """Descriptor of the weight's tiles, which must start at multiples of 16 bytes."""
+    stride_bytes = weight.stride(0) * weight.element_size()
+    if stride_bytes % 16 or weight.data_ptr() % 16:
+        raise ValueError(
+            "weight rows must start at multiples of 16 bytes for a config with uses_descriptor, "
+            f"got a stride of {stride_bytes} bytes; use another config or a copy of the weight."
+        )
+    return TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])
+
+
+@functools.lru_cache
+def _arrived(device: torch.device) -> Tensor:
+    """Arrivals at each tile: zeros between launches, so one stream at a time may use them."""
+    return torch.zeros(_MAX_SHARED_TILES, dtype=torch.int32, device=device)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    checks.check_rank("x", x, letters="[T, K]")
+    checks.check_rank("weight", weight, letters="[N, K]")
+    checks.check_shape("weight", weight, shape=(weight.shape[0], x.shape[1]), letters="[N, K]")
+    if len(x) > MAX_ROWS:
+        raise ValueError(
+            f"x must have at most {MAX_ROWS} rows, got {len(x)}; use torch.nn.functional.linear."
+        )
+    operands = {"weight": weight}
+    if bias is not None:
+        checks.check_shape("bias", bias, shape=(len(weight),), letters="[N]")
+        operands["bias"] = bias
+    for name, tensor in operands.items():
+        checks.check_dtype(name, tensor, dtype=x.dtype)
+        checks.check_device(name, tensor, device=x.device)
+
+
+def _check_gated(weight: Tensor, bias: Tensor | None, config: FewRowsConfig) -> None:
+    if len(weight) % 2 or bias is not None or config.programs_per_sm or config.uses_descriptor:
+        raise ValueError(
+            "a gated product needs an even number of weight rows, no bias, and a config without "
+            f"splits and descriptor, got {len(weight)} rows, bias {bias is not None} and {config}; "
+            "use is_gated=False."
+        )
+
+
+_HOPPER = (9, 0)
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class _Choice(NamedTuple):
+    """A program shape for weights of so many rows, `[min_outputs, end_outputs)`, and columns."""
+
+    min_outputs: int
+    end_outputs: int
+    min_depth: int
+    config: FewRowsConfig
+
+
+_ANY = 1 << 62
+_WIDE_SPLIT = FewRowsConfig(64, 128, 4, 6, 2, uses_descriptor=True)
+_NARROW = FewRowsConfig(32, 256, 2, 5, uses_descriptor=True)
+# By the padded number of rows; the first row that fits is taken.
+_CHOICES: dict[int, tuple[_Choice, ...]] = {
+    8: (
+        _Choice(2048, 2560, 2048, _WIDE_SPLIT),
+        _Choice(2560, 8192, 1024, _NARROW),
+        _Choice(12_288, 20_480, 4096, _WIDE_SPLIT),
+        _Choice(20_480, 24_576, 4096, _NARROW),
+        _Choice(24_576, _ANY, 2048, _WIDE_SPLIT),
+    ),
+    16: (
+        _Choice(2048, 2560, 4096, FewRowsConfig(64, 128, 4, 5, 2)),
+        _Choice(2560, 8192, 2048, FewRowsConfig(32, 256, 2, 5)),
+        _Choice(12_288, _ANY, 2048, FewRowsConfig(64, 128, 4, 5, 2, uses_descriptor=True)),
+    ),
+    32: (
+        _Choice(4096, 8192, 4096, FewRowsConfig(64, 128, 4, 7, 1)),
+        _Choice(28_672, _ANY, 2048, FewRowsConfig(64, 128, 4, 4, 2, uses_descriptor=True)),
+    ),
+    64: (_Choice(28_672, _ANY, 2048, FewRowsConfig(128, 128, 8, 4, 1, uses_descriptor=True)),),
+}
+# Of gated products, by the rows of both halves together.
+_GATED_CHOICES: dict[int, tuple[_Choice, ...]] = {
+    8: (_Choice(20_480, _ANY, 4096, FewRowsConfig(32, 256, 2, 5)),),
+    16: (_Choice(20_480, _ANY, 4096, FewRowsConfig(64, 128, 4, 5)),),
+}
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the program shapes were measured on a device like this one."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == _HOPPER
+
+
+def choose_config(
+    num_rows: int, num_outputs: int, depth: int, *, dtype: torch.dtype
+) -> FewRowsConfig | None:
+    """Program shape of a product of T rows with a weight `[N, K]`; None: the library's is faster.
+
+    Args:
+        num_rows: T, at least 1.
+        num_outputs: N.
+        depth: K.
+        dtype: of rows and weight.
+    """
+    return _choose(_CHOICES, num_rows, num_outputs, depth, dtype)
+
+
+def choose_gated_config(
+    num_rows: int, num_weight_rows: int, depth: int, *, dtype: torch.dtype
+) -> FewRowsConfig | None:
+    """Program shape of a gated product; None: the library's and a compiled kernel are faster.
+
+    Args:
+        num_rows: T, at least 1.
+        num_weight_rows: 2F, rows of both halves.
+        depth: K.
+        dtype: of rows and weight.
+    """
+    return _choose(_GATED_CHOICES, num_rows, num_weight_rows, depth, dtype)
+
+
+def _choose(
+    choices: dict[int, tuple[_Choice, ...]],
+    num_rows: int,
+    num_outputs: int,
+    depth: int,
+    dtype: torch.dtype,
+) -> FewRowsConfig | None:
+    if dtype not in _DTYPES or depth % 8:  # rows of the weight start at 16 bytes
+        return None
+    padded_rows = max(8, 1 << (num_rows - 1).bit_length())
+    for choice in choices.get(padded_rows, ()):
+        is_wide = choice.min_outputs <= num_outputs < choice.end_outputs
+        if is_wide and depth >= choice.min_depth:
+            return choice.config
+    return None

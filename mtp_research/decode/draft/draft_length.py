@@ -1,0 +1,339 @@
+"""How many drafts a step makes: a fixed number, or fewer where more are not worth their price.
+
+A rule has two sides. On the host it limits all requests of a step (`num_drafts`); on the device it
+may stop single requests between two passes (`keeps`), without a copy to the host. A draft that was
+not made is `NOT_DRAFTED`; the host cuts the list there, so that the next step verifies fewer rows
+and every rate is divided by drafts that were made. -1 stays what it was: made, but no valid token.
+
+**The draft KV stays what it would have been.** Passes are not simply left out, because later rounds
+read what they write. Each policy's rows decide (`MTPDrafter.draft`):
+
+- base rows run in every pass, made draft or not. Under the chain policies pass m of this round is
+  the only one that ever writes the older fresh rows of depth m (the ring brings back K rows, not
+  2K), and under `eagle` with N modules module m is the only writer of its own layer;
+- draft rows, those above the frontier, are rewritten by the next round before anything reads them:
+  a pass that makes no draft has none;
+- a row whose token is a draft that was not made runs with token 0 in its place. Like every row that
+  consumes a draft it is provisional, and the next round runs it again: after a accepted drafts the
+  first such row of depth m is p + a - m + 1, the anchored form starts at p + a + 1 - K, m <= K - 1.
+
+What a draft that is not made saves:
+
+    always                       its verification row and its draft logits (one LM head)
+    eagle, one module            the whole pass
+    eagle, N modules             the pass's draft rows; the whole pass if its module ran before
+    training and the ablations   no module row
+
+So a chain policy at limit n costs less to verify than at K, and more to draft than a decoder built
+with K = n. A request that stops alone saves the same rows of its own. With deferred output every
+request is verified with K + 1 rows, because the host learns too late how many drafts there are; a
+host limit below K then leaves the captured graph, and `keeps` saves nothing at all.
+
+**Losslessness.** A limit may depend on the past, never on the token just drawn: a draft that is
+kept only when its own probability is high is no draw from the draft distribution, and rejection
+sampling would be biased. `ConfidenceLength` therefore judges the distribution, by its largest
+probability, which for greedy drafts is the draft's own.
+
+Letters: R requests, K drafts per step, n drafts made, m draft step, c cost ratio, p frontier row.
+Source: stopping at a low draft probability as in llama.cpp (`p_min`) and transformers
+(`assistant_confidence_threshold`); expected tokens per cost as in Leviathan et al.
+(arXiv:2211.17192, section 3.5), with one rate per position.
+
+What the last verify rounds say about acceptance and about the price of a draft.
+
+The host feeds it at the end of each step; the expected-gain rule of `draft_length.py` reads it. Old
+rounds fade, so that a text that becomes easier or harder is noticed, and a draft position that was
+not tried for long drifts back to the prior and is tried again.
+
+Letters: K drafts per step, n drafts made in a step.
+"""
+
+import itertools
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from mtp_research.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mtp_research.decode.schedule.request import Request
+
+_NUM_TIMES = 16  # latest step times kept for each n
+_MIN_TIMES = 4  # below this a median says nothing
+
+
+@dataclass
+class RecentRounds:
+    """Fading counters of verify rounds, and the times of recent steps.
+
+    Attributes:
+        num_speculative_tokens: K.
+        half_life_steps: steps after which a round counts half, > 0.
+        prior_acceptance: chance assumed for a draft never seen, given that the ones before it were
+            accepted, in [0, 1]. It is high on purpose: what is believed to be good gets tried, and
+            what is tried gets measured.
+        prior_rounds: rounds that the prior counts as, > 0.
+        num_steps: decode steps seen.
+        reached: per draft position, weight of the rounds that made this draft and accepted all
+            before it.
+        accepted: of these, those that accepted it.
+        step_seconds: latest times of steps that made n drafts after a step that made n.
+    """
+
+    num_speculative_tokens: int
+    half_life_steps: float = 32.0
+    prior_acceptance: float = 0.8
+    prior_rounds: float = 2.0
+    num_steps: int = 0
+    reached: list[float] = field(init=False)
+    accepted: list[float] = field(init=False)
+    step_seconds: dict[int, deque[float]] = field(default_factory=dict)
+    _last_num_drafts: int | None = None
+
+    def __post_init__(self) -> None:
+        """Nothing seen yet."""
+        self.reached = [0.0] * self.num_speculative_tokens
+        self.accepted = [0.0] * self.num_speculative_tokens
+
+    def add_round(self, *, num_drafted: int, num_accepted: int) -> None:
+        """Count one verify round of one request.
+
+        Args:
+            num_drafted: drafts that were verified, 0..K.
+            num_accepted: of these, 0..num_drafted.
+        """
+        reached, accepted = self.reached, self.accepted
+        for position in range(num_accepted):
+            reached[position] += 1.0
+            accepted[position] += 1.0
+        if num_accepted < num_drafted:
+            reached[num_accepted] += 1.0
+
+    def add_rounds(self, request: "Request", *, since: int) -> None:
+        """Count the rounds of a request from index `since` on."""
+        drafted, accepted = request.num_drafted_per_round, request.num_accepted_per_round
+        for index in range(since, len(drafted)):
+            self.add_round(num_drafted=drafted[index], num_accepted=accepted[index])
+
+    def end_step(self, *, num_drafts: int, seconds: float | None) -> None:
+        """Let the counters fade after a step that made `num_drafts` drafts a request.
+
+        The time is kept only if the step before made as many: a step verifies what that one
+        drafted, so after a change it prices neither number.
+
+        Args:
+            num_drafts: n.
+            seconds: of the step; None where the clock also saw work of another kind.
+        """
+        fading = 0.5 ** (1.0 / self.half_life_steps)
+        self.reached = [weight * fading for weight in self.reached]
+        self.accepted = [weight * fading for weight in self.accepted]
+        self.num_steps += 1
+        if seconds is not None and num_drafts == self._last_num_drafts:
+            times = self.step_seconds.setdefault(num_drafts, deque(maxlen=_NUM_TIMES))
+            times.append(seconds)
+        self._last_num_drafts = num_drafts
+
+    def conditional_acceptance(self) -> list[float]:
+        """Estimated chance of draft 1..K, given that it is made and all before it are accepted."""
+        prior = self.prior_acceptance * self.prior_rounds
+        return [
+            (accepted + prior) / (reached + self.prior_rounds)
+            for accepted, reached in zip(self.accepted, self.reached, strict=True)
+        ]
+
+    def cost_ratio(self) -> float | None:
+        """Measured price of one more draft, in steps that make none; None if not known yet.
+
+        It is the slope between the median times at n = 0 and at the largest n with enough times.
+        """
+        medians = {
+            num_drafts: statistics.median(times)
+            for num_drafts, times in self.step_seconds.items()
+            if len(times) >= _MIN_TIMES
+        }
+        most = max(medians, default=0)
+        if 0 not in medians or most == 0 or medians[0] <= 0:
+            return None
+        return max(medians[most] / medians[0] - 1.0, 0.0) / most
+
+
+NOT_DRAFTED = -2  # any id outside the vocabulary is rejected; this one was not even proposed
+_PROBE_STEPS = 6  # steps in a row with the same number of drafts while costs are measured
+_NUM_PROBES = 4  # runs of them: K, 0, K, 0
+
+
+class DraftLength(Protocol):
+    """Decides how many drafts are made.
+
+    Attributes:
+        reads_probability: `keeps` is asked after every pass.
+    """
+
+    reads_probability: ClassVar[bool]
+
+    def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
+        """Most drafts of this step for each request, 0..K; computed from host values alone."""
+        ...
+
+    def keeps(self, probability: "Tensor") -> "Tensor":
+        """`[R]` bool: make this draft and go on.
+
+        Args:
+            probability: `[R]` float, largest probability of the draft distribution at temperature
+                1; NaN where the logits are not finite.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """Always K drafts."""
+
+    reads_probability: ClassVar[bool] = False
+
+    def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
+        """See `DraftLength`."""
+        return recent.num_speculative_tokens
+
+    def keeps(self, probability: "Tensor") -> "Tensor":
+        """See `DraftLength`."""
+        return probability >= 0.0  # never asked
+
+
+@dataclass(frozen=True)
+class ConfidenceLength:
+    """Up to K drafts; a request stops before the first one whose probability is below `p_min`.
+
+    Attributes:
+        p_min: in [0, 1]; 0 never stops, above 1 would never draft.
+    """
+
+    p_min: float
+    reads_probability: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the range.
+
+        Raises:
+            ConfigError: `p_min` outside [0, 1].
+        """
+        if not 0.0 <= self.p_min <= 1.0:
+            raise ConfigError(
+                f"spec.draft_p_min must be in [0, 1], got {self.p_min}; set spec.draft_p_min=0.3."
+            )
+
+    def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
+        """See `DraftLength`."""
+        return recent.num_speculative_tokens
+
+    def keeps(self, probability: "Tensor") -> "Tensor":
+        """See `DraftLength`."""
+        return probability >= self.p_min
+
+
+@dataclass(frozen=True)
+class BatchTableLength:
+    """A number of drafts by batch size: verification rows are free in small batches only.
+
+    Attributes:
+        table: (least batch size, drafts) pairs with rising sizes, the first of them 1. Entry i
+            holds for batch sizes in `[table[i][0], table[i+1][0])`.
+    """
+
+    table: tuple[tuple[int, int], ...]
+    reads_probability: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the table.
+
+        Raises:
+            ConfigError: it does not start at batch size 1, does not rise, or drafts less than 0.
+        """
+        sizes = [size for size, _ in self.table]
+        rising = all(low < high for low, high in itertools.pairwise(sizes))
+        if sizes[:1] != [1] or not rising or min(n for _, n in self.table) < 0:
+            raise ConfigError(
+                "spec.draft_table must map rising batch sizes, from 1 on, to drafts >= 0, got "
+                f"{dict(self.table)}; set spec.draft_table={{1:3,32:1}}."
+            )
+
+    def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
+        """See `DraftLength`; never above K."""
+        entry = max(pair for pair in self.table if pair[0] <= max(batch_size, 1))
+        return min(entry[1], recent.num_speculative_tokens)
+
+    def keeps(self, probability: "Tensor") -> "Tensor":
+        """See `DraftLength`."""
+        return probability >= 0.0  # never asked
+
+
+@dataclass(frozen=True)
+class ExpectedGainLength:
+    """The n in 0..K with the most expected tokens per cost, from what recent rounds accepted.
+
+    With a_i the chance of draft i given that it is reached, a step that makes n drafts gives
+    `1 + a_1 + a_1 a_2 + ... + a_1..a_n` tokens and costs `1 + c n` steps that make none. The
+    chances come from `RecentRounds`: fading counts and a prior.
+
+    Attributes:
+        cost_ratio: c, price of one more draft (its pass or logits, and its verification row) in
+            units of a step that makes none, >= 0. None: measured by the clock over the first
+            decode steps, which alternate between K drafts and none for it.
+    """
+
+    cost_ratio: float | None = None
+    reads_probability: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the range.
+
+        Raises:
+            ConfigError: a negative cost.
+        """
+        if self.cost_ratio is not None and not self.cost_ratio >= 0.0:
+            raise ConfigError(
+                f"spec.draft_cost_ratio must be >= 0, got {self.cost_ratio}; "
+                "set spec.draft_cost_ratio=null to measure it."
+            )
+
+    def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
+        """See `DraftLength`."""
+        if self.cost_ratio is not None:
+            return best_num_drafts(recent.conditional_acceptance(), cost_ratio=self.cost_ratio)
+        run = recent.num_steps // _PROBE_STEPS
+        measured = recent.cost_ratio()
+        if run < _NUM_PROBES or measured is None:
+            return 0 if run % 2 else recent.num_speculative_tokens
+        return best_num_drafts(recent.conditional_acceptance(), cost_ratio=measured)
+
+    def keeps(self, probability: "Tensor") -> "Tensor":
+        """See `DraftLength`."""
+        return probability >= 0.0  # never asked
+
+
+def best_num_drafts(conditional_acceptance: list[float], *, cost_ratio: float) -> int:
+    """The n that maximises expected tokens per cost; the smallest of equals.
+
+    Args:
+        conditional_acceptance: chance of draft 1..K given that all before it are accepted.
+        cost_ratio: c, see `ExpectedGainLength`.
+
+    Example:
+        chances (0.8, 0.5), c = 0.2: n = 0 gives 1 token per step, n = 1 gives 1.8 / 1.2 = 1.5,
+        n = 2 gives 2.2 / 1.4 = 1.57, so 2.
+    """
+    reach = itertools.accumulate(conditional_acceptance, lambda left, right: left * right)
+    tokens = itertools.accumulate(reach, initial=1.0)
+    rates = [total / (1.0 + cost_ratio * n) for n, total in enumerate(tokens)]
+    return max(range(len(rates)), key=lambda n: (rates[n], -n))
+
+
+def drafts_made(draft_token_ids: list[int]) -> list[int]:
+    """The drafts of one request before the first that was not made."""
+    if NOT_DRAFTED not in draft_token_ids:
+        return draft_token_ids
+    return draft_token_ids[: draft_token_ids.index(NOT_DRAFTED)]

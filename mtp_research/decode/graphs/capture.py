@@ -1,0 +1,225 @@
+"""What captured steps of every kind share: the capture itself, and static sampling parameters.
+
+Letters: R requests.
+
+What a CUDA graph of the whole step cannot hold, refused by name before one is captured.
+
+Letters: none.
+
+Batch sizes that decode steps are captured for, and which of them serves a batch.
+"""
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mtp_research.config import EngineConfig
+from mtp_research.decode.draft.mtp_drafter import MTPDrafter
+from mtp_research.decode.sampling.sampling import SamplingTensors
+from mtp_research.decode.step import DeviceStep, StepResult
+from mtp_research.models.experts import expert_stacks
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
+
+# Run before a capture: kernels compile, libraries allocate their workspaces.
+_NUM_WARM_UP_RUNS = 3
+
+
+class Replayable(Protocol):
+    """A captured call."""
+
+    def replay(self) -> None:
+        """Run it again on what its tensors hold now."""
+
+
+class Captured(NamedTuple):
+    """A graph and the tensors its replay writes."""
+
+    graph: Replayable
+    result: StepResult
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's cycle collector stays away: to destroy an older graph ends a capture with an error.
+
+    Decoders lie in reference cycles, so that theirs are destroyed whenever the collector runs.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def capture_call(call: Callable[[], StepResult], *, pool: Any) -> Captured:
+    """Warm up and capture `call`, which must read static tensors and wait for nothing.
+
+    Args:
+        call: run four times.
+        pool: handle of the memory pool that graphs share, for whose type torch has no public name.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_NUM_WARM_UP_RUNS):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with no_collection(), torch.cuda.graph(graph, pool=pool):
+        result = call()
+    torch.cuda.synchronize()
+    return Captured(graph, result)
+
+
+class StaticParams:
+    """Sampling parameters of a captured step, at fixed addresses.
+
+    Args:
+        num_requests: most requests of a step; those behind a batch keep a harmless value.
+        device: where they live.
+    """
+
+    def __init__(self, num_requests: int, *, device: torch.device) -> None:
+        self._num_requests, self._device = num_requests, device
+        self._storage: dict[str, Tensor] = {}
+        self._uploaded: SamplingTensors | None = None
+
+    def upload(self, params: SamplingTensors) -> None:
+        """Put the parameters of a batch in place; nothing if they are there already."""
+        if params is self._uploaded:
+            return
+        for name, value in params._asdict().items():
+            if isinstance(value, Tensor):
+                if name not in self._storage:
+                    self._storage[name] = torch.ones(
+                        self._num_requests, dtype=value.dtype, device=self._device
+                    )
+                self._storage[name][: len(value)] = value
+        self._uploaded = params
+
+    def view(self, params: SamplingTensors, num_requests: int) -> SamplingTensors:
+        """Flags of `params` over the storage of the first requests."""
+        storage = {name: value[:num_requests] for name, value in self._storage.items()}
+        return params._replace(**storage)
+
+    @staticmethod
+    def key(params: SamplingTensors) -> tuple[Hashable, ...]:
+        """What code depends on, and a graph with it."""
+        return tuple(value for value in params if isinstance(value, bool | int | None))
+
+
+_STACK_DIM = 3  # of the weights of a layer's experts, [E, out, in]
+
+
+def require_capturable(step: DeviceStep, *, engine: EngineConfig) -> None:
+    """Refuse targets, machines and settings with which `engine.cuda_graphs=true` cannot work.
+
+    Args:
+        step: what would be captured.
+        engine: its settings.
+
+    Raises:
+        ConfigError: a layer that reads the host, or settings that a captured step cannot follow.
+        EnvironmentFault: there is no GPU.
+    """
+    target = step.target
+    if target.has_recurrent_state:
+        raise ConfigError(
+            "engine.cuda_graphs=true does not support recurrent layers, got family "
+            f"{target.family_name}; set engine.cuda_graphs=false engine.compile=false."
+        )
+    models: list[nn.Module] = [target.model]
+    if isinstance(step.drafter, MTPDrafter):
+        models.append(step.drafter.heads)
+    require_no_host_loop(models, family_name=target.family_name)
+    if target.device.type != "cuda":
+        raise EnvironmentFault(
+            f"engine.cuda_graphs=true needs the model on a CUDA GPU, got {target.device}; "
+            "set engine=auto."
+        )
+    if engine.audit or not engine.deferred_output:
+        raise ConfigError(
+            "engine.cuda_graphs=true needs engine.deferred_output=true and engine.audit=false, got "
+            f"{engine.deferred_output} and {engine.audit}; set engine=h200."
+        )
+    if not engine.deterministic:  # which has a grouped product of its own
+        require_grouped_experts(models, dtype=str(target.dtype).removeprefix("torch."))
+
+
+def require_no_host_loop(models: Sequence[nn.Module], *, family_name: str) -> None:
+    """Refuse experts that the library runs in a loop of its own and in no other way.
+
+    The loop asks the device which experts were chosen, and a graph cannot answer.
+
+    Args:
+        models: target and heads, without recurrent layers.
+        family_name: of the target, for the message.
+
+    Raises:
+        ConfigError: names the family and the class.
+    """
+    for model in models:
+        known = {id(stack) for stack in expert_stacks(model)}
+        for module in model.modules():
+            has_stack = any(p.dim() == _STACK_DIM for p in module.parameters(recurse=False))
+            if has_stack and id(module) not in known:
+                raise ConfigError(
+                    "engine.cuda_graphs=true needs experts that run without the host, got family "
+                    f"{family_name}, whose {type(module).__name__} has stacked weights that "
+                    "transformers runs in a Python loop; set engine.cuda_graphs=false "
+                    "engine.compile=false."
+                )
+
+
+def require_grouped_experts(models: Sequence[nn.Module], *, dtype: str) -> None:
+    """Refuse the loop over experts where the library has a grouped product as well.
+
+    Args:
+        models: target and heads.
+        dtype: of the target, for the message: another than bfloat16 is why the loop runs.
+
+    Raises:
+        ConfigError: names the dtype.
+    """
+    for stack in (stack for model in models for stack in expert_stacks(model)):
+        if stack.config._experts_implementation == "eager":
+            raise ConfigError(
+                "engine.cuda_graphs=true needs model.dtype=bfloat16 for a target with experts, got "
+                f"{dtype}, in which transformers runs {type(stack).__name__} in a Python loop; set "
+                "model.dtype=bfloat16, engine=h200_deterministic, or engine.cuda_graphs=false "
+                "engine.compile=false."
+            )
+
+
+def captured_sizes(max_num_requests: int, *, wanted: Sequence[int] | None) -> tuple[int, ...]:
+    """Buckets, ascending: the sizes wanted, none of them above the largest batch there can be.
+
+    For example 6 requests at most give 1, 2, 4, 6; with `[4, 8]` wanted they give 4 and 6, and with
+    `[4]` alone 4, to which larger batches are split.
+
+    Args:
+        max_num_requests: largest batch.
+        wanted: ascending; None for powers of two.
+    """
+    sizes = wanted or [1 << power for power in range(max_num_requests.bit_length() + 1)]
+    return tuple(sorted({min(size, max_num_requests) for size in sizes}))
+
+
+def bucket_of(num_requests: int, batch_sizes: Sequence[int]) -> int:
+    """Smallest bucket that holds a batch."""
+    return batch_sizes[bisect_left(batch_sizes, num_requests)]
+
+
+def split_batch(num_requests: int, largest: int) -> list[slice]:
+    """Parts of a batch that fit the largest bucket, all but the last one full."""
+    return [
+        slice(start, min(start + largest, num_requests))
+        for start in range(0, num_requests, largest)
+    ]

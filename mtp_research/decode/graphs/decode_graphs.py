@@ -1,0 +1,231 @@
+"""Captured decode steps: one CUDA graph per batch bucket replays the whole step.
+
+A step in which every request decodes needs nothing from the host but slots, block tables and
+sampling parameters: texts, lengths and drafts are on the device. So target pass, verification, row
+plan, module passes and the next inputs are one graph; the host copies a few integers in, launches
+it, and reads the tokens while the next one runs. Batches are padded to a bucket with requests that
+live in the ring's spare slot and the pool's spare block.
+
+Steps with few prompt rows can have graphs of their own (`mixed_graphs`). Everything else (large
+prompt chunks, logit processors, grammars, log-probabilities, draft limits) runs the same
+`DeviceStep` without a graph.
+
+Letters: R requests, B bucket, M blocks per table, K drafts per step.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from mtp_research.decode.graphs.capture import (
+    Captured,
+    StaticParams,
+    bucket_of,
+    capture_call,
+    split_batch,
+)
+from mtp_research.decode.graphs.mixed_graphs import MixedGraphs
+from mtp_research.decode.sampling.sampling import SamplingTensors, sampling_tensors
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.batch import BlockTables, StepInputs
+from mtp_research.decode.schedule.request import Scheduled
+from mtp_research.decode.step import DeviceStep, StepResult
+from mtp_research.decode.transfer import to_device
+from mtp_research.models.rewrites.early_launch import compile_options
+
+# A compiled step has one version per bucket and kind of sampling.
+_MAX_COMPILED_VERSIONS = 64
+
+
+class StepGraphs:
+    """Graphs of a `DeviceStep`, captured when a bucket is first needed.
+
+    Args:
+        step: what is captured; its drafter must have no auditor.
+        batch_sizes: buckets, ascending; larger batches are split.
+        num_table_blocks: M, blocks that the longest request can own.
+        block_size: tokens a page.
+        compile_step: run the step through `torch.compile` before it is captured.
+        overlap_launches: compiled kernels start while the one in front of them ends.
+        max_mixed_rows: most rows of a step, if those with prompt rows are captured too; else 0.
+    """
+
+    def __init__(
+        self,
+        step: DeviceStep,
+        *,
+        batch_sizes: Sequence[int],
+        num_table_blocks: int,
+        block_size: int,
+        compile_step: bool,
+        overlap_launches: bool = False,
+        max_mixed_rows: int = 0,
+    ) -> None:
+        self._step, self._batch_sizes = step, batch_sizes
+        self._block_size = block_size
+        self._spare_slot, self._spare_block = step.ring.spare_slot, step.cache.num_blocks - 1
+        device = step.ring.text.device
+        self._slots = torch.full((batch_sizes[-1],), self._spare_slot, device=device)
+        self._block_table = torch.full(
+            (batch_sizes[-1], num_table_blocks),
+            self._spare_block,
+            dtype=torch.int32,
+            device=device,
+        )
+        self._tables = BlockTables(
+            self._spare_slot,
+            num_table_blocks=num_table_blocks,
+            spare_block=self._spare_block,
+            device=device,
+        )
+        self._params = StaticParams(batch_sizes[-1], device=device)
+        self._uploaded_slots: list[int] = []  # of a bucket, padding included
+        self._graphs: dict[Hashable, Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._mixed: MixedGraphs | None = None
+        if max_mixed_rows > 0:
+            self._mixed = MixedGraphs(
+                step,
+                max_requests=batch_sizes[-1],
+                max_rows=max_mixed_rows,
+                tables=self._tables,
+                block_size=block_size,
+                pool=self._pool,
+            )
+        self._device_part: Callable[..., StepResult] = self._run_step
+        if compile_step:
+            torch._dynamo.config.recompile_limit = _MAX_COMPILED_VERSIONS
+            options = compile_options(overlaps=overlap_launches)
+            self._device_part = torch.compile(self._run_step, dynamic=False, options=options)
+        self._capture_s = 0.0
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return len(self._graphs) + (self._mixed.num_graphs if self._mixed is not None else 0)
+
+    @property
+    def capture_s(self) -> float:
+        """Seconds of compiling and capturing so far."""
+        return self._capture_s + (self._mixed.capture_s if self._mixed is not None else 0.0)
+
+    @property
+    def newest(self) -> Captured:
+        """The decode step that was captured last, for a look at it alone; see `replay_times`."""
+        return list(self._graphs.values())[-1]
+
+    def accepts(
+        self, entries: list[Scheduled], params: SamplingTensors, *, draft_limit: int
+    ) -> bool:
+        """Whether the step of these entries can be replayed."""
+        if not params.is_plain or draft_limit != self._step.num_speculative_tokens:
+            return False
+        if not _has_prompt_rows(entries):
+            return True
+        return self._mixed is not None and self._mixed.accepts(entries)
+
+    def run(self, entries: list[Scheduled], params: SamplingTensors) -> StepResult:
+        """Replay the step; the result is overwritten by the next replay of the same bucket.
+
+        A batch above the largest bucket is replayed in parts, whose results are copied.
+        """
+        if self._mixed is not None and _has_prompt_rows(entries):
+            self._uploaded_slots = []  # it takes news of the tables, which ours must have too
+            return self._mixed.run(entries, params)
+        if len(entries) <= len(self._slots):
+            return self._replay(entries, params)
+        results = []
+        for part in split_batch(len(entries), len(self._slots)):
+            fields = params._asdict().items()
+            cut = {name: value[part] for name, value in fields if isinstance(value, Tensor)}
+            result = self._replay(entries[part], params._replace(**cut))
+            results.append([tensor.clone() for tensor in result[:3]])
+        sampled, is_finite, drafts = (torch.cat(parts) for parts in zip(*results, strict=True))
+        return StepResult(sampled, is_finite, drafts)
+
+    def _replay(self, entries: list[Scheduled], params: SamplingTensors) -> StepResult:
+        num_requests = len(entries)
+        bucket = bucket_of(num_requests, self._batch_sizes)
+        self._upload(entries, bucket)
+        captured = self._captured(bucket, params)
+        captured.graph.replay()
+        sampled, is_finite, drafts, _ = captured.result  # a plain step has no log-probabilities
+        return StepResult(sampled[:num_requests], is_finite[:num_requests], drafts[:num_requests])
+
+    def prepare(
+        self, sampling: SamplingParams, *, tell: Callable[[str], None] | None = None
+    ) -> None:
+        """Capture every bucket for requests sampled like this, before a clock starts.
+
+        Args:
+            sampling: like all of theirs, but for the seed.
+            tell: is handed a line after each bucket, which can take minutes to compile.
+        """
+        first_s = self.capture_s
+        for number, bucket in enumerate(reversed(self._batch_sizes), start=1):
+            before_s = self.capture_s
+            params = sampling_tensors([sampling] * bucket, device=self._slots.device)
+            self._captured(bucket, params)
+            if tell is not None:
+                tell(
+                    f"captured {number} of {len(self._batch_sizes)}: batch {bucket}, "
+                    f"{self.capture_s - before_s:.1f} s, {self.capture_s - first_s:.0f} s so far"
+                )
+        if self._mixed is not None:
+            before_s = self.capture_s
+            self._mixed.prepare(sampling_tensors([sampling], device=self._slots.device))
+            if tell is not None:
+                tell(f"captured steps with prompt rows in {self.capture_s - before_s:.1f} s")
+
+    def _captured(self, bucket: int, params: SamplingTensors) -> Captured:
+        """The graph of a bucket and kind of sampling, with these parameters in place."""
+        self._params.upload(params)
+        key = (bucket, *self._params.key(params))
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(bucket, params)
+        return self._graphs[key]
+
+    def _upload(self, entries: list[Scheduled], bucket: int) -> None:
+        """Slots and block tables of the batch; nothing when they are there already."""
+        requests = [entry.request for entry in entries]
+        slots = [cast(int, request.slot) for request in requests]
+        slots += [self._spare_slot] * (bucket - len(slots))
+        have_changed = self._tables.update(requests)
+        if slots != self._uploaded_slots:
+            self._slots[:bucket] = to_device(slots, dtype=torch.int64, device=self._slots.device)
+            self._uploaded_slots = slots
+        elif not have_changed:
+            return
+        self._tables.read(self._slots[:bucket], out=self._block_table[:bucket])
+
+    def _capture(self, bucket: int, params: SamplingTensors) -> Captured:
+        """Warm up and capture one bucket; its requests must not be in the spare slot."""
+        started = time.perf_counter()
+        slots, table = self._slots[:bucket].clone(), self._block_table[:bucket].clone()
+        # Warming up must change no request: every row is padding for the time being.
+        self._slots[:bucket] = self._spare_slot
+        self._block_table[:bucket] = self._spare_block
+        inputs = (
+            self._slots[:bucket],
+            self._block_table[:bucket],
+            self._params.view(params, bucket),
+        )
+        captured = capture_call(lambda: self._device_part(*inputs), pool=self._pool)
+        self._slots[:bucket], self._block_table[:bucket] = slots, table
+        self._capture_s += time.perf_counter() - started
+        return captured
+
+    def _run_step(self, slots: Tensor, block_table: Tensor, params: SamplingTensors) -> StepResult:
+        ring = self._step.ring
+        ring.num_tokens[self._spare_slot :].fill_(1)  # padding requests must not grow
+        inputs = StepInputs.decoding(slots, block_table, ring=ring, block_size=self._block_size)
+        return self._step.run(
+            inputs, params, request_ids=[], draft_limit=self._step.num_speculative_tokens
+        )
+
+
+def _has_prompt_rows(entries: Sequence[Scheduled]) -> bool:
+    return any(entry.is_prefill for entry in entries)

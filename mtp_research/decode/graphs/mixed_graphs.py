@@ -1,0 +1,221 @@
+"""Captured steps with prompt rows: one CUDA graph per number of rows.
+
+A request that arrives while others decode brings prompt rows into their step. Launched one by one,
+such a step's kernels take what the host needs for them, in which nobody decodes; captured, what
+they compute. Steps of few rows are padded to a bucket: padding requests in the ring's
+spare slot take the rows that are left over. Larger steps keep the device busy without a graph.
+
+These steps are not run through `torch.compile`, so that a bucket is captured in about a second.
+
+Letters: R requests, T packed rows, M blocks per table, K drafts per step, P padding requests.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mtp_research.decode.draft.mtp_drafter import MTPDrafter
+from mtp_research.decode.graphs.capture import Captured, StaticParams, capture_call
+from mtp_research.decode.sampling.sampling import SamplingTensors
+from mtp_research.decode.schedule.batch import BlockTables, StepInputs, facts_of
+from mtp_research.decode.schedule.request import Scheduled
+from mtp_research.decode.step import DeviceStep, StepResult
+from mtp_research.decode.transfer import to_device
+from mtp_research.policy.row_layout import BaseRows
+
+MIXED_ROWS = (64, 128, 256, 512, 1024)  # T of the buckets, ascending
+_NUM_FACTS = 6
+_SLOT = 0  # the first of them
+
+
+class MixedShape(NamedTuple):
+    """What a bucket's tensors and launches are sized by.
+
+    Attributes:
+        num_rows: T.
+        num_requests: R, padding requests included.
+        longest: rows that one request has at most.
+        num_base_rows: base rows of a draft pass.
+        longest_base: of one request.
+    """
+
+    num_rows: int
+    num_requests: int
+    longest: int
+    num_base_rows: int
+    longest_base: int
+
+    @classmethod
+    def of(cls, num_rows: int, *, max_requests: int, max_text: int, num_rerun: int) -> "MixedShape":
+        """Room for any batch of `num_rows` rows.
+
+        Args:
+            num_rows: T.
+            max_requests: most requests, padding left out.
+            max_text: tokens that a request's blocks can hold, at least its drafts beyond its text.
+            num_rerun: most base rows that a request has beyond its rows.
+        """
+        most = max_text - num_rerun  # draft rows lie behind a request's own
+        num_padding = -(-num_rows // most)
+        max_requests = min(max_requests, num_rows)
+        spare = num_rerun * (max_requests + num_padding)
+        return cls(
+            num_rows=num_rows,
+            num_requests=max_requests + num_padding,
+            longest=min(num_rows, most),
+            num_base_rows=num_rows + spare,
+            # The last padding request takes what others leave, one row of a decoding one included.
+            longest_base=min(num_rows, most) + spare + max_requests,
+        )
+
+
+class MixedGraphs:
+    """Graphs of the steps of a `DeviceStep` that have prompt rows.
+
+    Args:
+        step: what is captured; its drafter runs MTP modules without an auditor, or there is none.
+        max_requests: most requests of a step.
+        max_rows: most rows of a step.
+        tables: block tables by slot.
+        block_size: tokens a page.
+        pool: of the captured memory, shared with the graphs of decode steps.
+    """
+
+    def __init__(
+        self,
+        step: DeviceStep,
+        *,
+        max_requests: int,
+        max_rows: int,
+        tables: BlockTables,
+        block_size: int,
+        pool: Any,
+    ) -> None:
+        self._step, self._block_size, self._pool = step, block_size, pool
+        self._max_requests, self._tables = max_requests, tables
+        self._spare_slot = step.ring.spare_slot
+        num_rerun = step.num_speculative_tokens
+        self._shapes = [
+            MixedShape.of(
+                num_rows,
+                max_requests=max_requests,
+                max_text=tables.width * block_size,
+                num_rerun=num_rerun,
+            )
+            for num_rows in MIXED_ROWS
+            if num_rows < 2 * max_rows or num_rows == MIXED_ROWS[0]
+        ]
+        device = step.ring.text.device
+        most = max(shape.num_requests for shape in self._shapes)
+        ints = {"dtype": torch.int64, "device": device}
+        self._facts = torch.zeros(most, _NUM_FACTS, **ints)
+        self._base_counts = torch.zeros(most, **ints)
+        self._block_table = torch.zeros(most, tables.width, dtype=torch.int32, device=device)
+        self._params = StaticParams(most, device=device)
+        self._graphs: dict[Hashable, Captured] = {}
+        self.capture_s = 0.0
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return len(self._graphs)
+
+    def accepts(self, entries: Sequence[Scheduled]) -> bool:
+        """Whether a plain step of these entries fits a bucket."""
+        num_rows = sum(entry.num_scheduled_tokens for entry in entries)
+        return num_rows <= self._shapes[-1].num_rows and len(entries) <= self._max_requests
+
+    def run(self, entries: Sequence[Scheduled], params: SamplingTensors) -> StepResult:
+        """Replay the step; the next replay of the same bucket overwrites the result."""
+        num_rows = sum(entry.num_scheduled_tokens for entry in entries)
+        shape = next(shape for shape in self._shapes if num_rows <= shape.num_rows)
+        self._params.upload(params)
+        captured = self._captured(shape, params)
+        self._upload(shape, entries)
+        captured.graph.replay()
+        sampled, is_finite, drafts, _ = captured.result
+        num_requests = len(entries)
+        return StepResult(sampled[:num_requests], is_finite[:num_requests], drafts[:num_requests])
+
+    def prepare(self, params: SamplingTensors) -> None:
+        """Capture every bucket for requests sampled like `params`."""
+        self._params.upload(params)
+        for shape in reversed(self._shapes):
+            self._captured(shape, params)
+
+    def _captured(self, shape: MixedShape, params: SamplingTensors) -> Captured:
+        key = (shape.num_rows, *self._params.key(params))
+        if key not in self._graphs:
+            started = time.perf_counter()
+            self._upload(shape, [])  # warming up must change no request
+            self._graphs[key] = capture_call(self._device_part(shape, params), pool=self._pool)
+            self.capture_s += time.perf_counter() - started
+        return self._graphs[key]
+
+    def _device_part(self, shape: MixedShape, params: SamplingTensors) -> Callable[[], StepResult]:
+        num_requests = shape.num_requests
+        static = self._params.view(params, num_requests)
+        ring, step = self._step.ring, self._step
+
+        def run() -> StepResult:
+            ring.num_tokens[self._spare_slot :].fill_(1)
+            inputs = StepInputs.mixed(
+                self._facts[:num_requests],
+                self._block_table[:num_requests],
+                ring=ring,
+                total=shape.num_rows,
+                longest=shape.longest,
+                block_size=self._block_size,
+                base_rows=BaseRows(
+                    self._base_counts[:num_requests],
+                    total=shape.num_base_rows,
+                    longest=shape.longest_base,
+                ),
+            )
+            draft_limit = step.num_speculative_tokens
+            return step.run(inputs, static, request_ids=[], draft_limit=draft_limit)
+
+        return run
+
+    def _upload(self, shape: MixedShape, entries: Sequence[Scheduled]) -> None:
+        """Facts, block tables and base rows of the batch, the padding requests behind it."""
+        num_requests = shape.num_requests
+        counts = [entry.num_scheduled_tokens for entry in entries]
+        left = padding_rows(
+            shape.num_rows - sum(counts), num_requests - len(entries), most=shape.longest
+        )
+        facts = [facts_of(entry) for entry in entries]
+        facts += [(self._spare_slot, 0, rows, 1, 0, 0) for rows in left]
+        base = self._base_rows(
+            [*counts, *left], [*(e.is_prefill for e in entries), *[True] * len(left)]
+        )
+        if base:
+            base[-1] += shape.num_base_rows - sum(base)
+        device = self._facts.device
+        self._facts[:num_requests] = to_device(facts, dtype=torch.int64, device=device)
+        self._tables.update(entry.request for entry in entries)
+        slots = self._facts[:num_requests, _SLOT]
+        self._tables.read(slots, out=self._block_table[:num_requests])
+        if base:
+            self._base_counts[:num_requests] = to_device(base, dtype=torch.int64, device=device)
+
+    def _base_rows(self, counts: list[int], is_prefill: list[bool]) -> list[int]:
+        drafter = self._step.drafter
+        if not isinstance(drafter, MTPDrafter):
+            return []
+        return drafter.base_row_bounds(counts, is_prefill=is_prefill)
+
+
+def padding_rows(num_rows: int, num_requests: int, *, most: int) -> list[int]:
+    """Rows of each padding request, at most `most`; the last ones take them.
+
+    For example 70 rows for 3 requests of at most 64 give 0, 6, 64.
+    """
+    rows = [0] * num_requests
+    for index in reversed(range(num_requests)):
+        rows[index] = min(num_rows, most)
+        num_rows -= rows[index]
+    assert num_rows == 0, "a bucket has padding requests for all of its rows"
+    return rows

@@ -1,0 +1,313 @@
+"""Logit processors: what a request changes about the target's logits before the temperature.
+
+Repetition, frequency and presence penalty, DRY, bias and allowed ids, bad words, stop ids before
+`min_tokens`, in this order; `sampling_params` says how it compares with transformers and vLLM.
+
+All of them are pure functions of logits and text. Row j sees the committed text and drafts
+d_1..d_j: the text table holds the drafts behind the committed tokens, and each row has its own
+length. So a verify step gives every row what plain decoding would, and nothing is kept between
+steps that a rejection would have to wind back.
+
+Letters: R requests, J rows a request, L length of the text table, V vocabulary.
+
+Processors that compare the end of a text with token sequences: bad words and DRY.
+
+Letters: R requests, J rows a request, L length of the text table, V vocabulary, W bad words of a
+request, P longest bad word without its last token.
+Source: DRY is Weidmann's sampler as in text-generation-webui; bad words are transformers'.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtp_research.decode.sampling.sampling_params import MAX_DRY_MATCH, SamplingParams
+from mtp_research.decode.transfer import copy_to_device, to_device
+
+_ANY = -1  # matches every token; fills short bad words on the left
+_NONE = -2  # no token: before the start of a text
+_MAX_DRY_PENALTY = 1e30  # a repetition never makes a token impossible where all others are
+
+
+class DryTensors(NamedTuple):
+    """DRY settings of a batch; see `SamplingParams`.
+
+    Attributes:
+        multiplier: `[R]` float32, 0 is off.
+        base: `[R]` float32.
+        allowed_length: `[R]` float32.
+        is_breaker: `[R, V]` bool.
+    """
+
+    multiplier: Tensor
+    base: Tensor
+    allowed_length: Tensor
+    is_breaker: Tensor
+
+
+class BadWordTensors(NamedTuple):
+    """Bad words of a batch.
+
+    Attributes:
+        prefix: `[R, W, P]` int64, each word without its last token, filled up with `_ANY`.
+        last: `[R, W]` int64, its last token; 0 where the request has fewer words.
+        is_word: `[R, W]` bool.
+    """
+
+    prefix: Tensor
+    last: Tensor
+    is_word: Tensor
+
+
+def bad_word_tensors(
+    words: list[tuple[tuple[int, ...], ...]], *, device: torch.device
+) -> BadWordTensors | None:
+    """Pad the bad words of a batch; None where there are none."""
+    num_words = max(len(row) for row in words)
+    if num_words == 0:
+        return None
+    width = max(len(word) for row in words for word in row) - 1
+    padding = [(_ANY,) * width + (0, 0)]
+    rows = [
+        [(*(_ANY,) * (width + 1 - len(word)), *word, 1) for word in row]
+        + padding * (num_words - len(row))
+        for row in words
+    ]
+    table = to_device(rows, dtype=torch.int64, device=device)  # [R, W, P + 2]
+    return BadWordTensors(table[..., :-2], table[..., -2], table[..., -1].bool())
+
+
+def apply_bad_words(
+    logits: Tensor, words: BadWordTensors, *, text: Tensor, num_tokens: Tensor
+) -> Tensor:
+    """Forbid the last token of every bad word whose other tokens end the row's text."""
+    width = words.prefix.shape[-1]
+    position = num_tokens[..., None] - width + torch.arange(width, device=text.device)
+    ending = text.gather(1, position.clamp(0, text.shape[1] - 1).flatten(1)).view(position.shape)
+    ending = torch.where(position >= 0, ending, _NONE)[:, :, None]  # [R, J, 1, P]
+    prefix = words.prefix[:, None]  # [R, 1, W, P]
+    completes = ((ending == prefix) | (prefix == _ANY)).all(dim=-1) & words.is_word[:, None]
+    penalty = torch.where(completes, -torch.inf, 0.0).to(logits.dtype)  # [R, J, W]
+    last = words.last[:, None].expand(penalty.shape)
+    return logits + torch.zeros_like(logits).scatter_add_(-1, last, penalty)
+
+
+def apply_dry(logits: Tensor, dry: DryTensors, *, text: Tensor, num_tokens: Tensor) -> Tensor:
+    """Lower tokens that would go on with what followed an earlier copy of the text's end."""
+    lengths = repetition_lengths(text, dry.is_breaker.gather(1, text), num_tokens=num_tokens)
+    longest = torch.zeros(logits.shape, dtype=lengths.dtype, device=logits.device)
+    token_ids = text[:, None].expand(lengths.shape)
+    longest = longest.scatter_reduce(-1, token_ids, lengths, reduce="amax")  # [R, J, V]
+    multiplier, base, allowed = (row[:, None, None] for row in dry[:3])
+    penalty = (multiplier * base ** (longest - allowed)).clamp(max=_MAX_DRY_PENALTY)
+    is_long = (longest >= allowed) & (multiplier > 0)
+    return logits - torch.where(is_long, penalty, 0.0)
+
+
+def repetition_lengths(text: Tensor, is_breaker: Tensor, *, num_tokens: Tensor) -> Tensor:
+    """How many tokens before each position equal the end of the row's text.
+
+    Args:
+        text: `[R, L]` int64.
+        is_breaker: `[R, L]` bool, tokens that end a comparison and are never penalised.
+        num_tokens: `[R, J]` int64, length of each row's text.
+
+    Returns:
+        `[R, J, L]` float32, at most `MAX_DRY_MATCH`; 0 behind the row's text.
+
+    Example:
+        text A B C A B, 5 tokens: A B before position 2 equals the end, so C, which followed it,
+        has length 2; every other token has length 0.
+    """
+    num_columns = text.shape[1]
+    column = torch.arange(num_columns, device=text.device)
+    matches = (column < num_tokens[..., None]) & ~is_breaker[:, None]  # [R, J, L]
+    lengths = torch.zeros(matches.shape, device=text.device)
+    for distance in range(1, min(MAX_DRY_MATCH, num_columns) + 1):
+        end = (num_tokens - distance).clamp(0, num_columns - 1)  # [R, J]
+        is_usable = (num_tokens >= distance) & ~is_breaker.gather(1, end)
+        before = torch.nn.functional.pad(text[:, : num_columns - distance], (distance, 0), value=-1)
+        same = before[:, None] == text.gather(1, end)[..., None]
+        matches = matches & same & is_usable[..., None]
+        lengths = lengths + matches
+    return lengths
+
+
+_NUM_CACHED_REQUESTS = 128  # each keeps three rows of V numbers on the device
+
+
+class PenaltyTensors(NamedTuple):
+    """Penalties of tokens that have occurred, each `[R]` float32; see `SamplingParams`."""
+
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+
+
+class ProcessorTensors(NamedTuple):
+    """Processors of a batch; each is None where no request uses it, known on the host.
+
+    Attributes:
+        num_prompt_tokens: `[R]` int64.
+        penalties: repetition, frequency and presence penalty.
+        dry: see `processors_sequence`.
+        bias: `[R, V]` float32, added to every row; -inf forbids a token.
+        bad_words: see `processors_sequence`.
+        min_tokens: `[R]` int64, output tokens before a stop token is allowed.
+        stop_bias: `[R, V]` float32, -inf at stop tokens, added before `min_tokens`.
+    """
+
+    num_prompt_tokens: Tensor
+    penalties: PenaltyTensors | None
+    dry: DryTensors | None
+    bias: Tensor | None
+    bad_words: BadWordTensors | None
+    min_tokens: Tensor
+    stop_bias: Tensor | None
+
+
+def processor_tensors(
+    params: list[SamplingParams],
+    *,
+    num_prompt_tokens: list[int],
+    vocab_size: int,
+    device: torch.device,
+) -> ProcessorTensors | None:
+    """Stack the processors of a batch; None where no request uses any."""
+    if not any(p.uses_processors for p in params):
+        return None
+    counts = to_device(
+        list(zip(num_prompt_tokens, [p.min_tokens for p in params], strict=True)),
+        dtype=torch.int64,
+        device=device,
+    )
+    rows = [_request_rows(p, vocab_size=vocab_size, device=device) for p in params]
+    return ProcessorTensors(
+        num_prompt_tokens=counts[:, 0],
+        penalties=_penalty_tensors(params, device),
+        dry=_dry_tensors(params, rows),
+        bias=(
+            torch.stack([row.bias for row in rows])
+            if any(p.logit_bias or p.allowed_token_ids is not None for p in params)
+            else None
+        ),
+        bad_words=bad_word_tensors([p.bad_words for p in params], device=device),
+        min_tokens=counts[:, 1],
+        stop_bias=(
+            torch.stack([row.stop_bias for row in rows])
+            if any(p.min_tokens for p in params)
+            else None
+        ),
+    )
+
+
+def process_logits(
+    logits: Tensor, processors: ProcessorTensors, *, text: Tensor, num_tokens: Tensor
+) -> Tensor:
+    """Apply every processor that the batch uses.
+
+    A request that uses none of them keeps its logits to the bit, whatever its company.
+
+    Args:
+        logits: `[R, J, V]`; not changed.
+        processors: one entry per request.
+        text: `[R, L]` int64 in [0, V): prompt, output, drafts; what lies behind is not looked at.
+        num_tokens: `[R, J]` int64, tokens of `text` before the one that the row decides; each row
+            has one more than the row before it.
+
+    Returns:
+        `[R, J, V]`, float64 if the logits are and float32 otherwise. -inf where a token is
+        forbidden; a row may forbid every token, which verification reports as not finite.
+    """
+    values = logits if logits.dtype is torch.float64 else logits.float()
+    if processors.penalties is not None:
+        values = _apply_penalties(values, processors, text=text, num_tokens=num_tokens)
+    if processors.dry is not None:
+        values = apply_dry(values, processors.dry, text=text, num_tokens=num_tokens)
+    if processors.bias is not None:
+        values = values + processors.bias[:, None]
+    if processors.bad_words is not None:
+        values = apply_bad_words(values, processors.bad_words, text=text, num_tokens=num_tokens)
+    if processors.stop_bias is not None:
+        num_output = num_tokens - processors.num_prompt_tokens[:, None]
+        is_early = num_output < processors.min_tokens[:, None]
+        values = values + torch.where(is_early[..., None], processors.stop_bias[:, None], 0.0)
+    return values
+
+
+def _apply_penalties(
+    values: Tensor, processors: ProcessorTensors, *, text: Tensor, num_tokens: Tensor
+) -> Tensor:
+    """Repetition over prompt and output, then frequency and presence over the output alone."""
+    assert processors.penalties is not None, "no request has a penalty"
+    repetition, frequency, presence = (row[:, None, None] for row in processors.penalties)
+    counts = _output_counts(
+        text,
+        num_prompt_tokens=processors.num_prompt_tokens,
+        num_tokens=num_tokens,
+        vocab_size=values.shape[-1],
+    )
+    position = torch.arange(text.shape[1], device=text.device)
+    is_prompt = (position < processors.num_prompt_tokens[:, None]).float()
+    in_prompt = torch.zeros_like(counts[:, 0]).scatter_add_(1, text, is_prompt)  # [R, V]
+    is_seen = (counts > 0) | (in_prompt > 0)[:, None]
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(is_seen & (repetition != 1), repeated, values)
+    return values - frequency * counts - presence * (counts > 0)
+
+
+def _output_counts(
+    text: Tensor, *, num_prompt_tokens: Tensor, num_tokens: Tensor, vocab_size: int
+) -> Tensor:
+    """How often each token occurs in the output before each row, `[R, J, V]` float32."""
+    position = torch.arange(text.shape[1], device=text.device)
+    is_output = (position >= num_prompt_tokens[:, None]) & (position < num_tokens[:, :1])
+    added = torch.zeros(*num_tokens.shape, vocab_size, device=text.device)
+    added[:, 0].scatter_add_(1, text, is_output.float())
+    newest = text.gather(1, (num_tokens[:, 1:] - 1).clamp(max=text.shape[1] - 1))  # [R, J-1]
+    added[:, 1:].scatter_(2, newest[..., None], 1.0)
+    return added.cumsum(dim=1)
+
+
+def _penalty_tensors(params: list[SamplingParams], device: torch.device) -> PenaltyTensors | None:
+    rows = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+    if all(row == (1, 0, 0) for row in rows):
+        return None
+    return PenaltyTensors(*to_device(rows, dtype=torch.float32, device=device).unbind(dim=1))
+
+
+def _dry_tensors(params: list[SamplingParams], rows: list["_RequestRows"]) -> DryTensors | None:
+    if not any(p.dry_multiplier for p in params):
+        return None
+    is_breaker = torch.stack([row.is_breaker for row in rows])
+    facts = to_device(
+        [(p.dry_multiplier, p.dry_base, p.dry_allowed_length) for p in params],
+        dtype=torch.float32,
+        device=is_breaker.device,
+    )
+    return DryTensors(*facts.unbind(dim=1), is_breaker=is_breaker)
+
+
+class _RequestRows(NamedTuple):
+    """What does not change while a request runs, each `[V]`; see `ProcessorTensors`."""
+
+    bias: Tensor
+    stop_bias: Tensor
+    is_breaker: Tensor
+
+
+@lru_cache(maxsize=_NUM_CACHED_REQUESTS)
+def _request_rows(params: SamplingParams, *, vocab_size: int, device: torch.device) -> _RequestRows:
+    bias = torch.zeros(vocab_size)
+    if params.allowed_token_ids is not None:
+        bias = torch.full((vocab_size,), -torch.inf)
+        bias[list(params.allowed_token_ids)] = 0.0
+    for token_id, amount in params.logit_bias:
+        bias[token_id] += amount
+    stop_bias = torch.zeros(vocab_size)
+    stop_bias[list(params.stop_token_ids) if params.min_tokens else []] = -torch.inf
+    is_breaker = torch.zeros(vocab_size, dtype=torch.bool)
+    is_breaker[list(params.dry_breaker_token_ids)] = True
+    return _RequestRows(*(copy_to_device(row, device) for row in (bias, stop_bias, is_breaker)))

@@ -1,0 +1,337 @@
+"""From logits to probabilities and tokens, vectorised; noise depends on nothing but the request.
+
+A uniform number is a hash of (request seed, position, stream, index). So noise does not depend on
+the batch, its order, chunking or a preemption, and needs no state. Streams keep the draft's noise
+apart from the verifier's: a residual drawn with the draft's own noise would be biased.
+
+Letters: R requests, J rows a request, V vocabulary.
+
+Sampling parameters of a batch as tensors, and what the host knows about them.
+
+Letters: R requests, K drafts per step, V vocabulary, W words of a grammar's mask.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from operator import is_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtp_research.decode.sampling.grammar import step_bitmask
+from mtp_research.decode.sampling.processors import ProcessorTensors, processor_tensors
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.request import Request
+from mtp_research.decode.transfer import to_device
+
+
+class LogprobsPlan(NamedTuple):
+    """Which log-probabilities a batch reports.
+
+    Attributes:
+        num_top: most tokens a request wants beside the emitted one.
+        kinds: kinds that requests ask for, known on the host.
+        is_raw: `[R]` bool, the request asks for `raw`.
+    """
+
+    num_top: int
+    kinds: frozenset[str]
+    is_raw: Tensor
+
+
+class SamplingTensors(NamedTuple):
+    """Sampling parameters of a batch.
+
+    The three flags are known on the host: they choose code, and so take part in the key of a
+    captured graph. `top_k_bound` is a power of two, so that there are few such keys.
+
+    Attributes:
+        temperature: `[R]` float64, 0 is greedy.
+        top_k: `[R]` int64, 0 keeps all.
+        top_p: `[R]` float64, in (0, 1].
+        min_p: `[R]` float64, in [0, 1].
+        seed: `[R]` int64.
+        all_greedy: no request samples.
+        keeps_all: no request truncates.
+        top_k_bound: no top-k exceeds it; None where a request has a top-p and no top-k.
+        processors: logit processors; None where no request uses any.
+        bitmask: `[R, K+1, W]` int32 of allowed tokens; None where no request has a grammar.
+        logprobs: what to report; None where no request asks.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    all_greedy: bool
+    keeps_all: bool
+    top_k_bound: int | None
+    processors: ProcessorTensors | None = None
+    bitmask: Tensor | None = None
+    logprobs: LogprobsPlan | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but temperature and truncation is asked for."""
+        return self.processors is None and self.bitmask is None and self.logprobs is None
+
+
+class BatchSampling:
+    """Makes the tensors of a batch, and hands them out again while the batch stays the same.
+
+    Args:
+        num_speculative_tokens: K.
+        vocab_size: V.
+        device: where the tensors live.
+    """
+
+    def __init__(
+        self, *, num_speculative_tokens: int, vocab_size: int, device: torch.device
+    ) -> None:
+        self._num_speculative_tokens = num_speculative_tokens
+        self._vocab_size = vocab_size
+        self._device = device
+        self._requests: list[Request] = []
+        self._tensors: SamplingTensors | None = None
+        self._have_grammars = False
+
+    def tensors(self, requests: list[Request]) -> SamplingTensors:
+        """Everything that sampling needs of the requests of a step."""
+        if self._tensors is None or not self._is_same(requests):
+            self._requests, self._tensors = requests, self._build(requests)
+            self._have_grammars = any(request.matcher is not None for request in requests)
+        if not self._have_grammars:
+            return self._tensors
+        bitmask = step_bitmask(
+            [request.matcher for request in requests],
+            [request.draft_token_ids for request in requests],
+            num_speculative_tokens=self._num_speculative_tokens,
+            vocab_size=self._vocab_size,
+        )
+        return self._tensors._replace(bitmask=bitmask.to(self._device))
+
+    def _is_same(self, requests: list[Request]) -> bool:
+        return len(requests) == len(self._requests) and all(map(is_, requests, self._requests))
+
+    def _build(self, requests: list[Request]) -> SamplingTensors:
+        params = [request.sampling for request in requests]
+        processors = processor_tensors(
+            params,
+            num_prompt_tokens=[request.num_prompt_tokens for request in requests],
+            vocab_size=self._vocab_size,
+            device=self._device,
+        )
+        return sampling_tensors(params, device=self._device)._replace(
+            processors=processors, logprobs=_logprobs_plan(params, self._device)
+        )
+
+
+def sampling_tensors(params: Sequence[SamplingParams], *, device: torch.device) -> SamplingTensors:
+    """Temperature, truncation and seeds of a batch; like all of these made without waiting."""
+    facts = to_device(
+        [(p.temperature, p.top_p, p.min_p) for p in params], dtype=torch.float64, device=device
+    )
+    whole = to_device(
+        [(p.top_k, _signed(p.seed)) for p in params], dtype=torch.int64, device=device
+    )
+    temperature, top_p, min_p = facts.unbind(dim=1)
+    top_k, seed = whole.unbind(dim=1)
+    return SamplingTensors(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        all_greedy=all(p.temperature == 0 for p in params),
+        keeps_all=all(_keeps_all(p) for p in params),
+        top_k_bound=_top_k_bound(params),
+    )
+
+
+def _logprobs_plan(params: Sequence[SamplingParams], device: torch.device) -> LogprobsPlan | None:
+    asked = [p for p in params if p.logprobs is not None]
+    if not asked:
+        return None
+    return LogprobsPlan(
+        num_top=max(p.logprobs or 0 for p in asked),
+        kinds=frozenset(p.logprobs_kind for p in asked),
+        is_raw=to_device(
+            [p.logprobs_kind == "raw" for p in params], dtype=torch.bool, device=device
+        ),
+    )
+
+
+def _keeps_all(params: SamplingParams) -> bool:
+    """Whether nothing is truncated; greedy sampling has nothing to truncate."""
+    untouched = params.top_k == 0 and params.top_p == 1 and params.min_p == 0
+    return untouched or params.temperature == 0
+
+
+def _top_k_bound(params: Sequence[SamplingParams]) -> int | None:
+    """The smallest power of two that no top-k exceeds; None where top-p looks at all tokens."""
+    ordered = [p.top_k for p in params if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)]
+    return None if 0 in ordered else 1 << (max(ordered, default=1) - 1).bit_length()
+
+
+def _signed(seed: int) -> int:
+    """The 64-bit two's complement value of an integer of any size."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >> 63 else seed
+
+
+_MASK_64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_NUM_STREAMS = 4  # room for one more
+
+
+class Stream(IntEnum):
+    """Independent noise streams of a request."""
+
+    DRAFT = 1
+    ACCEPT = 2
+    RESAMPLE = 3
+
+
+def target_probabilities(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Probabilities that a request is sampled from.
+
+    Args:
+        logits: `[R, J, V]`, any float dtype.
+        params: one entry per request.
+
+    Returns:
+        `[R, J, V]` float64; one-hot at the argmax where the temperature is 0.
+    """
+    token_id = torch.arange(logits.shape[-1], device=logits.device)
+    greedy = (token_id == logits.argmax(dim=-1, keepdim=True)).double()
+    if params.all_greedy:
+        return greedy
+    probs = torch.softmax(scaled_logits(logits, params), dim=-1)
+    return torch.where(params.temperature[:, None, None] > 0, probs, greedy)
+
+
+def scaled_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Temperature, then top-k, top-p and min-p, the order of transformers.
+
+    Args:
+        logits: `[R, J, V]`, any float dtype.
+        params: one entry per request; temperature 0 scales by 1 and truncates nothing.
+
+    Returns:
+        `[R, J, V]` float64, relative to the best token; -inf where a token is not kept. The most
+        probable token always stays, of equals the first.
+    """
+    temperature = params.temperature[:, None, None]
+    divisor = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
+    # Relative to the best token, so that no temperature, however low, overflows.
+    best = logits.amax(dim=-1, keepdim=True).double()
+    scaled = (logits.double() - best) / divisor
+    if params.keeps_all:
+        return scaled
+    keep = _keep_top(logits, params) & (scaled.exp() >= params.min_p[:, None, None])
+    return scaled.masked_fill(~keep & (temperature > 0), -torch.inf)
+
+
+def _keep_top(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Mask `[R, J, V]` of what top-k and top-p keep.
+
+    Both keep the first n tokens in falling order; n is found on sorted values alone. Values are
+    sorted in their own dtype, which has half the bits of the probabilities, and only as many as a
+    top-k can keep: at V = 150 000 sorting is most of the cost of sampling.
+    """
+    vocab_size = logits.shape[-1]
+    if params.top_k_bound is not None:
+        ordered = logits.topk(min(params.top_k_bound, vocab_size), dim=-1).values
+    else:
+        ordered = logits.sort(dim=-1, descending=True).values
+    rank = torch.arange(ordered.shape[-1], device=logits.device)
+    unbounded = params.top_k == 0
+    top_k = torch.where(unbounded, vocab_size, params.top_k)[:, None, None]
+    temperature = params.temperature[:, None, None]
+    divisor = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
+    scaled = (ordered.double() - ordered[..., :1].double()) / divisor
+    probs = torch.softmax(scaled.masked_fill(rank >= top_k, -torch.inf), dim=-1)
+    mass_before = probs.cumsum(dim=-1) - probs
+    top_p = params.top_p[:, None, None]
+    # At 1 the sum, which rounds, has no say: what a request keeps must not depend on the batch.
+    keep = (rank < top_k) & ((mass_before < top_p) | (top_p == 1) | (rank == 0))
+    kept = keep.sum(dim=-1, keepdim=True)
+    first = _first_of_order(logits, ordered, kept)
+    # A request without top-k that keeps all is not bound by a neighbour's top-k.
+    return first | (unbounded[:, None, None] & (top_p == 1))
+
+
+def _first_of_order(logits: Tensor, ordered: Tensor, kept: Tensor) -> Tensor:
+    """Mask `[R, J, V]` of the first `kept` `[R, J, 1]` tokens in falling order, ties by index."""
+    smallest = ordered.gather(-1, kept - 1)
+    above = logits > smallest
+    ties = logits == smallest
+    num_ties = kept - above.sum(dim=-1, keepdim=True)
+    return above | (ties & (ties.cumsum(dim=-1) <= num_ties))
+
+
+def sample_from(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF sampling.
+
+    Args:
+        probs: `[..., V]` non-negative, need not sum to one (a residual).
+        uniform: `[...]` in [0, 1).
+
+    Returns:
+        `[...]` int64. A token of probability zero is never returned while any has weight.
+    """
+    cumulative = probs.double().cumsum(dim=-1)
+    threshold = (uniform * cumulative[..., -1])[..., None]
+    index = torch.searchsorted(cumulative, threshold, right=True)[..., 0]
+    # Rounding at the top of the range must not pick a token behind the last that has weight.
+    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(dim=-1)
+    return torch.minimum(index, last)
+
+
+def uniform_noise(
+    seed: Tensor, position: Tensor, stream: Stream, *, index: Tensor | int = 0
+) -> Tensor:
+    """Uniform numbers in [0, 1), a pure function of the arguments.
+
+    Args:
+        seed: `[R]` or broadcastable to `position`, int64.
+        position: int64, position in the text that the number is for.
+        stream: noise stream.
+        index: which number of this position and stream; an int or broadcastable int64.
+
+    Returns:
+        float64 of the broadcast shape, 53 random bits each. The mixing function is SplitMix64's
+        finaliser (Steele et al., OOPSLA 2014) applied to seed, position and (stream, index).
+    """
+    state = _mix(seed + _signed_sampling(_GOLDEN))
+    state = _mix(state ^ (position * _signed_sampling(0xD1342543DE82EF95)))
+    number = index * _NUM_STREAMS + int(stream)
+    state = _mix(state + _times_golden(number))
+    return _shift_right(state, 11).double() * 2.0**-53
+
+
+def _times_golden(number: Tensor | int) -> Tensor | int:
+    return (
+        _signed_sampling(number * _GOLDEN)
+        if isinstance(number, int)
+        else number * _signed_sampling(_GOLDEN)
+    )
+
+
+def _mix(state: Tensor) -> Tensor:
+    state = (state ^ _shift_right(state, 30)) * _signed_sampling(0xBF58476D1CE4E5B9)
+    state = (state ^ _shift_right(state, 27)) * _signed_sampling(0x94D049BB133111EB)
+    return state ^ _shift_right(state, 31)
+
+
+def _shift_right(state: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's `>>` on int64 keeps the sign."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed_sampling(constant: int) -> int:
+    """The 64-bit two's complement value of an integer of any size."""
+    constant &= _MASK_64
+    return constant - (1 << 64) if constant >> 63 else constant

@@ -1,0 +1,347 @@
+"""Tensors of one step; prompt chunks and verification are the same rows.
+
+A request contributes rows `[num_computed_tokens, num_computed_tokens + num_scheduled_tokens)`: a
+prompt chunk, or the bonus token and its drafts. `schedule_inputs` lays out a schedule; captured
+steps build theirs from tensors at fixed addresses.
+
+Letters: R requests, T packed rows, M blocks per table, K drafts per step.
+Source: metadata names as in vLLM's `CommonAttentionMetadata`.
+
+What the device is told of a schedule: texts of admitted requests, then the rows of the step.
+
+Between `Scheduler.schedule` and `DeviceStep.run`; nothing here waits for the device. Captured steps
+with prompt rows copy the same facts into tensors of their own, see `mixed_graphs`.
+
+Letters: R requests, M blocks per table, K drafts per step.
+
+Block tables of captured steps: kept on the device by slot, only what changed is uploaded.
+
+In a large batch some request gains a block in almost every step, so that a step would upload the
+tables of all. Here it uploads the few new entries; the device puts the rows of a batch together.
+
+Letters: R requests, M blocks per table.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from mtp_research.decode.schedule.request import Request, Scheduled
+from mtp_research.decode.slot_state import HiddenRing, KVCache
+from mtp_research.decode.transfer import to_device
+from mtp_research.models.attention.paged import PagedContext, kept
+from mtp_research.models.recurrent import RecurrentContext, with_states
+from mtp_research.policy.row_layout import BaseRows, bounded_rows, equal_rows
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Inputs of one step.
+
+    Attributes:
+        input_ids: `[T]` int64.
+        positions: `[T]` int64.
+        request_index: `[T]` int64, row of the batch each token belongs to.
+        query_start_loc: `[R + 1]` int32.
+        seq_lens: `[R]` int32, KV length including this step's rows.
+        block_table: `[R, M]` int32, padded with 0 (never read beyond `seq_lens`).
+        slots: `[R]` int64, request slots in the ring.
+        first_position: `[R]` int64, position of each request's first row (`num_computed_tokens`).
+        num_rows: `[R]` int64, `num_scheduled_tokens`.
+        row_counts: the same, on the host; empty where a captured step may not depend on it.
+        num_tokens: `[R]` int64, accepted tokens before the step (L).
+        num_drafts: `[R]` int64, drafts among the rows.
+        draft_token_ids: `[R, K]` int64, -1 padded.
+        samples: `[R]` bool, the rows reach the end of the accepted text, so a token is sampled.
+        resumes: `[R]` bool, the rows end a recompute after a preemption: drafts follow, but the
+            next token is known.
+        prefilling: `[R]` bool, the rows are prompt rows.
+        max_query_len: most rows of one request.
+        block_size: tokens a page.
+        static: every request decodes with K+1 rows, so that all shapes follow from R.
+        is_prefill: `prefilling` on the host, where drafting must not wait for the device to learn
+            the shapes of its passes; else None.
+        base_rows: bounds of the draft passes' base rows, in a captured step with prompt rows.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    request_index: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slots: Tensor
+    first_position: Tensor
+    num_rows: Tensor
+    row_counts: tuple[int, ...]
+    num_tokens: Tensor
+    num_drafts: Tensor
+    draft_token_ids: Tensor
+    samples: Tensor
+    resumes: Tensor
+    prefilling: Tensor
+    max_query_len: int
+    block_size: int
+    static: bool
+    is_prefill: tuple[bool, ...] | None = None
+    base_rows: BaseRows | None = None
+
+    @classmethod
+    def mixed(
+        cls,
+        facts: Tensor,
+        block_table: Tensor,
+        *,
+        ring: HiddenRing,
+        total: int,
+        longest: int,
+        block_size: int,
+        base_rows: BaseRows | None = None,
+    ) -> "StepInputs":
+        """Inputs of a step with prompt rows, made on the device.
+
+        Args:
+            facts: `[R, 6]` int64, see `schedule_inputs.facts_of`.
+            block_table: `[R, M]` int32.
+            ring: state of the request slots.
+            total: T, rows of all requests.
+            longest: at least the rows of any one request.
+            block_size: tokens a page.
+            base_rows: bounds of the draft passes' base rows, if they are known.
+        """
+        slots, first_position, num_rows, *flags = facts.unbind(dim=1)
+        prefilling, samples, resumes = (flag.bool() for flag in flags)
+        # A decoding request starts at its newest token, wherever the device has moved that to.
+        num_tokens = ring.num_tokens[slots]
+        first_position = torch.where(prefilling, first_position, num_tokens - 1)
+        num_drafts = torch.where(prefilling, 0, num_rows - 1)
+        layout = bounded_rows(BaseRows(num_rows, total=total, longest=longest), 0)
+        request_index, positions = layout.request_index, layout.positions(first_position)
+        drafts = ring.read_drafts(slots, num_drafts=num_drafts)
+        return cls(
+            input_ids=ring.read_inputs(slots, request_index, positions, drafts),
+            positions=positions,
+            request_index=request_index,
+            query_start_loc=layout.query_start_loc,
+            seq_lens=(first_position + num_rows).int(),
+            block_table=block_table,
+            slots=slots,
+            first_position=first_position,
+            num_rows=num_rows,
+            row_counts=(),
+            num_tokens=num_tokens,
+            num_drafts=num_drafts,
+            draft_token_ids=drafts,
+            samples=samples,
+            resumes=resumes,
+            prefilling=prefilling,
+            max_query_len=longest,
+            block_size=block_size,
+            static=False,
+            base_rows=base_rows,
+        )
+
+    @classmethod
+    def decoding(
+        cls, slots: Tensor, block_table: Tensor, *, ring: HiddenRing, block_size: int
+    ) -> "StepInputs":
+        """Inputs of a step in which every request decodes with K+1 rows, made on the device.
+
+        Args:
+            slots: `[R]` int64.
+            block_table: `[R, M]` int32.
+            ring: state of the request slots.
+            block_size: tokens a page.
+        """
+        num_requests, num_drafts = len(slots), ring.draft_token_ids.shape[1]
+        rows_each = num_drafts + 1
+        layout = equal_rows(rows_each, slots)
+        num_tokens = ring.num_tokens[slots]
+        first_position = num_tokens - 1
+        request_index, positions = layout.request_index, layout.positions(first_position)
+        drafts = ring.draft_token_ids[slots]
+        yes = torch.ones_like(slots, dtype=torch.bool)
+        return cls(
+            input_ids=ring.read_inputs(slots, request_index, positions, drafts),
+            positions=positions,
+            request_index=request_index,
+            query_start_loc=layout.query_start_loc,
+            seq_lens=(first_position + rows_each).int(),
+            block_table=block_table,
+            slots=slots,
+            first_position=first_position,
+            num_rows=layout.counts,
+            row_counts=(rows_each,) * num_requests,
+            num_tokens=num_tokens,
+            num_drafts=torch.full_like(slots, num_drafts),
+            draft_token_ids=drafts,
+            samples=yes,
+            resumes=~yes,
+            prefilling=~yes,
+            max_query_len=rows_each,
+            block_size=block_size,
+            static=True,
+        )
+
+    def slot_mapping(
+        self, request_index: Tensor, positions: Tensor, *, writes: Tensor | None = None
+    ) -> Tensor:
+        """Page slots `[T]` of rows given by request and position; -1 where `writes` is False."""
+        safe = positions.clamp(min=0)
+        block = self.block_table[
+            request_index, (safe // self.block_size).clamp(max=self.block_table.shape[1] - 1)
+        ]
+        slot = block.long() * self.block_size + safe % self.block_size
+        return slot if writes is None else torch.where(writes, slot, -1)
+
+    def target_context(self, cache: KVCache, *, backend: str) -> PagedContext | RecurrentContext:
+        """Context of the target forward pass: pages, and states where layers are recurrent."""
+        slots = self.slot_mapping(self.request_index, self.positions)
+        seq_lens, query_start_loc = self.seq_lens, self.query_start_loc
+        if torch.compiler.is_compiling():  # every layer reads them
+            slots, seq_lens, query_start_loc = kept(slots), kept(seq_lens), kept(query_start_loc)
+        paged = PagedContext(
+            pool=cache,
+            slot_mapping=slots,
+            block_table=self.block_table,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            max_query_len=self.max_query_len,
+            backend=backend,
+        )
+        return with_states(
+            paged,
+            states=cache.recurrent,
+            slots=self.slots,
+            first_position=self.first_position,
+            num_rows=self.row_counts,
+        )
+
+    def logits_indices(self, num_speculative_tokens: int) -> Tensor:
+        """`[R, K+1]` rows whose logits decide tokens: the last accepted token's, then the drafts'.
+
+        Requests with fewer drafts repeat their last row; the padding drafts there are never
+        accepted. Requests inside their prompt get their last row, and nothing is sampled from it.
+        """
+        last = self.query_start_loc[1:].long() - 1
+        column = torch.arange(num_speculative_tokens + 1, device=last.device)
+        return torch.minimum((last - self.num_drafts)[:, None] + column, last[:, None])
+
+
+def start_texts(admitted: Iterable[Request], *, ring: HiddenRing) -> None:
+    """Write the texts of admitted requests into their slots of the ring."""
+    for request in admitted:
+        assert request.slot is not None, f"{request.request_id} was admitted without a slot"
+        tokens = to_device(request.token_ids, dtype=torch.int64, device=ring.text.device)
+        ring.start(request.slot, tokens, first_row=request.num_cached_tokens)
+
+
+def build_inputs(
+    scheduled: list[Scheduled], *, ring: HiddenRing, block_size: int, deferred: bool
+) -> StepInputs:
+    """Lay out the rows of a schedule; the ring already holds texts, lengths and drafts.
+
+    Args:
+        scheduled: one entry a request.
+        ring: state of the request slots.
+        block_size: tokens a page.
+        deferred: the host is one step late: nothing here or in drafting may wait for the device.
+    """
+    device = ring.text.device
+    requests = [entry.request for entry in scheduled]
+    block_table = _block_table(requests, device=device)
+    is_prefill = tuple(entry.is_prefill for entry in scheduled)
+    if deferred and not any(is_prefill):
+        slots = to_device([r.slot for r in requests], dtype=torch.int64, device=device)
+        return StepInputs.decoding(slots, block_table, ring=ring, block_size=block_size)
+    counts = [entry.num_scheduled_tokens for entry in scheduled]
+    inputs = StepInputs.mixed(
+        to_device([facts_of(entry) for entry in scheduled], dtype=torch.int64, device=device),
+        block_table,
+        ring=ring,
+        total=sum(counts),
+        longest=max(counts),
+        block_size=block_size,
+    )
+    return replace(inputs, row_counts=tuple(counts), is_prefill=is_prefill if deferred else None)
+
+
+def facts_of(entry: Scheduled) -> tuple[int, ...]:
+    """What the device must be told of an entry: slot, first row, rows, and three flags."""
+    return (
+        cast(int, entry.request.slot),
+        entry.first_position,
+        entry.num_scheduled_tokens,
+        entry.is_prefill,
+        entry.samples,
+        entry.resumes,
+    )
+
+
+def _block_table(requests: list[Request], *, device: torch.device) -> Tensor:
+    """`[R, M]` int32 for the longest of these requests, padded with 0."""
+    width = max(len(request.block_ids) for request in requests)
+    tables = [request.block_ids + [0] * (width - len(request.block_ids)) for request in requests]
+    return to_device(tables, dtype=torch.int32, device=device)
+
+
+class BlockTables:
+    """Block tables of all slots; what a request does not own is the spare block.
+
+    Args:
+        num_slots: slots of requests; one more row, behind them, belongs to padding requests.
+        num_table_blocks: M, blocks that the longest request can own.
+        spare_block: block of padding.
+        device: where the tables live.
+
+    Attributes:
+        width: M.
+    """
+
+    def __init__(
+        self, num_slots: int, *, num_table_blocks: int, spare_block: int, device: torch.device
+    ) -> None:
+        self.width, self._spare_block = num_table_blocks, spare_block
+        self._tables = torch.full(
+            (num_slots + 1, num_table_blocks), spare_block, dtype=torch.int32, device=device
+        )
+        # Per slot, the list that was uploaded and how much of it. A list only grows while a request
+        # runs, and `BlockManager.free` replaces it: the same list means the same tenant.
+        self._uploaded: list[tuple[list[int], int]] = [([], 0)] * num_slots
+
+    def update(self, requests: Iterable[Request]) -> bool:
+        """Upload what is new in the tables of running requests; whether there was anything."""
+        cells: list[int] = []
+        blocks: list[int] = []
+        uploaded, width = self._uploaded, self.width
+        for request in requests:
+            slot, table = request.slot, request.block_ids
+            assert slot is not None, f"{request.request_id} has no slot"
+            last, known = uploaded[slot]
+            is_tenant = last is table
+            assert known <= len(table) or not is_tenant, f"{request.request_id} lost blocks"
+            assert len(table) <= width, f"{request.request_id} has more than {width} blocks"
+            if not is_tenant:  # a new tenant: nothing of the former one's may stay
+                cells += range(slot * width, (slot + 1) * width)
+                blocks += table
+                blocks += [self._spare_block] * (width - len(table))
+            elif known != len(table):
+                cells += range(slot * width + known, slot * width + len(table))
+                blocks += table[known:]
+            else:
+                continue
+            uploaded[slot] = table, len(table)
+        if not cells:
+            return False
+        where, values = to_device(
+            [cells, blocks], dtype=torch.int64, device=self._tables.device
+        ).unbind()
+        self._tables.view(-1)[where] = values.int()
+        return True
+
+    def read(self, slots: Tensor, *, out: Tensor) -> None:
+        """Put the tables of `slots` `[R]` int64 into `out` `[R, M]` int32."""
+        torch.index_select(self._tables, 0, slots, out=out)

@@ -1,0 +1,180 @@
+"""One generation: its accepted tokens, its drafts beside them, its counters and its limits.
+
+`Request` is one of the four state owners. `token_ids` holds accepted tokens only, never a
+placeholder; `draft_token_ids` are proposals for the positions after them. Only the scheduler
+and `commit` move a request on.
+
+What one step runs: the scheduler's answer, read by whoever builds and commits the step.
+"""
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from mtp_research.decode.sampling.grammar import Matcher
+    from mtp_research.decode.sampling.logprobs import TokenLogprobs
+
+
+class Status(StrEnum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # a stop token was emitted (it is part of the output)
+    LENGTH = "length"  # max_new_tokens or the context limit was reached
+    NON_FINITE = "non_finite"  # the target's logits were not finite, or masks left no token
+    ABORT = "abort"
+
+
+@dataclass
+class Request:
+    """State of one generation.
+
+    Attributes:
+        request_id: unique among the requests of a decoder.
+        prompt_token_ids: the prompt, at least one token.
+        sampling: how to sample and when to stop.
+        priority: smaller is served first; ties by arrival.
+        token_ids: accepted tokens, prompt included.
+        draft_token_ids: drafts for the positions after `token_ids`, at most K; -1 marks a draft
+            that must be rejected.
+        num_computed_tokens: target rows whose KV is in the pages or will be once the scheduled
+            prompt chunks have run; [0, num_tokens - 1] when no step is in flight.
+        num_prefill_tokens: rows below are prompt rows: the prompt, or after a preemption all tokens
+            but the newest.
+        block_ids: pages held, in text order; leading ones may be shared (see `PrefixCache`). The
+            list only grows while the request runs; after that it has a new one.
+        block_keys: content keys of the leading full blocks, as far as they were needed.
+        num_published_blocks: leading blocks that were taken from or offered to the prefix cache.
+        num_cached_tokens: rows whose KV was taken from the prefix cache at the last admission.
+        cache_salt: texts with different salts share no cached block.
+        num_in_flight: scheduled steps that decide tokens or drafts and are not committed yet; at
+            most 1 between steps, and that only with deferred output.
+        slot: row in the slot-addressed state (`HiddenRing`), None while waiting.
+        matcher: where the output stands in its grammar, None without one.
+        token_logprobs: one entry per output token if `sampling.logprobs` asks for them.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    draft_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_in_flight: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    num_published_blocks: int = 0
+    num_cached_tokens: int = 0
+    cache_salt: str = ""
+    slot: int | None = None
+    matcher: "Matcher | None" = None
+    token_logprobs: "list[TokenLogprobs]" = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    num_accepted_per_round: list[int] = field(default_factory=list)
+    num_drafted_per_round: list[int] = field(default_factory=list)
+    num_target_forwards: int = 0
+    num_preemptions: int = 0
+    arrival_s: float = field(default_factory=time.perf_counter)
+    first_token_s: float | None = None
+    finish_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Start the accepted text with the prompt."""
+        self.token_ids = list(self.prompt_token_ids)
+        self.num_prefill_tokens = len(self.token_ids)
+
+    def note_round(self, *, num_emitted: int) -> None:
+        """Count the verification of the current drafts, and time the first token.
+
+        Args:
+            num_emitted: accepted drafts and the token after them; 0 where the target broke.
+        """
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter()
+        if num_drafted := len(self.draft_token_ids):
+            self.num_accepted_per_round.append(min(max(num_emitted - 1, 0), num_drafted))
+            self.num_drafted_per_round.append(num_drafted)
+
+    def restart(self) -> None:
+        """Recompute the text from its start once the request, which waits, is admitted again."""
+        has_output = self.num_tokens > self.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.num_prefill_tokens = self.num_tokens - has_output
+        if not self.num_in_flight:  # the step in flight still has to be judged by its drafts
+            self.draft_token_ids = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Accepted tokens, prompt included (L)."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> tuple[int, ...]:
+        """Tokens generated so far."""
+        return tuple(self.token_ids[self.num_prompt_tokens :])
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether prompt rows (or rows recomputed after a preemption) are still to schedule."""
+        return self.num_computed_tokens < self.num_prefill_tokens
+
+
+class Scheduled(NamedTuple):
+    """One entry of a schedule.
+
+    Attributes:
+        request: whose rows.
+        num_scheduled_tokens: rows, at least 1.
+        first_position: position of the first row; for rows that are not prompt rows, as far as the
+            host knows (the device knows the exact one).
+        is_prefill: the rows are prompt rows, or recomputed after a preemption.
+        samples: the rows reach the end of the accepted text, so a token is sampled.
+        resumes: the rows end a recompute: drafts follow, but the next token is known.
+    """
+
+    request: Request
+    num_scheduled_tokens: int
+    first_position: int
+    is_prefill: bool
+    samples: bool
+    resumes: bool
+
+    @property
+    def end_position(self) -> int:
+        """Position behind the last row, as far as the host knows."""
+        return self.first_position + self.num_scheduled_tokens
+
+
+class Schedule(NamedTuple):
+    """One step's work.
+
+    Attributes:
+        entries: rows to run.
+        admitted: requests with a fresh slot, whose text must be written before the step.
+        preempted: requests whose pages and slot were taken away.
+        num_prompt_rows: rows of the entries that are prompt rows.
+    """
+
+    entries: list[Scheduled]
+    admitted: list[Request]
+    preempted: list[Request]
+    num_prompt_rows: int

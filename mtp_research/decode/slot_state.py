@@ -1,0 +1,200 @@
+"""Device state of the decode loop: the page pool, and the per-slot texts and recent hidden states.
+
+Letters: L cache layers, S request slots, K drafts per step, D hidden.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mtp_research.models.family import KVPages, LayerGeometry
+from mtp_research.models.recurrent import RecurrentStates
+
+
+class KVCache:
+    """Pages of every attention layer: the target's layers first, then the draft layers.
+
+    Layers of one geometry share one allocation, so that a uniform model has one pool.
+
+    Args:
+        layers: what each of the L layers keeps of a token.
+        num_blocks: pages per layer.
+        block_size: tokens a page.
+        dtype: dtype of the pages.
+        device: where they live.
+        recurrent: states of the target's recurrent layers, which have no pages; None without.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerGeometry],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        recurrent: RecurrentStates | None = None,
+    ) -> None:
+        self.recurrent = recurrent
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self._pools: list[Tensor] = []
+        self._pages: dict[int, KVPages] = {}
+        for geometry in dict.fromkeys(layers):
+            members = [layer for layer, other in enumerate(layers) if other == geometry]
+            shape = (len(members), num_blocks, block_size, geometry.num_kv_heads)
+            keys = torch.zeros(*shape, geometry.key_dim, dtype=dtype, device=device)
+            self._pools.append(keys)
+            if geometry.kind == "latent":
+                values = keys[..., : geometry.value_dim]
+            else:
+                values = torch.zeros(*shape, geometry.value_dim, dtype=dtype, device=device)
+                self._pools.append(values)
+            for index, layer in enumerate(members):
+                self._pages[layer] = KVPages(keys[index], values[index], geometry.kind)
+
+    def pages(self, layer: int) -> KVPages:
+        """Pages of one layer, writable."""
+        return self._pages[layer]
+
+    def fill(self, value: float) -> None:
+        """Overwrite every page, which also makes the system commit the memory behind them."""
+        for pool in self._pools:
+            pool.fill_(value)
+
+    def bytes_per_token(self, layer: int) -> int:
+        """Bytes that one token takes in the pages of a layer."""
+        pages = self._pages[layer]
+        shares_storage = pages.kind == "latent"
+        width = pages.keys.shape[3] + (0 if shares_storage else pages.values.shape[3])
+        return pages.keys.shape[2] * width * pages.keys.element_size()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the pool in bytes."""
+        return sum(pool.numel() * pool.element_size() for pool in self._pools)
+
+
+class HiddenRing:
+    """What the next step needs of the text, by request slot so that batch order cannot matter.
+
+    `text[slot, j]` is the token at absolute position j: accepted tokens, then the current drafts.
+    `num_tokens[slot]` counts the accepted ones (L) and `draft_token_ids[slot]` are the drafts as
+    proposed, so that a step needs nothing from the host but slots and block tables.
+    `hidden[slot, q mod K]` is the target hidden state of row q for the last K rows, but of none
+    before `first_row[slot]`: those rows came from the prefix cache. One slot more than requests
+    takes the writes that are not wanted: masking them would wait for the device.
+
+    Args:
+        num_slots: S.
+        max_model_len: longest text in tokens.
+        num_speculative_tokens: K.
+        hidden_size: D.
+        vocab_size: V.
+        keep_draft_probs: drafts are sampled, and their distributions must be kept for verification.
+        dtype: dtype of the hidden states.
+        device: where they live.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        max_model_len: int,
+        num_speculative_tokens: int,
+        hidden_size: int,
+        vocab_size: int,
+        keep_draft_probs: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        num_drafts = num_speculative_tokens
+        self.num_rows = max(num_drafts, 1)
+        self.spare_slot = num_slots
+        rows = num_slots + 1
+        ints = {"dtype": torch.int64, "device": device}
+        self.text = torch.zeros(rows, max_model_len + num_drafts + 1, **ints)
+        self.num_tokens = torch.ones(rows, **ints)
+        self.first_row = torch.zeros(rows, **ints)
+        self.draft_token_ids = torch.full((rows, num_drafts), -1, **ints)
+        self.hidden = torch.zeros(rows, self.num_rows, hidden_size, dtype=dtype, device=device)
+        self.draft_probs: Tensor | None = None
+        self._vocab_size = vocab_size
+        if keep_draft_probs:
+            self.draft_probs = torch.zeros(
+                rows, num_drafts, vocab_size, dtype=torch.float64, device=device
+            )
+
+    def start(self, slot: int, token_ids: Tensor, *, first_row: int = 0) -> None:
+        """Give a slot to a request with accepted text `token_ids` `[L]`; rows from `first_row`."""
+        self.text[slot, : len(token_ids)] = token_ids
+        self.num_tokens[slot] = len(token_ids)
+        self.first_row[slot] = first_row
+        self.draft_token_ids[slot] = -1
+
+    def write_text(
+        self, slots: Tensor, *, positions: Tensor, token_ids: Tensor, keep: Tensor
+    ) -> None:
+        """Write `token_ids` at `positions` where `keep`, all `[R, J]`; slots `[R]`.
+
+        Ids outside the vocabulary (drafts that must be rejected) are stored as 0: the verifier
+        knows them from `draft_token_ids`, and every lookup in an embedding stays in range.
+        """
+        token_ids = token_ids.masked_fill((token_ids < 0) | (token_ids >= self._vocab_size), 0)
+        rows = torch.where(keep, slots[:, None], self.spare_slot)
+        self.text[rows, positions.clamp(0, self.text.shape[1] - 1)] = token_ids
+
+    def read_text(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Tokens at absolute positions, `[T]`; outside the table, its first or last entry."""
+        return self.text[slots, positions.clamp(0, self.text.shape[1] - 1)]
+
+    def read_inputs(
+        self, slots: Tensor, request_index: Tensor, positions: Tensor, drafts: Tensor
+    ) -> Tensor:
+        """Tokens `[T]` of target rows; in place of a draft that is no token, the newest token.
+
+        A stand-in must not break the rows beside it, and the newest token is needed anyway.
+
+        Args:
+            slots: `[R]`.
+            request_index: `[T]` int64, row of the batch each token belongs to.
+            positions: `[T]` int64.
+            drafts: `[R, K]` int64 as proposed.
+        """
+        text = self.read_text(slots[request_index], positions)
+        if drafts.shape[1] == 0:
+            return text
+        num_tokens = self.num_tokens[slots]
+        newest = self.text[slots, num_tokens - 1]
+        depth = positions - num_tokens[request_index]  # < 0 for accepted tokens
+        proposed = drafts[request_index, depth.clamp(0, drafts.shape[1] - 1)]
+        is_token = (depth < 0) | ((proposed >= 0) & (proposed < self._vocab_size))
+        return torch.where(is_token, text, newest[request_index])
+
+    def read_drafts(self, slots: Tensor, *, num_drafts: Tensor) -> Tensor:
+        """Drafts `[R, K]` of which the first `num_drafts` `[R]` are verified; -1 elsewhere."""
+        column = torch.arange(self.draft_token_ids.shape[1], device=slots.device)
+        return self.draft_token_ids[slots].masked_fill(column >= num_drafts[:, None], -1)
+
+    def write_hidden(
+        self, slots: Tensor, *, positions: Tensor, hidden: Tensor, keep: Tensor
+    ) -> None:
+        """Store `hidden` `[R, J, D]` of rows `positions` where `keep`; at most K rows a request."""
+        rows = torch.where(keep, slots[:, None], self.spare_slot)
+        self.hidden[rows, positions % self.num_rows] = hidden
+
+    def read_hidden(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states `[T, D]` of rows that are among the last K of their request."""
+        return self.hidden[slots, positions % self.num_rows]
+
+    def write_draft_probs(self, slots: Tensor, *, draft_step: int, probs: Tensor) -> None:
+        """Keep the distributions `[R, V]` that the drafts of `draft_step` were drawn from."""
+        assert self.draft_probs is not None, (
+            "draft distributions are kept only when drafts are sampled"
+        )
+        self.draft_probs[slots, draft_step] = probs
+
+    def read_draft_probs(self, slots: Tensor) -> Tensor | None:
+        """Distributions `[R, K, V]` of the current drafts; None when drafts are one-hot."""
+        return None if self.draft_probs is None else self.draft_probs[slots]

@@ -1,0 +1,371 @@
+"""Verification: from target logits and drafts to accepted counts and emitted tokens.
+
+Row j of a request's target logits is the distribution of the token after the newest token and
+drafts d_1..d_j. A draft id outside the vocabulary (-1 is padding or an invalid proposal) is never
+accepted and never used as an index, so shorter draft lists need no second code path.
+
+Here are the types that all rules share and the two plain rules; `verify_block`, `verify_lossy` hold
+the others, `verify_rules.RULES` lists them by name. Rules are pure functions.
+
+Letters: R requests, K drafts per step, V vocabulary.
+Source: Leviathan et al. (arXiv:2211.17192), Chen et al. (arXiv:2302.01318) for `standard`.
+
+Settings of the lossy verification rules; plain values, importable without torch.
+
+Letters: K drafts per step.
+
+Block verification: lossless, and never accepts fewer drafts in expectation than `standard`.
+
+Drafts are judged together: after i drafts the block keeps the weight
+w_i = min(1, w_{i-1} p(d_i) / q(d_i)), and stops at the longest prefix that passes its own test. A
+prefix passes with probability S_i / (S_i + 1 - w_i), where S_i = sum_x max(w_i p(x) - q(x), 0)
+belongs to the token after it; the whole block passes with probability w_K. The next token is then
+drawn from max(w_i p - q, 0), and after the whole block from p.
+
+Since later drafts take part in the decision, the noise of drafts and tests must not be used again
+for the same position in a later step; it is keyed by the step's first position as well.
+
+Letters: R requests, K drafts per step, V vocabulary.
+Source: Sun et al., Block Verification Accelerates Speculative Decoding (arXiv:2403.10444).
+"""
+
+import dataclasses
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtp_research.decode.sampling.sampling import (
+    SamplingTensors,
+    Stream,
+    sample_from,
+    target_probabilities,
+    uniform_noise,
+)
+from mtp_research.models.attention.paged import settled
+from mtp_research.runtime.errors import ConfigError
+
+LengthSchedule = Literal["minimum_variance", "geometric"]
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Settings of the lossy rules; each is read by the rule that its name begins with.
+
+    Attributes:
+        relaxed_top_n: accept a draft among the target's n most probable tokens, >= 1.
+        relaxed_delta: ... whose probability is at most this far below the best one's, in [0, 1].
+        relaxed_thinking_token_ids: (begin, end) tokens between which the rule holds; elsewhere, and
+            None means nowhere else, drafts are verified greedily.
+        typical_epsilon: accept a draft of probability above min(epsilon, delta * exp(-entropy)),
+            in (0, 1).
+        typical_delta: see `typical_epsilon`, > 0.
+        synthetic_rates: chance that drafts 1..j are all accepted, for j = 1..K; falling, in [0, 1].
+        synthetic_length: instead of rates, the mean acceptance length, in [1, K + 1].
+        synthetic_schedule: rates that make `synthetic_length`, see `rates_of_length`.
+    """
+
+    relaxed_top_n: int = 10
+    relaxed_delta: float = 0.6
+    relaxed_thinking_token_ids: tuple[int, int] | None = None
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+    synthetic_rates: tuple[float, ...] = ()
+    synthetic_length: float | None = None
+    synthetic_schedule: LengthSchedule = "minimum_variance"
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ConfigError: names the field, the range and the value.
+        """
+        falling = (1.0, *self.synthetic_rates, 0.0)
+        checks = (
+            ("relaxed_top_n", self.relaxed_top_n >= 1, ">= 1"),
+            ("relaxed_delta", 0 <= self.relaxed_delta <= 1, "in [0, 1]"),
+            ("typical_epsilon", 0 < self.typical_epsilon < 1, "in (0, 1)"),
+            ("typical_delta", self.typical_delta > 0, "> 0"),
+            (
+                "synthetic_rates",
+                all(before >= after for before, after in itertools.pairwise(falling)),
+                "falling in [0, 1]",
+            ),
+            (
+                "synthetic_length",
+                self.synthetic_length is None or 1 <= self.synthetic_length < math.inf,
+                ">= 1 or None",
+            ),
+            (
+                "synthetic_schedule",
+                self.synthetic_schedule in ("geometric", "minimum_variance")
+                and (self.synthetic_length is not None or self.synthetic_schedule != "geometric"),
+                "one of ['geometric', 'minimum_variance'], the latter without synthetic_length",
+            ),
+        )
+        for name, holds, expected in checks:
+            if not holds:
+                raise ConfigError(
+                    f"spec.{name} must be {expected}, got {getattr(self, name)}; set spec.{name}."
+                )
+
+
+def check_options(name: str, options: VerifyOptions, *, num_speculative_tokens: int) -> None:
+    """Refuse settings that the rule would ignore, and `synthetic` without rates or length.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if value != field.default and not field.name.startswith(f"{name}_"):
+            raise ConfigError(
+                f"spec.{field.name} must be left alone for spec.verify={name}, "
+                f"got {value}; set spec.verify={field.name.split('_')[0]}."
+            )
+    if name == "synthetic":
+        synthetic_rates(options, num_speculative_tokens=num_speculative_tokens)
+
+
+def synthetic_rates(options: VerifyOptions, *, num_speculative_tokens: int) -> tuple[float, ...]:
+    """Chance that drafts 1..j are all accepted, for j = 1..K, given as such or as a mean length.
+
+    Raises:
+        ConfigError: neither or both are given, not K rates, or a length outside [1, K + 1].
+    """
+    if options.synthetic_length is None:
+        if len(options.synthetic_rates) == num_speculative_tokens:
+            return options.synthetic_rates
+        raise ConfigError(
+            f"spec.synthetic_rates must hold spec.k={num_speculative_tokens} rates, got "
+            f"{len(options.synthetic_rates)}; set them, or spec.synthetic_length."
+        )
+    if options.synthetic_rates:
+        raise ConfigError(
+            "spec.synthetic_rates must be empty where synthetic_length is set, got "
+            f"{options.synthetic_rates}; set one of them."
+        )
+    return rates_of_length(
+        options.synthetic_length,
+        num_speculative_tokens=num_speculative_tokens,
+        schedule=options.synthetic_schedule,
+    )
+
+
+def rates_of_length(
+    acceptance_length: float, *, num_speculative_tokens: int, schedule: LengthSchedule
+) -> tuple[float, ...]:
+    """Synthetic rates with a given mean acceptance length.
+
+    Args:
+        acceptance_length: mean tokens per step, bonus counted, in [1, K+1].
+        num_speculative_tokens: K.
+        schedule: `minimum_variance` accepts the two counts around the mean and no others;
+            `geometric` gives every draft the same chance once the ones before it are accepted.
+
+    Returns:
+        Chance that drafts 1..j are all accepted, for j = 1..K; they sum to the length minus one.
+
+    Raises:
+        ConfigError: the length is out of range.
+
+    Example:
+        length 2.5, K = 3: `minimum_variance` gives (1, 0.5, 0), lengths 2 and 3 half the time each.
+    """
+    if not 1 <= acceptance_length <= num_speculative_tokens + 1:
+        raise ConfigError(
+            f"the acceptance length must be in [1, K + 1 = {num_speculative_tokens + 1}], "
+            f"got {acceptance_length}; lower it or raise spec.k."
+        )
+    mean = acceptance_length - 1
+    steps = range(num_speculative_tokens)
+    if schedule == "minimum_variance":
+        return tuple(min(max(mean - step, 0.0), 1.0) for step in steps)
+    chance = _geometric_chance(mean, num_speculative_tokens)
+    return tuple(chance ** (step + 1) for step in steps)
+
+
+def _geometric_chance(mean: float, num_drafts: int) -> float:
+    """The c in [0, 1] with c + c^2 + ... + c^K = mean, by bisection to the last bit."""
+    low, high = 0.0, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        if math.fsum(middle ** (step + 1) for step in range(num_drafts)) < mean:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+PADDING_TOKEN_ID = -1
+
+
+class VerifyInputs(NamedTuple):
+    """What a rule decides on.
+
+    Attributes:
+        target_logits: `[R, K+1, V]`.
+        draft_token_ids: `[R, K]` int64; ids outside the vocabulary are no valid drafts.
+        draft_probs: `[R, K, V]` distributions the drafts were drawn from; None for one-hot drafts.
+        params: sampling parameters of the requests.
+        positions: `[R, K+1]` int64, position of the token that each row decides; keys the noise.
+        is_thinking: `[R]` bool, the text so far ends between the thinking tokens; None: not asked.
+        options: settings of the lossy rules.
+    """
+
+    target_logits: Tensor
+    draft_token_ids: Tensor
+    draft_probs: Tensor | None
+    params: SamplingTensors
+    positions: Tensor
+    is_thinking: Tensor | None = None
+    options: VerifyOptions = VerifyOptions()
+
+    @property
+    def is_valid(self) -> Tensor:
+        """`[R, K]` bool, the draft is a token of the vocabulary."""
+        vocab_size = self.target_logits.shape[-1]
+        return (self.draft_token_ids >= 0) & (self.draft_token_ids < vocab_size)
+
+    @property
+    def draft_indices(self) -> Tensor:
+        """`[R, K]` int64, drafts that may be used as an index: 0 in place of invalid ones."""
+        return self.draft_token_ids.masked_fill(~self.is_valid, 0)
+
+    def noise(self, stream: Stream) -> Tensor:
+        """One uniform number for each row's position, `[R, K+1]`."""
+        return uniform_noise(self.params.seed[:, None], self.positions, stream)
+
+    def proposals(self) -> Tensor:
+        """`[R, K, V]` float64 distributions the drafts were drawn from, one-hot if need be."""
+        if self.draft_probs is not None:
+            return self.draft_probs.double()
+        shape = (*self.draft_token_ids.shape, self.target_logits.shape[-1])
+        zeros = torch.zeros(shape, dtype=torch.float64, device=self.target_logits.device)
+        return zeros.scatter_(-1, self.draft_indices[..., None], 1.0)
+
+
+class VerifyOutput(NamedTuple):
+    """Result of a verification.
+
+    Attributes:
+        num_accepted: `[R]` int64, 0..K, bonus not counted.
+        sampled_token_ids: `[R, K+1]` int64: accepted drafts, then the recovered or bonus token,
+            then -1.
+        is_finite: `[R]` bool, False where a logit row that decided a token was not finite; such a
+            request emits nothing.
+    """
+
+    num_accepted: Tensor
+    sampled_token_ids: Tensor
+    is_finite: Tensor
+
+
+def verify_greedy(inputs: VerifyInputs) -> VerifyOutput:
+    """Accept drafts while each is the target's argmax; then emit the argmax."""
+    best = settled(inputs.target_logits.argmax(dim=-1))
+    matches = inputs.is_valid & (best[:, :-1] == inputs.draft_token_ids)
+    largest = inputs.target_logits.gather(-1, best[..., None])[..., 0]
+    return emit(inputs, num_accepted=count_leading(matches), decided=best, largest=largest)
+
+
+def verify_standard(inputs: VerifyInputs) -> VerifyOutput:
+    """Standard rejection sampling: the emitted text is distributed exactly as the target's.
+
+    Draft d is accepted with probability min(1, p(d) / q(d)); at the first rejection the token is
+    drawn from the normalised residual max(p - q, 0). Greedy drafts are one-hot: q(d) = 1.
+    """
+    probs = target_probabilities(inputs.target_logits, inputs.params)  # [R, K+1, V]
+    drafts = inputs.draft_indices[..., None]
+    p_draft = probs[:, :-1].gather(-1, drafts)[..., 0]
+    if inputs.draft_probs is None:  # one-hot: the residual is the target without the draft
+        q_draft = torch.ones_like(p_draft)
+        rejected = probs[:, :-1].scatter(-1, drafts, 0.0)
+    else:
+        q_draft = inputs.draft_probs.double().gather(-1, drafts)[..., 0]
+        rejected = (probs[:, :-1] - inputs.draft_probs).clamp(min=0)
+    accepted = inputs.is_valid & (inputs.noise(Stream.ACCEPT)[:, :-1] * q_draft < p_draft)
+    rejected = torch.where(inputs.is_valid[..., None], rejected, probs[:, :-1])
+    residual = torch.cat([rejected, probs[:, -1:]], dim=1)
+    recovered = sample_residual(residual, probs, uniform=inputs.noise(Stream.RESAMPLE))
+    return emit(inputs, num_accepted=count_leading(accepted), decided=recovered)
+
+
+def sample_residual(residual: Tensor, probs: Tensor, *, uniform: Tensor) -> Tensor:
+    """Draw from residuals `[R, K+1, V]`; an empty one means p = q up to rounding: p is right."""
+    empty = residual.sum(dim=-1, keepdim=True) <= 0
+    return sample_from(torch.where(empty, probs, residual), uniform)
+
+
+def count_leading(accepted: Tensor) -> Tensor:
+    """Drafts before the first one that is not accepted, `[R]` of `[R, K]` bool."""
+    return accepted.long().cumprod(dim=-1).sum(dim=-1)
+
+
+def emit(
+    inputs: VerifyInputs, *, num_accepted: Tensor, decided: Tensor, largest: Tensor | None = None
+) -> VerifyOutput:
+    """Accepted drafts, then the token decided at the row after them.
+
+    Args:
+        inputs: what was decided on.
+        num_accepted: `[R]` int64.
+        decided: `[R, K+1]` int64, token that each row emits if it is the first without an
+            accepted draft.
+        largest: `[R, K+1]` of the logits, where they are at hand.
+    """
+    if largest is None:
+        largest, decided = settled(inputs.target_logits.amax(dim=-1)), settled(decided)
+    column = torch.arange(decided.shape[1], device=decided.device)
+    drafts = torch.nn.functional.pad(inputs.draft_token_ids, (0, 1), value=PADDING_TOKEN_ID)
+    sampled = torch.where(column < num_accepted[:, None], drafts, decided)
+    used = column <= num_accepted[:, None]
+    # NaN and +inf are the largest of their row, as values and as argmax; -inf alone is a mask.
+    is_finite = (torch.isfinite(largest) | ~used).all(dim=-1)
+    sampled = sampled.masked_fill(~used | ~is_finite[:, None], PADDING_TOKEN_ID)
+    return VerifyOutput(num_accepted * is_finite, sampled, is_finite)
+
+
+def verify_block(inputs: VerifyInputs) -> VerifyOutput:
+    """Accept the longest prefix of drafts that passes; the text is distributed as the target's."""
+    probs = target_probabilities(inputs.target_logits, inputs.params)  # [R, K+1, V]
+    proposals = inputs.proposals()
+    num_drafts = proposals.shape[1]
+    num_valid = inputs.is_valid.long().cumprod(dim=-1).sum(dim=-1)  # [R]
+    weights = _weights(probs, proposals, drafts=inputs.draft_indices)  # [R, K+1]
+
+    excess = (weights[:, :-1, None] * probs[:, :-1] - proposals).clamp(min=0)  # [R, K, V]
+    mass = excess.sum(dim=-1)
+    open_weight = mass + 1 - weights[:, :-1]
+    # 0 / 0: w = 1 and p = q; the next prefix passes for certain, this value decides nothing.
+    passing = torch.where(open_weight == 0, 1.0, mass / open_weight)
+    passing = torch.cat([passing, weights[:, -1:]], dim=-1)  # [R, K+1]
+    length = torch.arange(num_drafts + 1, device=weights.device)
+    is_whole = length == num_valid[:, None]
+    passing = torch.where(is_whole, weights, passing)
+
+    accepted = (_test_noise(inputs) < passing) & (length <= num_valid[:, None])
+    num_accepted = torch.where(accepted, length, 0).amax(dim=-1)
+    residual = torch.where(is_whole[..., None], probs, torch.cat([excess, probs[:, -1:]], dim=1))
+    decided = sample_residual(residual, probs, uniform=inputs.noise(Stream.RESAMPLE))
+    return emit(inputs, num_accepted=num_accepted, decided=decided)
+
+
+def _weights(probs: Tensor, proposals: Tensor, *, drafts: Tensor) -> Tensor:
+    """Weights w_0..w_K, `[R, K+1]`."""
+    p_draft = probs[:, :-1].gather(-1, drafts[..., None])[..., 0]
+    q_draft = proposals.gather(-1, drafts[..., None])[..., 0]
+    weights = [torch.ones_like(probs[:, 0, 0])]
+    for ratio in (p_draft / q_draft).unbind(dim=1):
+        weights.append((weights[-1] * ratio).clamp(max=1.0))
+    return torch.stack(weights, dim=1)
+
+
+def _test_noise(inputs: VerifyInputs) -> Tensor:
+    """Uniform numbers of the tests, `[R, K+1]`; no later step of the request sees them again."""
+    first = inputs.positions[:, :1]
+    index = torch.arange(inputs.positions.shape[1], device=first.device)
+    seed = inputs.params.seed[:, None]
+    return uniform_noise(seed, first, Stream.ACCEPT, index=index)

@@ -1,0 +1,251 @@
+"""One evaluation: decode a prompt set under every condition, in one process, and report.
+
+The flow itself: prompts -> decode loop (same prompts, same order for each condition) -> statistics
+-> report. Letter: K drafts per step.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+
+from mtp_research.config import EvalConfig
+from mtp_research.decode.build import Heads
+from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
+from mtp_research.evaluation.report import Report, build_report, last_line, print_report
+from mtp_research.evaluation.results import write_results
+from mtp_research.evaluation.run.conditions import Condition, Group, conditions_of
+from mtp_research.evaluation.run.decoders import (
+    check_backend,
+    head_facts,
+    ranking_sha256,
+    reference_note,
+)
+from mtp_research.evaluation.run.journal import JOURNAL_FILE, open_journal
+from mtp_research.evaluation.run.passes import Workload, run_group
+from mtp_research.evaluation.run.prompts import (
+    ChatTokenizer,
+    EncodedPrompts,
+    encode_prompts,
+    load_prompts,
+)
+from mtp_research.evaluation.stats.summary import ConditionResult
+from mtp_research.evaluation.turns import Turns
+from mtp_research.evaluation.wandb_tables import publish_report
+from mtp_research.grid import expand
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.loading.fingerprint import target_hashes, warn_of_family
+from mtp_research.models.target import Target, load_target, load_tokenizer
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.provenance import run_record
+
+
+def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
+    """Run an evaluation, print its tables and write `results.json` and `table.txt`.
+
+    Args:
+        config: checked configuration.
+        output_dir: folder of the results; an evaluation that was killed in it goes on.
+
+    Returns:
+        The main figures, as printed on the last line.
+
+    Raises:
+        ConfigError: model, head or prompts are missing or do not fit each other, or the folder
+            holds an unfinished evaluation of something else.
+        EnvironmentFault: the device or the kernels asked for cannot be used here, or the file of
+            `timing.turns` cannot be written.
+        IntegrityError: a prompt file is damaged, no prompt fits the context, or no generation of a
+            condition finished, or a condition gave other texts in another pass (the results are
+            written all the same).
+    """
+    conditions = conditions_of(config)
+    prompts = load_prompts(
+        config.prompts.path,
+        domains=config.prompts.domains,
+        max_prompts=config.prompts.max_prompts,
+        seed=config.seed,
+    )
+    with closing(Turns(config.timing.turns)) as turns:
+        turns.prepare()
+        target = load_target(
+            config.model.path,
+            dtype=config.model.dtype,
+            device=config.model.device,
+            tp_plan=config.model.tp_plan,
+            device_map=config.model.device_map,
+            experts=config.model.experts,
+        )
+        warn_of_family(target, family=config.model.family)
+        check_backend(config.engine.backend, target.device)
+        tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
+        encoded = encode_prompts(prompts, tokenizer, max_model_len=_context_length(config, target))
+        results = _decode(config, conditions, encoded, target, turns=turns, output_dir=output_dir)
+        # Still in turn: the figures take a core for seconds, which a neighbour's clock would see.
+        facts = {c.head: head_facts(c.config.spec.head) for c in conditions if c.head is not None}
+        report = build_report(
+            results,
+            prompts=encoded.prompts,
+            dtype=str(target.dtype).removeprefix("torch."),
+            seed=config.seed,
+            config=dataclasses.asdict(config),
+            run=run_record()
+            | {
+                "head": next(iter(facts.values())) if len(facts) == 1 else None,
+                "heads": facts,
+                "target": target_hashes(target),
+                "skipped_conditions": list(expand(config).skipped),
+            },
+            skipped_prompts=encoded.skipped,
+        )
+    path = write_results(output_dir, report)
+    (output_dir / JOURNAL_FILE).unlink()  # the results hold all of it
+    print_report(report, stored_at=path)
+    publish_report(report, output_dir=output_dir, settings=config.logger)
+    _require_outputs(report, output_dir)
+    _require_equal_passes(report, output_dir)
+    return json.loads(last_line(report, folder=output_dir))
+
+
+def _decode(
+    config: EvalConfig,
+    conditions: Sequence[Condition],
+    encoded: EncodedPrompts,
+    target: Target,
+    *,
+    turns: Turns,
+    output_dir: Path,
+) -> list[ConditionResult]:
+    """Every condition, group by group, with its lossless verdict."""
+    inputs = _inputs(conditions, encoded, target)
+    heads = _load_heads(conditions, target)
+    if config.model.tp_plan != "none":  # ranks must decode alike, and were not killed alike
+        (output_dir / JOURNAL_FILE).unlink(missing_ok=True)
+    journal = open_journal(output_dir, config, inputs=inputs)
+    if note := reference_note(config.engine, config.model.device):
+        sys.stderr.write(f"{note}\n")
+    try:
+        workload = Workload(target, heads, encoded, journal, turns)
+        results: list[ConditionResult] = []
+        for group in dict.fromkeys(condition.group for condition in conditions):
+            members = [condition for condition in conditions if condition.group == group]
+            made = run_group(members, workload, num_passes=config.timing.passes)
+            results += [_with_verdict(result, made, group) for result in made]
+    finally:
+        journal.close()
+    return results
+
+
+def _load_heads(conditions: Sequence[Condition], target: Target) -> dict[str | None, Heads]:
+    """Drafts by `spec.head`.
+
+    Raises:
+        ConfigError: heads are missing or belong to another target.
+        IntegrityError: their files are damaged.
+    """
+    heads: dict[str | None, Heads] = {None: "null", "oracle": "oracle"}
+    for condition in conditions:
+        folder = condition.config.spec.head
+        if condition.num_speculative_tokens > 0 and folder is not None and folder not in heads:
+            heads[folder] = load_heads(folder, target)
+    return heads
+
+
+def _inputs(
+    conditions: Sequence[Condition], encoded: EncodedPrompts, target: Target
+) -> dict[str, object]:
+    """Hashes of everything that the configuration only points to."""
+    asked = [(prompt.question_id, prompt.sha256) for prompt in encoded.prompts]
+    heads = {c.head: head_facts(c.config.spec.head) for c in conditions if c.head is not None}
+    rankings = {
+        c.head: ranking_sha256(c.config.spec.head)
+        for c in conditions
+        if c.head is not None and c.config.spec.draft_vocabulary_size is not None
+    }
+    return {
+        "prompts": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
+        "heads": heads,
+        "target": target_hashes(target),
+        "dtype": str(target.dtype),
+        "device": target.device.type,
+        **({"token_rankings": rankings} if rankings else {}),
+    }
+
+
+def _context_length(config: EvalConfig, target: Target) -> int:
+    """Most tokens of a text, prompt included.
+
+    Raises:
+        ConfigError: `engine.max_model_len` lies beyond what the target was made for.
+    """
+    limit = target.config.max_position_embeddings
+    wanted = config.engine.max_model_len
+    if wanted is not None and wanted > limit:
+        raise ConfigError(
+            f"engine.max_model_len must be at most {limit}, the target's max_position_embeddings, "
+            f"got {wanted}; set engine.max_model_len=null."
+        )
+    return wanted or limit
+
+
+def _with_verdict(
+    result: ConditionResult, members: Sequence[ConditionResult], group: Group
+) -> ConditionResult:
+    """Add the lossless verdict: greedy outputs must equal the baseline's, token for token."""
+    if result.num_speculative_tokens == 0:
+        return dataclasses.replace(result, lossless="is the baseline")
+    if result.verify not in LOSSLESS_RULES:
+        return dataclasses.replace(result, lossless=f"lossy rule: {result.verify}")
+    baseline = next((other for other in members if other.num_speculative_tokens == 0), None)
+    if baseline is None or group.temperature > 0:
+        return result
+    expected = {record.request_id: record.output_token_ids for record in baseline.records}
+    equal = sum(expected[record.request_id] == record.output_token_ids for record in result.records)
+    word = "identical" if equal == len(result.records) else "DIFFERS"
+    return dataclasses.replace(result, lossless=f"{word} {equal}/{len(result.records)}")
+
+
+def _require_outputs(report: Report, output_dir: Path) -> None:
+    """Refuse to call an evaluation done in which a condition has no figure at all.
+
+    Raises:
+        IntegrityError: names the conditions.
+    """
+    empty = [item.label for item in report.summaries if not item.acceptance.num_prompts]
+    if empty:
+        reasons = {
+            r.finish_reason for c in report.conditions if c.label in empty for r in c.records
+        }
+        raise IntegrityError(
+            f"expected finished generations, got none for {', '.join(empty)} (ended by "
+            f"{', '.join(sorted(reasons))}): the target's logits are not finite; check "
+            f"model.path and model.dtype. Results: {output_dir}"
+        )
+
+
+def _require_equal_passes(report: Report, output_dir: Path) -> None:
+    """Refuse texts that change from pass to pass: their times are of different work.
+
+    A rule that chooses the number of drafts by the clock may change sampled texts.
+
+    Raises:
+        IntegrityError: names the conditions.
+    """
+    spec = report.config["spec"]
+    if isinstance(spec, dict) and spec["draft_length"] == "expected_gain":
+        return
+    differing = [
+        f"{c.label} ({len(c.records) - repeat.num_texts_equal} texts)"
+        for c in report.conditions
+        for repeat in c.repeats
+        if repeat.num_texts_equal < len(c.records)
+    ]
+    if differing:
+        raise IntegrityError(
+            f"expected the same texts in every pass, got others for {', '.join(differing)}; "
+            f"decode with model.dtype=float32 or timing.passes=1. Results: {output_dir}"
+        )

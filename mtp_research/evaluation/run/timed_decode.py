@@ -1,0 +1,309 @@
+"""One decoding of prompts by a decoder, with clocks around its steps and finished prompts kept.
+
+Part of the second stage of the flow: prompts -> decode loop -> statistics -> report.
+
+Where a step's time goes: seconds of target, verification and drafting, read between the parts.
+
+A `StepClock` is the probe of `decode.step.DeviceStep`. On a CPU it reads the host's clock; on a GPU
+it records events on the stream and reads them after the run, so that no step waits for it. Captured
+steps have no probe: their parts are one graph.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.stats import DecodeStats, RequestRecord
+from mtp_research.evaluation.run.journal import Journal
+from mtp_research.evaluation.run.prompts import EncodedPrompts
+from mtp_research.evaluation.stats.speed import StepParts
+
+_PARTS = ("target", "verify", "draft")
+
+
+class StepClock:
+    """Adds up the parts of steps; a step counts once `end_step` keeps it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._marks: dict[str, float | torch.cuda.Event] = {}
+        self._kept: list[dict[str, float | torch.cuda.Event]] = []
+        self._wall_s = 0.0
+
+    def __call__(self, part: str) -> None:
+        """Note that the step starts, or that a part of it ends."""
+        self._marks[part] = self._now()
+
+    def end_step(self, *, wall_s: float, keep: bool) -> None:
+        """Count the step that was started since the last call, if any was, or forget it.
+
+        Args:
+            wall_s: seconds of the call of the loop that started it. With deferred output they end
+                with the step before, which `keep` must cover too.
+            keep: whether neither had prompt rows.
+        """
+        if keep and self._marks:
+            self._kept.append(self._marks)
+            self._wall_s += wall_s
+        self._marks = {}
+
+    def parts(self) -> StepParts | None:
+        """The sums so far; None if no step was kept. Waits for the device."""
+        if not self._kept:
+            return None
+        if self._is_gpu:
+            torch.cuda.synchronize()
+        names = ("start", *_PARTS)
+        seconds = [
+            sum(_seconds(marks[before], marks[after]) for marks in self._kept)
+            for before, after in zip(names, _PARTS, strict=False)
+        ]
+        target_s, verify_s, draft_s = seconds
+        host_s = max(self._wall_s - sum(seconds), 0.0)
+        return StepParts(len(self._kept), target_s, verify_s, draft_s, host_s)
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._is_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _seconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return begin.elapsed_time(end) / 1e3
+    assert isinstance(begin, float), "a step has marks of one clock"
+    assert isinstance(end, float), "a step has marks of one clock"
+    return end - begin
+
+
+def device_timer(device: torch.device) -> Callable[[], float | None]:
+    """Start an event clock on a GPU; the function that is returned stops it.
+
+    Returns:
+        a function that waits for the device and gives seconds since now; None on a CPU.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    begin = torch.cuda.Event(enable_timing=True)
+    begin.record()
+
+    def stop() -> float:
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    return stop
+
+
+MAX_WARM_UPS = 8
+STABLE = 0.05  # largest change of the median step between two warm-ups that counts as stable
+_WARM_UP_PROMPTS, _WARM_UP_TOKENS = 4, 8
+
+
+class Counts(NamedTuple):
+    """What one decoding left; its seconds are without the writing of the journal.
+
+    Attributes:
+        records: of the prompts that were decoded, in the order they finished.
+        audit: slots by finding in these; None without an auditor.
+        wall_s: for all of them, prefill included.
+        decode_wall_s: of it, calls that neither started nor committed a step with prompt rows.
+        num_decode_tokens: tokens emitted in those calls.
+        full_wall_s: of them, calls whose steps took every place of the batch: the one that the
+            call started and the one that it committed; None without such a call.
+        num_full_tokens: tokens emitted in those; None likewise.
+        num_steps: steps of the loop.
+        num_target_rows: packed rows of all target passes.
+        device_s: from begin to end on the GPU's clock; None on a CPU.
+        step_s: wall seconds of every step.
+    """
+
+    records: tuple[RequestRecord, ...]
+    audit: dict[str, int] | None
+    wall_s: float
+    decode_wall_s: float
+    num_decode_tokens: int
+    full_wall_s: float | None
+    num_full_tokens: int | None
+    num_steps: int
+    num_target_rows: int
+    device_s: float | None
+    step_s: tuple[float, ...]
+
+
+class Finished:
+    """Hands the generations that finish to a journal, as those of one pass of a condition."""
+
+    def __init__(self, journal: Journal, decoder: SpecDecoder, *, label: str, number: int) -> None:
+        self._journal = journal
+        self._stats = decoder.stats
+        self._label, self._number = label, number
+        self._num_kept = len(decoder.stats.records)
+        self._audit = decoder.stats.audit
+        self.seconds = 0.0
+
+    def keep(self, *, now: bool) -> None:
+        """Write what has finished since the last time, at once or if the last time is a while ago.
+
+        Args:
+            now: at once.
+        """
+        if not now and not self._journal.is_sync_due:
+            return
+        started = time.perf_counter()
+        audit, records = self._stats.audit, self._stats.records[self._num_kept :]
+        if not records:
+            return
+        self._journal.add(
+            self._label, self._number, records=records, audit=_since(audit, self._audit)
+        )
+        self._num_kept += len(records)
+        self._audit = audit
+        self.seconds += time.perf_counter() - started
+
+
+def decode_prompts(
+    decoder: SpecDecoder,
+    encoded: EncodedPrompts,
+    sampling: Sequence[SamplingParams],
+    *,
+    salt: str,
+    clock: StepClock | None = None,
+    finished: Finished | None = None,
+) -> Counts:
+    """Run the loop over the prompts.
+
+    Every call ends with the copy of a step's tokens to the host, so host clocks measure finished
+    work on a GPU too. With `engine.deferred_output` that is the step that the call before started,
+    so a call decodes only, and decodes a full batch, if both steps do.
+
+    Args:
+        decoder: idle; what it counted before is subtracted.
+        encoded: the prompts.
+        sampling: parameters of each.
+        salt: prompts of decodings with different salts share no cached prefix.
+        clock: the probe of the decoder's step.
+        finished: is handed the generations as they end.
+    """
+    stats = decoder.stats
+    num_records, num_steps, num_rows, audit = (
+        len(stats.records), stats.num_steps, stats.num_target_rows, stats.audit,
+    )  # fmt: skip
+    stop_device, started = device_timer(decoder.target.device), time.perf_counter()
+    for prompt, token_ids, params in zip(encoded.prompts, encoded.token_ids, sampling, strict=True):
+        name = prompt.question_id
+        decoder.add_request(token_ids, sampling=params, request_id=name, cache_salt=salt)
+    step_s, calls = [], _DecodeCalls(decoder.engine.max_num_requests)
+    while decoder.scheduler.has_work:
+        before, began = _Counters.of(stats), time.perf_counter()
+        decoder.step()
+        step_s.append(time.perf_counter() - began)
+        is_decoding = calls.add(step_s[-1], before=before, after=_Counters.of(stats))
+        if clock is not None:
+            clock.end_step(wall_s=step_s[-1], keep=is_decoding)
+        if finished is not None:
+            finished.keep(now=not decoder.scheduler.has_work)
+    journal_s = 0.0 if finished is None else finished.seconds
+    return Counts(
+        records=tuple(stats.records[num_records:]),
+        audit=_since(stats.audit, audit),
+        wall_s=time.perf_counter() - started - journal_s,
+        decode_wall_s=calls.wall_s,
+        num_decode_tokens=calls.num_tokens,
+        full_wall_s=calls.full_wall_s,
+        num_full_tokens=calls.num_full_tokens,
+        num_steps=stats.num_steps - num_steps,
+        num_target_rows=stats.num_target_rows - num_rows,
+        device_s=stop_device(),
+        step_s=tuple(step_s),
+    )
+
+
+def warm_up(
+    decoder: SpecDecoder, encoded: EncodedPrompts, sampling: Sequence[SamplingParams], *, most: int
+) -> int:
+    """Decode a few prompts until the median step changes by less than 5 %; return how often.
+
+    On a GPU kernels are compiled for the shapes that they first meet, which takes a second where a
+    step takes a millisecond: there as many prompts are decoded as two batches hold.
+
+    Args:
+        decoder: of the condition.
+        encoded: the prompts; the first few are used.
+        sampling: their parameters.
+        most: warm-ups after which it goes on all the same.
+    """
+    count = _WARM_UP_PROMPTS
+    if decoder.graphs is not None:  # two batches that end unevenly meet the shapes of mixed steps
+        count = max(count, 2 * decoder.engine.max_num_requests)
+    few = EncodedPrompts(encoded.prompts[:count], encoded.token_ids[:count], ())
+    spread = 1 if decoder.graphs is None else _WARM_UP_TOKENS
+    short = [
+        replace(params, max_new_tokens=min(params.max_new_tokens, _WARM_UP_TOKENS + index % spread))
+        for index, params in enumerate(sampling[:count])
+    ]
+    last = None
+    for number in range(1, most + 1):
+        counts = decode_prompts(decoder, few, short, salt=f"warm-up {number}")
+        median = statistics.median(counts.step_s)
+        if last is not None and abs(median - last) < STABLE * last:
+            return number
+        last = median
+    return most
+
+
+class _Counters(NamedTuple):
+    """Counters between two calls; a pair is that of all started and of all committed steps."""
+
+    prompt_rows: tuple[int, int]
+    entries: tuple[int, int]
+    num_tokens: int
+
+    @classmethod
+    def of(cls, stats: DecodeStats) -> "_Counters":
+        return cls(
+            prompt_rows=(stats.num_launched_prompt_rows, stats.num_prompt_rows),
+            entries=(stats.num_launched_entries, stats.num_entries),
+            num_tokens=stats.num_emitted_tokens,
+        )
+
+
+@dataclass
+class _DecodeCalls:
+    """Seconds and tokens of the calls without prompt rows, and of those with a full batch."""
+
+    num_places: int
+    wall_s: float = 0.0
+    num_tokens: int = 0
+    full_wall_s: float | None = None
+    num_full_tokens: int | None = None
+
+    def add(self, wall_s: float, *, before: _Counters, after: _Counters) -> bool:
+        """Count a call if neither of its steps had prompt rows; return whether it was so."""
+        if before.prompt_rows != after.prompt_rows:
+            return False
+        num_tokens = after.num_tokens - before.num_tokens
+        self.wall_s += wall_s
+        self.num_tokens += num_tokens
+        if after.entries == tuple(count + self.num_places for count in before.entries):
+            self.full_wall_s = (self.full_wall_s or 0.0) + wall_s
+            self.num_full_tokens = (self.num_full_tokens or 0) + num_tokens
+        return True
+
+
+def _since(
+    audit: Mapping[str, int] | None, before: Mapping[str, int] | None
+) -> dict[str, int] | None:
+    """Slots by finding that came after `before`."""
+    if audit is None:
+        return None
+    return {name: count - (before or {}).get(name, 0) for name, count in audit.items()}

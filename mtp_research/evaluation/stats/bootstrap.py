@@ -1,0 +1,218 @@
+"""Cluster bootstrap over prompts, for statistics that are ratios of two sums over prompts.
+
+Letters: P prompts, S statistics. A resampled unit is a prompt with all its rounds: the rounds of
+one text depend on each other, so resampling rounds would make every interval too narrow.
+Source: percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13).
+
+Two-level bootstrap of acceptance lengths: training seeds first, then prompts.
+
+Heads trained again with another seed differ, and so do prompts; an interval that is to hold for the
+method, and not for one training run, needs both. Every seed decodes the same prompts, so that seeds
+and prompts are crossed: a draw takes S of the S seeds and P of the P prompts, each with
+replacement, and counts every drawn seed over the drawn prompts. With one seed it is the cluster
+bootstrap of `bootstrap.py`.
+
+Few seeds are few: with three of them one draw in nine holds one seed alone, and the interval
+says little about seeds not trained. It is printed beside the seeds' own values for that reason.
+
+Letters: S seeds, P prompts. numpy only.
+Source: percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13);
+crossed clusters: Owen, The pigeonhole bootstrap (arXiv:0712.1111).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+NUM_DRAWS = 10_000
+LEVEL = 0.95
+_MAX_CELLS = 2_000_000  # draws x prompts resampled at once; about 50 MB of arrays
+
+
+class Estimate(NamedTuple):
+    """A figure with its interval; None where it is undefined, such as nothing drafted."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+class Ratio(NamedTuple):
+    """A statistic as sum(top)/sum(bottom) over prompts."""
+
+    top: NDArray[np.float64]  # [P]
+    bottom: NDArray[np.float64]  # [P]
+
+
+def estimate(
+    ratios: Mapping[str, Ratio], *, seed: int, num_draws: int = NUM_DRAWS
+) -> dict[str, Estimate]:
+    """Value and 95 % percentile interval of each statistic.
+
+    Args:
+        ratios: statistics over the same P prompts in the same order.
+        seed: of the resampling; equal seeds and data give equal intervals.
+        num_draws: resamplings, >= 1.
+
+    Returns:
+        Estimates by name; None where the bottom is 0 over all prompts. Resamplings in which a
+        statistic is undefined are left out of its interval.
+    """
+    return _intervals(ratios, *_values_and_draws(ratios, seed=seed, num_draws=num_draws))
+
+
+def estimate_difference(
+    ours: Mapping[str, Ratio],
+    theirs: Mapping[str, Ratio],
+    *,
+    seed: int,
+    num_draws: int = NUM_DRAWS,
+) -> dict[str, Estimate]:
+    """Paired difference ours - theirs, each draw taking the same prompts on both sides.
+
+    Args:
+        ours: statistics over P prompts.
+        theirs: the same statistics over the same prompts in the same order.
+        seed: of the resampling.
+        num_draws: resamplings, >= 1.
+
+    Returns:
+        Estimates by name; exactly 0 throughout for identical data.
+    """
+    # Equal seed and equal P give equal resamplings, and equal shapes give equal rounding.
+    our_values, our_draws = _values_and_draws(ours, seed=seed, num_draws=num_draws)
+    their_values, their_draws = _values_and_draws(theirs, seed=seed, num_draws=num_draws)
+    return _intervals(ours, our_values - their_values, our_draws - their_draws)
+
+
+def _values_and_draws(
+    ratios: Mapping[str, Ratio], *, seed: int, num_draws: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Values on all prompts [S] and on each draw [num_draws, S]; NaN where the bottom is 0."""
+    top = np.stack([ratio.top for ratio in ratios.values()], axis=1)  # [P, S]
+    bottom = np.stack([ratio.bottom for ratio in ratios.values()], axis=1)
+    num_prompts = len(top)
+    draws = np.full((num_draws, len(ratios)), np.nan)
+    if num_prompts == 0:
+        return np.full(len(ratios), np.nan), draws
+    generator = np.random.default_rng(seed)
+    rows_per_chunk = max(1, _MAX_CELLS // num_prompts)
+    for start in range(0, num_draws, rows_per_chunk):
+        num_rows = min(rows_per_chunk, num_draws - start)
+        chosen = generator.integers(num_prompts, size=(num_rows, num_prompts))
+        chosen += np.arange(num_rows)[:, None] * num_prompts
+        counts = np.bincount(chosen.ravel(), minlength=num_rows * num_prompts)
+        weights = counts.reshape(num_rows, num_prompts).astype(np.float64)  # [rows, P]
+        draws[start : start + num_rows] = _divide(weights @ top, weights @ bottom)
+    return _divide(top.sum(axis=0), bottom.sum(axis=0)), draws
+
+
+def _divide(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.divide(top, bottom, out=np.full_like(top, np.nan), where=bottom > 0)
+
+
+def _intervals(
+    names: Iterable[str], values: NDArray[np.float64], draws: NDArray[np.float64]
+) -> dict[str, Estimate]:
+    tails = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
+    estimates = {}
+    for name, value, column in zip(names, values, draws.T, strict=True):
+        defined = column[np.isfinite(column)]
+        if not np.isfinite(value) or not len(defined):
+            estimates[name] = Estimate(None)
+            continue
+        low, high = np.quantile(defined, tails)
+        estimates[name] = Estimate(float(value), float(low), float(high))
+    return estimates
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How often each draw takes each seed and each prompt.
+
+    Attributes:
+        seeds: `[draws, S]` counts, rows sum to S.
+        prompts: `[draws, P]` counts, rows sum to P.
+    """
+
+    seeds: Floats
+    prompts: Floats
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Acceptance length (micro) of one condition, mean over seeds, on all data and on each draw.
+
+    Attributes:
+        value: mean over seeds of 1 + sum(accepted)/rounds; nan if a seed has no rounds.
+        draws: `[draws]` the same on each draw; nan where a drawn seed has no rounds.
+        by_seed: `[S]` each seed's own figure.
+    """
+
+    value: float
+    draws: Floats
+    by_seed: Floats
+
+
+def make_draws(num_seeds: int, num_prompts: int, *, seed: int, num_draws: int = NUM_DRAWS) -> Draws:
+    """Resamplings that all conditions of a comparison share, which pairs them.
+
+    Args:
+        num_seeds: S, >= 1.
+        num_prompts: P, >= 1.
+        seed: of the resampling; equal arguments give equal draws.
+        num_draws: resamplings, >= 1.
+    """
+    generator = np.random.default_rng(seed)
+    counts = [
+        generator.multinomial(size, np.full(size, 1 / size), size=num_draws).astype(np.float64)
+        for size in (num_prompts, num_seeds)
+    ]
+    return Draws(seeds=counts[1], prompts=counts[0])
+
+
+def lengths(accepted: ArrayLike, rounds: ArrayLike, draws: Draws) -> Lengths:
+    """Acceptance length of one condition.
+
+    Args:
+        accepted: `[S, P]` accepted drafts of each seed and prompt, bonus not counted.
+        rounds: `[S, P]` verify rounds.
+        draws: of `make_draws(S, P)`.
+    """
+    top, bottom = (np.atleast_2d(np.asarray(x, dtype=np.float64)) for x in (accepted, rounds))
+    wanted = (draws.seeds.shape[1], draws.prompts.shape[1])
+    assert top.shape == bottom.shape == wanted, f"{top.shape}, {bottom.shape} for {wanted}"
+    by_seed = _divide_bootstrap_seeds(top.sum(axis=1), bottom.sum(axis=1))  # [S]
+    drawn = _divide_bootstrap_seeds(draws.prompts @ top.T, draws.prompts @ bottom.T)  # [draws, S]
+    # A seed that a draw leaves out may have no rounds on its prompts.
+    weighed = np.where(draws.seeds > 0, drawn * draws.seeds, 0.0)
+    return Lengths(float(1 + by_seed.mean()), 1 + weighed.sum(axis=1) / len(by_seed), 1 + by_seed)
+
+
+def interval_of(value: float, draws: Floats) -> Estimate:
+    """A figure with the 95 % percentile interval of its draws; undefined draws are left out."""
+    defined = draws[np.isfinite(draws)]
+    if not np.isfinite(value) or not len(defined):
+        return Estimate(None)
+    low, high = np.quantile(defined, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    return Estimate(float(value), float(low), float(high))
+
+
+def estimate_of(one: Lengths) -> Estimate:
+    """Acceptance length with its interval."""
+    return interval_of(one.value, one.draws)
+
+
+def difference(ours: Lengths, theirs: Lengths) -> Estimate:
+    """Paired difference ours - theirs; both were made with the same draws."""
+    return interval_of(ours.value - theirs.value, ours.draws - theirs.draws)
+
+
+def _divide_bootstrap_seeds(top: Floats, bottom: Floats) -> Floats:
+    return np.divide(top, bottom, out=np.full_like(top, np.nan), where=bottom > 0)

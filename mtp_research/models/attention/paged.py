@@ -1,0 +1,428 @@
+"""Paged attention behind Hugging Face layers: context and cache object of a packed forward pass.
+
+Tokens of all requests of a step are packed as one row `[1, T]`. `PagedContext` is passed twice: as
+`past_key_values`, so that the layer hands over its new keys and values, and as `attention_context`,
+so that the attention function reads pages.
+
+Letters: R requests, T packed rows, M blocks per table, Hkv key-value heads, Dk / Dv head dims.
+
+Ops that compiled code takes as they are: where its kernels end, and the pages.
+
+The ops of the pages write the new rows, then attend. `torch.compile` turns an op that writes into
+its argument into one that returns a new value, and may copy the whole pool to do so. These ops
+therefore do not declare their write. That is safe because every reader of a written row is such an
+op again, and each call depends on the one before it: a layer's input on the layer below, a later
+pass on the token that the earlier one drafted.
+
+Letters: R requests, T packed rows, M blocks per table, H / Hkv heads, Dk / Dv head dims, L latent,
+P rotary dims.
+
+Multi-head latent attention over latent pages, with the projections absorbed.
+
+Hugging Face's layer hands the cache one latent and one rotary key per token, and afterwards calls
+the attention function with keys and values of every head, expanded for this pass's rows only. We
+keep the former and ignore the latter: head h's key projection is applied to the query and its value
+projection to the output, so that the pages hold what all heads share. The unused expansion of the
+new rows is a small product that torch.compile drops.
+
+Letters: R requests, T packed rows, H heads, L latent, P rotary key size, Dv value head dim.
+Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2, "absorbed".
+
+Families with a learned index over keys (DeepSeek sparse attention), run densely.
+
+Their attention reads the `index_topk` keys that an indexer selects for a row. A row with no more
+keys than that selects all of them, so that dense latent attention is exact up to `index_topk`
+tokens; beyond it the result would be another model's, and is refused. The index itself is neither
+computed nor stored; its weights stay in the modules, for export.
+
+Letters: B batch rows, S row length, D hidden.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from mtp_research.kernels.attention.paged_attention import attend_pages, paged_attention
+from mtp_research.kernels.attention.store_kv import MAX_STORED_ROWS, NewRows, store_kv
+from mtp_research.kernels.latent.latent_attention import attend_latents
+from mtp_research.models.attention.attention import AttentionContext, DenseContext
+from mtp_research.models.family import KVPages
+from mtp_research.runtime.errors import ConfigError
+
+
+@torch.library.custom_op("mtp_research::kept", mutates_args=())
+def kept(values: torch.Tensor) -> torch.Tensor:
+    """A copy of `values`, which many layers hand to the ops below.
+
+    Compiled code would compute such a value anew for every few of the ops that read it, in launches
+    of their own; the output of an op it keeps.
+    """
+    return values + 0  # not `clone`, which would be captured as a node of the copy engine
+
+
+@kept.register_fake
+def _fake_kept(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(values)
+
+
+@torch.library.custom_op("mtp_research::end_kernel", mutates_args=("values",))
+def _end_kernel(values: torch.Tensor) -> None:
+    """Nothing. The compiler, to which it writes `values`, lets no kernel reach over it."""
+
+
+@_end_kernel.register_fake
+def _fake_end_kernel(values: torch.Tensor) -> None:
+    pass
+
+
+def settled(values: torch.Tensor) -> torch.Tensor:
+    """The same `values`; in compiled code, what reads them is not in the kernel that makes them.
+
+    For results of reductions over a vocabulary: Triton 3.6 gives up (`PassManager::run failed`) on
+    a kernel that reduces and then does the bookkeeping of a step. Launches nothing; nothing may
+    have read the values before.
+    """
+    if torch.compiler.is_compiling():
+        _end_kernel(values)
+    return values
+
+
+@torch.library.custom_op("mtp_research::store_and_attend", mutates_args=())
+def store_and_attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    angles: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    sliding_window: int | None,
+    sinks: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    """Attention output `[T, H, Dv]` of `query` `[T, H, Dk]` after `key` and `value` were stored.
+
+    Args as in `kernels.store_kv.store_kv` and `kernels.paged_attention.attend_pages`, and:
+        angles: `[2, T, P]`, rotary cos and sin for `query` and `key`; None if they are rotated.
+    """
+    cos_sin = () if angles is None else angles.unbind()
+    return attend_pages(
+        query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        scale=scale,
+        sliding_window=sliding_window,
+        sinks=sinks,
+        new_rows=NewRows(key, value, slot_mapping, *cos_sin),
+        backend=backend,
+    )
+
+
+@store_and_attend.register_fake
+def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+@torch.library.custom_op("mtp_research::store_and_attend_latents", mutates_args=())
+def store_and_attend_latents(
+    query_latent: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    backend: str,
+) -> torch.Tensor:
+    """Attended latents `[T, H, L]` after `latent` `[T, 1, L]` and `rope` `[T, 1, P]` were stored.
+
+    They lie behind each other in a slot of `latent_cache` `[num_blocks, block_size, L + P]`. Other
+    args as in `kernels.latent_attention.latent_attention`.
+    """
+    return attend_latents(
+        query_latent,
+        query_rope=query_rope,
+        latent_cache=latent_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        scale=scale,
+        new_rows=NewRows(latent, rope, slot_mapping),
+        backend=backend,
+    )
+
+
+@store_and_attend_latents.register_fake
+def _fake_latents(query_latent: torch.Tensor, *_: object) -> torch.Tensor:
+    return query_latent.new_empty(query_latent.shape)
+
+
+class AbsorbedQuery(NamedTuple):
+    """Queries against a page: `[T, H, L]` for the latent, `[T, H, P]` for the rotary key."""
+
+    latent: Tensor
+    rope: Tensor
+
+
+def absorb_query(module: nn.Module, query: Tensor) -> AbsorbedQuery:
+    """Multiply the queries by the key projections of their heads.
+
+    Args:
+        module: attention layer with `kv_b_proj` and the head dims of its parts.
+        query: `[H, T, nope + P]`, the second part rotated.
+    """
+    key_projection, _ = _projections(module)
+    nope, rope = query.split(
+        (key_projection.shape[1], query.shape[2] - key_projection.shape[1]), dim=-1
+    )
+    return AbsorbedQuery(torch.bmm(nope, key_projection).transpose(0, 1), rope.transpose(0, 1))
+
+
+def expand_output(module: nn.Module, attended: Tensor) -> Tensor:
+    """Values `[T, H, Dv]` of attended latents `[T, H, L]`."""
+    _, value_projection = _projections(module)
+    return torch.bmm(attended.transpose(0, 1), value_projection.mT).transpose(0, 1)
+
+
+def _projections(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Key and value projections `[H, nope, L]`, `[H, Dv, L]`, views of `kv_b_proj`'s weight."""
+    nope, value_dim = cast(int, module.qk_nope_head_dim), cast(int, module.v_head_dim)
+    weight = cast(nn.Linear, module.kv_b_proj).weight.unflatten(0, (-1, nope + value_dim))
+    return weight[:, :nope], weight[:, nope:]
+
+
+class PagePool(Protocol):
+    """Owner of the pages (`decode.kv_cache.KVCache`)."""
+
+    def pages(self, layer: int) -> KVPages:
+        """Pages of a cache layer, writable."""
+        ...
+
+
+class Angles(NamedTuple):
+    """Rotary cos and sin of the rows of a pass, each `[1, T, P]`, P the dims that are rotated."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class PagedContext:
+    """Where the rows of one packed forward pass are written and what they may read.
+
+    Attributes:
+        pool: owner of the pages.
+        slot_mapping: `[T]` int64, slot each row is written to (`block_id * block_size + offset`),
+            -1 writes nothing.
+        block_table: `[R, M]` int32, pages of each request.
+        seq_lens: `[R]` int32, KV length including this pass's rows.
+        query_start_loc: `[R + 1]` int32, first packed row of each request.
+        max_query_len: largest number of rows of one request; sizes the launch grid.
+        backend: kernel backend (`auto`, `reference`, `triton`).
+        kv_layer: cache layer to use instead of the layer's own index; set for MTP modules, whose KV
+            layer depends on the draft step and not on the module alone.
+    """
+
+    pool: PagePool
+    slot_mapping: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_query_len: int
+    backend: str = "auto"
+    kv_layer: int | None = None
+    _new_latents: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _kept_angles: list[tuple[Tensor, Tensor]] = field(
+        default_factory=list, repr=False, compare=False
+    )
+
+    @property
+    def stores_in_launch(self) -> bool:
+        """Whether attention of compiled code may store the new rows in its own launch."""
+        return self.max_query_len <= MAX_STORED_ROWS and self.backend in ("auto", "triton")
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: object
+    ) -> tuple[Tensor, Tensor]:
+        """Cache protocol: write the new rows `[1, Hkv, T, D]` into the pages, hand them back.
+
+        Latent layers hand over the latent and the rotary key here, and `attend` gets what was
+        expanded from them: the two are kept for it.
+        """
+        pages = self._pages(layer_idx)
+        if pages.kind == "latent":
+            self._new_latents[layer_idx] = (key, value)
+            return key, value
+        if torch.compiler.is_compiling():
+            return key, value  # `attend` stores them
+        store_kv(
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            key_cache=pages.keys,
+            value_cache=pages.values,
+            slot_mapping=self.slot_mapping,
+            backend=self.backend,
+        )
+        return key, value
+
+    def attend(
+        self,
+        module: nn.Module,
+        *,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        sinks: Tensor | None,
+        angles: Angles | None = None,
+    ) -> Tensor:
+        """See `models.attention.AttentionContext`; `key` and `value` are read from the pages.
+
+        With `angles`, in compiled passes, `query` and `key` come before their rotary embedding.
+        """
+        pages = self._pages(cast(int, module.layer_idx))
+        is_compiling = torch.compiler.is_compiling()
+        assert angles is None or (is_compiling and pages.kind != "latent"), "rows come rotated here"
+        if pages.kind == "latent":
+            return self._attend_latents(module, query, pages, scale=scale)[None]
+        sinks = None if sinks is None else sinks.float()
+        if is_compiling:
+            output = store_and_attend(
+                query[0].transpose(0, 1),
+                key[0].transpose(0, 1),
+                value[0].transpose(0, 1),
+                None if angles is None else self._angles_of_pass(angles),
+                pages.keys,
+                pages.values,
+                self.slot_mapping,
+                self.block_table,
+                self.seq_lens,
+                self.query_start_loc,
+                self.max_query_len,
+                scale,
+                sliding_window,
+                sinks,
+                self.backend,
+            )
+            return output[None]
+        output = paged_attention(
+            query[0].transpose(0, 1),
+            key_cache=pages.keys,
+            value_cache=pages.values,
+            block_table=self.block_table,
+            seq_lens=self.seq_lens,
+            query_start_loc=self.query_start_loc,
+            max_query_len=self.max_query_len,
+            scale=scale,
+            sliding_window=sliding_window,
+            sinks=sinks,
+            backend=self.backend,
+        )
+        return output[None]
+
+    def _angles_of_pass(self, angles: Angles) -> Tensor:
+        """Cos and sin as `[2, T, P]`, the same for all layers of the pass that share them."""
+        for cos, both in self._kept_angles:
+            if cos is angles.cos:
+                return both
+        both = kept(torch.stack((angles.cos[0], angles.sin[0])))
+        self._kept_angles.append((angles.cos, both))
+        return both
+
+    def _attend_latents(
+        self, module: nn.Module, query: Tensor, pages: KVPages, *, scale: float
+    ) -> Tensor:
+        """Output `[T, H, Dv]` of `query` `[1, H, T, nope + P]`."""
+        absorbed = absorb_query(module, query[0])
+        latent, rope = self._new_latents.pop(cast(int, module.layer_idx))
+        attended = store_and_attend_latents(
+            absorbed.latent,
+            absorbed.rope,
+            latent[0].transpose(0, 1),
+            rope[0].transpose(0, 1),
+            pages.keys[:, :, 0],
+            self.slot_mapping,
+            self.block_table,
+            self.seq_lens,
+            self.query_start_loc,
+            self.max_query_len,
+            scale,
+            self.backend,
+        )
+        return expand_output(module, attended)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Cache protocol: positions are passed explicitly, so the cache claims to be empty."""
+        return 0
+
+    def _pages(self, layer_idx: int) -> KVPages:
+        return self.pool.pages(layer_idx if self.kv_layer is None else self.kv_layer)
+
+
+def route_sparse(attentions: Iterable[nn.Module], *, config: PreTrainedConfig) -> None:
+    """Let attention layers with an index attend to all keys, in place.
+
+    Args:
+        attentions: layers with the parts of DeepSeek-V3's attention beside their indexer.
+        config: of the model, which then says what their forward does: rotate interleaved pairs.
+    """
+    config.rope_interleave = True
+    for attention in attentions:
+        attention.forward = partial(_attend_densely, attention, num_keys=config.index_topk)
+
+
+def require_exact_length(num_tokens: int, *, limit: int | None) -> None:
+    """Refuse texts that dense attention computes otherwise than the model's index would.
+
+    Raises:
+        ConfigError: names both lengths.
+    """
+    if limit is not None and num_tokens > limit:
+        raise ConfigError(
+            f"engine.max_model_len must be <= {limit} (index_topk) for a model with sparse "
+            f"attention, which is run densely and exact up to there, got {num_tokens}; set "
+            f"engine.max_model_len={limit}."
+        )
+
+
+def _attend_densely(
+    attention: nn.Module,
+    hidden_states: Tensor,
+    *,
+    num_keys: int,
+    attention_context: AttentionContext,
+    prev_topk_indices: Tensor | None = None,
+    **kwargs: object,  # the library's
+) -> tuple[Tensor, None] | tuple[Tensor, None, None]:
+    """Output `[B, S, D]` of DeepSeek-V3's attention on the layer's weights."""
+    if isinstance(attention_context, DenseContext):
+        require_exact_length(hidden_states.shape[1], limit=num_keys)
+    output, _ = DeepseekV3Attention.forward(
+        attention, hidden_states, attention_context=attention_context, **kwargs
+    )
+    # Layers that hand their selection on to the next expect a third result.
+    hands_on = "skip_topk" in vars(attention)
+    return (output, None, None) if hands_on else (output, None)

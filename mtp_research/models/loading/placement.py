@@ -1,0 +1,255 @@
+"""Device and dtype of a model, from the words of the configuration, and maps of several devices.
+
+A target split over the processes of torchrun, by the plan that transformers keeps for its class.
+
+    tensor    columns and rows of projections, so heads of attention, and every expert's inside
+    experts   whole experts; with transformers 5.17 nothing else is split
+
+transformers reads each rank's part only and adds or gathers outputs inside the layers. What follows
+for the decode loop: a rank's pages hold the key-value heads that its layers have, MTP modules are
+whole on every rank, and `lm_head`'s logits are gathered, so that all ranks see the same bits and
+take the same decisions without asking each other.
+
+Letters: n ranks.
+"""
+
+import dataclasses
+import os
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.integrations.accelerate import get_balanced_memory, infer_auto_device_map
+
+from mtp_research.models.family import Family
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is the GPU when there is one.
+
+    Raises:
+        EnvironmentFault: `cuda` was asked for and is not usable.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentFault(
+            "model.device=cuda needs a CUDA GPU, none is visible; set model.device=cpu."
+        )
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 elsewhere.
+
+    Raises:
+        ConfigError: `dtype` is neither `auto` nor a key of `DTYPES`.
+    """
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"model.dtype must be one of {sorted(['auto', *DTYPES])}, got {dtype!r}; "
+            "set model.dtype=auto."
+        )
+    return DTYPES[dtype]
+
+
+def auto_map(
+    config: PreTrainedConfig, *, family: Family, dtype: torch.dtype
+) -> dict[str, int | str]:
+    """Devices by module name: layers spread as transformers' `auto` does, what heads read on one.
+
+    Heads share the embedding, the rotary embedding, the final norm and lm_head with the target, so
+    these lie together on the first GPU, and what does not fit the GPUs in memory or on the disk.
+
+    Args:
+        config: of the target.
+        family: its entry.
+        dtype: of the weights.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+    no_split = model._no_split_modules
+    memory = cast(
+        dict[int | str, int | str], get_balanced_memory(model, no_split_module_classes=no_split)
+    )
+    first = next(iter(memory))
+    shared = _shared_modules(model, family)
+    reserved = sum(p.nbytes for m in shared.values() for p in m.parameters())
+    memory[first] = max(cast(int, memory[first]) - reserved, 0)
+    spread = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=no_split)
+    return cast(dict[str, int | str], spread) | dict.fromkeys(shared, first)
+
+
+def require_shared_place(model: PreTrainedModel, *, family: Family) -> None:
+    """Refuse a map that tears apart, or keeps off the devices, what heads read of the target.
+
+    Raises:
+        ConfigError: names the modules and where they are.
+    """
+    shared = _shared_modules(model, family)
+    places = {
+        name: str(tensor.device)
+        for name, module in shared.items()
+        for tensor in [*module.parameters(), *module.buffers()]
+    }
+    if len(set(places.values())) > 1 or "meta" in places.values():
+        raise ConfigError(
+            "model.device_map must place what the heads read on one device (meta is none), got "
+            f"{places}; give these modules one device in the map."
+        )
+
+
+def require_one_device(model: PreTrainedModel) -> None:
+    """Refuse layers that run on several GPUs, for decoding, whose pages lie on one.
+
+    Weights in memory or on the disk run on the GPU, so they count as its.
+
+    Raises:
+        ConfigError: names the devices.
+    """
+    devices = set(getattr(model, "hf_device_map", {}).values()) - {"cpu", "disk"}
+    if len(devices) > 1:
+        raise ConfigError(
+            "decoding keeps the pages of all layers on one device, model.device_map spreads the "
+            f"layers over {sorted(map(str, devices))}; set model.tp_plan=tensor and launch with "
+            "torchrun, or show one GPU to the process."
+        )
+
+
+def _shared_modules(model: PreTrainedModel, family: Family) -> dict[str, nn.Module]:
+    """What heads read of a target, by name."""
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    norm = getattr(model.base_model, family.final_norm)
+    shared = [model.get_input_embeddings(), model.get_output_embeddings(), norm, rotary]
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(module is part for part in shared):
+            found[name] = module
+    return found
+
+
+TPPlan = Literal["none", "experts", "tensor"]
+TP_PLANS: tuple[TPPlan, ...] = get_args(TPPlan)
+
+# Config fields that the ranks must divide; transformers would split them unevenly, heads included.
+_SPLIT_FIELDS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
+_EXPERT_FIELDS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
+_EXPERTS_DIM = 3
+
+
+def num_ranks() -> int:
+    """Processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def distribution(
+    tp_plan: str, *, config: PreTrainedConfig, family: Family, device: torch.device
+) -> DistributedConfig:
+    """What `from_pretrained` takes to load a rank's part.
+
+    Args:
+        tp_plan: `tensor` or `experts`.
+        config: text config of the target.
+        family: its entry.
+        device: where the ranks are to run.
+
+    Raises:
+        ConfigError: not started by torchrun, or a family or size that cannot be split.
+        EnvironmentFault: transformers would take the GPU although the CPU was asked for.
+    """
+    ranks = num_ranks()
+    if tp_plan not in TP_PLANS:
+        raise ConfigError(f"model.tp_plan must be one of {sorted(TP_PLANS)}, got {tp_plan!r}.")
+    if ranks < 2:
+        raise ConfigError(
+            f"model.tp_plan={tp_plan} needs 2 or more processes, got {ranks}; launch with torchrun "
+            "--nproc-per-node N, or set model.tp_plan=none."
+        )
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise EnvironmentFault(
+            f"model.tp_plan={tp_plan} on the CPU needs a machine without visible GPUs, got "
+            f"{torch.cuda.device_count()}; set CUDA_VISIBLE_DEVICES= or model.device=cuda."
+        )
+    if family.mixer is not None or family.sparse_attention:
+        kind = "recurrent layers" if family.mixer is not None else "sparse attention"
+        raise ConfigError(
+            f"model.tp_plan must be none for a model with {kind}, whose states are not split; set "
+            "model.tp_plan=none."
+        )
+    _require_divisible(config, tp_plan, ranks)
+    if tp_plan == "tensor":
+        return DistributedConfig(tp_size=ranks, tp_plan="auto")
+    if "ep_size" in {field.name for field in dataclasses.fields(DistributedConfig)}:
+        return DistributedConfig(tp_size=ranks, ep_size=ranks)
+    return DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
+
+
+def keep_local_parts(model: PreTrainedModel) -> None:
+    """Make the decoder stack's split projections plain tensors of this rank's size, in place.
+
+    Our attention reads some weights itself and sizes pages by `out_features`. Left as they are:
+    experts, by whose placement transformers knows that outputs want adding, and `lm_head`, whose
+    logits are gathered. The embedding is whole on every rank: one that is tied to a split `lm_head`
+    gets a tensor of its own.
+    """
+    for module in model.base_model.modules():
+        if isinstance(module, nn.Embedding):
+            if isinstance(module.weight.data, DTensor):
+                _make_whole(module)
+            continue
+        for name, part in list(module.named_parameters(recurse=False)):
+            if isinstance(part.data, DTensor) and part.dim() < _EXPERTS_DIM:
+                local = nn.Parameter(part.data.to_local(), requires_grad=False)
+                module.register_parameter(name, local)
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+
+
+def _make_whole(embedding: nn.Embedding) -> None:
+    """Undo transformers' split of an embedding, whose forward reads a rank's rows only."""
+    embedding.weight = nn.Parameter(whole(embedding.weight.data), requires_grad=False)
+    vars(embedding).pop("forward", None)
+    embedding._forward_pre_hooks.clear()
+    embedding._forward_hooks.clear()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be split; every rank must call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def has_split_experts(model: PreTrainedModel) -> bool:
+    """Whether ranks own whole experts: the eager loop over experts cannot skip the others'."""
+    settings = cast(DistributedConfig | None, getattr(model.config, "distributed_config", None))
+    return settings is not None and settings.enable_expert_parallel
+
+
+def _require_divisible(config: PreTrainedConfig, tp_plan: str, ranks: int) -> None:
+    fields = _SPLIT_FIELDS if tp_plan == "tensor" else _EXPERT_FIELDS
+    sizes = {name: getattr(config, name) for name in fields if getattr(config, name, None)}
+    if not sizes:
+        raise ConfigError(
+            f"model.tp_plan=experts needs a model with experts, got {config.model_type}; set "
+            "model.tp_plan=tensor."
+        )
+    uneven = {name: size for name, size in sizes.items() if size % ranks}
+    if uneven:
+        raise ConfigError(
+            f"model.tp_plan={tp_plan} needs a number of processes that divides {uneven}, got "
+            f"{ranks}; launch torchrun with another --nproc-per-node."
+        )

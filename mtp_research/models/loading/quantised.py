@@ -1,0 +1,172 @@
+"""Checkpoints that are stored quantised: what their own `quantization_config` says, and no more.
+
+    fp8             FP8 matrices with a scale per block: de-quantised while they are read
+    bitsandbytes    4 or 8 bits by the package, which must be installed: kept as stored
+
+De-quantised weights have the dtype of the configuration, so that heads, hashes and kernels see an
+ordinary model. Every other method is refused by name.
+
+Source: DeepSeek-V3's FP8 weights, `weight = stored * weight_scale_inv` by blocks of 128 x 128.
+
+De-quantisation of checkpoint tensors, decided per tensor by the scale that lies beside it.
+
+Configurations do not say reliably which MTP tensors are quantised; the files do.
+
+Letters: O output rows, C input columns.
+Source: DeepSeek-V3's FP8 weights: 128 x 128 blocks, `weight = stored * weight_scale_inv`.
+"""
+
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+
+_METHODS = ("bitsandbytes", "fp8")
+_FP8_NAMES = ("F8_E4M3", "F8_E5M2")  # in the headers of files
+_NUM_LISTED = 3
+
+
+def quantisation_of(config: PreTrainedConfig) -> str | None:
+    """How a checkpoint is stored, by its config; None for plain tensors.
+
+    Raises:
+        ConfigError: by a method that is not supported.
+        EnvironmentFault: the package it needs is not installed.
+    """
+    settings = _settings(config)
+    if settings is None:
+        return None
+    method = str(settings.get("quant_method"))
+    if method not in _METHODS:
+        raise ConfigError(
+            f"model.path must hold plain tensors or be quantised by one of {sorted(_METHODS)}, got "
+            f"{method}; set model.path to the unquantised checkpoint."
+        )
+    if method == "bitsandbytes" and importlib.util.find_spec("bitsandbytes") is None:
+        raise EnvironmentFault(
+            "model.path holds a checkpoint quantised by bitsandbytes, which is not installed; pip "
+            "install bitsandbytes, or set model.path to the unquantised checkpoint."
+        )
+    return method
+
+
+@contextmanager
+def dequantising(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Read block-scaled matrices as plain ones inside the block; gives the config to load with.
+
+    Up to 5.23 transformers takes a matrix's size over the number of its scales for the block size.
+    Where the last block is cut off (576 rows have 5 scales of 128) this fails or, where it divides
+    (192 rows, 2 scales), spreads the scales wrongly. Such matrices are handed over padded.
+    """
+    settings = _settings(config)
+    if settings is None or quantisation_of(config) != "fp8":
+        yield config
+        return
+    block = cast("list[int] | None", settings.get("weight_block_size"))
+    original = Fp8Dequantize._dequantize_one
+
+    def dequantise_one(
+        self: Fp8Dequantize, stored: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        rows, columns = stored.shape[-2:]
+        if block is None or scales.shape[-2:] != (-(-rows // block[0]), -(-columns // block[1])):
+            return original(self, stored, scales, output_dtype)  # packed otherwise
+        padding = (0, -columns % block[1], 0, -rows % block[0])
+        padded = torch.nn.functional.pad(stored.float(), padding)
+        dtype = scales.dtype if output_dtype is None else output_dtype
+        return original(self, padded, scales, dtype)[..., :rows, :columns].contiguous()
+
+    Fp8Dequantize._dequantize_one = dequantise_one
+    try:
+        config.quantization_config = {**settings, "dequantize": True}
+        yield config
+    finally:
+        Fp8Dequantize._dequantize_one = original
+
+
+def require_scales(folder: Path) -> None:
+    """Refuse FP8 tensors that no scale lies beside, which transformers would read as plain numbers.
+
+    Args:
+        folder: checkpoint; only the headers of its files are read.
+
+    Raises:
+        IntegrityError: names some of the tensors.
+    """
+    names: set[str] = set()
+    stored: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118, it is no mapping
+                names.add(name)
+                if shard.get_slice(name).get_dtype() in _FP8_NAMES:
+                    stored.add(name)
+    lacking = sorted(
+        name
+        for name in stored
+        if not {f"{name}_scale_inv", f"{name.removesuffix('weight')}scale"} & names
+    )
+    if lacking:
+        raise IntegrityError(
+            f"{folder} must hold a scale for each tensor stored as FP8; {len(lacking)} have "
+            f"no scale {lacking[:_NUM_LISTED]}; fetch the model again."
+        )
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, object] | None:
+    for part in (config, config.get_text_config()):
+        if settings := getattr(part, "quantization_config", None):
+            return settings if isinstance(settings, dict) else settings.to_dict()
+    return None
+
+
+_BLOCK = 128
+_SCALES = ("_scale_inv", "_scale")
+_MATRIX_DIMS = 2
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def without_scales(names: Iterable[str]) -> set[str]:
+    """Names less those of scales whose tensor is among them."""
+    names = set(names)
+    return names - {name + suffix for name in names for suffix in _SCALES}
+
+
+def dequantise(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors without scales, quantised ones as float32; others are handed back as they are.
+
+    Raises:
+        IntegrityError: a quantised tensor without a scale, or a scale that does not fit.
+    """
+    plain = {}
+    for name in without_scales(tensors):
+        tensor = tensors[name]
+        scales = [tensors[name + suffix] for suffix in _SCALES if name + suffix in tensors]
+        if not scales and tensor.dtype in _FP8:
+            raise IntegrityError(f"{name} is stored as {tensor.dtype} and has no scale beside it.")
+        plain[name] = _scaled(name, tensor, scales[0]) if scales else tensor
+    return plain
+
+
+def _scaled(name: str, stored: Tensor, scale: Tensor) -> Tensor:
+    """`[O, C]` weights times a scale per tensor, per row or per block."""
+    if scale.numel() == 1 or scale.shape == (stored.shape[0], 1):
+        return stored.float() * scale.float()
+    num_blocks = tuple(-(-size // _BLOCK) for size in stored.shape)
+    if stored.dim() != _MATRIX_DIMS or tuple(scale.shape) != num_blocks:
+        raise IntegrityError(
+            f"{name} {list(stored.shape)} needs a scale per tensor, row or {_BLOCK} x {_BLOCK} "
+            f"block {list(num_blocks)}, got {list(scale.shape)}."
+        )
+    rows, columns = stored.shape
+    full = scale.float().repeat_interleave(_BLOCK, dim=0)[:rows]
+    return stored.float() * full.repeat_interleave(_BLOCK, dim=1)[:, :columns]

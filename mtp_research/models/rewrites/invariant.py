@@ -1,0 +1,213 @@
+"""Deterministic decoding: products and sums whose rows do not depend on the rows beside them.
+
+Model code is the library's, so the functions it calls are replaced while a step runs: every product
+and every sum over the last dimension goes to a kernel whose order of additions follows from the
+shapes of one row. Experts go through one grouped product, which a CUDA graph can hold. Attention
+is asked for its invariant form by name (`kernels.checks.INVARIANT`). What is left works element by
+element, or row by row in an order of its own (softmax, norms of the library's own kernels).
+
+On a CPU vectorised functions compute the last elements of a tensor by other code than the rest, so
+that an element's bits depend on its place: these are called once per row there.
+
+Letters: M rows, K depth, N outputs, E experts, P pairs of a row and an expert, D hidden.
+Source: batch invariance as in thinking-machines-lab/batch_invariant_ops.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from mtp_research.kernels import checks
+from mtp_research.kernels.products.invariant_matmul import (
+    invariant_grouped_matmul,
+    invariant_matmul,
+    row_sum,
+)
+from mtp_research.runtime.errors import ConfigError
+
+EXPERTS_NAME = "mtp_research_invariant"
+
+
+class InvariantProducts(TorchFunctionMode):
+    """While entered, PyTorch's products and sums over the last dimension are batch-invariant.
+
+    Args:
+        models: whose experts are routed to `experts_forward` while it is entered.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        super().__init__()
+        modules = [module for model in models for module in model.modules()]
+        owners = [module for module in modules if hasattr(module, "is_transposed")]
+        configs = [cast(PreTrainedConfig, owner.config) for owner in owners]
+        self._configs = list({id(config): config for config in configs}.values())
+        self._experts_before: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._experts_before = [config._experts_implementation for config in self._configs]
+        for config in self._configs:
+            config._experts_implementation = EXPERTS_NAME
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, fault, trace)
+        for config, name in zip(self._configs, self._experts_before, strict=True):
+            config._experts_implementation = name
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Call the invariant form of `func` where there is one.
+
+        Raises:
+            ConfigError: a product that has none.
+        """
+        kwargs = kwargs or {}
+        if func in _REFUSED:
+            raise ConfigError(
+                f"engine.deterministic=true has no batch-invariant form of {func.__name__}, which "
+                "this model calls; set engine.deterministic=false."
+            )
+        if func in _ELEMENTWISE and not cast(Tensor, args[0]).is_cuda:
+            return _by_row(func, cast(Tensor, args[0]), *args[1:], **kwargs)
+        return _INVARIANT.get(func, func)(*args, **kwargs)
+
+
+def experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Output `[M, D]` of an expert layer, as `transformers.integrations.moe` calls it.
+
+    The outputs of a row are added up by rising expert: routers name them in no fixed order.
+
+    Args:
+        module: the experts, with the library's names of weights and layout flags.
+        hidden_states: `[M, D]`.
+        top_k_index: `[M, P / M]` int64.
+        top_k_weights: `[M, P / M]`.
+    """
+    index, order = torch.sort(top_k_index, dim=-1)
+    weights = top_k_weights.gather(-1, order)
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    inner = _project(module, name, hidden_states, index.flatten())
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    outputs = _project(module, "down_proj", inner, index.flatten())
+    weighted = outputs.view(*index.shape, -1) * weights[..., None]
+    total = weighted[:, 0]
+    for pair in range(1, index.shape[1]):
+        total = total + weighted[:, pair]
+    return total.to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_forward)
+
+
+def _project(module: nn.Module, name: str, rows: Tensor, experts: Tensor) -> Tensor:
+    """Outputs `[P, N]` of one of the experts' projections."""
+    weight = cast(Tensor, getattr(module, name))
+    weight = weight.mT if module.is_transposed else weight
+    output = invariant_grouped_matmul(rows, weight, experts, backend=_backend(rows))
+    if module.has_bias:
+        output = output + cast(Tensor, getattr(module, f"{name}_bias"))[experts]
+    return output
+
+
+def _backend(tensor: Tensor) -> str:
+    """The kernels, or the reference for dtypes that they do not know."""
+    return "auto" if tensor.dtype in checks.KERNEL_DTYPES else "reference"
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows = input.reshape(-1, input.shape[-1])
+    output = invariant_matmul(rows, weight, bias, backend=_backend(rows))
+    return output.view(*input.shape[:-1], len(weight))
+
+
+def _matmul(input: Tensor, other: Tensor) -> Tensor:
+    """`input @ other` of matrices or of batches of them, `[..., M, K]` and `[..., K, N]`."""
+    if input.shape[-1] == 1:  # rotary frequencies times positions: nothing is added up
+        return input * other
+    if other.dim() == 2:
+        return _linear(input, other.mT)
+    batch = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
+    rows = input.expand(*batch, *input.shape[-2:]).flatten(0, -3)
+    weights = other.mT.expand(*batch, *other.mT.shape[-2:]).flatten(0, -3)
+    output = invariant_matmul(rows, weights, backend=_backend(rows))
+    return output.view(*batch, *output.shape[-2:])
+
+
+def _sum(input: Tensor, *args: object, **kwargs: object) -> Tensor:
+    keepdim = _row_keepdim(input, args, kwargs)
+    if keepdim is None:
+        return cast(Callable[..., Tensor], torch.sum)(input, *args, **kwargs)
+    rows = input.reshape(-1, input.shape[-1])
+    total = row_sum(rows, backend=_backend(rows)).view(input.shape[:-1])
+    return total[..., None] if keepdim else total
+
+
+def _mean(input: Tensor, *args: object, **kwargs: object) -> Tensor:
+    if _row_keepdim(input, args, kwargs) is None:
+        return cast(Callable[..., Tensor], torch.mean)(input, *args, **kwargs)
+    return _sum(input, *args, **kwargs) / input.shape[-1]
+
+
+def _row_keepdim(
+    input: Tensor, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> bool | None:
+    """`keepdim` of a reduction over the last dimension alone; None for any other reduction."""
+    given = {**dict(zip(("dim", "keepdim"), args, strict=False)), **kwargs}
+    dim = given.get("dim")
+    dims = list(dim) if isinstance(dim, list | tuple) else [dim]
+    is_row = dims in ([-1], [input.dim() - 1]) and set(given) <= {"dim", "keepdim"}
+    if not is_row or len(args) > 2 or not input.is_floating_point():
+        return None
+    return bool(given.get("keepdim", False))
+
+
+def _by_row(
+    function: Callable[..., object], input: Tensor, *args: object, **kwargs: object
+) -> Tensor:
+    """An element-wise function, called once per row of the last dimension."""
+    if input.dim() == 0 or input.numel() == 0:
+        return cast(Tensor, function(input, *args, **kwargs))
+    rows = [
+        cast(Tensor, function(row.clone(), *args, **kwargs))
+        for row in input.reshape(-1, input.shape[-1])
+    ]
+    return torch.stack(rows).view(input.shape)
+
+
+_INVARIANT: dict[Callable[..., object], Callable[..., object]] = {
+    functional.linear: _linear,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.bmm, Tensor.bmm, torch.mm, Tensor.mm), _matmul),
+    **dict.fromkeys((torch.sum, Tensor.sum), _sum),
+    **dict.fromkeys((torch.mean, Tensor.mean), _mean),
+}
+_ELEMENTWISE: set[Callable[..., object]] = {
+    *(functional.silu, functional.gelu, functional.softplus),
+    *(torch.sigmoid, Tensor.sigmoid, functional.sigmoid),
+    *(torch.tanh, Tensor.tanh, functional.tanh),
+    *(torch.rsqrt, Tensor.rsqrt, torch.exp, Tensor.exp),
+}
+_REFUSED: set[Callable[..., object]] = {
+    *(torch.einsum, torch.tensordot, torch.inner, torch.addmm, torch.baddbmm, torch.addbmm),
+    *(torch.mv, torch.dot, functional.conv1d, functional.scaled_dot_product_attention),
+}

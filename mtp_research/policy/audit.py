@@ -1,0 +1,307 @@
+"""The draft-KV auditor: does every slot hold what a recompute of the policy would put there?
+
+It watches the rows of each pass as symbols (which tokens a row consumed, which kind of hidden
+vector it read) and compares slots `<= p` of every module with the committed text:
+
+    WRONG        a consumed token differs from the committed text
+    MIXED        tokens right, but the hidden vector is a draft's although the target's is known
+    HOLE         never written by that module
+    PROVISIONAL  depends on tokens that are not committed yet; normal
+
+What a step wrote is copied to the host once, when its round ends, and only where a watched request
+took part: `num_requests_per_watched` = n watches about one request in n, chosen by a hash of its id
+so that equal runs watch equal requests. A watched request is watched in every step, so its counts
+are exact.
+
+The clean policies report 0 WRONG, 0 MIXED, 0 HOLE on any history. The others, priced:
+
+    python -m mtp_research.policy.simulate --policy window --k 3 --accept 0.8 --rounds 20000 --seed
+    0
+
+Letters: K drafts per step, p frontier row, m draft step.
+
+What a slot of the draft KV should hold, compared with what was written there; see `audit`.
+
+Letters: K drafts per step, p frontier row, q slot, m draft step.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from mtp_research.policy.plan import HiddenKind, HiddenPolicy, PassPlan
+
+
+class Verdict(StrEnum):
+    """State of one slot of one module; clean slots have none."""
+
+    WRONG = "WRONG"
+    MIXED = "MIXED"
+    HOLE = "HOLE"
+    PROVISIONAL = "PROVISIONAL"
+
+
+@dataclass
+class LayerLog:
+    """What one draft KV layer holds for one request.
+
+    Attributes:
+        consumed: `[capacity, K]` int64, tokens of each slot, -1 for none.
+        from_draft: `[capacity]` int8, 1 for a draft's hidden vector, 0 for another, -1 for a hole.
+    """
+
+    consumed: np.ndarray
+    from_draft: np.ndarray
+
+    @classmethod
+    def empty(cls, num_speculative_tokens: int) -> "LayerLog":
+        """A log without slots."""
+        return cls(
+            np.full((0, num_speculative_tokens), -1, dtype=np.int64), np.full(0, -1, dtype=np.int8)
+        )
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for slots `[0, capacity)`; new ones are holes."""
+        missing = capacity - len(self.from_draft)
+        if missing > 0:
+            missing += capacity  # grow geometrically
+            self.consumed = np.pad(self.consumed, ((0, missing), (0, 0)), constant_values=-1)
+            self.from_draft = np.pad(self.from_draft, (0, missing), constant_values=-1)
+
+
+def judge_layer(
+    log: LayerLog, *, policy: HiddenPolicy, layer: int, text: np.ndarray, slots: np.ndarray
+) -> Counter:
+    """Verdict counts of some slots of one layer.
+
+    Args:
+        log: what was written.
+        policy: what was run.
+        layer: KV layer, 0-based among the draft layers.
+        text: committed tokens from position `slots[0]` on, int64.
+        slots: rising run of slots that ends at the frontier p, int64.
+    """
+    columns = _columns(policy, layer)
+    consumed = log.consumed[slots][:, columns]
+    shift = np.asarray(columns) if policy.shift_tokens else 0
+    wanted = slots[:, None] - slots[0] + 1 + shift
+    known = wanted < len(text)
+    expected = text[np.minimum(wanted, len(text) - 1)]
+    hole = log.from_draft[slots] < 0
+    wrong = ~hole & (known & (consumed != expected)).any(axis=1)
+    provisional = ~hole & ~wrong & (~known).any(axis=1)
+    # A window row should hold H_{q+m}, which is known once row q+m is verified.
+    offset = layer if policy.hidden == "shifted_target" else 0
+    is_draft_made = (log.from_draft[slots] == 1) & (slots + offset <= slots[-1])
+    mixed = ~hole & ~wrong & ~provisional & is_draft_made
+    counts = {
+        Verdict.WRONG: wrong,
+        Verdict.MIXED: mixed,
+        Verdict.HOLE: hole,
+        Verdict.PROVISIONAL: provisional,
+    }
+    return Counter({verdict: int(mask.sum()) for verdict, mask in counts.items()})
+
+
+def _columns(policy: HiddenPolicy, layer: int) -> list[int]:
+    """Columns of `consumed` that decide whether a row of this layer is right."""
+    if not policy.shift_tokens:
+        return [0]
+    return list(range(layer + 1)) if policy.hidden == "chain" else [layer]
+
+
+class _Written(NamedTuple):
+    """One pass as it was run, still on the device."""
+
+    plan: PassPlan
+    token_ids: Tensor
+    request_ids: Sequence[str | None]  # None: the request has ended or was preempted since
+
+
+@dataclass
+class Auditor:
+    """Symbolic shadow of the draft KV layers.
+
+    Attributes:
+        policy: what is being run.
+        num_speculative_tokens: K.
+        num_kv_layers: draft layers.
+        num_requests_per_watched: n, about one request in n is watched, >= 1.
+        num_requests: watched requests that ended.
+        num_rounds: drafting rounds checked.
+        num_dirty_rounds: rounds after which some checked slot was WRONG, MIXED or HOLE.
+        totals: per layer, verdict counts over all slots <= p of finished watched requests.
+        num_slots: slots counted in `totals`, per layer.
+    """
+
+    policy: HiddenPolicy
+    num_speculative_tokens: int
+    num_kv_layers: int
+    num_requests_per_watched: int = 1
+    num_requests: int = 0
+    num_rounds: int = 0
+    num_dirty_rounds: int = 0
+    totals: list[Counter] = field(default_factory=list)
+    num_slots: int = 0
+    _logs: dict[str, list[LayerLog]] = field(default_factory=dict, repr=False)
+    _blocks: dict[int, list[LayerLog]] = field(default_factory=dict, repr=False)
+    _left_out: set[str] = field(default_factory=set, repr=False)
+    _previous: np.ndarray | None = field(default=None, repr=False)
+    _pending: list[_Written | None] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        """One counter a layer."""
+        self.totals = [Counter() for _ in range(self.num_kv_layers)]
+
+    def watches(self, request_id: str) -> bool:
+        """Whether this request is among the watched ones."""
+        is_chosen = zlib.crc32(request_id.encode()) % self.num_requests_per_watched == 0
+        return is_chosen and request_id not in self._left_out
+
+    def record(self, plan: PassPlan, *, token_ids: Tensor, request_ids: list[str]) -> None:
+        """Note what a pass writes; nothing is copied to the host before `apply_step`.
+
+        Args:
+            plan: the executed plan.
+            token_ids: `[T]` tokens its rows consumed.
+            request_ids: ids of the batch rows.
+        """
+        if any(self.watches(request_id) for request_id in request_ids):
+            self._pending.append(_Written(plan, token_ids, request_ids))
+
+    def end_round(self, request_id: str, token_ids: list[int], *, frontier: int) -> None:
+        """Check the slots a round can have touched (the last 2K + 2) and count the round."""
+        if not self.watches(request_id):
+            return
+        first = max(0, frontier - 2 * self.num_speculative_tokens - 1)
+        counts = self.inspect(request_id, token_ids, frontier=frontier, first=first)
+        faults = sum(
+            count[verdict]
+            for count in counts
+            for verdict in (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
+        )
+        self.num_rounds += 1
+        self.num_dirty_rounds += faults > 0
+
+    def finish(self, request_id: str, token_ids: list[int], *, frontier: int) -> None:
+        """Count every slot <= p of a watched request that ends, and forget it."""
+        if frontier < 0 or not self.watches(request_id):
+            self.forget(request_id)
+            return
+        for total, count in zip(
+            self.totals, self.inspect(request_id, token_ids, frontier=frontier), strict=True
+        ):
+            total.update(count)
+        self.num_slots += frontier + 1
+        self.num_requests += 1
+        self.forget(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Drop the log of a request whose pages were freed, and what a step in flight wrote for it.
+
+        The id is free from here on: what was recorded under it must not reach its next owner.
+        """
+        self._logs.pop(request_id, None)
+        self._left_out.discard(request_id)
+        for index, written in enumerate(self._pending):
+            if written is not None and request_id in written.request_ids:
+                names = [None if name == request_id else name for name in written.request_ids]
+                self._pending[index] = written._replace(request_ids=names)
+
+    def keep_block(self, block_id: int, *, request_id: str, first_slot: int, size: int) -> None:
+        """Keep the log of `size` slots of a request as that of a cached block."""
+        self._blocks.pop(block_id, None)
+        if self.watches(request_id):
+            slots = slice(first_slot, first_slot + size)
+            logs = (self._log(request_id, i, slots.stop) for i in range(self.num_kv_layers))
+            self._blocks[block_id] = [
+                LayerLog(log.consumed[slots].copy(), log.from_draft[slots].copy()) for log in logs
+            ]
+
+    def take_blocks(self, request_id: str, block_ids: Sequence[int], *, size: int) -> None:
+        """A request starts with cached blocks: their logs are checked against its own text.
+
+        A request that takes a block of one that was not watched is not watched either.
+        """
+        if not all(block_id in self._blocks for block_id in block_ids):
+            self._left_out.add(request_id)
+        if not self.watches(request_id):
+            return
+        for index, block_id in enumerate(block_ids):
+            slots = slice(index * size, (index + 1) * size)
+            for layer, kept in enumerate(self._blocks[block_id]):
+                log = self._log(request_id, layer, slots.stop)
+                log.consumed[slots] = kept.consumed
+                log.from_draft[slots] = kept.from_draft
+
+    def inspect(
+        self, request_id: str, token_ids: list[int], *, frontier: int, first: int = 0
+    ) -> list[Counter]:
+        """Verdict counts per layer over slots `[first, frontier]`."""
+        # A round looks at its last slots only, so that its cost does not grow with the text.
+        text = np.asarray(token_ids[first:], dtype=np.int64)
+        slots = np.arange(first, frontier + 1)
+        return [
+            judge_layer(
+                self._log(request_id, layer, frontier + 1),
+                policy=self.policy,
+                layer=layer,
+                text=text,
+                slots=slots,
+            )
+            for layer in range(self.num_kv_layers)
+        ]
+
+    def end_step(self) -> None:
+        """The passes recorded from here on belong to the next step."""
+        self._pending.append(None)
+
+    def apply_step(self) -> None:
+        """Write the passes of the oldest step that was not applied into the logs.
+
+        With deferred output the next step has been recorded before the host looks at this one.
+        """
+        while self._pending and (written := self._pending.pop(0)) is not None:
+            self._apply(written)
+
+    def _apply(self, written: _Written) -> None:
+        plan = written.plan
+        tokens = np.full((len(plan.position), self.num_speculative_tokens), -1, dtype=np.int64)
+        column = plan.draft_step if self.policy.shift_tokens else 0
+        if self.policy.hidden == "chain" and plan.draft_step > 0:
+            assert self._previous is not None, "a chain pass follows a pass"
+            tokens[:] = self._previous
+        tokens[:, column] = written.token_ids.cpu().numpy()
+        self._previous = tokens
+        writes = plan.writes.cpu().numpy()
+        first_row = plan.query_start_loc.tolist()
+        position = plan.position.cpu().numpy()
+        from_draft = plan.hidden_kind.cpu().numpy() == HiddenKind.DRAFT
+        for row, request_id in enumerate(written.request_ids):
+            rows = slice(first_row[row], first_row[row + 1])
+            mine, slots = writes[rows], position[rows][writes[rows]]
+            if len(slots) and request_id is not None and self.watches(request_id):
+                log = self._log(request_id, plan.kv_layer, int(slots[-1]) + 1)
+                log.consumed[slots] = tokens[rows][mine]
+                log.from_draft[slots] = from_draft[rows][mine]
+
+    def _log(self, request_id: str, layer: int, capacity: int) -> LayerLog:
+        width = self.num_speculative_tokens
+        logs = self._logs.setdefault(
+            request_id, [LayerLog.empty(width) for _ in range(self.num_kv_layers)]
+        )
+        logs[layer].reserve(capacity)
+        return logs[layer]
+
+
+if __name__ == "__main__":
+    # The simulation runs the loop's row plan on symbols; the auditor itself needs none of it.
+    from mtp_research.policy.simulate import main
+
+    raise SystemExit(main())

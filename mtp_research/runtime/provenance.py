@@ -1,0 +1,206 @@
+"""What a run was: command, code, versions, machine; written into each run folder without secrets.
+
+Files: `config.json` (resolved configuration), `run.json` (`run_record`), `git.diff` (uncommitted
+changes of tracked files). Only the standard library is imported, so `--help` stays instant.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from mtp_research.runtime.errors import EnvironmentFault
+
+REPOSITORY_ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "accelerate",
+    "deepspeed",
+    "datasets",
+    "hydra-core",
+    "wandb",
+)
+RECORD_SCHEMA = 1
+HIDDEN = "[redacted]"
+
+_SECRET_WORD = r"(?:api_?key|key|token|secret|password|passwd|credentials?|authorization)"
+# A name whose last word is a secret word: HF_TOKEN, api-key, but not max_new_tokens or top_k.
+_SECRET_NAME = re.compile(rf"(?:^|[._-]){_SECRET_WORD}$", re.IGNORECASE)
+_SECRET_OPTION = re.compile(rf"(\b(?:[\w.-]*[._-])?{_SECRET_WORD}=)\S+", re.IGNORECASE)
+_URL_PASSWORD = re.compile(r"(://)[^/\s@]+@")
+_KNOWN_TOKEN = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_)[A-Za-z0-9_-]{16,}")
+_MIN_SECRET_LENGTH = 8  # shorter environment values would blank out ordinary words
+
+
+def resolve_path(path: str) -> str:
+    """Find a configured path from any working directory.
+
+    Args:
+        path: absolute, relative to the working directory, or relative to the repository root.
+
+    Returns:
+        The first of these that exists; otherwise `path` unchanged (such as a hub id).
+    """
+    if Path(path).exists() or not (REPOSITORY_ROOT / path).exists():
+        return path
+    return str((REPOSITORY_ROOT / path).resolve())
+
+
+def run_record() -> dict[str, object]:
+    """Describe this process: command, git state, package versions, hardware, time. No secrets."""
+    argv = [redact(word) for word in sys.argv]
+    return {
+        "schema": RECORD_SCHEMA,
+        "argv": argv,
+        "command": shlex.join(["python", *argv]),
+        "working_dir": redact(str(Path.cwd())),
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git": _git_state(),
+        "versions": {"python": platform.python_version()} | _package_versions(),
+        "hardware": _hardware(),
+    }
+
+
+def write_run_folder(output_dir: Path, config: object) -> dict[str, object]:
+    """Create a run folder with the resolved configuration, the run record and the git diff.
+
+    Args:
+        output_dir: created with its parents; may exist when a run is resumed.
+        config: a dataclass instance.
+
+    Returns:
+        The run record that was written.
+
+    Raises:
+        EnvironmentFault: the folder cannot be written.
+    """
+    assert dataclasses.is_dataclass(config), f"config must be a dataclass, got {type(config)}"
+    assert not isinstance(config, type), f"config must be an instance, got the class {config}"
+    record = run_record()
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        _write_json(output_dir / "config.json", dataclasses.asdict(config))
+        _write_json(output_dir / "run.json", record)
+        (output_dir / "git.diff").write_text(_redact_values(_git_diff()), encoding="utf8")
+    except OSError as fault:
+        raise EnvironmentFault(
+            f"output_dir must be a writable folder, got {output_dir} ({fault.strerror}); "
+            "set output_dir=PATH."
+        ) from fault
+    return record
+
+
+def redact(text: str) -> str:
+    """Replace secrets in a command line or message, and all that `_redact_values` finds.
+
+    Example:
+        >>> redact("logger.api_key=abc spec.k=3")
+        'logger.api_key=[redacted] spec.k=3'
+    """
+    return _redact_values(_SECRET_OPTION.sub(rf"\g<1>{HIDDEN}", text))
+
+
+def _redact_values(text: str) -> str:
+    """Replace URL passwords, known token forms and the values of secret environment variables."""
+    text = _URL_PASSWORD.sub(rf"\g<1>{HIDDEN}@", text)
+    text = _KNOWN_TOKEN.sub(HIDDEN, text)
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH:
+            text = text.replace(value, HIDDEN)
+    return text
+
+
+def redact_tree(value: object, name: str = "") -> object:
+    """A copy of nested mappings and lists without secrets, by key (`api_key`) or by content."""
+    if isinstance(value, dict):
+        return {key: redact_tree(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_tree(item, name) for item in value]
+    if value is not None and _SECRET_NAME.search(name):
+        return HIDDEN
+    return redact(value) if isinstance(value, str) else value
+
+
+def _write_json(path: Path, value: object) -> None:
+    text = json.dumps(redact_tree(value), indent=2)
+    path.write_text(f"{text}\n", encoding="utf8")
+
+
+def _git(*words: str) -> str | None:
+    """Output of a git command in the repository, or None without git, repository or commit."""
+    command = ["git", "-C", str(REPOSITORY_ROOT), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf8", errors="replace")
+
+
+def _git_diff() -> str:
+    return _git("diff", "--no-ext-diff", "HEAD") or ""
+
+
+def _git_state() -> dict[str, object]:
+    sha, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    digest = hashlib.sha256(_git_diff().encode()).hexdigest()
+    return {
+        "sha": sha.strip() if sha else None,
+        "dirty": bool(status) if status is not None else None,
+        "diff_sha256": digest,
+    }
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _hardware() -> dict[str, object]:
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": _cpu_name(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": pages * page_bytes,
+        "gpus": _gpu_names(),
+        "platform": platform.platform(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _gpu_names() -> list[str]:
+    """Ask the driver instead of torch, which would take seconds to import."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, timeout=30, text=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.strip().splitlines()

@@ -1,0 +1,358 @@
+"""What the slots that unclean policies leave behind cost: each against its own clean form.
+
+    python eval.py experiment=fault_price             K = 3 and 5, three shipped heads
+    python -m mtp_research.evaluation.fault_table results/fault_price    the table again, from JSON
+
+Heads may be studied side by side, a process and an `output_dir` each: `fault_table` joins them.
+An unclean policy loses acceptance for two reasons: it feeds the modules other vectors than they
+were trained on, and it leaves stale, mixed or missing slots behind. Only the second is a fault. So
+the reference is not the head's best policy but the same procedure without the fault:
+
+    training_norefresh -> training       eagle_norefresh, window -> eagle
+    target_roll -> target_roll_rerun: target_roll that reruns the last K rows, as `training` does
+
+Greedy decoding, so that all conditions write the same text and the slots compared hold the same
+tokens; the tables say where rounding (bfloat16) made a text differ.
+Letters: K drafts per step, N MTP modules.
+
+What a price study refuses to be asked, and to call done; its figures as scalars.
+
+Beside `fault_price`, which decodes. Letter: K drafts per step.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import cast
+
+from mtp_research.config import EngineConfig, EvalConfig
+from mtp_research.config_choices import CLEAN_POLICIES
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.evaluation.fault_table import markdown_tables, price_rows, write_study
+from mtp_research.evaluation.report import PromptEntry
+from mtp_research.evaluation.run.conditions import head_names
+from mtp_research.evaluation.run.decoders import head_facts
+from mtp_research.evaluation.run.prompts import (
+    ChatTokenizer,
+    EncodedPrompts,
+    encode_prompts,
+    load_prompts,
+)
+from mtp_research.evaluation.stats.fault_study import (
+    STUDY_FILE,
+    UNFINISHED,
+    FaultCondition,
+    FaultStudy,
+    read_study,
+)
+from mtp_research.evaluation.stats.statistics import FINISHED
+from mtp_research.evaluation.study_sections import fault_section
+from mtp_research.evaluation.wandb_tables import publish
+from mtp_research.grid import expand
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.loading.fingerprint import target_hashes
+from mtp_research.models.target import Target, load_target, load_tokenizer
+from mtp_research.policy.plan import POLICIES, HiddenPolicy
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.provenance import run_record
+from mtp_research.validation import schema_keys
+
+_UNCLEAN = [name for name in POLICIES if name not in CLEAN_POLICIES]
+# What a study reads: these sections but for one key, and these keys. All else keeps its default.
+_READ_SECTIONS = ("model", "engine", "prompts", "logger", "seed", "output_dir", "baseline", "task")
+_NOT_READ = "model.tp_plan"
+_READ_KEYS = (
+    "spec.policy",
+    "spec.head",
+    "spec.num_speculative_tokens",
+    "spec.verify",  # checked on its own
+    "grid.head",
+    "grid.num_speculative_tokens",
+    "sampling.temperature",
+    "sampling.max_new_tokens",
+)
+_FIXED_KEYS = {"engine.audit": True, "engine.audit_every": 1}  # every slot is looked at
+
+
+def check_asked(config: EvalConfig, pairs: Sequence[tuple[str | None, int]]) -> None:
+    """Refuse what a study cannot measure, before anything is loaded.
+
+    Raises:
+        ConfigError: no unclean policy, a sampled decoding or lossy rule, no trained heads, or a key
+            that a study does not read.
+    """
+    if set(config.spec.policy) <= set(CLEAN_POLICIES):
+        raise ConfigError(
+            f"spec.policy must name an unclean policy, got {config.spec.policy}; "
+            f"set spec.policy=[{','.join(_UNCLEAN)}]."
+        )
+    if config.sampling.temperature > 0:
+        raise ConfigError(
+            f"sampling.temperature must be 0 for task=fault_price, got "
+            f"{config.sampling.temperature}; set sampling=greedy."
+        )
+    if config.spec.verify not in ("auto", "greedy"):
+        raise ConfigError(
+            f"spec.verify must be greedy for task=fault_price, got {config.spec.verify}; "
+            "set spec.verify=greedy."
+        )
+    _check_read(config)
+    for head, num_drafts in pairs:
+        if head in (None, "oracle") or num_drafts == 0:
+            raise ConfigError(
+                f"spec.head and spec.k must be trained heads and at least 1 for task=fault_price, "
+                f"got {head} and {num_drafts}; set spec.head=PATH spec.k=3."
+            )
+
+
+def require_outputs(study: FaultStudy, output_dir: Path) -> None:
+    """Say which prompts are in no figure; refuse a study with a condition that has none.
+
+    Raises:
+        IntegrityError: names the conditions.
+    """
+    empty = []
+    for one in study.conditions:
+        label = "{} K={} {}".format(*one.key)
+        num_unfinished = one.text_sha256.count(UNFINISHED)
+        if num_unfinished == len(one.text_sha256):
+            empty.append(label)
+        elif num_unfinished:
+            sys.stderr.write(
+                f"warning: {num_unfinished} of {len(one.text_sha256)} prompts did not finish under "
+                f"{label} and are in none of its lengths\n"
+            )
+    if empty:
+        raise IntegrityError(
+            f"expected finished generations, got none for {', '.join(empty)}: the target's logits "
+            f"are not finite; check model.path and model.dtype. Results: {output_dir}"
+        )
+
+
+def study_scalars(study: FaultStudy) -> dict[str, float | str]:
+    """Acceptance length and loss of every condition, for the summary of a W&B run."""
+    scalars: dict[str, float | str] = {}
+    for row in price_rows(study):
+        label = "{} K={} {}".format(*row.condition.key)
+        found = {"acceptance_length": row.length, "lost": row.lost}
+        for name, figure in found.items():
+            if figure is not None and figure.value is not None:
+                scalars[f"{label}/{name}"] = figure.value
+    return scalars
+
+
+def _check_read(config: EvalConfig) -> None:
+    """A key that a study ignores is a fault, not a silent no-op; one line a key."""
+    faults = []
+    for key, item in schema_keys(EvalConfig).items():
+        is_read = key in _READ_KEYS or key.split(".")[0] in _READ_SECTIONS
+        if is_read and key != _NOT_READ and key not in _FIXED_KEYS:
+            continue
+        default = item.default
+        if item.default_factory is not dataclasses.MISSING:
+            default = item.default_factory()
+        expected = _FIXED_KEYS.get(key, default)
+        if (value := attrgetter(key)(config)) != expected:
+            typed = json.dumps(expected).strip('"')
+            faults.append(
+                f"{key} must be {typed} for task=fault_price, got {value}; set {key}={typed}."
+            )
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+RERUN_ROLL = dataclasses.replace(
+    POLICIES["target_roll"], name="target_roll_rerun", rows="anchored", clean=True, seen_in="none"
+)
+_NUM_DIGITS = 16  # of a text's hash
+CLEAN_FORM: dict[str, HiddenPolicy] = {
+    "training_norefresh": POLICIES["training"],
+    "eagle_norefresh": POLICIES["eagle"],
+    "window": POLICIES["eagle"],
+    "target_roll": RERUN_ROLL,
+}
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What every condition decodes, and on what."""
+
+    target: Target
+    encoded: EncodedPrompts
+    max_new_tokens: int
+    engine: EngineConfig
+
+
+def price_faults(config: EvalConfig, output_dir: Path) -> dict[str, object]:
+    """Decode all conditions, print the tables and write `fault_price.json` after each.
+
+    Args:
+        config: checked configuration; `spec.head` (folders) and `spec.k` may be lists.
+        output_dir: folder of the results. A run that was stopped goes on with what is there.
+
+    Returns:
+        For the last line: numbers of prompts and conditions, and where the results are.
+
+    Raises:
+        ConfigError: no unclean policy, a sampled decoding, a head that is no folder, or a key that
+            a study does not read.
+        IntegrityError: `output_dir` holds another study, a prompt file is damaged, or no generation
+            of a condition finished (the results are written all the same).
+    """
+    cells = expand(config).cells
+    pairs = [(cell.spec.head, cell.spec.num_speculative_tokens) for cell in cells]
+    check_asked(config, pairs)
+    target = load_target(
+        config.model.path,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        device_map=config.model.device_map,
+        experts=config.model.experts,
+    )
+    asked = _ask(config, target)
+    names = {head: name for head, name in head_names(cells).items() if head and name}
+    num_conditions = len(pairs) * len(policies_of(config.spec.policy))
+    study = _start(config, asked, names=names, num_conditions=num_conditions, output_dir=output_dir)
+    for head, num_drafts in pairs:
+        heads = load_heads(str(head), target)
+        for policy in policies_of(config.spec.policy):
+            name = names[str(head)]
+            study = _measure(study, asked, heads, name=name, policy=policy, num_drafts=num_drafts)
+            write_study(output_dir, study)
+    sys.stdout.write(markdown_tables(study) + "\n")
+    publish(
+        lambda: [fault_section(output_dir, name=output_dir.name)],
+        output_dir=output_dir,
+        settings=config.logger,
+        config=dataclasses.asdict(config),
+        scalars=study_scalars(study),
+    )
+    require_outputs(study, output_dir)
+    return {
+        "num_prompts": len(study.prompts),
+        "num_conditions": len(study.conditions),
+        "results": str(output_dir / STUDY_FILE),
+    }
+
+
+def policies_of(names: Sequence[str]) -> list[HiddenPolicy]:
+    """The policies asked for and the clean forms of the unclean ones, clean ones first."""
+    asked = [POLICIES[name] for name in names]
+    forms = [CLEAN_FORM[policy.name] for policy in asked if not policy.clean]
+    found = {policy.name: policy for policy in [*asked, *forms]}
+    return sorted(found.values(), key=lambda policy: not policy.clean)
+
+
+def _ask(config: EvalConfig, target: Target) -> _Asked:
+    tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
+    prompts = load_prompts(
+        config.prompts.path,
+        domains=config.prompts.domains,
+        max_prompts=config.prompts.max_prompts,
+        seed=config.seed,
+    )
+    limit = config.engine.max_model_len or target.config.max_position_embeddings
+    encoded = encode_prompts(prompts, tokenizer, max_model_len=limit)
+    engine = dataclasses.replace(config.engine, audit=True, audit_every=1)
+    return _Asked(target, encoded, config.sampling.max_new_tokens, engine)
+
+
+def _start(
+    config: EvalConfig,
+    asked: _Asked,
+    *,
+    names: Mapping[str, str],
+    num_conditions: int,
+    output_dir: Path,
+) -> FaultStudy:
+    """An empty study, or the one that `output_dir` holds, if it asks the same."""
+    study = FaultStudy(
+        heads=tuple((head_facts(head) or {}) | {"name": name} for head, name in names.items()),
+        prompts=tuple(
+            PromptEntry(prompt.question_id, prompt.category, prompt.format, prompt.sha256)
+            for prompt in asked.encoded.prompts
+        ),
+        conditions=(),
+        dtype=str(asked.target.dtype).removeprefix("torch."),
+        max_new_tokens=asked.max_new_tokens,
+        seed=config.seed,
+        run=run_record()
+        | {"num_conditions": num_conditions, "seconds": 0.0, "target": target_hashes(asked.target)},
+    )
+    if not (output_dir / STUDY_FILE).is_file():
+        return study
+    stored = read_study(output_dir)
+    if stored.parts:
+        raise IntegrityError(
+            f"{output_dir / STUDY_FILE} was joined from parts; finish those and join them again."
+        )
+    if dataclasses.replace(stored, conditions=(), run=study.run) != study:
+        raise IntegrityError(
+            f"{output_dir / STUDY_FILE} holds other heads, prompts or settings; "
+            "set another output_dir."
+        )
+    return stored
+
+
+def _measure(
+    study: FaultStudy,
+    asked: _Asked,
+    heads: MTPHeads,
+    *,
+    name: str,
+    policy: HiddenPolicy,
+    num_drafts: int,
+) -> FaultStudy:
+    """The study with one more condition, unless it has it already."""
+    if (name, num_drafts, policy.name) in {condition.key for condition in study.conditions}:
+        return study
+    began = time.perf_counter()
+    decoder = SpecDecoder(
+        asked.target,
+        heads,
+        policy=policy,
+        num_speculative_tokens=num_drafts,
+        engine=asked.engine,
+        verify="greedy",
+    )
+    sampling = SamplingParams(
+        max_new_tokens=asked.max_new_tokens, stop_token_ids=asked.target.stop_token_ids
+    )
+    records = sorted(
+        decoder.generate(asked.encoded.token_ids, sampling=sampling),
+        key=lambda record: int(record.request_id),
+    )
+    made = FaultCondition(
+        head=name,
+        num_mtp_modules=heads.spec.num_mtp_modules,
+        num_speculative_tokens=num_drafts,
+        policy=policy.name,
+        reference=None if policy.clean else CLEAN_FORM[policy.name].name,
+        audit=dict(decoder.stats.audit or {}),
+        # What a non-finite target left behind is no measurement; the prompt keeps its place.
+        accepted_per_round=tuple(
+            record.num_accepted_per_round if record.finish_reason in FINISHED else ()
+            for record in records
+        ),
+        text_sha256=tuple(map(_text_hash, records)),
+    )
+    record, spent = dict(study.run), study.run.get("seconds")
+    if isinstance(spent, float):  # a study begun before it was kept has none
+        record["seconds"] = round(spent + time.perf_counter() - began, 3)
+    return dataclasses.replace(study, conditions=(*study.conditions, made), run=record)
+
+
+def _text_hash(record: RequestRecord) -> str:
+    if record.finish_reason not in FINISHED:
+        return UNFINISHED
+    digest = hashlib.sha256(json.dumps(list(record.output_token_ids)).encode()).hexdigest()
+    return digest[:_NUM_DIGITS]

@@ -1,0 +1,296 @@
+"""One cell of the policy matrix: a decode loop's rounds against the replay walk over its own text.
+
+Letters: N MTP modules, K drafts per step, k = K depths.
+
+Replay of a greedy loop under a policy that never reruns the rows of rejected drafts.
+
+Under `target_roll` pass m runs row q once, with the target's H_q and the token x_{q+1+m}. Near the
+frontier that token is still a draft, and the row stays as it is when the draft is rejected. So what
+an anchor drafts depends on the rounds before it, and flags of anchors are not enough: this walk
+carries each pass's rows along, round by round, over a text that is known.
+
+    round at frontier p, text up to x_{p+1}:  pass m runs rows (last frontier, p] and drafts from p
+
+Letters: T tokens of the text, P prompt tokens, k = K drafts, D hidden.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mtp_research.config import EngineConfig
+from mtp_research.data.packing import EncodedDocument, pack_first_fit
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.attention.attention import DenseContext, with_sinks
+from mtp_research.models.target import Target
+from mtp_research.policy.plan import (
+    POLICIES,
+    HiddenPolicy,
+    ModuleSchedule,
+    module_index,
+    token_offset,
+)
+from mtp_research.training.losses.losses import UnrollSpec
+from mtp_research.training.packed_rows import TrainingRows
+from mtp_research.training.walk.acceptance import replay_walk, response_ranges
+from mtp_research.training.walk.replay import held_out_drafts
+
+
+class StoredRows:
+    """Keys and values of one pass, round after round; new rows read them and one another.
+
+    An `AttentionContext`.
+    """
+
+    def __init__(self) -> None:
+        """Start without rows."""
+        self._rows: tuple[Tensor, Tensor] | None = None
+
+    def attend(
+        self,
+        module: nn.Module,
+        *,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionContext.attend`."""
+        if self._rows is not None:
+            key = torch.cat((self._rows[0], key), dim=2)
+            value = torch.cat((self._rows[1], value), dim=2)
+        self._rows = (key, value)
+        num_keys, num_rows = key.shape[2], query.shape[2]
+        mask = DenseContext().mask(sliding_window, length=num_keys, device=key.device)
+        mask = mask[:, :, num_keys - num_rows :]
+        if sinks is not None:
+            key, value, mask = with_sinks(key, value, mask, sinks)
+        output = nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output.transpose(1, 2)
+
+
+@torch.no_grad()
+def stale_walk(
+    heads: MTPHeads,
+    token_ids: Sequence[int],
+    *,
+    policy: HiddenPolicy,
+    start: int,
+    stop: int,
+    num_depths: int,
+    schedule: ModuleSchedule = "cycle",
+) -> tuple[int, ...]:
+    """Accepted drafts of each round, in order, as `replay_walk` gives them for clean policies.
+
+    Args:
+        heads: the modules.
+        token_ids: `[T]` the target's own greedy text with its prompt.
+        policy: reads the target's hidden states at fresh rows, and has no draft rows.
+        start: first anchor, P - 1.
+        stop: end of the anchors whose k tokens are known, T - k - 1.
+        num_depths: k, drafts a round.
+        schedule: which module runs which pass.
+    """
+    assert (policy.rows, policy.hidden, policy.draft_rows) == ("fresh", "target", "none"), (
+        f"{policy.name} is replayed from flags or not at all"
+    )
+    device = heads.target.device
+    positions = torch.arange(len(token_ids), device=device)[None]
+    text = torch.tensor([list(token_ids)], device=device)
+    hidden = heads.source(
+        heads.target.forward(text, position_ids=positions, context=DenseContext())
+    )
+    stored = [StoredRows() for _ in range(num_depths)]
+    accepted: list[int] = []
+    first, frontier = 0, start
+    while frontier < stop:
+        known = list(token_ids[: frontier + 2])  # the drafts of this round follow
+        for step in range(num_depths):
+            offset = token_offset(policy, step)
+            module_idx = module_index(schedule, step, heads.spec.num_mtp_modules)
+            output = heads.run_module(
+                module_idx,
+                token_ids=torch.tensor([known[first + offset :]], device=device),
+                prev_hidden_states=hidden[:, first : frontier + 1],
+                position_ids=positions[:, first : frontier + 1],
+                context=stored[step],
+            )
+            logits = heads.logits(output.post_norm[0, -1], module_idx=module_idx)
+            known.append(int(logits.argmax()))
+        wanted = token_ids[frontier + 2 : frontier + 2 + num_depths]
+        pairs = zip(known[frontier + 2 :], wanted, strict=True)
+        hits = [draft == token for draft, token in pairs]
+        accepted.append(num_depths if all(hits) else hits.index(False))
+        first, frontier = frontier + 1, frontier + accepted[-1] + 1
+    return tuple(accepted)
+
+
+# The unroll that computes what a policy drafts from; with one module it is `ttt` as well.
+WALK_UNROLL = {"training": "chain", "eagle": "shared_context", "target_roll": "independent"}
+_WALK_ROWS = 8
+
+
+def decode_prompts(
+    target: Target,
+    heads: MTPHeads | None,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    policy: str,
+    num_drafts: int,
+    num_new: int,
+) -> list[RequestRecord]:
+    """Greedy text of a fixed length, every prompt read whole in its first step."""
+    longest, total = max(map(len, prompts)), sum(map(len, prompts))
+    engine = EngineConfig(
+        max_num_requests=len(prompts),
+        max_num_batched_tokens=max(512, total + len(prompts) * (num_drafts + 1)),
+        max_prefill_chunk=longest,
+        max_model_len=longest + num_new + 1,
+    )
+    decoder = SpecDecoder(
+        target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=engine
+    )
+    records = decoder.generate(prompts, sampling=SamplingParams(max_new_tokens=num_new))
+    return sorted(records, key=lambda record: int(record.request_id))
+
+
+class CellRounds(NamedTuple):
+    """Accepted drafts of each round of each prompt, rounds whose K tokens are all known.
+
+    Attributes:
+        loop: of the decode loop.
+        clean: of the walk, if the rows of rejected drafts were rerun; None for a clean policy.
+        differing: prompts at which loop and walk differ; none in float32.
+        walks: of the walk under the policy as it is.
+    """
+
+    loop: tuple[tuple[int, ...], ...]
+    clean: tuple[tuple[int, ...], ...] | None
+    differing: tuple[int, ...]
+    walks: tuple[tuple[int, ...], ...]
+
+
+def measure_cell(
+    heads: MTPHeads,
+    records: Sequence[RequestRecord],
+    *,
+    prompts: Sequence[tuple[int, ...]],
+    policy: str,
+    num_drafts: int,
+) -> CellRounds:
+    """Compare the loop's rounds with the walk over its own text.
+
+    Args:
+        heads: as they were decoded.
+        records: of the loop, one per prompt, in order.
+        prompts: token ids.
+        policy: what was run.
+        num_drafts: K.
+    """
+    documents = _documents(records, prompts=prompts)
+    walks = _walks(heads, documents, policy=policy, num_drafts=num_drafts)
+    loop = tuple(
+        _known_rounds(record.num_accepted_per_round, walk)
+        for record, walk in zip(records, walks, strict=True)
+    )
+    return CellRounds(
+        loop=loop,
+        clean=None if POLICIES[policy].clean else tuple(walk.clean for walk in walks),
+        differing=tuple(
+            index
+            for index, (rounds, walk) in enumerate(zip(loop, walks, strict=True))
+            if rounds != walk.exact
+        ),
+        walks=tuple(walk.exact for walk in walks),
+    )
+
+
+class _Walks(NamedTuple):
+    """Accepted drafts of each round of one text.
+
+    Attributes:
+        exact: of the policy as it is.
+        clean: as if the rows of rejected drafts were rerun; the same for a clean policy.
+        num_anchors: anchors whose K tokens are known.
+    """
+
+    exact: tuple[int, ...]
+    clean: tuple[int, ...]
+    num_anchors: int
+
+
+def _known_rounds(accepted: Sequence[int], walk: _Walks) -> tuple[int, ...]:
+    """The loop's rounds that start at an anchor whose K tokens are known."""
+    known, anchor = [], 0
+    for count in accepted:
+        if anchor >= walk.num_anchors:
+            break
+        known.append(count)
+        anchor += count + 1
+    return tuple(known)
+
+
+def _documents(
+    records: Sequence[RequestRecord], *, prompts: Sequence[tuple[int, ...]]
+) -> list[EncodedDocument]:
+    """The decoded texts with their prompts."""
+    return [
+        EncodedDocument(
+            doc_id=record.request_id,
+            domain="matrix",
+            token_ids=tuple(prompt) + record.output_token_ids,
+            loss_mask=(False,) * len(prompt) + (True,) * len(record.output_token_ids),
+        )
+        for prompt, record in zip(prompts, records, strict=True)
+    ]
+
+
+def _walks(
+    heads: MTPHeads, documents: Sequence[EncodedDocument], *, policy: str, num_drafts: int
+) -> list[_Walks]:
+    """Walks over every text, a few rows at a time."""
+    rows = TrainingRows(
+        pack_first_fit(documents, seq_len=max(len(text.token_ids) for text in documents)),
+        target=heads.target,
+        hidden_source=heads.spec.hidden_source,
+        keep_hidden=False,
+    )
+    drafts = held_out_drafts(
+        heads,
+        rows,
+        spec=UnrollSpec(num_drafts, WALK_UNROLL[policy]),
+        row_batches=[
+            range(start, min(start + _WALK_ROWS, len(rows)))
+            for start in range(0, len(rows), _WALK_ROWS)
+        ],
+    )
+    found = []
+    for index, document in enumerate(documents):
+        ((start, stop),) = response_ranges(document.loss_mask, num_depths=num_drafts)
+        clean = replay_walk(drafts[index].is_hit, start=start, stop=stop).accepted_per_round
+        exact = clean
+        if not POLICIES[policy].clean:
+            exact = stale_walk(
+                heads,
+                document.token_ids,
+                policy=POLICIES[policy],
+                start=start,
+                stop=stop,
+                num_depths=num_drafts,
+            )
+        found.append(_Walks(exact, clean, stop - start))
+    return found

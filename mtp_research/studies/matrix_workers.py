@@ -1,0 +1,193 @@
+"""The cells of a policy matrix, head by head, in this process or in several on one machine.
+
+Small heads leave most of a GPU idle: `matrix.num_workers` heads are trained and decoded at a time,
+each in a process of its own with its own copy of the target, dealt out to the GPUs there are.
+Cells do not depend on the number.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from mtp_research.config import TrainConfig
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.evaluation.stats.matrix_seeds import GroupKey, MatrixCell
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.target import Target
+from mtp_research.policy.plan import MATCHING_POLICY
+from mtp_research.runtime.errors import NumericFault
+from mtp_research.runtime.files import sha256_of
+from mtp_research.studies.matrix_cell import decode_prompts, measure_cell
+from mtp_research.studies.matrix_heads import HeadRun, decoded_as, decoding_config, train_run
+from mtp_research.training.setup import cache_hidden, depths_of, load_inputs
+
+_PARENT_POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What every cell decodes, and the texts of plain decoding."""
+
+    prompts: list[tuple[int, ...]]
+    plain: list[RequestRecord]
+
+
+def measure_heads(
+    runs: Sequence[HeadRun],
+    asked: Asked,
+    *,
+    target: Target,
+    done: Collection[MatrixCell],
+    num_workers: int,
+) -> Iterator[MatrixCell]:
+    """Cells that are missing in `done`, as they are measured; untrained heads are trained.
+
+    Args:
+        runs: heads of all seeds.
+        asked: prompts and their plain texts.
+        target: used by this process; workers load their own.
+        done: cells measured before; one whose head has other weights by now counts as missing.
+        num_workers: heads at a time; 1 trains and decodes in this process.
+
+    Raises:
+        NumericFault: too many of a cell's texts or rounds are not those of plain decoding and of
+            the walk.
+    """
+    if num_workers == 1:
+        for run in runs:
+            yield from _missing_cells(run, asked, target, done)
+        return
+    for run in runs:  # workers read these files, so one process must write them first
+        if not Path(str(run.config.data.hidden_cache)).is_dir():
+            cache_hidden(run.config)
+    context = multiprocessing.get_context("spawn")
+    places = context.SimpleQueue()  # of the workers, one each
+    for index in range(num_workers):
+        places.put(_Place(index, num_workers, torch.cuda.device_count(), os.getpid()))
+    pool = ProcessPoolExecutor(
+        max_workers=min(num_workers, len(runs)),
+        mp_context=context,
+        initializer=_start_worker,
+        initargs=(runs[0].config, asked, places),
+    )
+    with pool:
+        futures = [pool.submit(_measure_in_worker, run, tuple(done)) for run in runs]
+        try:
+            for future in futures:  # in order, so that the file does not depend on chance
+                yield from future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+_worker_state: list[tuple[Asked, Target]] = []  # of this process, when it is a worker
+
+
+class _Place(NamedTuple):
+    """Where a worker runs."""
+
+    index: int
+    num_workers: int
+    num_gpus: int
+    parent: int  # process id
+
+
+def _start_worker(config: TrainConfig, asked: Asked, places: "SimpleQueue[_Place]") -> None:
+    """Load the target once for all heads of this process; end with the parent."""
+    place = places.get()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.num_workers))
+    if place.num_gpus > 1:
+        torch.cuda.set_device(place.index % place.num_gpus)
+    threading.Thread(target=_stop_with, args=(place.parent,), daemon=True).start()
+    _worker_state.append((asked, load_inputs(decoding_config(config)).target))
+
+
+def _stop_with(parent: int) -> None:
+    """Ask this process to stop, which saves a training, once its parent is gone."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _measure_in_worker(run: HeadRun, done: Sequence[MatrixCell]) -> list[MatrixCell]:
+    asked, target = _worker_state[0]
+    return list(_missing_cells(run, asked, target, done))
+
+
+def _missing_cells(
+    run: HeadRun, asked: Asked, target: Target, done: Collection[MatrixCell]
+) -> Iterator[MatrixCell]:
+    """Cells of one head, those left out that `done` holds for the same weights."""
+    train_run(run)
+    config = run.config
+    heads = load_heads(run.folder / "head", target)
+    sha256 = sha256_of(run.folder / "head" / "model.safetensors")
+    have = {(cell.key, cell.seed, cell.head_sha256) for cell in done}
+    for policy in config.matrix.policies:
+        for norm in config.matrix.recycle_norms or [config.head.recycle_norm]:
+            key = GroupKey(
+                config.objective.unroll,
+                config.head.num_mtp_modules,
+                config.head.recycle_norm,
+                policy,
+                norm,
+            )
+            if (key, config.seed, sha256) not in have:
+                yield _cell(decoded_as(heads, norm), key, asked, run=run, sha256=sha256)
+
+
+def _cell(heads: MTPHeads, key: GroupKey, asked: Asked, *, run: HeadRun, sha256: str) -> MatrixCell:
+    num_drafts = depths_of(run.config)
+    records = decode_prompts(
+        heads.target,
+        heads,
+        asked.prompts,
+        policy=key.policy,
+        num_drafts=num_drafts,
+        num_new=run.config.matrix.max_new_tokens,
+    )
+    rounds = measure_cell(
+        heads, records, prompts=asked.prompts, policy=key.policy, num_drafts=num_drafts
+    )
+    pairs = zip(records, asked.plain, strict=True)
+    texts = [r.request_id for r, p in pairs if r.output_token_ids != p.output_token_ids]
+    share = run.config.matrix.max_differing_share
+    allowed = share * len(records)
+    fix = f"matrix.max_differing_share={share:g} allows {int(allowed)} of {len(records)} prompts"
+    if heads.target.dtype != torch.float32:
+        fix = "they are equal in float32, set matrix.dtype=float32 and another output_dir"
+    where = f"{run.folder.name} under {key.policy}"
+    if len(texts) > allowed:
+        raise NumericFault(
+            f"policy matrix: {where}, {len(texts)} prompts, first {texts[:5]}: the text differs "
+            f"from plain decoding; {fix}."
+        )
+    if len(rounds.differing) > allowed:
+        first = rounds.differing[0]
+        raise NumericFault(
+            f"policy matrix: {where}, prompt {first}: the loop accepted {rounds.loop[first]}, the "
+            f"walk {rounds.walks[first]}; {len(rounds.differing)} prompts differ; {fix}."
+        )
+    return MatrixCell(
+        key=key,
+        seed=run.config.seed,
+        num_speculative_tokens=num_drafts,
+        is_match=MATCHING_POLICY[key.unroll] == key.policy
+        and key.recycle_norm == key.decode_recycle_norm,
+        head_sha256=sha256,
+        accepted_per_round=rounds.loop,
+        clean_per_round=rounds.clean,
+        num_other_texts=len(texts),
+        num_other_rounds=len(rounds.differing),
+    )

@@ -1,0 +1,185 @@
+"""`task=matrix`: heads of every unroll, decoded with every policy, the walk against the loop.
+
+    python train.py experiment=policy_matrix          three seeds, intervals over seeds and prompts
+    python train.py experiment=policy_matrix_tiny     one seed, a CPU, 3.5 minutes
+    python train.py experiment=recycle_norm           each head with its own and the other norm
+
+trains heads for each seed, number of modules and unroll on the same documents, decodes the same
+prompts with each head under each policy, and holds every cell to two equalities: the text is the
+one that plain decoding gives, and the rounds of the loop are the rounds of the replay walk, one by
+one. `matrix.json` is written after every cell; a run that was killed goes on with the next one.
+
+Stands beside the entries because it is the one place that both trains and decodes.
+Letters: N MTP modules, K drafts per step.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from mtp_research.config import TrainConfig
+from mtp_research.data.packing import EncodedDocument
+from mtp_research.evaluation.seed_figures import group_figures, matrix_grids, write_matrix
+from mtp_research.evaluation.stats.matrix_seeds import (
+    MATRIX_FILE,
+    GroupFigures,
+    MatrixCell,
+    MatrixPrompt,
+    SeedMatrix,
+    column_name,
+    read_matrix,
+    row_name,
+)
+from mtp_research.evaluation.study_sections import matrix_section
+from mtp_research.evaluation.tables import rich_table
+from mtp_research.evaluation.wandb_tables import publish
+from mtp_research.models.loading.fingerprint import target_hashes
+from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.provenance import run_record
+from mtp_research.studies.matrix_cell import decode_prompts
+from mtp_research.studies.matrix_heads import decoding_config, head_runs, same_settings
+from mtp_research.studies.matrix_workers import Asked, measure_heads
+from mtp_research.training.setup import load_inputs
+
+TABLE_WIDTH = 160  # characters; log files have no width of their own
+
+
+def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object]:
+    """Train and decode all cells.
+
+    Args:
+        config: checked configuration; `head`, `objective` and `trainer` hold for all heads but for
+            the unroll, N, the recycled norm and the seed.
+        output_dir: run folder; each head has its own below it, which a repeated call reuses.
+
+    Returns:
+        JSON-serialisable result with one entry a group of cells that differ in the seed.
+
+    Raises:
+        ConfigError: no held-out document has a prompt and an answer.
+        IntegrityError: `output_dir` holds a matrix of other prompts or settings.
+        NumericFault: too many of a cell's texts or rounds are not those of plain decoding and of
+            the walk.
+    """
+    target, documents = load_inputs(decoding_config(config))
+    chosen = _prompt_documents(documents.held_out, limit=config.matrix.num_prompts)
+    prompts = [prompt for prompt, _ in chosen]
+    plain = decode_prompts(
+        target, None, prompts, policy="training", num_drafts=0, num_new=config.matrix.max_new_tokens
+    )
+    matrix = _start(config, output_dir, prompts=map(_prompt_facts, chosen), target=target)
+    cells = measure_heads(
+        [run for seed in matrix.seeds for run in head_runs(config, output_dir, seed=seed)],
+        Asked(prompts, plain),
+        target=target,
+        done=matrix.cells,
+        num_workers=config.matrix.num_workers,
+    )
+    for cell in cells:
+        matrix = _with_cell(matrix, cell)
+        write_matrix(output_dir, matrix, figures=cell.seed in matrix.done_seeds)
+    write_matrix(output_dir, matrix, figures=True)
+    console = Console(stderr=True, width=max(Console(stderr=True).width, TABLE_WIDTH))
+    for grid in matrix_grids(matrix):
+        console.print(rich_table(grid))
+    found = group_figures(matrix)
+    publish(
+        lambda: [matrix_section(output_dir, name=output_dir.name)],
+        output_dir=output_dir,
+        settings=config.logger,
+        config=dataclasses.asdict(config),
+        scalars=_scalars(found),
+    )
+    return {
+        "num_prompts": len(prompts),
+        "seeds": list(matrix.seeds),
+        "results": str(output_dir / MATRIX_FILE),
+        "cells": [
+            {
+                **one.key._asdict(),
+                "is_match": one.is_match,
+                "acceptance_length": one.length.value,
+                "interval": [one.length.low, one.length.high],
+                "clean_length": one.clean_length.value if one.clean_length else one.length.value,
+                "num_rounds": one.num_rounds,
+            }
+            for one in found
+        ],
+    }
+
+
+def _scalars(found: Sequence[GroupFigures]) -> dict[str, float]:
+    """Acceptance lengths by group, for a run's summary."""
+    return {
+        f"{row_name(one.key)} {column_name(one.key)}/acceptance_length": one.length.value
+        for one in found
+        if one.length.value is not None
+    }
+
+
+def _with_cell(matrix: SeedMatrix, cell: MatrixCell) -> SeedMatrix:
+    """The matrix with this cell, in place of an older one of the same key and seed."""
+    others = (c for c in matrix.cells if (c.key, c.seed) != (cell.key, cell.seed))
+    return dataclasses.replace(matrix, cells=(*others, cell))
+
+
+def _start(
+    config: TrainConfig, output_dir: Path, *, prompts: Iterable[MatrixPrompt], target: Target
+) -> SeedMatrix:
+    """A matrix without cells, or the one that `output_dir` holds, if it asks the same."""
+    asked: dict[str, object] = dataclasses.asdict(config)
+    asked["matrix"] = {**vars(config.matrix), "num_workers": None}  # no cell depends on it
+    seeds = tuple(config.matrix.seeds or [config.seed])
+    num_norms = max(1, len(config.matrix.recycle_norms))
+    num_heads = len(head_runs(config, output_dir, seed=seeds[0]))
+    matrix = SeedMatrix(
+        seeds=seeds,
+        num_cells_per_seed=num_heads * len(config.matrix.policies) * num_norms,
+        prompts=tuple(prompts),
+        cells=(),
+        bootstrap_seed=config.seed,
+        settings={
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "config": json.loads(json.dumps(asked)),
+        },
+        run=run_record() | {"target": target_hashes(target)},
+    )
+    if not (output_dir / MATRIX_FILE).is_file():
+        return matrix
+    stored = read_matrix(output_dir)
+    same = dataclasses.replace(stored, cells=(), run=matrix.run, settings=matrix.settings) == matrix
+    if not same or not same_settings(stored.settings, matrix.settings):
+        raise IntegrityError(
+            f"{output_dir / MATRIX_FILE} holds a matrix of other prompts or settings; "
+            "set another output_dir."
+        )
+    return stored
+
+
+def _prompt_documents(
+    documents: Sequence[EncodedDocument], *, limit: int
+) -> list[tuple[tuple[int, ...], EncodedDocument]]:
+    """What comes before the first own token of each document, evenly spread over them."""
+    lengths = [
+        (document, document.loss_mask.index(True))
+        for document in documents
+        if any(document.loss_mask)
+    ]
+    found = [(document.token_ids[:n], document) for document, n in lengths if n > 0]
+    if not found:
+        raise ConfigError(
+            "data.path must hold documents with a prompt before the target's own tokens, got none "
+            "among those held out; set data=lab_regenerated."
+        )
+    return found[:: max(1, len(found) // limit)][:limit]
+
+
+def _prompt_facts(chosen: tuple[tuple[int, ...], EncodedDocument]) -> MatrixPrompt:
+    prompt, document = chosen
+    digest = hashlib.sha256(json.dumps(list(prompt)).encode()).hexdigest()
+    return MatrixPrompt(document.doc_id, document.domain, digest)

@@ -1,0 +1,374 @@
+"""Packed rows of a run, and the frozen target's hidden states for them.
+
+Which rows a step sees is a pure function of (seed, position), so a resumed run needs no data state.
+Hidden states are computed when a row is needed. When the run reads its rows more than once and they
+fit, they are kept: always computed in the same blocks of rows, since the rounding of a batched
+forward depends on its neighbours and a resumed run must repeat it bit for bit. They may also come
+from a cache on disk, made of the same blocks; one row of each of its shards is computed again, so
+that a cache of another model cannot pass for this one's.
+
+Letters: B batch rows, S row length, D hidden.
+
+The packed rows of a run, and where their hidden states come from: the target or a cache.
+
+`task=cache` writes the hidden states that `task=heads` would compute, in the same blocks of rows:
+training from a cache gives the same bits as training that keeps what it computes.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtp_research.config import TrainConfig
+from mtp_research.data.hidden_cache import (
+    SHARD_ROWS,
+    CacheHeader,
+    HiddenCache,
+    HiddenCacheWriter,
+    files_sha256,
+)
+from mtp_research.data.packing import PackedRows, pack_first_fit
+from mtp_research.models.attention.attention import DenseContext, document_ends, flat_ends
+from mtp_research.models.family import NormPoint
+from mtp_research.models.loading.load_weights import check_source
+from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.training.documents import HeadDocuments
+
+CACHE_BYTES = 1 << 30
+BLOCK_ROWS = 8
+
+
+class Batch(NamedTuple):
+    """One micro-batch.
+
+    Attributes:
+        input_ids: `[B, S]` int64.
+        position_ids: `[B, S]` int64, counted from 0 in each document.
+        document_index: `[B, S]` int64, -1 for padding.
+        loss_mask: `[B, S]` bool, True where the token is the target's own output.
+        cu_seqlens: `[documents + 1]` int32, where documents end in the flattened batch.
+        num_labels: labels at depth 1, counted on the host.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    document_index: Tensor
+    loss_mask: Tensor
+    cu_seqlens: Tensor
+    num_labels: int
+
+
+class BatchHidden(NamedTuple):
+    """Target hidden states of a batch, each `[B, S, D]`.
+
+    Attributes:
+        source: at the point the heads read.
+        post_norm: after the final norm, from which the target's own logits follow.
+    """
+
+    source: Tensor
+    post_norm: Tensor
+
+
+class TrainingRows:
+    """Rows of packed documents with their target hidden states.
+
+    Args:
+        packed: the rows.
+        target: the frozen model.
+        hidden_source: the point that the heads read.
+        keep_hidden: keep hidden states once computed, if all of them fit in `CACHE_BYTES`.
+        cache: hidden states of these rows on disk; the target then computes only samples.
+        checks_cache: compare a row of each shard with the target's own.
+    """
+
+    def __init__(
+        self,
+        packed: PackedRows,
+        *,
+        target: Target,
+        hidden_source: NormPoint,
+        keep_hidden: bool,
+        cache: HiddenCache | None = None,
+        checks_cache: bool = True,
+    ) -> None:
+        """Put the rows on the target's device."""
+        self._target = target
+        self._hidden_source = hidden_source
+        self._cache = cache
+        self._checks_cache = checks_cache
+        arrays = (
+            packed.token_ids,
+            packed.position,
+            packed.document_index,
+            packed.loss_mask,
+            document_ends(packed.document_index),
+        )
+        self._rows = [
+            torch.from_numpy(np.ascontiguousarray(array)).to(target.device) for array in arrays
+        ]
+        self._num_labels = num_row_labels(packed)
+        num_tensors = 1 if hidden_source == "post_norm" else 2
+        bytes_per_token = target.config.hidden_size * target.dtype.itemsize * num_tensors
+        self.keeps_hidden = keep_hidden and self._rows[0].numel() * bytes_per_token <= CACHE_BYTES
+        self._blocks: dict[int, BatchHidden] = {}
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._num_labels)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The rows of `indices`, without hidden states."""
+        chosen = torch.tensor(list(indices))
+        if self._target.device.type == "cuda":  # from pageable memory the copy would be waited for
+            chosen = chosen.pin_memory().to(self._target.device, non_blocking=True)
+        *tensors, ends = (tensor.index_select(0, chosen) for tensor in self._rows)
+        return Batch(
+            *tensors,
+            cu_seqlens=flat_ends(ends, length=self._rows[0].shape[1]),
+            num_labels=int(self._num_labels[list(indices)].sum()),
+        )
+
+    def hidden(self, indices: Sequence[int]) -> BatchHidden:
+        """Target hidden states of the rows of `indices`, without gradient."""
+        if self._cache is not None:
+            return self._read(self._cache, indices)
+        if not self.keeps_hidden:
+            return self._forward(self.batch(indices))
+        parts = [self._block(index // BLOCK_ROWS) for index in indices]
+        rows = [index % BLOCK_ROWS for index in indices]
+        source = torch.stack([part.source[row] for part, row in zip(parts, rows, strict=True)])
+        if self._hidden_source == "post_norm":
+            return BatchHidden(source, source)
+        post_norm = torch.stack(
+            [part.post_norm[row] for part, row in zip(parts, rows, strict=True)]
+        )
+        return BatchHidden(source, post_norm)
+
+    def computed(self, indices: range) -> dict[str, Tensor]:
+        """Hidden states `[rows, S, D]` of whole blocks by name, for a cache; nothing is kept."""
+        blocks = range(indices.start // BLOCK_ROWS, -(-indices.stop // BLOCK_ROWS))
+        parts = [self._compute_block(block) for block in blocks]
+        names = ("post_norm",) if self._hidden_source == "post_norm" else ("source", "post_norm")
+        return {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+
+    def _read(self, cache: HiddenCache, indices: Sequence[int]) -> BatchHidden:
+        samples = [index for index in indices if cache.open_shard(index)]
+        device = self._target.device
+        post_norm = cache.rows("post_norm", indices).to(device)
+        source = post_norm
+        if self._hidden_source == "pre_norm":
+            source = cache.rows("source", indices).to(device)
+        if self._checks_cache:
+            for index in samples:
+                self._compare(post_norm[list(indices).index(index)], index=index)
+        return BatchHidden(source, post_norm)
+
+    def _compare(self, cached: Tensor, *, index: int) -> None:
+        """Refuse a row `[S, D]` of the cache that this target does not compute."""
+        own = self._forward(self.batch([index])).post_norm[0].float()
+        error = float((cached.float() - own).norm() / own.norm())
+        limit = 1e-3 if self._target.dtype.itemsize >= torch.float32.itemsize else 0.05
+        if not error <= limit:
+            raise IntegrityError(
+                f"data.hidden_cache: row {index} differs from this target's hidden states by "
+                f"{error:.2g} of their norm, {limit:g} allowed; write the cache again, task=cache."
+            )
+
+    def _block(self, block: int) -> BatchHidden:
+        if block not in self._blocks:
+            self._blocks[block] = self._compute_block(block)
+        return self._blocks[block]
+
+    def _compute_block(self, block: int) -> BatchHidden:
+        indices = range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, len(self)))
+        return self._forward(self.batch(indices))
+
+    @torch.no_grad()
+    def _forward(self, batch: Batch) -> BatchHidden:
+        hidden = self._target.forward(
+            batch.input_ids,
+            position_ids=batch.position_ids,
+            context=DenseContext(batch.document_index, batch.cu_seqlens),
+        )
+        is_post = self._hidden_source == "post_norm"
+        return BatchHidden(hidden.post_norm if is_post else hidden.pre_norm, hidden.post_norm)
+
+
+def num_row_labels(packed: PackedRows) -> np.ndarray:
+    """`[rows]` labels of depth 1: own tokens that are at least the third of their document."""
+    is_label = packed.loss_mask & (packed.document_index >= 0) & (packed.position >= 2)
+    return is_label.sum(axis=1)
+
+
+def row_indices(position: int, *, count: int, num_rows: int, seed: int) -> list[int]:
+    """Rows [position, position + count) of an endless stream: one shuffled epoch after another.
+
+    Args:
+        position: rows consumed before, over all ranks.
+        count: rows wanted.
+        num_rows: rows of an epoch.
+        seed: of the shuffles.
+    """
+    wanted = range(position, position + count)
+    orders = {
+        epoch: np.random.default_rng((seed, epoch)).permutation(num_rows)
+        for epoch in {index // num_rows for index in wanted}
+    }
+    return [int(orders[index // num_rows][index % num_rows]) for index in wanted]
+
+
+logger = logging.getLogger(__name__)
+
+TRAIN, HELD_OUT = "train", "held_out"  # folders of a cache
+
+
+class RunRows(NamedTuple):
+    """Packed training and held-out rows."""
+
+    train: TrainingRows
+    held_out: TrainingRows
+
+
+def build_rows(
+    config: TrainConfig, *, documents: HeadDocuments, target: Target, num_depths: int
+) -> RunRows:
+    """Rows of a training run, with hidden states from `data.hidden_cache` if it is set.
+
+    Raises:
+        ConfigError: no training document, or no cache where one was named.
+        IntegrityError: the cache was made with another target, tokenizer, convention or data.
+    """
+    packed = _pack(config, documents=documents, target=target, num_depths=num_depths)
+    source, trainer = cast(NormPoint, config.head.hidden_source), config.trainer
+    rows_read = trainer.max_steps * trainer.batch_size * trainer.gradient_accumulation_steps
+    # Ranks that share the target's layers run it together or wait for one another for ever.
+    may_keep = not trainer.shard_target
+    caches: dict[str, HiddenCache] = {}
+    if config.data.hidden_cache is not None:
+        root = Path(config.data.hidden_cache)
+        caches = {
+            name: HiddenCache(
+                root / name, header=cache_header(rows, target=target, hidden_source=source)
+            )
+            for name, rows in packed.items()
+        }
+    return RunRows(
+        *(
+            TrainingRows(
+                packed[name],
+                target=target,
+                hidden_source=source,
+                keep_hidden=may_keep and (name == HELD_OUT or rows_read > len(rows.token_ids)),
+                cache=caches.get(name),
+                checks_cache=may_keep,
+            )
+            for name, rows in packed.items()
+        )
+    )
+
+
+def write_hidden_cache(
+    config: TrainConfig, *, documents: HeadDocuments, target: Target, num_depths: int
+) -> dict[str, object]:
+    """Write what is missing of `data.hidden_cache`; a stopped call goes on when it is repeated.
+
+    Returns:
+        JSON-serialisable result: rows, tokens, bytes, shards written now, seconds.
+
+    Raises:
+        ConfigError: no training document.
+        IntegrityError: the folder holds a cache of something else; names the field.
+    """
+    started_s = time.perf_counter()
+    assert config.data.hidden_cache is not None, "validation asks for data.hidden_cache"
+    root, source = Path(config.data.hidden_cache), cast(NormPoint, config.head.hidden_source)
+    packed = _pack(config, documents=documents, target=target, num_depths=num_depths)
+    num_written = 0
+    for name, part in packed.items():
+        rows = TrainingRows(part, target=target, hidden_source=source, keep_hidden=False)
+        header = cache_header(part, target=target, hidden_source=source)
+        writer = HiddenCacheWriter(root / name, header=header)
+        for number in writer.missing():
+            indices = range(number * SHARD_ROWS, min((number + 1) * SHARD_ROWS, len(rows)))
+            writer.write(number, rows.computed(indices))
+            num_written += 1
+            logger.info("%s: shard %d of %d", root / name, number + 1, header.num_shards)
+    return {
+        "hidden_cache": str(root),
+        "num_rows": sum(len(part.token_ids) for part in packed.values()),
+        "num_tokens": sum(int((part.document_index >= 0).sum()) for part in packed.values()),
+        "num_short_documents": documents.num_short,
+        "num_shards_written": num_written,
+        "bytes": sum(path.stat().st_size for path in root.rglob("*.safetensors")),
+        "seconds": round(time.perf_counter() - started_s, 1),
+    }
+
+
+def cache_header(packed: PackedRows, *, target: Target, hidden_source: NormPoint) -> CacheHeader:
+    """What the hidden states of packed rows depend on."""
+    config_file = check_source(target.path)
+    folder = config_file.parent if config_file is not None else Path(target.path)
+    digest = hashlib.sha256()
+    for array in (packed.token_ids, packed.document_index, packed.position):
+        digest.update(array.tobytes())
+    return CacheHeader(
+        target_sha256=files_sha256(list(folder.glob("*.safetensors"))),
+        tokenizer_sha256=files_sha256(list(folder.glob("tokenizer.json"))),
+        chat_template_sha256=_chat_template_sha256(folder),
+        dtype=str(target.dtype),
+        hidden_source=hidden_source,
+        seq_len=packed.token_ids.shape[1],
+        num_rows=len(packed.token_ids),
+        documents_sha256=digest.hexdigest(),
+        versions={
+            "torch": torch.__version__,
+            "transformers": importlib.metadata.version("transformers"),
+        },
+    )
+
+
+def _chat_template_sha256(folder: Path) -> str:
+    """Of a template file, or of the one inside `tokenizer_config.json`."""
+    if files := list(folder.glob("chat_template.*")):
+        return files_sha256(files)
+    config = folder / "tokenizer_config.json"
+    settings = json.loads(config.read_text(encoding="utf8")) if config.is_file() else {}
+    template = settings.get("chat_template")
+    return "none" if template is None else hashlib.sha256(str(template).encode()).hexdigest()
+
+
+def _pack(
+    config: TrainConfig, *, documents: HeadDocuments, target: Target, num_depths: int
+) -> dict[str, PackedRows]:
+    """Training rows of `data.seq_len`; held-out rows long enough for the longest document."""
+    if not documents.train:
+        raise ConfigError(
+            f"data.path must hold documents of {num_depths + 2} or more tokens beside the held-out "
+            "ones, got none; set data.path."
+        )
+    pad_id = target.config.pad_token_id or 0
+    packed = pack_first_fit(documents.train, seq_len=config.data.seq_len, pad_id=pad_id)
+    logger.info(
+        "%d rows of %d tokens; %d documents cut (%d tokens), %d shorter than %d tokens left out",
+        len(packed.token_ids),
+        config.data.seq_len,
+        packed.num_cut,
+        packed.num_cut_tokens,
+        documents.num_short,
+        num_depths + 2,
+    )
+    longest = max(len(document.token_ids) for document in documents.held_out)
+    limit = target.config.max_position_embeddings
+    held_out = pack_first_fit(documents.held_out, seq_len=min(longest, limit), pad_id=pad_id)
+    return {TRAIN: packed, HELD_OUT: held_out}

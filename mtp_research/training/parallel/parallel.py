@@ -1,0 +1,212 @@
+"""How weights, gradients and moments are spread over ranks: one interface, three ways.
+
+    ddp            everything on every rank, gradients averaged          replicated.py
+    fsdp2          shards of all three, gathered module by module        sharded.py
+    zero1..zero3   DeepSpeed: shards of moments, + gradients, + weights  zero.py
+
+Whatever the way, masters and moments are fp32, a checkpoint holds whole tensors by name, and the
+frozen target is not wrapped: `trainer.shard_target` spreads its layers separately.
+
+`trainer.parallel=ddp`: everything on every rank, gradients summed by torch's own DDP.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from mtp_research.config import TrainerConfig
+from mtp_research.heads.module import MTPModule
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.rewrites.products import merge_projections
+from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError
+from mtp_research.training.checkpoint import MOMENTS, check_optimizer_tensors, moment_tensors
+from mtp_research.training.losses.losses import HeadObjective
+from mtp_research.training.optim import MasterWeights
+
+NamedTensors = dict[str, Tensor]
+
+
+class Engine(Protocol):
+    """Forward, backward and update of a run.
+
+    Attributes:
+        objective: the wrapped `HeadObjective`; call it like the plain one.
+    """
+
+    objective: nn.Module
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch; ranks meet in the last one."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add gradients of this rank's loss; the global gradient is the sum over ranks."""
+        ...
+
+    def step(self, *, learning_rate: float) -> Tensor:
+        """Clip, update, clear the gradients; 0-dim global gradient norm before clipping.
+
+        A norm that is not finite leaves weights and moments as they were, on every rank.
+        """
+        ...
+
+    def head_tensors(self) -> NamedTensors:
+        """Whole tensors of the heads' `state_dict`, in the dtype of the target; all ranks call."""
+        ...
+
+    def optimizer_tensors(self) -> NamedTensors:
+        """Whole masters and moments as `<what>.<parameter>`; after one step; all ranks call."""
+        ...
+
+    def restore(self, optimizer: Mapping[str, Tensor]) -> None:
+        """Put whole masters and moments back in place, of heads that already hold the weights.
+
+        Raises:
+            IntegrityError: tensors are missing, extra or of another shape.
+        """
+        ...
+
+
+def make_engine(objective: HeadObjective, *, trainer: TrainerConfig, ranks: Accelerator) -> Engine:
+    """The engine of `trainer.parallel`, over the parameters that require gradients.
+
+    Raises:
+        ConfigError: a mode that needs several ranks with one.
+        EnvironmentFault: DeepSpeed is not installed or cannot start.
+    """
+    prepare_modules(objective.heads, trainer=trainer)
+    if trainer.parallel == "ddp":
+        return ReplicatedEngine(objective, trainer=trainer, ranks=ranks)
+    if trainer.parallel == "fsdp2":
+        from mtp_research.training.parallel.sharded import ShardedEngine
+
+        return ShardedEngine(objective, trainer=trainer, ranks=ranks)
+    from mtp_research.training.parallel.zero import ZeroEngine
+
+    return ZeroEngine(objective, trainer=trainer, ranks=ranks)
+
+
+def prepare_modules(heads: MTPHeads, *, trainer: TrainerConfig) -> None:
+    """Apply `activation_checkpointing` and `compile` to the modules, in place.
+
+    What is recomputed is the feed-forward part: the attention context of some unrolls collects keys
+    as it runs, so running it twice would change them, and the fused attention stores little.
+    """
+    for module in cast(Iterable[MTPModule], heads.mtp_modules):
+        if trainer.activation_checkpointing:
+            _recompute(module.block.get_submodule("mlp"))
+        if trainer.compile:
+            module.compile(dynamic=False)
+
+
+def prepare_target(target: Target, *, trainer: TrainerConfig, ranks: Accelerator) -> None:
+    """Apply `shard_target` and `compile` to the frozen target's layers, in place.
+
+    The embedding and lm_head stay whole on each rank: the modules and the loss read them directly.
+
+    Raises:
+        ConfigError: `shard_target` with one rank, where it only costs.
+    """
+    layers = list(cast(nn.ModuleList, target.model.base_model.layers))
+    if trainer.shard_target:
+        if ranks.num_processes < 2:
+            raise ConfigError(
+                "trainer.shard_target needs 2 or more ranks, got 1; set trainer.shard_target=false."
+            )
+        mesh = init_device_mesh(ranks.device.type, (ranks.num_processes,))
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+    elif trainer.compile:
+        for layer in layers:
+            merge_projections(layer)  # one read of the layer's input, not three
+            layer.compile(dynamic=False)
+
+
+def _recompute(part: nn.Module) -> None:
+    forward = part.forward
+
+    def recomputed(*inputs: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(*inputs)
+        return cast(Tensor, checkpoint(forward, *inputs, use_reentrant=False))
+
+    part.forward = recomputed
+
+
+class ReplicatedEngine:
+    """See `parallel.Engine`; one rank runs unwrapped.
+
+    Args:
+        objective: holds the heads.
+        trainer: optimizer settings.
+        ranks: processes and device.
+    """
+
+    def __init__(
+        self, objective: HeadObjective, *, trainer: TrainerConfig, ranks: Accelerator
+    ) -> None:
+        """Wrap the objective and copy the trained parameters to fp32 masters."""
+        self._heads = objective.heads
+        self._ranks = ranks
+        named = [(name, p) for name, p in self._heads.named_parameters() if p.requires_grad]
+        self._names = [name for name, _ in named]
+        self._optimizer = MasterWeights(
+            [parameter for _, parameter in named],
+            learning_rate=trainer.learning_rate,
+            betas=(trainer.betas[0], trainer.betas[1]),
+            weight_decay=trainer.weight_decay,
+            grad_clip=trainer.grad_clip,
+        )
+        self.objective: nn.Module = ranks.prepare_model(objective, device_placement=False)
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """See `Engine.micro_batch`."""
+        if is_last:
+            yield
+            return
+        with self._ranks.no_sync(self.objective):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Engine.backward`; ranks average their gradients, which are to be summed."""
+        (loss * self._ranks.num_processes).backward()
+
+    def step(self, *, learning_rate: float) -> Tensor:
+        """See `Engine.step`."""
+        return self._optimizer.step(learning_rate=learning_rate)
+
+    def head_tensors(self) -> dict[str, Tensor]:
+        """See `Engine.head_tensors`."""
+        return self._heads.state_dict()
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """See `Engine.optimizer_tensors`."""
+        optimizer = self._optimizer
+        tensors: dict[str, Tensor] = {}
+        for name, master in zip(self._names, optimizer.masters, strict=True):
+            tensors |= moment_tensors(
+                name, master=master, moments=optimizer.optimizer.state[master]
+            )
+        return tensors
+
+    def restore(self, optimizer: Mapping[str, Tensor]) -> None:
+        """See `Engine.restore`."""
+        masters = self._optimizer.masters
+        shapes = {n: m.shape for n, m in zip(self._names, masters, strict=True)}
+        check_optimizer_tensors(optimizer, shapes=shapes)
+        for name, master in zip(self._names, masters, strict=True):
+            master.copy_(optimizer[f"master.{name}"])
+            self._optimizer.optimizer.state[master] = {
+                moment: optimizer[f"{moment}.{name}"].to(master.device) for moment in MOMENTS
+            }
+        for parameter, master in zip(self._optimizer.parameters, masters, strict=True):
+            parameter.data.copy_(master)

@@ -1,0 +1,232 @@
+"""Held-out measurement: what every anchor drafts, and the replays over it, per domain too.
+
+Sits between the training loop, which asks for a report, and `acceptance`, which defines the walk of
+a greedy loop and the expectation of a sampled one. The text should be the target's own, greedy for
+the first and sampled at temperature 1 for the second.
+
+Letters: T tokens of a document, k depths, B batch rows, S row length.
+
+The held-out walk of a run, its documents shared over ranks.
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from mtp_research.data.packing import EncodedDocument
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.kernels.losses.distill import distill
+from mtp_research.training.losses.losses import UnrollSpec, depth_labels, run_heads
+from mtp_research.training.losses.row_losses import loss_rows
+from mtp_research.training.packed_rows import TrainingRows
+from mtp_research.training.setup import RunParts
+from mtp_research.training.unroll import MEASURED_UNROLL
+from mtp_research.training.walk.acceptance import (
+    AnchorRange,
+    bootstrap_error,
+    others_proxies,
+    pooled_length,
+    replay_dp,
+    replay_walk,
+    response_ranges,
+)
+
+
+class AnchorDrafts(NamedTuple):
+    """What the drafts of a document's anchors are worth, each `[T, k]`.
+
+    Attributes:
+        is_hit: bool, the greedy draft is the text's token x_{t+d+1}.
+        acceptance: float32, min(1, q / p) of that token: the chance that a sampled draft was kept,
+            given that the text went on with it.
+    """
+
+    is_hit: np.ndarray
+    acceptance: np.ndarray
+
+
+@dataclass(frozen=True)
+class WalkReport:
+    """Acceptance on held-out documents.
+
+    Attributes:
+        acceptance_length: micro, 1 + accepted / rounds of the replay walk.
+        standard_error: bootstrap over documents.
+        num_documents: documents with at least one round.
+        num_rounds: rounds of the walk.
+        accuracy_per_depth: `[k]` hits / anchors, the marginal figure.
+        conditional_accuracy_per_depth: `[k]` hits / anchors whose earlier depths all hit.
+        acceptance_rate_per_position: `[k]` share of rounds that accept at least i drafts.
+        product_of_marginals: what others log; assumes uniform round starts.
+        uniform_joint_prefix: what others log; assumes uniform round starts.
+        sampled_acceptance_length: micro, of rejection sampling at temperature 1, in expectation.
+        sampled_standard_error: bootstrap over documents.
+        length_by_domain: acceptance length of each domain.
+        sampled_length_by_domain: the same of rejection sampling.
+    """
+
+    acceptance_length: float
+    standard_error: float
+    num_documents: int
+    num_rounds: int
+    accuracy_per_depth: tuple[float, ...]
+    conditional_accuracy_per_depth: tuple[float, ...]
+    acceptance_rate_per_position: tuple[float, ...]
+    product_of_marginals: float
+    uniform_joint_prefix: float
+    sampled_acceptance_length: float
+    sampled_standard_error: float
+    length_by_domain: dict[str, float]
+    sampled_length_by_domain: dict[str, float]
+
+
+@torch.no_grad()
+def held_out_drafts(
+    heads: MTPHeads, rows: TrainingRows, *, spec: UnrollSpec, row_batches: Sequence[Sequence[int]]
+) -> dict[int, AnchorDrafts]:
+    """Drafts of documents by document index, run as the matching decode policy runs them.
+
+    Args:
+        heads: what is measured.
+        rows: packed held-out documents.
+        spec: how the heads are run.
+        row_batches: rows to run, batch by batch.
+    """
+    spec = dataclasses.replace(spec, kind=MEASURED_UNROLL.get(spec.kind, spec.kind))
+    found: dict[int, AnchorDrafts] = {}
+    for indices in row_batches:
+        batch, hidden = rows.batch(indices), rows.hidden(indices)
+        outputs = run_heads(heads, batch, hidden=hidden, spec=spec)
+        # Prompt rows are never anchors; their logits would be most of the cost.
+        chosen = loss_rows(
+            depth_labels(
+                batch.input_ids,
+                document_index=batch.document_index,
+                loss_mask=batch.loss_mask,
+                num_depths=spec.num_depths,
+            ),
+            num_positions=batch.num_labels,
+        )
+        result = distill(
+            [chosen.gather(out.post_norm, depth=d) for d, out in enumerate(outputs, start=1)],
+            labels=chosen.label,
+            valid=chosen.valid,
+            lm_head=heads.target.lm_head_weight,
+            teacher=hidden.post_norm.flatten(0, 1)[chosen.position],
+        )
+        acceptance = torch.exp(result.teacher_nll - result.nll).clamp(max=1).float()
+        by_anchor = [chosen.to_anchors(x) for x in (result.is_hit, acceptance)]
+        shape = batch.input_ids.shape
+        is_hit, kept = (x.T.unflatten(0, shape).cpu().numpy() for x in by_anchor)  # [B, S, k]
+        for index, row, columns in _documents(batch.document_index.cpu().numpy()):
+            found[index] = AnchorDrafts(is_hit[row, columns], kept[row, columns])
+    return found
+
+
+def walk_report(
+    drafts: dict[int, AnchorDrafts], *, documents: Sequence[EncodedDocument], num_depths: int
+) -> WalkReport:
+    """Walk over every response of every document.
+
+    Args:
+        drafts: of `held_out_drafts`.
+        documents: what the indices of `drafts` refer to.
+        num_depths: k.
+    """
+    greedy, sampled = np.zeros((2, len(documents))), np.zeros((2, len(documents)))
+    per_position = np.zeros(num_depths)
+    anchors: list[np.ndarray] = []
+    for index, (is_hit, acceptance) in sorted(drafts.items()):
+        mask = documents[index].loss_mask[: len(is_hit)]
+        for start, stop in response_ranges(mask, num_depths=num_depths):
+            walk = replay_walk(is_hit, start=start, stop=stop)
+            expected = replay_dp(acceptance, start=start, stop=stop)
+            greedy[:, index] += walk.num_accepted, walk.num_rounds
+            sampled[:, index] += expected.num_accepted, expected.num_rounds
+            per_position += _at_least(walk.accepted_per_round, num_depths)
+            anchors.append(is_hit[start:stop])
+    pooled = np.concatenate(anchors or [np.zeros((0, num_depths), dtype=bool)])
+    proxies = others_proxies(pooled, ranges=[AnchorRange(0, len(pooled))])
+    num_rounds = int(greedy[1].sum())
+    return WalkReport(
+        acceptance_length=pooled_length(*greedy),
+        standard_error=bootstrap_error(*greedy),
+        num_documents=int((greedy[1] > 0).sum()),
+        num_rounds=num_rounds,
+        accuracy_per_depth=tuple((pooled.sum(axis=0) / max(len(pooled), 1)).tolist()),
+        conditional_accuracy_per_depth=_conditional(pooled),
+        acceptance_rate_per_position=tuple((per_position / max(num_rounds, 1)).tolist()),
+        product_of_marginals=proxies.product_of_marginals,
+        uniform_joint_prefix=proxies.uniform_joint_prefix,
+        sampled_acceptance_length=pooled_length(*sampled),
+        sampled_standard_error=bootstrap_error(*sampled),
+        length_by_domain=_by_domain(greedy, documents=documents),
+        sampled_length_by_domain=_by_domain(sampled, documents=documents),
+    )
+
+
+def _by_domain(counts: np.ndarray, *, documents: Sequence[EncodedDocument]) -> dict[str, float]:
+    """Acceptance length of each domain; `counts` `[2, documents]`: accepted drafts, rounds."""
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, document in enumerate(documents):
+        members[document.domain].append(index)
+    return {name: pooled_length(*counts[:, chosen]) for name, chosen in sorted(members.items())}
+
+
+def _conditional(is_hit: np.ndarray) -> tuple[float, ...]:
+    """`[k]` hits of depth d / anchors `[n, k]` whose depths below d all hit; nan without any."""
+    joint = np.cumprod(is_hit, axis=1).sum(axis=0)
+    reached = np.concatenate(([len(is_hit)], joint[:-1]))
+    return tuple((joint / np.where(reached > 0, reached, np.nan)).tolist())
+
+
+def _at_least(accepted_per_round: Sequence[int], num_depths: int) -> np.ndarray:
+    """`[k]` number of rounds that accept at least i = 1..k drafts."""
+    accepted = np.asarray(accepted_per_round, dtype=np.int64)
+    return (accepted[:, None] >= np.arange(1, num_depths + 1)).sum(axis=0)
+
+
+def _documents(document_index: np.ndarray) -> list[tuple[int, int, slice]]:
+    """(document, row, columns) of every document of a batch `[B, S]`."""
+    found = []
+    for row, documents in enumerate(document_index):
+        for index in np.unique(documents[documents >= 0]).tolist():
+            columns = np.flatnonzero(documents == index)
+            found.append((index, row, slice(int(columns[0]), int(columns[-1]) + 1)))
+    return found
+
+
+def measure_held_out(parts: RunParts, *, ranks: Accelerator, batch_size: int) -> WalkReport:
+    """Replay walk on all held-out documents; all ranks call it and get the same report.
+
+    Args:
+        parts: of the run.
+        ranks: processes.
+        batch_size: packed rows per forward.
+    """
+    num_rows = len(parts.held_out_rows)
+    mine = list(range(num_rows))[ranks.process_index :: ranks.num_processes]
+    num_batches = math.ceil(num_rows / (ranks.num_processes * batch_size))
+    batches = [mine[index * batch_size : (index + 1) * batch_size] for index in range(num_batches)]
+    parts.heads.eval()
+    drafts = held_out_drafts(
+        parts.heads,
+        parts.held_out_rows,
+        spec=parts.unroll_spec,
+        # Row 0 again for a rank that has run out: sharded modules run on all ranks or on none.
+        row_batches=[batch or [0] for batch in batches],
+    )
+    parts.heads.train()
+    return walk_report(
+        dict(gather_object(list(drafts.items()))),
+        documents=parts.documents.held_out,
+        num_depths=parts.unroll_spec.num_depths,
+    )

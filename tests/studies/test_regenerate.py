@@ -1,0 +1,79 @@
+"""The target's own answers as training text: form, resume, refusals; on the shipped target."""
+
+import json
+
+import pytest
+
+from mtp_research.models.target import load_tokenizer
+from mtp_research.runtime.provenance import REPOSITORY_ROOT
+from mtp_research.studies.regenerate import main
+
+TARGET = str(REPOSITORY_ROOT / "assets" / "lab_tiny" / "target")
+QUESTIONS = [f"What is {left} + {left + 3}?" for left in range(4)]
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "set.jsonl"
+    path.write_text("".join(json.dumps({"question": text}) + "\n" for text in QUESTIONS))
+    return str(path)
+
+
+def run(output, source, *words):
+    argv = ["--target", TARGET, "--output", str(output), "--source", source, "--device", "cpu"]
+    return main([*argv, "--max-new-tokens", "12", *words])
+
+
+def lines(output):
+    return {record["id"]: record for record in map(json.loads, output.read_text().splitlines())}
+
+
+@pytest.mark.parametrize("words", [("--temperature", "0"), ()], ids=["greedy", "sampled"])
+def test_regenerate_killed_run_resumes_to_the_same_lines(tmp_path, source, capsys, words):
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    assert run(whole, source, *words) == 0
+    first, *_, last = whole.read_text().splitlines(keepends=True)
+    cut.write_text(first + last[:20])  # a line and a part of one had been written
+    (tmp_path / "cut.jsonl.settings.json").write_text(
+        (tmp_path / "whole.jsonl.settings.json").read_text()
+    )
+    assert run(cut, source, *words) == 0
+    assert "3 of 4 documents written" in capsys.readouterr().out
+    assert lines(cut) == lines(whole)
+
+
+def test_regenerate_asks_in_the_chat_template(tmp_path, source):
+    assert run(tmp_path / "out.jsonl", source, "--max-prompts", "1", "--xz") == 0
+    (record,) = lines(tmp_path / "out.jsonl").values()
+    prompt = load_tokenizer(TARGET).apply_chat_template(
+        [{"role": "user", "content": QUESTIONS[0]}], add_generation_prompt=True, return_dict=False
+    )
+    assert record["token_ids"][: record["num_prompt_tokens"]] == prompt
+    assert record["num_prompt_tokens"] == len(prompt)
+    assert (record["id"], record["domain"]) == ("set.jsonl:1", "set")
+    assert (tmp_path / "out.jsonl.xz").is_file()
+
+
+def test_regenerate_with_other_settings_does_not_mix(tmp_path, source, capsys):
+    assert run(tmp_path / "out.jsonl", source) == 0
+    assert run(tmp_path / "out.jsonl", source, "--temperature", "0") == 2
+    assert "temperature 0.6, now 0.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--temperature", "-1"), "sampling.temperature"),
+        (("--source", "nowhere.jsonl"), "no file"),
+        (("--field", "body"), "set --field"),
+    ],
+    ids=["temperature", "no-file", "field"],
+)
+def test_regenerate_bad_argument_exits_with_2_and_one_line(
+    tmp_path, source, capsys, words, message
+):
+    assert run(tmp_path / "out.jsonl", source, *words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "out.jsonl").exists()
