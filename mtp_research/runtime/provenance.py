@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mtp_research.runtime.errors import EnvironmentFault
 
-REPOSITORY_ROOT = Path(__file__).resolve().parent.parent
+REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "torch",
     "triton",
