@@ -11,13 +11,14 @@ export TOKENIZERS_PARALLELISM := false
 NEWEST_TRANSFORMERS := 5.23.0
 NEWEST_SITE := $(CURDIR)/build/transformers-$(NEWEST_TRANSFORMERS)
 
-.PHONY: help venv demo test test-transformers-523 accept-guard lint format bench lock clean
+.PHONY: help venv demo test test-transformers-523 accept-guard lint docs format bench lock clean
 help:
 	@echo "make demo    train heads on the lab target, then compare both policies (prints a results folder)"
 	@echo "make test    the whole suite on CPU"
 	@echo "make test-transformers-523  what depends on transformers, with the newest version that is allowed"
 	@echo "make accept-guard  acceptance of the shipped heads against recorded intervals (under a minute)"
-	@echo "make lint    ruff, codespell, pyright"
+	@echo "make lint    ruff, codespell, pyright, and the documents built with every link checked"
+	@echo "make docs    the documents as a site in build/site"
 	@echo "make format  ruff format and safe fixes"
 	@echo "make bench   all kernels against their references, peers and the bandwidth (needs a GPU)"
 	@echo "make lock    resolve requirements.lock again from pyproject.toml, keeping pins that still fit"
@@ -70,6 +71,10 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/codespell
 	$(VENV)/bin/basedpyright
+	$(MAKE) --no-print-directory docs
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
 format: $(STAMP)
 	$(VENV)/bin/ruff format .

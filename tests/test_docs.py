@@ -13,11 +13,16 @@ from mtp_research.config import EvalConfig, TrainConfig
 from mtp_research.policy import simulate, trace
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+# The log names modules and flags of its own commits.
+PAGES = sorted(
+    path
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    if path.name != "log.md"
+)
 SCHEMAS = {"train.py": TrainConfig, "eval.py": EvalConfig}
 PRINTERS: dict[str, Callable[[Sequence[str] | None], int]] = {
-    "mtp_research.policy.plan": trace.main,
-    "mtp_research.policy.audit": simulate.main,
+    "mtp_research.policy": trace.main,
+    "mtp_research.policy.simulate": simulate.main,
 }
 PLACEHOLDER = re.compile(r"\.\.\.|[$<>*]|=[A-Z]|\bx,y\b")  # a word that stands for another
 

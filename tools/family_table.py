@@ -1,7 +1,7 @@
-"""Write the family table: which tests cover each family, in docs/families.md and in README.md.
+"""Write the family table: which tests cover each family, in docs/families.md.
 
     python tools/family_table.py            print docs/families.md
-    python tools/family_table.py --write    write it, and README.md between its two markers
+    python tools/family_table.py --write    write it
 
 Names and conventions come from `mtp_research/models/families.py`, coverage from what the tests run,
 so that neither can be claimed by hand; tests/test_family_table.py keeps the file current.
@@ -24,18 +24,6 @@ from tests.heads.test_references import FAMILIES_REFERENCED
 from tests.recipes import RECIPES, RECURRENT_RECIPES
 
 PATH = ROOT / "docs" / "families.md"
-README = ROOT / "README.md"
-README_START = "<!-- Written by python tools/family_table.py --write, down to the end marker. -->\n"
-README_END = "<!-- End of the family table. -->\n"
-README_OPENING = """## Families
-
-Checks run on tiny random models on a CPU, most on checkpoints in release names; no released weights
-were loaded. The last column comes from what the tests run. What a check compares, and where engines
-differ: [docs/families.md](docs/families.md). `mtp.*` is also for families that publish no modules.
-
-| family | model types | its modules' tensors | checked by |
-|---|---|---|---|
-"""
 OPENING = """# Model families
 
 Written by `python tools/family_table.py --write` from `mtp_research/models/families.py` and the
@@ -107,23 +95,6 @@ def family_table() -> str:
     return OPENING + "".join((*parts, REFUSED_OPENING, *refused))
 
 
-def readme_section() -> str:
-    """What stands in README.md between the two markers."""
-    rows = (
-        f"| {name} | {', '.join(family.model_types)} | `{family.native.prefix}*` | "
-        f"{', '.join(_checks(name)) or 'nothing'} |\n"
-        for name, family in sorted(FAMILIES.items())
-    )
-    return f"\n{README_OPENING}{''.join(rows)}\n"
-
-
-def with_section(readme: str) -> str:
-    """`readme` with the current section; both markers must be there."""
-    before, rest = readme.split(README_START)
-    _, after = rest.split(README_END)
-    return before + README_START + readme_section() + README_END + after
-
-
 def _row(name: str, family: Family) -> str:
     cells = (
         name,
@@ -133,7 +104,7 @@ def _row(name: str, family: Family) -> str:
         family.concat_order.replace("_", " "),
         "own" if family.owns_lm_head else "target's",
         f"`{family.native.prefix}*`",
-        ", ".join(_checks(name)) or "nothing",
+        ", ".join(checks_of(name)) or "nothing",
     )
     return f"| {' | '.join(cells)} |"
 
@@ -147,7 +118,8 @@ def _attention(family: Family) -> str:
     return ", ".join(kinds)
 
 
-def _checks(name: str) -> list[str]:
+def checks_of(name: str) -> list[str]:
+    """Names of the checks that cover a family."""
     covered = {
         "paged": RECIPES | RECURRENT_RECIPES,
         "exact": {*ALL_TESTED, *FAMILIES_TESTED, *RECIPES_RECOMPUTED},
@@ -163,6 +135,5 @@ if __name__ == "__main__":
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
         PATH.write_text(family_table(), encoding="utf8")
-        README.write_text(with_section(README.read_text(encoding="utf8")), encoding="utf8")
     else:
         sys.stdout.write(family_table())

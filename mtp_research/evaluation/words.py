@@ -1,7 +1,7 @@
 """What a page's letters and names mean, for a reader who has the page alone.
 
 Sections (`sections.py`, `study_sections.py`) put these among their notes, of which a page shows
-each once. The full story is in docs/policies.md and docs/metrics.md.
+each once. The full story is in docs/concepts.md.
 """
 
 from mtp_research.evaluation.stats.statistics import FORMULAS
