@@ -13,30 +13,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# The area -> the areas it may import directly; what those may import is allowed too.
-DIRECTIONS = {
-    "kernels": set(),
-    "hidden_policy": set(),
-    "row_layout": set(),
-    "policy": {"hidden_policy", "row_layout"},
-    "data": set(),
-    "models": {"kernels", "policy"},
-    "heads": {"models"},
-    "decode": {"heads", "models", "policy", "kernels"},
-    "training": {"heads", "models", "policy", "data"},
-    "evaluation": {"decode", "data"},
-}
-FOR_ALL = {
-    "config",
-    "config_choices",
-    "errors",
-    "files",
-    "grid",
-    "provenance",
-    "run_lock",
-    "validation",
-}
-OWN_NOTHING = {"kernels", "hidden_policy", "row_layout", "policy"}
+# Rooms from the ground floor up. A file may import its own room and rooms of lower floors; rooms of
+# one floor never meet.
+FLOORS = (
+    {"runtime"},
+    {"config", "policy", "data", "kernels"},
+    {"models"},
+    {"heads"},
+    {"decode", "training"},
+    {"evaluation", "pretrain"},
+    {"bench"},
+    {"studies"},
+    {"app"},
+    {"mtp_research"},  # the package's own two files: public names and the command
+)
+MOST_FILES_A_FOLDER = 15
+MOST_MODULES = 170
+MOST_ARGUMENTS = 8
 # A heavy package -> the files and folders that may import it.
 HOMES = {
     "transformers": ("mtp_research/models/", "mtp_research/heads/weights.py", "mtp_research/data/"),
@@ -73,26 +66,10 @@ assert not [name for name in sys.modules if name.startswith("kernels.")] or orig
 """
 
 SOURCES = sorted([*(ROOT / "mtp_research").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
+SCRIPTS = sorted(
+    [*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+)
 REUSED = [path for path in SOURCES if {"decode", "kernels", "evaluation"} & set(path.parts)]
-
-
-def imported_modules(path: Path) -> Iterator[str]:
-    """Names of all modules that a file imports, save those it needs only when run as a command."""
-    tree = ast.parse(path.read_text(encoding="utf8"))
-    tree.body = [node for node in tree.body if not is_main_block(node)]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno} imports relatively; write the full name"
-            module = node.module or ""
-            # `from mtp_research import policy` names a module in its list.
-            own = module == "mtp_research"
-            yield from (f"{module}.{alias.name}" for alias in node.names) if own else [module]
-
-
-def is_main_block(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
 
 
 def module_name(path: Path) -> str:
@@ -101,29 +78,103 @@ def module_name(path: Path) -> str:
     return ".".join(["mtp_research", *(part for part in parts if part != "__init__")])
 
 
-def allowed_areas(area: str) -> set[str]:
-    below = set(DIRECTIONS[area])
-    for other in DIRECTIONS[area]:
-        below |= allowed_areas(other)
-    return below
+MODULES = {module_name(path): path for path in SOURCES}
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Names of all modules that a file imports, inside functions and for types as well."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively; write the full name"
+            module = node.module or ""
+            for alias in node.names:  # `from mtp_research.decode import step` names a module
+                full = f"{module}.{alias.name}"
+                yield full if full in MODULES else module
+
+
+def room_of(module: str) -> str:
+    return [*module.split("."), "mtp_research"][1] if "." in module else module
+
+
+def floor_of(module: str) -> int:
+    room = room_of(module)
+    if module == "mtp_research.__main__":
+        room = "mtp_research"
+    return next(floor for floor, rooms in enumerate(FLOORS) if room in rooms)
 
 
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def is_empty(path: Path) -> bool:
+    return path.name == "__init__.py" and not path.read_text(encoding="utf8").strip()
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, by Tarjan's algorithm."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_imports_go_one_way(path: Path) -> None:
-    area = [*module_name(path).split("."), ""][1]
-    if area not in DIRECTIONS:
-        return
-    allowed = allowed_areas(area) | {area} | (set() if area in OWN_NOTHING else FOR_ALL)
+def test_imports_go_down(path: Path) -> None:
+    module = module_name(path)
+    own = [name for name in imported_modules(path) if name.startswith("mtp_research.")]
     wrong = [
         name
-        for name in imported_modules(path)
-        if name.startswith("mtp_research.") and name.split(".")[1] not in allowed
+        for name in own
+        if room_of(name) != room_of(module) and floor_of(name) >= floor_of(module)
     ]
-    assert not wrong, f"{relative(path)} may import {sorted(allowed)}, imports {wrong}"
+    assert not wrong, f"{relative(path)} imports upwards or sideways: {wrong}"
+
+
+def test_no_two_modules_import_each_other() -> None:
+    graph = {
+        name: {other for other in imported_modules(path) if other in MODULES and other != name}
+        for name, path in MODULES.items()
+    }
+    assert circles(graph) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_folders_are_small_and_names_are_unique() -> None:
+    names: dict[str, list[str]] = {}
+    folders: dict[Path, int] = {}
+    for path in [*SOURCES, *SCRIPTS]:
+        folders[path.parent] = folders.get(path.parent, 0) + 1
+        if path.name not in ("__init__.py", "__main__.py"):
+            names.setdefault(path.name, []).append(relative(path))
+    assert {name: where for name, where in names.items() if len(where) > 1} == {}
+    full = {relative(folder): n for folder, n in folders.items() if n > MOST_FILES_A_FOLDER}
+    assert full == {}
+    assert len([path for path in SOURCES if not is_empty(path)]) <= MOST_MODULES
+    root = {path.name for path in (ROOT / "mtp_research").iterdir() if path.is_file()}
+    assert root <= {"__init__.py", "__main__.py", "py.typed"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
@@ -131,11 +182,6 @@ def test_heavy_packages_stay_at_home(path: Path) -> None:
     name = relative(path)
     for package in {module.split(".")[0] for module in imported_modules(path)} & set(HOMES):
         assert name.startswith(HOMES[package]), f"{name} imports {package}, home {HOMES[package]}"
-
-
-def test_decode_and_training_never_meet() -> None:
-    assert "training" not in allowed_areas("decode") | allowed_areas("evaluation")
-    assert "decode" not in allowed_areas("training")
 
 
 def test_kernels_folder_is_no_top_level_package() -> None:
@@ -155,8 +201,7 @@ def test_installed_kernels_package_wins_over_the_folder(tmp_path: Path) -> None:
 
 
 def test_nothing_imports_a_top_level_kernels() -> None:
-    entries = [ROOT / "train.py", ROOT / "eval.py", *(ROOT / "tests").rglob("*.py")]
-    for path in [*SOURCES, *entries]:
+    for path in [*SOURCES, *SCRIPTS, *(ROOT / "tests").rglob("*.py")]:
         tops = {name.split(".")[0] for name in imported_modules(path)}
         assert "kernels" not in tops, f"{relative(path)} must import mtp_research.kernels"
 
