@@ -20,7 +20,6 @@ from mtp_research.config import EvalConfig, TrainConfig
 from mtp_research.launch import submit
 from mtp_research.overrides import CONF_DIR, ENTRIES, check_overrides, help_text
 from mtp_research.preflight import SPECIAL_HEADS, check_inputs
-from mtp_research.run_lock import run_lock
 from mtp_research.runtime.errors import (
     ConfigError,
     EnvironmentFault,
@@ -28,6 +27,7 @@ from mtp_research.runtime.errors import (
     Interrupted,
     NumericFault,
 )
+from mtp_research.runtime.files import run_lock
 from mtp_research.runtime.provenance import redact, resolve_path, write_run_folder
 from mtp_research.validation import fault_line, schema_keys, validate
 

@@ -1,8 +1,14 @@
-"""Files on disk: their hash, and writes that survive a power cut. Standard library only."""
+"""Files on disk: their hash, writes that survive a power cut, and the lock of a run's folder."""
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
+
+LOCK_FILE = ".lock"
 
 
 def sha256_of(path: Path) -> str:
@@ -30,3 +36,35 @@ def sync_to_disk(*paths: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+
+
+@contextmanager
+def run_lock(root: Path) -> Iterator[None]:
+    """Hold the run folder, so that one run at a time writes there; freed when the process ends.
+
+    Args:
+        root: created if it is missing.
+
+    Raises:
+        ConfigError: another process holds it.
+        EnvironmentFault: it cannot be created or written.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(root / LOCK_FILE, blocking=False)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as fault:
+        raise ConfigError(
+            f"output_dir {str(root)!r} is in use by another run; set output_dir=FOLDER."
+        ) from fault
+    except OSError as fault:
+        raise EnvironmentFault(
+            f"output_dir must be a writable folder, got {root} ({fault.strerror}); "
+            "set output_dir=PATH."
+        ) from fault
+    try:
+        yield
+    finally:
+        lock.release()

@@ -14,11 +14,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mtp_research.runtime.errors import EnvironmentFault
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -164,21 +169,47 @@ def _git_state() -> dict[str, object]:
     }
 
 
+def package_version(name: str) -> str | None:
+    """Version of an installed package."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def package_ranges() -> "dict[str, SpecifierSet]":
+    """Versions that decoding needs, by package: of the installed project, else of the source."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = metadata.requires("mtp-research") or []
+    except metadata.PackageNotFoundError:
+        text = (REPOSITORY_ROOT / "pyproject.toml").read_text(encoding="utf8")
+        wanted = tomllib.loads(text)["project"]["dependencies"]
+    needed = map(Requirement, wanted)
+    return {
+        one.name: one.specifier
+        for one in needed
+        if one.marker is None or one.marker.evaluate({"extra": ""})
+    }
+
+
+def num_cores() -> int:
+    """Processors that this process may use; all of them where the system does not say."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def _package_versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {name: package_version(name) for name in PACKAGES}
+    return {name: version for name, version in found.items() if version}
 
 
 def _hardware() -> dict[str, object]:
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpu_name(),
-        "num_cores": len(os.sched_getaffinity(0)),
+        "num_cores": num_cores(),
         "memory_bytes": pages * page_bytes,
         "gpus": _gpu_names(),
         "platform": platform.platform(),

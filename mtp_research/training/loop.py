@@ -153,7 +153,7 @@ def train_heads(
 ) -> dict[str, object]:
     """Train heads, or go on where `output_dir` stopped, and write the best to `output_dir/head`.
 
-    One run a folder: `mtp_research.run_lock` keeps a second one out; the entries hold it.
+    One run a folder: `mtp_research.runtime.files` keeps a second one out; the entries hold it.
 
     Args:
         config: checked configuration.

@@ -7,8 +7,8 @@ import pytest
 
 from mtp_research.cli import run_entry
 from mtp_research.config import TrainConfig
-from mtp_research.run_lock import run_lock
 from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.files import run_lock
 
 
 def hold(root, is_held, may_end):
