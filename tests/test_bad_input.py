@@ -130,8 +130,8 @@ def test_captured_engine_without_a_gpu_exits_4_before_a_model_is_loaded(
     ("content", "expected"),
     [
         ("", "prompts.jsonl holds no prompts"),
-        ('{"turns": ["a"]}\n\n{"turns": \n', "prompts.jsonl, line 3: invalid JSON"),
-        ('{"turns": ["a"]}\n{"turn": ["b"]}\n', "prompts.jsonl, line 2: expected `turns`"),
+        ('{"turns": ["a"]}\n\n{"turns": \n', "prompts.jsonl:3: expected one JSON object"),
+        ('{"turns": ["a"]}\n{"turn": ["b"]}\n', "prompts.jsonl:2: expected `turns`"),
     ],
     ids=["empty", "invalid JSON", "no prompt"],
 )
@@ -302,7 +302,7 @@ def damage_target(folder: Path, damage: str) -> None:
 @pytest.mark.parametrize(
     ("content", "code", "expected"),
     [
-        ('{"id": "a", "text": "x"}\n{"id": \n', 3, "line 2"),
+        ('{"id": "a", "text": "x"}\n{"id": \n', 3, ":2: "),
         ("", 3, "data.jsonl"),
         ('{"id": "a", "text": "x"}\n', 2, "data.eval_documents"),
     ],

@@ -13,16 +13,13 @@ row has holds the conversation, unless the caller names another:
 What the data set's own assistant said is dropped: the target answers in its place.
 """
 
-import gzip
-import json
-import lzma
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.data.json_lines import read_json_lines
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 FIELDS = ("messages", "conversations", "turns", "instruction", "prompt", "question")
 _SUFFIXES = (".jsonl", ".jsonl.xz", ".jsonl.gz")
@@ -131,25 +128,8 @@ def _first(record: Mapping[str, object], names: tuple[str, ...]) -> str | None:
 def _file_rows(path: Path) -> Iterator[SourceRow]:
     if not path.is_file():
         raise ConfigError(f"--source must be a file, a folder or a data set, got {path}: no file.")
-    opener = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
-    number = 0
-    try:
-        with opener(path, "rt", encoding="utf8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield SourceRow(f"{path.name}:{number}", _parse(line, f"{path}:{number}"))
-    except (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError, UnicodeDecodeError) as fault:
-        raise IntegrityError(f"{path}: cannot be read after line {number} ({fault}).") from fault
-
-
-def _parse(line: str, where: str) -> Mapping[str, object]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as fault:
-        raise IntegrityError(f"{where}: expected one JSON object a line, got {fault}.") from fault
-    if not isinstance(record, dict):
-        raise IntegrityError(f"{where}: expected a JSON object, got {type(record).__name__}.")
-    return record
+    for line in read_json_lines(path, key="--source"):
+        yield SourceRow(f"{path.name}:{line.number}", line.record)
 
 
 def _dataset_rows(source: str, split: str) -> Iterator[SourceRow]:

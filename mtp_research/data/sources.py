@@ -6,14 +6,13 @@ line: `id`, `source`, and either `text` or `messages`. The domain `python` has n
 from the installed packages, so that nothing has to be shipped.
 """
 
-import json
-import lzma
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mtp_research.data.json_lines import JsonLine, read_json_lines
 from mtp_research.data.python_files import HELD_OUT_STDLIB, PYTHON_PACKAGES, python_files
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
@@ -98,36 +97,20 @@ def read_documents(path: str | Path, *, domain: str | None = None) -> Iterator[D
 
     Args:
         path: file to read.
-        domain: domain of the documents; None takes each record's `domain` field, else the part of
-        the
-            file name before the first dot.
+        domain: domain of the documents; None takes each record's `domain` field, else the part
+            of the file name before the first dot.
 
     Raises:
-        IntegrityError: unreadable file, invalid JSON or a missing field; names the file and the
-        line.
+        IntegrityError: unreadable file, invalid JSON or a missing field; names file and line.
     """
     path = Path(path)
-    opener = lzma.open if path.suffix == ".xz" else open
-    line_number = 0
-    try:
-        with opener(path, "rt", encoding="utf8") as lines:
-            for line_number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse_record(line, path=path, line_number=line_number, domain=domain)
-    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise IntegrityError(
-            f"{path}: expected UTF-8 JSON lines, reading stopped after line {line_number} "
-            f"({error}); fetch the file again"
-        ) from error
+    for line in read_json_lines(path, key="data.path"):
+        yield _document(line, path=path, domain=domain)
 
 
-def _parse_record(line: str, *, path: Path, line_number: int, domain: str | None) -> Document:
-    where = f"{path}:{line_number}"
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise IntegrityError(f"{where}: expected one JSON object a line, got {error}") from error
-    if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+def _document(line: JsonLine, *, path: Path, domain: str | None) -> Document:
+    where, record = line.where, line.record
+    if not isinstance(record.get("id"), str):
         raise IntegrityError(f"{where}: expected a JSON object with a string `id`; fix the line")
     text, messages = record.get("text"), record.get("messages")
     if (text is None) == (messages is None):

@@ -17,14 +17,14 @@ Source: training on the target's own output FastMTP (arXiv:2509.18362).
 import hashlib
 import json
 import logging
-import lzma
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtp_research.config import DataConfig
 from mtp_research.data.chat import encode_for_target
+from mtp_research.data.json_lines import JsonLine, read_json_lines
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.data.sources import read_documents
 from mtp_research.models.loading.fingerprint import hash_tokenizer
@@ -146,38 +146,16 @@ def _thin_out(documents: list[EncodedDocument], *, limit: int | None) -> list[En
 
 def _encode(path: Path, *, model_path: str) -> list[EncodedDocument]:
     """All documents of the file, in order; the tokenizer is loaded when a line needs it."""
-    first = next(_records(path), None)
+    first = next(read_json_lines(path, key="data.path"), None)
     if first is None:
         raise IntegrityError(f"{path}: expected at least one document, the file is empty")
-    if "token_ids" in first[1]:
-        return [_trajectory(record, where=where, path=path) for where, record in _records(path)]
+    if "token_ids" in first.record:
+        return [_trajectory(line, path=path) for line in read_json_lines(path, key="data.path")]
     return encode_for_target(list(read_documents(path)), load_tokenizer(model_path))
 
 
-def _records(path: Path) -> Iterator[tuple[str, dict]]:
-    """(file:line, record) of each line."""
-    opener = lzma.open if path.suffix == ".xz" else open
-    number = 0
-    try:
-        with opener(path, "rt", encoding="utf8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", _parse(line, where=f"{path}:{number}")
-    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as fault:
-        raise IntegrityError(f"{path}: cannot be read after line {number} ({fault})") from fault
-
-
-def _parse(line: str, *, where: str) -> dict:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as fault:
-        raise IntegrityError(f"{where}: expected one JSON object a line, got {fault}") from fault
-    if not isinstance(record, dict):
-        raise IntegrityError(f"{where}: expected a JSON object, got {type(record).__name__}")
-    return record
-
-
-def _trajectory(record: dict, *, where: str, path: Path) -> EncodedDocument:
+def _trajectory(line: JsonLine, *, path: Path) -> EncodedDocument:
+    where, record = line.where, line.record
     token_ids, num_prompt = record.get("token_ids"), record.get("num_prompt_tokens")
     is_trajectory = (
         isinstance(token_ids, list)

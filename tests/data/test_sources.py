@@ -51,8 +51,8 @@ def test_read_documents_prefers_the_given_domain(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("{not json", "JSON"),
-        ('["a"]', "`id`"),
-        ('{"source": "s", "text": "t"}', "`id`"),
+        ('["a"]', "string `id`|expected a JSON object"),
+        ('{"source": "s", "text": "t"}', "string `id`|expected a JSON object"),
         ('{"id": "x", "source": "s"}', "exactly one"),
         ('{"id": "x", "text": "t", "messages": []}', "exactly one"),
         ('{"id": "x", "text": 3}', "string"),

@@ -1,27 +1,25 @@
 """Prompt files: from the lines of a file to `Prompt` values.
 
-A file holds one JSON object a line, plain or gzip. Two schemas are read: `question.jsonl` of
+A file holds one JSON object a line, plain, gzip or xz. Two schemas are read: `question.jsonl` of
 MT-bench and Spec-Bench (`question_id`, `category`, `turns`, optional `format`), and any row with
 `prompt` (completed as it stands, as in HumanEval), `question` or `instruction` (asked as a user).
 Of several turns the first is asked: a later one needs the answer before it. Whatever a prompt
 contains - HTML, control characters - is only data.
 """
 
-import gzip
 import hashlib
-import json
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
+from mtp_research.data.json_lines import JsonLine, read_json_lines
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 Format = Literal["chat", "completion"]
 
 MAX_LINE_BYTES = 1_000_000
-_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".jsonl.xz")
 _GENERIC_FIELDS: tuple[tuple[str, Format], ...] = (
     ("prompt", "completion"),
     ("question", "chat"),
@@ -100,51 +98,21 @@ def _prompt_files(path: Path) -> list[Path]:
 
 
 def _read_file(path: Path, prefix: str) -> Iterator[tuple[str, Prompt]]:
-    """`FILE, line n` and prompt of every row."""
+    """`FILE:LINE` and prompt of every row."""
     num_prompts = 0
-    for line_number, line in _lines(path):
-        where = f"{path}, line {line_number}"
-        default_id = f"{path.name.partition('.')[0]}-{line_number}"
-        prompt = _parse_row(line, where=where, default_id=default_id, path=path)
-        yield where, replace(prompt, question_id=prefix + prompt.question_id)
+    for line in read_json_lines(path, key="prompts.path", max_line_bytes=MAX_LINE_BYTES):
+        prompt = _prompt(line, path=path)
+        yield line.where, replace(prompt, question_id=prefix + prompt.question_id)
         num_prompts += 1
     if num_prompts == 0:
         raise IntegrityError(f"{path} holds no prompts; expected one JSON object a line.")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Line number (from 1) and text of every line that is not blank; reads at most 1 MB ahead."""
-    line_number = 0
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                line_number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    raise IntegrityError(
-                        f"{path}, line {line_number}: longer than {MAX_LINE_BYTES} bytes; shorten "
-                        "the prompt or remove the line."
-                    )
-                text = line.decode("utf-8-sig" if line_number == 1 else "utf8")
-                if text.strip():
-                    yield line_number, text
-    except UnicodeDecodeError as error:
-        raise IntegrityError(f"{path}, line {line_number}: not UTF-8 ({error.reason}).") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error):
-        raise IntegrityError(f"{path}, after line {line_number}: damaged gzip data.") from None
-    except OSError as error:
-        raise ConfigError(f"prompts.path {str(path)!r} cannot be read: {error.strerror}.") from None
-
-
-def _parse_row(line: str, *, where: str, default_id: str, path: Path) -> Prompt:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise IntegrityError(f"{where}: invalid JSON ({reason}).") from None
-    if not isinstance(row, dict):
-        raise IntegrityError(f"{where}: expected a JSON object, got {type(row).__name__}.")
+def _prompt(line: JsonLine, *, path: Path) -> Prompt:
+    row, where = line.record, line.where
     text, default_format = _text_of(row, where)
     category = row.get("category", path.resolve().parent.name)
+    default_id = f"{path.name.partition('.')[0]}-{line.number}"
     name = row.get("question_id", row.get("task_id", row.get("id", default_id)))
     form = row.get("format", default_format)
     if not isinstance(name, str | int) or not isinstance(category, str) or not category:
