@@ -36,5 +36,5 @@ def test_rows_before_a_fault_are_yielded(tmp_path: Path) -> None:
 
 
 def test_file_that_cannot_be_opened_names_the_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="data.path .* cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"data\.path .* cannot be read: No such file"):
         next(read_json_lines(tmp_path / "none.jsonl", key="data.path"))
