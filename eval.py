@@ -2,29 +2,14 @@
 
 python eval.py spec.k=3              both policies on the shipped prompts
 python eval.py spec.head=RUN/head    heads that train.py wrote to the folder RUN
-python eval.py --help                groups, keys and legal values
+python eval.py -m spec.k=1,3         two runs, each in its folder; spec.k=[1,3] is one paired run
+python eval.py --help                groups, keys, legal values and meanings
 """
 
-import json
 import sys
-from pathlib import Path
 
-from mtp_research.cli import run_entry
-from mtp_research.config import EvalConfig
+from mtp_research.app.commands import evaluate
 
-
-def run(config: EvalConfig, output_dir: Path) -> None:
-    """Evaluate; the last printed line is one JSON object. Imports torch, which --help does not."""
-    if config.task == "fault_price":
-        from mtp_research.studies.fault_price import price_faults
-
-        result = price_faults(config, output_dir)
-    else:
-        from mtp_research.evaluation.run.evaluate import evaluate
-
-        result = evaluate(config, output_dir)
-    print(json.dumps(result))
-
-
+# run_entry is the @hydra.main of this file: Hydra's completion for bash looks for that word here.
 if __name__ == "__main__":
-    sys.exit(run_entry(EvalConfig, run))
+    sys.exit(evaluate())

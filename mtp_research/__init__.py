@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mtp_research.config import EngineConfig
+    from mtp_research.config.schema import EngineConfig
     from mtp_research.decode.decoder import SpecDecoder
     from mtp_research.decode.sampling.sampling_params import SamplingParams
     from mtp_research.decode.streaming import AsyncDecoder
@@ -40,7 +40,7 @@ __all__ = [
 _HOMES = {
     "POLICIES": "mtp_research.policy.plan",
     "AsyncDecoder": "mtp_research.decode.streaming",
-    "EngineConfig": "mtp_research.config",
+    "EngineConfig": "mtp_research.config.schema",
     "SamplingParams": "mtp_research.decode.sampling.sampling_params",
     "SpecDecoder": "mtp_research.decode.decoder",
     "load_heads": "mtp_research.heads.weights",

@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import eval as eval_entry
-import train as train_entry
-from mtp_research.cli import run_entry
-from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.app.cli import run_entry
+from mtp_research.app.commands import run_evaluation, run_training
+from mtp_research.config.schema import EvalConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 LAB_TINY = ROOT / "assets" / "lab_tiny"
@@ -51,7 +50,7 @@ def refuse_without_torch(entry: str, *words: str, folder: Path) -> tuple[int, st
 def evaluate(*words: str) -> int:
     """Run eval.py in this process with few tokens."""
     short = ["spec.k=0", "sampling.max_new_tokens=4", "model.dtype=float32", "model.device=cpu"]
-    return run_entry(EvalConfig, eval_entry.run, argv=[*short, *words])
+    return run_entry(EvalConfig, run_evaluation, argv=[*short, *words])
 
 
 def write_prompts(path: Path, *texts: str) -> Path:
@@ -314,7 +313,7 @@ def test_bad_training_data_gives_one_line(
     (tmp_path / "data.jsonl").write_text(content)
     words = [f"data.path={tmp_path / 'data.jsonl'}", f"output_dir={tmp_path / 'r'}"]
     argv = ["model.device=cpu", *words]
-    assert run_entry(TrainConfig, train_entry.run, argv=argv) == code
+    assert run_entry(TrainConfig, run_training, argv=argv) == code
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert expected in message

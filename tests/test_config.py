@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.cli import compose_config
-from mtp_research.config import EvalConfig, TrainConfig
-from mtp_research.config_choices import CLEAN_POLICIES, MODULE_SCHEDULES, POLICIES
-from mtp_research.overrides import CONF_DIR, ENTRIES, check_overrides, group_choices, help_text
-from mtp_research.policy import plan as policy
+from mtp_research.app.cli import compose_config
+from mtp_research.app.overrides import CONF_DIR, ENTRIES, check_overrides, group_choices, help_text
+from mtp_research.config.ranges import legal_values, meanings, schema_keys
+from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.runtime.errors import ConfigError
-from mtp_research.validation import legal_values, schema_keys
 
 SCHEMAS = {name: schema for schema, name in ENTRIES.items()}
 # Sweeps are read by W&B's agent, not composed: tests/test_sweeps.py.
@@ -53,13 +51,6 @@ def test_every_yaml_file_is_reachable_from_one_entry() -> None:
         for name in names
     }
     assert {(path.parent.name, path.stem) for path in YAML_FILES} == reachable
-
-
-def test_choices_equal_those_of_the_policy_module() -> None:
-    assert sorted(POLICIES) == sorted(policy.POLICIES)
-    assert sorted(MODULE_SCHEDULES) == sorted(policy.MODULE_SCHEDULES)
-    clean = [name for name in policy.POLICIES if policy.POLICIES[name].clean]
-    assert sorted(CLEAN_POLICIES) == sorted(clean)
 
 
 def test_prefix_caching_with_an_unclean_policy_is_a_fault() -> None:
@@ -117,9 +108,7 @@ def test_engine_presets_that_stand_for_others() -> None:
 def test_every_key_is_read_somewhere() -> None:
     root = CONF_DIR.parent
     sources = [*(root / "mtp_research").rglob("*.py"), root / "train.py", root / "eval.py"]
-    checks = {"validation.py", "train_rules.py", "eval_rules.py", "placing_rules.py"}
-    sources = [path for path in sources if path.name not in checks]
-    sources = [path for path in sources if not path.name.startswith("config")]
+    sources = [path for path in sources if path.parent.name != "config"]
     trees = [ast.parse(path.read_text(encoding="utf8")) for path in sources]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     read = {node.attr for node in nodes if isinstance(node.ctx, ast.Load)}
@@ -170,7 +159,15 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
             "must be one of policy_matrix, policy_matrix_tiny, recycle_norm, train_chain_n3, ",
         ),
         (TrainConfig, "-m", "must read NAME=VALUE"),
-        (TrainConfig, "~head", "must read NAME=VALUE"),
+        (TrainConfig, "~haed", "haed is not a key of train.py; nearest: head"),
+        (EvalConfig, "spec.k=1,2", "write spec.k=[1,2] for one paired run, or add -m for many"),
+        (EvalConfig, "model=lab_tiny,lab_small", "add -m for many runs"),
+        (TrainConfig, "seed=0,1", "seed takes one value a run, got 0,1; add -m for many runs"),
+        (
+            EvalConfig,
+            "hydra.run.dir=x",
+            "follows output_dir, got x; set output_dir=x.",
+        ),
         (TrainConfig, "+nonsense=1", "nonsense is not a key of train.py"),
         (EvalConfig, "spec.policy=trainin", ", got trainin; nearest: training"),
         (EvalConfig, "spec.verify=greeedy", "synthetic | typical, got greeedy; nearest: greedy"),
@@ -203,7 +200,6 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (EvalConfig, "engine.capture_mixed=true", "must be false for engine.cuda_graphs=false"),
         (EvalConfig, "engine.compile=true", "must be false for engine.cuda_graphs=false"),
         (EvalConfig, "sampling.temperature=0.5", "must be 0 for spec.verify=greedy"),
-        (EvalConfig, "logger.tensorboard=true", "must be false for eval.py, which draws no curves"),
         (EvalConfig, "sampling.top_k=5", "must be 0 at temperature 0"),
         (EvalConfig, "sampling.min_p=0.5", "must be 0 at temperature 0"),
         (EvalConfig, "spec.draft_length=adaptive", "| fixed, got adaptive"),
@@ -269,15 +265,68 @@ def test_config_holds_plain_types_only() -> None:
 
 
 @pytest.mark.parametrize("schema", [TrainConfig, EvalConfig])
-def test_help_lists_every_group_choice_and_key(schema: type) -> None:
+def test_help_lists_every_group_choice_key_and_meaning(schema: type) -> None:
     text = help_text(schema)
     for group, choices in group_choices(schema).items():
         assert f"{group}={' | '.join(choices)}" in text
+    said = meanings(schema)
     for key, item in schema_keys(schema).items():
         assert f"{key}: {legal_values(item)}" in text
+        assert said[key], f"{key} needs a comment that says what it means"
+        assert f"\n      {said[key]}\n" in text
 
 
 def test_check_overrides_reports_all_unknown_names_at_once() -> None:
     with pytest.raises(ConfigError) as fault:
         check_overrides(TrainConfig, ["modl=a", "sed=1", "seed=1"])
     assert len(str(fault.value).splitlines()) == 2
+
+
+def test_meaning_is_the_comment_above_and_beside_a_field() -> None:
+    said = meanings(EvalConfig)
+    assert said["sampling.temperature"] == "0 is greedy"
+    assert said["spec.num_speculative_tokens"].startswith("K, alias spec.k; 0 is plain decoding")
+    assert "Settings of the lossy rules" not in said["spec.relaxed_top_n"]
+
+
+@pytest.mark.parametrize(
+    ("word", "swept", "fixed"),
+    [
+        ("spec.k=1,3", ["spec.num_speculative_tokens=1,3"], ["grid.num_speculative_tokens=[]"]),
+        ("spec.k=[1,3]", [], ["grid.num_speculative_tokens=[1,3]"]),
+        ("spec.k=[1,3],[5]", ["grid.num_speculative_tokens=[1,3],[5]"], []),
+        ("spec.policy=eagle,training", ["spec.policy=[eagle],[training]"], []),
+        ("model.path=a,b", ["model.path='a','b'"], []),
+        ("seed=range(0,3)", ["seed=0,1,2"], []),
+        ("model=glob(lab*)", ["model=glob(lab*)"], []),
+        ("hydra.verbose=true", [], ["hydra.verbose=true"]),
+    ],
+)
+def test_many_runs_split_values_as_hydra_does(
+    word: str, swept: list[str], fixed: list[str]
+) -> None:
+    assert check_overrides(EvalConfig, [word], is_many=True) == (fixed, swept)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("model=lab_tiny,lab_tinny", "got lab_tinny; nearest: lab_tiny"),
+        ("spec.kk=1,3", "nearest: spec.k"),
+        ("spec.k=1,[2,3]", "single values or lists, got both"),
+        ("seed=(1", "(1"),
+    ],
+)
+def test_many_runs_of_a_wrong_word_give_one_line(word: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as fault:
+        check_overrides(EvalConfig, [word], is_many=True)
+    assert expected in str(fault.value)
+    assert len(str(fault.value).splitlines()) == 1
+
+
+def test_tilde_takes_an_entry_or_a_group_away() -> None:
+    plain = compose_config(EvalConfig, [])
+    assert "head_dim" in plain.model.architecture
+    fewer = compose_config(EvalConfig, ["~model.architecture.head_dim", "~experiment"])
+    assert "head_dim" not in fewer.model.architecture
+    assert fewer.spec == plain.spec

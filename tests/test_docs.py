@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.cli import compose_config
-from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.policy import simulate, trace
 
 ROOT = Path(__file__).resolve().parent.parent

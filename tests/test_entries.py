@@ -1,5 +1,6 @@
 """The two commands as a user meets them: exit codes, one-line errors, run folders, instant help."""
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -7,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from hydra.core.hydra_config import HydraConfig
 
-from mtp_research.cli import run_entry
-from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.__main__ import COMMANDS
+from mtp_research.app.cli import compose_config, run_entry
+from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.runtime import errors, provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,14 +55,202 @@ def test_eval_with_a_wrong_k_exits_2_with_one_line(value: str, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cfg_job_prints_the_resolved_configuration_as_json(
+def never(config: EvalConfig, output_dir: Path) -> None:
+    pytest.fail(f"the work must not start with {config.model.name} in {output_dir}")
+
+
+def test_cfg_job_prints_yaml_that_can_be_fed_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["spec.k=[5,7]", "sampling=warm", "spec.verify=auto"]
+    assert run_entry(EvalConfig, never, argv=["--cfg", "job", *words]) == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)["grid"]["num_speculative_tokens"] == [5, 7]
+    assert list(tmp_path.iterdir()) == []
+
+    (tmp_path / "mine.yaml").write_text(printed)
+    seen = []
+    fed = ["--config-dir", str(tmp_path), "--config-name", "mine", "spec.head=null"]
+    argv = [*fed, f"output_dir={tmp_path / 'run'}"]
+    assert run_entry(EvalConfig, lambda config, _: seen.append(config), argv=argv) == 0
+    expected = compose_config(EvalConfig, [*words, *argv[4:]])
+    assert seen == [expected]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        ".lock",
+        "config.json",
+        "git.diff",
+        "run.json",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--cfg", "hydra"], "run:"),
+        (["--cfg", "all", "--resolve"], "spec:"),
+        (["--cfg", "job", "--package", "spec"], "num_speculative_tokens: 3"),
+        (["--hydra-help"], "Hydra"),
+    ],
+)
+def test_hydra_prints_what_it_is_asked_for(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_entry(EvalConfig, never, argv=words) == 0
+    assert expected in capsys.readouterr().out
+
+
+def test_info_prints_what_hydra_composed() -> None:
+    done = python("eval.py", "--info", "experiment=eval_oracle")  # a process: it sets up logging
+    assert done.returncode == 0, done.stderr
+    assert "Config search path" in done.stdout
+    assert "experiment: eval_oracle" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--inof"], "--inof is not a flag; nearest: --info"),
+        (["--cfg", "jobs"], "invalid choice: 'jobs'"),
+        (["--cfg", "job", "-m"], "not allowed with"),
+        (["--resolve"], "go with --cfg"),
+        (["--config-dir", "absent"], "must be a folder, got absent"),
+        (["--config-name", "absent"], "conf/ and overrides must compose, got"),
+        (["--cfg", "job", "spec.k=99"], "must be an integer in 0..64, got 99"),
+        (["seed=range(0,3)"], "conf/ and overrides must compose, got"),
+        (["-m", "spec.k=1,three"], "must be an integer in 0..64"),
+    ],
+)
+def test_wrong_flag_exits_2_with_one_line(
+    words: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def never(config: EvalConfig, output_dir: Path) -> None:
-        pytest.fail(f"--cfg must not run {config.model.name} in {output_dir}")
+    monkeypatch.chdir(tmp_path)
+    assert run_entry(EvalConfig, never, argv=words) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert expected in message
+    assert message.count("\n") == 1
 
-    assert run_entry(EvalConfig, never, argv=["--cfg", "job", "spec.k=7"]) == 0
-    assert json.loads(capsys.readouterr().out)["spec"]["num_speculative_tokens"] == 7
+
+def test_config_dir_adds_groups(tmp_path: Path) -> None:
+    (tmp_path / "sampling").mkdir()
+    (tmp_path / "sampling" / "mine.yaml").write_text("max_new_tokens: 7\n")
+    seen = []
+    argv = [*EVAL_WORDS, "--config-dir", str(tmp_path), f"output_dir={tmp_path / 'run'}"]
+    run = lambda config, _: seen.append(config.sampling.max_new_tokens)  # noqa: E731
+    assert run_entry(EvalConfig, run, argv=[*argv, "sampling=mine"]) == 0
+    assert seen == [7]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("python eval.py sampling=", {"sampling=greedy", "sampling=warm"}),
+        ("python eval.py spec.k=3 timing.", {"timing.passes=", "timing.turns="}),
+    ],
+)
+def test_bash_completion_names_choices_and_keys(
+    line: str,
+    expected: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert run_entry(EvalConfig, never, argv=["-sc", "query=bash"]) == 0
+    assert set(capsys.readouterr().out.split()) == expected
+
+
+@pytest.mark.parametrize("entry", ["train.py", "eval.py"])
+def test_bash_completion_finds_its_word_in_the_entry(entry: str) -> None:
+    assert "@hydra.main" in (ROOT / entry).read_text()  # Hydra's bash function looks for it
+
+
+def test_many_runs_have_a_folder_each_and_the_worst_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def run(config: EvalConfig, output_dir: Path) -> None:
+        seen.append((config.spec.num_speculative_tokens, config.sampling.temperature, output_dir))
+        if config.spec.num_speculative_tokens == 1:
+            raise errors.IntegrityError("damaged")
+
+    words = ["-m", "spec.k=1,99,3", "sampling.temperature=0,0.6", "spec.verify=auto"]
+    assert run_entry(EvalConfig, run, argv=[*words, *EVAL_WORDS, f"output_dir={tmp_path}"]) == 3
+    settings = [(1, 0.0), (1, 0.6), (3, 0.0), (3, 0.6)]
+    folders = [tmp_path / name for name in "0145"]
+    assert seen == [(*one, folder) for one, folder in zip(settings, folders, strict=True)]
+    assert all((folder / "config.json").is_file() for folder in folders)
+
+    captured = capsys.readouterr()
+    faults = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert [line.split("(")[0] for line in faults] == [f"error: job {i} " for i in range(4)]
+    assert "spec.num_speculative_tokens=99 sampling.temperature=0.6" in faults[3]
+    assert "must be an integer in 0..64, got 99; set spec.k=64." in faults[3]
+    jobs = json.loads(captured.out.splitlines()[-1])["jobs"]
+    assert [job["exit_code"] for job in jobs] == [3, 3, 2, 2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "exit_code"), [(errors.Interrupted("stopped"), 75), (KeyboardInterrupt(), 130)]
+)
+def test_many_runs_end_when_they_are_stopped(
+    fault: BaseException, exit_code: int, tmp_path: Path
+) -> None:
+    seen = []
+
+    def run(config: EvalConfig, output_dir: Path) -> None:
+        seen.append(config.seed)
+        raise fault
+
+    words = ["-m", "seed=1,2", *EVAL_WORDS, f"output_dir={tmp_path}"]
+    assert run_entry(EvalConfig, run, argv=words) == exit_code
+    assert seen == [1]
+
+
+def test_many_runs_of_swept_folders_use_them(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    words = ["-m", "output_dir=a,b", *EVAL_WORDS]
+    assert run_entry(EvalConfig, lambda _, folder: seen.append(str(folder)), argv=words) == 0
+    assert seen == ["a", "b"]
+
+
+def test_hydra_writes_to_the_run_folder_only_and_keeps_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def run(config: EvalConfig, output_dir: Path) -> None:
+        seen.append((Path.cwd(), HydraConfig.get().runtime.output_dir, sys.argv))
+
+    argv = sys.argv
+    assert run_entry(EvalConfig, run, argv=[*EVAL_WORDS, "output_dir=out"]) == 0
+    assert seen == [(tmp_path, str(tmp_path / "out"), argv)]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_commands_of_the_package_exist(name: str) -> None:
+    module, function = COMMANDS[name]
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert f"def {function}(" in Path(str(spec.origin)).read_text()
+
+
+def test_package_runs_a_command_and_refuses_another() -> None:
+    shown = python("-m", "mtp_research", "eval", "--help")
+    assert shown.returncode == 0
+    assert "python eval.py" in shown.stdout
+    refused = python("-m", "mtp_research", "evla")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: evla is not a command; nearest: eval; usage: ")
 
 
 @pytest.mark.parametrize(
@@ -109,9 +301,6 @@ def test_fault_of_the_program_itself_is_not_hidden(tmp_path: Path) -> None:
 def test_missing_path_exits_2_before_the_work(
     key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def never(config: EvalConfig, output_dir: Path) -> None:
-        pytest.fail("the work must not start")
-
     argv = [*EVAL_WORDS, f"{key}={tmp_path / 'absent'}", f"output_dir={tmp_path / 'run'}"]
     assert run_entry(EvalConfig, never, argv=argv) == 2
     assert f"error: {key} must be an existing path" in capsys.readouterr().err
@@ -122,9 +311,6 @@ def test_output_dir_that_is_a_file_exits_4(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-
-    def never(config: EvalConfig, output_dir: Path) -> None:
-        pytest.fail("the work must not start")
 
     argv = [*EVAL_WORDS, f"output_dir={tmp_path / 'file'}"]
     assert run_entry(EvalConfig, never, argv=argv) == 4

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.cli import compose_config
-from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import EvalConfig, TrainConfig
 from tools import gpu_study
 
 WORDS = ["--model", "lab_tiny", "--corpus", "CORPUS"]

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.cli import run_entry
-from mtp_research.config import LauncherConfig, TrainConfig
-from mtp_research.launch import job_command
+from mtp_research.app.cli import run_entry
+from mtp_research.app.launch import job_command
+from mtp_research.config.schema import TrainConfig
+from mtp_research.config.training_schema import LauncherConfig
 
 
 def never(config: TrainConfig, output_dir: Path) -> None:

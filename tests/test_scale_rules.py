@@ -2,8 +2,8 @@
 
 import pytest
 
-from mtp_research.cli import compose_config
-from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import TrainConfig
 from mtp_research.runtime.errors import ConfigError
 
 
@@ -23,7 +23,6 @@ from mtp_research.runtime.errors import ConfigError
         ),
         (TrainConfig, ["trainer=fsdp2", "trainer.compile=true"], "set trainer.compile=false."),
         (TrainConfig, ["head.lora_rank=4", "trainer=zero2"], "set head.lora_rank=0."),
-        (EvalConfig, ["logger.tensorboard=true"], "set logger.tensorboard=false."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from mtp_research.kernels.bench_timing import describe_machine
 from text_gaps import Decoded, Texts, compare
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompt, load_prompts

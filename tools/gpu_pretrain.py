@@ -42,7 +42,8 @@ def main() -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Train one target into /tmp/targets/NAME."""
-    from mtp_research.config import ModelConfig, PretrainConfig
+    from mtp_research.config.schema import ModelConfig
+    from mtp_research.config.training_schema import PretrainConfig
     from mtp_research.pretrain.pretrain import pretrain_target
 
     fields = yaml.safe_load((ROOT / "conf" / "model" / f"{args.names[0]}.yaml").read_text())

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from training_bench_parts import Shape, make_parts, run_config
 
-from mtp_research.config import TrainerConfig
+from mtp_research.config.training_schema import TrainerConfig
 from mtp_research.training.loop import accumulate_gradients
 from mtp_research.training.tracking import StopRequest
 

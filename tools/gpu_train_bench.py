@@ -38,7 +38,8 @@ from training_bench_parts import (
 )
 from training_stages import kernels_of, loss_fields, show_kernels, split, stages_of
 
-from mtp_research.config import TrainConfig, TrainerConfig
+from mtp_research.config.schema import TrainConfig
+from mtp_research.config.training_schema import TrainerConfig
 from mtp_research.training.loop import accumulate_gradients
 from mtp_research.training.setup import RunParts
 from mtp_research.training.tracking import StopRequest

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-import train
-from mtp_research.cli import run_entry
-from mtp_research.config import TrainConfig
+from mtp_research.app.cli import run_entry
+from mtp_research.app.commands import run_training
+from mtp_research.config.schema import TrainConfig
 from mtp_research.training.checkpoint import newest_checkpoint
 from tests.training.tiny import save_lab
 
@@ -103,7 +103,7 @@ def kill_test(args: argparse.Namespace, *, folder: Path) -> int:
 def start(words: list[str], output_dir: Path) -> int:
     """Fork a child that runs `train.py` with these words; its process id."""
     argv = [*words, f"output_dir={output_dir}"]
-    return fork(lambda: run_entry(TrainConfig, train.run, argv=argv))
+    return fork(lambda: run_entry(TrainConfig, run_training, argv=argv))
 
 
 def fork(work) -> int:

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, profile
 from training_bench_parts import time_of
 
-from mtp_research.config import TrainConfig
+from mtp_research.config.schema import TrainConfig
 from mtp_research.training.losses.losses import HeadObjective, depth_labels, label_counts, run_heads
 from mtp_research.training.setup import RunParts
 

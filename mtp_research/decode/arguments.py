@@ -5,8 +5,9 @@ Letters: K drafts per step.
 
 from collections.abc import Iterable, Sequence
 
-from mtp_research.config import EngineConfig
-from mtp_research.config_choices import MAX_SPECULATIVE_TOKENS
+from mtp_research.config.ranges import check_values
+from mtp_research.config.schema import EngineConfig
+from mtp_research.config.training_schema import MAX_SPECULATIVE_TOKENS
 from mtp_research.decode.build import Heads
 from mtp_research.decode.draft.draft_length import DraftLength
 from mtp_research.decode.draft.mtp_drafter import DRAFT_SAMPLINGS
@@ -16,7 +17,6 @@ from mtp_research.decode.verify.verify_rules import RULES, Rule
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.policy.plan import MODULE_SCHEDULES, POLICIES, HiddenPolicy
 from mtp_research.runtime.errors import ConfigError
-from mtp_research.validation import check_values
 
 
 def resolve_policy(policy: str | HiddenPolicy) -> HiddenPolicy:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.draft_length import DraftLength
 from mtp_research.decode.draft.drafter import Drafter, NullDrafter, OracleDrafter
 from mtp_research.decode.draft.mtp_drafter import DraftSampling, MTPDrafter

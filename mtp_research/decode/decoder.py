@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.arguments import (
     check_arguments,
     check_request,

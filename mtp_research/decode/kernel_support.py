@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.paged_attention_triton import attention_kernel

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.drafter import Drafter
 from mtp_research.models.family import LayerGeometry
 from mtp_research.models.target import Target

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mtp_research.config import SamplingConfig, SpecConfig
+from mtp_research.config.schema import SamplingConfig, SpecConfig
 from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.runs import mapping, read_runs

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from mtp_research.config import SamplingConfig
+from mtp_research.config.schema import SamplingConfig
 from mtp_research.evaluation.report import PromptEntry, Report
 from mtp_research.evaluation.runs import Run, mapping
 from mtp_research.evaluation.stats.bootstrap import Estimate

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
-from mtp_research.config import LoggerConfig
+from mtp_research.config.schema import LoggerConfig
 from mtp_research.evaluation.figures import slug
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.runs import Run

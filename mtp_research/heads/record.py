@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from mtp_research.config import HeadConfig
+from mtp_research.config.training_schema import HeadConfig
 from mtp_research.heads.native import native_keys, num_native_modules, read_index
 from mtp_research.models.families import FAMILIES
 from mtp_research.models.loading.load_weights import CONFIG_FILE, loading, read_config

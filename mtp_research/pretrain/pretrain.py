@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from mtp_research.config import ModelConfig, PretrainConfig
+from mtp_research.config.schema import ModelConfig
+from mtp_research.config.training_schema import PretrainConfig
 from mtp_research.data.tokenizer import BOS_ID, PAD_ID, STOP_IDS
 from mtp_research.models.fresh import (
     TargetModel,

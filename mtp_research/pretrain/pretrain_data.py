@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from mtp_research.config import PretrainConfig
+from mtp_research.config.training_schema import PretrainConfig
 from mtp_research.data.packing import TokenStream, build_stream, sample_rows
 from mtp_research.data.sources import (
     PYTHON_DOMAIN,

@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mtp_research.config import ModelConfig, PretrainConfig
+from mtp_research.config.schema import ModelConfig
+from mtp_research.config.training_schema import PretrainConfig
 from mtp_research.models.fresh import TargetModel, routers
 from mtp_research.pretrain.pretrain_data import PretrainData
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault

@@ -31,8 +31,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import cast
 
-from mtp_research.config import EngineConfig, EvalConfig
-from mtp_research.config_choices import CLEAN_POLICIES
+from mtp_research.config.grid import expand
+from mtp_research.config.ranges import schema_keys
+from mtp_research.config.schema import CLEAN_POLICIES, EngineConfig, EvalConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
@@ -56,7 +57,6 @@ from mtp_research.evaluation.stats.fault_study import (
 from mtp_research.evaluation.stats.statistics import FINISHED
 from mtp_research.evaluation.study_sections import fault_section
 from mtp_research.evaluation.wandb_tables import publish
-from mtp_research.grid import expand
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.loading.fingerprint import target_hashes
@@ -64,7 +64,6 @@ from mtp_research.models.target import Target, load_target, load_tokenizer
 from mtp_research.policy.plan import POLICIES, HiddenPolicy
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import run_record
-from mtp_research.validation import schema_keys
 
 _UNCLEAN = [name for name in POLICIES if name not in CLEAN_POLICIES]
 # What a study reads: these sections but for one key, and these keys. All else keeps its default.

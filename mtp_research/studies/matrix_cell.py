@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from mtp_research.config import TrainConfig
+from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.family import NormPoint
 from mtp_research.training.loop import train_heads

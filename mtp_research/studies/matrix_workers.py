@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from mtp_research.config import TrainConfig
+from mtp_research.config.schema import TrainConfig
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.stats.matrix_seeds import GroupKey, MatrixCell
 from mtp_research.heads.stack import MTPHeads

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mtp_research.config import TrainConfig
+from mtp_research.config.schema import TrainConfig
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.evaluation.seed_figures import group_figures, matrix_grids, write_matrix
 from mtp_research.evaluation.stats.matrix_seeds import (

@@ -35,7 +35,7 @@ from typing import NamedTuple, Protocol, cast
 
 from jinja2 import TemplateError
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.data.questions import Question, read_questions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams

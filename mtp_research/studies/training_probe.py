@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from mtp_research.config import EngineConfig, TrainConfig
+from mtp_research.config.schema import EngineConfig, TrainConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompts, load_prompts

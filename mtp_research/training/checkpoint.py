@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtp_research.config import TrainConfig
+from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
 from mtp_research.runtime.files import sha256_of, sync_to_disk

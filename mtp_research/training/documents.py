@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtp_research.config import DataConfig
+from mtp_research.config.training_schema import DataConfig
 from mtp_research.data.chat import encode_for_target
 from mtp_research.data.json_lines import JsonLine, read_json_lines
 from mtp_research.data.packing import EncodedDocument

@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from mtp_research.config import TrainConfig
+from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.runtime.errors import Interrupted
 from mtp_research.training.checkpoint import clear_leftovers, save_checkpoint, step_seed

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_research.config import TrainConfig
+from mtp_research.config.schema import TrainConfig
 from mtp_research.data.hidden_cache import (
     SHARD_ROWS,
     CacheHeader,

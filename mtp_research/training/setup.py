@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from accelerate import Accelerator
 
-from mtp_research.config import TrainConfig
+from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.init import Init, freeze_parts, init_heads
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_head_state, read_head_record

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtp_research.config import DataConfig
+from mtp_research.config.training_schema import DataConfig
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.heads.draft_vocabulary import RANKING_FILE, write_ranking
 from mtp_research.models.target import load_target

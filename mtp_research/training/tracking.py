@@ -1,4 +1,4 @@
-"""Curves of a run: `metrics.jsonl` always, Weights & Biases or TensorBoard when asked for.
+"""Curves of a run: `metrics.jsonl` always, Weights & Biases when asked for.
 
 Tracking never ends a run: a failing service costs one warning and its curves, the file goes on.
 
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from mtp_research.config import LoggerConfig
+from mtp_research.config.schema import LoggerConfig
 from mtp_research.runtime.files import write_atomically
 from mtp_research.runtime.provenance import redact_tree
 from mtp_research.training.walk.replay import WalkReport
@@ -67,8 +67,6 @@ class Tracker:
         self._file = path.open("a", encoding="utf8")
         if settings.wandb != "disabled":
             self._add("W&B", partial(WandbService, output_dir, settings=settings, config=config))
-        if settings.tensorboard:
-            self._add("TensorBoard", partial(TensorboardService, output_dir, first_step=first_step))
 
     def __enter__(self) -> "Tracker":
         """The tracker itself."""
@@ -183,41 +181,6 @@ class WandbService:
     def close(self) -> None:
         """See `Service.close`."""
         self._run.finish()
-
-
-class TensorboardService:
-    """TensorBoard event files in `output_dir/tensorboard`.
-
-    Args:
-        output_dir: of the run.
-        first_step: steps already done; later points of an interrupted attempt are dropped.
-
-    Raises:
-        ImportError: the package is not installed.
-    """
-
-    def __init__(self, output_dir: Path, *, first_step: int) -> None:
-        """Open the event file."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(output_dir / "tensorboard", purge_step=first_step + 1)
-
-    def __str__(self) -> str:
-        return "TensorBoard"
-
-    def log(self, values: Mapping[str, object], *, step: int) -> None:
-        """See `Service.log`."""
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def result(self, values: Mapping[str, object], *, head: Path) -> None:
-        """Nothing beyond the curves."""
-
-    def close(self) -> None:
-        """See `Service.close`."""
-        self._writer.close()
 
 
 def jsonable(values: Mapping) -> dict[str, object]:

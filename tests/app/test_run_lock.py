@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.cli import run_entry
-from mtp_research.config import TrainConfig
+from mtp_research.app.cli import run_entry
+from mtp_research.config.schema import TrainConfig
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.runtime.files import run_lock
 

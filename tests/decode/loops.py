@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft import mtp_drafter as draft
 from mtp_research.decode.draft.drafter import VerifiedStep

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.arguments import resolve_rule, rule_name
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import ConfidenceLength, DraftLength, FixedLength
 from mtp_research.decode.sampling.sampling_params import SamplingParams

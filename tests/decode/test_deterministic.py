@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.step import DeviceStep

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft import mtp_drafter as draft
 from mtp_research.decode.draft.draft_length import (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.heads.draft_vocabulary import (

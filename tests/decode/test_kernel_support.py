@@ -6,7 +6,7 @@ import pytest
 import torch
 from mtp_research.kernels import checks
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode import build, kernel_support
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.models.family import NO_PAGES, LayerGeometry

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode import decoder as decoder_module
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import FixedLength

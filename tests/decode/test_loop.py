@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.drafter import NullDrafter
 from mtp_research.decode.sampling.sampling_params import SamplingParams

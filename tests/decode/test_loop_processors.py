@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft import mtp_drafter as draft
 from mtp_research.decode.sampling.sampling_params import SamplingParams

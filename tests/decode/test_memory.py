@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode import build
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs.capture import split_batch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.ledger import Launched
 from mtp_research.decode.sampling.sampling_params import SamplingParams

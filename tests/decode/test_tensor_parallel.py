@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.models.loading.fingerprint import target_hashes

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtp_research.config_choices import ARGMAX_RULES, VERIFY_RULES
+from mtp_research.config.schema import ARGMAX_RULES, VERIFY_RULES
 from mtp_research.decode.sampling.sampling import (
     Stream,
     sample_from,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from mtp_research.kernels import checks
 
-import eval as entry
-from mtp_research.cli import run_entry
-from mtp_research.config import EngineConfig, EvalConfig
+from mtp_research.app.cli import run_entry
+from mtp_research.app.commands import run_evaluation
+from mtp_research.config.schema import EngineConfig, EvalConfig
 from mtp_research.evaluation.run.decoders import check_backend, reference_note
 from mtp_research.runtime.errors import EnvironmentFault
 
@@ -64,7 +64,7 @@ def test_entry_says_it_beside_the_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = ["prompts.max_prompts=1", "sampling.max_new_tokens=2", "spec.k=0"]
-    assert run_entry(EvalConfig, entry.run, argv=[*few, f"output_dir={tmp_path}"]) == 0
+    assert run_entry(EvalConfig, run_evaluation, argv=[*few, f"output_dir={tmp_path}"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out.splitlines()[-1])["num_prompts"] == 1
     assert "note: " not in printed.out

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mtp_research.cli import compose_config, run_entry
-from mtp_research.config import EvalConfig
+from mtp_research.app.cli import compose_config, run_entry
+from mtp_research.config.schema import EvalConfig
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.results import recompute
 from mtp_research.evaluation.run import evaluate as evaluate_module

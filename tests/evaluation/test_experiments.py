@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.cli import compose_config
-from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.evaluation.context_table import context_rows, main, speed_by_context
 from mtp_research.evaluation.results import RESULTS_FILE, recompute
 from mtp_research.evaluation.run.evaluate import evaluate

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtp_research.cli import compose_config
-from mtp_research.config import EvalConfig
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import EvalConfig
 from mtp_research.decode import build
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.evaluation.run import passes as preparation

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.cli import compose_config
-from mtp_research.config import EvalConfig, SamplingConfig, SpecConfig
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import EvalConfig, SamplingConfig, SpecConfig
 from mtp_research.decode.draft.draft_length import (
     BatchTableLength,
     ConfidenceLength,
@@ -120,7 +120,7 @@ def test_synthetic_rates_and_length_are_two_ways_to_one_rule() -> None:
 def test_settings_are_checked_without_torch() -> None:
     probe = (
         "import sys; sys.modules['torch'] = None\n"
-        "from mtp_research.config import EvalConfig, ModelConfig\n"
+        "from mtp_research.config.schema import EvalConfig, ModelConfig\n"
         "from mtp_research.evaluation.run.decoders import check_settings\n"
         "check_settings(EvalConfig(ModelConfig('a', 'b', 'c')))"
     )

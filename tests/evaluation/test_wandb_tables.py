@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import eval as eval_entry
-from mtp_research.cli import run_entry
-from mtp_research.config import EvalConfig, LoggerConfig
+from mtp_research.app.cli import run_entry
+from mtp_research.app.commands import run_evaluation
+from mtp_research.config.schema import EvalConfig, LoggerConfig
 from mtp_research.evaluation.figures import Figure, Missing
 from mtp_research.evaluation.report import build_report
 from mtp_research.evaluation.sections import Section
@@ -145,7 +145,7 @@ def test_eval_py_publishes_and_exits_0(
     words = ["experiment=eval_smoke", "engine=cpu", "spec.policy=training", "spec.k=1"]
     words += ["logger=wandb", f"logger.wandb={mode}", f"output_dir={tmp_path}"]
     with caplog.at_level(logging.WARNING, logger="mtp_research.evaluation.wandb_tables"):
-        assert run_entry(EvalConfig, eval_entry.run, argv=words) == 0
+        assert run_entry(EvalConfig, run_evaluation, argv=words) == 0
     assert (tmp_path / "results.json").is_file()
     names = [record.name for record in caplog.records]
     assert names.count("mtp_research.evaluation.wandb_tables") == (fault == "no key")
@@ -156,7 +156,7 @@ def test_price_study_is_published(tmp_path: Path, fake_wandb: types.ModuleType) 
     words = ["experiment=fault_price", "spec.head=assets/lab_tiny/heads/chain_n1", "spec.k=2"]
     words += ["spec.policy=window", "prompts.max_prompts=1", "sampling.max_new_tokens=4"]
     words += ["engine=cpu", "logger=wandb", "logger.wandb=offline", f"output_dir={tmp_path / 'f'}"]
-    assert run_entry(EvalConfig, eval_entry.run, argv=words) == 0
+    assert run_entry(EvalConfig, run_evaluation, argv=words) == 0
     run = fake_wandb.run
     assert any(name.startswith("f/table-01") for name in run.logged)
     assert "chain_n1 K=2 window/acceptance_length" in run.summary

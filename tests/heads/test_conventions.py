@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.cli import compose_config
-from mtp_research.config import HeadConfig, TrainConfig
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import TrainConfig
+from mtp_research.config.training_schema import HeadConfig
 from mtp_research.heads.init import init_heads
 from mtp_research.heads.native import load_native_heads
 from mtp_research.heads.stack import HeadSpec, MTPHeads

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.heads import export
 from mtp_research.heads.export import export_heads, stitch_heads

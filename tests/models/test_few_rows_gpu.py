@@ -5,7 +5,7 @@ import torch
 from mtp_research.kernels.products.few_rows_product import FewRowsConfig, few_rows_product
 from torch import Tensor
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.models.rewrites import products as few_rows

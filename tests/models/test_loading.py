@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtp_research.cli import compose_config
-from mtp_research.config import EvalConfig, TrainConfig
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.loading.fingerprint import target_hashes

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.slot_state import KVCache
 from mtp_research.models.attention.attention import DenseContext

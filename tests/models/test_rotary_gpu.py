@@ -5,7 +5,7 @@ import torch
 from mtp_research.kernels.attention.store_kv import NewRows
 from torch import Tensor
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.models.attention import paged as compiled

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mtp_research.cli import compose_config
-from mtp_research.config import TrainConfig
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import TrainConfig
 from mtp_research.models.shapes import SHAPES
 
 

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mtp_research.config import ModelConfig, PretrainConfig
+from mtp_research.config.schema import ModelConfig
+from mtp_research.config.training_schema import PretrainConfig
 from mtp_research.models.fresh import new_target, next_token_logits, routers
 from mtp_research.pretrain import pretrain
 from mtp_research.pretrain.pretrain import pretrain_target

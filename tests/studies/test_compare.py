@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.config import SamplingConfig
+from mtp_research.config.schema import SamplingConfig
 from mtp_research.evaluation.compare import compare, main
 from mtp_research.evaluation.report import Report, build_report
 from mtp_research.evaluation.results import write_results

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.cli import compose_config
-from mtp_research.config import EvalConfig
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import EvalConfig
 from mtp_research.evaluation.fault_join import Part, join_parts
 from mtp_research.evaluation.fault_table import (
     main,

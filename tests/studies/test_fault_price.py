@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import eval as eval_entry
-from mtp_research.cli import compose_config, run_entry
-from mtp_research.config import EvalConfig
+from mtp_research.app.cli import compose_config, run_entry
+from mtp_research.app.commands import run_evaluation
+from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.fault_table import main, markdown_tables, price_rows, split_prices
 from mtp_research.evaluation.report import PromptEntry
@@ -160,7 +160,7 @@ def test_unfinished_prompts_are_in_no_figure_and_a_study_of_none_exits_3(
     monkeypatch.setattr(fault_price.SpecDecoder, "generate", damaged)
     words = [*WORDS, "spec.policy=window", "sampling.max_new_tokens=6", "prompts.max_prompts=2"]
     words += [f"output_dir={tmp_path}"]
-    assert run_entry(EvalConfig, eval_entry.run, argv=words) == (0 if left else 3)
+    assert run_entry(EvalConfig, run_evaluation, argv=words) == (0 if left else 3)
     for condition in read_study(tmp_path).conditions:
         assert condition.text_sha256.count(UNFINISHED) == 2 - left
         assert sum(map(bool, condition.accepted_per_round)) == left

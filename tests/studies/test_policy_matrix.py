@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtp_research.cli import compose_config
-from mtp_research.config import MatrixConfig, TrainConfig
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import TrainConfig
+from mtp_research.config.training_schema import MatrixConfig
 from mtp_research.evaluation.seed_figures import group_figures, main, matrix_grids, summary
 from mtp_research.evaluation.stats.matrix_seeds import MATRIX_FILE, read_matrix
 from mtp_research.heads.module import ModuleOutput

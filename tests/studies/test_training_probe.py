@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.cli import compose_config
-from mtp_research.config import TrainConfig
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
 from mtp_research.studies import training_probe

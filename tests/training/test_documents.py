@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from mtp_research.config import DataConfig
+from mtp_research.config.training_schema import DataConfig
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.data.sources import Document
 from mtp_research.data.tokenizer import END_ID, EOS_ID, save_tokenizer, train_tokenizer

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtp_research.config import TrainConfig
+from mtp_research.app.preflight import check_inputs
+from mtp_research.config.schema import TrainConfig
 from mtp_research.models.target import Target
-from mtp_research.preflight import check_inputs
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.training.loop import train_heads
 from mtp_research.training.setup import build_run, cache_hidden, make_accelerator

@@ -6,7 +6,7 @@ import math
 import pytest
 from safetensors.torch import load_file
 
-from mtp_research.config import TrainConfig
+from mtp_research.config.schema import TrainConfig
 from mtp_research.training.loop import train_heads
 from mtp_research.training.losses.losses import HeadObjective
 from tests.training.tiny import save_lab

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtp_research.config import TrainConfig
+from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
 from mtp_research.runtime.errors import EnvironmentFault, Interrupted

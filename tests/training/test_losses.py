@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtp_research.config_choices import LOSS_TERMS, parse_loss
+from mtp_research.config.training_schema import LOSS_TERMS, parse_loss
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.losses.loss_terms import LossSpec
 from mtp_research.training.losses.losses import depth_labels, label_counts, multi_depth_loss

@@ -12,7 +12,8 @@ import pytest
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from mtp_research.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
+from mtp_research.config.schema import ModelConfig, TrainConfig
+from mtp_research.config.training_schema import DataConfig, TrainerConfig
 from mtp_research.models.rewrites.products import MergedLinear
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.loop import train_heads

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from mtp_research.config import LoggerConfig
+from mtp_research.config.schema import LoggerConfig
 from mtp_research.runtime.provenance import HIDDEN
 from mtp_research.training.tracking import Tracker, jsonable
 
@@ -157,27 +157,6 @@ def test_tracker_online_without_key_goes_on_without(tmp_path, fake_wandb, caplog
     assert len(lines(tmp_path)) == 2
     assert "no API key" in caplog.text
     assert fake_wandb.started == {}
-
-
-def test_tracker_tensorboard_gets_scalars(tmp_path):
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    ).EventAccumulator
-    settings = LoggerConfig(tensorboard=True)
-    with Tracker(tmp_path, settings=settings, config={}) as log:
-        log.log("train", step=3, values={"loss": 0.5, "accuracy": [0.25], "note": "text"})
-    events = accumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 0.5)]
-    assert [e.value for e in events.Scalars("train/accuracy/1")] == [0.25]
-
-
-def test_tracker_without_tensorboard_goes_on(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with Tracker(tmp_path, settings=LoggerConfig(tensorboard=True), config={}) as log:
-        log.log("train", step=1, values={"loss": 1.0})
-    assert len(lines(tmp_path)) == 1
-    assert "TensorBoard is off" in caplog.text
 
 
 def test_jsonable_replaces_only_non_finite_numbers():

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtp_research.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
+from mtp_research.config.schema import ModelConfig, TrainConfig
+from mtp_research.config.training_schema import DataConfig, TrainerConfig
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.target import Target

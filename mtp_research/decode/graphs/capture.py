@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.mtp_drafter import MTPDrafter
 from mtp_research.decode.sampling.sampling import SamplingTensors
 from mtp_research.decode.step import DeviceStep, StepResult

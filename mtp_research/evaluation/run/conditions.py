@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
-from mtp_research.config import EvalConfig
-from mtp_research.grid import expand
+from mtp_research.config.grid import expand
+from mtp_research.config.schema import EvalConfig
 from mtp_research.runtime.errors import ConfigError
 
 BASELINE = "baseline"

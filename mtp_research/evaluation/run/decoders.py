@@ -21,7 +21,8 @@ from typing import cast
 
 import torch
 
-from mtp_research.config import EngineConfig, EvalConfig, SamplingConfig, SpecConfig
+from mtp_research.config.grid import expand
+from mtp_research.config.schema import EngineConfig, EvalConfig, SamplingConfig, SpecConfig
 from mtp_research.decode.arguments import resolve_policy
 from mtp_research.decode.build import Heads, build_drafter
 from mtp_research.decode.decoder import SpecDecoder
@@ -37,7 +38,6 @@ from mtp_research.decode.pool_size import PoolNeeds, pool_needs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.verify.verify import LengthSchedule, VerifyOptions, check_options
 from mtp_research.evaluation.run.conditions import Condition, conditions_of
-from mtp_research.grid import expand
 from mtp_research.heads.draft_vocabulary import RANKING_FILE, most_frequent
 from mtp_research.heads.record import RECORD_FILE, read_head_record
 from mtp_research.kernels import checks

@@ -13,7 +13,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import cast
 
-from mtp_research.config import EvalConfig
+from mtp_research.config.grid import expand
+from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.build import Heads
 from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
 from mtp_research.evaluation.report import Report, build_report, last_line, print_report
@@ -36,7 +37,6 @@ from mtp_research.evaluation.run.prompts import (
 from mtp_research.evaluation.stats.summary import ConditionResult
 from mtp_research.evaluation.turns import Turns
 from mtp_research.evaluation.wandb_tables import publish_report
-from mtp_research.grid import expand
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.loading.fingerprint import target_hashes, warn_of_family
 from mtp_research.models.target import Target, load_target, load_tokenizer

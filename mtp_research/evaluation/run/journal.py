@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from mtp_research.config import EvalConfig
+from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.results import plain, read_record
 from mtp_research.evaluation.stats.speed import StepParts

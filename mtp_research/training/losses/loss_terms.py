@@ -32,8 +32,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.config import ObjectiveConfig
-from mtp_research.config_choices import DEPTH_WEIGHTS, LOSS_TERMS, parse_loss
+from mtp_research.config.training_schema import (
+    DEPTH_WEIGHTS,
+    LOSS_TERMS,
+    ObjectiveConfig,
+    parse_loss,
+)
 from mtp_research.kernels.losses.distill_rows import Mixture
 from mtp_research.runtime.errors import ConfigError
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from mtp_research.config import TrainerConfig
+from mtp_research.config.training_schema import TrainerConfig
 from mtp_research.heads.module import MTPModule
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.rewrites.products import merge_projections

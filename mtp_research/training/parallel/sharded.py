@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from mtp_research.config import TrainerConfig
+from mtp_research.config.training_schema import TrainerConfig
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.checkpoint import MOMENTS, check_optimizer_tensors, moment_tensors
 from mtp_research.training.losses.losses import HeadObjective

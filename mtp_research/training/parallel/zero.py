@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mtp_research.config import TrainerConfig
+from mtp_research.config.training_schema import TrainerConfig
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from mtp_research.training.checkpoint import check_optimizer_tensors, moment_tensors
 from mtp_research.training.losses.losses import HeadObjective

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mtp_research.config import TrainConfig
+from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.weights import save_heads
 from mtp_research.training.optim import merged_tensors
 from mtp_research.training.setup import RunParts

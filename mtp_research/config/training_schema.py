@@ -1,21 +1,20 @@
-"""The sections that `train.py` takes beside those of `config`: from the modules to the launcher.
+"""The sections that `train.py` alone takes, in the order of `TrainConfig`; small target first.
 
-In the order of `TrainConfig`, the small target's own training first. Letter: N MTP modules.
+Letter: N MTP modules.
 """
 
 from dataclasses import dataclass, field
 
-from mtp_research.config_choices import (
-    DEPTH_WEIGHTS,
-    MAX_SPECULATIVE_TOKENS,
-    MODULE_SCHEDULES,
-    NORMS,
-    PARALLEL,
-    UNROLLS,
-    above,
-    one_of,
-    within,
-)
+from mtp_research.config.ranges import above, one_of, within
+from mtp_research.policy.fields import MATCHING_POLICY, MODULE_SCHEDULES
+from mtp_research.runtime.errors import ConfigError
+
+MAX_SPECULATIVE_TOKENS = 64
+NORMS = ("post_norm", "pre_norm")
+UNROLLS = tuple(sorted(MATCHING_POLICY))
+LOSS_TERMS = ("ce", "e2e_tv", "hidden", "kl", "lk", "tv")
+DEPTH_WEIGHTS = ("decay", "dpace", "expected_length", "uniform")
+PARALLEL = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 
 
 @dataclass
@@ -26,17 +25,17 @@ class PretrainConfig:
     vocab_size: int = within(4096, 262, 1 << 18)
     seq_len: int = within(512, 8, 1 << 20)  # tokens per packed row
     batch_size: int = within(64, 1, 1 << 16)  # packed rows per step
-    max_steps: int = within(2000, 1, 10**9)
+    max_steps: int = within(2000, 1, 10**9)  # optimiser steps
     max_seconds: float = above(420.0, 0.0, 1e9)  # the first of max_steps and max_seconds ends it
-    learning_rate: float = above(3e-3, 0.0, 10.0)
-    warmup_steps: int = within(100, 0, 10**9)
+    learning_rate: float = above(3e-3, 0.0, 10.0)  # peak
+    warmup_steps: int = within(100, 0, 10**9)  # steps up to the peak
     min_learning_rate_ratio: float = within(0.05, 0.0, 1.0)  # last / peak learning rate
-    weight_decay: float = within(0.1, 0.0, 10.0)
+    weight_decay: float = within(0.1, 0.0, 10.0)  # of matrices
     grad_clip: float = above(1.0, 0.0, 1e6)  # global gradient norm
-    corpus_dir: str = "../shared/data/corpus"
+    corpus_dir: str = "../shared/data/corpus"  # folder of the corpus files
     # Sampling weight per corpus domain; `python` is the installed Python source.
     domain_weights: dict[str, float] = field(default_factory=dict)
-    compile: bool = True
+    compile: bool = True  # torch.compile on a GPU
     log_every: int = within(50, 1, 10**9)  # steps
     router_bias_rate: float = within(1e-3, 0.0, 1.0)  # step of the expert-balancing bias
 
@@ -45,13 +44,13 @@ class PretrainConfig:
 class DataConfig:
     """Documents that heads are trained on."""
 
-    name: str
+    name: str  # in records
     path: str  # .jsonl or .jsonl.xz, one document a line
     # regenerated: the target's own answers, which heads should be trained on.
     kind: str = one_of("regenerated", "original", "regenerated")
     seq_len: int = within(256, 8, 1 << 20)  # tokens per packed row
     eval_documents: int = within(96, 1, 10**7)  # held out for the replay walk
-    max_documents: int | None = within(None, 2, 10**9)
+    max_documents: int | None = within(None, 2, 10**9)  # documents that are read; None: all
     # Folder of the target's hidden states, written by task=cache; None: computed while training.
     hidden_cache: str | None = None
 
@@ -60,7 +59,7 @@ class DataConfig:
 class HeadConfig:
     """The MTP modules that are trained."""
 
-    num_mtp_modules: int = within(3, 1, MAX_SPECULATIVE_TOKENS)  # N
+    num_mtp_modules: int = within(3, 1, MAX_SPECULATIVE_TOKENS)  # N, modules that are trained
     # native: the target's own MTP layers, N and the conventions below from its files where they are
     # not typed; replicate: the one module of head.path, N times.
     init: str = one_of("target_last_layer", "native", "random", "replicate", "target_last_layer")
@@ -70,6 +69,7 @@ class HeadConfig:
     lora_rank: int = within(0, 0, 4096)  # train low-rank updates through peft; 0: the weights
     hidden_source: str = one_of("post_norm", *NORMS)  # target hidden, seen from its final norm
     recycle_norm: str = one_of("post_norm", *NORMS)  # module output fed on, seen from its own norm
+    # What eh_proj reads first.
     concat_order: str = one_of("embedding_first", "embedding_first", "hidden_first")
     zero_position_0: bool = False  # zero the embedding at position 0, as some families do
     # The module of draft step i: cycle is i mod N, first is 0, last is min(i, N - 1).
@@ -89,7 +89,7 @@ class ObjectiveConfig:
     # decay: depth_decay ** (d - 1); dpace: by the draft's own confidence, anchor by anchor;
     # expected_length: by how much the depth adds to the greedy acceptance length.
     depth_weights: str = one_of("decay", *DEPTH_WEIGHTS)
-    depth_decay: float = above(0.8, 0.0, 1.0)
+    depth_decay: float = above(0.8, 0.0, 1.0)  # weight of a depth relative to the one before
     lk_eta: float = within(3.0, 0.0, 1000.0)  # lk leaves kl for tv as exp(-lk_eta * acceptance)
     lk_acceptance: str = one_of("row", "batch", "row")  # what lk_eta multiplies: row's or mean
     # ce alone, half precision on a GPU: logits in float16, half of float32's bytes. The error of a
@@ -101,14 +101,15 @@ class ObjectiveConfig:
 class TrainerConfig:
     """Optimiser, schedule and checkpoints of `task=heads`."""
 
+    # Dtype of target and heads; auto: model.dtype.
     precision: str = one_of("auto", "auto", "bfloat16", "float32")
-    max_steps: int = within(300, 1, 10**9)
+    max_steps: int = within(300, 1, 10**9)  # optimiser steps
     batch_size: int = within(8, 1, 1 << 16)  # packed rows per micro-batch
     gradient_accumulation_steps: int = within(1, 1, 1 << 16)  # micro-batches per step
     learning_rate: float = above(2e-3, 0.0, 10.0)  # peak
     warmup_fraction: float = within(0.05, 0.0, 1.0)  # of max_steps
-    betas: tuple[float, ...] = (0.9, 0.95)  # AdamW
-    weight_decay: float = within(0.0, 0.0, 10.0)
+    betas: tuple[float, ...] = (0.9, 0.95)  # AdamW, two numbers in [0, 1)
+    weight_decay: float = within(0.0, 0.0, 10.0)  # AdamW
     grad_clip: float = above(1.0, 0.0, 1e6)  # global gradient norm
     eval_every: int = within(100, 1, 10**9)  # steps
     save_every: int = within(100, 1, 10**9)  # steps
@@ -140,6 +141,7 @@ class MatrixConfig:
         default_factory=lambda: ["chain", "ttt", "shared_context", "independent"],
         metadata={"choices": UNROLLS},
     )
+    # Every head is decoded under each of these.
     policies: list[str] = field(
         default_factory=lambda: ["training", "eagle", "target_roll"],
         metadata={"choices": ("eagle", "target_roll", "training")},
@@ -162,10 +164,32 @@ class MatrixConfig:
 class LauncherConfig:
     """Where `train.py` runs."""
 
-    kind: str = one_of("local", "local", "slurm")
+    kind: str = one_of("local", "local", "slurm")  # slurm: a job, one torchrun a node
     partition: str | None = None  # None: the cluster's default
-    num_nodes: int = within(1, 1, 10**5)
+    num_nodes: int = within(1, 1, 10**5)  # machines of the job
     gpus_per_node: int = within(8, 1, 64)  # as many processes
-    cpus_per_node: int = within(64, 1, 10**4)
-    max_minutes: int = within(240, 1, 10**6)
+    cpus_per_node: int = within(64, 1, 10**4)  # cores asked for
+    max_minutes: int = within(240, 1, 10**6)  # time limit of the job
     grace_s: int = within(120, 1, 10**5)  # SIGTERM, which saves, comes this long before the end
+
+
+def parse_loss(text: str) -> dict[str, float]:
+    """Terms and weights of `objective.loss`: `kl+0.1*hidden` is {"kl": 1.0, "hidden": 0.1}.
+
+    Raises:
+        ConfigError: an unknown term, a term named twice, or a weight that is not above 0.
+    """
+    weights: dict[str, float] = {}
+    for part in text.replace(" ", "").split("+"):
+        factor, _, name = part.rpartition("*")
+        try:
+            weight = float(factor) if factor else 1.0
+        except ValueError:
+            weight = 0.0
+        if name not in LOSS_TERMS or name in weights or not 0 < weight < float("inf"):
+            raise ConfigError(
+                f"objective.loss must be a sum of {' | '.join(LOSS_TERMS)}, each once and with an "
+                f"optional weight above 0, got {text}; set objective.loss=kl+0.1*hidden."
+            )
+        weights[name] = weight
+    return weights

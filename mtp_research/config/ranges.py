@@ -1,53 +1,61 @@
-"""Every check that needs only the configuration, made before a model is loaded.
+"""What a key takes: how the schema states it, how it is checked and how a fault line says it.
 
-A fault line says which key, what was expected, what was got and the override that fixes it. Ranges
-and choices stand beside the keys in `mtp_research.config`, and here is what reads them; the rules
-between keys stand in `train_rules`, `eval_rules` and `placing_rules`.
+A dataclass field states its range or its choices in its metadata (`within`, `above`, `one_of`); the
+comment at it is its meaning. A fault line says which key, what was expected, what was got and
+the override that fixes it. Rules between keys stand in `rules`.
 """
 
+import ast
 import dataclasses
 import difflib
+import inspect
 from collections.abc import Iterable, Iterator
+from dataclasses import field
+from pathlib import Path
 from types import NoneType
-from typing import get_args, get_origin
+from typing import TypeVar, get_args, get_origin
 
-from mtp_research.config import EvalConfig, TrainConfig
-from mtp_research.config_evaluation import GRID_AXES
-from mtp_research.eval_rules import eval_faults
-from mtp_research.placing_rules import placing_faults
 from mtp_research.runtime.errors import ConfigError
-from mtp_research.train_rules import train_faults
 
 ALIASES = {"spec.k": "spec.num_speculative_tokens"}
 
 Field = dataclasses.Field[object]
+Number = TypeVar("Number", int, float, int | None, float | None)
 
 
-def validate(config: TrainConfig | EvalConfig) -> None:
-    """Check all ranges, choices and rules between keys.
-
-    Raises:
-        ConfigError: one line per fault.
-    """
-    faults = list(_value_faults(config))
-    if not faults:
-        rules = train_faults(config) if isinstance(config, TrainConfig) else eval_faults(config)
-        faults = [*rules, *placing_faults(config)]
-    if faults:
-        raise ConfigError("\n".join(faults))
+def within(default: Number, low: float, high: float) -> Number:
+    """A key in [low, high]; None is legal where the annotation allows it."""
+    return field(default=default, metadata={"low": low, "high": high})
 
 
-def check_values(config: object, *, section: str) -> None:
-    """Check ranges and choices of one section, as the command line does.
+def above(default: float, low: float, high: float) -> float:
+    """A key in (low, high]."""
+    return field(default=default, metadata={"low": low, "high": high, "open_low": True})
+
+
+def one_of(default: str, *choices: str) -> str:
+    """A key that takes one of the choices."""
+    return field(default=default, metadata={"choices": tuple(sorted(choices))})
+
+
+def axis(section: type, key: str) -> list:
+    """A key that takes a list of what `key`, a field of `section`, takes one of."""
+    single = section.__dataclass_fields__[key.rsplit(".", 1)[-1]]
+    metadata = {**single.metadata, "axis_of": key, "single": single}
+    return field(default_factory=list, metadata=metadata)
+
+
+def check_values(config: object, *, section: str = "") -> None:
+    """Check ranges and choices of a dataclass and its sections.
 
     Args:
-        config: a section of the schema, such as `EngineConfig`.
-        section: its key, such as `engine`.
+        config: a root of the schema, or a section such as `EngineConfig`.
+        section: the section's key, such as `engine`.
 
     Raises:
         ConfigError: one line per fault.
     """
-    if faults := list(_value_faults(config, f"{section}.")):
+    if faults := list(_value_faults(config, f"{section}." if section else "")):
         raise ConfigError("\n".join(faults))
 
 
@@ -61,6 +69,26 @@ def schema_keys(schema: type, prefix: str = "") -> dict[str, Field]:
         else:
             keys[key] = item
     return keys
+
+
+def meanings(schema: type, prefix: str = "") -> dict[str, str]:
+    """Map every dotted key of a schema to the comment at its field: above, then beside."""
+    found: dict[str, str] = {}
+    for item in dataclasses.fields(schema):
+        if isinstance(item.type, type) and dataclasses.is_dataclass(item.type):
+            found |= meanings(item.type, f"{prefix}{item.name}.")
+    lines = Path(inspect.getfile(schema)).read_text(encoding="utf8").splitlines()
+    classes = [node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef)]
+    (body,) = [node.body for node in classes if node.name == schema.__name__]
+    for node in body:
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        first = node.lineno - 1
+        while lines[first - 1].strip().startswith("#"):
+            first -= 1
+        comments = [line.partition("# ")[2] for line in lines[first : node.end_lineno]]
+        found[prefix + ast.unparse(node.target)] = " ".join(filter(None, comments))
+    return found
 
 
 def legal_values(item: Field) -> str:
@@ -103,9 +131,8 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 def fault_line(key: str, item: Field, value: object) -> str:
     """Compose the line for a value that a key does not take."""
-    if key in GRID_AXES:  # a value of a list: say it of the key that takes one
-        key = GRID_AXES[key]
-        item = schema_keys(EvalConfig)[key]
+    if "axis_of" in item.metadata:  # a value of a list: say it of the key that takes one
+        key, item = item.metadata["axis_of"], item.metadata["single"]
     short = next((alias for alias, full in ALIASES.items() if full == key), key)
     line = f"{key} must be {legal_values(item)}, got {value}"
     if choices := item.metadata.get("choices"):
@@ -124,20 +151,25 @@ def _is_open(item: Field) -> bool:
     return bool(item.metadata.get("open_low"))
 
 
-def _value_faults(config: object, prefix: str = "") -> Iterator[str]:
+def _value_faults(config: object, prefix: str) -> Iterator[str]:
     assert dataclasses.is_dataclass(config), f"{prefix} must be a dataclass, got {type(config)}"
     for item in dataclasses.fields(config):
         value, key = getattr(config, item.name), f"{prefix}{item.name}"
         if dataclasses.is_dataclass(value):
             yield from _value_faults(value, f"{key}.")
-        elif value is None and NoneType in get_args(item.type):
-            continue
-        elif "low" in item.metadata:
-            low, high = item.metadata["low"], item.metadata["high"]
-            for number in value if isinstance(value, list) else [value]:
-                if not (low <= number <= high) or (_is_open(item) and number == low):
-                    yield fault_line(key, item, number)
-        elif "choices" in item.metadata:
-            for choice in value if isinstance(value, list) else [value]:
-                if choice not in item.metadata["choices"]:
-                    yield fault_line(key, item, choice)
+        elif value is not None:
+            values = value if isinstance(value, list) else [value]
+            yield from (fault_line(key, item, one) for one in values if not _is_legal(item, one))
+
+
+def _is_legal(item: Field, value: object) -> bool:
+    """None counts as a number out of range and as no choice: lists hold none of it."""
+    limits = item.metadata
+    if "choices" in limits:
+        return value in limits["choices"]
+    if "low" not in limits:
+        return True
+    assert isinstance(value, int | float), f"{item.name} must be a number, got {value!r}"
+    return limits["low"] <= value <= limits["high"] and not (
+        _is_open(item) and value == limits["low"]
+    )

@@ -2,12 +2,14 @@
 
 submitit writes the batch script and submits it; it is not a dependency of the project. The job gets
 SIGTERM some time before its limit, so it saves, exits with 75 and can be submitted again.
+Hydra's launcher for submitit does not serve here: it works with `-m` only, runs a pickled function
+in each Slurm task where we need torchrun, and had its last release (1.2.0) in 2022.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtp_research.config import LauncherConfig
+from mtp_research.config.training_schema import LauncherConfig
 from mtp_research.runtime.errors import EnvironmentFault
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 
@@ -25,7 +27,7 @@ def submit(launcher: LauncherConfig, *, words: Sequence[str], output_dir: Path) 
 
     Args:
         launcher: size and limits of the job.
-        words: overrides as typed.
+        words: overrides and flags.
         output_dir: run folder, which a job that is submitted again goes on from.
 
     Returns:

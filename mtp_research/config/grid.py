@@ -11,7 +11,7 @@ import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
-from mtp_research.config import EvalConfig, GridConfig
+from mtp_research.config.schema import EvalConfig, GridConfig
 
 
 class Expansion(NamedTuple):

@@ -1,0 +1,279 @@
+"""Every check that needs only the configuration: the values first, then the rules between keys.
+
+Values are `ranges`' business. A rule says that a key does not go with others, and which override
+mends it; an option that the chosen mode would ignore is a fault, not a silent no-op. A grid is
+checked cell by cell, as if each had been typed alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from mtp_research.config.grid import expand
+from mtp_research.config.ranges import check_values
+from mtp_research.config.schema import (
+    ARGMAX_RULES,
+    CLEAN_POLICIES,
+    GRID_AXES,
+    EngineConfig,
+    EvalConfig,
+    TrainConfig,
+)
+from mtp_research.config.training_schema import (
+    MAX_SPECULATIVE_TOKENS,
+    ObjectiveConfig,
+    PretrainConfig,
+    TrainerConfig,
+    parse_loss,
+)
+from mtp_research.runtime.errors import ConfigError, rule_line
+
+
+def validate(config: TrainConfig | EvalConfig) -> None:
+    """Check all ranges, choices and rules between keys.
+
+    Raises:
+        ConfigError: one line per fault.
+    """
+    check_values(config)
+    model = config.model
+    faults = []
+    if model.tp_plan != "none" and model.device_map != "none":
+        expected = f"must be none for model.tp_plan={model.tp_plan}"
+        faults.append(
+            rule_line("model.device_map", expected, model.device_map, "model.device_map=none")
+        )
+    faults += _train_faults(config) if isinstance(config, TrainConfig) else _eval_faults(config)
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _must_be_false(key: str, condition: str, fix: str | None = None) -> str:
+    """The line for a switch that is on beside a key that excludes it."""
+    return rule_line(key, f"must be false for {condition}", "true", fix or f"{key}=false")
+
+
+def _train_faults(config: TrainConfig) -> Iterator[str]:
+    if config.task in ("cache", "target") and config.logger.wandb != "disabled":
+        expected = f"must be disabled for task={config.task}, which logs to its run folder only"
+        yield rule_line("logger.wandb", expected, config.logger.wandb, "logger=none")
+    if config.task == "target":
+        if not config.model.architecture:
+            expected = "must be set for task=target"
+            yield rule_line("model.architecture", expected, "nothing", "model=lab_tiny")
+        yield from _pretrain_faults(config.model.pretrain)
+    else:
+        yield from _heads_faults(config)
+        yield from _loss_faults(config.objective)
+        yield from _task_faults(config)
+        yield from _sharing_faults(config)
+    yield from _train_placing_faults(config)
+
+
+def _pretrain_faults(pretrain: PretrainConfig) -> Iterator[str]:
+    if pretrain.warmup_steps >= pretrain.max_steps:
+        key, expected = (
+            "model.pretrain.warmup_steps",
+            f"must be below max_steps={pretrain.max_steps}",
+        )
+        yield rule_line(key, expected, pretrain.warmup_steps, f"{key}={pretrain.max_steps // 20}")
+    key, weights = "model.pretrain.domain_weights", pretrain.domain_weights
+    for domain, weight in weights.items():
+        if not 0 <= weight < float("inf"):
+            name = f"{key}.{domain}"
+            yield rule_line(name, "must be a finite number >= 0", weight, f"{name}=0")
+    if weights and not any(weights.values()):
+        yield rule_line(key, "must have a weight above 0", "only zeros", f"{key}.{min(weights)}=1")
+
+
+def _heads_faults(config: TrainConfig) -> Iterator[str]:
+    head, objective, seq_len = config.head, config.objective, config.data.seq_len
+    num_modules = head.num_mtp_modules
+    num_depths = objective.num_depths or max(num_modules, 3)
+    if num_depths < num_modules:
+        key, expected = (
+            "objective.num_depths",
+            f"must be at least head.num_mtp_modules={num_modules}",
+        )
+        yield rule_line(key, expected, num_depths, f"{key}={num_modules}")
+    for condition, is_set in {
+        "objective.unroll=ttt": objective.unroll == "ttt",
+        "head.module_schedule=first": head.module_schedule == "first",
+    }.items():
+        if is_set and num_modules != 1:
+            expected = f"must be 1 for {condition}"
+            yield rule_line("head.num_mtp_modules", expected, num_modules, "head=shared_n1")
+    if head.init == "replicate" and head.path is None:
+        expected = "must be set for head.init=replicate"
+        yield rule_line("head.path", expected, "nothing", "head.path=PATH")
+    if seq_len < num_depths + 2:
+        key, expected = (
+            "data.seq_len",
+            f"must be at least objective.num_depths + 2 = {num_depths + 2}",
+        )
+        yield rule_line(key, expected, seq_len, f"{key}={num_depths + 2}")
+
+
+def _loss_faults(objective: ObjectiveConfig) -> Iterator[str]:
+    """Keys that the chosen loss ignores."""
+    try:
+        terms = parse_loss(objective.loss)
+    except ConfigError as fault:
+        yield str(fault)
+        return
+    ignored: dict[str, str] = (
+        {}
+        if "lk" in terms
+        else dict.fromkeys(
+            ("lk_eta", "lk_acceptance"), f"objective.loss={objective.loss}, which has no lk"
+        )
+    )
+    if objective.depth_weights != "decay":
+        ignored["depth_decay"] = f"objective.depth_weights={objective.depth_weights}"
+    for name, condition in ignored.items():
+        value, default = getattr(objective, name), getattr(ObjectiveConfig, name)
+        if value != default:
+            key, expected = f"objective.{name}", f"must be {default} for {condition}"
+            yield rule_line(key, expected, value, f"{key}={default}")
+
+
+def _task_faults(config: TrainConfig) -> Iterator[str]:
+    """Keys of `task=matrix` and `task=cache`."""
+    most = config.objective.num_depths or MAX_SPECULATIVE_TOKENS
+    for count in config.matrix.num_mtp_modules if config.task == "matrix" else ():
+        if not 1 <= count <= most:
+            key, fix = "matrix.num_mtp_modules", f"[1,{min(3, most)}]"
+            yield rule_line(key, f"must lie in 1..{most}", count, f"{key}={fix}")
+    seeds = config.matrix.seeds
+    if seeds is not None and (len(set(seeds)) < max(len(seeds), 1) or min(seeds) < 0):
+        expected = "must hold at least one number >= 0, each once"
+        yield rule_line("matrix.seeds", expected, seeds, "matrix.seeds=[0,1,2]")
+    if config.task == "cache" and config.data.hidden_cache is None:
+        yield rule_line("data.hidden_cache", "must be set for task=cache", "nothing", "data=cached")
+
+
+def _sharing_faults(config: TrainConfig) -> Iterator[str]:
+    """Keys of the optimiser and of how ranks share the work."""
+    trainer, head = config.trainer, config.head
+    if len(trainer.betas) != 2 or not all(0 <= beta < 1 for beta in trainer.betas):
+        key, expected = "trainer.betas", "must be two numbers in [0, 1)"
+        yield rule_line(key, expected, list(trainer.betas), f"{key}=[0.9,0.95]")
+    if trainer.decode_eval_prompts and (_is_gathered(trainer) or trainer.shard_target):
+        key, expected = "trainer.decode_eval_prompts", "must be 0 with weights spread over ranks"
+        yield rule_line(key, expected, trainer.decode_eval_prompts, f"{key}=0")
+    if head.lora_rank and trainer.parallel != "ddp":
+        expected = f"must be 0 for trainer.parallel={trainer.parallel}, which shards whole weights"
+        yield rule_line("head.lora_rank", expected, head.lora_rank, "head.lora_rank=0")
+    if trainer.compile and _is_gathered(trainer):  # their hooks inside the modules break the graph
+        yield _must_be_false("trainer.compile", f"trainer.parallel={trainer.parallel}")
+
+
+def _is_gathered(trainer: TrainerConfig) -> bool:
+    return trainer.parallel in ("fsdp2", "zero3")
+
+
+def _train_placing_faults(config: TrainConfig) -> Iterator[str]:
+    model, trainer = config.model, config.trainer
+    if model.tp_plan != "none":
+        expected = "must be none for train.py, which spreads a target by trainer.shard_target"
+        fix = "model.tp_plan=none trainer.shard_target=true"
+        yield rule_line("model.tp_plan", expected, model.tp_plan, fix)
+    if model.device_map == "none":
+        return
+    # Hooks that move inputs break the graph, and ranks need the whole device.
+    for name in ("shard_target", "compile"):
+        if getattr(trainer, name):
+            yield _must_be_false(f"trainer.{name}", f"model.device_map={model.device_map}")
+
+
+def _eval_faults(config: EvalConfig) -> Iterator[str]:
+    """Rules of every cell of the grid; one line a key, from the cell with the most rows a step."""
+    for key, values in asdict(config.grid).items():
+        if len(set(values)) < len(values):
+            full = GRID_AXES[f"grid.{key}"]
+            yield rule_line(full, "must name each value once", values, f"{full}=[A,B]")
+    if config.timing.passes > 1 and config.timing.passes % 2:
+        expected, passes = "must be 1 or even, as in A B B A", config.timing.passes
+        yield rule_line("timing.passes", expected, passes, f"timing.passes={passes + 1}")
+    if config.timing.turns is not None and config.model.tp_plan != "none":
+        # Every rank would wait for the lock that another rank of its own run holds.
+        expected = f"must be null for model.tp_plan={config.model.tp_plan}"
+        yield rule_line("timing.turns", expected, config.timing.turns, "timing.turns=null")
+    cells = sorted(expand(config).cells, key=_num_rows)
+    lines = {line.split()[0]: line for cell in cells for line in _cell_faults(cell)}
+    yield from lines.values()
+    yield from _eval_placing_faults(config)
+
+
+def _num_rows(cell: EvalConfig) -> int:
+    return cell.engine.max_num_requests * (cell.spec.num_speculative_tokens + 1)
+
+
+def _cell_faults(config: EvalConfig) -> Iterator[str]:
+    spec, engine, max_new_tokens = config.spec, config.engine, config.sampling.max_new_tokens
+    if not spec.policy or len(set(spec.policy)) < len(spec.policy):
+        expected, fix = "must name at least one policy, each once", "spec.policy=[eagle,training]"
+        yield rule_line("spec.policy", expected, spec.policy, fix)
+    if engine.block_size < 16 or engine.block_size & (engine.block_size - 1):
+        key, fix = "engine.block_size", max(1 << engine.block_size.bit_length(), 16)
+        yield rule_line(key, "must be a power of two >= 16", engine.block_size, f"{key}={fix}")
+    num_rows = _num_rows(config)
+    if engine.max_num_batched_tokens < num_rows:
+        key = "engine.max_num_batched_tokens"
+        expected = f"must hold engine.max_num_requests * (spec.k + 1) = {num_rows} rows"
+        yield rule_line(key, expected, engine.max_num_batched_tokens, f"{key}={num_rows}")
+    unclean = [policy for policy in spec.policy if policy not in CLEAN_POLICIES]
+    if engine.prefix_caching and unclean:
+        yield _must_be_false("engine.prefix_caching", f"spec.policy={unclean[0]}")
+    yield from _capture_faults(engine)
+    if engine.max_model_len is not None and engine.max_model_len <= max_new_tokens:
+        key, expected = "engine.max_model_len", f"must exceed max_new_tokens={max_new_tokens}"
+        yield rule_line(key, expected, engine.max_model_len, f"{key}={2 * max_new_tokens}")
+    yield from _sampling_faults(config)
+
+
+def _capture_faults(engine: EngineConfig) -> Iterator[str]:
+    """Keys of compiled and captured steps that exclude or need one another."""
+    if engine.deterministic and engine.compile:
+        fix = "engine=h200_deterministic"
+        yield _must_be_false("engine.compile", "engine.deterministic=true", fix)
+    for name in ("compile", "capture_mixed"):  # what is not captured is not compiled
+        if getattr(engine, name) and not engine.cuda_graphs:
+            yield _must_be_false(f"engine.{name}", "engine.cuda_graphs=false")
+    sizes, key = engine.graph_batch_sizes, "engine.graph_batch_sizes"
+    if sizes is not None and not engine.cuda_graphs:
+        yield rule_line(key, "must be null for engine.cuda_graphs=false", sizes, f"{key}=null")
+    elif sizes is not None and (not sizes or sizes != sorted(set(sizes))):
+        fix = f"{key}={sorted(set(sizes)) or 'null'}".replace(" ", "")
+        yield rule_line(key, "must be one or more sizes in ascending order", sizes, fix)
+
+
+def _sampling_faults(config: EvalConfig) -> Iterator[str]:
+    spec, sampling = config.spec, config.sampling
+    if sampling.temperature > 0:
+        if spec.verify in ARGMAX_RULES:
+            key, expected = "sampling.temperature", f"must be 0 for spec.verify={spec.verify}"
+            yield rule_line(key, expected, sampling.temperature, "spec.verify=auto")
+        return
+    neutral = {"sampling.top_k": 0, "sampling.top_p": 1, "sampling.min_p": 0}
+    for key, value in neutral.items():
+        got = getattr(sampling, key.removeprefix("sampling."))
+        if got != value:
+            yield rule_line(key, f"must be {value} at temperature 0", got, "sampling.temperature=1")
+    if spec.draft_sampling == "sample":
+        expected = "must be greedy at temperature 0"
+        yield rule_line("spec.draft_sampling", expected, "sample", "sampling.temperature=1")
+
+
+def _eval_placing_faults(config: EvalConfig) -> Iterator[str]:
+    model, engine, spec = config.model, config.engine, config.spec
+    if model.device_map != "none" and engine.cuda_graphs:  # weights move during a step
+        fix = "engine.cuda_graphs=false engine.compile=false"
+        yield _must_be_false("engine.cuda_graphs", f"model.device_map={model.device_map}", fix)
+    if model.tp_plan == "none":
+        return
+    if engine.compile:
+        yield _must_be_false("engine.compile", f"model.tp_plan={model.tp_plan}")
+    if spec.draft_length == "expected_gain" and spec.draft_cost_ratio is None:
+        # A clock would let ranks take different decisions, and wait for each other for ever.
+        expected = f"must be set for model.tp_plan={model.tp_plan}, whose ranks cannot use a clock"
+        yield rule_line("spec.draft_cost_ratio", expected, "null", "spec.draft_cost_ratio=0.1")
