@@ -16,7 +16,8 @@ from mtp_research.config.schema import SamplingConfig, SpecConfig
 from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.runs import mapping, read_runs
-from mtp_research.evaluation.stats.summary import ConditionResult, PairedComparison, paired
+from mtp_research.evaluation.stats.outcome import ConditionResult
+from mtp_research.evaluation.stats.summary import PairedComparison, paired
 from mtp_research.evaluation.tables import paired_grid, plain_text, printable
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 

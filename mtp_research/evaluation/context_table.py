@@ -22,13 +22,13 @@ from mtp_research.evaluation.markdown import markdown_table
 from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.results import RESULTS_FILE, recompute
 from mtp_research.evaluation.stats.bootstrap import Estimate, Ratio, estimate
+from mtp_research.evaluation.stats.outcome import ConditionResult
 from mtp_research.evaluation.stats.statistics import (
     FINISHED,
     MIN_PROMPTS,
     ContextBucket,
     acceptance_by_context,
 )
-from mtp_research.evaluation.stats.summary import ConditionResult
 from mtp_research.evaluation.tables import UNDEFINED, interval, number
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mtp_research.config.schema import SamplingConfig
-from mtp_research.evaluation.report import PromptEntry, Report
+from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.runs import Run, mapping
 from mtp_research.evaluation.stats.bootstrap import Estimate
+from mtp_research.evaluation.stats.outcome import PromptEntry
 from mtp_research.evaluation.stats.speed import end_to_end_rate
 from mtp_research.evaluation.stats.summary import ConditionSummary
 from mtp_research.evaluation.tables import printable

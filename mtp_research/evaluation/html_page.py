@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from mtp_research.evaluation.figures import Figure, Missing
-from mtp_research.evaluation.report import PromptEntry
 from mtp_research.evaluation.sections import Section
+from mtp_research.evaluation.stats.outcome import PromptEntry
 from mtp_research.evaluation.svg_parts import STYLE
 from mtp_research.evaluation.tables import UNDEFINED, Grid
 

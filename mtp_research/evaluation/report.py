@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from mtp_research.evaluation.row_tables import cost_grid, grid_tables
 from mtp_research.evaluation.run.prompt_files import Prompt
 from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS
+from mtp_research.evaluation.stats.outcome import ConditionResult, PromptEntry
 from mtp_research.evaluation.stats.statistics import ACCEPTED_WARNING, FORMULAS
 from mtp_research.evaluation.stats.summary import (
-    ConditionResult,
     ConditionSummary,
     PairedComparison,
     baseline_of,
@@ -38,16 +38,6 @@ if TYPE_CHECKING:
 
 PAGE_WIDTH = 120  # columns
 _NUM_LISTED = 5  # skipped prompts
-
-
-@dataclass(frozen=True)
-class PromptEntry:
-    """A prompt as a report names it: by hash, without its text."""
-
-    question_id: str
-    category: str
-    format: str
-    sha256: str
 
 
 @dataclass(frozen=True)

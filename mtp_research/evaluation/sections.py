@@ -11,9 +11,10 @@ from mtp_research.evaluation.batch_table import RATIO_NOTE, batch_grids, drift_w
 from mtp_research.evaluation.entries import drafting, entries, machine_of, target_hash
 from mtp_research.evaluation.figures import Figure, Missing, run_figures, slug
 from mtp_research.evaluation.policy_matrix import policy_matrices
-from mtp_research.evaluation.report import PromptEntry, Report, note_paragraphs
+from mtp_research.evaluation.report import Report, note_paragraphs
 from mtp_research.evaluation.report_tables import overview_grid, run_grids
 from mtp_research.evaluation.runs import Run, mapping
+from mtp_research.evaluation.stats.outcome import PromptEntry
 from mtp_research.evaluation.sweep_figures import sweep_figures
 from mtp_research.evaluation.tables import Grid
 from mtp_research.evaluation.words import FAULT_WORDS, HEAD_WORDS, LETTERS, POLICY_WORDS, RATES

@@ -5,8 +5,9 @@ Letter: K drafts per step.
 
 from collections.abc import Iterator, Sequence
 
+from mtp_research.evaluation.stats.outcome import ConditionResult
 from mtp_research.evaluation.stats.speed import MAX_DRIFT
-from mtp_research.evaluation.stats.summary import ConditionResult, ConditionSummary
+from mtp_research.evaluation.stats.summary import ConditionSummary
 from mtp_research.evaluation.tables import printable
 
 _MAX_CHARACTERS = 200  # of a line from a results file

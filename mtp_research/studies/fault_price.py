@@ -14,10 +14,6 @@ the reference is not the head's best policy but the same procedure without the f
 Greedy decoding, so that all conditions write the same text and the slots compared hold the same
 tokens; the tables say where rounding (bfloat16) made a text differ.
 Letters: K drafts per step, N MTP modules.
-
-What a price study refuses to be asked, and to call done; its figures as scalars.
-
-Beside `fault_price`, which decodes. Letter: K drafts per step.
 """
 
 import dataclasses
@@ -38,7 +34,6 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.fault_table import markdown_tables, price_rows, write_study
-from mtp_research.evaluation.report import PromptEntry
 from mtp_research.evaluation.run.conditions import head_names
 from mtp_research.evaluation.run.decoders import head_facts
 from mtp_research.evaluation.run.prompts import (
@@ -65,6 +60,16 @@ from mtp_research.policy.plan import POLICIES, HiddenPolicy
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import run_record
 
+RERUN_ROLL = dataclasses.replace(
+    POLICIES["target_roll"], name="target_roll_rerun", rows="anchored", clean=True, seen_in="none"
+)
+_NUM_DIGITS = 16  # of a text's hash
+CLEAN_FORM: dict[str, HiddenPolicy] = {
+    "training_norefresh": POLICIES["training"],
+    "eagle_norefresh": POLICIES["eagle"],
+    "window": POLICIES["eagle"],
+    "target_roll": RERUN_ROLL,
+}
 _UNCLEAN = [name for name in POLICIES if name not in CLEAN_POLICIES]
 # What a study reads: these sections but for one key, and these keys. All else keeps its default.
 _READ_SECTIONS = ("model", "engine", "prompts", "logger", "seed", "output_dir", "baseline", "task")
@@ -80,105 +85,6 @@ _READ_KEYS = (
     "sampling.max_new_tokens",
 )
 _FIXED_KEYS = {"engine.audit": True, "engine.audit_every": 1}  # every slot is looked at
-
-
-def check_asked(config: EvalConfig, pairs: Sequence[tuple[str | None, int]]) -> None:
-    """Refuse what a study cannot measure, before anything is loaded.
-
-    Raises:
-        ConfigError: no unclean policy, a sampled decoding or lossy rule, no trained heads, or a key
-            that a study does not read.
-    """
-    if set(config.spec.policy) <= set(CLEAN_POLICIES):
-        raise ConfigError(
-            f"spec.policy must name an unclean policy, got {config.spec.policy}; "
-            f"set spec.policy=[{','.join(_UNCLEAN)}]."
-        )
-    if config.sampling.temperature > 0:
-        raise ConfigError(
-            f"sampling.temperature must be 0 for task=fault_price, got "
-            f"{config.sampling.temperature}; set sampling=greedy."
-        )
-    if config.spec.verify not in ("auto", "greedy"):
-        raise ConfigError(
-            f"spec.verify must be greedy for task=fault_price, got {config.spec.verify}; "
-            "set spec.verify=greedy."
-        )
-    _check_read(config)
-    for head, num_drafts in pairs:
-        if head in (None, "oracle") or num_drafts == 0:
-            raise ConfigError(
-                f"spec.head and spec.k must be trained heads and at least 1 for task=fault_price, "
-                f"got {head} and {num_drafts}; set spec.head=PATH spec.k=3."
-            )
-
-
-def require_outputs(study: FaultStudy, output_dir: Path) -> None:
-    """Say which prompts are in no figure; refuse a study with a condition that has none.
-
-    Raises:
-        IntegrityError: names the conditions.
-    """
-    empty = []
-    for one in study.conditions:
-        label = "{} K={} {}".format(*one.key)
-        num_unfinished = one.text_sha256.count(UNFINISHED)
-        if num_unfinished == len(one.text_sha256):
-            empty.append(label)
-        elif num_unfinished:
-            sys.stderr.write(
-                f"warning: {num_unfinished} of {len(one.text_sha256)} prompts did not finish under "
-                f"{label} and are in none of its lengths\n"
-            )
-    if empty:
-        raise IntegrityError(
-            f"expected finished generations, got none for {', '.join(empty)}: the target's logits "
-            f"are not finite; check model.path and model.dtype. Results: {output_dir}"
-        )
-
-
-def study_scalars(study: FaultStudy) -> dict[str, float | str]:
-    """Acceptance length and loss of every condition, for the summary of a W&B run."""
-    scalars: dict[str, float | str] = {}
-    for row in price_rows(study):
-        label = "{} K={} {}".format(*row.condition.key)
-        found = {"acceptance_length": row.length, "lost": row.lost}
-        for name, figure in found.items():
-            if figure is not None and figure.value is not None:
-                scalars[f"{label}/{name}"] = figure.value
-    return scalars
-
-
-def _check_read(config: EvalConfig) -> None:
-    """A key that a study ignores is a fault, not a silent no-op; one line a key."""
-    faults = []
-    for key, item in schema_keys(EvalConfig).items():
-        is_read = key in _READ_KEYS or key.split(".")[0] in _READ_SECTIONS
-        if is_read and key != _NOT_READ and key not in _FIXED_KEYS:
-            continue
-        default = item.default
-        if item.default_factory is not dataclasses.MISSING:
-            default = item.default_factory()
-        expected = _FIXED_KEYS.get(key, default)
-        if (value := attrgetter(key)(config)) != expected:
-            typed = json.dumps(expected).strip('"')
-            faults.append(
-                f"{key} must be {typed} for task=fault_price, got {value}; set {key}={typed}."
-            )
-    if faults:
-        raise ConfigError("\n".join(faults))
-
-
-RERUN_ROLL = dataclasses.replace(
-    POLICIES["target_roll"], name="target_roll_rerun", rows="anchored", clean=True, seen_in="none"
-)
-_NUM_DIGITS = 16  # of a text's hash
-CLEAN_FORM: dict[str, HiddenPolicy] = {
-    "training_norefresh": POLICIES["training"],
-    "eagle_norefresh": POLICIES["eagle"],
-    "window": POLICIES["eagle"],
-    "target_roll": RERUN_ROLL,
-}
 
 
 @dataclass(frozen=True)
@@ -276,10 +182,7 @@ def _start(
     """An empty study, or the one that `output_dir` holds, if it asks the same."""
     study = FaultStudy(
         heads=tuple((head_facts(head) or {}) | {"name": name} for head, name in names.items()),
-        prompts=tuple(
-            PromptEntry(prompt.question_id, prompt.category, prompt.format, prompt.sha256)
-            for prompt in asked.encoded.prompts
-        ),
+        prompts=tuple(prompt.entry for prompt in asked.encoded.prompts),
         conditions=(),
         dtype=str(asked.target.dtype).removeprefix("torch."),
         max_new_tokens=asked.max_new_tokens,
@@ -355,3 +258,81 @@ def _text_hash(record: RequestRecord) -> str:
         return UNFINISHED
     digest = hashlib.sha256(json.dumps(list(record.output_token_ids)).encode()).hexdigest()
     return digest[:_NUM_DIGITS]
+
+
+def check_asked(config: EvalConfig, pairs: Sequence[tuple[str | None, int]]) -> None:
+    """Refuse what a study cannot measure, before anything is loaded."""
+    if set(config.spec.policy) <= set(CLEAN_POLICIES):
+        raise ConfigError(
+            f"spec.policy must name an unclean policy, got {config.spec.policy}; "
+            f"set spec.policy=[{','.join(_UNCLEAN)}]."
+        )
+    if config.sampling.temperature > 0:
+        raise ConfigError(
+            f"sampling.temperature must be 0 for task=fault_price, got "
+            f"{config.sampling.temperature}; set sampling=greedy."
+        )
+    if config.spec.verify not in ("auto", "greedy"):
+        raise ConfigError(
+            f"spec.verify must be greedy for task=fault_price, got {config.spec.verify}; "
+            "set spec.verify=greedy."
+        )
+    _check_read(config)
+    for head, num_drafts in pairs:
+        if head in (None, "oracle") or num_drafts == 0:
+            raise ConfigError(
+                f"spec.head and spec.k must be trained heads and at least 1 for task=fault_price, "
+                f"got {head} and {num_drafts}; set spec.head=PATH spec.k=3."
+            )
+
+
+def require_outputs(study: FaultStudy, output_dir: Path) -> None:
+    """Say which prompts are in no figure; refuse a study with a condition that has none."""
+    empty = []
+    for one in study.conditions:
+        label = "{} K={} {}".format(*one.key)
+        num_unfinished = one.text_sha256.count(UNFINISHED)
+        if num_unfinished == len(one.text_sha256):
+            empty.append(label)
+        elif num_unfinished:
+            sys.stderr.write(
+                f"warning: {num_unfinished} of {len(one.text_sha256)} prompts did not finish under "
+                f"{label} and are in none of its lengths\n"
+            )
+    if empty:
+        raise IntegrityError(
+            f"expected finished generations, got none for {', '.join(empty)}: the target's logits "
+            f"are not finite; check model.path and model.dtype. Results: {output_dir}"
+        )
+
+
+def study_scalars(study: FaultStudy) -> dict[str, float | str]:
+    """Acceptance length and loss of every condition, for the summary of a W&B run."""
+    scalars: dict[str, float | str] = {}
+    for row in price_rows(study):
+        label = "{} K={} {}".format(*row.condition.key)
+        found = {"acceptance_length": row.length, "lost": row.lost}
+        for name, figure in found.items():
+            if figure is not None and figure.value is not None:
+                scalars[f"{label}/{name}"] = figure.value
+    return scalars
+
+
+def _check_read(config: EvalConfig) -> None:
+    """A key that a study ignores is a fault, not a silent no-op; one line a key."""
+    faults = []
+    for key, item in schema_keys(EvalConfig).items():
+        is_read = key in _READ_KEYS or key.split(".")[0] in _READ_SECTIONS
+        if is_read and key != _NOT_READ and key not in _FIXED_KEYS:
+            continue
+        default = item.default
+        if item.default_factory is not dataclasses.MISSING:
+            default = item.default_factory()
+        expected = _FIXED_KEYS.get(key, default)
+        if (value := attrgetter(key)(config)) != expected:
+            typed = json.dumps(expected).strip('"')
+            faults.append(
+                f"{key} must be {typed} for task=fault_price, got {value}; set {key}={typed}."
+            )
+    if faults:
+        raise ConfigError("\n".join(faults))

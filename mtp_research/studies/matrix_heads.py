@@ -99,13 +99,9 @@ def _run_of(
     config.head.recycle_norm = norm
     if config.data.hidden_cache is None:
         config.data.hidden_cache = str(output_dir / f"hidden_k{depths_of(config)}")
-    names = [
-        unroll,
-        f"n{num_modules}",
-        *([norm] if config.matrix.recycle_norms else []),
-        f"s{seed}",
-    ]
-    return HeadRun(output_dir / "_".join(names), config)
+    norms = [norm] if config.matrix.recycle_norms else []
+    name = "_".join([unroll, f"n{num_modules}", *norms, f"s{seed}"])
+    return HeadRun(output_dir / name, config)
 
 
 def _facts(config: TrainConfig) -> dict[str, object]:

@@ -88,37 +88,34 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
     for grid in matrix_grids(matrix):
         console.print(rich_table(grid))
     found = group_figures(matrix)
+    lengths = {
+        f"{row_name(one.key)} {column_name(one.key)}/acceptance_length": one.length.value
+        for one in found
+        if one.length.value is not None
+    }
     publish(
         lambda: [matrix_section(output_dir, name=output_dir.name)],
         output_dir=output_dir,
         settings=config.logger,
         config=dataclasses.asdict(config),
-        scalars=_scalars(found),
+        scalars=lengths,
     )
     return {
         "num_prompts": len(prompts),
         "seeds": list(matrix.seeds),
         "results": str(output_dir / MATRIX_FILE),
-        "cells": [
-            {
-                **one.key._asdict(),
-                "is_match": one.is_match,
-                "acceptance_length": one.length.value,
-                "interval": [one.length.low, one.length.high],
-                "clean_length": one.clean_length.value if one.clean_length else one.length.value,
-                "num_rounds": one.num_rounds,
-            }
-            for one in found
-        ],
+        "cells": list(map(_group_facts, found)),
     }
 
 
-def _scalars(found: Sequence[GroupFigures]) -> dict[str, float]:
-    """Acceptance lengths by group, for a run's summary."""
+def _group_facts(one: GroupFigures) -> dict[str, object]:
     return {
-        f"{row_name(one.key)} {column_name(one.key)}/acceptance_length": one.length.value
-        for one in found
-        if one.length.value is not None
+        **one.key._asdict(),
+        "is_match": one.is_match,
+        "acceptance_length": one.length.value,
+        "interval": [one.length.low, one.length.high],
+        "clean_length": (one.clean_length or one.length).value,
+        "num_rounds": one.num_rounds,
     }
 
 

@@ -1,27 +1,16 @@
 """Training text for heads: the target's own answers, through our decode loop.
 
-    python -m mtp_research.studies.regenerate --target assets/lab_tiny/target         --output
-    answers.jsonl --source ../shared/data/corpus/arith.train.jsonl.xz         --max-prompts 800
-    --self-chat 2000 --self-text 800 --temperature 0
+    python -m mtp_research.studies.regenerate --target assets/lab_tiny/target
+        --output answers.jsonl --source ../shared/data/corpus/arith.train.jsonl.xz
+        --max-prompts 800 --self-chat 2000 --self-text 800 --temperature 0
 
 Heads trained on anything but the target's own output learn a distribution they are never asked for.
 Questions come from data sets (`data.questions` lists the forms), or from the target itself:
 `--self-chat` lets it invent a user message and then answers it, `--self-text` lets it begin a
-document and then goes on. A line holds token ids, so that encoding again cannot change the
-trajectory. Killed runs resume: ids that the output already has are not made again, and
-`OUTPUT.settings.json` keeps a run with other settings from mixing its answers in.
-
-Lives in `evaluation` because it drives the decode loop, which `data` and `training` must not
-import.
-
-The target's answers as lines of a file: decoded, appended, and not made twice.
-
-Second stage of `regenerate.py`, which asks what `tasks` made. A line holds token ids; a run that
-was killed goes on behind the last whole line.
-
-What a regeneration run asks: questions of a data set, or beginnings by the target itself.
-
-First stage of `regenerate.py`. Seeds make every task repeatable, whatever else is decoded with it.
+document and then goes on. Seeds make every task repeatable, whatever else is decoded with it. A
+line holds token ids, so that encoding again cannot change the trajectory. Killed runs resume behind
+the last whole line: ids that the output already has are not made again, and `OUTPUT.settings.json`
+keeps a run with other settings from mixing its answers in.
 """
 
 import argparse
@@ -57,6 +46,55 @@ class SpecialTokenizer(ChatTokenizer, Protocol):
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
         """Ids of token names."""
         ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the module; see its docstring."""
+    try:
+        _run(_parser().parse_args(argv))
+    except (ConfigError, IntegrityError, EnvironmentFault) as fault:
+        sys.stderr.write(f"error: {fault}\n")
+        return fault.exit_code
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    is_greedy = args.temperature == 0
+    sampling = SamplingParams(
+        temperature=args.temperature,
+        top_k=0 if is_greedy else args.top_k,
+        top_p=1.0 if is_greedy else args.top_p,
+        seed=args.seed,
+        max_new_tokens=args.max_new_tokens,
+    )
+    questions: list[Question] = []
+    for source in args.source:
+        found = read_questions(source, field=args.field, split=args.split)
+        questions += found[: args.max_prompts]
+    target = load_target(args.target, dtype=args.dtype, device=args.device)
+    tokenizer = cast(SpecialTokenizer, load_tokenizer(args.target))  # fields set at run time
+    _check_settings(args.output, target=target, sampling=sampling)
+    engine = EngineConfig(
+        max_num_requests=args.batch,
+        max_num_batched_tokens=max(512, 4 * args.batch),
+        max_model_len=args.max_model_len,
+        deferred_output=args.graphs,
+        cuda_graphs=args.graphs,
+        audit=False,
+    )
+    tasks = question_tasks(questions, tokenizer) if questions else []
+    tasks += self_chat_tasks(target, tokenizer, count=args.self_chat, seed=args.seed, engine=engine)
+    tasks += self_text_tasks(target, tokenizer, count=args.self_text, seed=args.seed, engine=engine)
+    if not tasks:
+        raise ConfigError("nothing is asked; set --source, --self-chat or --self-text.")
+    sampling = replace(sampling, stop_token_ids=target.stop_token_ids)
+    answered = answer(target, tasks, output=args.output, sampling=sampling, engine=engine)
+    if args.xz:
+        write_xz(args.output)
+    print(
+        f"{answered.num_written} of {len(tasks)} documents written to {args.output}, "
+        f"{answered.num_there} were there, {answered.num_too_long} prompts fill the context"
+    )
 
 
 @dataclass(frozen=True)
@@ -138,17 +176,12 @@ def _sample(
 ) -> list[tuple[int, ...]]:
     decoder = SpecDecoder(target, num_speculative_tokens=0, engine=engine)
     for index, prompt in enumerate(prompts):
-        params = reseed(sampling, seed * _SEED_STRIDE + index)
+        params = replace(sampling, seed=sampling.seed + seed * _SEED_STRIDE + index)
         decoder.add_request(prompt, sampling=params, request_id=str(index))
     while decoder.scheduler.has_work:
         decoder.step()
     records = sorted(decoder.stats.records, key=lambda record: int(record.request_id))
     return [record.output_token_ids for record in records]
-
-
-def reseed(sampling: SamplingParams, offset: int) -> SamplingParams:
-    """`sampling` with its seed moved by `offset`."""
-    return replace(sampling, seed=sampling.seed + offset)
 
 
 class Answered(NamedTuple):
@@ -192,7 +225,7 @@ def answer(
         elif len(task.prompt) >= decoder.max_model_len:
             num_too_long += 1
         else:
-            params = reseed(sampling, index)
+            params = replace(sampling, seed=sampling.seed + index)
             decoder.add_request(task.prompt, sampling=params, request_id=task.doc_id)
     with output.open("a", encoding="utf8") as file:
         while decoder.scheduler.has_work:
@@ -245,8 +278,41 @@ def _parse(lines: Sequence[str], path: Path) -> Iterator[dict]:
             ) from fault
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the module; see its docstring."""
+def _check_settings(output: Path, *, target: Target, sampling: SamplingParams) -> None:
+    """Refuse to go on with answers of another target or of other settings; else record them.
+
+    Raises:
+        ConfigError: names what differs.
+        IntegrityError: the record is damaged.
+    """
+    path = output.with_name(f"{output.name}.settings.json")
+    settings = target_hashes(target) | {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "max_new_tokens": sampling.max_new_tokens,
+    }
+    if output.is_file() and path.is_file():
+        try:
+            saved = json.loads(path.read_text(encoding="utf8"))
+        except ValueError as fault:
+            raise IntegrityError(f"{path}: damaged ({fault}); remove it and {output}.") from fault
+        changed = [
+            f"{key} {saved.get(key)}, now {value}"
+            for key, value in settings.items()
+            if saved.get(key) != value
+        ]
+        if changed:
+            raise ConfigError(
+                f"--output {output} holds answers with other settings ({'; '.join(changed)}); "
+                "choose another --output or set them back."
+            )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf8")
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mtp_research.studies.regenerate",
         description="Answers of the target as training text.",
@@ -285,86 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--xz", action="store_true", help="also write OUTPUT.xz, lines sorted by id"
     )
-    args = parser.parse_args(argv)
-    try:
-        _run(args)
-    except (ConfigError, IntegrityError, EnvironmentFault) as fault:
-        sys.stderr.write(f"error: {fault}\n")
-        return fault.exit_code
-    return 0
-
-
-def _run(args: argparse.Namespace) -> None:
-    is_greedy = args.temperature == 0
-    sampling = SamplingParams(
-        temperature=args.temperature,
-        top_k=0 if is_greedy else args.top_k,
-        top_p=1.0 if is_greedy else args.top_p,
-        seed=args.seed,
-        max_new_tokens=args.max_new_tokens,
-    )
-    questions: list[Question] = []
-    for source in args.source:
-        found = read_questions(source, field=args.field, split=args.split)
-        questions += found[: args.max_prompts]
-    target = load_target(args.target, dtype=args.dtype, device=args.device)
-    tokenizer = cast(SpecialTokenizer, load_tokenizer(args.target))  # fields set at run time
-    _check_settings(args.output, target=target, sampling=sampling)
-    engine = EngineConfig(
-        max_num_requests=args.batch,
-        max_num_batched_tokens=max(512, 4 * args.batch),
-        max_model_len=args.max_model_len,
-        deferred_output=args.graphs,
-        cuda_graphs=args.graphs,
-        audit=False,
-    )
-    tasks = question_tasks(questions, tokenizer) if questions else []
-    tasks += self_chat_tasks(target, tokenizer, count=args.self_chat, seed=args.seed, engine=engine)
-    tasks += self_text_tasks(target, tokenizer, count=args.self_text, seed=args.seed, engine=engine)
-    if not tasks:
-        raise ConfigError("nothing is asked; set --source, --self-chat or --self-text.")
-    sampling = replace(sampling, stop_token_ids=target.stop_token_ids)
-    answered = answer(target, tasks, output=args.output, sampling=sampling, engine=engine)
-    if args.xz:
-        write_xz(args.output)
-    print(
-        f"{answered.num_written} of {len(tasks)} documents written to {args.output}, "
-        f"{answered.num_there} were there, {answered.num_too_long} prompts fill the context"
-    )
-
-
-def _check_settings(output: Path, *, target: Target, sampling: SamplingParams) -> None:
-    """Refuse to go on with answers of another target or of other settings; else record them.
-
-    Raises:
-        ConfigError: names what differs.
-        IntegrityError: the record is damaged.
-    """
-    path = output.with_name(f"{output.name}.settings.json")
-    settings = target_hashes(target) | {
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "seed": sampling.seed,
-        "max_new_tokens": sampling.max_new_tokens,
-    }
-    if output.is_file() and path.is_file():
-        try:
-            saved = json.loads(path.read_text(encoding="utf8"))
-        except ValueError as fault:
-            raise IntegrityError(f"{path}: damaged ({fault}); remove it and {output}.") from fault
-        changed = [
-            f"{key} {saved.get(key)}, now {value}"
-            for key, value in settings.items()
-            if saved.get(key) != value
-        ]
-        if changed:
-            raise ConfigError(
-                f"--output {output} holds answers with other settings ({'; '.join(changed)}); "
-                "choose another --output or set them back."
-            )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf8")
+    return parser
 
 
 if __name__ == "__main__":

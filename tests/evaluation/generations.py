@@ -1,10 +1,12 @@
 """Made-up generations with consistent counters, and conditions made of them."""
 
+import dataclasses
 import random
+from typing import Any
 
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.run.prompt_files import Prompt
-from mtp_research.evaluation.stats.summary import ConditionResult
+from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord
 
 
 def generation(
@@ -50,6 +52,33 @@ def some_prompts(num_prompts: int) -> list[Prompt]:
     ]
 
 
+def first_pass(records: list[RequestRecord], *, wall_s: float, has_tail: bool) -> PassRecord:
+    """Half of the time decodes; with a tail, a quarter of that in full batches."""
+    return PassRecord(
+        wall_s=wall_s,
+        decode_wall_s=wall_s / 2,
+        num_decode_tokens=sum(len(record.output_token_ids) - 2 for record in records),
+        full_wall_s=wall_s / 8 if has_tail else wall_s / 2,
+        num_full_tokens=sum(
+            len(record.output_token_ids) - (12 if has_tail else 2) for record in records
+        ),
+        num_steps=100,
+        rows_per_step=8.5,
+        num_warm_ups=1,
+    )
+
+
+def timed(condition: ConditionResult, **changes: Any) -> ConditionResult:
+    """The condition with other figures of its first pass, see `PassRecord`."""
+    first = dataclasses.replace(condition.first, **changes)
+    return dataclasses.replace(condition, passes=(first, *condition.repeats))
+
+
+def repeated(condition: ConditionResult, *later: PassRecord) -> ConditionResult:
+    """The condition with these passes after its first."""
+    return dataclasses.replace(condition, passes=(condition.first, *later))
+
+
 def three_conditions(num_prompts: int) -> list[ConditionResult]:
     """Baseline, eagle and training over q0 .. q(num_prompts - 1)."""
     baseline = [generation(f"q{i}", [], num_plain_steps=19) for i in range(num_prompts)]
@@ -62,16 +91,8 @@ def three_conditions(num_prompts: int) -> list[ConditionResult]:
             policy=policy,
             num_speculative_tokens=num_drafts,
             records=tuple(records),
-            wall_s=wall_s,
-            num_steps=100,
-            rows_per_step=8.5,
+            passes=(first_pass(records, wall_s=wall_s, has_tail=num_drafts > 0),),
             lossless=f"identical {num_prompts}/{num_prompts}",
-            decode_wall_s=wall_s / 2,
-            num_decode_tokens=sum(len(record.output_token_ids) - 2 for record in records),
-            full_wall_s=wall_s / 2 if num_drafts == 0 else wall_s / 8,  # K = 0 has no tail
-            num_full_tokens=sum(
-                len(record.output_token_ids) - (2 if num_drafts == 0 else 12) for record in records
-            ),
             audit=audit,
         )
         for label, policy, num_drafts, records, wall_s in (

@@ -12,7 +12,7 @@ from mtp_research.evaluation.report import Report, build_report
 from mtp_research.evaluation.results import write_results
 from mtp_research.evaluation.runs import Run, read_runs
 from mtp_research.evaluation.sections import results_sections
-from mtp_research.evaluation.stats.speed import PassTiming
+from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord
 from mtp_research.evaluation.sweep_figures import sweep_figures, sweeps
 from mtp_research.report import main
 from tests.evaluation.generations import some_prompts, three_conditions
@@ -22,31 +22,32 @@ CONFIG = {"model": {"path": "/t"}, "sampling": {"temperature": 0.0, "max_new_tok
 RECORD = {"head": {"unroll": "chain", "num_mtp_modules": 3}, "hardware": {"gpus": ["H200"]}}
 
 
+def two_passes(
+    condition: ConditionResult, *, has_full: bool, again: float
+) -> tuple[PassRecord, PassRecord]:
+    """The first pass of the condition, and one that takes `again` as long."""
+    none = {} if has_full else {"full_wall_s": None, "num_full_tokens": None}
+    first = dataclasses.replace(condition.first, **none)
+    second = dataclasses.replace(
+        first,
+        wall_s=again * (first.wall_s or 0.0),
+        full_wall_s=again * (first.full_wall_s or 0.0) if has_full else None,
+        num_texts_equal=len(condition.records),
+    )
+    return first, second
+
+
 def part(batch: int, *, config: dict = CONFIG, record: dict = RECORD, again: float = 1.0) -> Report:
     """Three conditions of two passes at one batch size; `again` is how long the second takes."""
-    has_full = batch <= NUM_PROMPTS[batch]
     conditions = [
         dataclasses.replace(
             one,
             max_num_requests=batch,
             temperature=0.0,
             verify="greedy",
-            repeats=(
-                PassTiming(
-                    wall_s=again * (one.wall_s or 0.0),
-                    decode_wall_s=one.decode_wall_s,
-                    num_decode_tokens=one.num_decode_tokens,
-                    device_s=None,
-                    num_texts_equal=len(one.records),
-                    full_wall_s=again * full_s if has_full else None,
-                    num_full_tokens=one.num_full_tokens if has_full else None,
-                ),
-            ),
-            full_wall_s=full_s if has_full else None,
-            num_full_tokens=one.num_full_tokens if has_full else None,
+            passes=two_passes(one, has_full=batch <= NUM_PROMPTS[batch], again=again),
         )
         for one in three_conditions(NUM_PROMPTS[batch])
-        if (full_s := one.full_wall_s or 0.0)
     ]
     prompts = some_prompts(NUM_PROMPTS[batch])
     return build_report(conditions, prompts=prompts, dtype="bfloat16", config=config, run=record)
@@ -98,7 +99,8 @@ def test_table_divides_by_plain_decoding_of_the_same_run(parts: list[Run]) -> No
         ratio = tokens / 5.0 / (plain_tokens / 8.0)
         shown = f"{ratio:.3f}" if run is not parts[0] else f"{ratio:.3f} [{ratio / 2:.3f}, "
         assert row["ratio, end to end"].startswith(shown)
-        decode = (eagle.num_decode_tokens or 0) / 2.5 / ((plain.num_decode_tokens or 0) / 4.0)
+        decode = (eagle.first.num_decode_tokens or 0) / 2.5
+        decode /= (plain.first.num_decode_tokens or 0) / 4.0
         assert row["ratio, decode only"] == f"{decode:.3f}"
         assert row["run"] == run.name
     assert rows[0]["drift of K = 0"] == "-50.0%"
@@ -117,7 +119,9 @@ def test_table_of_full_batches_has_dashes_where_prompts_were_fewer_than_places(
     grid = batch_grids(entries(parts))[1]
     rows = [dict(zip(grid.header, row, strict=True)) for row in grid.rows]
     plain, eagle, _ = parts[0].report.conditions
-    rates = [(one.num_full_tokens or 0) / (one.full_wall_s or 0) for one in (eagle, plain)]
+    rates = [
+        (one.num_full_tokens or 0) / (one.full_wall_s or 0) for one in (eagle.first, plain.first)
+    ]
     median, ratio = 0.75 * rates[0], rates[0] / rates[1]  # the second pass takes twice as long
     assert rows[0]["batch full [tokens/s]"] == f"{median:.1f} [{rates[0] / 2:.1f}, {rates[0]:.1f}]"
     assert rows[0]["K = 0, batch full [tokens/s]"].startswith(f"{0.75 * rates[1]:.1f} [")

@@ -1,19 +1,17 @@
 """Whole evaluations on the shipped target: order of passes, and kill and resume."""
 
 import dataclasses
-import fcntl
 import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 
 from mtp_research.app.cli import compose_config, run_entry
 from mtp_research.config.schema import EvalConfig
-from mtp_research.evaluation.report import Report
 from mtp_research.evaluation.results import recompute
 from mtp_research.evaluation.run import evaluate as evaluate_module
 from mtp_research.evaluation.run import journal as journal_module
@@ -23,12 +21,11 @@ from mtp_research.evaluation.run.evaluate import evaluate
 from mtp_research.evaluation.run.journal import (
     JOURNAL_FILE,
     Journal,
-    PassOutcome,
     check_resumable,
     open_journal,
 )
 from mtp_research.evaluation.run.prompts import EncodedPrompts
-from mtp_research.evaluation.stats.summary import ConditionResult
+from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord
 from mtp_research.heads.draft_vocabulary import RANKING_FILE
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
@@ -103,7 +100,7 @@ def test_killed_and_resumed_run_has_the_totals_of_an_uninterrupted_one(
     resumed = run(tmp_path)
     assert totals(resumed) == totals(whole)
     assert [c.is_resumed for c in resumed] == [False, True, False]
-    assert [c.wall_s is None for c in resumed] == [False, True, False]
+    assert [c.first.wall_s is None for c in resumed] == [False, True, False]
     assert not (tmp_path / JOURNAL_FILE).exists()
 
 
@@ -145,7 +142,7 @@ def test_ranking_that_drafts_are_cut_from_belongs_to_a_journal(
     before, whole = inputs(reduced), inputs()
     config = compose_config(EvalConfig, [*WORDS, f"spec.head={head}", reduced])
     kept = open_journal(tmp_path / "run", config, inputs=before)
-    kept.end_pass("training", 0, PassOutcome())
+    kept.end_pass("training", 0, PassRecord(wall_s=None))
     kept.close()
     ranking = json.loads((head / RANKING_FILE).read_text())
     ranking["token_ids"][:2] = ranking["token_ids"][1::-1]
@@ -158,7 +155,7 @@ def test_ranking_that_drafts_are_cut_from_belongs_to_a_journal(
 def test_pass_from_before_full_batches_were_timed_is_still_read(tmp_path: Path) -> None:
     config = compose_config(EvalConfig, WORDS)
     journal = open_journal(tmp_path, config, inputs={})
-    timed = PassOutcome(wall_s=4.0, decode_wall_s=2.0, num_decode_tokens=9)
+    timed = PassRecord(wall_s=4.0, decode_wall_s=2.0, num_decode_tokens=9)
     journal.end_pass("eagle", 0, timed)
     journal.end_pass("eagle", 1, dataclasses.replace(timed, full_wall_s=1.0, num_full_tokens=5))
     journal.close()
@@ -168,24 +165,24 @@ def test_pass_from_before_full_batches_were_timed_is_still_read(tmp_path: Path) 
     assert "full" not in older
     path.write_text("\n".join([header, older, newer, ""]))
     again = open_journal(tmp_path, config, inputs={})
-    assert again.stored("eagle", 0).outcome == timed
-    outcome = again.stored("eagle", 1).outcome
-    assert outcome is not None
-    assert (outcome.full_wall_s, outcome.num_full_tokens) == (1.0, 5)
+    assert again.stored("eagle", 0).times == timed
+    times = again.stored("eagle", 1).times
+    assert times is not None
+    assert (times.full_wall_s, times.num_full_tokens) == (1.0, 5)
     again.close()
 
 
 def test_line_that_a_kill_cut_off_is_taken_out_of_the_file(tmp_path: Path) -> None:
     config = compose_config(EvalConfig, WORDS)
     journal = open_journal(tmp_path, config, inputs={})
-    journal.end_pass("eagle", 0, PassOutcome(wall_s=1.0))
+    journal.end_pass("eagle", 0, PassRecord(wall_s=1.0))
     journal.close()
     with (tmp_path / JOURNAL_FILE).open("a") as file:
         file.write('{"condition":"eagle","pass":1,"out')
     again = open_journal(tmp_path, config, inputs={})
-    assert again.stored("eagle", 0).outcome == PassOutcome(wall_s=1.0)
-    assert again.stored("eagle", 1).outcome is None
-    again.end_pass("eagle", 1, PassOutcome())
+    assert again.stored("eagle", 0).times == PassRecord(wall_s=1.0)
+    assert again.stored("eagle", 1).times is None
+    again.end_pass("eagle", 1, PassRecord(wall_s=None))
     again.close()
     lines = (tmp_path / JOURNAL_FILE).read_text().splitlines()
     assert [json.loads(line).get("pass") for line in lines] == [None, 0, 1]
@@ -209,9 +206,9 @@ def test_passes_run_in_abba_order_with_equal_texts(
     order = []
     end_pass = Journal.end_pass
 
-    def note(self: Journal, label: str, number: int, outcome: object) -> None:
+    def note(self: Journal, label: str, number: int, times: object) -> None:
         order.append((label, number))
-        end_pass(self, label, number, outcome)  # type: ignore[arg-type]
+        end_pass(self, label, number, times)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Journal, "end_pass", note)
     monkeypatch.setattr(passes, "MAX_WARM_UPS", 3)
@@ -221,34 +218,17 @@ def test_passes_run_in_abba_order_with_equal_texts(
     assert [c.repeats[0].num_texts_equal for c in found] == [4, 4]
     assert all(2 <= c.num_warm_ups <= 3 for c in found)
     # No pass finds anything of a warm-up in the prefix cache, nor does the audit count one.
-    assert [c.rows_per_step for c in found] == [c.rows_per_step for c in whole[:2]]
+    assert [c.first.rows_per_step for c in found] == [c.first.rows_per_step for c in whole[:2]]
     assert totals(found) == totals(whole[:2])
-
-
-def test_no_neighbour_decodes_while_figures_are_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock, held = tmp_path / "turns", []
-    build_report = evaluate_module.build_report
-
-    def watch(*args: Any, **kwargs: Any) -> Report:
-        with lock.open() as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        held.append(True)
-        return build_report(*args, **kwargs)
-
-    monkeypatch.setattr(evaluate_module, "build_report", watch)
-    run(tmp_path / "out", f"timing.turns={lock}", "prompts.max_prompts=1", "spec.policy=[eagle]")
-    assert held == [True]
 
 
 def test_parts_of_a_step_add_up_to_its_wall_time(whole: list[ConditionResult]) -> None:
     for condition in whole:
         parts = condition.parts
         assert parts is not None
-        assert condition.decode_wall_s is not None
+        assert condition.first.decode_wall_s is not None
         seconds = parts.target_s + parts.verify_s + parts.draft_s + parts.host_s
-        assert seconds == pytest.approx(condition.decode_wall_s, rel=1e-6)
+        assert seconds == pytest.approx(condition.first.decode_wall_s, rel=1e-6)
         assert min(parts.target_s, parts.verify_s, parts.host_s) > 0
     baseline, eagle, _ = (condition.parts for condition in whole)
     assert baseline is not None
@@ -268,9 +248,7 @@ def test_texts_that_change_between_passes_exit_3_after_the_results(
             return stored(self, label, number)
         first = forged[label]
         other = dataclasses.replace(first[0], output_token_ids=(1, 2, 3))
-        return journal_module.StoredPass(
-            (other, *first[1:]), None, journal_module.PassOutcome(wall_s=1.0)
-        )
+        return journal_module.StoredPass((other, *first[1:]), None, PassRecord(wall_s=1.0))
 
     forged: dict[str, list] = {}
     add = Journal.add

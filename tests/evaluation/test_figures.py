@@ -16,10 +16,9 @@ from mtp_research.evaluation.report_tables import overview_grid
 from mtp_research.evaluation.results import write_results
 from mtp_research.evaluation.runs import Run, read_runs
 from mtp_research.evaluation.sections import results_sections
-from mtp_research.evaluation.stats.speed import StepParts
-from mtp_research.evaluation.stats.summary import ConditionResult
+from mtp_research.evaluation.stats.outcome import ConditionResult, StepParts
 from mtp_research.evaluation.sweep_figures import sweep_figures, sweeps
-from tests.evaluation.generations import generation, some_prompts, three_conditions
+from tests.evaluation.generations import generation, some_prompts, three_conditions, timed
 
 HEADS = {
     "a": {"unroll": "chain", "num_mtp_modules": 3},
@@ -31,6 +30,15 @@ def at(condition: ConditionResult, head: str, batch: int, slow: float) -> Condit
     """The same generations under another name, head and batch size, `slow` times as long."""
     drafts = condition.num_speculative_tokens > 0
     has_full = batch <= len(condition.records)
+    first = condition.first
+    condition = timed(
+        condition,
+        wall_s=slow * (first.wall_s or 0.0),
+        decode_wall_s=slow * (first.decode_wall_s or 0.0),
+        full_wall_s=slow * (first.full_wall_s or 0.0) if has_full else None,
+        num_full_tokens=first.num_full_tokens if has_full else None,
+        parts=StepParts(num_steps=50, target_s=1.0 * slow, verify_s=0.1, draft_s=0.5, host_s=0.2),
+    )
     return dataclasses.replace(
         condition,
         label=f"{condition.label} {head} R={batch}" if drafts else f"baseline R={batch}",
@@ -39,12 +47,7 @@ def at(condition: ConditionResult, head: str, batch: int, slow: float) -> Condit
         temperature=0.0,
         verify="greedy",
         draft_sampling="greedy",
-        wall_s=slow * (condition.wall_s or 0.0),
-        decode_wall_s=slow * (condition.decode_wall_s or 0.0),
-        full_wall_s=slow * (condition.full_wall_s or 0.0) if has_full else None,
-        num_full_tokens=condition.num_full_tokens if has_full else None,
         audit=(condition.audit or {}) | {"slots": 1000, "WRONG": 25} if drafts else None,
-        parts=StepParts(num_steps=50, target_s=1.0 * slow, verify_s=0.1, draft_s=0.5, host_s=0.2),
     )
 
 
@@ -173,7 +176,7 @@ def test_what_cannot_be_drawn_says_why(run: Run) -> None:
             "all comparable conditions ran at one number of drafts",
         "Acceptance and speed by temperature": "all comparable conditions ran at one temperature",
     }  # fmt: skip
-    baseline = dataclasses.replace(three_conditions(1)[0], decode_wall_s=None)
+    baseline = timed(three_conditions(1)[0], decode_wall_s=None)
     alone = build_report([baseline], prompts=some_prompts(1), dtype="f", config={}, run={})
     missing = run_figures(alone)
     assert all(isinstance(figure, Missing) for figure in missing)

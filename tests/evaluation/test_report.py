@@ -13,7 +13,7 @@ from mtp_research.evaluation.report import (
     render_text,
     report_notes,
 )
-from tests.evaluation.generations import generation, some_prompts, three_conditions
+from tests.evaluation.generations import generation, some_prompts, three_conditions, timed
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_speed_is_tokens_over_wall_seconds_and_ratio_to_baseline(report: Report)
 
 def test_unmeasured_speed_is_left_out_of_the_table():
     conditions = [
-        dataclasses.replace(
+        timed(
             condition,
             decode_wall_s=None,
             num_decode_tokens=None,
@@ -134,7 +134,8 @@ def test_last_line_is_one_line_of_json(report: Report):
 
 def test_nothing_finished_still_renders():
     condition = dataclasses.replace(
-        three_conditions(1)[1], records=(generation("q0", [1], finish_reason="abort"),), wall_s=0.0
+        timed(three_conditions(1)[1], wall_s=0.0),
+        records=(generation("q0", [1], finish_reason="abort"),),
     )
     built = build_report([condition], prompts=some_prompts(1), dtype="float32", config={}, run={})
     assert "no generation finished" in render_text(built)

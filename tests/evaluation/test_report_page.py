@@ -19,7 +19,7 @@ from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.table_files import grid_csv, grid_latex
 from mtp_research.evaluation.tables import Grid
 from mtp_research.report import main
-from tests.evaluation.generations import generation, some_prompts, three_conditions
+from tests.evaluation.generations import generation, some_prompts, three_conditions, timed
 
 BAD = "<img src=x onerror=alert(1)>\x1b\u202e&"
 VOID = {"meta", "br", "wbr"}
@@ -215,10 +215,8 @@ def test_nothing_finished_writes_dashes_and_exits_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     condition = dataclasses.replace(
-        three_conditions(1)[1],
+        timed(three_conditions(1)[1], wall_s=0.0, decode_wall_s=None),
         records=(generation("q0", [1], finish_reason="abort"),),
-        wall_s=0.0,
-        decode_wall_s=None,
         audit=None,
     )
     made = build_report([condition], prompts=some_prompts(1), dtype="f", config={}, run={})

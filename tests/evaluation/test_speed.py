@@ -1,13 +1,15 @@
 """Rates over passes, drift, and the acceptance model."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from mtp_research.evaluation.report import Report, build_report, render_text
-from mtp_research.evaluation.stats.speed import PassTiming, StepParts, cost_of
-from mtp_research.evaluation.stats.summary import ConditionResult
-from tests.evaluation.generations import some_prompts, three_conditions
+from mtp_research.evaluation.stats.bootstrap import Estimate
+from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord, StepParts
+from mtp_research.evaluation.stats.speed import cost_of
+from tests.evaluation.generations import repeated, some_prompts, three_conditions, timed
 
 BASE = StepParts(num_steps=10, target_s=0.9, verify_s=0.1, draft_s=0.0, host_s=0.2)
 DRAFTING = StepParts(num_steps=5, target_s=0.55, verify_s=0.05, draft_s=0.3, host_s=0.25)
@@ -19,10 +21,9 @@ def report(conditions: list[ConditionResult], **config: object) -> Report:
     )
 
 
-def timing(wall_s: float | None, *, num_texts_equal: int = 90) -> PassTiming:
-    is_whole = wall_s is not None
-    return PassTiming(wall_s, 1.0 if is_whole else None, 50 if is_whole else None, None,
-                      num_texts_equal)  # fmt: skip
+def timing(wall_s: float | None, *, num_texts_equal: int = 90) -> PassRecord:
+    times: dict[str, Any] = {"decode_wall_s": 1.0, "num_decode_tokens": 50}
+    return PassRecord(wall_s, **times if wall_s else {}, num_texts_equal=num_texts_equal)
 
 
 def test_cost_is_in_units_of_the_baselines_target_and_verification() -> None:
@@ -58,7 +59,7 @@ def test_cost_without_parts_or_baseline_is_undefined() -> None:
 def test_rate_is_the_median_of_the_passes_and_drift_of_their_halves() -> None:
     baseline, eagle, _ = three_conditions(90)  # the baseline takes 8 s for 1800 tokens
     repeats = (timing(7.5), timing(8.5), timing(10.0))
-    built = report([dataclasses.replace(baseline, repeats=repeats), eagle])
+    built = report([repeated(baseline, *repeats), eagle])
     speed = built.summaries[0].speed
     assert speed.num_passes == 4
     assert speed.tokens_per_s_end_to_end == pytest.approx((1800 / 8 + 1800 / 8.5) / 2)
@@ -75,19 +76,17 @@ def test_rate_is_the_median_of_the_passes_and_drift_of_their_halves() -> None:
 def test_one_disturbed_pass_is_not_a_drift() -> None:
     baseline, eagle, _ = three_conditions(90)
     repeats = tuple(timing(seconds) for seconds in (8.0, 8.0, 16.0, 8.0, 8.0))
-    built = report([dataclasses.replace(baseline, wall_s=16.0, repeats=repeats), eagle])
+    built = report([repeated(timed(baseline, wall_s=16.0), *repeats), eagle])
     assert built.summaries[0].speed.drift == 0.0
 
 
 def test_rate_of_a_full_batch_is_the_median_of_the_passes_that_had_one() -> None:
     baseline, eagle, _ = three_conditions(90)
     whole = (dataclasses.replace(timing(5.0), full_wall_s=2.0, num_full_tokens=n) for n in (60, 90))
-    made = dataclasses.replace(
-        eagle, full_wall_s=None, num_full_tokens=None, repeats=(*whole, timing(5.0))
-    )
+    made = timed(eagle, full_wall_s=None, num_full_tokens=None)
+    made = repeated(made, *whole, timing(5.0))
     speed = report([baseline, made]).summaries[1].speed
-    assert (speed.tokens_per_s_full_low, speed.tokens_per_s_full_high) == (30.0, 45.0)
-    assert speed.tokens_per_s_full == 37.5
+    assert speed.full == Estimate(37.5, 30.0, 45.0)
     assert speed.ratio_full == pytest.approx(37.5 / (90 * 18 / 4.0))
     assert speed.ratio_decode != speed.ratio_full
     shown = render_text(report([baseline, made]))
@@ -96,10 +95,7 @@ def test_rate_of_a_full_batch_is_the_median_of_the_passes_that_had_one() -> None
 
 
 def test_batch_that_was_never_full_has_no_rate_and_no_row() -> None:
-    never = [
-        dataclasses.replace(one, full_wall_s=None, num_full_tokens=None)
-        for one in three_conditions(90)
-    ]
+    never = [timed(one, full_wall_s=None, num_full_tokens=None) for one in three_conditions(90)]
     assert [s.speed.ratio_full for s in report(never).summaries] == [None] * 3
     assert "batch full" not in render_text(report(never))
     assert "batch full" not in render_text(report(never, grid={"num_speculative_tokens": [1, 3]}))
@@ -119,7 +115,7 @@ def test_one_pass_says_that_order_and_drift_were_not_checked() -> None:
 
 def test_device_time_stands_beside_the_wall_time_where_there_is_a_gpu() -> None:
     baseline, eagle, _ = three_conditions(90)
-    shown = render_text(report([baseline, dataclasses.replace(eagle, device_s=4.5)]))
+    shown = render_text(report([baseline, timed(eagle, device_s=4.5)]))
     row = next(line for line in shown.splitlines() if line.startswith("device / wall"))
     assert row.split()[-4:] == ["-", "4.50", "/", "5.00"]
     assert "device / wall" not in render_text(report([baseline, eagle]))
@@ -127,7 +123,7 @@ def test_device_time_stands_beside_the_wall_time_where_there_is_a_gpu() -> None:
 
 def test_interrupted_pass_has_no_times_and_is_marked() -> None:
     baseline, eagle, _ = three_conditions(90)
-    cut = dataclasses.replace(
+    cut = timed(
         eagle, wall_s=None, decode_wall_s=None, num_decode_tokens=None, full_wall_s=None,
         num_full_tokens=None, num_steps=None, rows_per_step=None, is_resumed=True,
     )  # fmt: skip
@@ -139,15 +135,15 @@ def test_interrupted_pass_has_no_times_and_is_marked() -> None:
     assert speed.ttft_s_median is None
     assert built.summaries[1].acceptance.num_prompts == 90
     assert "warning: interrupted and resumed: eagle" in render_text(built)
-    again = report([baseline, dataclasses.replace(cut, repeats=(timing(5.0),))])
+    again = report([baseline, repeated(cut, timing(5.0))])
     assert again.summaries[1].speed.tokens_per_s_end_to_end is not None
 
 
 def test_ratio_is_to_the_baseline_of_the_same_batch_and_temperature() -> None:
     baseline, eagle, _ = three_conditions(90)
     made = [
-        dataclasses.replace(one, label=f"{one.label} R={batch}", max_num_requests=batch,
-                            temperature=0.0, wall_s=one.wall_s and one.wall_s / batch)
+        dataclasses.replace(timed(one, wall_s=(one.first.wall_s or 0.0) / batch),
+                            label=f"{one.label} R={batch}", max_num_requests=batch, temperature=0.0)
         for batch in (1, 8)
         for one in (baseline, eagle)
     ]  # fmt: skip
@@ -168,7 +164,7 @@ def test_pairs_join_equal_k_batch_and_temperature_only() -> None:
 
 def test_grid_is_shown_with_one_row_a_condition() -> None:
     conditions = [
-        dataclasses.replace(one, label=f"{one.label} K=3 T=0.6 R=8", parts=DRAFTING)
+        dataclasses.replace(timed(one, parts=DRAFTING), label=f"{one.label} K=3 T=0.6 R=8")
         for one in three_conditions(90)
     ]
     text = render_text(report(conditions, grid={"num_speculative_tokens": [1, 3]}))

@@ -12,7 +12,6 @@ from mtp_research.evaluation.fault_table import main as fault_main
 from mtp_research.evaluation.fault_table import markdown_tables, study_warnings, write_study
 from mtp_research.evaluation.figures import Figure, Missing
 from mtp_research.evaluation.html_page import render_page
-from mtp_research.evaluation.report import PromptEntry
 from mtp_research.evaluation.seed_figures import write_matrix
 from mtp_research.evaluation.stats.fault_study import FaultCondition, FaultStudy
 from mtp_research.evaluation.stats.matrix_seeds import (
@@ -21,6 +20,7 @@ from mtp_research.evaluation.stats.matrix_seeds import (
     MatrixPrompt,
     SeedMatrix,
 )
+from mtp_research.evaluation.stats.outcome import PromptEntry
 from mtp_research.evaluation.study_sections import fault_section, matrix_section
 from mtp_research.report import main
 from tests.evaluation.test_report_page import outline

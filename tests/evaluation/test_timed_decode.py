@@ -13,6 +13,7 @@ from mtp_research.decode.stats import DecodeStats
 from mtp_research.evaluation.run import timed_decode
 from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.evaluation.run.timed_decode import StepClock
+from mtp_research.evaluation.stats.outcome import PassRecord
 from tests import tiny
 
 
@@ -42,7 +43,7 @@ def test_decode_time_holds_no_step_with_prompt_rows(
     encoded = EncodedPrompts(prompts, tuple([1 + i] * (6 + 4 * i) for i in range(5)), ())
     sampling = [SamplingParams(max_new_tokens=6 + i) for i in range(5)]
     clock = StepClock(target.device)
-    counts = timed_decode.decode_prompts(decoder, encoded, sampling, salt="", clock=clock)
+    counts = timed_decode.decode_prompts(decoder, encoded, sampling, salt="", clock=clock).times
     num_mixed, num_decoding = sum(kinds), len(kinds) - sum(kinds)
     assert num_mixed >= 5
     assert counts.wall_s == 100.0 * num_mixed + num_decoding
@@ -94,9 +95,9 @@ class Scripted:
             self.stats.num_emitted_tokens += 3 ** committed[0]
         self.scheduler.has_work = bool(self._steps or self._in_flight)
 
-    def decode(self, monkeypatch: pytest.MonkeyPatch) -> timed_decode.Counts:
+    def decode(self, monkeypatch: pytest.MonkeyPatch) -> PassRecord:
         monkeypatch.setattr(timed_decode.time, "perf_counter", lambda: self.now)
-        return timed_decode.decode_prompts(self, EncodedPrompts((), (), ()), [], salt="")
+        return timed_decode.decode_prompts(self, EncodedPrompts((), (), ()), [], salt="").times
 
 
 def powers(base: int, exponents: list[int]) -> float:

@@ -19,13 +19,13 @@ from mtp_research.evaluation.fault_table import (
     read_checked_study,
     write_study,
 )
-from mtp_research.evaluation.report import PromptEntry
 from mtp_research.evaluation.stats.fault_study import (
     STUDY_FILE,
     FaultCondition,
     FaultStudy,
     read_study,
 )
+from mtp_research.evaluation.stats.outcome import PromptEntry
 from mtp_research.evaluation.study_sections import fault_section
 from mtp_research.report import main as report_main
 from mtp_research.runtime.errors import ConfigError, IntegrityError

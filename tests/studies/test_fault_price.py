@@ -12,7 +12,6 @@ from mtp_research.app.commands import run_evaluation
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.fault_table import main, markdown_tables, price_rows, split_prices
-from mtp_research.evaluation.report import PromptEntry
 from mtp_research.evaluation.stats.fault_study import (
     FAULTS,
     STUDY_FILE,
@@ -21,6 +20,7 @@ from mtp_research.evaluation.stats.fault_study import (
     FaultStudy,
     read_study,
 )
+from mtp_research.evaluation.stats.outcome import PromptEntry
 from mtp_research.policy.plan import POLICIES
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.studies import fault_price

@@ -142,7 +142,7 @@ def _group_of(cell: EvalConfig) -> Group:
 
 
 def _check_reference(reference: str | None, conditions: Sequence[Condition]) -> None:
-    drafting = [condition for condition in conditions if condition.num_speculative_tokens > 0]
+    drafting = [c for c in conditions if c.num_speculative_tokens > 0]
     known = {name for c in drafting for name in (c.label, c.policy) if name is not None}
     if reference is not None and reference not in known:
         raise ConfigError(

@@ -8,8 +8,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +18,7 @@ from mtp_research.decode.build import Heads
 from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
 from mtp_research.evaluation.report import Report, build_report, last_line, print_report
 from mtp_research.evaluation.results import write_results
-from mtp_research.evaluation.run.conditions import Condition, Group, conditions_of
+from mtp_research.evaluation.run.conditions import Condition, conditions_of
 from mtp_research.evaluation.run.decoders import (
     check_backend,
     head_facts,
@@ -34,8 +33,8 @@ from mtp_research.evaluation.run.prompts import (
     encode_prompts,
     load_prompts,
 )
-from mtp_research.evaluation.stats.summary import ConditionResult
-from mtp_research.evaluation.turns import Turns
+from mtp_research.evaluation.stats.outcome import ConditionResult
+from mtp_research.evaluation.stats.summary import num_equal_texts
 from mtp_research.evaluation.wandb_tables import publish_report
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.loading.fingerprint import target_hashes, warn_of_family
@@ -57,11 +56,9 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
     Raises:
         ConfigError: model, head or prompts are missing or do not fit each other, or the folder
             holds an unfinished evaluation of something else.
-        EnvironmentFault: the device or the kernels asked for cannot be used here, or the file of
-            `timing.turns` cannot be written.
-        IntegrityError: a prompt file is damaged, no prompt fits the context, or no generation of a
-            condition finished, or a condition gave other texts in another pass (the results are
-            written all the same).
+        EnvironmentFault: the device or the kernels asked for cannot be used here.
+        IntegrityError: a file is damaged, or no prompt fits the context; or, after the results are
+            written, nothing of a condition finished or its passes gave different texts.
     """
     conditions = conditions_of(config)
     prompts = load_prompts(
@@ -70,38 +67,35 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
         max_prompts=config.prompts.max_prompts,
         seed=config.seed,
     )
-    with closing(Turns(config.timing.turns)) as turns:
-        turns.prepare()
-        target = load_target(
-            config.model.path,
-            dtype=config.model.dtype,
-            device=config.model.device,
-            tp_plan=config.model.tp_plan,
-            device_map=config.model.device_map,
-            experts=config.model.experts,
-        )
-        warn_of_family(target, family=config.model.family)
-        check_backend(config.engine.backend, target.device)
-        tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
-        encoded = encode_prompts(prompts, tokenizer, max_model_len=_context_length(config, target))
-        results = _decode(config, conditions, encoded, target, turns=turns, output_dir=output_dir)
-        # Still in turn: the figures take a core for seconds, which a neighbour's clock would see.
-        facts = {c.head: head_facts(c.config.spec.head) for c in conditions if c.head is not None}
-        report = build_report(
-            results,
-            prompts=encoded.prompts,
-            dtype=str(target.dtype).removeprefix("torch."),
-            seed=config.seed,
-            config=dataclasses.asdict(config),
-            run=run_record()
-            | {
-                "head": next(iter(facts.values())) if len(facts) == 1 else None,
-                "heads": facts,
-                "target": target_hashes(target),
-                "skipped_conditions": list(expand(config).skipped),
-            },
-            skipped_prompts=encoded.skipped,
-        )
+    target = load_target(
+        config.model.path,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        tp_plan=config.model.tp_plan,
+        device_map=config.model.device_map,
+        experts=config.model.experts,
+    )
+    warn_of_family(target, family=config.model.family)
+    check_backend(config.engine.backend, target.device)
+    tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
+    encoded = encode_prompts(prompts, tokenizer, max_model_len=_context_length(config, target))
+    inputs = _inputs(conditions, encoded, target)
+    heads = cast(dict[str, object], inputs["heads"])
+    report = build_report(
+        _decode(config, conditions, encoded, target, inputs=inputs, output_dir=output_dir),
+        prompts=[prompt.entry for prompt in encoded.prompts],
+        dtype=str(target.dtype).removeprefix("torch."),
+        seed=config.seed,
+        config=dataclasses.asdict(config),
+        run=run_record()
+        | {
+            "head": next(iter(heads.values())) if len(heads) == 1 else None,
+            "heads": heads,
+            "target": inputs["target"],
+            "skipped_conditions": list(expand(config).skipped),
+        },
+        skipped_prompts=encoded.skipped,
+    )
     path = write_results(output_dir, report)
     (output_dir / JOURNAL_FILE).unlink()  # the results hold all of it
     print_report(report, stored_at=path)
@@ -117,11 +111,10 @@ def _decode(
     encoded: EncodedPrompts,
     target: Target,
     *,
-    turns: Turns,
+    inputs: Mapping[str, object],
     output_dir: Path,
 ) -> list[ConditionResult]:
     """Every condition, group by group, with its lossless verdict."""
-    inputs = _inputs(conditions, encoded, target)
     heads = _load_heads(conditions, target)
     if config.model.tp_plan != "none":  # ranks must decode alike, and were not killed alike
         (output_dir / JOURNAL_FILE).unlink(missing_ok=True)
@@ -129,24 +122,19 @@ def _decode(
     if note := reference_note(config.engine, config.model.device):
         sys.stderr.write(f"{note}\n")
     try:
-        workload = Workload(target, heads, encoded, journal, turns)
+        workload = Workload(target, heads, encoded, journal)
         results: list[ConditionResult] = []
         for group in dict.fromkeys(condition.group for condition in conditions):
             members = [condition for condition in conditions if condition.group == group]
             made = run_group(members, workload, num_passes=config.timing.passes)
-            results += [_with_verdict(result, made, group) for result in made]
+            results += [_with_verdict(result, made) for result in made]
     finally:
         journal.close()
     return results
 
 
 def _load_heads(conditions: Sequence[Condition], target: Target) -> dict[str | None, Heads]:
-    """Drafts by `spec.head`.
-
-    Raises:
-        ConfigError: heads are missing or belong to another target.
-        IntegrityError: their files are damaged.
-    """
+    """Drafts by `spec.head`."""
     heads: dict[str | None, Heads] = {None: "null", "oracle": "oracle"}
     for condition in conditions:
         folder = condition.config.spec.head
@@ -158,17 +146,17 @@ def _load_heads(conditions: Sequence[Condition], target: Target) -> dict[str | N
 def _inputs(
     conditions: Sequence[Condition], encoded: EncodedPrompts, target: Target
 ) -> dict[str, object]:
-    """Hashes of everything that the configuration only points to."""
+    """Hashes of everything that the configuration only points to; facts of the heads."""
     asked = [(prompt.question_id, prompt.sha256) for prompt in encoded.prompts]
-    heads = {c.head: head_facts(c.config.spec.head) for c in conditions if c.head is not None}
+    folders = {c.head: c.config.spec for c in conditions if c.head is not None}
     rankings = {
-        c.head: ranking_sha256(c.config.spec.head)
-        for c in conditions
-        if c.head is not None and c.config.spec.draft_vocabulary_size is not None
+        name: ranking_sha256(spec.head)
+        for name, spec in folders.items()
+        if spec.draft_vocabulary_size is not None
     }
     return {
         "prompts": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
-        "heads": heads,
+        "heads": {name: head_facts(spec.head) for name, spec in folders.items()},
         "target": target_hashes(target),
         "dtype": str(target.dtype),
         "device": target.device.type,
@@ -177,11 +165,7 @@ def _inputs(
 
 
 def _context_length(config: EvalConfig, target: Target) -> int:
-    """Most tokens of a text, prompt included.
-
-    Raises:
-        ConfigError: `engine.max_model_len` lies beyond what the target was made for.
-    """
+    """Most tokens of a text, prompt included, within what the target was made for."""
     limit = target.config.max_position_embeddings
     wanted = config.engine.max_model_len
     if wanted is not None and wanted > limit:
@@ -192,29 +176,22 @@ def _context_length(config: EvalConfig, target: Target) -> int:
     return wanted or limit
 
 
-def _with_verdict(
-    result: ConditionResult, members: Sequence[ConditionResult], group: Group
-) -> ConditionResult:
+def _with_verdict(result: ConditionResult, group: Sequence[ConditionResult]) -> ConditionResult:
     """Add the lossless verdict: greedy outputs must equal the baseline's, token for token."""
     if result.num_speculative_tokens == 0:
         return dataclasses.replace(result, lossless="is the baseline")
     if result.verify not in LOSSLESS_RULES:
         return dataclasses.replace(result, lossless=f"lossy rule: {result.verify}")
-    baseline = next((other for other in members if other.num_speculative_tokens == 0), None)
-    if baseline is None or group.temperature > 0:
+    baseline = next((other for other in group if other.num_speculative_tokens == 0), None)
+    if baseline is None or baseline.temperature:
         return result
-    expected = {record.request_id: record.output_token_ids for record in baseline.records}
-    equal = sum(expected[record.request_id] == record.output_token_ids for record in result.records)
-    word = "identical" if equal == len(result.records) else "DIFFERS"
-    return dataclasses.replace(result, lossless=f"{word} {equal}/{len(result.records)}")
+    equal, total = num_equal_texts(result.records, baseline.records), len(result.records)
+    word = "identical" if equal == total else "DIFFERS"
+    return dataclasses.replace(result, lossless=f"{word} {equal}/{total}")
 
 
 def _require_outputs(report: Report, output_dir: Path) -> None:
-    """Refuse to call an evaluation done in which a condition has no figure at all.
-
-    Raises:
-        IntegrityError: names the conditions.
-    """
+    """Refuse to call an evaluation done in which a condition has no figure at all."""
     empty = [item.label for item in report.summaries if not item.acceptance.num_prompts]
     if empty:
         reasons = {
@@ -231,19 +208,15 @@ def _require_equal_passes(report: Report, output_dir: Path) -> None:
     """Refuse texts that change from pass to pass: their times are of different work.
 
     A rule that chooses the number of drafts by the clock may change sampled texts.
-
-    Raises:
-        IntegrityError: names the conditions.
     """
     spec = report.config["spec"]
     if isinstance(spec, dict) and spec["draft_length"] == "expected_gain":
         return
-    differing = [
-        f"{c.label} ({len(c.records) - repeat.num_texts_equal} texts)"
-        for c in report.conditions
-        for repeat in c.repeats
-        if repeat.num_texts_equal < len(c.records)
-    ]
+    differing = []
+    for condition in report.conditions:
+        equal = [one.num_texts_equal for one in condition.repeats]
+        numbers = [len(condition.records) - number for number in equal if number is not None]
+        differing += [f"{condition.label} ({number} texts)" for number in numbers if number]
     if differing:
         raise IntegrityError(
             f"expected the same texts in every pass, got others for {', '.join(differing)}; "

@@ -15,14 +15,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.evaluation.results import plain, read_record
-from mtp_research.evaluation.stats.speed import StepParts
+from mtp_research.evaluation.stats.json_form import plain, read_pass, read_record
+from mtp_research.evaluation.stats.outcome import PassRecord
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 JOURNAL_FILE = "finished.jsonl"
@@ -31,34 +30,12 @@ _NOT_COMPARED = ("output_dir", "logger", "timing.turns")
 _NUM_LISTED = 8
 
 
-@dataclass(frozen=True)
-class PassOutcome:
-    """What a pass measured beside its generations; see `summary.ConditionResult` for the fields.
-
-    All times and step counts are None if the pass was interrupted and resumed.
-    """
-
-    wall_s: float | None = None
-    decode_wall_s: float | None = None
-    num_decode_tokens: int | None = None
-    full_wall_s: float | None = None
-    num_full_tokens: int | None = None
-    num_steps: int | None = None
-    rows_per_step: float | None = None
-    device_s: float | None = None
-    peak_memory_bytes: int | None = None
-    num_warm_ups: int = 0
-    capture_s: float | None = None
-    parts: StepParts | None = None
-    is_resumed: bool = False
-
-
 class StoredPass(NamedTuple):
-    """What is known of a pass: its finished prompts, their audit, and how it ended."""
+    """What is known of a pass: its finished prompts, their audit, and its times once it ended."""
 
     records: tuple[RequestRecord, ...] = ()
     audit: dict[str, int] | None = None
-    outcome: PassOutcome | None = None
+    times: PassRecord | None = None
 
 
 class Journal:
@@ -87,9 +64,9 @@ class Journal:
         )
         self.sync()
 
-    def end_pass(self, label: str, number: int, outcome: PassOutcome) -> None:
+    def end_pass(self, label: str, number: int, times: PassRecord) -> None:
         """Append the end of a pass, and sync."""
-        self._write({"condition": label, "pass": number, "outcome": plain(outcome)})
+        self._write({"condition": label, "pass": number, "outcome": plain(times)})
         self.sync()
 
     @property
@@ -176,7 +153,7 @@ def _flat(value: Mapping[str, object], prefix: str) -> Iterable[tuple[str, objec
 
 
 def _whole_lines(path: Path) -> list[bytes]:
-    """Lines that end with a line break."""
+    """Lines that end with a line break: a kill may have cut off the last."""
     return path.read_bytes().split(b"\n")[:-1]
 
 
@@ -211,9 +188,7 @@ def _read_passes(path: Path, lines: Sequence[bytes]) -> dict[tuple[str, int], St
             key = (fields["condition"], fields["pass"])
             known = passes.get(key, StoredPass())
             if "outcome" in fields:
-                parts = fields["outcome"].pop("parts")
-                parts = None if parts is None else StepParts(**parts)
-                passes[key] = known._replace(outcome=PassOutcome(parts=parts, **fields["outcome"]))
+                passes[key] = known._replace(times=read_pass(fields["outcome"]))
                 continue
             records = tuple(read_record(stored) for stored in fields["records"])
             passes[key] = known._replace(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from mtp_research.data.json_lines import JsonLine, read_json_lines
+from mtp_research.evaluation.stats.outcome import PromptEntry
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 Format = Literal["chat", "completion"]
@@ -47,6 +48,11 @@ class Prompt:
     def sha256(self) -> str:
         """Hash of what the model is asked: format and text, not the id or the category."""
         return hashlib.sha256(f"{self.format}\n{self.text}".encode()).hexdigest()
+
+    @property
+    def entry(self) -> PromptEntry:
+        """The prompt without its text."""
+        return PromptEntry(self.question_id, self.category, self.format, self.sha256)
 
 
 def read_prompt_files(path: Path) -> list[Prompt]:

@@ -1,13 +1,10 @@
 """Prompts of an evaluation: shipped, cut from the standard library, or read from the user's files.
 
-First stage of the flow: prompts -> decode loop -> statistics -> report. The file formats are
-described in `prompt_files.py`, the code prompts in `stdlib_prompts.py`.
-
-Code-completion prompts cut at run time from the running interpreter's standard library.
-
-Nothing is shipped: each prompt is a function of a held-out module, broken off in the middle of its
-body. The cut depends on the source text and the seed only, so one Python version always gives the
-same prompts; another version may give others, which is why every prompt is recorded with its hash.
+First stage of the flow: prompts -> decode loop -> statistics -> report. `prompt_files` describes
+the file formats. Code prompts are cut at run time from the running interpreter's standard library:
+each is a function of a held-out module, broken off in the middle of its body. The cut depends on
+the source text and the seed only, so one Python version always gives the same prompts; another
+version may give others, which is why every prompt is recorded with its hash.
 """
 
 import ast
@@ -15,7 +12,7 @@ import hashlib
 import sysconfig
 import textwrap
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -25,96 +22,14 @@ from mtp_research.evaluation.run.prompt_files import Prompt, read_prompt_files
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT, resolve_path
 
-MIN_CHARACTERS = 300
-MAX_CHARACTERS = 600
-MIN_REMAINING_LINES = (
-    2  # of the function after the cut, so that the model has something to complete
-)
-
-
-class CodeCut(NamedTuple):
-    """One prompt: where it was cut (`bisect.py:insort_left:31`) and the text before the cut."""
-
-    origin: str
-    text: str
-
-
-def cut_code(
-    modules: Sequence[str], *, num_prompts: int, seed: int = 0, root: Path | None = None
-) -> list[CodeCut]:
-    """Cut function bodies, spread as evenly over the modules as they allow.
-
-    Args:
-        modules: file names relative to `root`; a missing file gives no prompts.
-        num_prompts: most prompts to return; fewer when the modules do not hold as many.
-        seed: selects the functions and the line of each cut.
-        root: folder of the sources; None is the standard library.
-
-    Returns:
-        Texts of `MIN_CHARACTERS` to `MAX_CHARACTERS` characters: a dedented signature, its
-        docstring if any and some lines of the body, up to a line end. Sorted by origin.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    ranked = [_ranked_cuts(root / name, seed) for name in modules if (root / name).is_file()]
-    rounds = zip_longest(*ranked)  # the best cut of every module, then the second best, ...
-    cuts = [cut for one_round in rounds for cut in one_round if cut is not None]
-    return sorted(cuts[:num_prompts])
-
-
-def _ranked_cuts(path: Path, seed: int) -> list[CodeCut]:
-    """At most one cut per function of the file, in a seeded order."""
-    source = path.read_text(encoding="utf8")
-    lines = source.splitlines()
-    cuts = []
-    for name, node in _functions(ast.parse(source).body):
-        options = [
-            CodeCut(f"{path.name}:{name}:{last}", text)
-            for last in range(_body_line(node), (node.end_lineno or 0) - MIN_REMAINING_LINES + 1)
-            if (text := _text_before(lines, node, last)) is not None
-        ]
-        if options:
-            cuts.append(min(options, key=lambda cut: _rank(cut, seed)))
-    return sorted(cuts, key=lambda cut: _rank(cut, seed))
-
-
-def _functions(
-    body: list[ast.stmt], prefix: str = ""
-) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Qualified name and node of functions and methods; nested functions are skipped."""
-    for node in body:
-        if isinstance(node, ast.ClassDef):
-            yield from _functions(node.body, f"{prefix}{node.name}.")
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield f"{prefix}{node.name}", node
-
-
-def _body_line(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Earliest line (from 1) after which a cut may fall: end of docstring or first statement."""
-    return node.body[0].end_lineno or node.body[0].lineno
-
-
-def _text_before(
-    lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef, last: int
-) -> str | None:
-    """The function up to and including line `last` (from 1), None where that is no fair prompt."""
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    if not lines[last - 1].strip():
-        return None  # a blank last line would leave the indentation of the next one open
-    text = textwrap.dedent("\n".join(lines[first - 1 : last])) + "\n"
-    # A string with text in column 0 defeats the dedent of a method.
-    is_dedented = not text[0].isspace()
-    return text if is_dedented and MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS else None
-
-
-def _rank(cut: CodeCut, seed: int) -> str:
-    """A seeded order that does not depend on the random generator of a library version."""
-    return hashlib.sha256(f"{seed}:{cut.origin}:{cut.text}".encode()).hexdigest()
-
-
 SHIPPED_PROMPTS = REPOSITORY_ROOT / "assets" / "lab_tiny" / "prompts"
 CODE_CATEGORY = "code"
 NUM_CODE_PROMPTS = 28
 CODE_SEED = 0  # fixed: evaluations with different seeds must still ask the same prompts
+MIN_CHARACTERS = 300
+MAX_CHARACTERS = 600
+MIN_REMAINING_LINES = 2  # of the function after the cut: what the model completes
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class ChatTokenizer(Protocol):
@@ -176,7 +91,7 @@ def load_prompts(
     Raises:
         ConfigError: the path does not exist or holds no prompt file, has no prompt of a domain, or
             `max_prompts` < 1.
-        IntegrityError: see `read_prompt_files`; the message names file and line.
+        IntegrityError: a prompt file is damaged; the message names file and line.
     """
     if max_prompts is not None and max_prompts < 1:
         raise ConfigError(
@@ -192,10 +107,6 @@ def load_prompts(
 
 def encode_prompt(prompt: Prompt, tokenizer: ChatTokenizer) -> tuple[int, ...]:
     """Token ids that the model is given.
-
-    Args:
-        prompt: the prompt.
-        tokenizer: the target's tokenizer (a transformers object).
 
     Returns:
         `chat`: the model's template with the opening of the assistant's turn. `completion`: the
@@ -234,17 +145,16 @@ def encode_prompts(
     Raises:
         IntegrityError: none fits.
     """
-    pairs = [(prompt, encode_prompt(prompt, tokenizer)) for prompt in prompts]
-    fitting = [(prompt, token_ids) for prompt, token_ids in pairs if len(token_ids) < max_model_len]
-    skipped = tuple(
-        prompt.question_id for prompt, token_ids in pairs if len(token_ids) >= max_model_len
-    )
-    if not fitting:
+    token_ids = tuple(encode_prompt(prompt, tokenizer) for prompt in prompts)
+    pairs = zip(prompts, token_ids, strict=True)
+    skipped = tuple(prompt.question_id for prompt, ids in pairs if len(ids) >= max_model_len)
+    if len(skipped) == len(prompts):
         raise IntegrityError(
-            f"all {len(pairs)} prompts have {max_model_len} tokens or more, the context length; "
+            f"all {len(prompts)} prompts have {max_model_len} tokens or more, the context length; "
             "use shorter prompts or raise engine.max_model_len."
         )
-    return EncodedPrompts(tuple(p for p, _ in fitting), tuple(t for _, t in fitting), skipped)
+    fitting = EncodedPrompts(tuple(prompts), token_ids, ()).without(set(skipped))
+    return replace(fitting, skipped=skipped)
 
 
 def _of_domains(prompts: Sequence[Prompt], domains: Sequence[str]) -> list[Prompt]:
@@ -259,10 +169,7 @@ def _of_domains(prompts: Sequence[Prompt], domains: Sequence[str]) -> list[Promp
 
 def _code_prompts() -> list[Prompt]:
     cuts = cut_code(HELD_OUT_STDLIB, num_prompts=NUM_CODE_PROMPTS, seed=CODE_SEED)
-    return [
-        Prompt(question_id=cut.origin, category=CODE_CATEGORY, text=cut.text, format="completion")
-        for cut in cuts
-    ]
+    return [Prompt(origin, CODE_CATEGORY, text, "completion") for origin, text in cuts]
 
 
 def _balanced(prompts: Sequence[Prompt], max_prompts: int, seed: int) -> list[Prompt]:
@@ -272,11 +179,78 @@ def _balanced(prompts: Sequence[Prompt], max_prompts: int, seed: int) -> list[Pr
         by_category.setdefault(prompt.category, []).append(prompt)
     order = []  # (rank within the category, category, id)
     for category, members in by_category.items():
-        members.sort(key=lambda prompt: _rank_prompts(prompt, seed))
+        members.sort(key=lambda prompt: _rank(seed, prompt.question_id, prompt.sha256))
         order += [(rank, category, prompt.question_id) for rank, prompt in enumerate(members)]
     kept = {name for _, _, name in sorted(order)[:max_prompts]}
     return [prompt for prompt in prompts if prompt.question_id in kept]
 
 
-def _rank_prompts(prompt: Prompt, seed: int) -> str:
-    return hashlib.sha256(f"{seed}:{prompt.question_id}:{prompt.sha256}".encode()).hexdigest()
+class CodeCut(NamedTuple):
+    """One prompt: where it was cut (`bisect.py:insort_left:31`) and the text before the cut."""
+
+    origin: str
+    text: str
+
+
+def cut_code(
+    modules: Sequence[str], *, num_prompts: int, seed: int = 0, root: Path | None = None
+) -> list[CodeCut]:
+    """Cut function bodies, spread as evenly over the modules as they allow.
+
+    Args:
+        modules: file names relative to `root`; a missing file gives no prompts.
+        num_prompts: most prompts to return; fewer when the modules do not hold as many.
+        seed: selects the functions and the line of each cut.
+        root: folder of the sources; None is the standard library.
+
+    Returns:
+        Texts of `MIN_CHARACTERS` to `MAX_CHARACTERS` characters: a dedented signature, its
+        docstring if any and some lines of the body, up to a line end. Sorted by origin.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
+    ranked = [_ranked_cuts(root / name, seed) for name in modules if (root / name).is_file()]
+    rounds = zip_longest(*ranked)  # the best cut of every module, then the second best, ...
+    cuts = [cut for one_round in rounds for cut in one_round if cut is not None]
+    return sorted(cuts[:num_prompts])
+
+
+def _ranked_cuts(path: Path, seed: int) -> list[CodeCut]:
+    """At most one cut per function of the file, in a seeded order."""
+    source = path.read_text(encoding="utf8")
+    lines = source.splitlines()
+    cuts = []
+    for name, node in _functions(ast.parse(source).body):
+        first = node.body[0].end_lineno or node.body[0].lineno  # end of docstring or statement
+        options = [
+            CodeCut(f"{path.name}:{name}:{last}", text)
+            for last in range(first, (node.end_lineno or 0) - MIN_REMAINING_LINES + 1)
+            if (text := _text_before(lines, node, last)) is not None
+        ]
+        if options:
+            cuts.append(min(options, key=lambda cut: _rank(seed, *cut)))
+    return sorted(cuts, key=lambda cut: _rank(seed, *cut))
+
+
+def _functions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, _Function]]:
+    """Qualified name and node of functions and methods; nested functions are skipped."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from _functions(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, _Function):
+            yield f"{prefix}{node.name}", node
+
+
+def _text_before(lines: list[str], node: _Function, last: int) -> str | None:
+    """The function up to and including line `last` (from 1), None where that is no fair prompt."""
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    if not lines[last - 1].strip():
+        return None  # a blank last line would leave the indentation of the next one open
+    text = textwrap.dedent("\n".join(lines[first - 1 : last])) + "\n"
+    # A string with text in column 0 defeats the dedent of a method.
+    is_dedented = not text[0].isspace()
+    return text if is_dedented and MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS else None
+
+
+def _rank(seed: int, name: str, content: str) -> str:
+    """A seeded order that does not depend on the random generator of a library version."""
+    return hashlib.sha256(f"{seed}:{name}:{content}".encode()).hexdigest()

@@ -1,12 +1,9 @@
 """One decoding of prompts by a decoder, with clocks around its steps and finished prompts kept.
 
-Part of the second stage of the flow: prompts -> decode loop -> statistics -> report.
-
-Where a step's time goes: seconds of target, verification and drafting, read between the parts.
-
-A `StepClock` is the probe of `decode.step.DeviceStep`. On a CPU it reads the host's clock; on a GPU
-it records events on the stream and reads them after the run, so that no step waits for it. Captured
-steps have no probe: their parts are one graph.
+Part of the second stage of the flow: prompts -> decode loop -> statistics -> report. A `StepClock`
+says where a step's time goes. It is the probe of `decode.step.DeviceStep`: on a CPU it reads the
+host's clock; on a GPU it records events on the stream and reads them after the run, so that no step
+waits for it. Captured steps have no probe: their parts are one graph.
 """
 
 import statistics
@@ -22,8 +19,11 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.stats import DecodeStats, RequestRecord
 from mtp_research.evaluation.run.journal import Journal
 from mtp_research.evaluation.run.prompts import EncodedPrompts
-from mtp_research.evaluation.stats.speed import StepParts
+from mtp_research.evaluation.stats.outcome import PassRecord, StepParts
 
+MAX_WARM_UPS = 8
+STABLE = 0.05  # largest change of the median step between two warm-ups that counts as stable
+_WARM_UP_PROMPTS, _WARM_UP_TOKENS = 4, 8
 _PARTS = ("target", "verify", "draft")
 
 
@@ -59,13 +59,11 @@ class StepClock:
             return None
         if self._is_gpu:
             torch.cuda.synchronize()
-        names = ("start", *_PARTS)
-        seconds = [
+        target_s, verify_s, draft_s = (
             sum(_seconds(marks[before], marks[after]) for marks in self._kept)
-            for before, after in zip(names, _PARTS, strict=False)
-        ]
-        target_s, verify_s, draft_s = seconds
-        host_s = max(self._wall_s - sum(seconds), 0.0)
+            for before, after in zip(("start", *_PARTS), _PARTS, strict=False)
+        )
+        host_s = max(self._wall_s - sum((target_s, verify_s, draft_s)), 0.0)
         return StepParts(len(self._kept), target_s, verify_s, draft_s, host_s)
 
     def _now(self) -> float | torch.cuda.Event:
@@ -104,39 +102,19 @@ def device_timer(device: torch.device) -> Callable[[], float | None]:
     return stop
 
 
-MAX_WARM_UPS = 8
-STABLE = 0.05  # largest change of the median step between two warm-ups that counts as stable
-_WARM_UP_PROMPTS, _WARM_UP_TOKENS = 4, 8
-
-
-class Counts(NamedTuple):
-    """What one decoding left; its seconds are without the writing of the journal.
+class Decoded(NamedTuple):
+    """What one decoding left.
 
     Attributes:
         records: of the prompts that were decoded, in the order they finished.
         audit: slots by finding in these; None without an auditor.
-        wall_s: for all of them, prefill included.
-        decode_wall_s: of it, calls that neither started nor committed a step with prompt rows.
-        num_decode_tokens: tokens emitted in those calls.
-        full_wall_s: of them, calls whose steps took every place of the batch: the one that the
-            call started and the one that it committed; None without such a call.
-        num_full_tokens: tokens emitted in those; None likewise.
-        num_steps: steps of the loop.
-        num_target_rows: packed rows of all target passes.
-        device_s: from begin to end on the GPU's clock; None on a CPU.
+        times: without memory and what came before the clock started.
         step_s: wall seconds of every step.
     """
 
     records: tuple[RequestRecord, ...]
     audit: dict[str, int] | None
-    wall_s: float
-    decode_wall_s: float
-    num_decode_tokens: int
-    full_wall_s: float | None
-    num_full_tokens: int | None
-    num_steps: int
-    num_target_rows: int
-    device_s: float | None
+    times: PassRecord
     step_s: tuple[float, ...]
 
 
@@ -152,11 +130,7 @@ class Finished:
         self.seconds = 0.0
 
     def keep(self, *, now: bool) -> None:
-        """Write what has finished since the last time, at once or if the last time is a while ago.
-
-        Args:
-            now: at once.
-        """
+        """Write what has finished since the last time, if `now` or if that is a while ago."""
         if not now and not self._journal.is_sync_due:
             return
         started = time.perf_counter()
@@ -179,7 +153,7 @@ def decode_prompts(
     salt: str,
     clock: StepClock | None = None,
     finished: Finished | None = None,
-) -> Counts:
+) -> Decoded:
     """Run the loop over the prompts.
 
     Every call ends with the copy of a step's tokens to the host, so host clocks measure finished
@@ -195,9 +169,8 @@ def decode_prompts(
         finished: is handed the generations as they end.
     """
     stats = decoder.stats
-    num_records, num_steps, num_rows, audit = (
-        len(stats.records), stats.num_steps, stats.num_target_rows, stats.audit,
-    )  # fmt: skip
+    num_records, audit = len(stats.records), stats.audit
+    steps_before, rows_before = stats.num_steps, stats.num_target_rows
     stop_device, started = device_timer(decoder.target.device), time.perf_counter()
     for prompt, token_ids, params in zip(encoded.prompts, encoded.token_ids, sampling, strict=True):
         name = prompt.question_id
@@ -213,19 +186,20 @@ def decode_prompts(
         if finished is not None:
             finished.keep(now=not decoder.scheduler.has_work)
     journal_s = 0.0 if finished is None else finished.seconds
-    return Counts(
-        records=tuple(stats.records[num_records:]),
-        audit=_since(stats.audit, audit),
+    num_steps = stats.num_steps - steps_before
+    times = PassRecord(
         wall_s=time.perf_counter() - started - journal_s,
         decode_wall_s=calls.wall_s,
         num_decode_tokens=calls.num_tokens,
         full_wall_s=calls.full_wall_s,
         num_full_tokens=calls.num_full_tokens,
-        num_steps=stats.num_steps - num_steps,
-        num_target_rows=stats.num_target_rows - num_rows,
+        num_steps=num_steps,
+        rows_per_step=(stats.num_target_rows - rows_before) / max(num_steps, 1),
         device_s=stop_device(),
-        step_s=tuple(step_s),
+        parts=None if clock is None else clock.parts(),
     )
+    records = tuple(stats.records[num_records:])
+    return Decoded(records, _since(stats.audit, audit), times, tuple(step_s))
 
 
 def warm_up(
@@ -253,8 +227,8 @@ def warm_up(
     ]
     last = None
     for number in range(1, most + 1):
-        counts = decode_prompts(decoder, few, short, salt=f"warm-up {number}")
-        median = statistics.median(counts.step_s)
+        step_s = decode_prompts(decoder, few, short, salt=f"warm-up {number}").step_s
+        median = statistics.median(step_s)
         if last is not None and abs(median - last) < STABLE * last:
             return number
         last = median

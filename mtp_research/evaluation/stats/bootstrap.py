@@ -1,21 +1,18 @@
-"""Cluster bootstrap over prompts, for statistics that are ratios of two sums over prompts.
+"""Bootstraps over prompts, and over training seeds and prompts.
 
-Letters: P prompts, S statistics. A resampled unit is a prompt with all its rounds: the rounds of
-one text depend on each other, so resampling rounds would make every interval too narrow.
-Source: percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13).
+Over prompts: a statistic is a ratio of two sums over prompts, and the resampled unit is a prompt
+with all its rounds. The rounds of one text depend on each other, so resampling rounds would make
+every interval too narrow.
 
-Two-level bootstrap of acceptance lengths: training seeds first, then prompts.
+Over seeds and prompts: heads trained again with another seed differ, and so do prompts; an interval
+that is to hold for the method, and not for one training run, needs both. Every seed decodes the
+same prompts, so that seeds and prompts are crossed: a draw takes as many seeds and as many prompts
+as there are, each with replacement, and counts every drawn seed over the drawn prompts. With one
+seed it is the bootstrap over prompts. Few seeds are few: with three of them one draw in nine holds
+one seed alone, and the interval says little about seeds not trained. It is printed beside the
+seeds' own values for that reason.
 
-Heads trained again with another seed differ, and so do prompts; an interval that is to hold for the
-method, and not for one training run, needs both. Every seed decodes the same prompts, so that seeds
-and prompts are crossed: a draw takes S of the S seeds and P of the P prompts, each with
-replacement, and counts every drawn seed over the drawn prompts. With one seed it is the cluster
-bootstrap of `bootstrap.py`.
-
-Few seeds are few: with three of them one draw in nine holds one seed alone, and the interval
-says little about seeds not trained. It is printed beside the seeds' own values for that reason.
-
-Letters: S seeds, P prompts. numpy only.
+Letters: P prompts; S statistics in `estimate`, S seeds in `lengths`. numpy only.
 Source: percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13);
 crossed clusters: Owen, The pigeonhole bootstrap (arXiv:0712.1111).
 """
@@ -30,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 NUM_DRAWS = 10_000
 LEVEL = 0.95
 _MAX_CELLS = 2_000_000  # draws x prompts resampled at once; about 50 MB of arrays
+Floats = NDArray[np.float64]
 
 
 class Estimate(NamedTuple):
@@ -43,8 +41,8 @@ class Estimate(NamedTuple):
 class Ratio(NamedTuple):
     """A statistic as sum(top)/sum(bottom) over prompts."""
 
-    top: NDArray[np.float64]  # [P]
-    bottom: NDArray[np.float64]  # [P]
+    top: Floats  # [P]
+    bottom: Floats  # [P]
 
 
 def estimate(
@@ -90,7 +88,7 @@ def estimate_difference(
 
 def _values_and_draws(
     ratios: Mapping[str, Ratio], *, seed: int, num_draws: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> tuple[Floats, Floats]:
     """Values on all prompts [S] and on each draw [num_draws, S]; NaN where the bottom is 0."""
     top = np.stack([ratio.top for ratio in ratios.values()], axis=1)  # [P, S]
     bottom = np.stack([ratio.bottom for ratio in ratios.values()], axis=1)
@@ -110,26 +108,9 @@ def _values_and_draws(
     return _divide(top.sum(axis=0), bottom.sum(axis=0)), draws
 
 
-def _divide(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.divide(top, bottom, out=np.full_like(top, np.nan), where=bottom > 0)
-
-
-def _intervals(
-    names: Iterable[str], values: NDArray[np.float64], draws: NDArray[np.float64]
-) -> dict[str, Estimate]:
-    tails = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
-    estimates = {}
-    for name, value, column in zip(names, values, draws.T, strict=True):
-        defined = column[np.isfinite(column)]
-        if not np.isfinite(value) or not len(defined):
-            estimates[name] = Estimate(None)
-            continue
-        low, high = np.quantile(defined, tails)
-        estimates[name] = Estimate(float(value), float(low), float(high))
-    return estimates
-
-
-Floats = NDArray[np.float64]
+def _intervals(names: Iterable[str], values: Floats, draws: Floats) -> dict[str, Estimate]:
+    columns = zip(names, values, draws.T, strict=True)
+    return {name: interval_of(float(value), column) for name, value, column in columns}
 
 
 @dataclass(frozen=True)
@@ -188,8 +169,8 @@ def lengths(accepted: ArrayLike, rounds: ArrayLike, draws: Draws) -> Lengths:
     top, bottom = (np.atleast_2d(np.asarray(x, dtype=np.float64)) for x in (accepted, rounds))
     wanted = (draws.seeds.shape[1], draws.prompts.shape[1])
     assert top.shape == bottom.shape == wanted, f"{top.shape}, {bottom.shape} for {wanted}"
-    by_seed = _divide_bootstrap_seeds(top.sum(axis=1), bottom.sum(axis=1))  # [S]
-    drawn = _divide_bootstrap_seeds(draws.prompts @ top.T, draws.prompts @ bottom.T)  # [draws, S]
+    by_seed = _divide(top.sum(axis=1), bottom.sum(axis=1))  # [S]
+    drawn = _divide(draws.prompts @ top.T, draws.prompts @ bottom.T)  # [draws, S]
     # A seed that a draw leaves out may have no rounds on its prompts.
     weighed = np.where(draws.seeds > 0, drawn * draws.seeds, 0.0)
     return Lengths(float(1 + by_seed.mean()), 1 + weighed.sum(axis=1) / len(by_seed), 1 + by_seed)
@@ -214,5 +195,5 @@ def difference(ours: Lengths, theirs: Lengths) -> Estimate:
     return interval_of(ours.value - theirs.value, ours.draws - theirs.draws)
 
 
-def _divide_bootstrap_seeds(top: Floats, bottom: Floats) -> Floats:
+def _divide(top: Floats, bottom: Floats) -> Floats:
     return np.divide(top, bottom, out=np.full_like(top, np.nan), where=bottom > 0)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtp_research.evaluation.report import PromptEntry
+from mtp_research.evaluation.stats.outcome import PromptEntry
 from mtp_research.evaluation.stats.statistics import few_prompts
 from mtp_research.policy.audit import Verdict
 from mtp_research.runtime.errors import IntegrityError
@@ -127,14 +127,11 @@ def read_study(folder: Path) -> FaultStudy:
         stored = json.loads(path.read_text(encoding="utf8"))
         if stored.get("schema_version") != SCHEMA_VERSION:
             raise IntegrityError(f"{path}: expected schema_version {SCHEMA_VERSION}; price again.")
-        conditions = [_condition(one) for one in stored.pop("conditions")]
-        prompts = tuple(PromptEntry(**one) for one in stored.pop("prompts"))
-        names = ("dtype", "max_new_tokens", "seed", "run")
         study = FaultStudy(
             heads=tuple(stored["heads"]),
-            prompts=prompts,
-            conditions=tuple(conditions),
-            **{name: stored[name] for name in names},
+            prompts=tuple(PromptEntry(**one) for one in stored["prompts"]),
+            conditions=tuple(map(_condition, stored["conditions"])),
+            **{name: stored[name] for name in ("dtype", "max_new_tokens", "seed", "run")},
         )
         _check(study)
     except IntegrityError:
@@ -165,9 +162,9 @@ def verdict(study: FaultStudy) -> str:
 
 
 def _condition(fields: dict[str, Any]) -> FaultCondition:  # Any: as json.loads returns it
-    rounds = tuple(map(tuple, fields.pop("accepted_per_round")))
-    texts = tuple(fields.pop("text_sha256"))
-    return FaultCondition(**fields, accepted_per_round=rounds, text_sha256=texts)
+    rounds = tuple(map(tuple, fields["accepted_per_round"]))
+    lists = {"accepted_per_round": rounds, "text_sha256": tuple(fields["text_sha256"])}
+    return FaultCondition(**{**fields, **lists})
 
 
 def _check(study: FaultStudy) -> None:

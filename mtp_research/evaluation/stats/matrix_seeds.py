@@ -1,14 +1,11 @@
-"""Acceptance of the groups of a seed matrix, and of its matching cells against each other.
+"""`matrix.json`: heads of several unrolls and training seeds, each decoded with several policies.
 
-Figures are over the seeds that have all their cells, so that a matrix which was stopped in the
-middle compares like with like. Intervals: two-level bootstrap over seeds and prompts, paired: one
-set of draws for all groups. Letters: K drafts per step, N MTP modules, S seeds, P prompts.
-
-`matrix.json`: heads of several unrolls and training seeds, each decoded with several policies.
-
-The file holds the rounds of every cell; `seed_figures` computes every figure from them. A *cell* is
-one head (unroll, N, recycled norm, seed) under one decode policy. A *group* is the cells that
-differ in the seed alone. Letters: K drafts per step, N MTP modules.
+The file holds the rounds of every cell; every figure is computed from them. A *cell* is one head
+(unroll, N, recycled norm, seed) under one decode policy. A *group* is the cells that differ in the
+seed alone. Figures are over the seeds that have all their cells, so that a matrix which was stopped
+in the middle compares like with like. Intervals: two-level bootstrap over seeds and prompts,
+paired: one set of draws for all groups. Letters: K drafts per step, N MTP modules, S seeds,
+P prompts.
 """
 
 import json
@@ -65,7 +62,6 @@ class MatrixCell:
     """One head under one policy.
 
     Attributes:
-        key: see `GroupKey`.
         seed: of the training.
         num_speculative_tokens: K.
         is_match: policy and recycled norm are those the head was trained for.
@@ -133,7 +129,7 @@ def read_matrix(folder: Path) -> SeedMatrix:
             seeds=tuple(stored["seeds"]),
             num_cells_per_seed=int(stored["num_cells_per_seed"]),
             prompts=tuple(MatrixPrompt(**one) for one in stored["prompts"]),
-            cells=tuple(map(read_cell, stored["cells"])),
+            cells=tuple(map(_cell, stored["cells"])),
             bootstrap_seed=int(stored["bootstrap_seed"]),
             settings=stored["settings"],
             run=stored["run"],
@@ -146,13 +142,7 @@ def read_matrix(folder: Path) -> SeedMatrix:
         raise IntegrityError(f"{path} is not a readable matrix: {error}.") from None
 
 
-def read_cell(stored: dict[str, Any]) -> MatrixCell:  # Any: as json.loads returns it
-    """A cell from its JSON values.
-
-    Raises:
-        ValueError: a round accepts less than none or more than K.
-        KeyError: a field is missing.
-    """
+def _cell(stored: dict[str, Any]) -> MatrixCell:  # Any: as json.loads returns it
     clean = stored["clean_per_round"]
     fields = {
         "key": GroupKey(**stored["key"]),
@@ -167,11 +157,7 @@ def read_cell(stored: dict[str, Any]) -> MatrixCell:  # Any: as json.loads retur
 
 
 def _check(matrix: SeedMatrix) -> None:
-    """Every cell has rounds for every prompt, is of a seed asked for, and is there once.
-
-    Raises:
-        ValueError: names the first that is not so.
-    """
+    """Every cell has rounds for every prompt, is of a seed asked for, and is there once."""
     num_prompts, seen = len(matrix.prompts), set()
     for cell in matrix.cells:
         name = f"the cell of {cell.key.head} seed {cell.seed} under {cell.key.policy}"
@@ -197,7 +183,6 @@ class GroupFigures:
     """Acceptance of one group over the finished seeds; lengths in tokens per round.
 
     Attributes:
-        key: see `GroupKey`.
         is_match: the policy and the norm the heads were trained for.
         num_rounds: of all seeds.
         length: mean over seeds, 95 % interval over seeds and prompts.
@@ -246,9 +231,7 @@ def group_figures(matrix: SeedMatrix, *, domain: str | None = None) -> list[Grou
     if not chosen or not groups:
         return []
     draws = _draws(matrix, chosen)
-    own = {
-        key: _lengths(_rounds_seed_groups(cells), chosen, draws) for key, cells in groups.items()
-    }
+    own = {key: _lengths(_loops(cells), chosen, draws) for key, cells in groups.items()}
     matches = {
         (key.unroll, key.num_mtp_modules, key.recycle_norm): key
         for key, cells in groups.items()
@@ -290,9 +273,7 @@ def match_pairs(matrix: SeedMatrix, *, domain: str | None = None) -> list[MatchP
     draws = _draws(matrix, chosen)
     made = []
     for ours, theirs in pairs:
-        mine, other = (
-            _lengths(_rounds_seed_groups(groups[key]), chosen, draws) for key in (ours, theirs)
-        )
+        mine, other = (_lengths(_loops(groups[key]), chosen, draws) for key in (ours, theirs))
         made.append(
             MatchPair(
                 ours=ours,
@@ -335,7 +316,7 @@ def _draws(matrix: SeedMatrix, chosen: Sequence[int]) -> Draws:
     return make_draws(len(matrix.done_seeds), len(chosen), seed=matrix.bootstrap_seed)
 
 
-def _rounds_seed_groups(cells: Sequence[MatrixCell]) -> list[Rounds]:
+def _loops(cells: Sequence[MatrixCell]) -> list[Rounds]:
     return [cell.accepted_per_round for cell in cells]
 
 
@@ -354,7 +335,7 @@ def _positions(
     for position in range(1, cells[0].num_speculative_tokens + 1):
         reached = [
             tuple(tuple(int(n >= position) for n in rounds) for rounds in cell)
-            for cell in _rounds_seed_groups(cells)
+            for cell in _loops(cells)
         ]
         one = _lengths(reached, chosen, draws)
         made.append(interval_of(one.value - 1, one.draws - 1))

@@ -11,14 +11,7 @@ one verify step of one request that had drafts. Letters: P prompts, K drafts per
   rule or the context limit stopped before it says nothing about it
 - target forwards per token = decode steps / tokens after the first (which the prefill gives)
 
-Each is a ratio of two sums over prompts; `bootstrap.py` puts the intervals around them.
-
-From the per-round counters of finished generations to ratios of sums over prompts.
-
-A *round* is one verify step of one request that had drafts. Letters: P prompts, K drafts per round.
-The formulas are named in `statistics.py`.
-
-Acceptance by the length of the text at which a round was verified.
+Each is a ratio of two sums over prompts; `bootstrap` puts the intervals around them.
 
 A round stands at context c when c tokens come before its first draft: the prompt and all tokens
 emitted so far. It falls into the bucket [2^n, 2^(n+1)) that holds c. A step without drafts leaves
@@ -27,15 +20,14 @@ no round behind, so under a draft-length rule c is a lower bound.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.stats.bootstrap import (
     NUM_DRAWS,
     Estimate,
+    Floats,
     Ratio,
     estimate,
     estimate_difference,
@@ -43,115 +35,6 @@ from mtp_research.evaluation.stats.bootstrap import (
 from mtp_research.runtime.errors import IntegrityError
 
 FINISHED = ("stop", "length")  # the finish reasons of a generation that ran to its end
-
-
-class Rounds(Protocol):
-    """The part of `decode.stats.RequestRecord` that acceptance is computed from."""
-
-    @property
-    def request_id(self) -> str:
-        """The prompt's id."""
-        ...
-
-    @property
-    def output_token_ids(self) -> Sequence[int]:
-        """Generated tokens."""
-        ...
-
-    @property
-    def finish_reason(self) -> str:
-        """Why the generation ended."""
-        ...
-
-    @property
-    def num_accepted_per_round(self) -> Sequence[int]:
-        """Accepted drafts of each round, bonus not counted."""
-        ...
-
-    @property
-    def num_drafted_per_round(self) -> Sequence[int]:
-        """Verified drafts of each round."""
-        ...
-
-    @property
-    def num_target_forwards(self) -> int:
-        """Decode steps the request took part in."""
-        ...
-
-
-def acceptance_ratios(
-    records: Sequence[Rounds], *, num_speculative_tokens: int
-) -> dict[str, Ratio]:
-    """Every acceptance statistic as a ratio of two sums over prompts.
-
-    Args:
-        records: P finished generations.
-        num_speculative_tokens: K, >= the drafts of any round; 0 for the baseline.
-
-    Returns:
-        `acceptance_length_micro`, `acceptance_length_macro`, `acceptance_rate`,
-        `target_forwards_per_token`, and `p_1`, `p_1/p_0`, ..., `p_K`, `p_K/p_{K-1}`; the
-        prompts keep their order.
-
-    Raises:
-        IntegrityError: a record drafts more than K, accepts more than it drafts or has two lengths.
-    """
-    for record in records:
-        _check_record(record, num_speculative_tokens)
-    rounds = _column(len(record.num_accepted_per_round) for record in records)
-    accepted = _column(sum(record.num_accepted_per_round) for record in records)
-    drafted = _column(sum(record.num_drafted_per_round) for record in records)
-    forwards = _column(record.num_target_forwards for record in records)
-    later_tokens = _column(max(len(record.output_token_ids) - 1, 0) for record in records)
-    # Where nothing was ever drafted, each decode step is a round that gave its one token.
-    rounds_or_steps = rounds if rounds.any() else forwards
-    has_rounds = (rounds_or_steps > 0).astype(np.float64)
-    own_length = has_rounds + accepted / np.maximum(rounds_or_steps, 1.0)
-    ratios = {
-        "acceptance_length_micro": Ratio(rounds_or_steps + accepted, rounds_or_steps),
-        "acceptance_length_macro": Ratio(own_length, has_rounds),
-        "acceptance_rate": Ratio(accepted, drafted),
-        "target_forwards_per_token": Ratio(forwards, later_tokens),
-    }
-    for i in range(1, num_speculative_tokens + 1):
-        kept = _column(sum(a >= i for a in record.num_accepted_per_round) for record in records)
-        ratios[f"p_{i}"] = Ratio(kept, rounds)
-        ratios[f"p_{i}/p_{i - 1}"] = Ratio(kept, _column(_reached(r, i) for r in records))
-    return ratios
-
-
-def _reached(record: Rounds, position: int) -> int:
-    """Rounds that made the draft of this position and accepted all before it."""
-    pairs = zip(record.num_accepted_per_round, record.num_drafted_per_round, strict=True)
-    return sum(a >= position - 1 and d >= position for a, d in pairs)
-
-
-def _column(values: Iterable[int]) -> NDArray[np.float64]:
-    return np.fromiter(values, dtype=np.float64)
-
-
-def num_rounds_two_rejected(record: Rounds) -> int:
-    """Rounds with r >= 2 rejected drafts; only after such a round can policies differ."""
-    pairs = zip(record.num_accepted_per_round, record.num_drafted_per_round, strict=True)
-    return sum(drafted - accepted >= 2 for accepted, drafted in pairs)
-
-
-def _check_record(record: Rounds, num_speculative_tokens: int) -> None:
-    accepted, drafted = record.num_accepted_per_round, record.num_drafted_per_round
-    if len(accepted) != len(drafted):
-        raise IntegrityError(
-            f"record {record.request_id}: expected one drafted count per round, got {len(drafted)} "
-            f"for {len(accepted)} rounds; the record was not written by this decode loop."
-        )
-    pairs = zip(accepted, drafted, strict=True)
-    if not all(0 <= a <= d and 1 <= d <= num_speculative_tokens for a, d in pairs):
-        raise IntegrityError(
-            f"record {record.request_id}: expected 0 <= accepted <= drafted and 1 <= drafted <= K "
-            f"= {num_speculative_tokens} in every round, got accepted {tuple(accepted)[:8]} of "
-            f"{tuple(drafted)[:8]}; pass the K that the records were decoded with."
-        )
-
-
 ACCEPTED_WARNING = (
     '"accepted" differs by project: here, as in vLLM\'s metrics, accepted drafts exclude the bonus '
     "token and the acceptance length includes it. TensorRT-LLM's num_accepted_tokens and ssd's "
@@ -211,7 +94,7 @@ class AcceptanceStatistics:
 
 
 def acceptance_statistics(
-    records: Iterable[Rounds],
+    records: Iterable[RequestRecord],
     *,
     num_speculative_tokens: int,
     seed: int = 0,
@@ -225,9 +108,6 @@ def acceptance_statistics(
         seed: of the resampling; equal seeds and data give equal intervals.
         num_draws: resamplings.
 
-    Returns:
-        The figures; None instead of a number wherever the denominator is 0.
-
     Raises:
         IntegrityError: a record drafts more than K, accepts more than it drafts or has two lengths.
     """
@@ -240,7 +120,7 @@ def acceptance_statistics(
         num_prompts=len(finished),
         num_unfinished=len(everything) - len(finished),
         num_rounds=sum(len(record.num_accepted_per_round) for record in finished),
-        num_rounds_two_rejected=sum(num_rounds_two_rejected(record) for record in finished),
+        num_rounds_two_rejected=sum(_two_rejected(record) for record in finished),
         num_accepted=sum(sum(record.num_accepted_per_round) for record in finished),
         num_drafted=sum(sum(record.num_drafted_per_round) for record in finished),
         num_output_tokens=sum(len(record.output_token_ids) for record in finished),
@@ -260,31 +140,27 @@ def acceptance_statistics(
 
 
 def statistics_per_domain(
-    records: Iterable[Rounds],
+    records: Iterable[RequestRecord],
     domains: Mapping[str, str],
     *,
     num_speculative_tokens: int,
     seed: int = 0,
-    num_draws: int = NUM_DRAWS,
 ) -> dict[str, AcceptanceStatistics]:
     """`acceptance_statistics` by domain, sorted by name; `domains` maps request_id to domain."""
-    by_domain: dict[str, list[Rounds]] = {}
+    by_domain: dict[str, list[RequestRecord]] = {}
     for record in records:
         by_domain.setdefault(domains[record.request_id], []).append(record)
     return {
         domain: acceptance_statistics(
-            members,
-            num_speculative_tokens=num_speculative_tokens,
-            seed=seed,
-            num_draws=num_draws,
+            members, num_speculative_tokens=num_speculative_tokens, seed=seed
         )
         for domain, members in sorted(by_domain.items())
     }
 
 
 def paired_differences(
-    records: Iterable[Rounds],
-    reference: Iterable[Rounds],
+    records: Iterable[RequestRecord],
+    reference: Iterable[RequestRecord],
     *,
     num_speculative_tokens: int,
     seed: int = 0,
@@ -335,6 +211,79 @@ def few_prompts(num_prompts: int) -> list[str]:
     return [] if num_prompts >= MIN_PROMPTS else [f"only {num_prompts} prompts: {why}"]
 
 
+def acceptance_ratios(
+    records: Sequence[RequestRecord], *, num_speculative_tokens: int
+) -> dict[str, Ratio]:
+    """Every acceptance statistic as a ratio of two sums over prompts.
+
+    Args:
+        records: P finished generations.
+        num_speculative_tokens: K, >= the drafts of any round; 0 for the baseline.
+
+    Returns:
+        `acceptance_length_micro`, `acceptance_length_macro`, `acceptance_rate`,
+        `target_forwards_per_token`, and `p_1`, `p_1/p_0`, ..., `p_K`, `p_K/p_{K-1}`; the
+        prompts keep their order.
+
+    Raises:
+        IntegrityError: a record drafts more than K, accepts more than it drafts or has two lengths.
+    """
+    for record in records:
+        _check_record(record, num_speculative_tokens)
+    rounds = _column(len(record.num_accepted_per_round) for record in records)
+    accepted = _column(sum(record.num_accepted_per_round) for record in records)
+    drafted = _column(sum(record.num_drafted_per_round) for record in records)
+    forwards = _column(record.num_target_forwards for record in records)
+    later_tokens = _column(max(len(record.output_token_ids) - 1, 0) for record in records)
+    # Where nothing was ever drafted, each decode step is a round that gave its one token.
+    rounds_or_steps = rounds if rounds.any() else forwards
+    has_rounds = (rounds_or_steps > 0).astype(np.float64)
+    own_length = has_rounds + accepted / np.maximum(rounds_or_steps, 1.0)
+    ratios = {
+        "acceptance_length_micro": Ratio(rounds_or_steps + accepted, rounds_or_steps),
+        "acceptance_length_macro": Ratio(own_length, has_rounds),
+        "acceptance_rate": Ratio(accepted, drafted),
+        "target_forwards_per_token": Ratio(forwards, later_tokens),
+    }
+    for i in range(1, num_speculative_tokens + 1):
+        kept = _column(sum(a >= i for a in record.num_accepted_per_round) for record in records)
+        ratios[f"p_{i}"] = Ratio(kept, rounds)
+        ratios[f"p_{i}/p_{i - 1}"] = Ratio(kept, _column(_reached(r, i) for r in records))
+    return ratios
+
+
+def _reached(record: RequestRecord, position: int) -> int:
+    """Rounds that made the draft of this position and accepted all before it."""
+    pairs = zip(record.num_accepted_per_round, record.num_drafted_per_round, strict=True)
+    return sum(a >= position - 1 and d >= position for a, d in pairs)
+
+
+def _column(values: Iterable[int]) -> Floats:
+    return np.fromiter(values, dtype=np.float64)
+
+
+def _two_rejected(record: RequestRecord) -> int:
+    """Rounds with r >= 2 rejected drafts."""
+    pairs = zip(record.num_accepted_per_round, record.num_drafted_per_round, strict=True)
+    return sum(drafted - accepted >= 2 for accepted, drafted in pairs)
+
+
+def _check_record(record: RequestRecord, num_speculative_tokens: int) -> None:
+    accepted, drafted = record.num_accepted_per_round, record.num_drafted_per_round
+    if len(accepted) != len(drafted):
+        raise IntegrityError(
+            f"record {record.request_id}: expected one drafted count per round, got {len(drafted)} "
+            f"for {len(accepted)} rounds; the record was not written by this decode loop."
+        )
+    pairs = zip(accepted, drafted, strict=True)
+    if not all(0 <= a <= d and 1 <= d <= num_speculative_tokens for a, d in pairs):
+        raise IntegrityError(
+            f"record {record.request_id}: expected 0 <= accepted <= drafted and 1 <= drafted <= K "
+            f"= {num_speculative_tokens} in every round, got accepted {tuple(accepted)[:8]} of "
+            f"{tuple(drafted)[:8]}; pass the K that the records were decoded with."
+        )
+
+
 def _check_identity(statistics: AcceptanceStatistics) -> None:
     """Acceptance length (micro) == 1 + sum_i p_i; a break means that the counting is wrong."""
     positions = [estimate.value for estimate in statistics.acceptance_rate_per_position]
@@ -346,8 +295,8 @@ def _check_identity(statistics: AcceptanceStatistics) -> None:
         )
 
 
-def _by_id(records: Iterable[Rounds]) -> dict[str, Rounds]:
-    by_id: dict[str, Rounds] = {}
+def _by_id(records: Iterable[RequestRecord]) -> dict[str, RequestRecord]:
+    by_id: dict[str, RequestRecord] = {}
     for record in records:
         if record.request_id in by_id:
             raise ValueError(f"expected one record per prompt, got two of {record.request_id}.")
@@ -395,7 +344,11 @@ def acceptance_by_context(
     """Buckets that hold at least one round of a finished generation, from short to long."""
     sums = [_sums_by_bucket(record) for record in records if record.finish_reason in FINISHED]
     buckets = sorted({low for one in sums for low in one})
-    ratios = {str(low): _ratio([one.get(low, (0, 0)) for one in sums]) for low in buckets}
+    ratios = {}
+    for low in buckets:
+        rounds = _column(one.get(low, (0, 0))[0] for one in sums)
+        accepted = _column(one.get(low, (0, 0))[1] for one in sums)
+        ratios[str(low)] = Ratio(rounds + accepted, rounds)
     estimates = estimate(ratios, seed=seed) if ratios else {}
     return tuple(
         ContextBucket(
@@ -419,9 +372,3 @@ def _sums_by_bucket(record: RequestRecord) -> dict[int, tuple[int, int]]:
         sums[low] = (rounds + 1, kept + accepted)
         context += accepted + 1
     return sums
-
-
-def _ratio(sums: Sequence[tuple[int, int]]) -> Ratio:
-    rounds = np.array([one[0] for one in sums], dtype=np.float64)
-    accepted = np.array([one[1] for one in sums], dtype=np.float64)
-    return Ratio(rounds + accepted, rounds)

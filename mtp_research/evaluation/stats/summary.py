@@ -1,9 +1,4 @@
-"""From the generations of a condition to its published figures.
-
-Third stage of the flow: prompts -> decode loop -> statistics -> report. A *condition* is one
-decoding of the whole prompt set; the one with K = 0 is the baseline. Letter: K drafts per round.
-
-Paired differences between conditions: the same prompts, resampled together.
+"""From the generations of a condition to its published figures, and from two to their differences.
 
 Third stage of the flow: prompts -> decode loop -> statistics -> report. Letter: K drafts per round.
 """
@@ -13,16 +8,8 @@ from dataclasses import dataclass
 
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.stats.bootstrap import Estimate
-from mtp_research.evaluation.stats.speed import (
-    PassTiming,
-    Rates,
-    Speed,
-    StepCost,
-    StepParts,
-    cost_of,
-    rates_of,
-    speed_of,
-)
+from mtp_research.evaluation.stats.outcome import ConditionResult
+from mtp_research.evaluation.stats.speed import Speed, StepCost, cost_of, speed_of
 from mtp_research.evaluation.stats.statistics import (
     AcceptanceStatistics,
     acceptance_statistics,
@@ -32,112 +19,94 @@ from mtp_research.evaluation.stats.statistics import (
 
 
 @dataclass(frozen=True)
-class ConditionResult:
-    """One decoding of the whole prompt set, as the loop left it.
-
-    Attributes:
-        label: unique column title, such as `eagle`.
-        policy: hidden-state policy; None for the baseline.
-        num_speculative_tokens: K; 0 makes this the baseline.
-        records: one per prompt, of the first pass.
-        wall_s: seconds for the whole set, prefill included, warm-up excluded; like every time of
-            the first pass and its steps, None if the pass was interrupted and resumed.
-        num_steps: steps of the loop.
-        rows_per_step: mean packed rows of a target step.
-        lossless: verdict on the outputs, such as `identical 153/153` (tables show 24 characters).
-        decode_wall_s: seconds of the calls of the loop that neither started nor committed a step
-            with prompt rows; None if not measured.
-        num_decode_tokens: tokens emitted in those calls; None if not measured.
-        full_wall_s: seconds of those of them whose steps, the started and the committed one, held
-            `max_num_requests` requests; None without such a call, or if not measured.
-        num_full_tokens: tokens emitted in those; None likewise.
-        audit: slots by finding (WRONG, MIXED, HOLE, PROVISIONAL) and `slots`, the number looked at;
-            None if the auditor was off.
-        peak_memory_bytes: of the device; None on a CPU and with several passes, which hold the
-            pools of all conditions of a group.
-        head: name of the heads, `oracle`, or None.
-        max_num_requests: batch size; None if unknown, like the next three.
-        temperature: of the target's sampling.
-        verify: verification rule.
-        draft_sampling: how drafts were chosen.
-        is_resumed: the first pass was interrupted, and finished by a later process.
-        device_s: seconds of the first pass on the GPU's clock; None on a CPU.
-        num_warm_ups: uncounted decodings before the first pass.
-        capture_s: seconds of compiling and capturing steps before them; None without captured ones.
-        repeats: later passes.
-        parts: where the time of the steps without prompt rows went; None where it was not measured.
-    """
-
-    label: str
-    policy: str | None
-    num_speculative_tokens: int
-    records: tuple[RequestRecord, ...]
-    wall_s: float | None
-    num_steps: int | None
-    rows_per_step: float | None
-    lossless: str
-    decode_wall_s: float | None = None
-    num_decode_tokens: int | None = None
-    full_wall_s: float | None = None
-    num_full_tokens: int | None = None
-    audit: dict[str, int] | None = None
-    peak_memory_bytes: int | None = None
-    head: str | None = None
-    max_num_requests: int | None = None
-    temperature: float | None = None
-    verify: str | None = None
-    draft_sampling: str | None = None
-    is_resumed: bool = False
-    device_s: float | None = None
-    num_warm_ups: int = 1
-    capture_s: float | None = None
-    repeats: tuple[PassTiming, ...] = ()
-    parts: StepParts | None = None
-
-    @property
-    def group(self) -> tuple[int | None, float | None]:
-        """Batch size and temperature: conditions that share them share a baseline."""
-        return self.max_num_requests, self.temperature
-
-
-@dataclass(frozen=True)
 class ConditionSummary:
-    """Every published figure of one condition; see `ConditionResult` for the copied fields.
+    """A condition and every published figure of it; the properties are those of `result`.
 
     Attributes:
+        result: what was decoded.
         acceptance: over all prompts.
         per_domain: the same by domain.
         speed: rates and latencies.
         cost: mean step by part and the acceptance model; None where it was not measured.
-        num_prompts: prompts asked, finished or not.
         num_outputs_equal_to_baseline: prompts with the baseline's token ids; None without baseline.
     """
 
-    label: str
-    policy: str | None
-    num_speculative_tokens: int
+    result: ConditionResult
     acceptance: AcceptanceStatistics
     per_domain: dict[str, AcceptanceStatistics]
     speed: Speed
     cost: StepCost | None
-    num_prompts: int
     num_outputs_equal_to_baseline: int | None
-    num_steps: int | None
-    rows_per_step: float | None
-    lossless: str
-    audit: dict[str, int] | None
-    peak_memory_bytes: int | None
-    head: str | None
-    max_num_requests: int | None
-    temperature: float | None
-    verify: str | None
-    draft_sampling: str | None
-    is_resumed: bool
+
+    @property
+    def label(self) -> str:
+        """Unique column title."""
+        return self.result.label
+
+    @property
+    def policy(self) -> str | None:
+        """Hidden-state policy."""
+        return self.result.policy
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K."""
+        return self.result.num_speculative_tokens
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts asked, finished or not."""
+        return len(self.result.records)
+
+    @property
+    def lossless(self) -> str:
+        """Verdict on the outputs."""
+        return self.result.lossless
+
+    @property
+    def audit(self) -> dict[str, int] | None:
+        """Slots by finding."""
+        return self.result.audit
+
+    @property
+    def head(self) -> str | None:
+        """Name of the heads."""
+        return self.result.head
+
+    @property
+    def max_num_requests(self) -> int | None:
+        """Batch size."""
+        return self.result.max_num_requests
+
+    @property
+    def temperature(self) -> float | None:
+        """Of the target's sampling."""
+        return self.result.temperature
+
+    @property
+    def verify(self) -> str | None:
+        """Verification rule."""
+        return self.result.verify
+
+    @property
+    def draft_sampling(self) -> str | None:
+        """How drafts were chosen."""
+        return self.result.draft_sampling
 
     @property
     def group(self) -> tuple[int | None, float | None]:
-        """Batch size and temperature: conditions that share them share a baseline."""
-        return self.max_num_requests, self.temperature
+        """What conditions share that share a baseline."""
+        return self.result.group
+
+    @property
+    def rows_per_step(self) -> float | None:
+        """Mean packed rows of a target step, first pass."""
+        return self.result.first.rows_per_step
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Of the device, first pass."""
+        return self.result.first.peak_memory_bytes
 
 
 def summarise(
@@ -161,33 +130,21 @@ def summarise(
         condition.records, num_speculative_tokens=num_drafts, seed=seed
     )
     return ConditionSummary(
-        label=condition.label,
-        policy=condition.policy,
-        num_speculative_tokens=num_drafts,
+        result=condition,
         acceptance=acceptance,
         per_domain=statistics_per_domain(
             condition.records, domains, num_speculative_tokens=num_drafts, seed=seed
         ),
-        speed=_speed(condition, baseline),
+        speed=speed_of(condition, baseline=baseline),
         cost=cost_of(
             condition.parts,
             baseline and baseline.parts,
             num_speculative_tokens=num_drafts,
             acceptance_length=acceptance.acceptance_length_micro.value,
         ),
-        num_prompts=len(condition.records),
-        num_outputs_equal_to_baseline=_num_equal_outputs(condition, baseline),
-        num_steps=condition.num_steps,
-        rows_per_step=condition.rows_per_step,
-        lossless=condition.lossless,
-        audit=condition.audit,
-        peak_memory_bytes=condition.peak_memory_bytes,
-        head=condition.head,
-        max_num_requests=condition.max_num_requests,
-        temperature=condition.temperature,
-        verify=condition.verify,
-        draft_sampling=condition.draft_sampling,
-        is_resumed=condition.is_resumed,
+        num_outputs_equal_to_baseline=(
+            None if baseline is None else num_equal_texts(condition.records, baseline.records)
+        ),
     )
 
 
@@ -199,39 +156,10 @@ def baseline_of(
     return next(found, None)
 
 
-def _speed(condition: ConditionResult, baseline: ConditionResult | None) -> Speed:
-    return speed_of(
-        _first_pass(condition),
-        condition.repeats,
-        rates=_rates(condition),
-        baseline=None if baseline is None else _rates(baseline),
-        records=condition.records,
-        is_baseline=condition.num_speculative_tokens == 0,
-    )
-
-
-def _first_pass(condition: ConditionResult) -> PassTiming:
-    return PassTiming(
-        wall_s=condition.wall_s,
-        decode_wall_s=condition.decode_wall_s,
-        num_decode_tokens=condition.num_decode_tokens,
-        device_s=condition.device_s,
-        num_texts_equal=len(condition.records),
-        full_wall_s=condition.full_wall_s,
-        num_full_tokens=condition.num_full_tokens,
-    )
-
-
-def _rates(condition: ConditionResult) -> Rates:
-    num_tokens = sum(len(record.output_token_ids) for record in condition.records)
-    return rates_of(_first_pass(condition), condition.repeats, num_output_tokens=num_tokens)
-
-
-def _num_equal_outputs(condition: ConditionResult, baseline: ConditionResult | None) -> int | None:
-    if baseline is None:
-        return None
-    expected = {record.request_id: record.output_token_ids for record in baseline.records}
-    return sum(expected.get(r.request_id) == r.output_token_ids for r in condition.records)
+def num_equal_texts(ours: Sequence[RequestRecord], theirs: Sequence[RequestRecord]) -> int:
+    """Prompts of `ours` with equal token ids in `theirs`."""
+    expected = {record.request_id: record.output_token_ids for record in theirs}
+    return sum(expected.get(r.request_id) == r.output_token_ids for r in ours)
 
 
 @dataclass(frozen=True)
