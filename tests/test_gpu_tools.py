@@ -13,7 +13,7 @@ import torch
 
 from mtp_research.models.target import Target
 from tests.test_lab_tiny import ASSETS
-from tools import gpu_deterministic, gpu_tensor_parallel, text_gaps
+from tools import gpu_deterministic, gpu_tensor_parallel
 
 NAMES = ["K=0", "K=3 eagle"]
 
@@ -89,14 +89,15 @@ def test_loops_decode_with_drafts_in_another_batch_and_order_too() -> None:
 def test_divergent_texts_are_all_counted_and_their_gaps_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(text_gaps, "MAX_GAPS", 2)
+    monkeypatch.setattr(gpu_deterministic, "MAX_GAPS", 2)
     monkeypatch.setattr(
-        text_gaps, "divergences", lambda *_: iter([{"prompt": n} for n in (1, 2, 3)])
+        gpu_deterministic, "divergences", lambda *_: iter([{"prompt": n} for n in (1, 2, 3)])
     )
     base, found = (
-        text_gaps.Decoded({n: (0, n * times) for n in range(4)}, 2.0, None) for times in (1, 2)
+        gpu_deterministic.Decoded({n: (0, n * times) for n in range(4)}, 2.0, None)
+        for times in (1, 2)
     )
-    row = text_gaps.compare(cast(Target, None), [[0]] * 4, base, found)
+    row = gpu_deterministic.compare(cast(Target, None), [[0]] * 4, base, found)
     assert (row["match_rate"], row["num_divergent"]) == (0.25, 3)
     assert row["divergences"] == [{"prompt": 1}, {"prompt": 2}]
 

@@ -16,33 +16,38 @@ deterministic text differs or a deterministic loop is missing, 4 without a GPU a
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from mtp_research.kernels.bench_timing import describe_machine
-from text_gaps import Decoded, Texts, compare
+from mtp_research.kernels.bench.bench_runner import describe_machine
 
 from mtp_research.config.schema import EngineConfig
+from mtp_research.bench.shapes import SHAPES, random_target
+from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompt, load_prompts
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_heads
+from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.loading.placement import DTYPES, resolve_device
-from mtp_research.models.shapes import SHAPES, random_target
 from mtp_research.models.target import Target, load_target, load_tokenizer
 
 HALVED = {"batch_share": 0.5, "order": -1}
 EXIT_NO_DEVICE = 4
 PREFILL_CHUNK = 256
 WARM_UP_TOKENS = 8
+MAX_GAPS = 200  # divergences of a loop whose logits are computed; all of them are counted
+
+Texts = dict[int, tuple[int, ...]]
 
 
 class Loop(NamedTuple):
@@ -53,6 +58,14 @@ class Loop(NamedTuple):
     policy: str = "training"
     batch_share: float = 1.0
     order: int = 1
+
+
+class Decoded(NamedTuple):
+    """Output by prompt, seconds after the warm-up and mean acceptance length."""
+
+    texts: Texts
+    seconds: float
+    acceptance_length: float | None
 
 
 def main() -> int:
@@ -217,6 +230,44 @@ def run(decoder: SpecDecoder, prompts: list[list[int]], order: list[int], num_to
     sampling = SamplingParams(max_new_tokens=num_tokens)
     records = decoder.generate([prompts[index] for index in order], sampling=sampling)
     return {order[int(r.request_id)]: tuple(r.output_token_ids) for r in records}
+
+
+def compare(
+    target: Target, prompts: list[list[int]], base: Decoded, found: Decoded
+) -> dict[str, object]:
+    """Match rate against the first loop, and the logit gap at up to `MAX_GAPS` divergences."""
+    num_equal = sum(base.texts[index] == found.texts[index] for index in range(len(prompts)))
+    gaps = divergences(target, prompts, base.texts, found.texts)
+    return {
+        "match_rate": num_equal / len(prompts),
+        "num_divergent": len(prompts) - num_equal,
+        "seconds": found.seconds,
+        "tokens_per_s": sum(map(len, found.texts.values())) / found.seconds,
+        "acceptance_length": found.acceptance_length,
+        "divergences": list(itertools.islice(gaps, MAX_GAPS)),
+    }
+
+
+@torch.inference_mode()
+def divergences(
+    target: Target, prompts: list[list[int]], expected: Texts, found: Texts
+) -> Iterator[dict[str, object]]:
+    """Where texts part: prompt, output position, tokens and the gap of the top two logits."""
+    for index, prompt in enumerate(prompts):
+        pairs = enumerate(zip(expected[index], found[index], strict=True))
+        first = next((place for place, (left, right) in pairs if left != right), None)
+        if first is None:
+            continue
+        text = torch.tensor([[*prompt, *expected[index][:first]]], device=target.device)
+        positions = torch.arange(text.shape[1], device=target.device)[None]
+        hidden = target.forward(text, position_ids=positions, context=DenseContext())
+        top = target.logits(hidden.post_norm[0, -1]).float().topk(2)
+        yield {
+            "prompt": index,
+            "position": first,
+            "tokens": (expected[index][first], found[index][first]),
+            "logit_gap": float(top.values[0] - top.values[1]),
+        }
 
 
 if __name__ == "__main__":

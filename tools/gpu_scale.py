@@ -26,7 +26,7 @@ from accelerate import Accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from training_bench_parts import Shape, make_parts, run_config
+from train_bench import Shape, drain, make_parts, run_config
 
 from mtp_research.config.training_schema import TrainerConfig
 from mtp_research.training.loop import accumulate_gradients
@@ -178,12 +178,6 @@ def peak_reset() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def drain() -> None:
-    """Wait for the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

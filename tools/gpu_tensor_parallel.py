@@ -28,13 +28,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mtp_research.kernels.bench_timing import describe_machine
+from mtp_research.kernels.bench.bench_runner import describe_machine
 
 from mtp_research.config.schema import EngineConfig
+from mtp_research.bench.shapes import SHAPES, random_target
+from mtp_research.config import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.heads.stack import HeadSpec, MTPHeads
-from mtp_research.models.shapes import SHAPES, random_target
 from mtp_research.models.target import Target, load_target
 
 EXIT_NO_DEVICE = 4

@@ -21,7 +21,7 @@ Which products go through `few_rows_product`, and in which program shape.
 
 Where it sits: `models/rewrites/products.py` asks while a step is compiled, for every projection of
 it. The
-rows below are measurements: for each number of rows the program shapes that `bench_few_rows` found
+rows below are measurements: for each number of rows the program shapes that `bench few_rows` found
 fastest on one H200, by the size of the weight, where they were faster than the library's product.
 Letters: T rows, N outputs, K depth.
 

@@ -64,7 +64,7 @@ class DeviceStep:
         products: entered for the whole step, for deterministic decoding; None otherwise.
         probe: told that the step starts and which part of it ends; never in a captured step.
         tie: hands on a part's last values, given all that the part made; what a captured step has
-            instead of a probe, see `evaluation.bench_split`.
+            instead of a probe, see `bench.bench_split`.
     """
 
     target: Target

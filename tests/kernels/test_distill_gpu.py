@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mtp_research.kernels.bench_distill_cases import make_inputs, reference, run_distill, run_liger
+from mtp_research.kernels.bench.bench_losses import make_inputs, reference, run_distill, run_liger
 from mtp_research.kernels.losses.distill import distill
 
 from tests.kernels.distill_cases import ETA, MIXTURES, DistillCase, distill_case, plain_distill

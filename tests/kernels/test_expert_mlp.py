@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mtp_research.kernels import bench_expert_cases, bench_experts
+from mtp_research.kernels.bench import __main__ as bench
+from mtp_research.kernels.bench import bench_experts
 from mtp_research.kernels.experts.expert_mlp import choose_expert_config, expert_mlp, expert_pairs
 from mtp_research.kernels.experts.expert_router import route_tokens
 from mtp_research.kernels.experts.expert_routing import most_tiles, padded_experts, route_pairs
@@ -141,12 +142,12 @@ def test_compiled_code_sees_one_node():
 
 
 def test_bench_peer_computes_what_the_kernel_computes():
-    shape = bench_expert_cases.ExpertShape("tiny", 40, 64, 32, num_experts=5, top_k=2)
-    inputs, other = bench_expert_cases.make_inputs(shape, device="cpu")[:2]
+    shape = bench_experts.ExpertShape("tiny", 40, 64, 32, num_experts=5, top_k=2)
+    inputs, other = bench_experts.make_inputs(shape, device="cpu")[:2]
     assert not torch.equal(inputs.top_k_index, other.top_k_index)
     expected = expert_mlp(*inputs).float()
     torch.testing.assert_close(
-        bench_expert_cases.grouped_mlp(*inputs).float(), expected, atol=4e-2, rtol=0
+        bench_experts.grouped_mlp(*inputs).float(), expected, atol=4e-2, rtol=0
     )
     moved = [inputs.gate_up_proj, inputs.down_proj, inputs.x, inputs.x]
     assert shape.num_bytes(num_chosen=5) == sum(tensor.nbytes for tensor in moved)
@@ -156,12 +157,12 @@ def test_bench_peer_routes_as_the_router_does():
     x, weight, bias, _, _ = make_operands(9, dtype=torch.float32)
     weight, bias = weight[:, 0], bias[:, 0, 0]
     routed = route_tokens(x, weight, bias, top_k=2, normalises=True, scale=1.0)
-    weights = bench_expert_cases.single_router(x, weight, bias, 2)
+    weights = bench_experts.single_router(x, weight, bias, 2)
     torch.testing.assert_close(weights.sort().values, routed.weights.sort().values)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_bench_without_device_says_so_and_exits_4(capsys):
-    assert bench_experts.main([]) == 4
+    assert bench.main(["experts"]) == 4
     expected = "error: the kernel benchmark needs a CUDA device; none is visible.\n"
     assert capsys.readouterr().err == expected

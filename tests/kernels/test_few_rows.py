@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mtp_research.kernels import bench_few_rows
+from mtp_research.kernels.bench import __main__ as bench
 from mtp_research.kernels.products import few_rows_product as few_rows_choice
 from mtp_research.kernels.products.few_rows_product import (
     FewRowsConfig,
@@ -90,6 +90,6 @@ def test_table_is_for_hopper_alone():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_bench_without_device_says_so_in_one_line_and_exits_4(capsys):
-    assert bench_few_rows.main(["--quick"]) == 4
+    assert bench.main(["few_rows", "--quick"]) == 4
     message = "error: the kernel benchmark needs a CUDA device; none is visible.\n"
     assert capsys.readouterr().err == message

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mtp_research.kernels import bench_latent
+from mtp_research.kernels.bench import bench_attention
 from mtp_research.kernels.latent.latent_attention import (
     choose_latent_config,
     fits_gluon,
@@ -65,19 +65,19 @@ def test_choose_latent_config_on_hopper_takes_the_gluon_program(
 
 
 def test_fits_gluon_refuses_tensors_that_are_not_on_a_gpu():
-    (inputs,) = bench_latent.make_latent_inputs(
-        bench_latent.LatentShape(1, 64, 1, num_heads=2), num_sets=1, device="cpu"
+    (inputs,) = bench_attention.make_latent_inputs(
+        bench_attention.LatentShape(1, 64, 1, num_heads=2), num_sets=1, device="cpu"
     )
     tensors = {name: inputs[name] for name in ("query_rope", "latent_cache")}
     assert not fits_gluon(inputs["query_latent"], **tensors, new_rows=None)
 
 
 def test_bench_counts_what_moves_and_its_peer_computes_the_same():
-    shape = bench_latent.LatentShape(2, 128, 3, num_heads=2)
-    (inputs,) = bench_latent.make_latent_inputs(shape, num_sets=1, device="cpu")
+    shape = bench_attention.LatentShape(2, 128, 3, num_heads=2)
+    (inputs,) = bench_attention.make_latent_inputs(shape, num_sets=1, device="cpu")
     moved = ["latent_cache", "query_latent", "query_latent", "query_rope"]  # queries and output
     assert shape.num_bytes() == sum(inputs[name].nbytes for name in moved)
     wide = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
     expected = latent_attention(**wide, max_query_len=3, scale=0.1)
-    peer = bench_latent.gather_sdpa(**wide, scale=0.1)
+    peer = bench_attention.gather_latent_sdpa(**wide, scale=0.1)
     torch.testing.assert_close(peer, expected, atol=1e-5, rtol=0)

@@ -5,14 +5,14 @@ import json
 import pytest
 
 from tests.training.tiny import save_lab
-from tools import gpu_train_bench
+from tools import train_bench
 
 ROUNDS = ["--seq-len", "64", "--batch-size", "2", "--steps", "1", "--compile", "no"]
 
 
 def measured(folder, *words):
     """Rows of the JSON file that the bench writes."""
-    gpu_train_bench.main(["--out", str(folder), *ROUNDS, *words])
+    train_bench.main(["--out", str(folder), *ROUNDS, *words])
     report = json.loads((folder / "train_bench.json").read_text())
     assert report["product_tflops"] > 0
     assert report["machine"].keys() >= {"device", "torch", "transformers", "commit", "dirty"}

@@ -114,7 +114,7 @@ class StepGraphs:
 
     @property
     def newest(self) -> Captured:
-        """The decode step that was captured last, for a look at it alone; see `replay_times`."""
+        """The decode step that was captured last, for a look at it alone; see `bench_split`."""
         return list(self._graphs.values())[-1]
 
     def accepts(

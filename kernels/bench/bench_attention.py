@@ -1,0 +1,340 @@
+"""Attention over pages of keys and values or of latents, stores into pages, gathers of rows.
+
+Where it sits: the benchmarks `attention` (the default) and `latent` of `kernels.bench`; the peer is
+compiled PyTorch, which gathers the pages and then runs its fused attention. Few latent heads are
+bound by bandwidth, many by the tensor cores; the store of new rows is `append`'s.
+Letters: B requests, H / Hkv heads, D head dim, q rows a request.
+"""
+
+import argparse
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from mtp_research.kernels.attention.attention_launch import LaunchConfig, launch_paged_attention
+from mtp_research.kernels.attention.paged_attention import paged_attention, paged_attention_ref
+from mtp_research.kernels.attention.store_kv import store_kv
+from mtp_research.kernels.bench.bench_peers import import_peers, time_peers
+from mtp_research.kernels.bench.bench_runner import (
+    ROTATED_BYTES,
+    Bench,
+    Row,
+    Rows,
+    compiled,
+    num_rotated,
+    show_row,
+    time_calls,
+    try_calls,
+)
+from mtp_research.kernels.latent.latent_attention import latent_attention, latent_attention_ref
+from mtp_research.kernels.losses.gather_rows import gather_rows, gather_rows_ref
+from torch import Tensor
+from torch.nn import functional
+
+_LATENT_DIM, _ROPE_DIM = 512, 64
+Inputs = list[dict[str, Tensor]]
+
+
+class AttentionShape(NamedTuple):
+    """One verify or decode batch whose requests all have the same lengths."""
+
+    num_requests: int
+    context: int
+    query_len: int
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+
+    def label(self) -> str:
+        """The shape in words for the table."""
+        heads = f"{self.num_heads}/{self.num_kv_heads} d{self.head_dim}"
+        return (
+            f"B={self.num_requests} ctx={self.context} q={self.query_len} {heads} "
+            f"page={self.block_size}"
+        )
+
+    def num_bytes(self) -> int:
+        """Bytes that must move: K and V once, query and output once (bf16)."""
+        kv = 2 * self.num_requests * self.context * self.num_kv_heads * self.head_dim
+        rows = 2 * self.num_requests * self.query_len * self.num_heads * self.head_dim
+        return 2 * (kv + rows)
+
+    def options(self) -> dict[str, float]:
+        """Arguments of the attention that are no tensors."""
+        return {"max_query_len": self.query_len, "scale": self.head_dim**-0.5}
+
+
+class LatentShape(NamedTuple):
+    """Likewise, over latents of 512 and rotary keys of 64."""
+
+    num_requests: int
+    context: int
+    query_len: int
+    num_heads: int
+    block_size: int = 64
+
+    def label(self) -> str:
+        """The shape in words for the table."""
+        return (
+            f"B={self.num_requests} ctx={self.context} q={self.query_len} H={self.num_heads} "
+            f"page={self.block_size}"
+        )
+
+    def num_bytes(self) -> int:
+        """Bytes that must move: latents once, queries and output once (bf16)."""
+        width = _LATENT_DIM + _ROPE_DIM
+        rows = self.num_requests * self.query_len * self.num_heads * (width + _LATENT_DIM)
+        return 2 * (self.num_requests * self.context * width + rows)
+
+    def num_flops(self) -> int:
+        """Multiplications and additions of the two products."""
+        rows = self.num_requests * self.query_len * self.num_heads
+        return 2 * rows * self.context * (2 * _LATENT_DIM + _ROPE_DIM)
+
+    def options(self) -> dict[str, float]:
+        """Arguments of the attention that are no tensors."""
+        return {"max_query_len": self.query_len, "scale": (128 + _ROPE_DIM) ** -0.5}
+
+
+FULL_SHAPES = [
+    *(AttentionShape(8, 8192, q, block_size=size) for size in (16, 64) for q in (1, 4, 8)),
+    *(AttentionShape(batch, 1024, q) for batch in (1, 32) for q in (1, 4)),
+    *(AttentionShape(8, 8192, q, 96, block_size=size) for size in (16, 64) for q in (1, 4)),
+]
+QUICK_SHAPES = [AttentionShape(8, 8192, 1), AttentionShape(8, 8192, 4), AttentionShape(1, 1024, 4)]
+SWEEP_SHAPES = [AttentionShape(8, 8192, 4), AttentionShape(8, 8192, 4, num_heads=96)]
+LATENT_SHAPES = [
+    LatentShape(batch, 8192, query_len, num_heads)
+    for batch in (1, 32)
+    for num_heads in (16, 20, 128)
+    for query_len in (1, 4)
+]
+
+
+def measure_attention(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
+    """Rows of stores, gathers and attention."""
+    copy, peers = ceilings["copy_tb_per_s"], import_peers()
+    rows = [*(bench_store_kv(count, copy) for count in (32, 8192)), bench_gather_rows(copy)]
+    shapes = QUICK_SHAPES if options.quick else FULL_SHAPES
+    rows += [bench_attention(shape, copy, peers) for shape in shapes]
+    if options.sweep:
+        rows += [row for shape in SWEEP_SHAPES for row in sweep_attention(shape, copy)]
+    return rows
+
+
+def add_attention_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `attention`."""
+    parser.add_argument("--quick", action="store_true", help="three attention shapes only")
+    parser.add_argument("--sweep", action="store_true", help="try launch shapes of the attention")
+
+
+def measure_latent(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
+    """A row a shape."""
+    copy, peers = ceilings["copy_tb_per_s"], import_peers()
+    return [bench_latent(shape, copy, peers) for shape in LATENT_SHAPES]
+
+
+ATTENTION = Bench(measure_attention, add_attention_options)
+LATENT = Bench(measure_latent)
+
+
+def bench_store_kv(num_rows: int, copy: float) -> Row:
+    """A row for a verify step (32 rows) or a prefill step (8192 rows), 8 heads of 128."""
+    key, value = (
+        torch.randn(num_rows, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    num_bytes = 4 * key.nbytes  # both are read and written
+    num_blocks = max(2 * num_rows // 16, ROTATED_BYTES // (16 * key[0].nbytes))
+    caches = [key.new_zeros(num_blocks, 16, 8, 128) for _ in range(2)]
+    slots = torch.randperm(num_blocks * 16, device="cuda").split(num_rows)[:64]
+
+    def run(slot_mapping: Tensor) -> None:
+        store_kv(key, value, key_cache=caches[0], value_cache=caches[1], slot_mapping=slot_mapping)
+
+    # Not compiled: Inductor would copy the captured caches whole at every call.
+    def peer(slot_mapping: Tensor) -> None:
+        caches[0].view(-1, 8, 128).index_copy_(0, slot_mapping, key)
+        caches[1].view(-1, 8, 128).index_copy_(0, slot_mapping, value)
+
+    ours = time_calls([lambda s=s: run(s) for s in slots])
+    theirs = try_calls([lambda s=s: peer(s) for s in slots])
+    row = {"kernel": "store_kv", "shape": f"T={num_rows} 8 d128", "bytes": num_bytes}
+    return show_row(row, ours, theirs, copy=copy)
+
+
+def bench_gather_rows(copy: float) -> Row:
+    """One row: the gradients of 8192 drafts' rows back to their anchors, a quarter without any."""
+    num_rows, hidden_size = 8192, 4096
+    sources = ROTATED_BYTES // (2 * hidden_size)
+    values = torch.randn(sources, hidden_size, device="cuda", dtype=torch.bfloat16)
+    scale = torch.rand(num_rows, device="cuda")
+    out = values.new_empty(num_rows, hidden_size)
+    places = torch.randperm(sources, device="cuda").split(num_rows)
+    has_none = torch.arange(num_rows, device="cuda") % 4 == 0
+    indices = [place.masked_fill(has_none, -1) for place in places]
+    fixed = {"out": out, "scale": scale}
+    gather_rows(values, index=indices[0], **fixed)
+    expected = torch.empty_like(out)
+    gather_rows_ref(values, index=indices[0], out=expected, scale=scale)
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+    ours = time_calls([lambda i=i: gather_rows(values, index=i, **fixed) for i in indices])
+    peer = compiled(gather_rows_ref)
+    theirs = try_calls([lambda i=i: peer(values, index=i, **fixed) for i in indices])
+    num_bytes = out.nbytes + out.nbytes * 3 // 4  # written whole, three quarters read
+    label = f"R={num_rows} D={hidden_size} scaled"
+    row = {"kernel": "gather_rows", "shape": label, "bytes": num_bytes}
+    return show_row(row, ours, theirs, copy=copy)
+
+
+def bench_attention(shape: AttentionShape, copy: float, peers: dict[str, ModuleType]) -> Row:
+    """One table row: the kernel, and gather + SDPA compiled; checks the result first."""
+    num_sets = num_rotated(shape.num_bytes())
+    sets = make_attention_inputs(shape, num_sets=num_sets, device="cuda")
+    options = shape.options()
+    expected = paged_attention_ref(**sets[0], **options)
+    torch.testing.assert_close(
+        paged_attention(**sets[0], **options), expected, atol=2e-2, rtol=2e-2
+    )
+    ours = time_calls([lambda s=s: paged_attention(**s, **options) for s in sets])
+    peer = compiled(gather_sdpa)
+    theirs = try_calls([lambda s=s: peer(**s) for s in sets])
+    row = {"kernel": "paged_attention", "shape": shape.label(), "bytes": shape.num_bytes()}
+    row = show_row(row, ours, theirs, copy=copy)
+    return row | {"peers": time_peers(peers, sets, expected, **options)}
+
+
+def bench_latent(shape: LatentShape, copy: float, peers: dict[str, ModuleType]) -> Row:
+    """As `bench_attention`, over latents."""
+    sets = make_latent_inputs(shape, num_sets=num_rotated(shape.num_bytes()), device="cuda")
+    options = shape.options()
+    expected = latent_attention_ref(**sets[0], **options)
+    torch.testing.assert_close(
+        latent_attention(**sets[0], **options), expected, atol=2e-2, rtol=2e-2
+    )
+    ours = time_calls([lambda s=s: latent_attention(**s, **options) for s in sets])
+    peer = compiled(gather_latent_sdpa)
+    theirs = try_calls([lambda s=s: peer(**s, scale=options["scale"]) for s in sets])
+    row = {"kernel": "latent_attention", "shape": shape.label(), "bytes": shape.num_bytes()}
+    row = show_row(row, ours, theirs, copy=copy, num_flops=shape.num_flops())
+    return row | {"peers": time_peers(peers, sets, expected, **options)}
+
+
+def sweep_attention(shape: AttentionShape, copy: float) -> Rows:
+    """Rows for other tile sizes, warps, stages and splits of the same shape."""
+    sets = make_attention_inputs(shape, num_sets=2, device="cuda")
+    block_m = 16 if shape.query_len * shape.num_heads // shape.num_kv_heads <= 16 else 64
+    fixed = shape.options() | dict.fromkeys(("sliding_window", "sinks", "positions", "kv_start"))
+    rows = []
+    for block_n, warps, stages in [(32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 8, 2)]:
+        for num_splits in (2, 4, 6, 8):
+            config = LaunchConfig(block_m, block_n, warps, stages)
+            calls = [
+                lambda s=s, n=num_splits, c=config: launch_paged_attention(
+                    **s, **fixed, num_splits=n, config=c
+                )
+                for s in sets
+            ]
+            label = f"{shape.label()} {tuple(config)} splits={num_splits}"
+            row = {"kernel": "sweep", "shape": label, "bytes": shape.num_bytes()}
+            rows.append(show_row(row, try_calls(calls), copy=copy))
+    return rows
+
+
+def make_attention_inputs(shape: AttentionShape, *, num_sets: int, device: str) -> Inputs:
+    """`num_sets` batches over one shuffled random pool, named as arguments of paged_attention."""
+    pages = _page_tables(shape, num_sets=num_sets, device=device)
+    num_blocks = sum(page["block_table"].numel() for page in pages)
+    pool = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    key_cache, value_cache = (
+        torch.randn(pool, device=device, dtype=torch.bfloat16) for _ in range(2)
+    )
+    rows = (shape.num_requests * shape.query_len, shape.num_heads, shape.head_dim)
+    return [
+        {
+            "query": torch.randn(rows, device=device, dtype=torch.bfloat16),
+            "key_cache": key_cache,
+            "value_cache": value_cache,
+            **page,
+        }
+        for page in pages
+    ]
+
+
+def make_latent_inputs(shape: LatentShape, *, num_sets: int, device: str) -> Inputs:
+    """Likewise, named as arguments of latent_attention."""
+    pages = _page_tables(shape, num_sets=num_sets, device=device)
+    num_blocks, width = sum(page["block_table"].numel() for page in pages), _LATENT_DIM + _ROPE_DIM
+    cache = torch.randn(num_blocks, shape.block_size, width, device=device, dtype=torch.bfloat16)
+    rows = (shape.num_requests * shape.query_len, shape.num_heads, width)
+    inputs = []
+    for page in pages:
+        query = torch.randn(rows, device=device, dtype=torch.bfloat16)
+        latent, rope = query.split((_LATENT_DIM, _ROPE_DIM), dim=-1)
+        queries = {"query_latent": latent.contiguous(), "query_rope": rope.contiguous()}
+        inputs.append(queries | {"latent_cache": cache} | page)
+    return inputs
+
+
+def _page_tables(
+    shape: AttentionShape | LatentShape, *, num_sets: int, device: str
+) -> list[dict[str, Tensor]]:
+    """Block tables that share no page, lengths and row starts of `num_sets` batches."""
+    num_columns = shape.context // shape.block_size
+    num_blocks = num_sets * shape.num_requests * num_columns
+    tables = torch.randperm(num_blocks, device=device).to(torch.int32)
+    num_rows = shape.num_requests * shape.query_len
+    starts = torch.arange(0, num_rows + 1, shape.query_len, device=device, dtype=torch.int32)
+    seq_lens = torch.full((shape.num_requests,), shape.context, device=device, dtype=torch.int32)
+    return [
+        {"block_table": table, "seq_lens": seq_lens, "query_start_loc": starts}
+        for table in tables.view(num_sets, shape.num_requests, num_columns)
+    ]
+
+
+def gather_sdpa(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+) -> Tensor:
+    """The peer: pages gathered by PyTorch, then its fused attention; equal lengths only."""
+    rows = query.view(seq_lens.shape[0], -1, *query.shape[1:]).transpose(1, 2)
+    keys, values = (
+        cache[block_table].flatten(1, 2).transpose(1, 2) for cache in (key_cache, value_cache)
+    )
+    mask = _causal_mask(rows, keys) if rows.shape[2] > 1 else None
+    out = functional.scaled_dot_product_attention(
+        rows, keys, values, attn_mask=mask, enable_gqa=True
+    )
+    return out.transpose(1, 2).reshape(query.shape)
+
+
+def gather_latent_sdpa(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    latent_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Likewise, over latents."""
+    query = torch.cat((query_latent, query_rope), dim=-1)
+    rows = query.view(seq_lens.shape[0], -1, *query.shape[1:]).transpose(1, 2)
+    keys = latent_cache[block_table].flatten(1, 2)[:, None]
+    mask, values = _causal_mask(rows, keys), keys[..., :_LATENT_DIM]
+    out = functional.scaled_dot_product_attention(
+        rows, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2).reshape(query_latent.shape)
+
+
+def _causal_mask(rows: Tensor, keys: Tensor) -> Tensor:
+    """`[q, context]`, where the last row sees every key."""
+    query_len, context = rows.shape[2], keys.shape[2]
+    visible = torch.ones(query_len, context, dtype=torch.bool, device=rows.device)
+    return visible.tril(context - query_len)

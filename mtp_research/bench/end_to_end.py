@@ -1,0 +1,238 @@
+"""Whole requests end to end: prompts in, texts out, in a continuous batch, the first pass counted.
+
+    python -m mtp_research.bench.end_to_end --shape mimo_7b --k 0 3 --requests 128 --batch 32
+    python -m mtp_research.bench.end_to_end --target FOLDER --heads FOLDER --k 3
+    python -m mtp_research.bench.end_to_end --cpu --shape tiny --prompt 16 --output 8
+
+All requests of a pass are there at its start and take a place of the batch as one is free. The
+first pass compiles and captures while requests wait, as a user's does; later ones show the warm
+loop. Random weights of `--shape` come with synthetic acceptance (`--accept`, the chance of a draft
+given that it is reached) and random prompts, a folder's own weights with its head and shipped text.
+Prints a line a pass, and last one JSON line. `bench_decode` times the steps alone.
+Letters: K drafts per step.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from mtp_research.bench.shapes import SHAPES, random_target
+from mtp_research.config import EngineConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.stats import RequestRecord, count_acceptance
+from mtp_research.decode.verify.verify import VerifyOptions
+from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompt, load_prompts
+from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.heads.weights import load_heads
+from mtp_research.kernels.bench.bench_runner import describe_machine
+from mtp_research.models.target import Target, load_target, load_tokenizer
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+
+_ACCEPT = 0.8
+_ROOM_TOKENS = 64  # beyond prompt and output
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the passes of every K and their JSON line; returns the exit status."""
+    options = parse_options(arguments)
+    try:
+        return _run(options)
+    except (ConfigError, EnvironmentFault, IntegrityError) as fault:
+        sys.stderr.write(f"error: {fault}\n")
+        return fault.exit_code
+
+
+def parse_options(arguments: list[str] | None) -> argparse.Namespace:
+    """Options by their names; `arguments` are those of the process by default."""
+    parser = argparse.ArgumentParser(prog="python -m mtp_research.bench.end_to_end")
+    add = parser.add_argument
+    add("--shape", default="mimo_7b", choices=SHAPES, help="random weights of this shape")
+    add("--target", help="folder or hub id of a target in place of --shape; needs --heads")
+    add("--heads", help="folder of the target's heads; their acceptance is the real one")
+    add("--k", nargs="+", type=int, default=[0, 3])
+    add("--policy", default="eagle")
+    add("--accept", type=float, help=f"synthetic acceptance of random weights; default {_ACCEPT}")
+    add("--requests", type=int, default=128, help="of a pass")
+    add("--batch", type=int, default=32, help="requests at a time")
+    add("--prompt", type=int, default=1024, help="tokens of each prompt")
+    add("--output", type=int, default=256, help="tokens of each text")
+    add("--passes", type=int, default=3)
+    add("--chunk", type=int, default=2048, help="engine.max_prefill_chunk")
+    add("--no-mixed", action="store_true", help="engine.capture_mixed=false")
+    add("--no-compile", action="store_true")
+    add("--no-graphs", action="store_true")
+    add("--cpu", action="store_true", help="run without a GPU, to try the command")
+    add("--json", type=Path, help="also write the JSON line to this file")
+    return parser.parse_args(arguments)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if (options.target is None) != (options.heads is None):
+        raise ConfigError("--target and --heads must be given together, got one; set both.")
+    if options.accept is not None and options.heads is not None:
+        raise ConfigError("--accept must be left out where --heads decide what is accepted.")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not options.cpu:
+        print("error: end_to_end needs a CUDA GPU; --cpu tries the commands.", file=sys.stderr)
+        return EnvironmentFault.exit_code
+    target, heads = _load(options, device)
+    report = {"machine": describe_machine(), "dtype": str(target.dtype).removeprefix("torch.")}
+    rows: list[dict[str, object]] = []
+    for num_drafts in options.k:
+        for row in _passes(target, heads, options, num_drafts=num_drafts):
+            rows.append(row)
+            print(_line(row), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    line = json.dumps({"arguments": vars(options), **report, "rows": rows}, default=str)
+    if options.json is not None:
+        options.json.write_text(line)
+    print(line)
+    return 0
+
+
+def _load(options: argparse.Namespace, device: torch.device) -> tuple[Target, MTPHeads]:
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    if options.target is not None:
+        target = load_target(options.target, dtype=dtype, device=device.type)
+        return target, load_heads(options.heads, target)
+    target = random_target(options.shape, dtype=getattr(torch, dtype), device=device)
+    return target, MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).requires_grad_(False)
+
+
+def _passes(
+    target: Target, heads: MTPHeads, options: argparse.Namespace, *, num_drafts: int
+) -> Iterator[dict[str, object]]:
+    """A row a pass of one decoder, which is built before the first clock starts."""
+    started = time.perf_counter()
+    decoder = _decoder(target, heads, options, num_drafts=num_drafts)
+    build_s = time.perf_counter() - started
+    # No stop token ends a text: every request has its --output tokens.
+    sampling = SamplingParams(max_new_tokens=options.output, seed=0)
+    for number in range(options.passes):
+        prompts = _prompts(target, options, seed=number)
+        steps_before = decoder.stats.num_steps
+        _synchronize()
+        started = time.perf_counter()
+        records = list(decoder.generate(prompts, sampling=sampling))
+        _synchronize()
+        wall_s = time.perf_counter() - started
+        yield {
+            "shape": options.target or options.shape,
+            "num_drafts": num_drafts,
+            "policy": options.policy,
+            "batch": options.batch,
+            "prompt": options.prompt,
+            "output": options.output,
+            "pass": number + 1,
+            "build_s": build_s,
+            "wall_s": wall_s,
+            "num_steps": decoder.stats.num_steps - steps_before,
+            **_figures(records, wall_s=wall_s),
+        }
+
+
+def _figures(records: Sequence[RequestRecord], *, wall_s: float) -> dict[str, object]:
+    """Throughput, latencies and acceptance length of the requests of one pass.
+
+    `token_ms` is the mean time between the tokens of a request, its percentiles over requests.
+    """
+    num_tokens = sum(len(record.output_token_ids) for record in records)
+    counts = count_acceptance(records)
+    gaps = [
+        r.decode_s / (len(r.output_token_ids) - 1) for r in records if len(r.output_token_ids) > 1
+    ]
+    return {
+        "num_requests": len(records),
+        "num_tokens": num_tokens,
+        "tok_per_s": num_tokens / wall_s,
+        "tau": 1 + sum(counts.num_accepted) / counts.num_rounds if counts.num_rounds else 1.0,
+        "ttft_ms": _percentiles_ms([record.ttft_s for record in records]),
+        "token_ms": _percentiles_ms(gaps),
+    }
+
+
+def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    p50, p99 = np.percentile(seconds, (50, 99)) * 1e3
+    return {"p50": float(p50), "p99": float(p99)}
+
+
+def _prompts(target: Target, options: argparse.Namespace, *, seed: int) -> list[list[int]]:
+    """Prompts of `--prompt` tokens: random ids, or windows of the shipped prompts' text."""
+    count, length = options.requests, options.prompt
+    generator = random.Random(seed)
+    if options.target is None:
+        ids = range(2, target.config.vocab_size)
+        return [generator.choices(ids, k=length) for _ in range(count)]
+    tokenizer = cast(ChatTokenizer, load_tokenizer(options.target))
+    texts = [encode_prompt(prompt, tokenizer) for prompt in load_prompts(None)]
+    generator.shuffle(texts)
+    tokens = itertools.cycle(itertools.chain.from_iterable(texts))
+    return [list(itertools.islice(tokens, length)) for _ in range(count)]
+
+
+def _decoder(
+    target: Target, heads: MTPHeads, options: argparse.Namespace, *, num_drafts: int
+) -> SpecDecoder:
+    on_gpu = target.device.type == "cuda"
+    graphs = on_gpu and not options.no_graphs
+    engine = EngineConfig(
+        block_size=16,
+        max_num_requests=options.batch,
+        max_num_batched_tokens=max(8192, options.batch * (num_drafts + 1)),
+        max_prefill_chunk=options.chunk,
+        max_model_len=options.prompt + options.output + _ROOM_TOKENS,
+        deferred_output=True,
+        cuda_graphs=graphs,
+        compile=on_gpu and not options.no_compile,
+        capture_mixed=graphs and not options.no_mixed,
+        audit=False,
+    )
+    is_synthetic = num_drafts > 0 and options.heads is None
+    accept = _ACCEPT if options.accept is None else options.accept
+    rates = tuple(accept ** (step + 1) for step in range(num_drafts)) if is_synthetic else ()
+    return SpecDecoder(
+        target,
+        heads if num_drafts else None,
+        policy=options.policy,
+        num_speculative_tokens=num_drafts,
+        engine=engine,
+        verify="synthetic" if is_synthetic else "greedy",
+        verify_options=VerifyOptions(synthetic_rates=rates),
+    )
+
+
+def _line(row: dict[str, object]) -> str:
+    """A pass in words."""
+    ttft, gap = (cast(dict[str, float] | None, row[name]) for name in ("ttft_ms", "token_ms"))
+    words = [
+        f"{row['shape']} K={row['num_drafts']} B={row['batch']} pass {row['pass']}:",
+        f"{row['num_requests']} requests {row['num_tokens']} tokens {row['wall_s']:.3f} s",
+        f"{row['tok_per_s']:.0f} tok/s  tau {row['tau']:.3f}  steps {row['num_steps']}",
+    ]
+    for name, found in (("first token", ttft), ("between tokens", gap)):
+        if found is not None:
+            words.append(f"{name} {found['p50']:.2f} ms (p99 {found['p99']:.2f})")
+    return "  ".join(words)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

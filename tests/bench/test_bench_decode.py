@@ -1,0 +1,124 @@
+"""bench_decode on the tiny shape without a GPU: its options reach the loop and the byte count."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from mtp_research.bench import bench_decode, bench_row
+from mtp_research.bench.bench_row import context_limit, time_steps
+from mtp_research.decode import decoder as decoder_file
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.runtime.errors import NumericFault
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tries the commands on a CPU")
+
+
+def rows(tmp_path: Path, *words: str) -> list[dict]:
+    path = tmp_path / "rows.json"
+    few = ["--shapes", "tiny", "--batch", "2", "--k", "2", "--steps", "5", "--context", "8"]
+    assert bench_decode.main([*few, "--cpu", "--json", str(path), *words]) == 0
+    return json.loads(path.read_text())["rows"]
+
+
+def test_without_a_gpu_the_command_exits_4(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_decode.main([]) == 4
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_draft_vocabulary_is_drafted_from_and_counted(tmp_path: Path) -> None:
+    (whole,), (part,) = rows(tmp_path), rows(tmp_path, "--draft-vocab", "32")
+    assert (whole["draft_vocab"], part["draft_vocab"]) == (None, 32)
+    saved = whole["bytes"]["draft_weights"] - part["bytes"]["draft_weights"]
+    assert saved == 2 * (256 - 32) * 64 * 4  # K passes over [V, D] or [V', D] in float32
+    assert part["bytes"]["target_weights"] == whole["bytes"]["target_weights"]
+
+
+def test_deterministic_rows_say_so_and_run_in_the_mode(tmp_path: Path, monkeypatch) -> None:
+    seen = []
+    build = decoder_file.build_products
+    monkeypatch.setattr(
+        decoder_file,
+        "build_products",
+        lambda *args, engine: seen.append(engine.deterministic) or build(*args, engine=engine),
+    )
+    (row,) = rows(tmp_path, "--deterministic")
+    assert row["arithmetic"] == "invariant"
+    assert seen == [True]
+
+
+def test_every_step_of_a_request_fits_its_context(monkeypatch, tmp_path: Path) -> None:
+    seen = []
+    measure = bench_row.measure_bytes  # is handed the decoder after the last timed step
+
+    def note(decoder, heads, *, num_tokens):
+        seen.append(decoder)
+        return measure(decoder, heads, num_tokens=num_tokens)
+
+    monkeypatch.setattr(bench_row, "measure_bytes", note)
+    (row,) = rows(tmp_path, "--steps", "60", "--accept", "1.0", "--strict-sync")
+    (decoder,) = seen
+    assert (row["num_steps"], row["tau"], row["syncs"]) == (60, 3.0, None)
+    longest = max(request.num_tokens for request in decoder.scheduler.running)
+    assert decoder.max_model_len >= 8 + 3 * (60 + 38)  # 22 of the other steps are still to come
+    assert longest <= 8 + 3 * (60 + 2 * bench_row.NUM_WARM_UP_STEPS + 2)
+    assert context_limit(context=1024, num_steps=1000, num_drafts=3, num_positions=32768) == 5376
+
+
+def test_steps_beyond_the_positions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--cpu", "--shapes", "tiny", "--batch", "1", "--k", "3", "--steps", "9000"]
+    assert bench_decode.main(words) == 2
+    assert "--steps must be at most 7872 for --context 1024 and --k 3" in capsys.readouterr().err
+
+
+def test_pool_that_would_preempt_is_refused() -> None:
+    engine = SimpleNamespace(block_size=16, max_num_requests=4)
+    cache = SimpleNamespace(num_blocks=28)
+    decoder = SimpleNamespace(engine=engine, max_model_len=100, cache=cache)
+    with pytest.raises(ValueError, match="need 28 blocks of 16 tokens, the free memory gives 27"):
+        bench_row.require_blocks(cast(SpecDecoder, decoder))
+
+
+def test_step_that_waits_is_named_and_the_mode_is_put_back(monkeypatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    done: list[int] = []
+
+    def step() -> None:
+        done.append(1)
+        if len(done) == 3:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    decoder = SimpleNamespace(
+        step=step,
+        target=SimpleNamespace(device=torch.device("cuda")),
+        stats=SimpleNamespace(num_emitted_tokens=0),
+    )
+    with pytest.raises(NumericFault, match="no wait for the device in 10 steps, got one in step 3"):
+        time_steps(cast(SpecDecoder, decoder), num_steps=10, strict_sync=True)
+    assert modes == ["error", "default"]
+
+
+def test_words_of_a_strict_row_name_launches_and_syncs() -> None:
+    row = {"syncs": 0, "launches": 374.25, "replays": 1.0, "num_steps": 1000}
+    line = bench_decode._strict_line(row)
+    assert line == "374.25 launches and 1 graph replays a step, 0 syncs in 1000 steps"
+
+
+def test_limit_is_that_of_the_mean_length_of_the_timed_steps(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, "--k", "0", "--steps", "10")
+    first = 8 + 1 + 2 * bench_row.NUM_WARM_UP_STEPS
+    assert row["text_tokens"] == pytest.approx(first + 10 / 2, abs=2)
+    per_token = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, dims, bytes
+    assert row["bytes"]["keys_values"] == 2 * row["text_tokens"] * per_token
+
+
+def test_json_names_machine_and_dtype(tmp_path: Path) -> None:
+    rows(tmp_path, "--k", "0")
+    report = json.loads((tmp_path / "rows.json").read_text())
+    assert report["dtype"] == "float32"
+    assert report["machine"]["device"] == "cpu"
+    assert report["machine"].keys() >= {"driver", "python", "transformers", "commit", "dirty"}

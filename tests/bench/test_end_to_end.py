@@ -1,0 +1,54 @@
+"""end_to_end on the tiny shape without a GPU: passes, figures, the JSON line and refusals."""
+
+import json
+
+import pytest
+import torch
+
+from mtp_research.bench import end_to_end
+from mtp_research.decode.stats import RequestRecord
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tries the commands on a CPU")
+FEW = ["--cpu", "--shape", "tiny", "--batch", "2", "--requests", "3", "--prompt", "8"]
+
+
+def test_passes_decode_every_token_and_the_last_line_is_json(tmp_path, capsys):
+    path = tmp_path / "line.json"
+    words = ["--output", "6", "--passes", "2", "--k", "0", "2", "--accept", "1.0"]
+    assert end_to_end.main([*FEW, *words, "--json", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == path.read_text()
+    rows = json.loads(lines[-1])["rows"]
+    assert [(row["num_drafts"], row["pass"]) for row in rows] == [(0, 1), (0, 2), (2, 1), (2, 2)]
+    assert all((row["num_requests"], row["num_tokens"]) == (3, 18) for row in rows)
+    assert [row["tau"] for row in rows] == [1.0, 1.0, 3.0, 3.0]
+    assert rows[2]["num_steps"] < rows[0]["num_steps"]
+    assert len(lines) == len(rows) + 1
+
+
+def test_figures_are_percentiles_over_requests_and_tokens_over_the_wall():
+    records = [
+        RequestRecord(str(n), 4, (1,) * 5, "length", (1, 2), (3, 3), 4, ttft_s=n, decode_s=4 * n)
+        for n in (1.0, 2.0, 3.0)
+    ]
+    found = end_to_end._figures(records, wall_s=5.0)
+    assert (found["num_tokens"], found["tok_per_s"], found["tau"]) == (15, 3.0, 2.5)
+    assert found["ttft_ms"]["p50"] == found["token_ms"]["p50"] == 2000
+    assert found["ttft_ms"]["p99"] == pytest.approx(2980)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--heads", "x"], "--target and --heads must be given together"),
+        (["--target", "x", "--heads", "y", "--accept", ".5"], "--accept must be left out"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(words, message, capsys):
+    assert end_to_end.main([*FEW, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_command_exits_4(capsys):
+    assert end_to_end.main([]) == 4
+    assert "needs a CUDA GPU" in capsys.readouterr().err

@@ -1,0 +1,499 @@
+"""One GPU: the head training step at the shapes of lab targets, with its time split and MFU.
+
+    python tools/train_bench.py --out $OUT                   lab_small and lab_base, ce and kl
+    python tools/train_bench.py --out $OUT --models runs/lab_base/target \
+        --documents runs/lab_base/answers.jsonl                  trained weights and their own text
+    python tools/train_bench.py --out $OUT --models lab_base --losses ce \
+        --variants half_logits=false fused_rows=false --profile 20        what each lever brings
+    python tools/train_bench.py --out /tmp/x --models lab_tiny --losses ce --seq-len 64 \
+        --batch-size 2 --steps 3 --compile no                    tiny, on a CPU
+
+Per model, batch size, loss and hidden state source: tokens/s and MFU of the whole step as
+`train.py` runs it (target forward, unroll, loss, backward, AdamW), against a bf16 8192^3 product
+measured in the same run; peak memory; the host's time a step; the split by stage, each stage
+drained, so that its parts add up to more than the step. A table, and all as `train_bench.json`.
+Weights are random unless a folder is given; the text is a noisy permutation of a few tokens, which
+heads learn within tens of steps, so that loss curves have something to show. A trained target with
+experts should read its own text, since the text decides how evenly its experts are used.
+Letters: D hidden, V vocabulary, N modules, k depths, S row length.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+import yaml
+from accelerate import Accelerator
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mtp_research.kernels.bench.bench_runner import describe_machine
+
+from mtp_research.config import DataConfig, HeadConfig, ModelConfig, TrainConfig, TrainerConfig
+from mtp_research.data.packing import EncodedDocument, pack_first_fit
+from mtp_research.models.fresh import new_target
+from mtp_research.models.target import Target, load_target, wrap_target
+from mtp_research.training.documents import HeadDocuments, load_head_documents
+from mtp_research.training.loop import accumulate_gradients
+from mtp_research.training.losses.loss_terms import loss_spec
+from mtp_research.training.losses.losses import (
+    HeadObjective,
+    UnrollSpec,
+    depth_labels,
+    label_counts,
+    run_heads,
+)
+from mtp_research.training.packed_rows import TrainingRows
+from mtp_research.training.parallel.parallel import make_engine, prepare_target
+from mtp_research.training.setup import RunParts, build_heads
+from mtp_research.training.tracking import StopRequest
+from mtp_research.training.walk.training_figures import FigureQueue
+
+WARM_UP_STEPS, NUM_ROUNDS = 3, 3
+NUM_SPLITS, NUM_PROFILED = 5, 2
+LEARNING_RATE = 1e-3
+CHOICES = {"no": [False], "yes": [True], "both": [False, True]}
+USED_TOKENS = 256  # of the vocabulary
+# lab_base with the widths of a model that people use: 2.6 G parameters.
+LARGE = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "n_routed_experts": 32,
+    "vocab_size": 65536,
+}
+Stages = dict[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained: a model of `conf/model` or a folder, and the size of a step.
+
+    Attributes:
+        documents: file that `data.path` takes; None for made-up text.
+        keeps_hidden: the target's hidden states are computed once and then read, as from a cache.
+        experts: what `model.experts` takes.
+    """
+
+    model: str
+    seq_len: int
+    batch_size: int
+    num_mtp_modules: int = 3
+    num_depths: int = 3
+    loss: str = "ce"
+    documents: str | None = None
+    keeps_hidden: bool = False
+    experts: str = "auto"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure each shape; one table and one JSON file."""
+    args = parse(argv)
+    ranks = Accelerator(cpu=not torch.cuda.is_available())
+    ceiling = matmul_tflops(ranks.device)
+    machine = describe_machine()
+    print(f"device {machine['device']}  bf16 product {ceiling:.1f} TFLOP/s")
+    results = []
+    for shape in shapes_of(args):
+        for compiled in CHOICES[args.compile]:
+            trainer = TrainerConfig(
+                batch_size=shape.batch_size, learning_rate=LEARNING_RATE, compile=compiled
+            )
+            for result in measure(shape, trainer, ranks, args=args, ceiling=ceiling):
+                results.append(result)
+                show(result)
+    report = {"machine": machine, "product_tflops": ceiling, "arguments": vars(args)}
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "train_bench.json").write_text(
+        json.dumps(report | {"rows": results}, indent=1, default=str)
+    )
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments of the command line."""
+    parser = argparse.ArgumentParser(description="The head training step on one GPU.")
+    add = parser.add_argument
+    add("--out", type=Path, required=True)
+    models = "names of conf/model or `large`, with random weights; or folders with trained ones"
+    add("--models", nargs="+", default=["lab_small", "lab_base"], help=models)
+    add("--documents", help="what data.path takes; left out: made-up text")
+    add("--losses", nargs="+", default=["ce", "kl"])
+    add("--hidden", nargs="+", choices=["kept", "live"], default=["live"])
+    add("--experts", nargs="+", default=["auto"], help="what model.experts takes")
+    add("--seq-len", type=int, default=256)
+    add("--batch-size", type=int, nargs="+", default=[256])
+    add("--steps", type=int, default=20, help="of each of three rounds")
+    fields = "measure again with other fields of LossSpec: half_logits=true,chunk_rows=4864"
+    add("--variants", nargs="+", default=[], help=fields)
+    add("--profile", type=int, default=0, help="longest kernels a stage to print")
+    add("--compile", choices=CHOICES, default="yes")
+    return parser.parse_args(argv)
+
+
+def shapes_of(args: argparse.Namespace) -> list[Shape]:
+    """Every combination that was asked for."""
+    every = itertools.product(args.models, args.batch_size, args.losses, args.hidden, args.experts)
+    return [
+        Shape(
+            model,
+            args.seq_len,
+            size,
+            loss=loss,
+            documents=args.documents,
+            keeps_hidden=hidden == "kept",
+            experts=experts,
+        )
+        for model, size, loss, hidden, experts in every
+    ]
+
+
+def measure(
+    shape: Shape,
+    trainer: TrainerConfig,
+    ranks: Accelerator,
+    *,
+    args: argparse.Namespace,
+    ceiling: float,
+) -> Iterator[dict[str, object]]:
+    """One shape: a result a variant."""
+    config = run_config(shape, trainer, device=ranks.device.type)
+    parts = make_parts(shape, config, ranks)
+    parts.heads.train()
+    run = StepRunner(parts, config, ranks)
+    warm_s = run.seconds(WARM_UP_STEPS)
+    stages = stages_of(parts, config, learning_rate=LEARNING_RATE)
+    flops = flops_per_token(parts, shape)
+    tokens = shape.batch_size * shape.seq_len
+    for variant in ("", *args.variants):
+        with loss_fields(parts, variant):
+            run.seconds(1)
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            rounds = [run.seconds(args.steps) / args.steps for _ in range(NUM_ROUNDS)]
+            peak_gb = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None
+            seconds = statistics.median(rounds)
+            achieved = sum(flops.values()) * tokens / seconds / 1e12
+            yield {
+                **vars(shape),
+                "compiled": trainer.compile,
+                "variant": variant,
+                "warm_up_s": round(warm_s, 1),
+                "step_ms": 1e3 * seconds,
+                "step_ms_spread": 1e3 * (max(rounds) - min(rounds)),
+                "tokens_per_s": tokens / seconds,
+                "mflop_per_token": {name: value / 1e6 for name, value in flops.items()},
+                "tflops": achieved,
+                "mfu": achieved / ceiling,
+                "host_ms": run.host_ms,
+                "peak_gb": peak_gb,
+                "loss_first": run.losses[0],
+                "loss_last": run.losses[-1],
+                "split_ms": split(stages, ranks),
+                "kernels": kernels_of(stages, limit=args.profile) if args.profile else {},
+            }
+
+
+class StepRunner:
+    """Runs optimizer steps one after the other, as the training loop does.
+
+    Attributes:
+        losses: of every finished step.
+        host_ms: mean time of the last round in which the host prepared and queued a step, the wait
+            for the figures of the step before left out; near the step's own it means a wait inside.
+    """
+
+    def __init__(self, parts: RunParts, config: TrainConfig, ranks: Accelerator) -> None:
+        """Nothing has run."""
+        self._parts, self._config, self._ranks = parts, config, ranks
+        self._queue, self._stop, self._step = FigureQueue(), StopRequest(), 0
+        self.losses: list[float] = []
+        self.host_ms = 0.0
+
+    def seconds(self, count: int) -> float:
+        """Wall time of `count` more steps, the device drained before and after."""
+        drain()
+        started, waited = time.perf_counter(), 0.0
+        for _ in range(count):
+            stats = accumulate_gradients(
+                self._parts,
+                config=self._config,
+                ranks=self._ranks,
+                step=self._step,
+                stop=self._stop,
+            )
+            norm = self._parts.engine.step(learning_rate=LEARNING_RATE)
+            self._queue.push(stats, step=self._step, learning_rate=LEARNING_RATE, grad_norm=norm)
+            self._step += 1
+            queued = time.perf_counter()
+            self.losses += [figures.loss for figures in self._queue.ready()]
+            waited += time.perf_counter() - queued
+        self.host_ms = 1e3 * (time.perf_counter() - started - waited) / count
+        drain()
+        return time.perf_counter() - started
+
+
+def show(result: dict) -> None:
+    """Two lines a shape."""
+    parts = "  ".join(f"{name} {ms:.2f}" for name, ms in result["split_ms"].items())
+    peak = "" if result["peak_gb"] is None else f"  peak {result['peak_gb']:.1f} GB"
+    hidden = "kept" if result["keeps_hidden"] else "live"
+    print(
+        f"{result['model']} S={result['seq_len']} B={result['batch_size']} {result['loss']} "
+        f"hidden {hidden} experts {result['experts']} compiled={result['compiled']} "
+        f"[{result['variant']}]  {result['step_ms']:.2f} ms "
+        f"(+-{result['step_ms_spread']:.2f})  {result['tokens_per_s']:,.0f} tok/s  "
+        f"{result['tflops']:.2f} TFLOP/s  MFU {100 * result['mfu']:.1f} %{peak}  "
+        f"host {result['host_ms']:.1f} ms\n    {parts} ms",
+        flush=True,
+    )
+    show_kernels(result["kernels"])
+
+
+def drain() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def stages_of(parts: RunParts, config: TrainConfig, *, learning_rate: float) -> Stages:
+    """What a step consists of, in order; `modules_forward` is a part of the one after it."""
+    engine, spec = parts.engine, parts.unroll_spec
+    indices = list(range(config.trainer.batch_size))
+    batch = parts.rows.batch(indices)
+    hidden = parts.rows.hidden(indices)
+    labels = depth_labels(
+        batch.input_ids,
+        document_index=batch.document_index,
+        loss_mask=batch.loss_mask,
+        num_depths=spec.num_depths,
+    )
+    counts = label_counts(labels)
+    losses: list[torch.Tensor] = []
+    return {
+        "target_forward": lambda: parts.rows.hidden(indices),
+        "modules_forward": lambda: run_heads(parts.heads, batch, hidden=hidden, spec=spec),
+        "modules_and_loss_forward": lambda: losses.append(
+            engine.objective(batch, hidden, labels, counts).loss
+        ),
+        "backward": lambda: engine.backward(losses.pop()),
+        "optimizer": lambda: engine.step(learning_rate=learning_rate),
+    }
+
+
+@contextmanager
+def loss_fields(parts: RunParts, fields: str) -> Iterator[None]:
+    """Fields of the run's `LossSpec` changed for a while: `chunk_rows=4864,half_logits=true`."""
+    objective = next(m for m in parts.engine.objective.modules() if isinstance(m, HeadObjective))
+    before = objective.loss_spec
+    pairs = [field.split("=") for field in fields.split(",") if field]
+    changes = {name: yaml.safe_load(value) for name, value in pairs}
+    objective.loss_spec = dataclasses.replace(before, **changes)
+    try:
+        yield
+    finally:
+        objective.loss_spec = before
+
+
+def split(stages: Stages, ranks: Accelerator) -> dict[str, float]:
+    """Milliseconds of each stage, drained before and after; median of five."""
+    times: dict[str, list[float]] = {name: [] for name in stages}
+    for _ in range(NUM_SPLITS):
+        for name, call in stages.items():
+            times[name].append(1e3 * time_of(call, ranks.device))
+    found = {name: statistics.median(values) for name, values in times.items()}
+    found["loss"] = found.pop("modules_and_loss_forward") - found["modules_forward"]
+    return found
+
+
+def kernels_of(stages: Stages, *, limit: int) -> dict[str, list[dict[str, object]]]:
+    """The `limit` longest kernels of each stage: name, launches and milliseconds of one run.
+
+    The profiler slows the host down, so its times are of use for shares of a stage only.
+    """
+    on_gpu = torch.cuda.is_available()
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in stages}
+    for _ in range(NUM_PROFILED):
+        for name, call in stages.items():
+            with profile(activities=[activity]) as run:
+                call()
+                if on_gpu:
+                    torch.cuda.synchronize()
+            for event in run.key_averages():
+                micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+                entry = found[name].setdefault(event.key, [0.0, 0.0])
+                entry[0] += event.count / NUM_PROFILED
+                entry[1] += micros / 1e3 / NUM_PROFILED
+    return {
+        name: [
+            {"kernel": key, "launches": count, "ms": round(ms, 3)}
+            for key, (count, ms) in sorted(kernels.items(), key=lambda item: -item[1][1])[:limit]
+        ]
+        for name, kernels in found.items()
+    }
+
+
+def show_kernels(found: dict[str, list[dict[str, object]]]) -> None:
+    """A table a stage."""
+    for stage, kernels in found.items():
+        print(f"  {stage}")
+        for row in kernels:
+            print(f"    {row['ms']:8.3f} ms {row['launches']:6.0f} x  {row['kernel']:.84}")
+
+
+def run_config(shape: Shape, trainer: TrainerConfig, *, device: str) -> TrainConfig:
+    """The configuration that a run of this shape would have."""
+    return TrainConfig(
+        model=ModelConfig(shape.model, "", "", device=device),
+        data=DataConfig("bench", shape.documents or "", seq_len=shape.seq_len, eval_documents=1),
+        head=HeadConfig(num_mtp_modules=shape.num_mtp_modules),
+        trainer=trainer,
+    )
+
+
+def make_target(name: str, *, device: torch.device, experts: str = "auto") -> Target:
+    """A folder with weights, or random ones in the shape of `conf/model/NAME.yaml` or `large`."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if Path(name).is_dir():
+        dtype_name = str(dtype).removeprefix("torch.")
+        return load_target(name, dtype=dtype_name, device=device.type, experts=experts)
+    file = "lab_base" if name == "large" else name
+    fields = yaml.safe_load((ROOT / "conf" / "model" / f"{file}.yaml").read_text())
+    architecture = {"vocab_size": fields["pretrain"]["vocab_size"], **fields["architecture"]}
+    architecture |= LARGE if name == "large" else {}
+    model = new_target(fields["family"], architecture, dtype=dtype, device=device, seed=0)
+    return wrap_target(model, experts=experts)
+
+
+def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> RunParts:
+    """A run without a held-out part: heads, engine and training rows."""
+    target = make_target(shape.model, device=ranks.device, experts=shape.experts)
+    config.objective.loss = shape.loss
+    heads = build_heads(config, target=target)
+    prepare_target(target, trainer=config.trainer, ranks=ranks)
+    spec = UnrollSpec(shape.num_depths, config.objective.unroll, "cycle")
+    objective = HeadObjective(heads, unroll_spec=spec, loss_spec=loss_spec(config.objective))
+    engine = make_engine(objective, trainer=config.trainer, ranks=ranks)
+    if shape.documents is None:
+        documents = HeadDocuments(made_up_documents(shape), [], num_short=0, data_sha256="none")
+    else:
+        documents = load_head_documents(
+            config.data,
+            model_path=shape.model,
+            vocab_size=target.config.vocab_size,
+            num_depths=shape.num_depths,
+        )
+    training_rows = TrainingRows(
+        pack_first_fit(documents.train, seq_len=shape.seq_len, pad_id=0),
+        target=target,
+        hidden_source="post_norm",
+        keep_hidden=shape.keeps_hidden,
+    )
+    assert training_rows.keeps_hidden == shape.keeps_hidden, "the rows do not fit in CACHE_BYTES"
+    return RunParts(
+        heads=heads,
+        engine=engine,
+        documents=documents,
+        rows=training_rows,
+        held_out_rows=training_rows,
+        unroll_spec=spec,
+        settings={},
+    )
+
+
+def made_up_documents(shape: Shape, *, num_rows: int = 512) -> list[EncodedDocument]:
+    """Documents of half to three quarters of a row; nine tokens in ten follow a permutation."""
+    generator = np.random.default_rng(0)
+    follow = generator.permutation(USED_TOKENS)
+    found = []
+    for index in range(num_rows):
+        length = int(generator.integers(shape.seq_len // 2, 3 * shape.seq_len // 4 + 1))
+        for part, size in enumerate((length, shape.seq_len - length)):
+            tokens = [int(generator.integers(USED_TOKENS))]
+            while len(tokens) < size:
+                noise = generator.random() < 0.1
+                tokens.append(int(generator.integers(USED_TOKENS) if noise else follow[tokens[-1]]))
+            mask = (False, *[True] * (size - 1))
+            found.append(EncodedDocument(f"{index}-{part}", "synthetic", tuple(tokens), mask))
+    return found
+
+
+def flops_per_token(parts: RunParts, shape: Shape) -> dict[str, float]:
+    """Useful floating-point operations per token of a step; recomputation does not count.
+
+    2 N_act for the target, 6 P_act a depth for the modules, 4 D V a depth for lm_head (logits and
+    their way back; it is frozen), 2 D V for the teacher's logits; attention over S / 2 keys.
+    """
+    target = parts.heads.target
+    config = target.config
+    hidden, vocab = config.hidden_size, config.vocab_size
+    width = config.num_attention_heads * config.head_dim
+    attention = 4 * width * shape.seq_len / 2  # forward, one layer
+    decoder = cast(nn.ModuleList, target.model.base_model.layers)
+    layers = active_parameters(decoder, config)
+    modules = active_parameters(parts.heads.mtp_modules, config) / len(parts.heads.mtp_modules)
+    depths = shape.num_depths
+    forward = 2 * layers + attention * len(decoder)
+    return {
+        "target": 0.0 if shape.keeps_hidden else forward,
+        "modules": depths * (6 * modules + 3 * attention),
+        "lm_head": depths * 4 * hidden * vocab,
+        "teacher": 0.0 if shape.loss == "ce" else 2 * hidden * vocab,
+    }
+
+
+def active_parameters(module: torch.nn.Module, config: PreTrainedConfig) -> float:
+    """Parameters that one token meets: of the routed experts only those it is sent to."""
+    total = 0.0
+    for name, parameter in module.named_parameters():
+        share = 1.0
+        if ".experts." in name and parameter.ndim == 3:
+            share = config.num_experts_per_tok / parameter.shape[0]
+        total += parameter.numel() * share
+    return total
+
+
+def matmul_tflops(device: torch.device, *, size: int = 8192, repeats: int = 10) -> float:
+    """Median rate of a bf16 `size`^3 product, random data: what MFU is measured against."""
+    if device.type != "cuda":
+        size = 256
+    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    times = [time_of(lambda: left @ right, device) for _ in range(repeats + 3)][3:]
+    return 2 * size**3 / float(np.median(times)) / 1e12
+
+
+def time_of(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, the device drained before and after."""
+    if device.type == "cuda":
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop) / 1e3
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
