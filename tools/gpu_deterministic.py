@@ -29,9 +29,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from mtp_research.kernels.bench.bench_runner import describe_machine
 
-from mtp_research.config.schema import EngineConfig
 from mtp_research.bench.shapes import SHAPES, random_target
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompt, load_prompts

@@ -44,7 +44,8 @@ sys.path.insert(0, str(ROOT))
 
 from mtp_research.kernels.bench.bench_runner import describe_machine
 
-from mtp_research.config import DataConfig, HeadConfig, ModelConfig, TrainConfig, TrainerConfig
+from mtp_research.config.schema import ModelConfig, TrainConfig
+from mtp_research.config.training_schema import DataConfig, HeadConfig, TrainerConfig
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.models.fresh import new_target
 from mtp_research.models.target import Target, load_target, wrap_target

@@ -15,7 +15,6 @@ import gc
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ import torch
 from mtp_research.bench.bench_row import Case, measure_row
 from mtp_research.bench.bench_split import describe_split, model_costs
 from mtp_research.bench.shapes import SHAPES, random_target
-from mtp_research.evaluation.turns import Turns
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.kernels.bench.bench_runner import describe_machine, measure_ceilings
 from mtp_research.models.experts import EXPERTS
@@ -57,8 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print one row per case and write them as JSON; returns the exit status."""
     options = parse_options(arguments)
     try:
-        with closing(Turns(options.turns, name="--turns")) as turns:
-            return _run(options, turns)
+        return _run(options)
     except (ConfigError, EnvironmentFault, NumericFault) as fault:
         sys.stderr.write(f"error: {fault}\n")
         return fault.exit_code
@@ -89,12 +86,11 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--no-graphs", action="store_true")
     add("--strict-sync", action="store_true", help="fail if a timed step waits for the device")
     add("--cpu", action="store_true", help="run without a GPU, to try the command")
-    add("--turns", help="lock file: benchmarks that share it compile side by side, time in turns")
     add("--json", type=Path)
     return parser.parse_args(arguments)
 
 
-def _run(options: argparse.Namespace, turns: Turns) -> int:
+def _run(options: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.cpu:
         print("error: bench_decode needs a CUDA GPU; --cpu tries the commands.", file=sys.stderr)
@@ -107,7 +103,6 @@ def _run(options: argparse.Namespace, turns: Turns) -> int:
     }
     copy_tb_per_s = None
     if device.type == "cuda":
-        turns.decode()
         ceilings = measure_ceilings()
         report["ceilings"] = ceilings
         copy_tb_per_s = ceilings["copy_tb_per_s"]
@@ -116,9 +111,8 @@ def _run(options: argparse.Namespace, turns: Turns) -> int:
     print("  ".join(COLUMNS), flush=True)
     rows: list[dict[str, object]] = []
     for shape in options.shapes:
-        turns.prepare()
         target = random_target(shape, dtype=dtype, device=device, experts=options.experts)
-        for row in _measure_shape(target, shape, options, turns, copy_tb_per_s):
+        for row in _measure_shape(target, shape, options, copy_tb_per_s):
             row["costs"] = model_costs(row, rows)
             rows.append(row)
             _print(row, options)
@@ -134,13 +128,11 @@ def _measure_shape(
     target: Target,
     shape: str,
     options: argparse.Namespace,
-    turns: Turns,
     copy_tb_per_s: float | None,
 ) -> Iterator[dict[str, object]]:
     heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=options.modules)).requires_grad_(False)
     for case in _cases_of(shape, options):
-        turns.prepare()
-        yield measure_row(target, heads, case, options, turns, copy_tb_per_s)
+        yield measure_row(target, heads, case, options, copy_tb_per_s)
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -15,13 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from mtp_research.config.schema import EngineConfig
-from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling.sampling_params import SamplingParams
-from mtp_research.decode.verify.verify import VerifyOptions
-from mtp_research.evaluation.bench_bytes import measure_bytes, num_text_tokens
-from mtp_research.evaluation.bench_options import Case
-from mtp_research.evaluation.bench_split import (
 from mtp_research.bench.bench_bytes import measure_bytes, num_text_tokens
 from mtp_research.bench.bench_split import (
     NUM_SPLIT_STEPS,
@@ -35,11 +28,10 @@ from mtp_research.bench.bench_split import (
     split_traces,
     trace_replay,
 )
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.verify.verify import VerifyOptions
-from mtp_research.evaluation.turns import Turns
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, NumericFault
@@ -85,7 +77,6 @@ def measure_row(
     heads: MTPHeads,
     case: Case,
     options: argparse.Namespace,
-    turns: Turns,
     copy_tb_per_s: float | None,
 ) -> dict[str, object]:
     """Figures of one case.
@@ -95,13 +86,11 @@ def measure_row(
         heads: its modules.
         case: what is decoded.
         options: of `bench_decode`.
-        turns: while it is measured, others that share the device wait.
         copy_tb_per_s: copy bandwidth of the device; None without a GPU.
     """
     started = time.perf_counter()
     decoder = _warm_decoder(target, heads, case, options)
     ready_s = time.perf_counter() - started
-    turns.decode()
     for _ in range(NUM_WARM_UP_STEPS):  # let the clocks settle
         decoder.step()
     _synchronize()

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from mtp_research.bench.shapes import SHAPES, random_target
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord, count_acceptance

@@ -194,10 +194,6 @@ def _eval_faults(config: EvalConfig) -> Iterator[str]:
     if config.timing.passes > 1 and config.timing.passes % 2:
         expected, passes = "must be 1 or even, as in A B B A", config.timing.passes
         yield rule_line("timing.passes", expected, passes, f"timing.passes={passes + 1}")
-    if config.timing.turns is not None and config.model.tp_plan != "none":
-        # Every rank would wait for the lock that another rank of its own run holds.
-        expected = f"must be null for model.tp_plan={config.model.tp_plan}"
-        yield rule_line("timing.turns", expected, config.timing.turns, "timing.turns=null")
     cells = sorted(expand(config).cells, key=_num_rows)
     lines = {line.split()[0]: line for cell in cells for line in _cell_faults(cell)}
     yield from lines.values()

@@ -206,15 +206,11 @@ GRID_AXES = {f"grid.{item.name}": str(item.metadata["axis_of"]) for item in fiel
 
 @dataclass
 class TimingConfig:
-    """How the conditions of an evaluation take turns."""
+    """How often each condition is decoded, and in which order."""
 
     # Decodings of the prompt set by each condition, one or an even number: with two, conditions
     # A and B run in the order A B B A, which takes a slow drift of the machine out of the ratios.
     passes: int = within(1, 1, 100)
-    # File, on a disk of the machine, on which evaluations take turns: those that name the same one
-    # compile and capture side by side, and each decodes alone. Their pools lie beside each other,
-    # so set engine.max_model_len or engine.num_blocks.
-    turns: str | None = None
 
 
 @dataclass

@@ -8,10 +8,9 @@ import pytest
 import torch
 from mtp_research.kernels.part_mark import KERNEL_NAME, _part_mark_kernel
 
-from mtp_research.config.schema import EngineConfig
 from mtp_research.bench import bench_bytes, bench_decode, bench_split
 from mtp_research.bench.bench_split import DeviceRun
-from mtp_research.config import EngineConfig
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.runtime.errors import NumericFault

@@ -3,11 +3,8 @@
 import pytest
 
 from mtp_research.app.cli import compose_config
-from mtp_research.config.schema import TrainConfig
-from mtp_research.models.shapes import SHAPES
 from mtp_research.bench.shapes import SHAPES
-from mtp_research.cli import compose_config
-from mtp_research.config import TrainConfig
+from mtp_research.config.schema import TrainConfig
 
 
 @pytest.mark.parametrize("name", ["lab_base", "lab_small"])

@@ -26,7 +26,7 @@ from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 JOURNAL_FILE = "finished.jsonl"
 SYNC_EVERY_S = 1.0
-_NOT_COMPARED = ("output_dir", "logger", "timing.turns")
+_NOT_COMPARED = ("output_dir", "logger")
 _NUM_LISTED = 8
 
 
