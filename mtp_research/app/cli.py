@@ -412,8 +412,9 @@ def _is_submitted(
     """Hand the run to a cluster where the configuration says so."""
     if isinstance(config, EvalConfig) or config.launcher.kind == "local":
         return False
-    names = ("config_path", "config_dir", "config_name")
-    given = {f"--{name.replace('_', '-')}": getattr(flags, name) for name in names}
+    given = {"--config-dir": flags.config_dir, "--config-name": flags.config_name}
+    if flags.config_path != str(CONF_DIR):
+        given["--config-path"] = flags.config_path
     words = [*overrides, *(word for pair in given.items() if pair[1] for word in pair)]
     output_dir = _output_dir(config)
     job_id = submit(config.launcher, words=words, output_dir=output_dir)

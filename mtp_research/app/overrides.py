@@ -209,12 +209,13 @@ def _mapping_of(schema: Schema, key: str) -> str | None:
 def _spell_sweep(schema: Schema, word: str) -> Iterator[tuple[str, bool]]:
     """A word of `-m`, and whether it holds several values: Hydra splits, each is spelled alone."""
     from hydra.core.override_parser.overrides_parser import OverridesParser  # not for --help
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     try:
         override = OverridesParser.create().parse_override(word)
-    except OverrideParseException as fault:
-        raise ConfigError(str(fault).splitlines()[0]) from fault
+    except HydraException as fault:
+        line = str(fault).splitlines()[0]
+        raise ConfigError(f"{word} must read as Hydra's grammar has it: {line}") from fault
     if not override.is_discrete_sweep() or "=glob(" in word:  # Hydra knows which files there are
         yield from ((spelled, override.is_sweep_override()) for spelled in _spell(schema, word))
         return

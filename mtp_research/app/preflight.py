@@ -1,6 +1,6 @@
 """What the configuration points to, checked before the run folder is made and torch is imported.
 
-Values and rules between keys were checked by `validation`; here are the files. A fault that shows
+Values and rules between keys were checked by `config.rules`; here are the files. A fault that shows
 only in tensors, or in a model still to be downloaded, is left to the loaders.
 """
 
