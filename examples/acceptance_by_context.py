@@ -10,7 +10,7 @@ from collections import defaultdict
 from itertools import accumulate
 from pathlib import Path
 
-from mtp_research import SamplingParams, SpecDecoder, load_heads, load_target
+from mtp_research import SamplingParams, SpecDecoder, SpecSettings, load_heads, load_target
 from mtp_research.evaluation.run.prompts import encode_prompts, load_prompts
 from mtp_research.models.target import load_tokenizer
 
@@ -25,7 +25,9 @@ def main(num_tokens: int = 240) -> None:
     tokenizer = load_tokenizer(str(LAB_TINY / "target"))
     token_ids = encode_prompts(prompts, tokenizer, max_model_len=1024).token_ids
     heads = load_heads(LAB_TINY / "heads" / "chain_n3", target)
-    decoder = SpecDecoder(target, heads, policy="training", num_speculative_tokens=3)
+    decoder = SpecDecoder(
+        target, heads, spec=SpecSettings(policy="training", num_speculative_tokens=3)
+    )
     sampling = SamplingParams(max_new_tokens=num_tokens)  # no stop tokens
 
     rounds: dict[int, list[int]] = defaultdict(list)

@@ -11,7 +11,7 @@ the acceptance length what that is worth for these heads (trained for `training`
 import dataclasses
 from pathlib import Path
 
-from mtp_research import POLICIES, SpecDecoder, load_heads, load_target
+from mtp_research import POLICIES, SpecDecoder, SpecSettings, load_heads, load_target
 from mtp_research.evaluation.run.prompts import encode_prompts, load_prompts
 from mtp_research.models.target import load_tokenizer
 
@@ -31,7 +31,9 @@ def main() -> None:
     print(f"{'policy':14}{'acceptance length':>18}{'WRONG':>7}{'MIXED':>7}{'HOLE':>7}{'slots':>7}")
     texts = []
     for policy in (known, repaired):
-        decoder = SpecDecoder(target, heads, policy=policy, num_speculative_tokens=3)
+        decoder = SpecDecoder(
+            target, heads, spec=SpecSettings(policy=policy, num_speculative_tokens=3)
+        )
         outputs = decoder.generate(token_ids, max_new_tokens=40)
         texts.append({output.request_id: output.output_token_ids for output in outputs})
         audit = decoder.stats.audit

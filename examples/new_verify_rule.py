@@ -9,7 +9,7 @@ decoder takes it like the built-in rules.
 
 from pathlib import Path
 
-from mtp_research import SpecDecoder, load_heads, load_target
+from mtp_research import SpecDecoder, SpecSettings, load_heads, load_target
 from mtp_research.decode.verify.verify import VerifyInputs, VerifyOutput, count_leading, emit
 from mtp_research.decode.verify.verify_rules import RULES, Rule
 from mtp_research.evaluation.run.prompts import encode_prompts, load_prompts
@@ -39,7 +39,9 @@ def main() -> None:
     print(f"{'rule':10}{'lossless':>9}{'acceptance length':>18}{'texts changed':>15}")
     exact: dict[str, tuple[int, ...]] = {}
     for name, rule in (("greedy", RULES["greedy"]), ("margin", margin)):
-        decoder = SpecDecoder(target, heads, verify=rule, num_speculative_tokens=3)
+        decoder = SpecDecoder(
+            target, heads, spec=SpecSettings(verify=rule, num_speculative_tokens=3)
+        )
         outputs = decoder.generate(token_ids, max_new_tokens=40)
         texts = {output.request_id: output.output_token_ids for output in outputs}
         exact = exact or texts

@@ -1,10 +1,11 @@
 """mtp-research: train Multi-Token-Prediction heads on a frozen target and decode with them.
 
-    from mtp_research import SpecDecoder, load_heads, load_target
+    from mtp_research import SpecDecoder, SpecSettings, load_heads, load_target
 
     target = load_target("path/or/hub-id", dtype="bfloat16", device="cuda")
     heads = load_heads("path", target)
-    decoder = SpecDecoder(target, heads, policy="training", num_speculative_tokens=3)
+    spec = SpecSettings(policy="training", num_speculative_tokens=3)
+    decoder = SpecDecoder(target, heads, spec=spec)
     for output in decoder.generate(prompts, max_new_tokens=256):
         print(output.request_id, output.output_token_ids)
     print(decoder.stats.acceptance_length)
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from mtp_research.config.schema import EngineConfig
     from mtp_research.decode.decoder import SpecDecoder
     from mtp_research.decode.sampling.sampling_params import SamplingParams
+    from mtp_research.decode.settings import SpecSettings
     from mtp_research.decode.streaming import AsyncDecoder
     from mtp_research.heads.weights import load_heads
     from mtp_research.models.target import load_target
@@ -33,6 +35,7 @@ __all__ = [
     "EngineConfig",
     "SamplingParams",
     "SpecDecoder",
+    "SpecSettings",
     "load_heads",
     "load_target",
 ]
@@ -43,6 +46,7 @@ _HOMES = {
     "EngineConfig": "mtp_research.config.schema",
     "SamplingParams": "mtp_research.decode.sampling.sampling_params",
     "SpecDecoder": "mtp_research.decode.decoder",
+    "SpecSettings": "mtp_research.decode.settings",
     "load_heads": "mtp_research.heads.weights",
     "load_target": "mtp_research.models.target",
 }

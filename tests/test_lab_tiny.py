@@ -9,6 +9,7 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.run.prompts import encode_prompt, load_prompts
 from mtp_research.heads.stack import MTPHeads
@@ -48,7 +49,10 @@ def decode(
     stop: tuple[int, ...] = STOP,
 ) -> list[RequestRecord]:
     decoder = SpecDecoder(
-        target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=ENGINE
+        target,
+        heads,
+        spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts),
+        engine=ENGINE,
     )
     sampling = SamplingParams(max_new_tokens=num_new, stop_token_ids=stop)
     records = list(decoder.generate(prompts, sampling=sampling))

@@ -4,6 +4,7 @@ Imports are read from the syntax tree, so that one inside a function counts as w
 """
 
 import ast
+import inspect
 import subprocess
 import sys
 import tomllib
@@ -229,3 +230,113 @@ def test_lock_pins_every_requirement_without_a_local_build() -> None:
     names = {line.split("==")[0] for line in lines}
     assert {"torch", "triton", "transformers", "uv", "pytest"} <= names
     assert not {name for name in names if name.startswith("nvidia")}
+
+
+# Who holds K: the settings of a decoder, what it drafts, and a column of an evaluation.
+OWNERS_OF_K = {"SpecSettings", "DraftPlan", "Condition"}
+SCHEMA_OR_RESULT = {
+    "SpecConfig",
+    "GridConfig",
+    "ConditionResult",
+    "ConditionSummary",
+    "FaultCondition",
+    "MatrixCell",
+    "Setting",
+}
+MAX_LOADED = 70
+MAX_ARGUMENTS = 8
+CALLED_BY_LIBRARIES = {"attention_forward"}  # transformers calls it with all of its own
+COUNT_LOADED = """
+import sys
+from pathlib import Path
+import mtp_research.decode.decoder
+own = [module for name, module in sys.modules.items() if name.split(".")[0] == "mtp_research"]
+files = [Path(module.__file__) for module in own if getattr(module, "__file__", None)]
+print(*sorted(str(file) for file in files if file.stat().st_size))
+"""
+INTERNALS = {"scheduler", "graphs", "device_step", "cache", "drafter", "slot_state", "recent"}
+
+
+def nodes_of(folder: str, kind: type[ast.AST]) -> Iterator[tuple[Path, ast.AST]]:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            if isinstance(node, kind):
+                yield path, node
+
+
+def stores_k(owner: ast.ClassDef) -> bool:
+    """Whether a class has K as a field, or puts it on itself."""
+    for node in ast.walk(owner):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        for target in targets:
+            for part in ast.walk(target):
+                name = getattr(part, "attr", getattr(part, "id", ""))
+                is_own = isinstance(part, ast.Attribute) or part in [
+                    item.target for item in owner.body if isinstance(item, ast.AnnAssign)
+                ]
+                if is_own and name.lstrip("_") == "num_speculative_tokens":
+                    return True
+    return False
+
+
+def num_arguments(function: ast.FunctionDef) -> int:
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return len([one for one in named if one.arg not in ("self", "cls")])
+
+
+def is_registered_op(function: ast.FunctionDef) -> bool:
+    decorators = " ".join(ast.unparse(one) for one in function.decorator_list)
+    return "custom_op" in decorators or "register_fake" in decorators
+
+
+def test_importing_the_decode_loop_loads_few_modules() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_LOADED], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    files = done.stdout.split()
+    assert len(files) <= MAX_LOADED, f"{len(files)} modules: {files}"
+
+
+def test_few_classes_hold_the_number_of_drafts() -> None:
+    owners = {
+        node.name
+        for _, node in nodes_of("mtp_research", ast.ClassDef)
+        if isinstance(node, ast.ClassDef) and stores_k(node)
+    }
+    assert owners - SCHEMA_OR_RESULT <= OWNERS_OF_K, f"K is held by {sorted(owners)}"
+
+
+def test_functions_take_few_arguments() -> None:
+    long = [
+        f"{relative(path)}:{node.lineno} {node.name} {num_arguments(node)}"
+        for path, node in nodes_of("mtp_research", ast.FunctionDef)
+        if isinstance(node, ast.FunctionDef)
+        and num_arguments(node) > MAX_ARGUMENTS
+        and not is_registered_op(node)
+        and node.name not in CALLED_BY_LIBRARIES
+    ]
+    assert not long, f"more than {MAX_ARGUMENTS} arguments: {long}"
+
+
+def test_decoder_takes_four_arguments() -> None:
+    from mtp_research.decode.decoder import SpecDecoder
+
+    names = [*inspect.signature(SpecDecoder).parameters]
+    assert names == ["target", "heads", "spec", "engine"]
+
+
+@pytest.mark.parametrize("folder", ["mtp_research", "tools", "examples"])
+def test_nobody_reaches_into_a_decoder(folder: str) -> None:
+    reaches = [
+        f"{relative(path)}:{node.lineno} {ast.unparse(node)}"
+        for path, node in nodes_of(folder, ast.Attribute)
+        if isinstance(node, ast.Attribute)
+        and node.attr in INTERNALS
+        and ast.unparse(node.value).split(".")[-1].lstrip("_").endswith("decoder")
+    ]
+    assert not reaches, f"use the decoder's own methods: {reaches}"

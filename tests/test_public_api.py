@@ -13,11 +13,13 @@ LAB_TINY = ROOT / "assets" / "lab_tiny"
 
 
 def test_snippet_of_the_docstring_decodes_with_the_shipped_heads() -> None:
-    from mtp_research import SpecDecoder, load_heads, load_target
+    from mtp_research import SpecDecoder, SpecSettings, load_heads, load_target
 
     target = load_target(LAB_TINY / "target", dtype="float32", device="cpu")
     heads = load_heads(LAB_TINY / "heads" / "chain_n3", target)
-    decoder = SpecDecoder(target, heads, policy="training", num_speculative_tokens=3)
+    decoder = SpecDecoder(
+        target, heads, spec=SpecSettings(policy="training", num_speculative_tokens=3)
+    )
     prompts = [[0, 3, 100, 101, 4], [0, 300, 301]]
     outputs = {output.request_id: output for output in decoder.generate(prompts, max_new_tokens=12)}
     assert set(outputs) == {"0", "1"}
@@ -32,7 +34,7 @@ def test_every_public_name_exists(name: str) -> None:
 
 
 def test_unknown_name_lists_the_public_ones() -> None:
-    with pytest.raises(AttributeError, match="SpecDecoder, load_heads"):
+    with pytest.raises(AttributeError, match="SpecDecoder, SpecSettings, load_heads"):
         mtp_research.Decoder  # noqa: B018 - reading the attribute is the test
 
 

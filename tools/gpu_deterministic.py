@@ -33,6 +33,7 @@ from mtp_research.bench.shapes import SHAPES, random_target
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompt, load_prompts
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_heads
@@ -210,14 +211,11 @@ def decode(
     decoder = SpecDecoder(
         target,
         heads if loop.num_drafts else None,
-        policy=loop.policy,
-        num_speculative_tokens=loop.num_drafts,
+        spec=SpecSettings(policy=loop.policy, num_speculative_tokens=loop.num_drafts),
         engine=engine,
     )
     order = list(range(len(prompts)))[:: loop.order]
-    if decoder.graphs is not None:
-        with torch.inference_mode():
-            decoder.graphs.prepare(SamplingParams())
+    decoder.warm_up(SamplingParams())
     run(decoder, prompts, order[:batch], WARM_UP_TOKENS)
     started = time.perf_counter()
     texts = run(decoder, prompts, order, options.tokens)

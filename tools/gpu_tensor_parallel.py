@@ -34,6 +34,7 @@ from mtp_research.bench.shapes import SHAPES, random_target
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.target import Target, load_target
 
@@ -136,7 +137,7 @@ def measure(
         cuda_graphs=args.graphs,
         audit=False,
     )
-    decoder = SpecDecoder(target, heads, num_speculative_tokens=k, engine=engine)
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=k), engine=engine)
     generator = torch.Generator().manual_seed(batch)
     shape = (batch, PROMPT_TOKENS)
     prompts = torch.randint(5, target.config.vocab_size, shape, generator=generator).tolist()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mtp_research.config.grid import expand
 from mtp_research.config.schema import EvalConfig, TrainConfig
-from mtp_research.evaluation.run.decoders import check_settings
 from mtp_research.evaluation.run.prompt_files import read_prompt_files
+from mtp_research.evaluation.run.settings_check import check_settings
 from mtp_research.heads.record import RECORD_FILE, check_head_fits, read_head_record
 from mtp_research.models.loading.load_weights import (
     CONFIG_FILE,

@@ -14,9 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft.mtp_drafter import MTPDrafter
-from mtp_research.decode.sampling.sampling import sampling_tensors
-from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.heads.stack import MTPHeads
 
 
@@ -44,7 +41,7 @@ class StepBytes:
 
 def num_text_tokens(decoder: SpecDecoder) -> int:
     """Tokens of all running requests, prompts included."""
-    return sum(request.num_tokens for request in decoder.scheduler.running)
+    return sum(request.num_tokens for request in decoder.live_requests)
 
 
 def measure_bytes(decoder: SpecDecoder, heads: MTPHeads | None, *, num_tokens: float) -> StepBytes:
@@ -58,7 +55,7 @@ def measure_bytes(decoder: SpecDecoder, heads: MTPHeads | None, *, num_tokens: f
         num_tokens: of all texts, the mean over the steps that the bytes are compared with.
     """
     model, num_drafts = decoder.target.model, decoder.num_speculative_tokens
-    used = _experts_used(decoder)
+    used = _experts_used(decoder, heads)
     embedding = cast(Tensor, decoder.target.embed_tokens.weight)
     target = _read_bytes(model, used) - embedding.nbytes
     if decoder.target.lm_head_weight is embedding:
@@ -66,14 +63,11 @@ def measure_bytes(decoder: SpecDecoder, heads: MTPHeads | None, *, num_tokens: f
     drafts = 0
     if heads is not None:
         per_module = _read_bytes(heads, used) // heads.spec.num_mtp_modules
-        output = decoder.target.lm_head_weight
-        if isinstance(decoder.drafter, MTPDrafter) and decoder.drafter.vocabulary is not None:
-            output = decoder.drafter.vocabulary.weights[0]  # [V', D] of the tokens that are drafted
-        drafts = num_drafts * (per_module + output.nbytes)
-    cache, num_target = decoder.cache, decoder.target.config.num_hidden_layers
-    per_token = sum(cache.bytes_per_token(layer) for layer in range(num_target))
+        drafts = num_drafts * (per_module + decoder.draft_head.nbytes)
+    num_target = decoder.target.config.num_hidden_layers
+    per_token = sum(decoder.bytes_per_token(layer) for layer in range(num_target))
     if heads is not None:
-        per_token += num_drafts * cache.bytes_per_token(num_target)
+        per_token += num_drafts * decoder.bytes_per_token(num_target)
     own = set(model.modules())
     counts = [found.count for module, found in used.items() if module in own]
     return StepBytes(
@@ -97,16 +91,16 @@ def _read_bytes(model: nn.Module, used: dict[nn.Module, _Used]) -> int:
     return sum(int(p.nbytes * shares.get(id(p), 1.0)) for p in model.parameters())
 
 
-def _experts_used(decoder: SpecDecoder) -> dict[nn.Module, _Used]:
+def _experts_used(decoder: SpecDecoder, heads: MTPHeads | None) -> dict[nn.Module, _Used]:
     """What one step uses, by stack of experts."""
     modules = [*decoder.target.model.modules()]
-    if isinstance(decoder.drafter, MTPDrafter):
-        modules += [*decoder.drafter.heads.modules()]
+    if heads is not None:
+        modules += [*heads.modules()]
     stacks = [module for module in modules if _expert_weights(module)]
     counts: dict[nn.Module, list[int]] = {stack: [] for stack in stacks}
     handles = [stack.register_forward_pre_hook(_note_experts(counts[stack])) for stack in stacks]
     if handles:
-        _run_step(decoder)
+        decoder.rehearse()
     for handle in handles:
         handle.remove()
     used = {}
@@ -127,21 +121,3 @@ def _note_experts(passes: list[int]) -> Callable:
         passes.append(len(torch.unique(inputs[1])))
 
     return note
-
-
-@torch.inference_mode()
-def _run_step(decoder: SpecDecoder) -> None:
-    requests = decoder.scheduler.running
-    width = max(len(request.block_ids) for request in requests)
-    tables = [r.block_ids + [0] * (width - len(r.block_ids)) for r in requests]
-    device = decoder.target.device
-    inputs = StepInputs.decoding(
-        torch.tensor([request.slot for request in requests], device=device),
-        torch.tensor(tables, dtype=torch.int32, device=device),
-        ring=decoder.ring,
-        block_size=decoder.engine.block_size,
-    )
-    params = sampling_tensors([request.sampling for request in requests], device=device)
-    decoder.device_step.run(
-        inputs, params, request_ids=[], draft_limit=decoder.num_speculative_tokens
-    )

@@ -22,7 +22,7 @@ from mtp_research.bench.bench_split import (
     StepSplit,
     count_launches,
     kernel_totals,
-    mark,
+    marked_parts,
     replay_ms,
     split_steps,
     split_traces,
@@ -31,6 +31,7 @@ from mtp_research.bench.bench_split import (
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.verify.verify import VerifyOptions
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.target import Target
@@ -120,8 +121,8 @@ def measure_row(
         "experts": needed.unique_experts,
         "text_tokens": num_tokens / case.batch,
         "ready_s": ready_s,
-        "capture_s": None if decoder.graphs is None else decoder.graphs.capture_s,
-        "pool_gib": decoder.cache.num_bytes / 2**30,
+        "capture_s": decoder.capture_s,
+        "pool_gib": decoder.pool_bytes / 2**30,
         "bytes": dataclasses.asdict(needed),
         "split": None if inside.split is None else dataclasses.asdict(inside.split),
         "kernels": inside.kernels,
@@ -140,9 +141,9 @@ class _Inside(NamedTuple):
 def _look_inside(decoder: SpecDecoder, options: argparse.Namespace, *, step_ms: float) -> _Inside:
     """Profile more steps; leaves a decoder with graphs unusable."""
     launches = count_launches(decoder) if decoder.target.device.type == "cuda" else None
-    if decoder.graphs is None:
+    captured = decoder.newest_capture
+    if captured is None:
         return _Inside(launches, split=split_steps(decoder) if options.split else None)
-    captured = decoder.graphs.newest
     graph_ms = replay_ms(captured)
     traces = [trace_replay(captured) for _ in range(NUM_SPLIT_STEPS if options.split else 1)]
     split = None
@@ -157,15 +158,15 @@ def _warm_decoder(
     """A decoder whose requests are all past their prompts and whose step is captured."""
     decoder = _decoder(target, heads, case, options)
     require_blocks(decoder)
-    if options.split and decoder.graphs is not None:
-        decoder.device_step.tie = mark  # before the first capture
+    if options.split and decoder.is_captured:
+        decoder.observe(marked_parts)  # before the first capture
     generator = torch.Generator().manual_seed(case.batch)
     for seed in range(case.batch):
         prompt = torch.randint(
             target.config.vocab_size, (case.context,), generator=generator
         ).tolist()
         decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=1 << 20, seed=seed))
-    while any(r.is_prefilling for r in decoder.scheduler.requests()):
+    while any(r.is_prefilling for r in decoder.live_requests):
         decoder.step()
     for _ in range(NUM_WARM_UP_STEPS):  # capture
         decoder.step()
@@ -201,12 +202,14 @@ def _decoder(
     return SpecDecoder(
         target,
         heads if case.num_drafts else None,
-        policy=case.policy,
-        num_speculative_tokens=case.num_drafts,
+        spec=SpecSettings(
+            policy=case.policy,
+            num_speculative_tokens=case.num_drafts,
+            draft_token_ids=None if case.draft_vocab is None else range(case.draft_vocab),
+            verify="synthetic" if case.num_drafts else "greedy",
+            verify_options=VerifyOptions(synthetic_rates=list(rates)),
+        ),
         engine=engine,
-        draft_token_ids=None if case.draft_vocab is None else range(case.draft_vocab),
-        verify="synthetic" if case.num_drafts else "greedy",
-        verify_options=VerifyOptions(synthetic_rates=rates),
     )
 
 
@@ -230,7 +233,7 @@ def require_blocks(decoder: SpecDecoder) -> None:
     """Refuse a pool in which the batch would be preempted while it is timed (ConfigError)."""
     block_size, batch = decoder.engine.block_size, decoder.engine.max_num_requests
     needed = batch * -(-decoder.max_model_len // block_size)
-    had = decoder.cache.num_blocks - 1  # one is for padding
+    had = decoder.num_blocks
     if had < needed:
         raise ConfigError(
             f"--steps and --batch {batch} need {needed} blocks of {block_size} tokens, the free "

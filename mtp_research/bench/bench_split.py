@@ -10,7 +10,7 @@ part reads, in a kernel of its own name. The trace of a replay is cut at these k
 A trace stretches the replay, so the shares of its parts are applied to the replay's own time. The
 compiler may move a small kernel that does not depend on a mark across it, and cannot fuse across
 one: a split step is not quite the step without it, and what the marks take is told apart. Without
-graphs the step's own probe is read (`StepClock`), whose verification includes the bookkeeping.
+graphs a clock between the parts is read (`StepClock`), whose verification includes the bookkeeping.
 
 Letters: K drafts per step.
 """
@@ -25,8 +25,12 @@ import torch
 
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs.capture import Captured
+from mtp_research.decode.sampling.sampling import SamplingTensors
+from mtp_research.decode.schedule.batch import StepInputs
+from mtp_research.decode.step import DeviceParts, TargetRows, Verified
 from mtp_research.evaluation.run.timed_decode import StepClock
 from mtp_research.kernels.part_mark import KERNEL_NAME, part_mark
+from mtp_research.policy.plan import StepState
 from mtp_research.runtime.errors import NumericFault
 
 NUM_COUNTED_STEPS = 4
@@ -72,13 +76,33 @@ class Launches(NamedTuple):
 
 @torch.library.custom_op("mtp_research::part_mark", mutates_args=())
 def mark(values: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
-    """A copy of `values` once `made` exists, see `DeviceStep.tie`; compiled code keeps it whole."""
+    """A copy of `values` once `made` exists; compiled code keeps it whole."""
     return part_mark(values)
 
 
 @mark.register_fake
 def _fake_mark(values: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
     return torch.empty_like(values, memory_format=torch.contiguous_format)
+
+
+def marked_parts(parts: DeviceParts) -> DeviceParts:
+    """The parts of a step, each of which hands on its last values through a mark."""
+
+    def target(inputs: StepInputs) -> TargetRows:
+        rows = parts.target(inputs)
+        return rows._replace(logits=mark(rows.logits, []))
+
+    def verify(inputs: StepInputs, rows: TargetRows, params: SamplingTensors) -> Verified:
+        verified = parts.verify(inputs, rows, params)
+        tokens = verified.tokens
+        num_accepted = mark(tokens.num_accepted, list(tokens[1:]))
+        return verified._replace(tokens=tokens._replace(num_accepted=num_accepted))
+
+    def advance(inputs: StepInputs, verified: Verified) -> StepState:
+        state = parts.advance(inputs, verified)
+        return state._replace(frontier=mark(state.frontier, [state.num_known_tokens]))
+
+    return DeviceParts(target, verify, advance, parts.draft)
 
 
 def count_launches(decoder: SpecDecoder) -> Launches:
@@ -180,12 +204,12 @@ def _shares(runs: Sequence[DeviceRun]) -> dict[str, float]:
 def split_steps(decoder: SpecDecoder) -> StepSplit:
     """Time the parts of some more steps of a loop without graphs."""
     clock = StepClock(decoder.target.device)
-    decoder.device_step.probe = clock
+    decoder.observe(clock.watch)
     for _ in range(NUM_SPLIT_STEPS):
         started = time.perf_counter()
         decoder.step()
         clock.end_step(wall_s=time.perf_counter() - started, keep=True)
-    decoder.device_step.probe = None
+    decoder.observe(None)
     parts = clock.parts()
     assert parts is not None, "every step was kept"
     to_ms = 1e3 / parts.num_steps

@@ -30,6 +30,7 @@ from mtp_research.bench.shapes import SHAPES, random_target
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord, count_acceptance
 from mtp_research.decode.verify.verify import VerifyOptions
 from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompt, load_prompts
@@ -207,11 +208,13 @@ def _decoder(
     return SpecDecoder(
         target,
         heads if num_drafts else None,
-        policy=options.policy,
-        num_speculative_tokens=num_drafts,
+        spec=SpecSettings(
+            policy=options.policy,
+            num_speculative_tokens=num_drafts,
+            verify="synthetic" if is_synthetic else "greedy",
+            verify_options=VerifyOptions(synthetic_rates=list(rates)),
+        ),
         engine=engine,
-        verify="synthetic" if is_synthetic else "greedy",
-        verify_options=VerifyOptions(synthetic_rates=rates),
     )
 
 

@@ -157,8 +157,8 @@ def _value_faults(config: object, prefix: str) -> Iterator[str]:
         value, key = getattr(config, item.name), f"{prefix}{item.name}"
         if dataclasses.is_dataclass(value):
             yield from _value_faults(value, f"{key}.")
-        elif value is not None:
-            values = value if isinstance(value, list) else [value]
+        elif value is not None or NoneType not in get_args(item.type):
+            values = value if isinstance(value, list | tuple) else [value]
             yield from (fault_line(key, item, one) for one in values if not _is_legal(item, one))
 
 

@@ -65,7 +65,26 @@ class LoggerConfig:
 
 
 @dataclass
-class SpecConfig:
+class VerifyOptions:
+    """Settings of the lossy rules, each read by the rule that its name begins with."""
+
+    relaxed_top_n: int = within(10, 1, 1 << 20)  # a draft among the target's so many best tokens
+    relaxed_delta: float = within(0.6, 0.0, 1.0)  # and at most so far below the best probability
+    # Begin and end token between which that holds; elsewhere drafts are verified greedily. None:
+    # it holds everywhere.
+    relaxed_thinking_token_ids: list[int] | None = None
+    typical_epsilon: float = above(0.09, 0.0, 1.0)  # a draft above min(this, delta * exp(-entropy))
+    typical_delta: float = above(0.3, 0.0, 1e6)  # see typical_epsilon
+    # Chance that drafts 1..j are all accepted, for j = 1..K; falling.
+    synthetic_rates: list[float] = field(default_factory=list, metadata={"low": 0.0, "high": 1.0})
+    # Instead of rates: mean acceptance length, in [1, K + 1].
+    synthetic_length: float | None = within(None, 1.0, MAX_SPECULATIVE_TOKENS + 1.0)
+    # How rates are spread over the drafts to give synthetic_length.
+    synthetic_schedule: str = one_of("minimum_variance", "geometric", "minimum_variance")
+
+
+@dataclass
+class SpecConfig(VerifyOptions):
     """Speculative decoding."""
 
     # K, alias spec.k; 0 is plain decoding through the same loop.
@@ -95,23 +114,10 @@ class SpecConfig:
     # None: all.
     draft_vocabulary_size: int | None = within(None, 1, 1 << 24)
 
-    # Settings of the lossy rules, each read by the rule that its name begins with; their ranges
-    # stand in decode.verify_options.VerifyOptions.
-
-    relaxed_top_n: int = 10  # a draft among the target's so many best tokens
-    relaxed_delta: float = 0.6  # and at most so far below the best one's probability
-    relaxed_thinking_token_ids: list[int] | None = None  # begin and end token
-    typical_epsilon: float = 0.09  # accepted: above min(this, typical_delta * exp(-entropy))
-    typical_delta: float = 0.3  # see typical_epsilon
-    synthetic_rates: list[float] = field(default_factory=list)  # falling, one per draft
-    synthetic_length: float | None = None  # instead of rates: mean acceptance length
-    # How rates are spread over the drafts to give synthetic_length.
-    synthetic_schedule: str = one_of("minimum_variance", "geometric", "minimum_variance")
-
 
 @dataclass
-class SamplingConfig:
-    """How the target's tokens are chosen, and when a request ends."""
+class SamplingOptions:
+    """How tokens are chosen: the settings that the command line and a request share."""
 
     temperature: float = within(0.0, 0.0, 100.0)  # 0 is greedy
     top_k: int = within(0, 0, 1 << 20)  # 0 is off
@@ -124,6 +130,13 @@ class SamplingConfig:
     dry_base: float = within(1.75, 1.0, 1e6)  # growth of that penalty with each repeated token
     dry_allowed_length: int = within(2, 1, 32)  # tokens; shorter repetitions are free
     min_tokens: int = within(0, 0, 1 << 20)  # no stop token before so many
+    max_new_tokens: int = within(64, 0, 1 << 20)  # per request
+
+
+@dataclass
+class SamplingConfig(SamplingOptions):
+    """How the target's tokens are chosen, and when a request ends."""
+
     max_new_tokens: int = within(64, 1, 1 << 20)  # per request
     ignore_eos: bool = False  # decode max_new_tokens whatever the target says
 

@@ -1,218 +1,48 @@
 """SpecDecoder: the speculative decode loop. `step()` is the page to read.
 
-    schedule -> inputs -> target forward -> verify -> advance -> draft -> commit
-
 K = 0 is the plain autoregressive baseline through the same loop.
 
-Letters: R requests, T packed rows, K drafts per step, D hidden, V vocabulary.
-
-Decode prompts in a continuous batch and hand out each one's record as it finishes.
-
-From a prompt to a queued request; `SpecDecoder.add_request` hands prompts over.
-
-What could never run is refused here, before it costs anything.
-
-What a request has said since it was last asked: the events of a stream.
-
-`SpecDecoder.stream` and `AsyncDecoder.generate` hand them out. Tokens are accepted tokens: nothing
-that a stream has shown is ever taken back.
+Letters: K drafts per step, V' draft vocabulary, D hidden.
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.decode.arguments import (
-    check_arguments,
-    check_request,
-    resolve_policy,
-    resolve_rule,
-)
-from mtp_research.decode.build import Heads, build_drafter, build_graphs, build_state
-from mtp_research.decode.draft.draft_length import DraftLength, FixedLength, RecentRounds
-from mtp_research.decode.draft.mtp_drafter import DraftSampling
+from mtp_research.decode.build import build_drafter, build_state
+from mtp_research.decode.draft.draft_length import RecentRounds
+from mtp_research.decode.draft.drafter import Heads, VerifiedStep
+from mtp_research.decode.draft.mtp_drafter import MTPDrafter
 from mtp_research.decode.kernel_support import build_products, kernel_backend
-from mtp_research.decode.ledger import Launched, Ledger, PendingResult
-from mtp_research.decode.sampling.logprobs import TokenLogprobs
-from mtp_research.decode.sampling.sampling import BatchSampling
+from mtp_research.decode.ledger import Ledger
+from mtp_research.decode.sampling.sampling import BatchSampling, SamplingTensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
-from mtp_research.decode.schedule.batch import build_inputs, start_texts
-from mtp_research.decode.schedule.request import FinishReason, Request, Schedule, Status
+from mtp_research.decode.schedule.batch import StepInputs, build_inputs, start_texts
+from mtp_research.decode.schedule.blocks import CacheStats
+from mtp_research.decode.schedule.request import (
+    FinishReason,
+    Request,
+    RequestFeed,
+    Schedule,
+    Scheduled,
+    Status,
+    StreamEvent,
+)
+from mtp_research.decode.settings import SpecSettings, check_heads, check_request
 from mtp_research.decode.stats import DecodeStats, RequestRecord
-from mtp_research.decode.step import DeviceStep
-from mtp_research.decode.verify.verify import VerifyOptions
-from mtp_research.decode.verify.verify_rules import Rule
-from mtp_research.heads.stack import MTPHeads
+from mtp_research.decode.step import DeviceParts, DeviceStep, StepResult
 from mtp_research.models.target import Target
-from mtp_research.policy.plan import HiddenPolicy, ModuleSchedule
 from mtp_research.runtime.errors import ConfigError
 
+if TYPE_CHECKING:  # loaded where steps are captured
+    from mtp_research.decode.graphs.capture import Captured
+    from mtp_research.decode.graphs.decode_graphs import StepGraphs
+
 _MAX_NEW_TOKENS = 256  # where the caller names none
-
-
-def generate_records(
-    decoder: "SpecDecoder",
-    prompts: Iterable[Sequence[int]],
-    *,
-    sampling: SamplingParams | None,
-    max_new_tokens: int | None,
-) -> Iterator[RequestRecord]:
-    """See `SpecDecoder.generate`.
-
-    Raises:
-        ConfigError: both `sampling` and `max_new_tokens` are given; see `SpecDecoder.add_request`.
-    """
-    if sampling is not None and max_new_tokens is not None:
-        raise ConfigError(
-            "generate() takes sampling or max_new_tokens, got both; "
-            "set max_new_tokens in SamplingParams."
-        )
-    sampling = sampling or SamplingParams(
-        max_new_tokens=_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
-        stop_token_ids=decoder.target.stop_token_ids,
-    )
-    stats = decoder.stats
-    num_seen = len(stats.records)
-    requests: list[Request] = []
-    try:
-        for index, prompt in enumerate(prompts):
-            requests.append(decoder.add_request(prompt, sampling=sampling, request_id=str(index)))
-        mine = {request.request_id for request in requests}
-        while True:
-            finished, num_seen = stats.records[num_seen:], len(stats.records)
-            yield from (record for record in finished if record.request_id in mine)
-            if all(request.status is Status.FINISHED for request in requests):
-                return
-            decoder.step()
-    finally:  # a bad prompt, or a caller who stops listening, must leave nothing behind
-        for request in requests:
-            decoder.abort(request)
-
-
-class Arrivals:
-    """Makes requests of prompts and queues them.
-
-    Args:
-        ledger: ends a request that wants no token; its scheduler has the queue.
-        target: whose tokens a prompt may hold.
-        rule: verification rule of the loop.
-    """
-
-    def __init__(self, ledger: Ledger, target: Target, *, rule: Rule) -> None:
-        self._ledger, self._scheduler = ledger, ledger.scheduler
-        self._target, self._rule = target, rule
-        self._numbers = itertools.count()
-
-    def checked(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        sampling: SamplingParams | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> Request:
-        """What `SpecDecoder.add_request` would queue: to be asked before minutes of capture.
-
-        Raises:
-            ConfigError: see `SpecDecoder.add_request`.
-        """
-        sampling = sampling or SamplingParams()
-        check_request(
-            prompt_token_ids,
-            sampling,
-            rule=self._rule,
-            vocab_size=self._target.config.vocab_size,
-            deferred=self._scheduler.deferred,
-        )
-        request = Request(
-            request_id=request_id if request_id is not None else f"request-{next(self._numbers)}",
-            prompt_token_ids=tuple(prompt_token_ids),
-            sampling=sampling,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        self._scheduler.check(request)
-        return request
-
-    def queue(self, request: Request) -> None:
-        """Queue a request that `checked` made; one that wants no token has ended then."""
-        if (grammar := request.sampling.grammar) is not None:
-            request.matcher = grammar.start(stop_token_ids=request.sampling.stop_token_ids)
-        self._scheduler.add(request)
-        if request.sampling.max_new_tokens == 0:
-            self._ledger.finish(request, FinishReason.LENGTH)
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """New tokens of a request.
-
-    Attributes:
-        request_id: as given to the decoder.
-        token_ids: new tokens, in order; at least one unless this is the last event.
-        finish_reason: see `decode.request.FinishReason`; None while the request goes on.
-        logprobs: of each new token; None unless the request asked for them.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-class RequestFeed:
-    """Reads a request from where it was read last.
-
-    Args:
-        request: a request that has no output yet.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._num_read = 0
-        self._has_ended = False
-
-    def read(self) -> StreamEvent | None:
-        """All that is new; None if nothing is. After the event with a finish reason comes None."""
-        request = self._request
-        token_ids = tuple(request.token_ids[request.num_prompt_tokens + self._num_read :])
-        is_finished = request.status is Status.FINISHED
-        if self._has_ended or not (token_ids or is_finished):
-            return None
-        logprobs = None
-        if request.sampling.logprobs is not None:
-            logprobs = tuple(request.token_logprobs[self._num_read :])
-        self._num_read += len(token_ids)
-        self._has_ended = is_finished
-        reason = request.finish_reason.value if request.finish_reason is not None else None
-        return StreamEvent(request.request_id, token_ids, reason, logprobs)
-
-
-def stream_events(
-    request: Request, *, step: Callable[[], None], abort: Callable[[Request], None]
-) -> Iterator[StreamEvent]:
-    """Step until the request ends and yield what each step adds; abort it if nobody listens.
-
-    Args:
-        request: a queued request.
-        step: runs one step of the loop it is queued in.
-        abort: ends a request; does nothing to one that has ended.
-    """
-    feed = RequestFeed(request)
-    try:
-        while request.status is not Status.FINISHED:
-            if (event := feed.read()) is not None:
-                yield event
-            step()
-        if (event := feed.read()) is not None:
-            yield event
-    finally:
-        abort(request)
 
 
 class SpecDecoder:
@@ -221,20 +51,17 @@ class SpecDecoder:
     Args:
         target: the frozen model.
         heads: MTP heads; `"null"` (drafts that are always rejected), `"oracle"` (the target drafts
-            for itself) or None (only with `num_speculative_tokens=0`).
-        policy: key of `policy.POLICIES`, or any `HiddenPolicy`.
-        num_speculative_tokens: K, 0..64.
+            for itself) or None (only with K = 0).
+        spec: what is speculated and how.
         engine: pool, batch and backend settings.
-        verify: key of `verify_rules.RULES`, or any `Rule`; `standard` rejection sampling equals
-            greedy at temperature 0.
-        verify_options: settings of the lossy rules.
-        draft_sampling: `greedy`, `processed` or `sample`, see `draft_choice`.
-        module_schedule: which module runs which draft step.
-        draft_length: makes fewer than K drafts where more do not pay; None makes always K.
-        draft_token_ids: the tokens that may be drafted, see `heads.draft_vocabulary`; None for all.
+
+    Attributes:
+        stats: counters since the decoder was built, and the records of finished requests.
+        auditor: watches the draft KV, or None.
+        max_model_len: longest text in tokens.
 
     Raises:
-        ConfigError: an argument is out of range or does not fit the others.
+        ConfigError: a setting is out of range or does not fit the others.
     """
 
     def __init__(
@@ -242,76 +69,69 @@ class SpecDecoder:
         target: Target,
         heads: Heads = None,
         *,
-        policy: str | HiddenPolicy = "training",
-        num_speculative_tokens: int = 3,
+        spec: SpecSettings | None = None,
         engine: EngineConfig | None = None,
-        verify: str | Rule = "standard",
-        verify_options: VerifyOptions | None = None,
-        draft_sampling: DraftSampling = "greedy",
-        module_schedule: ModuleSchedule = "cycle",
-        draft_length: DraftLength | None = None,
-        draft_token_ids: Sequence[int] | None = None,
     ) -> None:
-        engine = engine or EngineConfig()
-        options = verify_options or VerifyOptions()
-        check_arguments(
-            heads,
-            num_speculative_tokens=num_speculative_tokens,
-            engine=engine,
-            draft_sampling=draft_sampling,
-            module_schedule=module_schedule,
-            draft_length=draft_length,
-            draft_token_ids=draft_token_ids,
-        )
-        self.rule = resolve_rule(
-            verify, options=options, num_speculative_tokens=num_speculative_tokens
-        )
-        self.target, self.engine = target, engine
-        self.num_speculative_tokens = num_speculative_tokens
-        self.draft_length = draft_length or FixedLength()
-        self.max_model_len = self.engine.max_model_len or target.config.max_position_embeddings
-        self.drafter, self.auditor = build_drafter(
-            target,
-            heads,
-            policy=resolve_policy(policy),
-            num_speculative_tokens=num_speculative_tokens,
-            engine=self.engine,
-            draft_sampling=draft_sampling,
-            schedule=module_schedule,
-            length=self.draft_length,
-            draft_token_ids=draft_token_ids,
-        )
-        self.cache, self.ring, self.scheduler = build_state(
-            target,
-            self.drafter,
-            engine=self.engine,
-            max_model_len=self.max_model_len,
-            num_speculative_tokens=num_speculative_tokens,
-            keep_draft_probs=draft_sampling == "sample" and isinstance(heads, MTPHeads),
+        spec, engine = spec or SpecSettings(), engine or EngineConfig()
+        check_heads(heads, spec=spec, engine=engine)
+        plan = spec.plan(heads)
+        self.target, self.spec, self.engine = target, spec, engine
+        self.max_model_len = engine.max_model_len or target.config.max_position_embeddings
+        self.drafter, self.auditor = build_drafter(target, heads, spec=spec, engine=engine)
+        self.cache, self.slot_state, self.scheduler = build_state(
+            target, self.drafter, plan=plan, engine=engine, max_model_len=self.max_model_len
         )
         self.device_step = DeviceStep(
             target=target,
             drafter=self.drafter,
             cache=self.cache,
-            ring=self.ring,
-            num_speculative_tokens=num_speculative_tokens,
-            rule=self.rule,
-            options=options,
+            slot_state=self.slot_state,
+            plan=plan,
+            rule=spec.rule,
+            options=spec.verify_options,
             backend=kernel_backend(engine),
-            products=build_products(target, heads, engine=engine),
         )
-        self.graphs = build_graphs(
-            self.device_step, engine=engine, max_model_len=self.max_model_len
-        )
+        if (products := build_products(target, heads, engine=engine)) is not None:
+            self.device_step.parts = self.device_step.parts.inside(products)
+        self._own_parts = self.device_step.parts
+        self.graphs: StepGraphs | None = None
+        if engine.cuda_graphs:
+            from mtp_research.decode.graphs.decode_graphs import build_graphs
+
+            self.graphs = build_graphs(
+                self.device_step, engine=engine, max_model_len=self.max_model_len
+            )
         self._sampling = BatchSampling(
-            num_speculative_tokens=num_speculative_tokens,
-            vocab_size=target.config.vocab_size,
-            device=target.device,
+            plan, vocab_size=target.config.vocab_size, device=target.device
         )
         self.stats = DecodeStats(auditor=self.auditor)
-        self.recent = RecentRounds(num_speculative_tokens)
+        self.recent = RecentRounds(plan)
         self._ledger = Ledger(self.scheduler, self.stats, self.recent, self.auditor)
-        self.arrivals = Arrivals(self._ledger, target, rule=self.rule)
+        self._numbers = itertools.count()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One step: every scheduled request gets a prompt chunk done or 1..K+1 tokens.
+
+        With deferred output the tokens of a step are known to the host at the end of the next call.
+        """
+        schedule = self.scheduler.schedule()
+        if not schedule.entries:
+            self._ledger.commit(schedule, None, draft_limit=0)
+            return
+        params, limit = self._begin(schedule)
+        result = self._replay(schedule, params, limit)
+        if result is None:  # the device's part of the step was not captured
+            parts = self.device_step.parts
+            inputs = self._inputs(schedule)
+            target = parts.target(inputs)
+            verified = parts.verify(inputs, target, params)
+            state = parts.advance(inputs, verified)
+            ids = [entry.request.request_id for entry in schedule.entries]
+            step = VerifiedStep(inputs, state, target.hidden, params, ids, limit)
+            drafts = parts.draft(step)
+            result = StepResult.of(verified, drafts)
+        self._ledger.commit(schedule, result, draft_limit=limit)
 
     def add_request(
         self,
@@ -332,17 +152,41 @@ class SpecDecoder:
             cache_salt: with prefix caching, texts with different salts share nothing.
 
         Raises:
-            ConfigError: see `Scheduler.check`; a token id outside the vocabulary; a temperature
-                that the rule ignores.
+            ConfigError: an empty prompt, one that can never fit, an id in use, a token id outside
+                the vocabulary, or a temperature that the rule ignores.
         """
-        request = self.arrivals.checked(
+        name = f"request-{next(self._numbers)}" if request_id is None else request_id
+        request = self.check(prompt_token_ids, sampling=sampling, request_id=name)
+        request.priority, request.cache_salt = priority, cache_salt
+        if (grammar := request.sampling.grammar) is not None:
+            request.matcher = grammar.start(stop_token_ids=request.sampling.stop_token_ids)
+        self.scheduler.add(request)
+        if request.sampling.max_new_tokens == 0:
+            self._ledger.finish(request, FinishReason.LENGTH)
+        return request
+
+    def check(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        request_id: str = "request",
+    ) -> Request:
+        """The request that `add_request` would queue: to be asked before minutes of capture.
+
+        Raises:
+            ConfigError: see `add_request`.
+        """
+        sampling = sampling or SamplingParams()
+        check_request(
             prompt_token_ids,
-            sampling=sampling,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
+            sampling,
+            rule=self.spec.rule,
+            vocab_size=self.target.config.vocab_size,
+            deferred=self.engine.deferred_output,
         )
-        self.arrivals.queue(request)
+        request = Request(request_id, tuple(prompt_token_ids), sampling)
+        self.scheduler.check(request)
         return request
 
     def abort(self, request: Request) -> None:
@@ -368,7 +212,31 @@ class SpecDecoder:
         Raises:
             ConfigError: both are given; see `add_request`.
         """
-        yield from generate_records(self, prompts, sampling=sampling, max_new_tokens=max_new_tokens)
+        if sampling is not None and max_new_tokens is not None:
+            raise ConfigError(
+                "generate() takes sampling or max_new_tokens, got both; "
+                "set max_new_tokens in SamplingParams."
+            )
+        sampling = sampling or SamplingParams(
+            max_new_tokens=_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
+            stop_token_ids=self.target.stop_token_ids,
+        )
+        records = self.stats.records
+        num_seen = len(records)
+        requests: list[Request] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                requests.append(self.add_request(prompt, sampling=sampling, request_id=str(index)))
+            mine = {request.request_id for request in requests}
+            while True:
+                finished, num_seen = records[num_seen:], len(records)
+                yield from (record for record in finished if record.request_id in mine)
+                if all(request.status is Status.FINISHED for request in requests):
+                    return
+                self.step()
+        finally:  # a bad prompt, or a caller who stops listening, must leave nothing behind
+            for request in requests:
+                self.abort(request)
 
     def stream(
         self,
@@ -388,39 +256,145 @@ class SpecDecoder:
         request = self.add_request(
             prompt_token_ids, sampling=sampling, request_id=request_id, priority=priority
         )
-        yield from stream_events(request, step=self.step, abort=self.abort)
+        feed = RequestFeed(request)
+        try:
+            while request.status is not Status.FINISHED:
+                if (event := feed.read()) is not None:
+                    yield event
+                self.step()
+            if (event := feed.read()) is not None:
+                yield event
+        finally:
+            self.abort(request)
 
-    @torch.inference_mode()
-    def step(self) -> None:
-        """One step: every scheduled request gets a prompt chunk done or 1..K+1 tokens.
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K."""
+        return self.spec.num_speculative_tokens
 
-        With deferred output the tokens of a step are known to the host at the end of the next call.
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return self.scheduler.has_work
+
+    @property
+    def live_requests(self) -> list[Request]:
+        """Requests that run, by rank, then those that wait."""
+        return self.scheduler.requests()
+
+    @property
+    def num_waiting(self) -> int:
+        """Live requests that do not run."""
+        return len(self.scheduler.waiting)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool that requests can own."""
+        return self.scheduler.blocks.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Those that nobody holds, cached ones included."""
+        return self.scheduler.blocks.num_free_blocks
+
+    @property
+    def pool_bytes(self) -> int:
+        """Size of the page pool."""
+        return self.cache.num_bytes
+
+    @property
+    def prefix_cache_stats(self) -> CacheStats | None:
+        """Counters of the prefix cache; None without one."""
+        prefix_cache = self.scheduler.blocks.prefix_cache
+        return None if prefix_cache is None else prefix_cache.stats
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether decode steps are replayed as CUDA graphs."""
+        return self.graphs is not None
+
+    @property
+    def capture_s(self) -> float | None:
+        """Seconds of compiling and capturing so far; None without graphs."""
+        return None if self.graphs is None else self.graphs.capture_s
+
+    @property
+    def newest_capture(self) -> "Captured | None":
+        """The decode step that was captured last, for a look at it alone; None without graphs."""
+        return None if self.graphs is None else self.graphs.newest
+
+    @property
+    def draft_head(self) -> Tensor:
+        """Weights that draft logits are made with: `[V, D]`, or `[V', D]` of the first module."""
+        vocabulary = self.drafter.vocabulary if isinstance(self.drafter, MTPDrafter) else None
+        return self.target.lm_head_weight if vocabulary is None else vocabulary.weights[0]
+
+    def bytes_per_token(self, layer: int) -> int:
+        """Bytes that a token takes in a KV layer, the target's layers first, then the drafter's."""
+        return self.cache.bytes_per_token(layer)
+
+    def warm_up(
+        self, sampling: SamplingParams, *, log: Callable[[str], None] | None = None
+    ) -> None:
+        """Touch the pool's pages and capture every step of requests sampled like this.
+
+        Args:
+            sampling: like all of theirs, but for the seed.
+            log: is handed a line after each captured batch size, which can take minutes.
         """
-        started = time.perf_counter()
-        schedule = self.scheduler.schedule()
-        launched = self._launch(schedule) if schedule.entries else None
-        ledger = self._ledger
-        if self.engine.deferred_output:
-            launched, ledger.in_flight = ledger.in_flight, launched
-        assert launched or ledger.in_flight or not self.scheduler.has_work, "nobody can go on"
-        if launched is not None:
-            ledger.commit(launched)
-        ledger.end_step(launched, seconds=time.perf_counter() - started)
+        self.cache.fill(0.0)
+        if self.graphs is not None:
+            with torch.inference_mode():
+                self.graphs.prepare(sampling, log=log)
 
-    def _launch(self, schedule: Schedule) -> Launched:
-        """Start a step on the device."""
+    def observe(self, wrap: Callable[[DeviceParts], DeviceParts] | None) -> None:
+        """Put wrapped parts in the place of the step's own; None puts these back.
+
+        A captured step calls its parts once, when it is captured: wrap them before.
+        """
+        self.device_step.parts = self._own_parts if wrap is None else wrap(self._own_parts)
+
+    def rehearse(self) -> None:
+        """Run a decoding step of the running requests behind the host's back.
+
+        For a look at the models inside; the decoder is of no use afterwards.
+        """
+        requests = self.scheduler.running
+        params = self._sampling.tensors(requests)
+        num_rows = self.num_speculative_tokens + 1
+        entries = [Scheduled(r, num_rows, 0, False, True, False) for r in requests]
+        inputs = build_inputs(
+            entries, slot_state=self.slot_state, block_size=self.engine.block_size, deferred=True
+        )
+        with torch.inference_mode():
+            self.device_step.run(
+                inputs, params, request_ids=[], draft_limit=self.num_speculative_tokens
+            )
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of requests, blocks and slots that hold between steps."""
+        self.scheduler.check_integrity()
+
+    def _begin(self, schedule: Schedule) -> tuple[SamplingTensors, int]:
+        """Give admitted requests their texts; sampling tensors and draft limit of the step."""
         self._ledger.begin(schedule)
-        start_texts(schedule.admitted, ring=self.ring)
+        start_texts(schedule.admitted, slot_state=self.slot_state)
+        requests = [entry.request for entry in schedule.entries]
+        limit = self.spec.draft_length.num_drafts(batch_size=len(requests), recent=self.recent)
+        return self._sampling.tensors(requests), limit
+
+    def _replay(self, schedule: Schedule, params: SamplingTensors, limit: int) -> StepResult | None:
+        """The result of a captured step; None where there is none for these entries."""
         entries = schedule.entries
-        params = self._sampling.tensors([entry.request for entry in entries])
-        limit = self.draft_length.num_drafts(batch_size=len(entries), recent=self.recent)
-        if self.graphs is not None and self.graphs.accepts(entries, params, draft_limit=limit):
-            pending = PendingResult(self.graphs.run(entries, params))
-            return Launched(entries, pending, limit, schedule.num_prompt_rows)
-        block_size, deferred = self.engine.block_size, self.engine.deferred_output
-        inputs = build_inputs(entries, ring=self.ring, block_size=block_size, deferred=deferred)
-        request_ids = [entry.request.request_id for entry in entries]
-        result = self.device_step.run(inputs, params, request_ids=request_ids, draft_limit=limit)
-        if self.auditor is not None:
-            self.auditor.end_step()
-        return Launched(entries, PendingResult(result), limit, schedule.num_prompt_rows)
+        if self.graphs is None or not self.graphs.accepts(entries, params, draft_limit=limit):
+            return None
+        return self.graphs.run(entries, params)
+
+    def _inputs(self, schedule: Schedule) -> StepInputs:
+        """Lay out the scheduled rows."""
+        return build_inputs(
+            schedule.entries,
+            slot_state=self.slot_state,
+            block_size=self.engine.block_size,
+            deferred=self.engine.deferred_output,
+        )

@@ -1,14 +1,14 @@
-"""What the Triton kernels cannot run, refused by key before the pool is planned.
+"""What the kernels of a loop can run, refused by key before the pool is planned.
 
-The kernels refuse it too, but only in the first step: after loading, planning and capture.
+The kernels refuse it too, but only in the first step: after loading, planning and capture. With
+`engine.deterministic` text is the same to the bit for any K, batch, order and prompt chunk, in
+bfloat16 too.
+
 Letters: Dk / Dv head dims, L latent size, P rotary key size.
-
-What `engine.deterministic` changes: kernels by name, products by mode, and what cannot follow.
-
-Text is then the same to the bit for any K, batch, order and prompt chunk, in bfloat16 too.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +18,11 @@ from mtp_research.kernels import checks
 from mtp_research.kernels.attention.paged_attention_triton import attention_kernel
 from mtp_research.kernels.checks import INVARIANT
 from mtp_research.models.family import LayerGeometry
-from mtp_research.models.rewrites.invariant import InvariantProducts
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mtp_research.models.rewrites.invariant import InvariantProducts
 
 
 def kernel_backend(engine: EngineConfig) -> str:
@@ -30,13 +32,8 @@ def kernel_backend(engine: EngineConfig) -> str:
 
 def build_products(
     target: Target, heads: object, *, engine: EngineConfig
-) -> InvariantProducts | None:
+) -> "InvariantProducts | None":
     """The mode that a deterministic step runs in; None for the usual arithmetic.
-
-    Args:
-        target: the frozen model.
-        heads: what drafts; its experts are routed too where it has modules.
-        engine: says whether.
 
     Raises:
         ConfigError: settings or a target whose arithmetic follows the batch.
@@ -59,6 +56,8 @@ def build_products(
             "engine.deterministic=true does not support recurrent layers, whose scan follows the "
             f"prompt chunks, got family {target.family_name}; set engine.deterministic=false."
         )
+    from mtp_research.models.rewrites.invariant import InvariantProducts
+
     models = [target.model, *([heads] if isinstance(heads, MTPHeads) else [])]
     return InvariantProducts(models)
 
@@ -71,12 +70,6 @@ def require_kernel_support(
     engine: EngineConfig,
 ) -> None:
     """Refuse a target whose attention the backend's kernels do not compute.
-
-    Args:
-        layers: of the pool, those of the drafter included.
-        dtype: of the pool.
-        device: of the target.
-        engine: its backend and page size.
 
     Raises:
         ConfigError: the backend resolves to Triton and a dtype, head size or page size is outside
@@ -104,7 +97,6 @@ def require_kernel_support(
 
 
 def _sizes(layer: LayerGeometry) -> Iterator[tuple[str, int, int]]:
-    """Name, size and largest supported size of what a layer attends with."""
     if layer.num_kv_heads == 0:
         return  # holds nothing
     if layer.kind == "latent":

@@ -1,15 +1,10 @@
 """The host's bookkeeping after a step: tokens into requests, counters, audit, records.
 
-A step's result in one request: accepted tokens, the next drafts, and whether it ends.
-
-`Ledger.commit` calls this for every entry of a schedule; beside the scheduler nobody else moves a
-request on.
+Beside the scheduler nobody else moves a request on. A step's result comes to the host in one copy,
+which is started when the step is launched. With deferred output the ledger holds the step that runs
+and applies the one before it.
 
 Letters: K drafts per step.
-
-What a request's newly kept tokens change beside its text.
-
-The one device-to-host copy of a step, started when the step is launched and waited for later.
 """
 
 import time
@@ -21,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mtp_research.decode.draft.draft_length import RecentRounds, drafts_made
-from mtp_research.decode.sampling.logprobs import LogprobTensors
+from mtp_research.decode.sampling.sampling import LogprobTensors
 from mtp_research.decode.schedule.request import FinishReason, Request, Schedule, Scheduled, Status
 from mtp_research.decode.schedule.scheduler import Scheduler, cut_emitted
 from mtp_research.decode.stats import DecodeStats, record_of
@@ -37,26 +32,18 @@ def commit_entry(
     drafts: list[int],
     is_finite: bool,
 ) -> None:
-    """Apply a step's result to one request; nothing if it ended while the step ran.
-
-    Args:
-        scheduler: whose schedule the entry is from.
-        entry: what was scheduled.
-        emitted: accepted drafts and the bonus token; ignored where nothing was sampled.
-        drafts: proposals for the next step, at most K; ignored inside a prompt.
-        is_finite: False where target logits were not finite; ends a request that had no drafts.
-    """
+    """Apply a step's result to one request; nothing if it ended while the step ran."""
     request = entry.request
     if request.status is Status.FINISHED:
         return
     request.num_target_forwards += not entry.is_prefill
-    if not (entry.samples or entry.resumes):
+    if not (entry.ends_at_newest_token or entry.ends_recompute):
         if request.status is Status.RUNNING:
             scheduler.blocks.publish(request, num_rows=entry.end_position)
         return
     request.num_in_flight -= 1
     had_drafts = bool(request.draft_token_ids)
-    if not entry.samples:  # recomputed after a preemption: the next token is known
+    if not entry.ends_at_newest_token:  # recomputed after a preemption: the next token is known
         _continue(scheduler, request, drafts)
         return
     if not is_finite and not had_drafts:
@@ -78,7 +65,6 @@ def commit_entry(
 
 
 def _continue(scheduler: Scheduler, request: Request, drafts: list[int]) -> None:
-    """Go on after the newest token, with the drafts whose rows stay inside the context."""
     if request.status is Status.WAITING:  # preempted while the step ran
         request.restart()
         return
@@ -91,14 +77,7 @@ def _continue(scheduler: Scheduler, request: Request, drafts: list[int]) -> None
 def note_emitted(
     request: Request, *, since: int, logprobs: LogprobTensors | None, row: int
 ) -> None:
-    """Move the grammar on, and keep the log-probabilities.
-
-    Args:
-        request: its text holds the kept tokens already.
-        since: length of the text before them.
-        logprobs: of the step, None where no request asks.
-        row: the request's row in the step.
-    """
+    """Move the grammar on, and keep the log-probabilities."""
     kept = request.token_ids[since:]
     if request.matcher is not None:
         for token_id in kept:
@@ -115,9 +94,6 @@ class PendingResult:
 
     The copy is queued behind the step at once: a captured step overwrites its result when it is
     replayed, and with deferred output that happens before the host looks.
-
-    Args:
-        result: tensors of the step, on any device.
     """
 
     def __init__(self, result: StepResult) -> None:
@@ -135,7 +111,6 @@ class PendingResult:
 
 
 def _start_copy(value: object) -> object:
-    """Copy the tensors of nested named tuples into pinned host memory, without waiting."""
     if isinstance(value, Tensor):
         host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         return host.copy_(value, non_blocking=True)
@@ -165,12 +140,7 @@ class Launched(NamedTuple):
 class Ledger:
     """Applies the results of steps to requests and counters.
 
-    Attributes:
-        scheduler: who owns the requests.
-        stats: counters since the decoder was built.
-        recent: fading estimate of acceptance and cost, for draft-length rules.
-        auditor: shadow of the draft KV, or None.
-        in_flight: the step that runs while the host is one step late, or None.
+    With deferred output `commit` applies the step before the one that it is handed.
     """
 
     scheduler: Scheduler
@@ -190,7 +160,23 @@ class Ledger:
         for request in schedule.admitted:
             self.stats.num_cached_tokens += request.num_cached_tokens
 
-    def commit(self, launched: Launched) -> None:
+    def commit(self, schedule: Schedule, result: StepResult | None, *, draft_limit: int) -> None:
+        """Apply this step, or with deferred output the one before it, and account for the time."""
+        launched = None
+        if result is not None:
+            launched = Launched(
+                schedule.entries, PendingResult(result), draft_limit, schedule.num_prompt_rows
+            )
+            if self.auditor is not None:
+                self.auditor.end_step()
+        if self.scheduler.deferred:
+            launched, self.in_flight = self.in_flight, launched
+        assert launched or self.in_flight or not self.scheduler.has_work, "no request can go on"
+        if launched is not None:
+            self.apply(launched)
+        self._end_step(launched, seconds=time.perf_counter() - schedule.started_s)
+
+    def apply(self, launched: Launched) -> None:
         """Wait for the one device-to-host copy of a step, and apply it."""
         waiting = time.perf_counter()
         result = launched.pending.wait()
@@ -224,16 +210,12 @@ class Ledger:
         self.stats.num_target_rows += num_target_rows
         self.stats.num_emitted_tokens += num_emitted
 
-    def end_step(self, launched: Launched | None, *, seconds: float) -> None:
-        """Account for the time of a call of the loop.
+    def _end_step(self, launched: Launched | None, *, seconds: float) -> None:
+        """Account for the seconds of a call of the loop that committed `launched`, or nothing.
 
         Steps with prompt rows say nothing about drafts. Where the host is one step late, a call
         commits a step and starts the next one, so that its time is that of n drafts only if both
         made n and neither had prompt rows.
-
-        Args:
-            launched: the step that was committed, or None.
-            seconds: of the whole call.
         """
         self.stats.busy_s += seconds
         if launched is None or launched.num_prompt_rows:
@@ -252,12 +234,13 @@ class Ledger:
         self._retire(request)
 
     def _after_commit(self, entry: Scheduled) -> None:
-        """Record a request that ended, or audit the round of one that goes on."""
         request = entry.request
         if request.status is Status.FINISHED:
             self._retire(request)
             return
-        drafted = request.status is Status.RUNNING and (entry.samples or entry.resumes)
+        drafted = request.status is Status.RUNNING and (
+            entry.ends_at_newest_token or entry.ends_recompute
+        )
         if self.auditor is not None and drafted:
             self.auditor.end_round(
                 request.request_id, request.token_ids, frontier=request.num_tokens - 2

@@ -2,7 +2,7 @@
 
 Decoders that live side by side are planned once, so that they get equal pools.
 
-Letters: L cache layers, K drafts per step.
+Letters: L cache layers.
 """
 
 import logging
@@ -15,7 +15,7 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.drafter import Drafter
 from mtp_research.models.family import LayerGeometry
 from mtp_research.models.target import Target
-from mtp_research.policy.plan import num_slots_needed
+from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.errors import ConfigError
 
 NUM_SPARE_BLOCKS = 1  # the last block belongs to the padding of captured batches
@@ -43,17 +43,12 @@ def pool_needs(
     target: Target,
     drafter: Drafter | None,
     *,
+    plan: DraftPlan,
     engine: EngineConfig,
     max_model_len: int,
-    num_speculative_tokens: int,
 ) -> PoolNeeds:
     """What a decoder with these settings wants of its pool."""
-    num_least = blocks_per_request(
-        drafter,
-        engine=engine,
-        max_model_len=max_model_len,
-        num_speculative_tokens=num_speculative_tokens,
-    )
+    num_least = blocks_per_request(drafter, plan=plan, engine=engine, max_model_len=max_model_len)
     layers = pool_layers(target, drafter)
     return PoolNeeds(
         block_bytes=bytes_per_block(layers, block_size=engine.block_size, dtype=target.dtype),
@@ -70,14 +65,10 @@ def pool_layers(target: Target, drafter: Drafter | None) -> list[LayerGeometry]:
 
 
 def blocks_per_request(
-    drafter: Drafter | None,
-    *,
-    engine: EngineConfig,
-    max_model_len: int,
-    num_speculative_tokens: int,
+    drafter: Drafter | None, *, plan: DraftPlan, engine: EngineConfig, max_model_len: int
 ) -> int:
     """Blocks that the longest request can own."""
-    num_slots = num_slots_needed(max_model_len, num_speculative_tokens, int(engine.deferred_output))
+    num_slots = plan.num_slots_needed(max_model_len, int(engine.deferred_output))
     num_slots += drafter.num_extra_slots if drafter is not None else 0
     return -(-num_slots // engine.block_size)
 

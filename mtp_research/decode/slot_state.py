@@ -1,5 +1,7 @@
 """Device state of the decode loop: the page pool, and the per-slot texts and recent hidden states.
 
+`to_device` brings host values there without waiting; the way back is `ledger.PendingResult`.
+
 Letters: L cache layers, S request slots, K drafts per step, D hidden.
 """
 
@@ -10,20 +12,13 @@ from torch import Tensor
 
 from mtp_research.models.family import KVPages, LayerGeometry
 from mtp_research.models.recurrent import RecurrentStates
+from mtp_research.policy.plan import DraftPlan
 
 
 class KVCache:
     """Pages of every attention layer: the target's layers first, then the draft layers.
 
     Layers of one geometry share one allocation, so that a uniform model has one pool.
-
-    Args:
-        layers: what each of the L layers keeps of a token.
-        num_blocks: pages per layer.
-        block_size: tokens a page.
-        dtype: dtype of the pages.
-        device: where they live.
-        recurrent: states of the target's recurrent layers, which have no pages; None without.
     """
 
     def __init__(
@@ -76,7 +71,7 @@ class KVCache:
         return sum(pool.numel() * pool.element_size() for pool in self._pools)
 
 
-class HiddenRing:
+class SlotState:
     """What the next step needs of the text, by request slot so that batch order cannot matter.
 
     `text[slot, j]` is the token at absolute position j: accepted tokens, then the current drafts.
@@ -89,7 +84,7 @@ class HiddenRing:
     Args:
         num_slots: S.
         max_model_len: longest text in tokens.
-        num_speculative_tokens: K.
+        plan: what a step drafts.
         hidden_size: D.
         vocab_size: V.
         keep_draft_probs: drafts are sampled, and their distributions must be kept for verification.
@@ -102,15 +97,14 @@ class HiddenRing:
         num_slots: int,
         *,
         max_model_len: int,
-        num_speculative_tokens: int,
+        plan: DraftPlan,
         hidden_size: int,
         vocab_size: int,
         keep_draft_probs: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        num_drafts = num_speculative_tokens
-        self.num_rows = max(num_drafts, 1)
+        num_drafts = plan.num_speculative_tokens
         self.spare_slot = num_slots
         rows = num_slots + 1
         ints = {"dtype": torch.int64, "device": device}
@@ -118,13 +112,18 @@ class HiddenRing:
         self.num_tokens = torch.ones(rows, **ints)
         self.first_row = torch.zeros(rows, **ints)
         self.draft_token_ids = torch.full((rows, num_drafts), -1, **ints)
-        self.hidden = torch.zeros(rows, self.num_rows, hidden_size, dtype=dtype, device=device)
+        self.hidden = torch.zeros(rows, max(num_drafts, 1), hidden_size, dtype=dtype, device=device)
         self.draft_probs: Tensor | None = None
         self._vocab_size = vocab_size
         if keep_draft_probs:
             self.draft_probs = torch.zeros(
                 rows, num_drafts, vocab_size, dtype=torch.float64, device=device
             )
+
+    @property
+    def num_rows(self) -> int:
+        """Hidden states kept of a request."""
+        return self.hidden.shape[1]
 
     def start(self, slot: int, token_ids: Tensor, *, first_row: int = 0) -> None:
         """Give a slot to a request with accepted text `token_ids` `[L]`; rows from `first_row`."""
@@ -198,3 +197,14 @@ class HiddenRing:
     def read_draft_probs(self, slots: Tensor) -> Tensor | None:
         """Distributions `[R, K, V]` of the current drafts; None when drafts are one-hot."""
         return None if self.draft_probs is None else self.draft_probs[slots]
+
+
+def to_device(values: list, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of host values, copied without waiting for the device to finish its work."""
+    return copy_to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host, copied likewise: only from pinned memory does a copy not wait."""
+    source = tensor.pin_memory() if device.type == "cuda" else tensor
+    return source.to(device, non_blocking=True)

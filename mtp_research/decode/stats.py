@@ -25,7 +25,7 @@ Letters: K drafts per step.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mtp_research.decode.sampling.logprobs import TokenLogprobs
+from mtp_research.decode.sampling.sampling_params import TokenLogprobs
 from mtp_research.decode.schedule.request import Request
 from mtp_research.policy.audit import Auditor, Verdict
 

@@ -1,7 +1,9 @@
 """The device part of a step: target forward, verification, new frontier, drafts.
 
-A pure function of the step's inputs and of the slot-addressed state it updates in place. With
-static inputs nothing in it waits for the device, so that it can be captured in a CUDA graph.
+The four parts depend on the step's inputs and on the slot-addressed state that they update in
+place. With static inputs nothing in them waits for the device, so that they can be captured in a
+CUDA graph. `SpecDecoder.step` calls them one by one, a captured graph replays `DeviceStep.run`.
+Whoever wants to watch or to alter a part puts a callable of their own in its place.
 
 Letters: R requests, T packed rows, K drafts per step, V vocabulary.
 """
@@ -14,22 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mtp_research.config.schema import VerifyOptions
 from mtp_research.decode.draft.drafter import Drafter, VerifiedStep
 from mtp_research.decode.sampling.grammar import apply_bitmask
-from mtp_research.decode.sampling.logprobs import LogprobTensors, step_logprobs
 from mtp_research.decode.sampling.processors import process_logits
-from mtp_research.decode.sampling.sampling import SamplingTensors
+from mtp_research.decode.sampling.sampling import LogprobTensors, SamplingTensors, step_logprobs
 from mtp_research.decode.schedule.batch import StepInputs
-from mtp_research.decode.slot_state import HiddenRing, KVCache
-from mtp_research.decode.verify.verify import (
-    VerifyInputs,
-    VerifyOptions,
-    VerifyOutput,
-    verify_greedy,
-)
+from mtp_research.decode.slot_state import KVCache, SlotState
+from mtp_research.decode.verify.verify import VerifyInputs, VerifyOutput, verify_greedy
 from mtp_research.decode.verify.verify_rules import Rule, text_is_thinking
-from mtp_research.models.target import Target
-from mtp_research.policy.plan import StepState
+from mtp_research.models.target import Target, TargetHidden
+from mtp_research.policy.plan import DraftPlan, StepState
 
 
 class StepResult(NamedTuple):
@@ -47,6 +44,44 @@ class StepResult(NamedTuple):
     draft_token_ids: Tensor
     logprobs: LogprobTensors | None = None
 
+    @classmethod
+    def of(cls, verified: "Verified", drafts: Tensor) -> "StepResult":
+        """The result of a step that decided and drafted this."""
+        tokens, logprobs = verified
+        return cls(tokens.sampled_token_ids, tokens.is_finite, drafts, logprobs)
+
+
+class TargetRows(NamedTuple):
+    """What the target computed.
+
+    Attributes:
+        hidden: hidden states of the step's packed rows, each `[1, T, D]`.
+        logits: `[R, K+1, V]` of the rows that decide tokens.
+    """
+
+    hidden: TargetHidden
+    logits: Tensor
+
+
+class Verified(NamedTuple):
+    """What was decided; `logprobs` is None where no request asks."""
+
+    tokens: VerifyOutput
+    logprobs: LogprobTensors | None
+
+
+class DeviceParts(NamedTuple):
+    """The parts of a step on the device, in the order of their calls."""
+
+    target: Callable[[StepInputs], TargetRows]
+    verify: Callable[[StepInputs, TargetRows, SamplingTensors], Verified]
+    advance: Callable[[StepInputs, Verified], StepState]
+    draft: Callable[[VerifiedStep], Tensor]
+
+    def inside(self, context: AbstractContextManager[object]) -> "DeviceParts":
+        """The same parts, each run in a context that can be entered again."""
+        return DeviceParts(*(_inside(part, context) for part in self))
+
 
 @dataclass
 class DeviceStep:
@@ -56,28 +91,27 @@ class DeviceStep:
         target: the frozen model.
         drafter: who proposes; None without drafts.
         cache: pages of target and draft layers.
-        ring: texts, lengths, drafts and recent hidden states by slot.
-        num_speculative_tokens: K.
+        slot_state: texts, lengths, drafts and recent hidden states by slot.
+        plan: what is drafted.
         rule: verification rule.
         options: its settings.
         backend: kernel backend.
-        products: entered for the whole step, for deterministic decoding; None otherwise.
-        probe: told that the step starts and which part of it ends; never in a captured step.
-        tie: hands on a part's last values, given all that the part made; what a captured step has
-            instead of a probe, see `bench.bench_split`.
+        parts: what is called; the methods below unless somebody replaced them.
     """
 
     target: Target
     drafter: Drafter | None
     cache: KVCache
-    ring: HiddenRing
-    num_speculative_tokens: int
+    slot_state: SlotState
+    plan: DraftPlan
     rule: Rule
     options: VerifyOptions = field(default_factory=VerifyOptions)
     backend: str = "auto"
-    products: AbstractContextManager[object] | None = None
-    probe: Callable[[str], None] | None = None
-    tie: Callable[[Tensor, list[Tensor]], Tensor] | None = None
+    parts: DeviceParts = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Nobody has replaced a part."""
+        self.parts = DeviceParts(self._target, self._verify, self._advance, self._draft)
 
     def run(
         self,
@@ -87,131 +121,114 @@ class DeviceStep:
         request_ids: list[str],
         draft_limit: int,
     ) -> StepResult:
-        """Run target, verification and drafting.
+        """All four parts, as `SpecDecoder.step` calls them."""
+        target = self.parts.target(inputs)
+        verified = self.parts.verify(inputs, target, params)
+        state = self.parts.advance(inputs, verified)
+        step = VerifiedStep(inputs, state, target.hidden, params, request_ids, draft_limit)
+        return StepResult.of(verified, self.parts.draft(step))
 
-        Args:
-            inputs: rows of the step.
-            params: sampling parameters of its requests.
-            request_ids: for the auditor.
-            draft_limit: most drafts of each request, 0..K.
-        """
-        if self.products is None:  # compiled steps must see no context
-            return self._run(inputs, params, request_ids=request_ids, draft_limit=draft_limit)
-        with self.products:
-            return self._run(inputs, params, request_ids=request_ids, draft_limit=draft_limit)
-
-    def _run(
-        self,
-        inputs: StepInputs,
-        params: SamplingTensors,
-        *,
-        request_ids: list[str],
-        draft_limit: int,
-    ) -> StepResult:
-        self._mark("start")
+    def _target(self, inputs: StepInputs) -> TargetRows:
+        """Run the target over the step's rows; writes its KV pages."""
         context = inputs.target_context(self.cache, backend=self.backend)
         hidden = self.target.forward(
             inputs.input_ids[None], position_ids=inputs.positions[None], context=context
         )
-        logits = self.target.logits(
-            hidden.post_norm[0, inputs.logits_indices(self.num_speculative_tokens)]
-        )
-        logits = self._tied(logits)
-        self._mark("target")
-        processed = self._process(logits, inputs, params)
-        verified = self._verify(processed, inputs, params)
-        verified = VerifyOutput(self._tied(verified.num_accepted, *verified[1:]), *verified[1:])
+        rows = inputs.logits_indices(self.plan.num_speculative_tokens)
+        return TargetRows(hidden, self.target.logits(hidden.post_norm[0, rows]))
+
+    def _verify(self, inputs: StepInputs, target: TargetRows, params: SamplingTensors) -> Verified:
+        processed = self._process(target.logits, inputs, params)
+        tokens = self._apply_rule(processed, inputs, params)
         logprobs = step_logprobs(
-            logits, processed, sampled_token_ids=verified.sampled_token_ids, params=params
+            target.logits, processed, sampled_token_ids=tokens.sampled_token_ids, params=params
         )
-        state = self._advance(inputs, verified)
-        self._mark("verify")
-        drafts = inputs.draft_token_ids  # [R, 0] without a drafter
-        if self.drafter is not None:
-            step = VerifiedStep(
-                inputs=inputs,
-                state=state,
-                target_hidden=hidden,
-                params=params,
-                request_ids=request_ids,
-                draft_limit=draft_limit,
-            )
-            drafts = self.drafter.draft(step, cache=self.cache, ring=self.ring)
-            self.ring.draft_token_ids[inputs.slots] = drafts
-        self._mark("draft")
-        return StepResult(verified.sampled_token_ids, verified.is_finite, drafts, logprobs)
-
-    def _mark(self, part: str) -> None:
-        if self.probe is not None:
-            self.probe(part)
-
-    def _tied(self, values: Tensor, *made: Tensor) -> Tensor:
-        return values if self.tie is None else self.tie(values, list(made))
+        return Verified(tokens, logprobs)
 
     def _process(self, logits: Tensor, inputs: StepInputs, params: SamplingTensors) -> Tensor:
         """Apply logit processors and grammar masks to logits `[R, K+1, V]`."""
         if params.processors is not None:
-            column = torch.arange(self.num_speculative_tokens + 1, device=logits.device)
             logits = process_logits(
                 logits,
                 params.processors,
-                text=self.ring.text[inputs.slots],
-                num_tokens=inputs.num_tokens[:, None] + column,
+                text=self.slot_state.text[inputs.slots],
+                num_tokens=inputs.num_tokens[:, None] + self._columns(inputs),
             )
         return logits if params.bitmask is None else apply_bitmask(logits, params.bitmask)
 
-    def _verify(self, logits: Tensor, inputs: StepInputs, params: SamplingTensors) -> VerifyOutput:
+    def _apply_rule(
+        self, logits: Tensor, inputs: StepInputs, params: SamplingTensors
+    ) -> VerifyOutput:
         """Apply the verification rule to logits `[R, K+1, V]`."""
-        column = torch.arange(self.num_speculative_tokens + 1, device=logits.device)
+        column = self._columns(inputs)
         thinking = self.options.relaxed_thinking_token_ids
         is_thinking = None
         if thinking is not None:
-            text = self.ring.text[inputs.slots]
+            text = self.slot_state.text[inputs.slots]
             is_thinking = text_is_thinking(
                 text, num_tokens=inputs.num_tokens, begin=thinking[0], end=thinking[1]
             )
         verify_inputs = VerifyInputs(
             target_logits=logits,
             draft_token_ids=inputs.draft_token_ids,
-            draft_probs=self.ring.read_draft_probs(inputs.slots),
+            draft_probs=self.slot_state.read_draft_probs(inputs.slots),
             params=params,
             positions=inputs.num_tokens[:, None] + column,
             is_thinking=is_thinking,
             options=self.options,
         )
-        # At temperature 0 the lossless rules coincide.
-        return (
-            verify_greedy(verify_inputs)
-            if self.rule.lossless and params.all_greedy
-            else self.rule.function(verify_inputs)
-        )
+        if self.rule.lossless and params.all_greedy:  # at temperature 0 they coincide
+            return verify_greedy(verify_inputs)
+        return self.rule.function(verify_inputs)
 
-    def _advance(self, inputs: StepInputs, verified: VerifyOutput) -> StepState:
-        """Append the emitted tokens to the text and move each request's frontier."""
-        decided = inputs.samples & verified.is_finite
-        num_accepted = torch.where(inputs.samples, verified.num_accepted, inputs.num_drafts)
-        num_sampled = torch.where(decided, verified.num_accepted + 1, 0)
-        column = torch.arange(self.num_speculative_tokens + 1, device=num_sampled.device)
-        self.ring.write_text(
+    def _advance(self, inputs: StepInputs, verified: Verified) -> StepState:
+        tokens = verified.tokens
+        decided = inputs.ends_at_newest_token & tokens.is_finite
+        num_accepted = torch.where(
+            inputs.ends_at_newest_token, tokens.num_accepted, inputs.num_drafts
+        )
+        num_sampled = torch.where(decided, tokens.num_accepted + 1, 0)
+        column = self._columns(inputs)
+        self.slot_state.write_text(
             inputs.slots,
             positions=inputs.num_tokens[:, None] + column,
-            token_ids=verified.sampled_token_ids,
+            token_ids=tokens.sampled_token_ids,
             keep=column < num_sampled[:, None],
         )
         num_known_tokens = inputs.num_tokens + num_sampled
-        self.ring.num_tokens[inputs.slots] = num_known_tokens
+        self.slot_state.num_tokens[inputs.slots] = num_known_tokens
         num_fresh = inputs.num_rows - (inputs.num_drafts - num_accepted)
         # Rows that broke are run again: none of their hidden states may be kept or drafted from.
-        num_fresh = torch.where(inputs.samples & ~verified.is_finite, 0, num_fresh)
+        num_fresh = torch.where(inputs.ends_at_newest_token & ~tokens.is_finite, 0, num_fresh)
         if self.cache.recurrent is not None:
             self.cache.recurrent.select(inputs.slots, num_rows=inputs.num_rows, num_kept=num_fresh)
         return StepState(
             first_fresh=inputs.first_position,
-            frontier=self._tied(inputs.first_position + num_fresh - 1, num_known_tokens),
+            frontier=inputs.first_position + num_fresh - 1,
             num_known_tokens=num_known_tokens,
             oldest_hidden=torch.maximum(
-                inputs.first_position - self.ring.num_rows, self.ring.first_row[inputs.slots]
+                inputs.first_position - self.slot_state.num_rows,
+                self.slot_state.first_row[inputs.slots],
             ),
-            drafting=decided | inputs.resumes,
+            drafting=decided | inputs.ends_recompute,
             prefilling=inputs.prefilling,
         )
+
+    def _draft(self, step: VerifiedStep) -> Tensor:
+        """Propose the next drafts `[R, K]`; `[R, 0]` without a drafter."""
+        if self.drafter is None:
+            return step.inputs.draft_token_ids
+        drafts = self.drafter.draft(step, cache=self.cache, slot_state=self.slot_state)
+        self.slot_state.draft_token_ids[step.inputs.slots] = drafts
+        return drafts
+
+    def _columns(self, inputs: StepInputs) -> Tensor:
+        return torch.arange(self.plan.num_speculative_tokens + 1, device=inputs.slots.device)
+
+
+def _inside(part: Callable, context: AbstractContextManager[object]) -> Callable:
+    def run(*args: object) -> object:
+        with context:
+            return part(*args)
+
+    return run

@@ -18,9 +18,9 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from mtp_research.decode.decoder import RequestFeed, SpecDecoder, StreamEvent
+from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
-from mtp_research.decode.schedule.request import Request
+from mtp_research.decode.schedule.request import Request, RequestFeed, StreamEvent
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 
@@ -77,7 +77,7 @@ class AsyncDecoder:
             raise ConfigError(
                 f"max_num_live must be >= 1 or None, got {max_num_live}; set max_num_live."
             )
-        if decoder.scheduler.has_work:
+        if decoder.has_work:
             raise ConfigError(
                 "AsyncDecoder needs a decoder without requests; finish or abort them first."
             )
@@ -108,11 +108,6 @@ class AsyncDecoder:
 
         Cancelling the reading task, or leaving the iterator early, aborts the request; its blocks
         are free before the next step.
-
-        Raises:
-            ConfigError: see `SpecDecoder.add_request`; no other reader notices.
-            EnvironmentFault: the decoder was closed, or a step failed before. The readers of that
-                time get the step's own exception.
         """
         self._check_usable()
         stream = _Stream(tuple(prompt_token_ids), sampling, request_id, priority)
@@ -150,18 +145,16 @@ class AsyncDecoder:
             raise EnvironmentFault("the AsyncDecoder is closed; build a new one.")
 
     def _wake(self) -> None:
-        """Make sure that somebody drives the loop."""
         if self._driver is None:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
             self._driver.add_done_callback(self._end_drive)
 
     async def _drive(self) -> None:
-        """Step until nobody wants anything."""
         loop = asyncio.get_running_loop()
         while True:
             self._admit_and_abort()
             self._deliver()
-            if not self._decoder.scheduler.has_work:
+            if not self._decoder.has_work:
                 return
             step = loop.run_in_executor(self._worker, self._decoder.step)
             try:
@@ -171,7 +164,6 @@ class AsyncDecoder:
                 raise
 
     def _end_drive(self, driver: asyncio.Task[None]) -> None:
-        """The driver has ended: because all is done, or with an exception that readers must get."""
         self._driver = None
         error = asyncio.CancelledError() if driver.cancelled() else driver.exception()
         if error is None:
@@ -211,7 +203,6 @@ class AsyncDecoder:
         self._live.append(stream)
 
     def _deliver(self) -> None:
-        """Hand every reader what is new."""
         for stream in self._live:
             event = stream.feed.read() if stream.feed is not None else None
             if event is not None:
@@ -220,7 +211,6 @@ class AsyncDecoder:
 
 
 def _merged(first: StreamEvent, second: StreamEvent) -> StreamEvent:
-    """One event with the tokens of both."""
     logprobs = None
     if first.logprobs is not None and second.logprobs is not None:
         logprobs = first.logprobs + second.logprobs

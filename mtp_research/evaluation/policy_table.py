@@ -19,7 +19,8 @@ from mtp_research.evaluation.stats.summary import ConditionSummary, paired
 from mtp_research.evaluation.tables import UNDEFINED, interval, number
 from mtp_research.heads.record import read_head_record
 from mtp_research.policy.audit import Verdict
-from mtp_research.policy.plan import POLICIES, num_rows_per_step
+from mtp_research.policy.fields import POLICIES
+from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 _REFERENCE = "training"  # differences are to it, prompt by prompt
@@ -94,7 +95,7 @@ def _difference(report: Report, label: str) -> str:
 
 def _num_module_rows(summary: ConditionSummary, num_modules: int) -> int:
     policy = POLICIES[str(summary.policy)]
-    return num_rows_per_step(policy, summary.num_speculative_tokens, num_modules)
+    return DraftPlan(policy, summary.num_speculative_tokens, num_modules).num_rows_per_step
 
 
 def _fault_percentages(audit: Mapping[str, int] | None) -> tuple[str, ...]:

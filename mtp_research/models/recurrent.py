@@ -101,20 +101,23 @@ class RecurrentStates:
 
     Attributes:
         layers: states `[S, K+2, ...]` by layer index.
-        num_candidates: K+1.
     """
 
     def __init__(
         self, mixers: Mapping[int, nn.Module], *, num_slots: int, num_speculative_tokens: int
     ) -> None:
-        self.num_candidates = num_speculative_tokens + 1
-        columns, num_slots = self.num_candidates + 1, num_slots + 1
+        columns, num_slots = num_speculative_tokens + 2, num_slots + 1
         self.layers = {
             layer_idx: _column_states(mixer, num_slots=num_slots, columns=columns)
             for layer_idx, mixer in mixers.items()
         }
         device = next(iter(self.layers.values())).conv.device
         self._column = torch.zeros(num_slots, dtype=torch.int64, device=device)
+
+    @property
+    def num_candidates(self) -> int:
+        """K+1, the rows of a step whose states are all kept."""
+        return next(iter(self.layers.values())).conv.shape[1] - 1
 
     def read(self, layer_idx: int, slots: Tensor, *, is_start: Tensor) -> MixerState:
         """Copies of the states that the next rows continue.

@@ -13,14 +13,8 @@ took part: `num_requests_per_watched` = n watches about one request in n, chosen
 so that equal runs watch equal requests. A watched request is watched in every step, so its counts
 are exact.
 
-The clean policies report 0 WRONG, 0 MIXED, 0 HOLE on any history. The others, priced:
-
-    python -m mtp_research.policy.simulate --policy window --k 3 --accept 0.8 --rounds 20000 --seed
-    0
-
-Letters: K drafts per step, p frontier row, m draft step.
-
-What a slot of the draft KV should hold, compared with what was written there; see `audit`.
+The clean policies report 0 WRONG, 0 MIXED, 0 HOLE on any history; `policy.simulate` counts the
+faults of the others.
 
 Letters: K drafts per step, p frontier row, q slot, m draft step.
 """
@@ -35,7 +29,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from mtp_research.policy.plan import HiddenKind, HiddenPolicy, PassPlan
+from mtp_research.policy.fields import HiddenPolicy
+from mtp_research.policy.plan import DraftPlan, HiddenKind, PassPlan
 
 
 class Verdict(StrEnum):
@@ -129,9 +124,7 @@ class Auditor:
     """Symbolic shadow of the draft KV layers.
 
     Attributes:
-        policy: what is being run.
-        num_speculative_tokens: K.
-        num_kv_layers: draft layers.
+        plan: what is being run.
         num_requests_per_watched: n, about one request in n is watched, >= 1.
         num_requests: watched requests that ended.
         num_rounds: drafting rounds checked.
@@ -140,9 +133,7 @@ class Auditor:
         num_slots: slots counted in `totals`, per layer.
     """
 
-    policy: HiddenPolicy
-    num_speculative_tokens: int
-    num_kv_layers: int
+    plan: DraftPlan
     num_requests_per_watched: int = 1
     num_requests: int = 0
     num_rounds: int = 0
@@ -157,7 +148,7 @@ class Auditor:
 
     def __post_init__(self) -> None:
         """One counter a layer."""
-        self.totals = [Counter() for _ in range(self.num_kv_layers)]
+        self.totals = [Counter() for _ in range(self.plan.num_kv_layers)]
 
     def watches(self, request_id: str) -> bool:
         """Whether this request is among the watched ones."""
@@ -179,7 +170,7 @@ class Auditor:
         """Check the slots a round can have touched (the last 2K + 2) and count the round."""
         if not self.watches(request_id):
             return
-        first = max(0, frontier - 2 * self.num_speculative_tokens - 1)
+        first = max(0, frontier - 2 * self.plan.num_speculative_tokens - 1)
         counts = self.inspect(request_id, token_ids, frontier=frontier, first=first)
         faults = sum(
             count[verdict]
@@ -219,7 +210,8 @@ class Auditor:
         self._blocks.pop(block_id, None)
         if self.watches(request_id):
             slots = slice(first_slot, first_slot + size)
-            logs = (self._log(request_id, i, slots.stop) for i in range(self.num_kv_layers))
+            layers = range(self.plan.num_kv_layers)
+            logs = (self._log(request_id, layer, slots.stop) for layer in layers)
             self._blocks[block_id] = [
                 LayerLog(log.consumed[slots].copy(), log.from_draft[slots].copy()) for log in logs
             ]
@@ -250,12 +242,12 @@ class Auditor:
         return [
             judge_layer(
                 self._log(request_id, layer, frontier + 1),
-                policy=self.policy,
+                policy=self.plan.policy,
                 layer=layer,
                 text=text,
                 slots=slots,
             )
-            for layer in range(self.num_kv_layers)
+            for layer in range(self.plan.num_kv_layers)
         ]
 
     def end_step(self) -> None:
@@ -271,10 +263,11 @@ class Auditor:
             self._apply(written)
 
     def _apply(self, written: _Written) -> None:
-        plan = written.plan
-        tokens = np.full((len(plan.position), self.num_speculative_tokens), -1, dtype=np.int64)
-        column = plan.draft_step if self.policy.shift_tokens else 0
-        if self.policy.hidden == "chain" and plan.draft_step > 0:
+        plan, policy = written.plan, self.plan.policy
+        num_drafts = self.plan.num_speculative_tokens
+        tokens = np.full((len(plan.position), num_drafts), -1, dtype=np.int64)
+        column = plan.draft_step if policy.shift_tokens else 0
+        if policy.hidden == "chain" and plan.draft_step > 0:
             assert self._previous is not None, "a chain pass follows a pass"
             tokens[:] = self._previous
         tokens[:, column] = written.token_ids.cpu().numpy()
@@ -292,16 +285,7 @@ class Auditor:
                 log.from_draft[slots] = from_draft[rows][mine]
 
     def _log(self, request_id: str, layer: int, capacity: int) -> LayerLog:
-        width = self.num_speculative_tokens
-        logs = self._logs.setdefault(
-            request_id, [LayerLog.empty(width) for _ in range(self.num_kv_layers)]
-        )
+        width, num_layers = self.plan.num_speculative_tokens, self.plan.num_kv_layers
+        logs = self._logs.setdefault(request_id, [LayerLog.empty(width) for _ in range(num_layers)])
         logs[layer].reserve(capacity)
         return logs[layer]
-
-
-if __name__ == "__main__":
-    # The simulation runs the loop's row plan on symbols; the auditor itself needs none of it.
-    from mtp_research.policy.simulate import main
-
-    raise SystemExit(main())

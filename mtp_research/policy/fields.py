@@ -100,17 +100,3 @@ def module_index(schedule: ModuleSchedule, draft_step: int, num_mtp_modules: int
 def token_offset(policy: HiddenPolicy, draft_step: int) -> int:
     """Distance from a base row to the token it consumes."""
     return 1 + draft_step if policy.shift_tokens else 1
-
-
-def num_slots_needed(
-    num_tokens: int, num_speculative_tokens: int, num_steps_in_flight: int = 0
-) -> int:
-    """Positions a request must own before a step that starts with `num_tokens` known tokens.
-
-    The verify step writes target rows up to `num_tokens - 1 + K`. If all drafts are accepted the
-    text grows by K+1, and EAGLE draft rows then reach `num_tokens + 2K - 2`; chain policies stay
-    below. With the host `num_steps_in_flight` steps late, the length it knows may be that many
-    times K+1 behind.
-    """
-    drafted = num_speculative_tokens
-    return num_tokens + num_steps_in_flight * (drafted + 1) + max(drafted, 2 * drafted - 1)

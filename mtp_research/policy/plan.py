@@ -3,7 +3,7 @@
 After a verify step each request has a *frontier* row p: the newest row whose target hidden state is
 known. Drafting runs K passes. Pass m (`draft_step`) runs one MTP module over some rows; a row is a
 slot q, a token and a hidden vector. Policies differ only in which rows those are and where token
-and hidden vector come from; `hidden_policy` says so with a few fields, which are turned into index
+and hidden vector come from; `fields` says so with a few fields, which are turned into index
 tensors here. The decode loop, the auditor and the trace command execute the same plan.
 
     row q of pass m reads   text[q + 1 + m]  (chain policies)   or   text[q + 1]  (EAGLE policies)
@@ -16,6 +16,7 @@ rules are our derivation.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from mtp_research.policy.fields import (
     HiddenPolicy,
     ModuleSchedule,
     module_index,
-    num_slots_needed,
     token_offset,
 )
 from mtp_research.policy.row_layout import (
@@ -45,177 +45,173 @@ __all__ = [
     "MODULE_SCHEDULES",
     "POLICIES",
     "BaseRows",
+    "DraftPlan",
     "HiddenKind",
     "HiddenPolicy",
     "ModuleSchedule",
     "PassPlan",
     "StepState",
-    "bound_base_rows",
     "module_index",
-    "num_rows_per_step",
-    "num_slots_needed",
-    "plan_pass",
     "token_offset",
 ]
 
 
-def plan_pass(
-    policy: HiddenPolicy,
-    state: StepState,
-    *,
-    draft_step: int,
-    num_speculative_tokens: int,
-    num_mtp_modules: int,
-    schedule: ModuleSchedule = "cycle",
-    static: bool = False,
-    base_rows: BaseRows | None = None,
-    makes_draft: bool = True,
-) -> PassPlan:
-    """Rows of pass `draft_step`.
+@dataclass(frozen=True)
+class DraftPlan:
+    """What every step drafts: the one value that a decoder's parts take K, N and the policy from.
 
-    Args:
+    Attributes:
         policy: the procedure.
-        state: where each request stands.
-        draft_step: m, 0..K-1.
-        num_speculative_tokens: K.
-        num_mtp_modules: N.
+        num_speculative_tokens: K; 0 drafts nothing.
+        num_mtp_modules: N; 1 where no module drafts.
         schedule: which module runs which pass.
-        static: give every request the same number of base rows (K+1, or K for `window`), padding
-            with rows that write nothing; for captured graphs. Only valid when every request is
-            decoding.
-        base_rows: bounds of the base rows (`bound_base_rows`), padded in the same way; for batches
-            with prompt rows whose plan must not wait for the device.
-        makes_draft: the pass is sampled. Otherwise it has no rows above the frontier: the next
-            round would rewrite them unread. Base rows stay, see `decode.draft_length`.
-
-    Returns:
-        The plan. In the ragged form only rows that the policy asks for are present.
     """
-    module_idx = module_index(schedule, draft_step, num_mtp_modules)
-    first_draft, has_base = _draft_rows(policy, draft_step, num_mtp_modules, schedule)
-    frontier = state.frontier
-    start = _first_base_row(policy, state, num_speculative_tokens)
-    num_static_base = num_speculative_tokens + (policy.rows != "window") if has_base else 0
-    first_base = frontier - num_static_base + 1 if static else start
-    if base_rows is not None:
-        first_base = frontier - base_rows.counts + 1
-    first_row = first_base if has_base else frontier + (first_draft or 0)
-    num_draft = draft_step - first_draft + 1 if makes_draft and first_draft is not None else 0
-    if base_rows is not None and has_base:
-        layout = bounded_rows(base_rows, num_draft)
-    elif static or base_rows is not None:
-        layout = equal_rows(num_static_base + num_draft, frontier)
-    else:
-        num_base = frontier - start + 1 if has_base else torch.zeros_like(frontier)
-        layout = ragged_rows(num_base + state.drafting.long() * num_draft)
-    request_index, position = layout.request_index, layout.positions(first_row)
-    kind, index, hidden_known = _hidden_source(policy, state, draft_step, request_index, position)
-    token_position, token_known = _token_source(policy, state, draft_step, request_index, position)
-    is_base_padding = (position <= frontier[request_index]) & (position < start[request_index])
-    return PassPlan(
-        draft_step=draft_step,
-        module_idx=module_idx,
-        kv_layer=policy.kv_layer(draft_step, module_idx),
-        request_index=request_index,
-        position=position,
-        token_position=token_position,
-        hidden_kind=kind,
-        hidden_index=index,
-        writes=token_known & hidden_known & ~is_base_padding,
-        query_start_loc=layout.query_start_loc,
-        seq_lens=(first_row + layout.counts).int(),
-        max_query_len=layout.max_query_len,
-    )
 
+    policy: HiddenPolicy
+    num_speculative_tokens: int
+    num_mtp_modules: int
+    schedule: ModuleSchedule = "cycle"
 
-def bound_base_rows(
-    policy: HiddenPolicy,
-    row_counts: Sequence[int],
-    *,
-    is_prefill: Sequence[bool],
-    num_speculative_tokens: int,
-) -> list[int]:
-    """Most base rows that each request can have in a pass, from what the host knows of its step.
+    @property
+    def num_kv_layers(self) -> int:
+        """Draft KV layers: one per depth where each depth sees its own history, else per module."""
+        return self.policy.num_kv_layers(self.num_speculative_tokens, self.num_mtp_modules)
 
-    Args:
-        policy: the procedure.
-        row_counts: rows of each request's verify step or prompt chunk.
-        is_prefill: whether they are prompt rows.
-        num_speculative_tokens: K.
-    """
-    # A chunk reruns at most the K rows before it; a decoding request has the static form's rows.
-    rerun = 0 if policy.rows == "fresh" else num_speculative_tokens
-    decoding = num_speculative_tokens + (policy.rows != "window")
-    return [
-        count + rerun if prefill else decoding
-        for count, prefill in zip(row_counts, is_prefill, strict=True)
-    ]
-
-
-def num_rows_per_step(
-    policy: HiddenPolicy,
-    num_speculative_tokens: int,
-    num_mtp_modules: int,
-    *,
-    schedule: ModuleSchedule = "cycle",
-) -> int:
-    """Module rows that a captured step computes per request: one decoding step, static form."""
-    frontier = torch.tensor([10 * (num_speculative_tokens + 1)])
-    state = StepState(
-        first_fresh=frontier - num_speculative_tokens,
-        frontier=frontier,
-        num_known_tokens=frontier + 2,
-        oldest_hidden=torch.zeros_like(frontier),
-        drafting=torch.ones(1, dtype=torch.bool),
-        prefilling=torch.zeros(1, dtype=torch.bool),
-    )
-    return sum(
-        len(
-            plan_pass(
-                policy,
-                state,
-                draft_step=draft_step,
-                num_speculative_tokens=num_speculative_tokens,
-                num_mtp_modules=num_mtp_modules,
-                schedule=schedule,
-                static=True,
-            ).position
+    @property
+    def num_rows_per_step(self) -> int:
+        """Module rows that a captured step computes per request: a decoding step, static form."""
+        frontier = torch.tensor([10 * (self.num_speculative_tokens + 1)])
+        state = StepState(
+            first_fresh=frontier - self.num_speculative_tokens,
+            frontier=frontier,
+            num_known_tokens=frontier + 2,
+            oldest_hidden=torch.zeros_like(frontier),
+            drafting=torch.ones(1, dtype=torch.bool),
+            prefilling=torch.zeros(1, dtype=torch.bool),
         )
-        for draft_step in range(num_speculative_tokens)
-    )
+        steps = range(self.num_speculative_tokens)
+        return sum(len(self.pass_plan(state, step, static=True).position) for step in steps)
 
+    def num_slots_needed(self, num_tokens: int, num_steps_in_flight: int = 0) -> int:
+        """Positions a request must own before a step that starts with `num_tokens` known tokens.
 
-def _draft_rows(
-    policy: HiddenPolicy, draft_step: int, num_mtp_modules: int, schedule: ModuleSchedule
-) -> tuple[int | None, bool]:
-    """First row above the frontier (1-based; None for no such rows), and whether base rows run."""
-    if policy.draft_rows == "none":
-        return None, draft_step == 0 or policy.every_module
-    module_idx = module_index(schedule, draft_step, num_mtp_modules)
-    previous = [
-        step
-        for step in range(draft_step)
-        if module_index(schedule, step, num_mtp_modules) == module_idx
-    ]
-    has_base = draft_step == 0 or (policy.every_module and not previous)
-    since = previous[-1] + 1 if previous else 1
-    first = draft_step if policy.draft_rows == "newest" else since
-    return (max(first, 1) if draft_step >= max(first, 1) else None), has_base
+        The verify step writes target rows up to `num_tokens - 1 + K`. If all drafts are accepted
+        the text grows by K+1, and EAGLE draft rows then reach `num_tokens + 2K - 2`; chain policies
+        stay below. With the host `num_steps_in_flight` steps late, the length it knows may be that
+        many times K+1 behind.
+        """
+        drafted = self.num_speculative_tokens
+        return num_tokens + num_steps_in_flight * (drafted + 1) + max(drafted, 2 * drafted - 1)
 
+    def max_base_rows(self, row_counts: Sequence[int], *, is_prefill: Sequence[bool]) -> list[int]:
+        """Most base rows of each request in a pass, from what the host knows of its step.
 
-def _first_base_row(policy: HiddenPolicy, state: StepState, num_speculative_tokens: int) -> Tensor:
-    """First base row of each request, `[R]`, not before the oldest hidden state at hand."""
-    if policy.rows == "fresh":
-        return state.first_fresh
-    if policy.rows == "anchored":
-        start = torch.minimum(state.first_fresh, state.frontier - num_speculative_tokens)
-    else:
-        window = state.frontier - num_speculative_tokens + 1
-        # While the prompt is read in chunks the rows at a chunk's end lack later hidden states; the
-        # next chunk reruns them.
-        chunked = torch.minimum(window, state.first_fresh - num_speculative_tokens + 1)
-        start = torch.where(state.prefilling, chunked, window)
-    return torch.maximum(start, state.oldest_hidden)
+        Args:
+            row_counts: rows of each request's verify step or prompt chunk.
+            is_prefill: whether they are prompt rows.
+        """
+        # A chunk reruns at most the K rows before it; a decoding request has the static form's.
+        rerun = 0 if self.policy.rows == "fresh" else self.num_speculative_tokens
+        return [
+            count + rerun if prefill else self._num_static_base
+            for count, prefill in zip(row_counts, is_prefill, strict=True)
+        ]
+
+    def pass_plan(
+        self,
+        state: StepState,
+        draft_step: int,
+        *,
+        static: bool = False,
+        base_rows: BaseRows | None = None,
+        makes_draft: bool = True,
+    ) -> PassPlan:
+        """Rows of pass `draft_step`; in the ragged form only those that the policy asks for.
+
+        Args:
+            state: where each request stands.
+            draft_step: m, 0..K-1.
+            static: give every request the same number of base rows (K+1, or K for `window`),
+                padding with rows that write nothing; for captured graphs. Only valid when every
+                request is decoding.
+            base_rows: bounds of the base rows (`max_base_rows`), padded in the same way; for
+                batches with prompt rows whose plan must not wait for the device.
+            makes_draft: the pass is sampled. Otherwise it has no rows above the frontier: the next
+                round would rewrite them unread. Base rows stay, see `decode.draft.draft_length`.
+        """
+        policy, module_idx = self.policy, self._module_idx(draft_step)
+        first_draft, has_base = self._draft_rows(draft_step)
+        frontier = state.frontier
+        start = self._first_base_row(state)
+        num_static_base = self._num_static_base if has_base else 0
+        first_base = frontier - num_static_base + 1 if static else start
+        if base_rows is not None:
+            first_base = frontier - base_rows.counts + 1
+        first_row = first_base if has_base else frontier + (first_draft or 0)
+        num_draft = draft_step - first_draft + 1 if makes_draft and first_draft is not None else 0
+        if base_rows is not None and has_base:
+            layout = bounded_rows(base_rows, num_draft)
+        elif static or base_rows is not None:
+            layout = equal_rows(num_static_base + num_draft, frontier)
+        else:
+            num_base = frontier - start + 1 if has_base else torch.zeros_like(frontier)
+            layout = ragged_rows(num_base + state.drafting.long() * num_draft)
+        request_index, position = layout.request_index, layout.positions(first_row)
+        kind, index, hidden_known = _hidden_source(
+            policy, state, draft_step, request_index, position
+        )
+        token_position, token_known = _token_source(
+            policy, state, draft_step, request_index, position
+        )
+        is_base_padding = (position <= frontier[request_index]) & (position < start[request_index])
+        return PassPlan(
+            draft_step=draft_step,
+            module_idx=module_idx,
+            kv_layer=policy.kv_layer(draft_step, module_idx),
+            request_index=request_index,
+            position=position,
+            token_position=token_position,
+            hidden_kind=kind,
+            hidden_index=index,
+            writes=token_known & hidden_known & ~is_base_padding,
+            query_start_loc=layout.query_start_loc,
+            seq_lens=(first_row + layout.counts).int(),
+            max_query_len=layout.max_query_len,
+        )
+
+    @property
+    def _num_static_base(self) -> int:
+        return self.num_speculative_tokens + (self.policy.rows != "window")
+
+    def _module_idx(self, draft_step: int) -> int:
+        return module_index(self.schedule, draft_step, self.num_mtp_modules)
+
+    def _draft_rows(self, draft_step: int) -> tuple[int | None, bool]:
+        """First row above the frontier (1-based; None: no such rows), and whether base rows run."""
+        policy = self.policy
+        if policy.draft_rows == "none":
+            return None, draft_step == 0 or policy.every_module
+        module_idx = self._module_idx(draft_step)
+        previous = [step for step in range(draft_step) if self._module_idx(step) == module_idx]
+        has_base = draft_step == 0 or (policy.every_module and not previous)
+        since = previous[-1] + 1 if previous else 1
+        first = draft_step if policy.draft_rows == "newest" else since
+        return (max(first, 1) if draft_step >= max(first, 1) else None), has_base
+
+    def _first_base_row(self, state: StepState) -> Tensor:
+        """First base row of each request, `[R]`, not before the oldest hidden state at hand."""
+        if self.policy.rows == "fresh":
+            return state.first_fresh
+        num_drafts = self.num_speculative_tokens
+        if self.policy.rows == "anchored":
+            start = torch.minimum(state.first_fresh, state.frontier - num_drafts)
+        else:
+            window = state.frontier - num_drafts + 1
+            # While the prompt is read in chunks the rows at a chunk's end lack later hidden
+            # states; the next chunk reruns them.
+            chunked = torch.minimum(window, state.first_fresh - num_drafts + 1)
+            start = torch.where(state.prefilling, chunked, window)
+        return torch.maximum(start, state.oldest_hidden)
 
 
 def _token_source(
@@ -249,10 +245,3 @@ def _hidden_source(
     kind = torch.where(from_draft, HiddenKind.DRAFT.value, HiddenKind.TARGET.value)
     index = torch.where(from_draft, above + shift, position + shift)
     return kind, index, ~from_draft | state.drafting[request_index]
-
-
-if __name__ == "__main__":
-    # The trace runs the decode loop's auditor, which this module must not depend on.
-    from mtp_research.policy.trace import main
-
-    raise SystemExit(main())

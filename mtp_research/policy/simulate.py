@@ -1,7 +1,6 @@
 """What a policy does to the draft KV at a given acceptance, without a model.
 
-    python -m mtp_research.policy.simulate --policy window --k 3 --accept 0.8 --rounds 20000 --seed
-    0
+    python -m mtp_research.policy.simulate --policy window --k 3 --accept 0.8 --rounds 20000
 
 runs the engine's own row plan on symbols for one long text. In every round draft j is accepted with
 the same chance, given that the ones before it were; the auditor then prices the slots that the
@@ -17,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtp_research.policy.audit import Verdict
-from mtp_research.policy.plan import MODULE_SCHEDULES, POLICIES, ModuleSchedule
+from mtp_research.policy.fields import MODULE_SCHEDULES, POLICIES
+from mtp_research.policy.plan import DraftPlan
 from mtp_research.policy.trace import SymbolicLoop
 
 _FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
@@ -44,37 +44,27 @@ class Simulation:
 
 
 def simulate(
-    policy: str,
-    *,
-    num_speculative_tokens: int,
-    num_mtp_modules: int,
-    acceptance_chance: float,
-    num_rounds: int,
-    seed: int,
-    schedule: ModuleSchedule = "cycle",
+    plan: DraftPlan, *, acceptance_chance: float, num_rounds: int, seed: int
 ) -> Simulation:
     """Run `num_rounds` verify rounds after a prompt of one token.
 
     Args:
-        policy: key of `policy.POLICIES`.
-        num_speculative_tokens: K, >= 1.
-        num_mtp_modules: N, >= 1.
+        plan: what to run, K >= 1.
         acceptance_chance: of every draft whose predecessors were accepted, in [0, 1].
         num_rounds: >= 1.
         seed: of the acceptance history.
-        schedule: which module runs which pass.
     """
     rng = random.Random(seed)
     symbols = itertools.count()
-    loop = SymbolicLoop(POLICIES[policy], num_speculative_tokens, num_mtp_modules, schedule)
-    drafts = _take(symbols, num_speculative_tokens)
+    loop, num_drafts = SymbolicLoop(plan), plan.num_speculative_tokens
+    drafts = _take(symbols, num_drafts)
     loop.run_round(_take(symbols, 2), drafts)
     counts = []
     for _ in range(num_rounds):
-        is_right = (rng.random() < acceptance_chance for _ in range(num_speculative_tokens))
+        is_right = (rng.random() < acceptance_chance for _ in range(num_drafts))
         counts.append(sum(1 for _ in itertools.takewhile(bool, is_right)))
         emitted = [*drafts[: counts[-1]], next(symbols)]
-        drafts = _take(symbols, num_speculative_tokens)
+        drafts = _take(symbols, num_drafts)
         loop.run_round(emitted, drafts)
     num_slots = loop.frontier + 1
     return Simulation(
@@ -84,7 +74,7 @@ def simulate(
         ),
         num_slots=num_slots,
         num_rounds=num_rounds,
-        num_rounds_rejecting_two=sum(num_speculative_tokens - count >= 2 for count in counts),
+        num_rounds_rejecting_two=sum(num_drafts - count >= 2 for count in counts),
         acceptance_length=1 + sum(counts) / num_rounds,
     )
 
@@ -110,13 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 <= args.accept <= 1:
         parser.error(f"--accept must be in [0, 1], got {args.accept}")
     outcome = simulate(
-        args.policy,
-        num_speculative_tokens=args.k,
-        num_mtp_modules=modules,
+        DraftPlan(POLICIES[args.policy], args.k, modules, args.schedule),
         acceptance_chance=args.accept,
         num_rounds=args.rounds,
         seed=args.seed,
-        schedule=args.schedule,
     )
     print(
         f"policy {args.policy}  k {args.k}  modules {modules}  accept {args.accept:g}  "
@@ -132,7 +119,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _table(outcome: Simulation) -> list[str]:
-    """One line a module, percentages of its slots."""
     lines = ["module" + "".join(f"{f'{fault} %':>9}" for fault in _FAULTS)]
     for layer, rates in enumerate(outcome.fault_rates):
         lines.append(f"{f'M{layer + 1}':6}" + "".join(f"{100 * rates[f]:9.2f}" for f in _FAULTS))
@@ -141,3 +127,7 @@ def _table(outcome: Simulation) -> list[str]:
 
 def _take(symbols: "itertools.count[int]", count: int) -> list[int]:
     return list(itertools.islice(symbols, count))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

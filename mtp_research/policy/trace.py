@@ -20,16 +20,8 @@ from dataclasses import dataclass, field
 import torch
 
 from mtp_research.policy.audit import Auditor, Verdict
-from mtp_research.policy.plan import (
-    MODULE_SCHEDULES,
-    POLICIES,
-    HiddenKind,
-    HiddenPolicy,
-    ModuleSchedule,
-    PassPlan,
-    StepState,
-    plan_pass,
-)
+from mtp_research.policy.fields import MODULE_SCHEDULES, POLICIES
+from mtp_research.policy.plan import DraftPlan, HiddenKind, PassPlan, StepState
 from mtp_research.runtime.errors import ConfigError
 
 _REQUEST = "trace"
@@ -40,42 +32,30 @@ class SymbolicLoop:
     """One request whose rounds are dictated from outside.
 
     Attributes:
-        policy: what to run.
-        num_speculative_tokens: K.
-        num_mtp_modules: N.
-        schedule: which module runs which pass.
+        plan: what to run.
         text: committed symbols; single characters when traced, any integers when simulated.
         frontier: p after the last round.
         auditor: sees every row.
     """
 
-    policy: HiddenPolicy
-    num_speculative_tokens: int
-    num_mtp_modules: int
-    schedule: ModuleSchedule = "cycle"
+    plan: DraftPlan
     text: list[int] = field(default_factory=list)
     frontier: int = -1
     auditor: Auditor = field(init=False)
 
     def __post_init__(self) -> None:
-        """The auditor needs the number of KV layers."""
-        layers = self.policy.num_kv_layers(self.num_speculative_tokens, self.num_mtp_modules)
-        self.auditor = Auditor(self.policy, self.num_speculative_tokens, layers)
+        """The auditor follows the plan."""
+        self.auditor = Auditor(self.plan)
 
     def run_round(
         self, emitted: Sequence[int], drafts: Sequence[int]
     ) -> list[tuple[PassPlan, list[int]]]:
         """Commit the tokens of a verify step, then draft.
 
-        Args:
-            emitted: accepted drafts and the bonus token (for the first call: the prompt and its
-                first token).
-            drafts: the K tokens that the passes will sample.
-
         Returns:
             The plan of every pass with the tokens its rows consume.
         """
-        first_fresh = self.frontier + 1
+        first_fresh, num_drafts = self.frontier + 1, self.plan.num_speculative_tokens
         is_prompt = not self.text
         self.text.extend(emitted)
         self.frontier = len(self.text) - 2
@@ -83,21 +63,14 @@ class SymbolicLoop:
             first_fresh=torch.tensor([first_fresh]),
             frontier=torch.tensor([self.frontier]),
             num_known_tokens=torch.tensor([len(self.text)]),
-            oldest_hidden=torch.tensor([max(0, first_fresh - self.num_speculative_tokens)]),
+            oldest_hidden=torch.tensor([max(0, first_fresh - num_drafts)]),
             drafting=torch.tensor([True]),
             prefilling=torch.tensor([is_prompt]),
         )
         num_known = len(self.text)
         passes = []
-        for draft_step in range(self.num_speculative_tokens):
-            plan = plan_pass(
-                self.policy,
-                state,
-                draft_step=draft_step,
-                num_speculative_tokens=self.num_speculative_tokens,
-                num_mtp_modules=self.num_mtp_modules,
-                schedule=self.schedule,
-            )
+        for draft_step in range(num_drafts):
+            plan = self.plan.pass_plan(state, draft_step)
             token_ids = [
                 self.text[position] if position < num_known else drafts[position - num_known]
                 for position in plan.token_position.tolist()
@@ -157,13 +130,13 @@ def trace(loop: SymbolicLoop, *, prompt: str, script: str) -> list[str]:
         ConfigError: an item of the script does not parse, or does not fit K.
     """
     lines = []
-    drafts = ""
+    drafts, num_drafts = "", loop.plan.num_speculative_tokens
     for round_index, item in enumerate(script.split()):
         match = re.fullmatch(r"(\d*)(\D)>(\D+)", item)
-        if match is None or len(match[3]) != loop.num_speculative_tokens:
+        if match is None or len(match[3]) != num_drafts:
             raise ConfigError(
-                f"--script item {item!r} must be <accepted><bonus>><{loop.num_speculative_tokens} "
-                "drafts>, such as 2X>NOP; the first item has no accepted count."
+                f"--script item {item!r} must be <accepted><bonus>><{num_drafts} drafts>, "
+                "such as 2X>NOP; the first item has no accepted count."
             )
         num_accepted = int(match[1] or 0)
         if bool(match[1]) != bool(round_index) or num_accepted > len(drafts):
@@ -197,7 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.k < 1 or (args.modules is not None and args.modules < 1) or not args.prompt:
         parser.error("--k and --modules must be >= 1 and --prompt must not be empty")
-    loop = SymbolicLoop(POLICIES[args.policy], args.k, args.modules or args.k, args.schedule)
+    plan = DraftPlan(POLICIES[args.policy], args.k, args.modules or args.k, args.schedule)
+    loop = SymbolicLoop(plan)
     try:
         print("\n".join(trace(loop, prompt=args.prompt, script=args.script)))
     except ConfigError as fault:

@@ -32,6 +32,7 @@ from mtp_research.config.ranges import schema_keys
 from mtp_research.config.schema import CLEAN_POLICIES, EngineConfig, EvalConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.fault_table import markdown_tables, price_rows, write_study
 from mtp_research.evaluation.run.conditions import head_names
@@ -221,10 +222,8 @@ def _measure(
     decoder = SpecDecoder(
         asked.target,
         heads,
-        policy=policy,
-        num_speculative_tokens=num_drafts,
+        spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts, verify="greedy"),
         engine=asked.engine,
-        verify="greedy",
     )
     sampling = SamplingParams(
         max_new_tokens=asked.max_new_tokens, stop_token_ids=asked.target.stop_token_ids

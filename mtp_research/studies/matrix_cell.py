@@ -21,6 +21,7 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.attention.attention import DenseContext, with_sinks
@@ -60,7 +61,10 @@ def decode_prompts(
         max_model_len=longest + num_new + 1,
     )
     decoder = SpecDecoder(
-        target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=engine
+        target,
+        heads,
+        spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts),
+        engine=engine,
     )
     records = decoder.generate(prompts, sampling=SamplingParams(max_new_tokens=num_new))
     return sorted(records, key=lambda record: int(record.request_id))

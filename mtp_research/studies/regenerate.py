@@ -28,6 +28,7 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.data.questions import Question, read_questions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run.prompts import ChatTokenizer, begin_of_text
 from mtp_research.models.loading.fingerprint import target_hashes
 from mtp_research.models.target import Target, load_target, load_tokenizer
@@ -174,11 +175,11 @@ def _sample(
     seed: int,
     engine: EngineConfig,
 ) -> list[tuple[int, ...]]:
-    decoder = SpecDecoder(target, num_speculative_tokens=0, engine=engine)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
     for index, prompt in enumerate(prompts):
         params = replace(sampling, seed=sampling.seed + seed * _SEED_STRIDE + index)
         decoder.add_request(prompt, sampling=params, request_id=str(index))
-    while decoder.scheduler.has_work:
+    while decoder.has_work:
         decoder.step()
     records = sorted(decoder.stats.records, key=lambda record: int(record.request_id))
     return [record.output_token_ids for record in records]
@@ -216,7 +217,7 @@ def answer(
         engine: batch settings.
     """
     done = _existing_ids(output)
-    decoder = SpecDecoder(target, num_speculative_tokens=0, engine=engine)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
     by_id = {task.doc_id: task for task in tasks}
     num_there = num_too_long = num_written = 0
     for index, task in enumerate(tasks):
@@ -228,7 +229,7 @@ def answer(
             params = replace(sampling, seed=sampling.seed + index)
             decoder.add_request(task.prompt, sampling=params, request_id=task.doc_id)
     with output.open("a", encoding="utf8") as file:
-        while decoder.scheduler.has_work:
+        while decoder.has_work:
             decoder.step()
             for record in decoder.stats.records[num_written:]:
                 task = by_id[record.request_id]

@@ -12,6 +12,7 @@ import torch
 from mtp_research.config.schema import EngineConfig, TrainConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompts, load_prompts
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.target import load_tokenizer
@@ -45,11 +46,13 @@ def decode_probe(config: TrainConfig) -> Callable[[MTPHeads], dict[str, object]]
         decoder = SpecDecoder(
             heads.target,
             heads,
-            policy=MATCHING_POLICY[config.objective.unroll],
-            num_speculative_tokens=num_drafts,
+            spec=SpecSettings(
+                policy=MATCHING_POLICY[config.objective.unroll],
+                num_speculative_tokens=num_drafts,
+                verify="greedy",
+                module_schedule=cast(ModuleSchedule, config.head.module_schedule),
+            ),
             engine=ENGINE,
-            verify="greedy",
-            module_schedule=cast(ModuleSchedule, config.head.module_schedule),  # checked
         )
         sampling = SamplingParams(
             max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=heads.target.stop_token_ids
@@ -58,7 +61,7 @@ def decode_probe(config: TrainConfig) -> Callable[[MTPHeads], dict[str, object]]
             decoder.add_request(token_ids, sampling=sampling, request_id=prompt.question_id)
         # Modules that are compiled for the shapes of training would compile again for each step's.
         with torch.compiler.set_stance("force_eager"):
-            while decoder.scheduler.has_work:
+            while decoder.has_work:
                 decoder.step()
         accepted = [
             count for record in decoder.stats.records for count in record.num_accepted_per_round

@@ -13,6 +13,7 @@ from mtp_research.bench.bench_split import DeviceRun
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.runtime.errors import NumericFault
 from tests import tiny
 
@@ -68,20 +69,22 @@ def test_kernels_of_a_name_are_added_up() -> None:
     assert sum(count for _, count, _ in totals) == len(TRACE)
 
 
-def texts(*, is_marked: bool) -> list[tuple[int, ...]]:
+def texts(monkeypatch: pytest.MonkeyPatch, *, is_marked: bool) -> list[tuple[int, ...]]:
     torch.manual_seed(0)
     target = tiny.tiny_target("qwen3", dtype=torch.float32)
     heads = tiny.tiny_heads(target, num_mtp_modules=1)
     engine = EngineConfig(max_num_requests=2, deferred_output=True, audit=False)
-    decoder = SpecDecoder(target, heads, num_speculative_tokens=2, engine=engine)
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=2), engine=engine)
     seen: list[int] = []
+    mark = bench_split.mark
     if is_marked:
 
-        def tie(values: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
+        def noted(values: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
             seen.append(len(made))
-            return bench_split.mark(values, made)
+            return mark(values, made)
 
-        decoder.device_step.tie = tie
+        monkeypatch.setattr(bench_split, "mark", noted)
+        decoder.observe(bench_split.marked_parts)
     sampling = SamplingParams(max_new_tokens=6)
     records = list(decoder.generate([[1, 2, 3], [4, 5]], sampling=sampling))
     assert set(zip(seen[::3], seen[1::3], seen[2::3], strict=True)) <= {(0, 2, 1)}
@@ -89,8 +92,9 @@ def texts(*, is_marked: bool) -> list[tuple[int, ...]]:
     return [tuple(record.output_token_ids) for record in records]
 
 
-def test_marked_step_decodes_the_same_text() -> None:
-    assert texts(is_marked=True) == texts(is_marked=False)
+def test_marked_step_decodes_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked, plain = (texts(monkeypatch, is_marked=is_marked) for is_marked in (True, False))
+    assert marked == plain
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tries the command on a CPU")
@@ -116,7 +120,7 @@ def test_unique_experts_are_the_targets_and_a_module_has_all_its_passes_counted(
     target = tiny.tiny_target("glm4_moe", dtype=torch.float32)
     heads = tiny.tiny_heads(target, num_mtp_modules=1)
     engine = EngineConfig(max_num_requests=2, deferred_output=True, audit=False)
-    decoder = SpecDecoder(target, heads, num_speculative_tokens=3, engine=engine)
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=3), engine=engine)
     for prompt in ([1, 2, 3, 4], [5, 6, 7]):
         decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=64))
     for _ in range(4):

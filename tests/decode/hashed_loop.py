@@ -13,6 +13,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import drafts_made
 from mtp_research.decode.ledger import Launched
 from mtp_research.decode.schedule.request import Request, Status
+from mtp_research.decode.step import Verified
 from mtp_research.decode.verify.verify import PADDING_TOKEN_ID, VerifyOutput
 
 VOCAB = 128
@@ -34,27 +35,31 @@ class HashedLoop:
     _names: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        launch, commit = self.decoder._launch, self.decoder._ledger.commit
+        scheduler, ledger = self.decoder.scheduler, self.decoder._ledger
+        make_schedule, apply = scheduler.schedule, ledger.apply
 
-        def named_launch(schedule):
+        def named_schedule():
+            schedule = make_schedule()
             self._names = [entry.request.request_id for entry in schedule.entries]
-            return launch(schedule)
+            return schedule
 
-        def noted_commit(launched: Launched) -> None:
-            commit(launched)
+        def noted_apply(launched: Launched) -> None:
+            apply(launched)
             rows = launched.pending.wait().draft_token_ids.tolist()
             for entry, row in zip(launched.entries, rows, strict=True):
                 request = entry.request
-                if request.status is not Status.FINISHED and (entry.samples or entry.resumes):
+                if request.status is not Status.FINISHED and (
+                    entry.ends_at_newest_token or entry.ends_recompute
+                ):
                     room = max(self.decoder.max_model_len - request.num_tokens, 0)
                     rounds = self.rounds.setdefault(request.request_id, [])
                     rounds.append((request.num_tokens, tuple(drafts_made(row)[:room])))
 
-        self.decoder._launch = named_launch
-        self.decoder._ledger.commit = noted_commit
-        self.decoder.device_step._verify = self._verify
+        scheduler.schedule = named_schedule
+        ledger.apply = noted_apply
+        self.decoder.observe(lambda parts: parts._replace(verify=self._verify))
 
-    def _verify(self, logits, inputs, params) -> VerifyOutput:
+    def _verify(self, inputs, target, params) -> Verified:
         width = self.decoder.num_speculative_tokens + 1
         counts, tokens, finite = [], [], []
         for row, name in enumerate(self._names):
@@ -68,7 +73,8 @@ class HashedLoop:
             finite.append(not breaks)
             counts.append(0 if breaks else count)
             tokens.append([PADDING_TOKEN_ID] * width if breaks else emitted)
-        return VerifyOutput(torch.tensor(counts), torch.tensor(tokens), torch.tensor(finite))
+        tensors = (torch.tensor(counts), torch.tensor(tokens), torch.tensor(finite))
+        return Verified(VerifyOutput(*tensors), None)
 
     def decode(
         self, requests: list[Request], *, aborted: Request | None = None, num_steps: int = 0

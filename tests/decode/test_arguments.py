@@ -4,16 +4,11 @@ import dataclasses
 
 import pytest
 
-from mtp_research.config.schema import EngineConfig
-from mtp_research.decode.arguments import resolve_rule, rule_name
+from mtp_research.config.schema import EngineConfig, VerifyOptions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
-from mtp_research.decode.verify.verify import (
-    VerifyInputs,
-    VerifyOptions,
-    VerifyOutput,
-    verify_greedy,
-)
+from mtp_research.decode.settings import SpecSettings, rule_name
+from mtp_research.decode.verify.verify import VerifyInputs, VerifyOutput, verify_greedy
 from mtp_research.decode.verify.verify_rules import RULES, Rule
 from mtp_research.models.target import Target
 from mtp_research.policy.plan import POLICIES
@@ -44,21 +39,21 @@ def test_engine_settings_are_checked_as_on_the_command_line(
 ) -> None:
     engine = dataclasses.replace(EngineConfig(), **{field: value})
     with pytest.raises(ConfigError) as fault:
-        SpecDecoder(target, num_speculative_tokens=0, engine=engine)
+        SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
     assert expected in str(fault.value)
 
 
 def test_policy_object_equals_its_name_and_a_new_one_is_taken(target) -> None:
     heads = tiny.tiny_heads(target)
-    by_name = run(SpecDecoder(target, heads, policy="eagle"))
-    by_object = run(SpecDecoder(target, heads, policy=POLICIES["eagle"]))
+    by_name = run(SpecDecoder(target, heads, spec=SpecSettings(policy="eagle")))
+    by_object = run(SpecDecoder(target, heads, spec=SpecSettings(policy=POLICIES["eagle"])))
     counts = [
         {name: record.num_accepted_per_round for name, record in records.items()}
         for records in (by_name, by_object)
     ]
     assert counts[0] == counts[1]
     new = dataclasses.replace(POLICIES["target_roll"], name="anchored_roll", rows="anchored")
-    decoder = SpecDecoder(target, heads, policy=new)
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(policy=new))
     assert texts_of(run(decoder)) == texts_of(by_name)
     assert decoder.auditor.num_dirty_rounds == 0
 
@@ -72,7 +67,9 @@ def test_rule_object_is_applied_and_named_in_faults(target) -> None:
 
     rule = Rule(verify_mine, lossless=False, samples=False)
     options = VerifyOptions(relaxed_top_n=7)  # its own affair what it reads
-    decoder = SpecDecoder(target, tiny.tiny_heads(target), verify=rule, verify_options=options)
+    decoder = SpecDecoder(
+        target, tiny.tiny_heads(target), spec=SpecSettings(verify=rule, verify_options=options)
+    )
     run(decoder)
     assert set(seen) == {7}
     assert rule_name(rule) == "verify_mine"
@@ -84,17 +81,18 @@ def test_built_in_rule_given_as_an_object_is_checked_like_its_name() -> None:
     options = VerifyOptions(relaxed_top_n=7)
     for verify in ("greedy", RULES["greedy"]):
         with pytest.raises(ConfigError, match="relaxed_top_n must be left alone"):
-            resolve_rule(verify, options=options, num_speculative_tokens=3)
-    assert resolve_rule("greedy", options=options, num_speculative_tokens=0) == RULES["standard"]
+            SpecSettings(verify=verify, verify_options=options)
+    plain = SpecSettings(num_speculative_tokens=0, verify="greedy", verify_options=options)
+    assert plain.rule == RULES["standard"]
 
 
 def test_generate_ends_at_the_targets_own_stop_tokens(target, monkeypatch) -> None:
     free = SamplingParams(max_new_tokens=30)
-    decoder = SpecDecoder(target, num_speculative_tokens=0)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
     texts = {r.request_id: r.output_token_ids for r in decoder.generate(PROMPTS, sampling=free)}
     stop = texts["0"][4]
     monkeypatch.setattr(Target, "stop_token_ids", property(lambda _: (stop,)))
-    decoder = SpecDecoder(target, num_speculative_tokens=0)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
     records = list(decoder.generate(PROMPTS, max_new_tokens=30))
     for record in records:
         text = texts[record.request_id]
@@ -104,7 +102,7 @@ def test_generate_ends_at_the_targets_own_stop_tokens(target, monkeypatch) -> No
 
 
 def test_generate_refuses_two_limits(target) -> None:
-    decoder = SpecDecoder(target, num_speculative_tokens=0)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
     with pytest.raises(ConfigError, match="takes sampling or max_new_tokens, got both"):
         next(decoder.generate(PROMPTS, sampling=SamplingParams(), max_new_tokens=3))
     assert not decoder.scheduler.has_work
@@ -112,16 +110,18 @@ def test_generate_refuses_two_limits(target) -> None:
 
 def test_sampled_audit_watches_some_requests_and_counts_them_exactly(target) -> None:
     heads, prompts = tiny.tiny_heads(target), [[3 + i, 9] for i in range(12)]
-    full = SpecDecoder(target, heads, policy="training_norefresh")
+    full = SpecDecoder(target, heads, spec=SpecSettings(policy="training_norefresh"))
     run(full, prompts)
     engine = EngineConfig(audit_every=3)
-    decoder = SpecDecoder(target, heads, policy="training_norefresh", engine=engine)
+    decoder = SpecDecoder(
+        target, heads, spec=SpecSettings(policy="training_norefresh"), engine=engine
+    )
     run(decoder, prompts)
     watched = [str(i) for i in range(12) if decoder.auditor.watches(str(i))]
     assert 1 <= len(watched) < 12
     assert decoder.auditor.num_requests == len(watched)
     # The same requests alone, all watched, must give the same counts.
-    alone = SpecDecoder(target, heads, policy="training_norefresh")
+    alone = SpecDecoder(target, heads, spec=SpecSettings(policy="training_norefresh"))
     for name in watched:
         alone.add_request(
             prompts[int(name)], sampling=SamplingParams(max_new_tokens=10), request_id=name

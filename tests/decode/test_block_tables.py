@@ -12,7 +12,7 @@ from mtp_research.decode.schedule import batch as block_tables
 from mtp_research.decode.schedule.batch import BlockTables
 from mtp_research.decode.schedule.blocks import BlockManager
 from mtp_research.decode.schedule.request import Request
-from mtp_research.decode.transfer import to_device
+from mtp_research.decode.slot_state import to_device
 
 NUM_SLOTS, WIDTH, SPARE = 3, 4, 99
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_research.config.schema import POLICIES, EngineConfig
-from mtp_research.decode import build
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs import decode_graphs as graphs
 from mtp_research.decode.graphs import mixed_graphs
 from mtp_research.decode.graphs.capture import no_collection
 from mtp_research.decode.graphs.mixed_graphs import MIXED_ROWS, MixedShape, padding_rows
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.step import StepResult
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
@@ -44,7 +44,7 @@ class Recalled:
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (graphs, mixed_graphs):
         monkeypatch.setattr(module, "capture_call", lambda call, pool: Recalled(call))
-    monkeypatch.setattr(build, "require_capturable", lambda *_, **__: None)
+    monkeypatch.setattr(graphs, "require_capturable", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
 
@@ -70,7 +70,10 @@ def _decode(models, policy: str, *, num_drafts: int = 3, **changes: object):
     if num_drafts == 0:
         heads = None
     decoder = SpecDecoder(
-        target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=engine
+        target,
+        heads,
+        spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts),
+        engine=engine,
     )
     sampling = [
         SamplingParams(max_new_tokens=count, temperature=temperature, seed=count)
@@ -148,7 +151,7 @@ def test_buckets_are_captured_before_the_first_step_and_large_steps_are_left_out
         cuda_graphs=True,
         capture_mixed=True,
     )
-    decoder = SpecDecoder(target, heads, num_speculative_tokens=3, engine=engine)
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=3), engine=engine)
     sampling = SamplingParams(max_new_tokens=3)
     with torch.inference_mode():
         decoder.graphs.prepare(sampling)

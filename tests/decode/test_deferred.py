@@ -10,6 +10,7 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import ConfidenceLength, DraftLength, FixedLength
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.policy.plan import POLICIES
 from tests import tiny
 from tests.decode.hashed_loop import VOCAB, HashedLoop
@@ -76,10 +77,10 @@ def test_deferred_any_scenario_equals_output_at_once(
         decoder = SpecDecoder(
             target,
             heads[num_modules],
-            policy=policy,
-            num_speculative_tokens=num_drafts,
+            spec=SpecSettings(
+                policy=policy, num_speculative_tokens=num_drafts, draft_length=length
+            ),
             engine=engine,
-            draft_length=length,
         )
         loop, rng = HashedLoop(decoder, break_chance=break_chance), random.Random(seed)
         trunk = [rng.randrange(VOCAB) for _ in range(9)]

@@ -7,6 +7,7 @@ from torch import Tensor
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.step import DeviceStep
 from mtp_research.models.rewrites.invariant import EXPERTS_NAME, InvariantProducts
 from mtp_research.models.target import Target
@@ -46,8 +47,8 @@ class LogitsByText:
 
         def watch(step: DeviceStep, logits: Tensor, inputs, params) -> Tensor:
             for row, num_drafts in enumerate(inputs.num_drafts.tolist()):
-                if inputs.samples[row]:
-                    text = step.ring.text[inputs.slots[row]].tolist()
+                if inputs.ends_at_newest_token[row]:
+                    text = step.slot_state.text[inputs.slots[row]].tolist()
                     for column in range(num_drafts + 1):
                         self._compare(text[: inputs.num_tokens[row] + column], logits[row, column])
             return process(step, logits, inputs, params)
@@ -76,8 +77,7 @@ def decode(
     decoder = SpecDecoder(
         target,
         heads,
-        policy=policy,
-        num_speculative_tokens=num_speculative_tokens,
+        spec=SpecSettings(policy=policy, num_speculative_tokens=num_speculative_tokens),
         engine=EngineConfig(deterministic=deterministic, audit=False, **engine),
     )
     for name in order:
@@ -192,7 +192,7 @@ def test_deterministic_with_what_follows_the_batch_is_refused(recipe, changes, m
     engine = EngineConfig(deterministic=True, **changes)
     target = tiny.tiny_target(recipe, dtype=torch.float32)
     with pytest.raises(ConfigError, match=message):
-        SpecDecoder(target, num_speculative_tokens=0, engine=engine)
+        SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
 
 
 @pytest.mark.gpu
@@ -207,8 +207,7 @@ def test_deterministic_texts_on_gpu_are_equal_in_any_loop(recipe: str, graphs: b
         decoder = SpecDecoder(
             target,
             heads if num_speculative_tokens else None,
-            policy=policy,
-            num_speculative_tokens=num_speculative_tokens,
+            spec=SpecSettings(policy=policy, num_speculative_tokens=num_speculative_tokens),
             engine=EngineConfig(
                 deterministic=True,
                 audit=False,

@@ -25,11 +25,13 @@ def _choose(kind: str, logits: torch.Tensor, params: list[SamplingParams]) -> to
         inputs=SimpleNamespace(slots=torch.arange(num_requests)),
         state=SimpleNamespace(num_known_tokens=torch.full((num_requests,), 2)),
     )
-    ring = SimpleNamespace(
+    slot_state = SimpleNamespace(
         text=torch.tensor([[2, 2, 4, 0, 0]] * num_requests),
         write_draft_probs=lambda slots, *, draft_step, probs: None,
     )
-    return choose_drafts(logits, step, draft_step=1, ring=ring, sampling=kind, vocabulary=None)
+    return choose_drafts(
+        logits, step, draft_step=1, slot_state=slot_state, sampling=kind, vocabulary=None
+    )
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)

@@ -15,15 +15,20 @@ from mtp_research.decode.draft.draft_length import (
     RecentRounds,
     best_num_drafts,
 )
+from mtp_research.policy.plan import POLICIES, DraftPlan
 from mtp_research.runtime.errors import ConfigError
 
 RATES = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 
 
+def _recent(num_drafts: int, **changes: float) -> RecentRounds:
+    return RecentRounds(DraftPlan(POLICIES["eagle"], num_drafts, 1), **changes)
+
+
 def test_fixed_rule_always_drafts_k() -> None:
-    recent = RecentRounds(4)
+    recent = _recent(4)
     assert {FixedLength().num_drafts(batch_size=size, recent=recent) for size in (1, 64)} == {4}
-    assert not FixedLength().reads_probability
+    assert FixedLength().keeps is None
 
 
 def test_confidence_keeps_at_the_bar_and_drops_below_it_and_nan() -> None:
@@ -36,7 +41,7 @@ def test_confidence_keeps_at_the_bar_and_drops_below_it_and_nan() -> None:
 )
 def test_batch_table_holds_from_its_size_on(batch_size: int, expected: int) -> None:
     rule = BatchTableLength(((1, 9), (8, 2), (32, 0)))
-    assert rule.num_drafts(batch_size=batch_size, recent=RecentRounds(5)) == expected
+    assert rule.num_drafts(batch_size=batch_size, recent=_recent(5)) == expected
 
 
 @given(rates=RATES, cost_ratio=st.floats(0, 2))
@@ -72,7 +77,7 @@ def feed(recent: RecentRounds, rounds: list[tuple[int, int]], *, times: int = 1)
 
 
 def test_estimate_starts_at_the_prior_and_ends_at_the_rates() -> None:
-    recent = RecentRounds(3, half_life_steps=1e9)
+    recent = _recent(3, half_life_steps=1e9)
     assert recent.conditional_acceptance() == pytest.approx([0.8] * 3)
     # Draft 1 is accepted 3 times in 4, draft 2 once in 3 (made in every round), draft 3 never.
     feed(recent, [(3, 0), (3, 1), (3, 1), (3, 2)], times=500)
@@ -80,7 +85,7 @@ def test_estimate_starts_at_the_prior_and_ends_at_the_rates() -> None:
 
 
 def test_estimate_ignores_positions_that_were_not_drafted() -> None:
-    recent = RecentRounds(3, half_life_steps=1e9)
+    recent = _recent(3, half_life_steps=1e9)
     feed(recent, [(1, 1)], times=1000)
     first, second, third = recent.conditional_acceptance()
     assert first == pytest.approx(1.0, abs=0.01)
@@ -88,7 +93,7 @@ def test_estimate_ignores_positions_that_were_not_drafted() -> None:
 
 
 def test_estimate_forgets_half_in_a_half_life() -> None:
-    recent = RecentRounds(1, half_life_steps=10)
+    recent = _recent(1, half_life_steps=10)
     recent.add_round(num_drafted=1, num_accepted=1)
     for _ in range(10):
         recent.end_step(num_drafts=0, seconds=1.0)
@@ -97,7 +102,7 @@ def test_estimate_forgets_half_in_a_half_life() -> None:
 
 
 def test_expected_gain_drops_hopeless_drafts_and_tries_them_again() -> None:
-    rule, recent = ExpectedGainLength(cost_ratio=0.2), RecentRounds(3)
+    rule, recent = ExpectedGainLength(cost_ratio=0.2), _recent(3)
     chosen = []
     for _ in range(600):
         n = rule.num_drafts(batch_size=1, recent=recent)
@@ -111,7 +116,7 @@ def test_expected_gain_drops_hopeless_drafts_and_tries_them_again() -> None:
 
 
 def test_expected_gain_measures_the_cost_it_was_not_given() -> None:
-    rule, recent = ExpectedGainLength(), RecentRounds(4)
+    rule, recent = ExpectedGainLength(), _recent(4)
     chosen = []
     for _ in range(60):
         n = rule.num_drafts(batch_size=1, recent=recent)
@@ -124,15 +129,15 @@ def test_expected_gain_measures_the_cost_it_was_not_given() -> None:
 
 
 def test_measured_cost_leaves_out_steps_after_a_change() -> None:
-    recent = RecentRounds(2)
+    recent = _recent(2)
     for n, seconds in [(0, 1.0)] * 6 + [(2, 99.0)] + [(2, 1.4)] * 5:
         recent.end_step(num_drafts=n, seconds=seconds)
     assert recent.cost_ratio() == pytest.approx(0.2)
-    assert RecentRounds(2).cost_ratio() is None
+    assert _recent(2).cost_ratio() is None
 
 
 def test_prices_that_drafts_cannot_pay_end_drafting() -> None:
-    rule, recent = ExpectedGainLength(cost_ratio=3.0), RecentRounds(3)
+    rule, recent = ExpectedGainLength(cost_ratio=3.0), _recent(3)
     assert rule.num_drafts(batch_size=1, recent=recent) == 0
 
 

@@ -3,7 +3,6 @@
 import itertools
 import random
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from mtp_research.decode.draft.draft_length import (
     RecentRounds,
 )
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.verify.verify import (
     VerifyInputs,
     VerifyOutput,
@@ -27,7 +27,7 @@ from mtp_research.decode.verify.verify import (
     verify_standard,
 )
 from mtp_research.policy.audit import Verdict
-from mtp_research.policy.plan import POLICIES, num_rows_per_step
+from mtp_research.policy.plan import POLICIES, DraftPlan
 from mtp_research.runtime.errors import ConfigError
 from tests import oracle, tiny
 from tests.decode.loops import PROMPTS, draft_rightly, run, texts_of
@@ -43,12 +43,11 @@ class RandomLength:
 
     seed: int
     stops: bool
-    reads_probability: ClassVar[bool] = True
 
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         """Reads the number of steps only, so that a run can be repeated."""
         rng = random.Random(f"{self.seed} {recent.num_steps} {sum(recent.reached)}")
-        return rng.randint(0, recent.num_speculative_tokens)
+        return rng.randint(0, recent.plan.num_speculative_tokens)
 
     def keeps(self, probability: torch.Tensor) -> torch.Tensor:
         """A coin per request, from the bits of its probability."""
@@ -100,10 +99,12 @@ def test_drafts_equal_full_recompute_whatever_was_left_out(
     decoder = SpecDecoder(
         target,
         tiny.tiny_heads(target, num_mtp_modules=num_modules),
-        policy=policy,
-        num_speculative_tokens=4,
+        spec=SpecSettings(
+            policy=policy,
+            num_speculative_tokens=4,
+            draft_length=RandomLength(seed=chunk, stops=stops),
+        ),
         engine=EngineConfig(max_num_requests=3, max_prefill_chunk=chunk),
-        draft_length=RandomLength(seed=chunk, stops=stops),
     )
     loop, rng = DictatedLoop(decoder, seed=chunk), random.Random(chunk)
     for length in (1, 9, 5, 2):
@@ -125,18 +126,17 @@ def test_drafts_equal_full_recompute_whatever_was_left_out(
 
 def test_leaving_whole_passes_out_would_break_the_draft_kv(target, monkeypatch) -> None:
     """The base rows are needed: the reason why `training` saves no module rows."""
-    plan_pass = draft.plan_pass
+    pass_plan = DraftPlan.pass_plan
 
     def plan_nothing(*args, makes_draft: bool, **kwargs):
-        plan = plan_pass(*args, makes_draft=makes_draft, **kwargs)
+        plan = pass_plan(*args, makes_draft=makes_draft, **kwargs)
         return plan if makes_draft else plan._replace(writes=plan.writes & False)
 
-    monkeypatch.setattr(draft, "plan_pass", plan_nothing)
+    monkeypatch.setattr(DraftPlan, "pass_plan", plan_nothing)
     decoder = SpecDecoder(
         target,
         tiny.tiny_heads(target),
-        policy="training",
-        draft_length=BatchTableLength(((1, 1), (3, 3))),
+        spec=SpecSettings(policy="training", draft_length=BatchTableLength(((1, 1), (3, 3)))),
     )
     run(decoder, sampling=[SamplingParams(max_new_tokens=8 + 9 * i) for i in range(4)])
     assert sum(total[Verdict.HOLE] for total in decoder.auditor.totals) > 0
@@ -153,9 +153,11 @@ RULES: dict[str, DraftLength] = {
 
 def assert_text_is_the_baselines(target, policy: str, rule: str, *, num_tokens: int) -> None:
     sampling = SamplingParams(max_new_tokens=num_tokens)
-    baseline = texts_of(run(SpecDecoder(target, num_speculative_tokens=0), sampling=sampling))
+    baseline = texts_of(
+        run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0)), sampling=sampling)
+    )
     heads = tiny.tiny_heads(target)
-    decoder = SpecDecoder(target, heads, policy=policy, draft_length=RULES[rule])
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(policy=policy, draft_length=RULES[rule]))
     assert texts_of(run(decoder, sampling=sampling)) == baseline
     if POLICIES[policy].clean:
         assert decoder.auditor.num_dirty_rounds == 0
@@ -196,9 +198,8 @@ def test_shorter_rounds_verify_and_draft_fewer_rows(
         decoder = SpecDecoder(
             target,
             heads,
-            policy=policy,
+            spec=SpecSettings(policy=policy, draft_length=BatchTableLength(((1, num_drafts),))),
             engine=EngineConfig(deferred_output=False),
-            draft_length=BatchTableLength(((1, num_drafts),)),
         )
         # Random modules are never right: every round emits one token, whatever the limit.
         monkeypatch.setattr(
@@ -217,12 +218,14 @@ def test_shorter_rounds_verify_and_draft_fewer_rows(
 
 
 def test_records_count_the_drafts_that_were_made(target, monkeypatch) -> None:
-    decoder = SpecDecoder(target, num_speculative_tokens=0)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
     sampling = SamplingParams(max_new_tokens=20)
     outputs = texts_of(run(decoder, sampling=sampling))
     draft_rightly(monkeypatch, outputs, chance=0.7)
     decoder = SpecDecoder(
-        target, tiny.tiny_heads(target), draft_length=RandomLength(seed=1, stops=True)
+        target,
+        tiny.tiny_heads(target),
+        spec=SpecSettings(draft_length=RandomLength(seed=1, stops=True)),
     )
     records = run(decoder, sampling=sampling)
     assert texts_of(records) == outputs
@@ -243,7 +246,7 @@ def test_non_finite_draft_logits_count_as_made_and_rejected(target) -> None:
     heads = tiny.tiny_heads(target)
     logits = heads.logits
     heads.logits = lambda post_norm, **_: logits(post_norm) * torch.nan
-    decoder = SpecDecoder(target, heads, draft_length=ConfidenceLength(0.9))
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(draft_length=ConfidenceLength(0.9)))
     run(decoder)
     heads.logits = logits
     assert decoder.stats.acceptance_rate == 0.0
@@ -253,7 +256,7 @@ def test_non_finite_draft_logits_count_as_made_and_rejected(target) -> None:
 @pytest.mark.parametrize("heads", ["null", "oracle"])
 def test_length_rule_without_passes_is_refused(target, heads: str) -> None:
     with pytest.raises(ConfigError, match=r"spec\.draft_length must be fixed for spec\.head="):
-        SpecDecoder(target, heads, draft_length=ConfidenceLength(0.3))
+        SpecDecoder(target, heads, spec=SpecSettings(draft_length=ConfidenceLength(0.3)))
 
 
 def _stopping(rule, judge):
@@ -303,7 +306,7 @@ def test_judging_the_drawn_token_instead_would_bias_the_text() -> None:
 @pytest.mark.parametrize("makes_draft", [True, False])
 def test_rows_of_a_pass_without_a_draft(makes_draft: bool) -> None:
     """The row plan itself: base rows stay, rows above the frontier go."""
-    from mtp_research.policy.plan import StepState, plan_pass
+    from mtp_research.policy.plan import StepState
 
     frontier = torch.tensor([20])
     state = StepState(
@@ -315,16 +318,10 @@ def test_rows_of_a_pass_without_a_draft(makes_draft: bool) -> None:
         prefilling=torch.zeros(1, dtype=torch.bool),
     )
     for (name, modules), static in itertools.product(CLEAN, (False, True)):
-        plan = plan_pass(
-            POLICIES[name],
-            state,
-            draft_step=1,
-            num_speculative_tokens=3,
-            num_mtp_modules=modules,
-            static=static,
-            makes_draft=makes_draft,
+        plan = DraftPlan(POLICIES[name], 3, modules).pass_plan(
+            state, 1, static=static, makes_draft=makes_draft
         )
         above = plan.position[plan.position > 20].tolist()
         assert above == ([21] if makes_draft and name == "eagle" else [])
         assert (20 in plan.position.tolist()) == (name == "training" or modules > 1)
-    assert num_rows_per_step(POLICIES["eagle"], 3, 1) == 6
+    assert DraftPlan(POLICIES["eagle"], 3, 1).num_rows_per_step == 6

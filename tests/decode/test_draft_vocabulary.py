@@ -9,6 +9,7 @@ import torch
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.draft_vocabulary import (
     RANKING_FILE,
     most_frequent,
@@ -34,10 +35,8 @@ def heads() -> MTPHeads:
 
 def decoder(heads: MTPHeads, token_ids: list[int] | None, **changes: object) -> SpecDecoder:
     engine = EngineConfig(block_size=4, max_num_requests=4, audit=False)
-    return SpecDecoder(
-        heads.target, heads, num_speculative_tokens=3, engine=engine,
-        draft_token_ids=token_ids, **changes,
-    )  # fmt: skip
+    spec = SpecSettings(num_speculative_tokens=3, draft_token_ids=token_ids, **changes)
+    return SpecDecoder(heads.target, heads, spec=spec, engine=engine)
 
 
 @pytest.mark.parametrize("draft_sampling", ["greedy", "processed", "sample"])
@@ -67,7 +66,7 @@ def test_only_chosen_tokens_are_drafted(heads: MTPHeads, draft_sampling: str) ->
     assert len(drafted) > 1
     assert drafted <= set(SOME)
     if draft_sampling == "sample":
-        probs = loop.ring.read_draft_probs(torch.arange(4))
+        probs = loop.slot_state.read_draft_probs(torch.arange(4))
         assert probs is not None
         outside = [t for t in range(heads.target.config.vocab_size) if t not in SOME]
         assert probs[..., outside].eq(0).all()
@@ -85,7 +84,7 @@ def test_restricted_drafts_are_the_best_of_the_chosen_tokens(heads: MTPHeads) ->
 
 
 def test_text_is_that_of_plain_decoding(heads: MTPHeads) -> None:
-    plain = SpecDecoder(heads.target, num_speculative_tokens=0)
+    plain = SpecDecoder(heads.target, spec=SpecSettings(num_speculative_tokens=0))
     assert texts_of(run(decoder(heads, SOME))) == texts_of(run(plain))
 
 
@@ -97,7 +96,11 @@ def test_ids_that_are_no_set_of_tokens_are_refused(heads: MTPHeads, token_ids: l
 
 def test_vocabulary_without_modules_is_refused(heads: MTPHeads) -> None:
     with pytest.raises(ConfigError, match="draft vocabulary needs MTP heads"):
-        SpecDecoder(heads.target, "oracle", num_speculative_tokens=2, draft_token_ids=SOME)
+        SpecDecoder(
+            heads.target,
+            "oracle",
+            spec=SpecSettings(num_speculative_tokens=2, draft_token_ids=SOME),
+        )
 
 
 def test_ranking_counts_answers_and_is_read_back(

@@ -7,6 +7,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import FinishReason, Request
 from mtp_research.decode.schedule.scheduler import Scheduler
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.decode.loops import PROMPTS, run, texts_of
@@ -24,7 +25,7 @@ def heads(target):
 
 @pytest.fixture(scope="module")
 def baseline(target):
-    decoder = SpecDecoder(target, num_speculative_tokens=0)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
     return texts_of(run(decoder, sampling=SamplingParams(max_new_tokens=3)))
 
 
@@ -38,7 +39,10 @@ def test_fewer_tokens_wanted_than_drafted_are_given_exactly(
         block_size=4, max_num_requests=2, max_prefill_chunk=4, prefix_caching=True
     )
     decoder = SpecDecoder(
-        target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=engine
+        target,
+        heads,
+        spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts),
+        engine=engine,
     )
     records = run(decoder, sampling=SamplingParams(max_new_tokens=max_new_tokens))
     assert texts_of(records) == {name: text[:max_new_tokens] for name, text in baseline.items()}
@@ -49,7 +53,7 @@ def test_fewer_tokens_wanted_than_drafted_are_given_exactly(
 @pytest.mark.parametrize("room", [1, 2, 3])
 def test_more_drafts_than_context_left_stay_inside_it(target, heads, baseline, room: int) -> None:
     engine = EngineConfig(max_model_len=len(PROMPTS[0]) + room, max_num_requests=2)
-    decoder = SpecDecoder(target, heads, num_speculative_tokens=9, engine=engine)
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=9), engine=engine)
     record = run(decoder, PROMPTS[:1], sampling=SamplingParams(max_new_tokens=50))["0"]
     assert record.output_token_ids == baseline["0"][:room]
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.decode.step import Verified
 from mtp_research.decode.verify.verify import PADDING_TOKEN_ID, VerifyOutput
 from tests import oracle, tiny
 
@@ -45,7 +47,7 @@ class DictatedLoop:
         self.break_chance = break_chance
         self.rng = random.Random(seed)
         self.draft_logits: list[torch.Tensor] = []
-        decoder.device_step._verify = self._verify
+        decoder.observe(lambda parts: parts._replace(verify=self._verify))
         heads = decoder.drafter.heads
         self._logits = heads.logits
         heads.logits = self._record
@@ -57,10 +59,10 @@ class DictatedLoop:
         self.draft_logits.append(self._logits(post_norm, module_idx=module_idx))
         return self.draft_logits[-1]
 
-    def _verify(self, logits, inputs, params) -> VerifyOutput:
+    def _verify(self, inputs, target, params) -> Verified:
         num_drafts = self.decoder.num_speculative_tokens
         accepted, sampled = [], []
-        for row in range(len(logits)):
+        for row in range(len(inputs.slots)):
             count = self.rng.randint(0, int(inputs.num_drafts[row]))
             drafts = inputs.draft_token_ids[row, :count].tolist()
             accepted.append(count)
@@ -70,7 +72,7 @@ class DictatedLoop:
         breaks = torch.tensor([self.rng.random() < self.break_chance for _ in accepted])
         finite = ~breaks | (inputs.num_drafts == 0)
         tokens = torch.tensor(sampled).masked_fill(~finite[:, None], PADDING_TOKEN_ID)
-        return VerifyOutput(torch.tensor(accepted) * finite, tokens, finite)
+        return Verified(VerifyOutput(torch.tensor(accepted) * finite, tokens, finite), None)
 
     def step_and_compare(self, policy: str) -> float:
         """Largest difference between recorded and oracle draft logits of requests that drafted."""
@@ -115,7 +117,9 @@ def _assert_drafts_equal_full_recompute(
     rng = random.Random(chunk * 10 + num_modules)
     engine = EngineConfig(max_num_requests=3, max_prefill_chunk=chunk)
     loop = DictatedLoop(
-        SpecDecoder(target, heads, policy=policy, num_speculative_tokens=3, engine=engine),
+        SpecDecoder(
+            target, heads, spec=SpecSettings(policy=policy, num_speculative_tokens=3), engine=engine
+        ),
         seed=chunk,
     )
     for length in (1, 2, 9, 5):  # four requests on three slots: one slot is used again
@@ -182,7 +186,10 @@ def test_drafts_equal_full_recompute_under_preemption(
         max_num_requests=4, max_prefill_chunk=chunk, num_blocks=num_blocks, block_size=4
     )
     decoder = SpecDecoder(
-        dense_target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=engine
+        dense_target,
+        heads,
+        spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts),
+        engine=engine,
     )
     _run_and_compare(decoder, policy, lengths=lengths, seed=seed)
     event("preempted" if decoder.stats.num_preemptions else "undisturbed")
@@ -194,7 +201,7 @@ def test_drafts_of_families_equal_full_recompute_under_preemption(
 ) -> None:
     heads = tiny.tiny_heads(family_target, num_mtp_modules=num_modules)
     engine = EngineConfig(max_num_requests=4, max_prefill_chunk=5, num_blocks=11, block_size=4)
-    decoder = SpecDecoder(family_target, heads, policy=policy, engine=engine)
+    decoder = SpecDecoder(family_target, heads, spec=SpecSettings(policy=policy), engine=engine)
     _run_and_compare(decoder, policy, lengths=[9, 14, 3, 11], seed=num_modules)
     assert decoder.stats.num_preemptions > 0
 
@@ -217,7 +224,9 @@ def test_drafts_equal_full_recompute_after_broken_verifications(
     dense_target, policy: str, num_modules: int
 ) -> None:
     heads = tiny.tiny_heads(dense_target, num_mtp_modules=num_modules)
-    loop = DictatedLoop(SpecDecoder(dense_target, heads, policy=policy), seed=4, break_chance=0.3)
+    loop = DictatedLoop(
+        SpecDecoder(dense_target, heads, spec=SpecSettings(policy=policy)), seed=4, break_chance=0.3
+    )
     for prompt in ([5, 9, 77, 31, 2, 64], [8]):
         loop.decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=14))
     while loop.decoder.scheduler.has_work:
@@ -237,7 +246,10 @@ def test_policies_coincide_for_one_draft(target) -> None:
     heads = tiny.tiny_heads(target, num_mtp_modules=1)
     prompt = [5, 9, 77, 31, 2, 64]
     drafts = [
-        _drafts_of(SpecDecoder(target, heads, policy=policy, num_speculative_tokens=1), prompt)
+        _drafts_of(
+            SpecDecoder(target, heads, spec=SpecSettings(policy=policy, num_speculative_tokens=1)),
+            prompt,
+        )
         for policy in ("eagle", "training")
     ]
     assert drafts[0] == drafts[1]
@@ -250,15 +262,19 @@ def test_copied_module_eagle_with_modules_equals_recycled(target) -> None:
         module.load_state_dict(one.mtp_modules[0].state_dict())
     prompts = [[5, 9, 77, 31, 2, 64], [8, 8, 100]]
     for prompt in prompts:
-        recycled = _drafts_of(SpecDecoder(target, one, policy="eagle"), prompt)
-        refreshed = _drafts_of(SpecDecoder(target, three, policy="eagle"), prompt)
-        chained = _drafts_of(SpecDecoder(target, three, policy="training"), prompt)
+        recycled = _drafts_of(SpecDecoder(target, one, spec=SpecSettings(policy="eagle")), prompt)
+        refreshed = _drafts_of(
+            SpecDecoder(target, three, spec=SpecSettings(policy="eagle")), prompt
+        )
+        chained = _drafts_of(
+            SpecDecoder(target, three, spec=SpecSettings(policy="training")), prompt
+        )
         assert recycled == refreshed
         assert chained[0] == refreshed[0]
     # With tied weights the policies still differ from the second draft on.
     assert any(
-        _drafts_of(SpecDecoder(target, three, policy="training"), p)
-        != _drafts_of(SpecDecoder(target, three, policy="eagle"), p)
+        _drafts_of(SpecDecoder(target, three, spec=SpecSettings(policy="training")), p)
+        != _drafts_of(SpecDecoder(target, three, spec=SpecSettings(policy="eagle")), p)
         for p in ([i, 3 * i % VOCAB, 7, 90 - i] for i in range(1, 20))
     )
 
@@ -271,12 +287,12 @@ def test_foreign_pages_filled_with_nan_change_nothing(target, policy: str) -> No
         decoder = SpecDecoder(
             target,
             heads,
-            policy=policy,
+            spec=SpecSettings(policy=policy),
             engine=EngineConfig(max_num_requests=4, max_prefill_chunk=5),
         )
         if poison:
             decoder.cache.fill(torch.nan)
-            decoder.ring.hidden.fill_(torch.nan)
+            decoder.slot_state.hidden.fill_(torch.nan)
         prompts = [[3, 4, 5, 6, 7, 8], [9], [10, 11], list(range(20, 43))]
         for prompt in prompts:
             decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=10))
@@ -306,5 +322,7 @@ def test_permuting_requests_permutes_outputs(target, policy: str) -> None:
 
 
 def _generate(target, heads, policy: str, prompts: list[list[int]]):
-    decoder = SpecDecoder(target, heads, policy=policy, engine=EngineConfig(max_num_requests=2))
+    decoder = SpecDecoder(
+        target, heads, spec=SpecSettings(policy=policy), engine=EngineConfig(max_num_requests=2)
+    )
     return list(decoder.generate(prompts, max_new_tokens=8))

@@ -8,16 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtp_research.config.schema import EngineConfig
+from mtp_research.config.schema import EngineConfig, VerifyOptions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.grammar import (
-    Grammar,
     XGrammarCompiler,
     apply_bitmask,
     step_bitmask,
 )
-from mtp_research.decode.sampling.sampling_params import SamplingParams
-from mtp_research.decode.verify.verify import VerifyOptions
+from mtp_research.decode.sampling.sampling_params import Grammar, SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from tests import tiny
 from tests.decode.loops import PROMPTS, draft_rightly, run, small_pool, texts_of
@@ -88,14 +87,18 @@ def test_greedy_mixed_batch_equals_baseline(
     target, heads, verify: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = [_sampling(PAIRS), _sampling(None), _sampling(WORD), _sampling(PAIRS, min_tokens=6)]
-    baseline = run(SpecDecoder(target, num_speculative_tokens=0), sampling=params)
+    baseline = run(
+        SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0)), sampling=params
+    )
     expected = texts_of(baseline)
     assert expected["2"][:3] == (40, 41, 42)
     assert baseline["2"].finish_reason == "stop"
     assert all(_follows(PAIRS, expected[name]) for name in ("0", "3"))
     assert not _follows(PAIRS, expected["1"])
     draft_rightly(monkeypatch, expected, chance=0.7)
-    decoder = SpecDecoder(target, heads, num_speculative_tokens=num_drafts, verify=verify)
+    decoder = SpecDecoder(
+        target, heads, spec=SpecSettings(num_speculative_tokens=num_drafts, verify=verify)
+    )
     assert texts_of(run(decoder, sampling=params)) == expected
     assert decoder.stats.acceptance_length > 1.2
 
@@ -106,9 +109,12 @@ def test_sampled_drafts_that_the_grammar_forbids_are_never_emitted(target, heads
         for seed, grammar in enumerate((PAIRS, None, WORD, PAIRS))
     ]
     synthetic = VerifyOptions(synthetic_rates=(1.0, 1.0, 1.0))
-    for verify, options in (("standard", None), ("block", None), ("synthetic", synthetic)):
+    plain = VerifyOptions()
+    for verify, options in (("standard", plain), ("block", plain), ("synthetic", synthetic)):
         decoder = SpecDecoder(
-            target, heads, verify=verify, draft_sampling="sample", verify_options=options
+            target,
+            heads,
+            spec=SpecSettings(verify=verify, draft_sampling="sample", verify_options=options),
         )
         texts = texts_of(run(decoder, sampling=params))
         assert _follows(PAIRS, texts["0"])
@@ -118,15 +124,21 @@ def test_sampled_drafts_that_the_grammar_forbids_are_never_emitted(target, heads
 
 def test_preempted_request_keeps_its_place_in_the_grammar(target, heads) -> None:
     params = [_sampling(PAIRS), _sampling(None), _sampling(WORD), _sampling(PAIRS)]
-    expected = texts_of(run(SpecDecoder(target, num_speculative_tokens=0), sampling=params))
-    decoder = SpecDecoder(target, heads, num_speculative_tokens=2, engine=small_pool(8))
+    expected = texts_of(
+        run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0)), sampling=params)
+    )
+    decoder = SpecDecoder(
+        target, heads, spec=SpecSettings(num_speculative_tokens=2), engine=small_pool(8)
+    )
     assert texts_of(run(decoder, sampling=params)) == expected
     assert decoder.stats.num_preemptions > 0
 
 
 def test_matcher_after_every_step_stands_at_the_output(target, heads, monkeypatch) -> None:
     params = [_sampling(PAIRS)] * 4
-    expected = texts_of(run(SpecDecoder(target, num_speculative_tokens=0), sampling=params))
+    expected = texts_of(
+        run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0)), sampling=params)
+    )
     draft_rightly(monkeypatch, expected, chance=0.7)
     decoder = SpecDecoder(target, heads)
     requests = [
@@ -143,7 +155,7 @@ def test_matcher_after_every_step_stands_at_the_output(target, heads, monkeypatc
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_grammar_that_allows_nothing_ends_its_request_alone(target, heads, num_drafts) -> None:
     params = [_sampling(NOTHING), _sampling(None), _sampling(PAIRS), _sampling(None)]
-    decoder = SpecDecoder(target, heads, num_speculative_tokens=num_drafts)
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=num_drafts))
     records = run(decoder, sampling=params)
     assert records["0"].finish_reason == "non_finite"
     assert records["0"].output_token_ids == ()
@@ -152,7 +164,9 @@ def test_grammar_that_allows_nothing_ends_its_request_alone(target, heads, num_d
 
 def test_grammar_with_deferred_output_is_refused(target) -> None:
     decoder = SpecDecoder(
-        target, num_speculative_tokens=0, engine=EngineConfig(deferred_output=True)
+        target,
+        spec=SpecSettings(num_speculative_tokens=0),
+        engine=EngineConfig(deferred_output=True),
     )
     with pytest.raises(ConfigError, match=r"set engine\.deferred_output=false"):
         decoder.add_request([3], sampling=_sampling(PAIRS))
@@ -182,7 +196,9 @@ def test_xgrammar_greedy_equals_baseline(
     target, heads, compiler, make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = [_sampling(make(compiler), min_tokens=4), _sampling(None)] * 2
-    expected = texts_of(run(SpecDecoder(target, num_speculative_tokens=0), sampling=params))
+    expected = texts_of(
+        run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0)), sampling=params)
+    )
     draft_rightly(monkeypatch, expected, chance=0.8)
     decoder = SpecDecoder(target, heads)
     assert texts_of(run(decoder, sampling=params)) == expected
@@ -192,7 +208,9 @@ def test_xgrammar_greedy_equals_baseline(
 def test_xgrammar_finished_outputs_match_their_expression(target, heads, compiler) -> None:
     grammar = compiler.regex("[a-f]{2}[01]{3}")
     params = [_sampling(grammar, temperature=1.0, seed=seed) for seed in range(4)]
-    records = run(SpecDecoder(target, heads, draft_sampling="sample"), sampling=params)
+    records = run(
+        SpecDecoder(target, heads, spec=SpecSettings(draft_sampling="sample")), sampling=params
+    )
     for record in records.values():
         assert record.finish_reason == "stop"
         text = bytes(record.output_token_ids[:-1]).decode()

@@ -13,6 +13,7 @@ from mtp_research.decode.graphs.capture import (
 )
 from mtp_research.decode.graphs.decode_graphs import StepGraphs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
@@ -40,7 +41,7 @@ def test_powers_of_two_end_at_a_largest_batch_that_is_one() -> None:
 
 
 def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = SpecDecoder(tiny.tiny_target("qwen3"), num_speculative_tokens=0)
+    decoder = SpecDecoder(tiny.tiny_target("qwen3"), spec=SpecSettings(num_speculative_tokens=0))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     graphs = StepGraphs(
         decoder.device_step,
@@ -56,7 +57,7 @@ def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPa
         graphs._capture_s += 10.0 * bucket + 0.25
 
     monkeypatch.setattr(graphs, "_capture", capture)
-    graphs.prepare(SamplingParams(), tell=lines.append)
+    graphs.prepare(SamplingParams(), log=lines.append)
     assert lines == [
         "captured 1 of 3: batch 4, 40.2 s, 40 s so far",
         "captured 2 of 3: batch 2, 20.2 s, 60 s so far",
@@ -69,14 +70,18 @@ def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPa
 def test_graphs_without_a_gpu_are_refused() -> None:
     engine = EngineConfig(cuda_graphs=True, deferred_output=True, audit=False)
     with pytest.raises(EnvironmentFault, match="needs the model on a CUDA GPU"):
-        SpecDecoder(tiny.tiny_target("qwen3"), num_speculative_tokens=0, engine=engine)
+        SpecDecoder(
+            tiny.tiny_target("qwen3"), spec=SpecSettings(num_speculative_tokens=0), engine=engine
+        )
 
 
 @pytest.mark.parametrize("family", ["longcat_flash", "step3p5"])
 def test_experts_in_a_loop_of_the_library_are_refused_by_name(family: str) -> None:
     engine = EngineConfig(cuda_graphs=True, deferred_output=True, audit=False)
     with pytest.raises(ConfigError, match=rf"got family {family}, whose \w+Experts .* Python"):
-        SpecDecoder(tiny.tiny_target(family), num_speculative_tokens=0, engine=engine)
+        SpecDecoder(
+            tiny.tiny_target(family), spec=SpecSettings(num_speculative_tokens=0), engine=engine
+        )
 
 
 def test_loop_over_experts_is_refused_where_a_product_is_missing_for_the_dtype_only() -> None:
@@ -127,7 +132,9 @@ def test_graphs_decode_what_the_plain_loop_decodes(
     ]
 
     def decode(**changes: object):
-        decoder = SpecDecoder(target, heads, policy=policy, engine=_engine(**changes))
+        decoder = SpecDecoder(
+            target, heads, spec=SpecSettings(policy=policy), engine=_engine(**changes)
+        )
         return decoder, run(decoder, PROMPTS, sampling=sampling)
 
     _, plain = decode()
@@ -151,7 +158,9 @@ def test_captured_steps_with_prompt_rows_decode_what_the_plain_loop_decodes(
     ]
 
     def decode(**changes: object):
-        decoder = SpecDecoder(target, heads, policy=policy, engine=_engine(**changes))
+        decoder = SpecDecoder(
+            target, heads, spec=SpecSettings(policy=policy), engine=_engine(**changes)
+        )
         return run(decoder, PROMPTS, sampling=sampling)
 
     plain, captured = decode(), decode(cuda_graphs=True, capture_mixed=True)

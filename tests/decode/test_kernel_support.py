@@ -9,6 +9,7 @@ from mtp_research.kernels import checks
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode import build, kernel_support
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.family import NO_PAGES, LayerGeometry
 from mtp_research.runtime.errors import ConfigError
 from tests import tiny
@@ -86,4 +87,4 @@ def test_decoder_refuses_before_the_pool_is_planned(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(build, "plan_num_blocks", plan)
     target = tiny.tiny_target("qwen3", dtype=torch.float64)
     with pytest.raises(ConfigError, match=r"model\.dtype=float64 does not fit"):
-        SpecDecoder(target, num_speculative_tokens=0)
+        SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))

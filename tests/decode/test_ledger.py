@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.decode import decoder as decoder_module
+from mtp_research.decode import ledger
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import FixedLength
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from tests import tiny
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -31,14 +32,14 @@ def make_decoder(*, deferred: bool, num_drafts: int) -> SpecDecoder:
         max_num_requests=2, max_prefill_chunk=4, deferred_output=deferred, audit=False
     )
     if num_drafts == 0:
-        return SpecDecoder(target, num_speculative_tokens=0, engine=engine)
+        return SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
     return SpecDecoder(
         target,
         tiny.tiny_heads(target, num_mtp_modules=1),
-        policy="eagle",
-        num_speculative_tokens=num_drafts,
+        spec=SpecSettings(
+            policy="eagle", num_speculative_tokens=num_drafts, draft_length=Alternating()
+        ),
         engine=engine,
-        draft_length=Alternating(),
     )
 
 
@@ -81,15 +82,15 @@ def test_seconds_of_a_draft_length_are_those_of_calls_that_saw_no_other_work(
     """A step with n drafts takes 1 + n seconds on this clock, one with prompt rows 100."""
     decoder = make_decoder(deferred=deferred, num_drafts=2)
     now = [0.0]
-    launch = decoder._launch
+    commit = decoder._ledger.commit
 
-    def timed(schedule):
-        launched = launch(schedule)
-        now[0] += 100.0 if launched.num_prompt_rows else 1.0 + launched.draft_limit
-        return launched
+    def timed(schedule, result, *, draft_limit: int):
+        if schedule.entries:
+            now[0] += 100.0 if schedule.num_prompt_rows else 1.0 + draft_limit
+        commit(schedule, result, draft_limit=draft_limit)
 
-    monkeypatch.setattr(decoder, "_launch", timed)
-    monkeypatch.setattr(decoder_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(decoder._ledger, "commit", timed)
+    monkeypatch.setattr(ledger.time, "perf_counter", lambda: now[0])
     for arrival in range(6):
         decoder.add_request(PROMPT, sampling=SamplingParams(max_new_tokens=9 + arrival))
     while decoder.scheduler.has_work:

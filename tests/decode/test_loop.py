@@ -6,12 +6,12 @@ from collections import Counter
 import pytest
 import torch
 
-from mtp_research.config.schema import EngineConfig
+from mtp_research.config.schema import EngineConfig, VerifyOptions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.drafter import NullDrafter
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import FinishReason
-from mtp_research.decode.verify.verify import VerifyOptions
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.verify.verify_rules import RULES
 from mtp_research.policy.audit import Verdict
 from mtp_research.policy.plan import POLICIES
@@ -38,7 +38,9 @@ def heads(target):
 
 @pytest.fixture(scope="module")
 def baseline(target):
-    return texts_of(run(SpecDecoder(target, num_speculative_tokens=0, engine=SMALL)))
+    return texts_of(
+        run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=SMALL))
+    )
 
 
 def test_baseline_equals_full_recompute_and_transformers(target, baseline) -> None:
@@ -59,7 +61,10 @@ def test_greedy_text_equals_baseline_for_every_policy(
 ) -> None:
     draft_rightly(monkeypatch, baseline, chance=0.6)
     decoder = SpecDecoder(
-        target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=SMALL
+        target,
+        heads,
+        spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts),
+        engine=SMALL,
     )
     records = run(decoder)
     assert texts_of(records) == baseline
@@ -78,9 +83,13 @@ def test_greedy_text_of_families_equals_baseline(
     family: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny.tiny_target(family)
-    outputs = texts_of(run(SpecDecoder(target, num_speculative_tokens=0, engine=SMALL)))
+    outputs = texts_of(
+        run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=SMALL))
+    )
     draft_rightly(monkeypatch, outputs, chance=0.6)
-    decoder = SpecDecoder(target, tiny.tiny_heads(target), policy=policy, engine=SMALL)
+    decoder = SpecDecoder(
+        target, tiny.tiny_heads(target), spec=SpecSettings(policy=policy), engine=SMALL
+    )
     assert texts_of(run(decoder)) == outputs
     assert decoder.stats.acceptance_length > 1.2
 
@@ -98,7 +107,9 @@ def test_audit_of_unclean_policy_counts_its_fault(
     target, heads, baseline, policy: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft_rightly(monkeypatch, baseline, chance=0.7)
-    decoder = SpecDecoder(target, heads, policy=policy, num_speculative_tokens=3, engine=SMALL)
+    decoder = SpecDecoder(
+        target, heads, spec=SpecSettings(policy=policy, num_speculative_tokens=3), engine=SMALL
+    )
     records = run(decoder)
     rejected = [
         drafted - accepted
@@ -115,7 +126,9 @@ def test_audit_of_unclean_policy_counts_its_fault(
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 5])
 def test_null_head_has_length_one_and_baseline_text(target, baseline, num_drafts: int) -> None:
-    decoder = SpecDecoder(target, "null", num_speculative_tokens=num_drafts, engine=SMALL)
+    decoder = SpecDecoder(
+        target, "null", spec=SpecSettings(num_speculative_tokens=num_drafts), engine=SMALL
+    )
     assert texts_of(run(decoder)) == baseline
     assert decoder.stats.acceptance_length == 1.0
 
@@ -124,7 +137,9 @@ def test_null_head_has_length_one_and_baseline_text(target, baseline, num_drafts
 def test_oracle_head_has_length_k_plus_one_and_baseline_text(
     target, baseline, num_drafts: int
 ) -> None:
-    decoder = SpecDecoder(target, "oracle", num_speculative_tokens=num_drafts, engine=SMALL)
+    decoder = SpecDecoder(
+        target, "oracle", spec=SpecSettings(num_speculative_tokens=num_drafts), engine=SMALL
+    )
     assert texts_of(run(decoder)) == baseline
     assert decoder.stats.acceptance_length == num_drafts + 1
 
@@ -135,10 +150,10 @@ def test_drafts_outside_the_vocabulary_are_rejected(
 ) -> None:
     bad = torch.tensor([[128, -7, 10**9]])
 
-    def draft(_, step, *, cache, ring) -> torch.Tensor:
+    def draft(_, step, *, cache, slot_state) -> torch.Tensor:
         drafts = bad.expand(len(step.inputs.slots), -1)
         column = torch.arange(3)
-        ring.write_text(
+        slot_state.write_text(
             step.inputs.slots,
             positions=step.state.num_known_tokens[:, None] + column,
             token_ids=drafts,
@@ -148,11 +163,14 @@ def test_drafts_outside_the_vocabulary_are_rejected(
 
     monkeypatch.setattr(NullDrafter, "draft", draft)
     for verify in ("greedy", "standard"):
-        decoder = SpecDecoder(target, "null", verify=verify, engine=SMALL)
+        decoder = SpecDecoder(target, "null", spec=SpecSettings(verify=verify), engine=SMALL)
         assert texts_of(run(decoder)) == baseline
         assert decoder.stats.acceptance_length == 1.0
     sampling = SamplingParams(temperature=1.0, max_new_tokens=6)
-    records = run(SpecDecoder(target, "null", verify="block", engine=SMALL), sampling=sampling)
+    records = run(
+        SpecDecoder(target, "null", spec=SpecSettings(verify="block"), engine=SMALL),
+        sampling=sampling,
+    )
     assert all(0 <= token < 128 for text in texts_of(records).values() for token in text)
 
 
@@ -163,7 +181,9 @@ def test_stop_token_inside_accepted_drafts_ends_the_text_there(
 ) -> None:
     stop = baseline["0"][index]
     expected = baseline["0"][: baseline["0"].index(stop) + 1]
-    decoder = SpecDecoder(target, heads_name, num_speculative_tokens=3, engine=SMALL)
+    decoder = SpecDecoder(
+        target, heads_name, spec=SpecSettings(num_speculative_tokens=3), engine=SMALL
+    )
     sampling = SamplingParams(max_new_tokens=10, stop_token_ids=(stop,))
     record = run(decoder, PROMPTS[:1], sampling=sampling)["0"]
     assert record.output_token_ids == expected
@@ -175,7 +195,9 @@ def test_stop_token_inside_accepted_drafts_ends_the_text_there(
 def test_few_tokens_wanted_are_given_exactly(
     target, baseline, max_new_tokens: int, num_drafts: int
 ) -> None:
-    decoder = SpecDecoder(target, "oracle", num_speculative_tokens=num_drafts, engine=SMALL)
+    decoder = SpecDecoder(
+        target, "oracle", spec=SpecSettings(num_speculative_tokens=num_drafts), engine=SMALL
+    )
     records = run(decoder, sampling=SamplingParams(max_new_tokens=max_new_tokens))
     assert texts_of(records) == {name: text[:max_new_tokens] for name, text in baseline.items()}
     assert {record.finish_reason for record in records.values()} == {"length"}
@@ -189,7 +211,10 @@ def test_context_limit_ends_the_text_and_is_never_exceeded(
     limit = len(PROMPTS[2]) + room
     engine = EngineConfig(max_num_requests=2, max_model_len=limit, block_size=4)
     decoder = SpecDecoder(
-        target, heads if heads_name == "mtp" else "oracle", policy="eagle", engine=engine
+        target,
+        heads if heads_name == "mtp" else "oracle",
+        spec=SpecSettings(policy="eagle"),
+        engine=engine,
     )
     positions = []
     forward = target.model.base_model.forward
@@ -216,10 +241,10 @@ def test_preempted_requests_repeat_the_unpressured_run(
 ) -> None:
     draft_rightly(monkeypatch, baseline, chance=0.5)
     records = [
-        run(SpecDecoder(target, heads, policy=policy, engine=small_pool(blocks)))
+        run(SpecDecoder(target, heads, spec=SpecSettings(policy=policy), engine=small_pool(blocks)))
         for blocks in (64, 8)
     ]
-    decoder = SpecDecoder(target, heads, policy=policy, engine=small_pool(8))
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(policy=policy), engine=small_pool(8))
     run(decoder)
     assert decoder.stats.num_preemptions > 0
     assert decoder.auditor.num_dirty_rounds == 0
@@ -244,7 +269,10 @@ def test_sampled_text_depends_on_seed_and_prompt_alone(
 
     def decoded(engine: EngineConfig, order: tuple[int, ...] = (0, 1, 2, 3)):
         decoder = SpecDecoder(
-            target, heads, verify=verify, draft_sampling=draft_sampling, engine=engine
+            target,
+            heads,
+            spec=SpecSettings(verify=verify, draft_sampling=draft_sampling),
+            engine=engine,
         )
         prompts, chosen = [PROMPTS[i] for i in order], [params[i] for i in order]
         records = run(decoder, prompts, sampling=chosen)
@@ -262,7 +290,9 @@ def test_sampled_text_depends_on_seed_and_prompt_alone(
     assert num_preemptions > 0
     assert pressed == expected
     other = [SamplingParams(temperature=1.0, top_k=6, seed=99, max_new_tokens=8)] * 4
-    decoder = SpecDecoder(target, heads, verify=verify, draft_sampling=draft_sampling)
+    decoder = SpecDecoder(
+        target, heads, spec=SpecSettings(verify=verify, draft_sampling=draft_sampling)
+    )
     assert texts_of(run(decoder, sampling=other)) != {str(i): expected[i] for i in expected}
 
 
@@ -291,9 +321,7 @@ def test_sampled_text_is_distributed_as_the_target(
     decoder = SpecDecoder(
         target,
         heads,
-        num_speculative_tokens=2,
-        verify=verify,
-        draft_sampling=draft_sampling,
+        spec=SpecSettings(num_speculative_tokens=2, verify=verify, draft_sampling=draft_sampling),
         engine=EngineConfig(
             max_num_requests=300, max_num_batched_tokens=2000, max_model_len=16, audit=False
         ),
@@ -341,7 +369,7 @@ def test_token_that_breaks_the_target_ends_the_request_at_it(baseline) -> None:
 def test_non_finite_draft_logits_are_rejected_drafts(target, baseline) -> None:
     heads = tiny.tiny_heads(target)
     poison(heads.mtp_modules[1].eh_proj.weight, 0)
-    decoder = SpecDecoder(target, heads, policy="training", engine=SMALL)
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(policy="training"), engine=SMALL)
     assert texts_of(run(decoder)) == baseline
     assert max(max(r.num_accepted_per_round, default=0) for r in decoder.stats.records) <= 1
 
@@ -402,7 +430,9 @@ def test_abort_keeps_the_text_so_far_and_disturbs_nobody(
 
 def test_synthetic_rule_accepts_at_its_rates(target) -> None:
     options = VerifyOptions(synthetic_rates=(1.0, 1.0, 0.0))
-    decoder = SpecDecoder(target, "oracle", verify="synthetic", verify_options=options)
+    decoder = SpecDecoder(
+        target, "oracle", spec=SpecSettings(verify="synthetic", verify_options=options)
+    )
     run(decoder)
     assert decoder.stats.acceptance_length == 3.0
 
@@ -412,7 +442,9 @@ def test_relaxed_rule_holds_between_thinking_tokens_of_the_text(target, heads, b
     options = VerifyOptions(
         relaxed_top_n=128, relaxed_delta=1.0, relaxed_thinking_token_ids=(31, 127)
     )
-    decoder = SpecDecoder(target, heads, verify="relaxed", verify_options=options, engine=SMALL)
+    decoder = SpecDecoder(
+        target, heads, spec=SpecSettings(verify="relaxed", verify_options=options), engine=SMALL
+    )
     records = run(decoder)
     assert 127 not in {token for text in baseline.values() for token in text}
     assert records["0"].num_accepted_per_round[0] == 3
@@ -423,7 +455,7 @@ def test_relaxed_rule_holds_between_thinking_tokens_of_the_text(target, heads, b
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.samples])
 def test_temperature_for_a_rule_without_sampling_is_refused(target, rule: str) -> None:
-    decoder = SpecDecoder(target, "null", verify=rule)
+    decoder = SpecDecoder(target, "null", spec=SpecSettings(verify=rule))
     with pytest.raises(ConfigError, match=f"temperature must be 0 for spec.verify={rule}"):
         decoder.add_request([1], sampling=SamplingParams(temperature=0.5))
 
@@ -443,5 +475,7 @@ def test_temperature_for_a_rule_without_sampling_is_refused(target, rule: str) -
     ],
 )
 def test_decoder_bad_argument_names_the_key(target, arguments: dict, message: str) -> None:
+    arguments = dict(arguments)
+    heads = arguments.pop("heads", "null")
     with pytest.raises(ConfigError, match=message):
-        SpecDecoder(target, **({"heads": "null"} | arguments))
+        SpecDecoder(target, heads, spec=SpecSettings(**arguments))

@@ -10,6 +10,7 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft import mtp_drafter as draft
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.decode.loops import PROMPTS, draft_rightly, run, small_pool, texts_of
@@ -63,7 +64,7 @@ def test_greedy_text_equals_full_recompute(
     target, heads, expected, name: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft_rightly(monkeypatch, expected[name], chance=0.7)
-    decoder = SpecDecoder(target, heads, num_speculative_tokens=num_drafts)
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=num_drafts))
     assert texts_of(run(decoder, sampling=_params(**PARAMS[name]))) == expected[name]
 
 
@@ -73,7 +74,9 @@ def test_mixed_batch_in_a_tight_pool_equals_full_recompute(
     names = ("dry", "all", "min-tokens", "repetition")
     right = {str(row): expected[name][str(row)] for row, name in enumerate(names)}
     draft_rightly(monkeypatch, right, chance=0.7)
-    decoder = SpecDecoder(target, heads, num_speculative_tokens=2, engine=small_pool(9))
+    decoder = SpecDecoder(
+        target, heads, spec=SpecSettings(num_speculative_tokens=2), engine=small_pool(9)
+    )
     params = [_params(**PARAMS[name]) for name in names]
     assert texts_of(run(decoder, sampling=params)) == right
     assert decoder.stats.num_preemptions > 0
@@ -84,7 +87,7 @@ def test_processed_drafts_follow_the_processors(target, heads) -> None:
     fields = {"allowed_token_ids": (7, 8), "bad_words": ((7, 7), (8, 8))}
     lengths = {}
     for draft_sampling in ("greedy", "processed"):
-        decoder = SpecDecoder(target, heads, draft_sampling=draft_sampling)
+        decoder = SpecDecoder(target, heads, spec=SpecSettings(draft_sampling=draft_sampling))
         records = run(decoder, sampling=_params(**fields, max_new_tokens=13))
         lengths[draft_sampling] = decoder.stats.acceptance_length
         for record in records.values():
@@ -97,7 +100,7 @@ def test_processed_drafts_follow_the_processors(target, heads) -> None:
 
 def test_processed_drafts_without_any_token_left_are_rejected(target, heads) -> None:
     fields = {"allowed_token_ids": (7, 8), "bad_words": ((7, 7), (7, 8), (8, 7), (8, 8))}
-    decoder = SpecDecoder(target, heads, draft_sampling="processed")
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(draft_sampling="processed"))
     for record in run(decoder, [[5, 9], [11]], sampling=_params(**fields)).values():
         assert record.finish_reason == "non_finite"
         assert len(record.output_token_ids) == 1
@@ -108,12 +111,12 @@ def test_drafting_changes_neither_text_nor_parameters(
 ) -> None:
     choose, num_calls = draft.choose_drafts, 0
 
-    def watched(logits, step, *, ring, **rest):
+    def watched(logits, step, *, slot_state, **rest):
         nonlocal num_calls
-        before = ring.text.clone(), ring.num_tokens.clone(), copy.deepcopy(step.params)
+        before = slot_state.text.clone(), slot_state.num_tokens.clone(), copy.deepcopy(step.params)
         own_logits = logits.clone()
-        token_ids = choose(logits, step, ring=ring, **rest)
-        after = ring.text, ring.num_tokens, step.params
+        token_ids = choose(logits, step, slot_state=slot_state, **rest)
+        after = slot_state.text, slot_state.num_tokens, step.params
         assert all(torch.equal(old, new) for old, new in zip(before[:2], after[:2], strict=True))
         assert str(before[2]) == str(after[2])
         assert torch.equal(own_logits, logits)
@@ -121,7 +124,7 @@ def test_drafting_changes_neither_text_nor_parameters(
         return token_ids
 
     monkeypatch.setattr(draft, "choose_drafts", watched)
-    decoder = SpecDecoder(target, heads, draft_sampling="processed")
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(draft_sampling="processed"))
     run(decoder, sampling=_params(**PARAMS["all"]))
     assert num_calls > 0
 
@@ -137,7 +140,7 @@ def test_logprobs_of_every_token_equal_full_recompute(
     other_kind = "raw" if kind == "processed" else "processed"
     other = _params(logprobs=5, logprobs_kind=other_kind, stop_token_ids=tuple(range(90)))
     sampling = [params, other, params, _params()]
-    plain = run(SpecDecoder(target, num_speculative_tokens=0), sampling=sampling)
+    plain = run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0)), sampling=sampling)
     draft_rightly(monkeypatch, texts_of(plain), chance=0.8)
     records = run(SpecDecoder(target, heads), sampling=sampling)
     assert records["3"].token_logprobs is None
@@ -173,9 +176,11 @@ def test_masks_that_leave_no_token_end_their_request_alone(
     target, heads, num_drafts: int, temperature: float
 ) -> None:
     empty = _params(temperature=temperature, allowed_token_ids=(5,), bad_words=((5,),))
-    decoder = SpecDecoder(target, heads, num_speculative_tokens=num_drafts)
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=num_drafts))
     records = run(decoder, sampling=[empty, _params(), empty, _params()])
-    plain = run(SpecDecoder(target, num_speculative_tokens=0), sampling=_params())
+    plain = run(
+        SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0)), sampling=_params()
+    )
     for name, record in records.items():
         if name in ("0", "2"):
             assert record.finish_reason == "non_finite"
@@ -198,7 +203,9 @@ def test_masks_that_leave_no_token_end_their_request_alone(
 def test_parameters_that_do_not_fit_the_vocabulary_are_refused(
     target, fields: dict, message: str
 ) -> None:
-    decoder = SpecDecoder(target, num_speculative_tokens=0, engine=EngineConfig())
+    decoder = SpecDecoder(
+        target, spec=SpecSettings(num_speculative_tokens=0), engine=EngineConfig()
+    )
     with pytest.raises(ConfigError, match=message):
         decoder.add_request([3], sampling=_params(**fields))
     assert not decoder.scheduler.has_work
@@ -209,7 +216,12 @@ def test_drafters_without_distributions_are_verified_as_one_hot(target, heads_na
     # Sampled drafts come with their probabilities; these drafters have none to divide by.
     params = [_params(temperature=1.0, seed=seed) for seed in range(4)]
     texts = [
-        texts_of(run(SpecDecoder(target, heads_name, draft_sampling=kind), sampling=params))
+        texts_of(
+            run(
+                SpecDecoder(target, heads_name, spec=SpecSettings(draft_sampling=kind)),
+                sampling=params,
+            )
+        )
         for kind in ("greedy", "sample")
     ]
     assert texts[0] == texts[1]

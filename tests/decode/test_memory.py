@@ -17,6 +17,7 @@ from mtp_research.decode.pool_size import (
     plan_num_blocks,
     plan_side_by_side,
 )
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.decode.loops import run, texts_of
@@ -81,7 +82,9 @@ def test_pool_that_was_cut_is_reported(caplog: pytest.LogCaptureFixture) -> None
 @pytest.mark.parametrize("recipe", ["qwen3", "deepseek_v3", "mimo_v2"])
 def test_bytes_per_block_are_those_of_the_allocated_pool(recipe: str) -> None:
     target = tiny.tiny_target(recipe, dtype=torch.float32)
-    decoder = SpecDecoder(target, num_speculative_tokens=0, engine=EngineConfig(num_blocks=4))
+    decoder = SpecDecoder(
+        target, spec=SpecSettings(num_speculative_tokens=0), engine=EngineConfig(num_blocks=4)
+    )
     block_bytes = bytes_per_block(target.kv_layers, block_size=16, dtype=torch.float32)
     assert decoder.cache.num_bytes == 5 * block_bytes  # one block belongs to the padding
 
@@ -89,10 +92,12 @@ def test_bytes_per_block_are_those_of_the_allocated_pool(recipe: str) -> None:
 def test_loop_in_a_pool_cut_to_the_free_memory_decodes_the_same(monkeypatch) -> None:
     target = tiny.tiny_target("qwen3", dtype=torch.float32)
     engine = EngineConfig(max_model_len=64, block_size=4, max_num_requests=4)
-    expected = texts_of(run(SpecDecoder(target, num_speculative_tokens=0, engine=engine)))
+    expected = texts_of(
+        run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine))
+    )
     block_bytes = bytes_per_block(target.kv_layers, block_size=4, dtype=torch.float32)
     monkeypatch.setattr(build, "free_bytes", lambda _: 20 * block_bytes)
-    decoder = SpecDecoder(target, num_speculative_tokens=0, engine=engine)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
     assert decoder.scheduler.blocks.num_blocks == 17  # 0.9 x 20, less the block for padding
     assert texts_of(run(decoder)) == expected
 

@@ -10,19 +10,20 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtp_research.config.schema import VerifyOptions
 from mtp_research.decode.sampling.grammar import apply_bitmask
-from mtp_research.decode.sampling.logprobs import step_logprobs
 from mtp_research.decode.sampling.processors import process_logits
 from mtp_research.decode.sampling.sampling import (
     BatchSampling,
     sampling_tensors,
+    step_logprobs,
     target_probabilities,
 )
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import Request
-from mtp_research.decode.transfer import to_device
-from mtp_research.decode.verify.verify import VerifyOptions
+from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.verify.verify_rules import RULES, text_is_thinking
+from mtp_research.policy.plan import POLICIES, DraftPlan
 from tests.decode.test_verify import make_inputs
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -150,7 +151,7 @@ def _requests_that_use_everything() -> list[Request]:
 
 
 def test_tensors_of_a_new_batch_are_made_without_waiting() -> None:
-    batch = BatchSampling(num_speculative_tokens=2, vocab_size=6, device=META)
+    batch = BatchSampling(DraftPlan(POLICIES["eagle"], 2, 1), vocab_size=6, device=META)
     with NoSync(META), NoHostLists():  # every admission and every end of a request makes them again
         tensors = batch.tensors(_requests_that_use_everything())
     assert tensors.processors is not None
@@ -161,7 +162,7 @@ def test_tensors_of_a_new_batch_are_made_without_waiting() -> None:
 
 
 def test_processors_masks_and_logprobs_do_not_wait() -> None:
-    sampling = BatchSampling(num_speculative_tokens=2, vocab_size=6, device=CPU)
+    sampling = BatchSampling(DraftPlan(POLICIES["eagle"], 2, 1), vocab_size=6, device=CPU)
     tensors = sampling.tensors(_requests_that_use_everything())
     assert not tensors.is_plain
     logits, text = torch.randn(2, 3, 6), torch.ones(2, 9, dtype=torch.int64)

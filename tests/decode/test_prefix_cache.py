@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.blocks import BlockManager, PrefixCache
 from mtp_research.decode.schedule.request import Request
+from mtp_research.policy.plan import POLICIES, DraftPlan
 
 NAMES = ("a", "b", "c")
 # Texts of zeros with at most one 1, so that most of them share a prefix, of any length.
@@ -26,7 +27,7 @@ def _request(name: str, tokens: list[int], *, salt: str = "") -> Request:
 
 
 def _manager(num_blocks: int = 8, *, block_size: int = 4, following: int = 2) -> BlockManager:
-    cache = PrefixCache(block_size=block_size, num_following_tokens=following)
+    cache = PrefixCache(block_size=block_size, plan=DraftPlan(POLICIES["eagle"], following, 1))
     return BlockManager(num_blocks, block_size=block_size, prefix_cache=cache)
 
 
@@ -280,6 +281,6 @@ def test_check_integrity_block_under_a_wrong_key_is_found() -> None:
 
 
 def test_extend_keys_before_the_following_tokens_are_known_is_refused() -> None:
-    cache = PrefixCache(block_size=4, num_following_tokens=3)
+    cache = PrefixCache(block_size=4, plan=DraftPlan(POLICIES["eagle"], 3, 1))
     with pytest.raises(AssertionError, match="need the 3 tokens after them, the text has 6"):
         cache.extend_keys([], [1] * 6, num_blocks=1)

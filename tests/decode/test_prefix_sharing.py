@@ -13,6 +13,7 @@ from mtp_research.decode.draft.draft_length import drafts_made
 from mtp_research.decode.ledger import Launched
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import FinishReason, Request, Status
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.attention import paged
 from mtp_research.policy.plan import POLICIES
 from mtp_research.runtime.errors import ConfigError
@@ -54,19 +55,19 @@ def _decode(decoder: SpecDecoder, prompts: list[list[int]], *, wanted: int = 8, 
     todo = list(enumerate(prompts))
     history: dict[str, list] = {}
     requests: list[Request] = []
-    commit = decoder._ledger.commit
+    apply = decoder._ledger.apply
 
     def note(launched: Launched) -> None:
         is_live = [entry.request.status is not Status.FINISHED for entry in launched.entries]
-        commit(launched)
+        apply(launched)
         rows = launched.pending.wait().draft_token_ids.tolist()
         for entry, row, was_live in zip(launched.entries, rows, is_live, strict=True):
-            if was_live and (entry.samples or entry.resumes):
+            if was_live and (entry.ends_at_newest_token or entry.ends_recompute):
                 history.setdefault(entry.request.request_id, []).append(
                     (entry.request.num_tokens, tuple(drafts_made(row)))
                 )
 
-    decoder._ledger.commit = note
+    decoder._ledger.apply = note
     while todo or decoder.scheduler.has_work:
         if todo and (rng is None or rng.random() < 0.5 or not decoder.scheduler.has_work):
             index, prompt = todo.pop(0)
@@ -96,7 +97,9 @@ def test_sharing_changes_no_draft_and_no_round(
     outcomes = []
     for sharing in (False, True):
         engine = _engine(sharing=sharing)
-        decoder = SpecDecoder(target, heads[num_modules], policy=policy, engine=engine)
+        decoder = SpecDecoder(
+            target, heads[num_modules], spec=SpecSettings(policy=policy), engine=engine
+        )
         outcomes.append(_decode(decoder, _texts(1), rng=random.Random(0)))
     assert outcomes[0] == outcomes[1]
     cache = decoder.scheduler.blocks.prefix_cache
@@ -111,10 +114,14 @@ def test_sharing_under_eviction_and_preemption_changes_nothing(
     target, heads, policy: str, num_modules: int
 ) -> None:
     prompts = _texts(2, count=9)
-    plain = SpecDecoder(target, heads[num_modules], policy=policy, engine=_engine(sharing=False))
+    plain = SpecDecoder(
+        target, heads[num_modules], spec=SpecSettings(policy=policy), engine=_engine(sharing=False)
+    )
     expected = _decode(plain, prompts)
     engine = _engine(sharing=True, num_blocks=15)
-    decoder = SpecDecoder(target, heads[num_modules], policy=policy, engine=engine)
+    decoder = SpecDecoder(
+        target, heads[num_modules], spec=SpecSettings(policy=policy), engine=engine
+    )
     assert _decode(decoder, prompts) == expected
     assert decoder.stats.num_preemptions > 0
     stats = decoder.scheduler.blocks.prefix_cache.stats
@@ -160,8 +167,7 @@ def test_sharing_any_settings_change_nothing(
         decoder = SpecDecoder(
             target,
             heads[num_modules],
-            policy=policy,
-            num_speculative_tokens=num_drafts,
+            spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts),
             engine=engine,
         )
         outcomes.append(_decode(decoder, _texts(seed, count=5), wanted=6, rng=random.Random(seed)))
@@ -178,7 +184,9 @@ def test_sharing_reads_no_page_but_its_own_and_the_shared(
     prompts, outcomes = _texts(3), []
     for is_poisoned in (False, True):
         engine = _engine(sharing=True, max_prefill_chunk=64)
-        decoder = SpecDecoder(target, heads[num_modules], policy=policy, engine=engine)
+        decoder = SpecDecoder(
+            target, heads[num_modules], spec=SpecSettings(policy=policy), engine=engine
+        )
         first = _decode(decoder, prompts[:1])
         if is_poisoned:
             cache = decoder.scheduler.blocks.prefix_cache
@@ -189,7 +197,7 @@ def test_sharing_reads_no_page_but_its_own_and_the_shared(
                     pages = decoder.cache.pages(layer)
                     pages.keys[block] = torch.nan
                     pages.values[block] = torch.nan
-            decoder.ring.hidden.fill_(torch.nan)
+            decoder.slot_state.hidden.fill_(torch.nan)
         outcomes.append((first, _decode(decoder, [prompts[0], *prompts])))
         assert decoder.scheduler.blocks.prefix_cache.stats.num_cached_tokens > 0
     assert outcomes[0] == outcomes[1]
@@ -232,7 +240,7 @@ def test_preempted_request_resumes_from_its_own_blocks(target, heads) -> None:
     assert request.num_cached_tokens == 4 * ((request.num_tokens - 1 - 3) // 4)
     while request.status is not Status.FINISHED:
         decoder.step()
-    alone = SpecDecoder(target, num_speculative_tokens=0)
+    alone = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
     assert request.output_token_ids == _decode(alone, [list(range(1, 14))], wanted=30)["0"][0]
     assert decoder.auditor.num_dirty_rounds == 0
 
@@ -260,7 +268,10 @@ def test_sharing_without_modules_keeps_the_text(target, name: str | None) -> Non
     for sharing in (False, True):
         num_drafts = 3 if name else 0
         decoder = SpecDecoder(
-            target, name, num_speculative_tokens=num_drafts, engine=_engine(sharing=sharing)
+            target,
+            name,
+            spec=SpecSettings(num_speculative_tokens=num_drafts),
+            engine=_engine(sharing=sharing),
         )
         outcomes.append(_decode(decoder, prompts, rng=random.Random(1)))
     assert outcomes[0] == outcomes[1]
@@ -280,7 +291,9 @@ def test_audit_of_some_requests_leaves_out_those_on_unwatched_blocks(target, hea
 @pytest.mark.parametrize("policy", [name for name in POLICIES if not POLICIES[name].clean])
 def test_sharing_with_an_unclean_policy_is_refused(target, heads, policy: str) -> None:
     with pytest.raises(ConfigError, match=f"prefix_caching must be false for spec.policy={policy}"):
-        SpecDecoder(target, heads[3], policy=policy, engine=_engine(sharing=True))
+        SpecDecoder(
+            target, heads[3], spec=SpecSettings(policy=policy), engine=_engine(sharing=True)
+        )
 
 
 def test_requests_with_other_salts_share_nothing(target, heads) -> None:
@@ -302,7 +315,9 @@ def test_sharing_never_writes_a_cached_block(
     target, heads, policy: str, num_modules: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = _engine(sharing=True, max_prefill_chunk=chunk)
-    decoder = SpecDecoder(target, heads[num_modules], policy=policy, engine=engine)
+    decoder = SpecDecoder(
+        target, heads[num_modules], spec=SpecSettings(policy=policy), engine=engine
+    )
     store, cache = paged.store_kv, decoder.scheduler.blocks.prefix_cache
 
     def checked_store(key, value, *, slot_mapping: torch.Tensor, **rest) -> None:
@@ -329,4 +344,6 @@ def test_sharing_changes_no_draft_of_other_attention(recipe: str) -> None:
 def test_sharing_with_a_recurrent_target_is_refused() -> None:
     target = tiny_recurrent.tiny_target("qwen3_5")
     with pytest.raises(ConfigError, match="prefix_caching must be false for a target with recurr"):
-        SpecDecoder(target, num_speculative_tokens=0, engine=_engine(sharing=True))
+        SpecDecoder(
+            target, spec=SpecSettings(num_speculative_tokens=0), engine=_engine(sharing=True)
+        )

@@ -12,6 +12,7 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import FinishReason
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.slot_state import KVCache
 from mtp_research.models.attention.paged import PagedContext
 from mtp_research.models.recurrent import RecurrentStates, with_states
@@ -34,7 +35,9 @@ def target(request: pytest.FixtureRequest):
 
 @pytest.fixture(scope="module")
 def baseline(target):
-    return texts_of(run(SpecDecoder(target, num_speculative_tokens=0, engine=SMALL)))
+    return texts_of(
+        run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=SMALL))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,9 @@ def one_target():
 
 @pytest.fixture(scope="module")
 def one_baseline(one_target):
-    return texts_of(run(SpecDecoder(one_target, num_speculative_tokens=0, engine=SMALL)))
+    return texts_of(
+        run(SpecDecoder(one_target, spec=SpecSettings(num_speculative_tokens=0), engine=SMALL))
+    )
 
 
 def test_baseline_equals_full_recompute_and_transformers(target, baseline) -> None:
@@ -67,7 +72,7 @@ def test_greedy_text_equals_baseline(
 ) -> None:
     draft_rightly(monkeypatch, baseline, chance=0.6)
     heads = tiny_recurrent.tiny_heads(target, num_mtp_modules=2)
-    records = run(SpecDecoder(target, heads, policy=policy, engine=SMALL))
+    records = run(SpecDecoder(target, heads, spec=SpecSettings(policy=policy), engine=SMALL))
     assert texts_of(records) == baseline
     rounds = {count for record in records.values() for count in record.num_accepted_per_round}
     assert len(rounds) > 2  # drafts were accepted, and rejected at several places
@@ -130,7 +135,7 @@ def test_drafts_equal_full_recompute_for_any_history(recipe: str, policy: str, c
     target = tiny_recurrent.tiny_target(recipe)
     heads = tiny_recurrent.tiny_heads(target, num_mtp_modules=2)
     engine = EngineConfig(max_num_requests=3, max_prefill_chunk=chunk)
-    decoder = SpecDecoder(target, heads, policy=policy, engine=engine)
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(policy=policy), engine=engine)
     loop = DictatedLoop(decoder, seed=chunk, break_chance=0.2)  # some steps are undone
     rng = random.Random(chunk)
     for length in (1, 2, 9, 5):
@@ -162,7 +167,10 @@ def test_drafts_equal_full_recompute_under_preemption(
     heads = tiny_recurrent.tiny_heads(one_target, num_mtp_modules=1)
     engine = small_pool(num_blocks, max_prefill_chunk=chunk)
     decoder = SpecDecoder(
-        one_target, heads, policy=policy, num_speculative_tokens=num_drafts, engine=engine
+        one_target,
+        heads,
+        spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts),
+        engine=engine,
     )
     loop = DictatedLoop(decoder, seed=seed, break_chance=0.1)
     rng = random.Random(seed)
@@ -201,7 +209,11 @@ def test_extreme_drafters_give_the_baseline_text(
 
 def test_shared_prefixes_are_refused(one_target) -> None:
     with pytest.raises(ConfigError, match=r"engine\.prefix_caching"):
-        SpecDecoder(one_target, num_speculative_tokens=0, engine=EngineConfig(prefix_caching=True))
+        SpecDecoder(
+            one_target,
+            spec=SpecSettings(num_speculative_tokens=0),
+            engine=EngineConfig(prefix_caching=True),
+        )
 
 
 def test_states_of_a_decode_step_do_not_wait_for_the_device(one_target) -> None:

@@ -5,6 +5,7 @@ import torch
 from mtp_research.decode.sampling.sampling import BatchSampling
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import Request
+from mtp_research.policy.plan import POLICIES, DraftPlan
 from tests.decode.toy_grammar import PAIRS
 
 CPU = torch.device("cpu")
@@ -19,7 +20,7 @@ def _request(name: str, **fields) -> Request:
 
 
 def _batch() -> BatchSampling:
-    return BatchSampling(num_speculative_tokens=2, vocab_size=128, device=CPU)
+    return BatchSampling(DraftPlan(POLICIES["eagle"], 2, 1), vocab_size=128, device=CPU)
 
 
 def test_tensors_follow_the_batch_and_are_kept_while_it_stays() -> None:

@@ -4,12 +4,13 @@ import random
 
 import pytest
 
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.ledger import commit_entry
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.blocks import BlockManager
 from mtp_research.decode.schedule.request import FinishReason, Request, Status
 from mtp_research.decode.schedule.scheduler import Schedule, Scheduler
-from mtp_research.policy.plan import num_slots_needed
+from mtp_research.policy.plan import POLICIES, DraftPlan
 from mtp_research.runtime.errors import ConfigError
 
 
@@ -17,14 +18,20 @@ def _scheduler(**changes: int) -> Scheduler:
     settings = {
         "num_blocks": 64,
         "block_size": 4,
-        "num_slots": 4,
+        "max_num_requests": 4,
         "max_num_batched_tokens": 32,
         "max_prefill_chunk": 8,
         "max_model_len": 64,
-        "num_speculative_tokens": 3,
     } | changes
-    blocks = BlockManager(settings.pop("num_blocks"), block_size=settings.pop("block_size"))
-    return Scheduler(blocks, **settings)
+    engine = EngineConfig(**settings)
+    assert engine.num_blocks is not None
+    assert engine.max_model_len is not None
+    return Scheduler(
+        BlockManager(engine.num_blocks, block_size=engine.block_size),
+        DraftPlan(POLICIES["eagle"], 3, 1),
+        engine=engine,
+        max_model_len=engine.max_model_len,
+    )
 
 
 def _request(name: str, *, prompt: int = 3, priority: int = 0, **sampling) -> Request:
@@ -45,7 +52,7 @@ def _commit(
             scheduler,
             entry,
             emitted=(emitted or {}).get(entry.request.request_id, [7]),
-            drafts=[5] * scheduler.num_speculative_tokens,
+            drafts=[5] * scheduler.plan.num_speculative_tokens,
             is_finite=True,
         )
     scheduler.check_integrity()
@@ -65,7 +72,7 @@ def _finished_order(scheduler: Scheduler, requests: list[Request]) -> list[str]:
 
 
 def test_schedule_same_priority_is_first_come_first_served() -> None:
-    scheduler = _scheduler(num_slots=1)
+    scheduler = _scheduler(max_num_requests=1)
     requests = [_request(name, max_new_tokens=2) for name in "cab"]
     for request in requests:
         scheduler.add(request)
@@ -73,7 +80,7 @@ def test_schedule_same_priority_is_first_come_first_served() -> None:
 
 
 def test_schedule_smaller_priority_number_is_served_first() -> None:
-    scheduler = _scheduler(num_slots=1)
+    scheduler = _scheduler(max_num_requests=1)
     requests = [
         _request(name, priority=priority, max_new_tokens=2)
         for name, priority in (("late", 5), ("soon", 1), ("first", -3), ("too", 1))
@@ -84,7 +91,7 @@ def test_schedule_smaller_priority_number_is_served_first() -> None:
 
 
 def test_add_after_others_finished_keeps_order_of_arrival() -> None:
-    scheduler = _scheduler(num_slots=1)
+    scheduler = _scheduler(max_num_requests=1)
     early = [_request(name, max_new_tokens=1) for name in "abc"]
     for request in early:
         scheduler.add(request)
@@ -120,7 +127,7 @@ def test_schedule_budget_serves_decoding_before_prompts() -> None:
 
 def test_schedule_never_exceeds_budget_for_random_arrivals() -> None:
     rng = random.Random(0)
-    scheduler = _scheduler(num_slots=5, max_num_batched_tokens=21, num_blocks=24)
+    scheduler = _scheduler(max_num_requests=5, max_num_batched_tokens=21, num_blocks=24)
     requests = [
         _request(str(i), prompt=rng.randint(1, 30), max_new_tokens=rng.randint(1, 12))
         for i in range(40)
@@ -153,7 +160,7 @@ def test_schedule_budget_too_small_for_a_full_batch_is_refused() -> None:
 
 def test_schedule_preempts_lowest_rank_first() -> None:
     # Three requests of ten slots fill the pool; growing by one block needs a victim.
-    scheduler = _scheduler(num_blocks=9, num_slots=3)
+    scheduler = _scheduler(num_blocks=9, max_num_requests=3)
     for name, priority in (("keep", 0), ("worst", 2), ("middle", 1)):
         scheduler.add(_request(name, prompt=4, priority=priority, max_new_tokens=20))
     _commit(scheduler, scheduler.schedule())
@@ -168,7 +175,7 @@ def test_schedule_preempts_lowest_rank_first() -> None:
 
 
 def test_preempted_request_holds_nothing_and_is_recomputed_from_the_start() -> None:
-    scheduler = _scheduler(num_blocks=9, num_slots=3, max_prefill_chunk=32)
+    scheduler = _scheduler(num_blocks=9, max_num_requests=3, max_prefill_chunk=32)
     victim = _request("victim", prompt=4, priority=2, max_new_tokens=20)
     for request in (_request("a", max_new_tokens=20), _request("b", max_new_tokens=20), victim):
         scheduler.add(request)
@@ -194,7 +201,7 @@ def test_preempted_request_holds_nothing_and_is_recomputed_from_the_start() -> N
 
 def test_add_text_that_can_never_fit_names_needed_and_available_blocks() -> None:
     scheduler = _scheduler(num_blocks=8)
-    needed = -(-num_slots_needed(12 + 20, 3) // 4)
+    needed = -(-DraftPlan(POLICIES["eagle"], 3, 1).num_slots_needed(12 + 20) // 4)
     with pytest.raises(ConfigError, match=f"needs {needed} blocks, the pool has 8"):
         scheduler.add(_request("a", prompt=12, max_new_tokens=20))
     scheduler.add(_request("a", prompt=7, max_new_tokens=20))  # needs exactly eight

@@ -5,12 +5,17 @@ import torch
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.ledger import Launched
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.request import Schedule
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.attention import paged
-from mtp_research.policy.plan import POLICIES, num_slots_needed
+from mtp_research.policy.plan import POLICIES, DraftPlan
 from tests import tiny
 from tests.decode.loops import PROMPTS, draft_rightly, run, small_pool, texts_of
+
+
+def _num_slots_needed(num_drafts: int, num_late_steps: int = 0) -> int:
+    return DraftPlan(POLICIES["eagle"], num_drafts, 1).num_slots_needed(0, num_late_steps)
 
 
 class SlotSpy:
@@ -20,19 +25,20 @@ class SlotSpy:
         self.decoder = decoder
         self.highest = -(10**9)
         self.num_tokens: dict[str, int] = {}
-        self._store, self._launch = paged.store_kv, decoder._launch
+        self._store, self._schedule = paged.store_kv, decoder.scheduler.schedule
         monkeypatch.setattr(paged, "store_kv", self.store)
-        monkeypatch.setattr(decoder, "_launch", self.launch)
+        monkeypatch.setattr(decoder.scheduler, "schedule", self.schedule)
 
-    def launch(self, schedule) -> Launched:
+    def schedule(self) -> Schedule:
         """Reservations are made: note what each request owns."""
+        schedule = self._schedule()
         self.owned = {
             block_id: (entry.request, index)
             for entry in schedule.entries
             for index, block_id in enumerate(entry.request.block_ids)
         }
         self.num_tokens = {e.request.request_id: e.request.num_tokens for e in schedule.entries}
-        return self._launch(schedule)
+        return schedule
 
     def store(self, key, value, *, slot_mapping: torch.Tensor, **rest) -> None:
         size = self.decoder.engine.block_size
@@ -54,7 +60,7 @@ def target():
 @pytest.fixture(scope="module")
 def outputs(target):
     """Greedy texts."""
-    decoder = SpecDecoder(target, num_speculative_tokens=0)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
     return texts_of(run(decoder, sampling=SamplingParams(max_new_tokens=14)))
 
 
@@ -74,8 +80,7 @@ def _highest_slot(
         decoder = SpecDecoder(
             target,
             heads,
-            policy=policy,
-            num_speculative_tokens=num_drafts,
+            spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts),
             engine=engine or EngineConfig(block_size=4, max_prefill_chunk=5),
         )
         spy = SlotSpy(decoder, patch)
@@ -98,7 +103,7 @@ def test_highest_slot_is_the_documented_one(
     if POLICIES[policy].draft_rows != "none":
         expected = 2 * num_drafts - 2 if num_drafts > 1 else 0
     assert highest == expected
-    assert highest < num_slots_needed(0, num_drafts)
+    assert highest < _num_slots_needed(num_drafts)
 
 
 @pytest.mark.parametrize("num_late_steps", [0, 1])
@@ -110,7 +115,7 @@ def test_reservation_is_no_larger_than_needed(
     highest = _highest_slot(
         target, monkeypatch, heads=heads, num_drafts=4, outputs=outputs, engine=engine
     )
-    assert highest == num_slots_needed(0, 4, num_late_steps) - 1
+    assert highest == _num_slots_needed(4, num_late_steps) - 1
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])
@@ -120,7 +125,7 @@ def test_oracle_writes_only_what_it_declares(
     highest = _highest_slot(
         target, monkeypatch, heads="oracle", num_drafts=num_drafts, outputs=outputs
     )
-    assert highest == num_slots_needed(0, num_drafts)  # its one extra slot
+    assert highest == _num_slots_needed(num_drafts)  # its one extra slot
 
 
 @pytest.mark.parametrize("policy", ["eagle", "training", "window"])
@@ -139,7 +144,7 @@ def test_slots_stay_the_requests_own_under_preemption_and_mixed_histories(
             chance=0.6,
             engine=small_pool(num_blocks, max_prefill_chunk=3),
         )
-        assert highest < num_slots_needed(0, 3)
+        assert highest < _num_slots_needed(3)
 
 
 def test_slots_stay_inside_the_pages_at_the_context_limit(
@@ -149,9 +154,12 @@ def test_slots_stay_inside_the_pages_at_the_context_limit(
     for limit in range(len(PROMPTS[2]) + 1, len(PROMPTS[2]) + 9, 2):
         engine = EngineConfig(block_size=4, max_num_requests=4, max_model_len=limit)
         decoder = SpecDecoder(
-            target, heads, policy="eagle", num_speculative_tokens=5, engine=engine
+            target,
+            heads,
+            spec=SpecSettings(policy="eagle", num_speculative_tokens=5),
+            engine=engine,
         )
         with monkeypatch.context() as patch:
             spy = SlotSpy(decoder, patch)
             run(decoder, sampling=SamplingParams(max_new_tokens=99))
-        assert spy.highest < num_slots_needed(0, 5)
+        assert spy.highest < _num_slots_needed(5)

@@ -11,10 +11,11 @@ from torch import Tensor
 from mtp_research.decode.sampling.sampling import SamplingTensors, sampling_tensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.batch import StepInputs
-from mtp_research.decode.slot_state import HiddenRing, KVCache
+from mtp_research.decode.slot_state import KVCache, SlotState
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.decode.verify.verify_rules import RULES
 from mtp_research.models.target import Target, TargetHidden
+from mtp_research.policy.plan import POLICIES, DraftPlan
 from tests.inductor_kernels import compile_kernel, generated_kernels
 
 CPU = torch.device("cpu")
@@ -38,10 +39,10 @@ class _Rows:
 
 def _kernels(vocab_size: int, *, num_drafts: int, num_requests: int) -> dict[str, str]:
     """Kernels of a greedy step, between the target's layers and the drafter."""
-    ring = HiddenRing(
+    slot_state = SlotState(
         num_requests,
         max_model_len=2048,
-        num_speculative_tokens=num_drafts,
+        plan=DraftPlan(POLICIES["eagle"], num_drafts, 1),
         hidden_size=HIDDEN_SIZE,
         vocab_size=vocab_size,
         keep_draft_probs=False,
@@ -52,13 +53,15 @@ def _kernels(vocab_size: int, *, num_drafts: int, num_requests: int) -> dict[str
         target=cast(Target, _Rows(vocab_size)),
         drafter=None,
         cache=cast(KVCache, SimpleNamespace(recurrent=None)),
-        ring=ring,
-        num_speculative_tokens=num_drafts,
+        slot_state=slot_state,
+        plan=DraftPlan(POLICIES["eagle"], num_drafts, 1),
         rule=RULES["standard"],
     )
 
     def run(slots: Tensor, block_table: Tensor, params: SamplingTensors) -> StepResult:
-        inputs = StepInputs.decoding(slots, block_table, ring=ring, block_size=BLOCK_SIZE)
+        inputs = StepInputs.decoding(
+            slots, block_table, slot_state=slot_state, block_size=BLOCK_SIZE
+        )
         return step.run(inputs, params, request_ids=[], draft_limit=num_drafts)
 
     slots = torch.zeros(num_requests, dtype=torch.int64)

@@ -9,6 +9,7 @@ import pytest
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.streaming import AsyncDecoder
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from tests import tiny
@@ -26,12 +27,14 @@ def target():
 
 @pytest.fixture(scope="module")
 def baseline(target):
-    return texts_of(run(SpecDecoder(target, num_speculative_tokens=0, engine=ENGINE)))
+    return texts_of(
+        run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=ENGINE))
+    )
 
 
 @pytest.fixture
 def decoder(target):
-    return SpecDecoder(target, "oracle", num_speculative_tokens=2, engine=ENGINE)
+    return SpecDecoder(target, "oracle", spec=SpecSettings(num_speculative_tokens=2), engine=ENGINE)
 
 
 def assert_clean(decoder: SpecDecoder) -> None:

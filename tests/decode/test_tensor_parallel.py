@@ -13,6 +13,7 @@ import torch
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.loading.fingerprint import target_hashes
 from mtp_research.models.target import Target, load_target
 from mtp_research.runtime.errors import ConfigError
@@ -47,13 +48,16 @@ def decode(target: Target, *, draws: bool) -> dict[str, object]:
     engine = EngineConfig(max_num_requests=4, block_size=4, max_prefill_chunk=3)
     sampling = SamplingParams(max_new_tokens=10, temperature=float(draws), seed=5)
     plain = texts_of(
-        run(SpecDecoder(target, num_speculative_tokens=0, engine=engine), sampling=sampling)
+        run(
+            SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine),
+            sampling=sampling,
+        )
     )
     found["plain"] = plain
     for policy in ("eagle", "training"):
         with pytest.MonkeyPatch.context() as patch:
             draft_rightly(patch, plain, chance=0.7)
-            decoder = SpecDecoder(target, heads, policy=policy, engine=engine)
+            decoder = SpecDecoder(target, heads, spec=SpecSettings(policy=policy), engine=engine)
             records = run(decoder, sampling=sampling)
         found[policy] = texts_of(records)
         found[f"{policy} accepted"] = [r.num_accepted_per_round for r in records.values()]

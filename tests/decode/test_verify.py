@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtp_research.config.schema import ARGMAX_RULES, VERIFY_RULES
+from mtp_research.config.schema import ARGMAX_RULES, VERIFY_RULES, VerifyOptions
 from mtp_research.decode.sampling.sampling import (
     Stream,
     sample_from,
@@ -17,11 +17,10 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.verify.verify import (
     PADDING_TOKEN_ID,
     VerifyInputs,
-    VerifyOptions,
-    check_options,
     verify_greedy,
     verify_standard,
 )
+from mtp_research.decode.verify.verify_options import check_options
 from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES, RULES
 from mtp_research.runtime.errors import ConfigError
 from tests.decode.markov import CPU, column_p_value, decode, text_p_value
@@ -300,4 +299,4 @@ def test_options_that_a_rule_ignores_or_lacks_are_refused(
 )
 def test_options_out_of_range_name_the_field(fields: dict) -> None:
     with pytest.raises(ConfigError, match=f"spec.{next(iter(fields))} must be"):
-        VerifyOptions(**fields)
+        check_options("synthetic", VerifyOptions(**fields), num_speculative_tokens=3)

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_research.decode.verify.verify import VerifyOptions, rates_of_length, verify_greedy
+from mtp_research.config.schema import VerifyOptions
+from mtp_research.decode.verify.verify import verify_greedy
+from mtp_research.decode.verify.verify_options import rates_of_length
 from mtp_research.decode.verify.verify_rules import (
     text_is_thinking,
     thinking_rows,

@@ -4,11 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.ledger import commit_entry
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.blocks import BlockManager
 from mtp_research.decode.schedule.request import Request, Status
 from mtp_research.decode.schedule.scheduler import Schedule, Scheduler, WaitingQueue
+from mtp_research.policy.plan import POLICIES, DraftPlan
 
 STEPS = 5
 
@@ -21,14 +23,17 @@ def _request(name: str, *, prompt: int = 3, priority: int = 0, wanted: int = 2) 
 
 
 def _scheduler(*, num_blocks: int = 32, num_slots: int = 2, budget: int = 8) -> Scheduler:
-    return Scheduler(
-        BlockManager(num_blocks, block_size=4),
-        num_slots=num_slots,
+    engine = EngineConfig(
+        max_num_requests=num_slots,
         max_num_batched_tokens=budget,
         max_prefill_chunk=8,
-        max_model_len=64,
-        num_speculative_tokens=1,
         steps_per_priority=STEPS,
+    )
+    return Scheduler(
+        BlockManager(num_blocks, block_size=4),
+        DraftPlan(POLICIES["eagle"], 1, 1),
+        engine=engine,
+        max_model_len=64,
     )
 
 

@@ -8,7 +8,7 @@ from mtp_research.app.cli import compose_config
 from mtp_research.config.grid import expand
 from mtp_research.config.schema import EvalConfig
 from mtp_research.evaluation.run.conditions import Condition, conditions_of, head_names
-from mtp_research.evaluation.run.decoders import check_settings
+from mtp_research.evaluation.run.settings_check import check_settings
 from mtp_research.runtime.errors import ConfigError
 
 HEADS = "assets/lab_tiny/heads"

@@ -8,26 +8,29 @@ from pathlib import Path
 import pytest
 
 from mtp_research.app.cli import compose_config
-from mtp_research.config.schema import EvalConfig, SamplingConfig, SpecConfig
+from mtp_research.config.schema import EvalConfig, SamplingConfig, SpecConfig, VerifyOptions
 from mtp_research.decode.draft.draft_length import (
     BatchTableLength,
     ConfidenceLength,
     ExpectedGainLength,
 )
 from mtp_research.decode.sampling.sampling_params import SamplingParams
-from mtp_research.decode.verify.verify import VerifyOptions
-from mtp_research.evaluation.run.decoders import (
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.evaluation.run.decoders import spec_settings
+from mtp_research.evaluation.run.settings_check import (
     check_settings,
     draft_length,
     sampling_params,
-    verify_options,
 )
 from mtp_research.runtime.errors import ConfigError
 
 
 def test_defaults_of_the_schema_are_those_of_the_types() -> None:
-    assert verify_options(SpecConfig()) == VerifyOptions()
-    assert draft_length(SpecConfig()) is None
+    made = spec_settings(SpecConfig(), policy="training", num_speculative_tokens=3)
+    wanted = SpecSettings(verify="greedy", verify_options=made.verify_options)
+    assert made == wanted
+    for item in dataclasses.fields(VerifyOptions):
+        assert getattr(made.verify_options, item.name) == getattr(VerifyOptions(), item.name)
     made = sampling_params(SamplingConfig(), seed=0, stop_token_ids=())
     assert made == SamplingParams()
 
@@ -50,8 +53,10 @@ def test_keys_reach_the_types() -> None:
     ]
     config = compose_config(EvalConfig, words)
     check_settings(config)
-    expected = VerifyOptions(relaxed_top_n=4, relaxed_delta=0.25, relaxed_thinking_token_ids=(7, 8))
-    assert verify_options(config.spec) == expected
+    made = spec_settings(config.spec, policy="training", num_speculative_tokens=3)
+    options = made.verify_options
+    assert (made.verify, options.relaxed_top_n, options.relaxed_delta) == ("relaxed", 4, 0.25)
+    assert options.relaxed_thinking_token_ids == [7, 8]
     params = sampling_params(config.sampling, seed=5, stop_token_ids=(1,))
     assert (params.repetition_penalty, params.presence_penalty) == (1.2, -0.5)
     assert (params.min_tokens, params.seed, params.stop_token_ids) == (3, 5, ())
@@ -82,7 +87,10 @@ def test_length_rule_is_made_from_its_keys(words: list[str], expected: object) -
     ("words", "expected"),
     [
         (["spec.relaxed_top_n=4"], "spec.relaxed_top_n must be left alone for spec.verify=greedy"),
-        (["spec.verify=relaxed", "spec.relaxed_delta=2"], "spec.relaxed_delta must be in [0, 1]"),
+        (
+            ["spec.verify=relaxed", "spec.relaxed_delta=2"],
+            "spec.relaxed_delta must be a number in 0.0..1.0",
+        ),
         (
             ["spec.verify=relaxed", "spec.relaxed_thinking_token_ids=[7]"],
             "must hold the begin and the end token, got [7]",
@@ -121,7 +129,7 @@ def test_settings_are_checked_without_torch() -> None:
     probe = (
         "import sys; sys.modules['torch'] = None\n"
         "from mtp_research.config.schema import EvalConfig, ModelConfig\n"
-        "from mtp_research.evaluation.run.decoders import check_settings\n"
+        "from mtp_research.evaluation.run.settings_check import check_settings\n"
         "check_settings(EvalConfig(ModelConfig('a', 'b', 'c')))"
     )
     root = Path(__file__).resolve().parents[2]

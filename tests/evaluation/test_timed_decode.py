@@ -9,6 +9,7 @@ import torch
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import DecodeStats
 from mtp_research.evaluation.run import timed_decode
 from mtp_research.evaluation.run.prompts import EncodedPrompts
@@ -26,16 +27,17 @@ def test_decode_time_holds_no_step_with_prompt_rows(
         max_num_requests=2, max_prefill_chunk=8, deferred_output=deferred, audit=False
     )
     target = tiny.tiny_target("qwen3", dtype=torch.float32)
-    decoder = SpecDecoder(target, num_speculative_tokens=0, engine=engine)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
     now, kinds = [0.0], []
-    launch = decoder._launch
+    make_schedule = decoder.scheduler.schedule
 
-    def timed(schedule):
+    def timed():
+        schedule = make_schedule()
         kinds.append(any(entry.is_prefill for entry in schedule.entries))
         now[0] += 100.0 if kinds[-1] else 1.0
-        return launch(schedule)
+        return schedule
 
-    monkeypatch.setattr(decoder, "_launch", timed)
+    monkeypatch.setattr(decoder.scheduler, "schedule", timed)
     monkeypatch.setattr(timed_decode.time, "perf_counter", lambda: now[0])
     kept: list[tuple[float, bool]] = []
     monkeypatch.setattr(StepClock, "end_step", lambda _, wall_s, keep: kept.append((wall_s, keep)))

@@ -15,6 +15,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
 from tests import tiny
@@ -59,8 +60,7 @@ def own_drafts(folder: Path, *, num_modules: int) -> tuple[Drafts, set[int]]:
     decoder = SpecDecoder(
         target,
         load_heads(folder, target),
-        policy="training",
-        num_speculative_tokens=num_modules,
+        spec=SpecSettings(policy="training", num_speculative_tokens=num_modules),
         engine=EngineConfig(deferred_output=False),
     )
     request = decoder.add_request(PROMPT, sampling=SamplingParams(max_new_tokens=NUM_NEW))

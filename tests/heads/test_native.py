@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads import export
 from mtp_research.heads.export import export_heads, stitch_heads
 from mtp_research.heads.init import init_heads
@@ -140,7 +141,9 @@ def test_checkpoint_loads_and_drafts_without_changing_the_text(
     heads = load_heads(tmp_path, loaded)
     prompt = [5, 9, 77, 31, 2, 64]
     engine = EngineConfig(max_model_len=24)  # what sparse attention allows
-    decoder = SpecDecoder(loaded, heads, policy="training", num_speculative_tokens=3, engine=engine)
+    decoder = SpecDecoder(
+        loaded, heads, spec=SpecSettings(policy="training", num_speculative_tokens=3), engine=engine
+    )
     (record,) = decoder.generate([prompt], max_new_tokens=8)
     output = list(record.output_token_ids)  # ends early at a stop token
     assert len(output) >= 4

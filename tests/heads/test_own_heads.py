@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.export import export_heads, stitch_heads
 from mtp_research.heads.init import init_heads
 from mtp_research.heads.native import read_index
@@ -43,7 +44,9 @@ def test_drafts_come_from_the_head_of_the_pass_s_module(policy: str) -> None:
     target = tiny.tiny_target("qwen3")
     heads = tiny.tiny_heads(target, num_mtp_modules=2, owns_lm_head=True)
     engine = EngineConfig(deferred_output=False)
-    decoder = SpecDecoder(target, heads, policy=policy, num_speculative_tokens=3, engine=engine)
+    decoder = SpecDecoder(
+        target, heads, spec=SpecSettings(policy=policy, num_speculative_tokens=3), engine=engine
+    )
     request = decoder.add_request(PROMPT, sampling=SamplingParams(max_new_tokens=12))
     for _ in range(3):
         decoder.step()

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.init import init_heads
 from mtp_research.heads.native import read_index
 from mtp_research.heads.weights import load_heads
@@ -54,7 +55,10 @@ def test_gemma_heads_from_scratch_leave_the_text_as_it_is(family: str) -> None:
     init_heads(heads, init="target_last_layer")
     prompt = [5, 9, 77, 31, 2, 64]
     decoder = SpecDecoder(
-        target, heads, policy="training", num_speculative_tokens=2, engine=EngineConfig()
+        target,
+        heads,
+        spec=SpecSettings(policy="training", num_speculative_tokens=2),
+        engine=EngineConfig(),
     )
     (record,) = decoder.generate([prompt], max_new_tokens=8)
     output = list(record.output_token_ids)
@@ -150,7 +154,9 @@ def test_modules_that_are_not_chained_run_under_target_roll(tmp_path: Path) -> N
     heads = load_heads(tmp_path, target)
     assert heads.spec.num_mtp_modules == 3
     prompt = [5, 9, 77, 31, 2, 64]
-    decoder = SpecDecoder(target, heads, policy="target_roll", num_speculative_tokens=3)
+    decoder = SpecDecoder(
+        target, heads, spec=SpecSettings(policy="target_roll", num_speculative_tokens=3)
+    )
     (record,) = decoder.generate([prompt], max_new_tokens=8)
     output = list(record.output_token_ids)
     assert output == oracle.greedy_text(target, prompt, 8)[: len(output)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.loading.fingerprint import target_hashes
 from mtp_research.models.target import Target, load_target
@@ -157,7 +158,7 @@ def test_decoding_over_several_gpus_of_a_map_is_refused(tmp_path: Path) -> None:
     target = load_target(save(tmp_path), dtype="float32", device="cpu", device_map={"": "cpu"})
     target.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1, "lm_head": "cpu"}
     with pytest.raises(ConfigError, match=r"\['0', '1'\]; set model\.tp_plan=tensor"):
-        SpecDecoder(target, num_speculative_tokens=0)
+        SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
 
 
 def test_map_with_several_processes_is_refused(

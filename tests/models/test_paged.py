@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.slot_state import KVCache
 from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.attention.paged import PagedContext
@@ -178,8 +179,10 @@ def test_sparse_attention_is_refused_where_dense_is_another_model() -> None:
     limit = target.max_exact_tokens
     assert limit == 24
     with pytest.raises(ConfigError, match=r"set engine\.max_model_len=24"):
-        SpecDecoder(target, num_speculative_tokens=0)
-    SpecDecoder(target, num_speculative_tokens=0, engine=EngineConfig(max_model_len=24))
+        SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
+    SpecDecoder(
+        target, spec=SpecSettings(num_speculative_tokens=0), engine=EngineConfig(max_model_len=24)
+    )
     ids = torch.arange(limit + 1)[None]
     with pytest.raises(ConfigError, match="got 25"), torch.no_grad():
         target.forward(ids, position_ids=ids, context=DenseContext())

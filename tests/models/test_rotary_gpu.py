@@ -8,6 +8,7 @@ from torch import Tensor
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.attention import paged as compiled
 from tests import tiny
 from tests.decode.loops import PROMPTS, run, texts_of
@@ -52,8 +53,8 @@ def test_captured_steps_that_rotate_in_attention_decode_what_the_plain_loop_deco
             audit=False,
             **settings,
         )
-        drafts = {} if heads is not None else {"num_speculative_tokens": 0}
-        decoder = SpecDecoder(target, heads, engine=engine, **drafts)
+        spec = SpecSettings(num_speculative_tokens=0 if heads is None else 3)
+        decoder = SpecDecoder(target, heads, spec=spec, engine=engine)
         return texts_of(run(decoder, PROMPTS, sampling=sampling))
 
     plain = decode()

@@ -12,7 +12,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from mtp_research.policy.audit import Auditor, Verdict
-from mtp_research.policy.plan import POLICIES, HiddenKind, HiddenPolicy, PassPlan
+from mtp_research.policy.plan import POLICIES, DraftPlan, HiddenKind, HiddenPolicy, PassPlan
 from mtp_research.policy.simulate import main, simulate
 from mtp_research.policy.trace import SymbolicLoop
 
@@ -99,7 +99,7 @@ def test_audit_any_history_equals_symbolic_recompute(
     prompt: int,
     history: list[int],
 ) -> None:
-    loop = SymbolicLoop(POLICIES[policy], num_drafts, num_modules, schedule)
+    loop = SymbolicLoop(DraftPlan(POLICIES[policy], num_drafts, num_modules, schedule))
     shadow = Shadow(POLICIES[policy], num_drafts)
     fresh = itertools.count()
     drafts = list(itertools.islice(fresh, num_drafts))
@@ -140,7 +140,9 @@ def _plan(
 
 
 def _auditor(policy: str = "eagle", num_drafts: int = 2, num_layers: int = 1) -> Auditor:
-    return Auditor(POLICIES[policy], num_drafts, num_layers)
+    auditor = Auditor(DraftPlan(POLICIES[policy], num_drafts, num_layers))
+    assert auditor.plan.num_kv_layers == num_layers
+    return auditor
 
 
 def _log(
@@ -210,9 +212,7 @@ def test_simulation_is_clean_exactly_for_clean_policies(
     policy: str, num_drafts: int, modules: int
 ) -> None:
     outcome = simulate(
-        policy,
-        num_speculative_tokens=num_drafts,
-        num_mtp_modules=modules,
+        DraftPlan(POLICIES[policy], num_drafts, modules),
         acceptance_chance=0.7,
         num_rounds=120,
         seed=1,
@@ -227,9 +227,7 @@ def test_simulation_is_clean_exactly_for_clean_policies(
 
 def test_simulation_window_holes_are_its_fully_accepted_rounds() -> None:
     outcome = simulate(
-        "window",
-        num_speculative_tokens=3,
-        num_mtp_modules=3,
+        DraftPlan(POLICIES["window"], 3, 3),
         acceptance_chance=0.8,
         num_rounds=800,
         seed=0,
@@ -242,9 +240,7 @@ def test_simulation_window_holes_are_its_fully_accepted_rounds() -> None:
 @pytest.mark.parametrize("policy", ["eagle", "training", "training_norefresh"])
 def test_simulation_without_double_rejections_is_clean(policy: str) -> None:
     outcome = simulate(
-        policy,
-        num_speculative_tokens=1,
-        num_mtp_modules=1,
+        DraftPlan(POLICIES[policy], 1, 1),
         acceptance_chance=0.5,
         num_rounds=60,
         seed=2,
@@ -284,8 +280,8 @@ def test_main_bad_argument_exits_with_two(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_audit_module_runs_as_a_command() -> None:
-    command = [sys.executable, "-m", "mtp_research.policy.audit", "--rounds", "20"]
+def test_simulation_runs_as_a_command() -> None:
+    command = [sys.executable, "-m", "mtp_research.policy.simulate", "--rounds", "20"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1].split() == ["M3", "0.00", "0.00", "0.00"]
     assert done.stderr == ""

@@ -8,10 +8,9 @@ from mtp_research.policy.plan import (
     MODULE_SCHEDULES,
     POLICIES,
     BaseRows,
+    DraftPlan,
     PassPlan,
     StepState,
-    bound_base_rows,
-    plan_pass,
 )
 from tests.decode.test_no_sync import NoSync
 
@@ -76,19 +75,15 @@ def test_bounded_plan_writes_what_the_ragged_plan_writes(
     requests: list[dict[str, int | bool]], policy: str, num_modules: int, schedule: str
 ) -> None:
     state, rows = _state(requests), [int(request["rows"]) for request in requests]
-    counts = bound_base_rows(
-        POLICIES[policy],
-        rows,
-        is_prefill=[bool(request["prefilling"]) for request in requests],
-        num_speculative_tokens=K,
+    plan = DraftPlan(POLICIES[policy], K, num_modules, schedule)
+    counts = plan.max_base_rows(
+        rows, is_prefill=[bool(request["prefilling"]) for request in requests]
     )
     base_rows = BaseRows(torch.tensor(counts), total=sum(counts), longest=max(counts))
     for draft_step in range(K):
-        settings = {"draft_step": draft_step, "num_speculative_tokens": K}
-        settings |= {"num_mtp_modules": num_modules, "schedule": schedule}
-        ragged = plan_pass(POLICIES[policy], state, **settings)
+        ragged = plan.pass_plan(state, draft_step)
         with NoSync():
-            bounded = plan_pass(POLICIES[policy], state, **settings, base_rows=base_rows)
+            bounded = plan.pass_plan(state, draft_step, base_rows=base_rows)
         assert _written(bounded) == _written(ragged)
         last = bounded.position[bounded.last_rows]
         for row in torch.nonzero(state.drafting)[:, 0].tolist():

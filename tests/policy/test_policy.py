@@ -5,9 +5,8 @@ import pytest
 from mtp_research.policy.plan import (
     MATCHING_POLICY,
     POLICIES,
+    DraftPlan,
     module_index,
-    num_rows_per_step,
-    num_slots_needed,
 )
 from mtp_research.policy.trace import SymbolicLoop, trace
 
@@ -91,7 +90,9 @@ R2 M3 7:V|h2[KU]@X -> W
     ],
 )
 def test_plan_worked_example_matches_page(policy: str, num_modules: int, expected: str) -> None:
-    lines = trace(SymbolicLoop(POLICIES[policy], 3, num_modules), prompt="ABCD", script=SCRIPT)
+    lines = trace(
+        SymbolicLoop(DraftPlan(POLICIES[policy], 3, num_modules)), prompt="ABCD", script=SCRIPT
+    )
     passes = [line for line in lines if " audit " not in line]
     wanted = expected.strip().splitlines()
     rounds = {line.split()[0] for line in wanted}
@@ -100,7 +101,7 @@ def test_plan_worked_example_matches_page(policy: str, num_modules: int, expecte
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_audit_worked_example_is_clean_exactly_for_clean_policies(policy: str) -> None:
-    lines = trace(SymbolicLoop(POLICIES[policy], 3, 3), prompt="ABCD", script=SCRIPT)
+    lines = trace(SymbolicLoop(DraftPlan(POLICIES[policy], 3, 3)), prompt="ABCD", script=SCRIPT)
     last = lines[-1].split("audit")[1].split()
     faults = sum(
         int(last[i + 1]) for i, word in enumerate(last) if word in {"WRONG", "MIXED", "HOLE"}
@@ -109,7 +110,7 @@ def test_audit_worked_example_is_clean_exactly_for_clean_policies(policy: str) -
 
 
 def test_window_fully_accepted_round_leaves_one_hole_in_every_module() -> None:
-    lines = trace(SymbolicLoop(POLICIES["window"], 3, 3), prompt="ABCD", script=SCRIPT)
+    lines = trace(SymbolicLoop(DraftPlan(POLICIES["window"], 3, 3)), prompt="ABCD", script=SCRIPT)
     audits = {line.split()[0]: line for line in lines if " audit " in line}
     assert audits["R2"].count("HOLE 0") == 3
     assert audits["R3"].count("HOLE 1") == 3
@@ -128,7 +129,7 @@ def test_window_fully_accepted_round_leaves_one_hole_in_every_module() -> None:
     ],
 )
 def test_rows_per_step_match_the_table(policy: str, num_modules: int, rows: int) -> None:
-    assert num_rows_per_step(POLICIES[policy], 3, num_modules) == rows
+    assert DraftPlan(POLICIES[policy], 3, num_modules).num_rows_per_step == rows
 
 
 def test_module_index_schedules_pick_documented_modules() -> None:
@@ -138,10 +139,11 @@ def test_module_index_schedules_pick_documented_modules() -> None:
 
 
 def test_slots_needed_grows_with_drafts_and_late_steps() -> None:
-    assert num_slots_needed(10, 0) == 10
-    assert num_slots_needed(10, 1) == 11
-    assert num_slots_needed(10, 3) == 15
-    assert num_slots_needed(10, 3, num_steps_in_flight=1) == 19
+    plans = [DraftPlan(POLICIES["eagle"], num_drafts, 1) for num_drafts in range(4)]
+    assert plans[0].num_slots_needed(10) == 10
+    assert plans[1].num_slots_needed(10) == 11
+    assert plans[3].num_slots_needed(10) == 15
+    assert plans[3].num_slots_needed(10, num_steps_in_flight=1) == 19
 
 
 def test_matching_policy_names_known_policies() -> None:

@@ -5,6 +5,7 @@ import pytest
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.policy.plan import POLICIES
 from tests import tiny
 from tests.decode.hashed_loop import HashedLoop
@@ -24,8 +25,7 @@ def _rounds(target, policy: str, *, num_drafts: int, deferred: bool = False) -> 
     decoder = SpecDecoder(
         target,
         heads,
-        policy=policy,
-        num_speculative_tokens=num_drafts,
+        spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts),
         engine=EngineConfig(max_num_requests=4, deferred_output=deferred),
     )
     loop = HashedLoop(decoder)

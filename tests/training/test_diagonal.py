@@ -14,6 +14,7 @@ import torch
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.attention.attention import DenseContext
 from mtp_research.policy.plan import MATCHING_POLICY, POLICIES, module_index
 from mtp_research.training.unroll import MEASURED_UNROLL, UNROLLS, RowInputs, unroll
@@ -65,8 +66,7 @@ def test_training_logits_equal_decode_logits(kind, num_modules, chunk, monkeypat
     decoder = SpecDecoder(
         target,
         heads,
-        policy=policy,
-        num_speculative_tokens=NUM_DRAFTS,
+        spec=SpecSettings(policy=policy, num_speculative_tokens=NUM_DRAFTS),
         engine=EngineConfig(max_num_requests=2, max_prefill_chunk=chunk),
     )
     loop = DictatedLoop(decoder, seed=0)
@@ -94,7 +94,9 @@ def test_target_roll_after_a_rejection_differs_from_its_unroll(monkeypatch):
     # The rows of rejected drafts stay behind: this is what makes the policy an ablation.
     target = tiny.tiny_target("qwen3")
     heads = tiny.tiny_heads(target, num_mtp_modules=3)
-    decoder = SpecDecoder(target, heads, policy="target_roll", num_speculative_tokens=NUM_DRAFTS)
+    decoder = SpecDecoder(
+        target, heads, spec=SpecSettings(policy="target_roll", num_speculative_tokens=NUM_DRAFTS)
+    )
     loop = DictatedLoop(decoder, seed=0)
     loop.rng.randint = lambda low, high: 0
     decoder.add_request([5, 9, 17, 33], sampling=SamplingParams(max_new_tokens=6))

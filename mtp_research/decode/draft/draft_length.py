@@ -1,21 +1,17 @@
 """How many drafts a step makes: a fixed number, or fewer where more are not worth their price.
 
-A rule has two sides. On the host it limits all requests of a step (`num_drafts`); on the device it
-may stop single requests between two passes (`keeps`), without a copy to the host. A draft that was
-not made is `NOT_DRAFTED`; the host cuts the list there, so that the next step verifies fewer rows
-and every rate is divided by drafts that were made. -1 stays what it was: made, but no valid token.
+On the host a rule limits all requests of a step (`num_drafts`); on the device it may stop single
+requests between two passes (`keeps`), without a copy to the host. A draft that was not made is
+`NOT_DRAFTED`; the host cuts the list there, so that the next step verifies fewer rows and every
+rate is divided by drafts that were made. -1 stays what it was: made, but no valid token.
 
 **The draft KV stays what it would have been.** Passes are not simply left out, because later rounds
-read what they write. Each policy's rows decide (`MTPDrafter.draft`):
-
-- base rows run in every pass, made draft or not. Under the chain policies pass m of this round is
-  the only one that ever writes the older fresh rows of depth m (the ring brings back K rows, not
-  2K), and under `eagle` with N modules module m is the only writer of its own layer;
-- draft rows, those above the frontier, are rewritten by the next round before anything reads them:
-  a pass that makes no draft has none;
-- a row whose token is a draft that was not made runs with token 0 in its place. Like every row that
-  consumes a draft it is provisional, and the next round runs it again: after a accepted drafts the
-  first such row of depth m is p + a - m + 1, the anchored form starts at p + a + 1 - K, m <= K - 1.
+read what they write. Base rows run in every pass, made draft or not: under the chain policies pass
+m of this round is the only one that ever writes the older fresh rows of depth m (K hidden states
+are kept, not 2K), and under `eagle` with N modules module m is the only writer of its own layer.
+Draft rows, those above the frontier, are rewritten by the next round before anything reads them: a
+pass that makes no draft has none. A row whose token is a draft that was not made runs with token 0
+in its place; like every row that consumes a draft it is run again by the next round.
 
 What a draft that is not made saves:
 
@@ -24,35 +20,26 @@ What a draft that is not made saves:
     eagle, N modules             the pass's draft rows; the whole pass if its module ran before
     training and the ablations   no module row
 
-So a chain policy at limit n costs less to verify than at K, and more to draft than a decoder built
-with K = n. A request that stops alone saves the same rows of its own. With deferred output every
-request is verified with K + 1 rows, because the host learns too late how many drafts there are; a
-host limit below K then leaves the captured graph, and `keeps` saves nothing at all.
+With deferred output every request is verified with K + 1 rows, because the host learns too late how
+many drafts there are; a limit below K then leaves the captured graph, and `keeps` saves nothing.
 
 **Losslessness.** A limit may depend on the past, never on the token just drawn: a draft that is
 kept only when its own probability is high is no draw from the draft distribution, and rejection
 sampling would be biased. `ConfidenceLength` therefore judges the distribution, by its largest
 probability, which for greedy drafts is the draft's own.
 
-Letters: R requests, K drafts per step, n drafts made, m draft step, c cost ratio, p frontier row.
+Letters: R requests, K drafts per step, n drafts made in a step, c cost ratio.
 Source: stopping at a low draft probability as in llama.cpp (`p_min`) and transformers
 (`assistant_confidence_threshold`); expected tokens per cost as in Leviathan et al.
 (arXiv:2211.17192, section 3.5), with one rate per position.
-
-What the last verify rounds say about acceptance and about the price of a draft.
-
-The host feeds it at the end of each step; the expected-gain rule of `draft_length.py` reads it. Old
-rounds fade, so that a text that becomes easier or harder is noticed, and a draft position that was
-not tried for long drifts back to the prior and is tried again.
-
-Letters: K drafts per step, n drafts made in a step.
 """
 
 import itertools
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mtp_research.runtime.errors import ConfigError
 
@@ -60,6 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mtp_research.decode.schedule.request import Request
+    from mtp_research.policy.plan import DraftPlan
 
 _NUM_TIMES = 16  # latest step times kept for each n
 _MIN_TIMES = 4  # below this a median says nothing
@@ -70,7 +58,7 @@ class RecentRounds:
     """Fading counters of verify rounds, and the times of recent steps.
 
     Attributes:
-        num_speculative_tokens: K.
+        plan: whose drafts are counted.
         half_life_steps: steps after which a round counts half, > 0.
         prior_acceptance: chance assumed for a draft never seen, given that the ones before it were
             accepted, in [0, 1]. It is high on purpose: what is believed to be good gets tried, and
@@ -83,7 +71,7 @@ class RecentRounds:
         step_seconds: latest times of steps that made n drafts after a step that made n.
     """
 
-    num_speculative_tokens: int
+    plan: "DraftPlan"
     half_life_steps: float = 32.0
     prior_acceptance: float = 0.8
     prior_rounds: float = 2.0
@@ -95,16 +83,11 @@ class RecentRounds:
 
     def __post_init__(self) -> None:
         """Nothing seen yet."""
-        self.reached = [0.0] * self.num_speculative_tokens
-        self.accepted = [0.0] * self.num_speculative_tokens
+        self.reached = [0.0] * self.plan.num_speculative_tokens
+        self.accepted = [0.0] * self.plan.num_speculative_tokens
 
     def add_round(self, *, num_drafted: int, num_accepted: int) -> None:
-        """Count one verify round of one request.
-
-        Args:
-            num_drafted: drafts that were verified, 0..K.
-            num_accepted: of these, 0..num_drafted.
-        """
+        """Count one verify round of one request."""
         reached, accepted = self.reached, self.accepted
         for position in range(num_accepted):
             reached[position] += 1.0
@@ -123,10 +106,6 @@ class RecentRounds:
 
         The time is kept only if the step before made as many: a step verifies what that one
         drafted, so after a change it prices neither number.
-
-        Args:
-            num_drafts: n.
-            seconds: of the step; None where the clock also saw work of another kind.
         """
         fading = 0.5 ** (1.0 / self.half_life_steps)
         self.reached = [weight * fading for weight in self.reached]
@@ -167,25 +146,19 @@ _NUM_PROBES = 4  # runs of them: K, 0, K, 0
 
 
 class DraftLength(Protocol):
-    """Decides how many drafts are made.
+    """Decides how many drafts are made."""
 
-    Attributes:
-        reads_probability: `keeps` is asked after every pass.
-    """
+    @property
+    def keeps(self) -> "Callable[[Tensor], Tensor] | None":
+        """Asked after every pass: make this draft and go on? None: always, and nobody asks.
 
-    reads_probability: ClassVar[bool]
+        It maps the largest probability of the draft distribution at temperature 1, `[R]` float, NaN
+        where the logits are not finite, to `[R]` bool.
+        """
+        ...
 
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         """Most drafts of this step for each request, 0..K; computed from host values alone."""
-        ...
-
-    def keeps(self, probability: "Tensor") -> "Tensor":
-        """`[R]` bool: make this draft and go on.
-
-        Args:
-            probability: `[R]` float, largest probability of the draft distribution at temperature
-                1; NaN where the logits are not finite.
-        """
         ...
 
 
@@ -193,15 +166,11 @@ class DraftLength(Protocol):
 class FixedLength:
     """Always K drafts."""
 
-    reads_probability: ClassVar[bool] = False
+    keeps = None
 
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
-        """See `DraftLength`."""
-        return recent.num_speculative_tokens
-
-    def keeps(self, probability: "Tensor") -> "Tensor":
-        """See `DraftLength`."""
-        return probability >= 0.0  # never asked
+        """K."""
+        return recent.plan.num_speculative_tokens
 
 
 @dataclass(frozen=True)
@@ -213,25 +182,20 @@ class ConfidenceLength:
     """
 
     p_min: float
-    reads_probability: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Check the range.
-
-        Raises:
-            ConfigError: `p_min` outside [0, 1].
-        """
+        """Check the range."""
         if not 0.0 <= self.p_min <= 1.0:
             raise ConfigError(
                 f"spec.draft_p_min must be in [0, 1], got {self.p_min}; set spec.draft_p_min=0.3."
             )
 
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
-        """See `DraftLength`."""
-        return recent.num_speculative_tokens
+        """K."""
+        return recent.plan.num_speculative_tokens
 
     def keeps(self, probability: "Tensor") -> "Tensor":
-        """See `DraftLength`."""
+        """Whether the draft is probable enough."""
         return probability >= self.p_min
 
 
@@ -245,14 +209,10 @@ class BatchTableLength:
     """
 
     table: tuple[tuple[int, int], ...]
-    reads_probability: ClassVar[bool] = False
+    keeps = None
 
     def __post_init__(self) -> None:
-        """Check the table.
-
-        Raises:
-            ConfigError: it does not start at batch size 1, does not rise, or drafts less than 0.
-        """
+        """Check the table."""
         sizes = [size for size, _ in self.table]
         rising = all(low < high for low, high in itertools.pairwise(sizes))
         if sizes[:1] != [1] or not rising or min(n for _, n in self.table) < 0:
@@ -262,13 +222,9 @@ class BatchTableLength:
             )
 
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
-        """See `DraftLength`; never above K."""
+        """The number of the largest batch size that is reached; never above K."""
         entry = max(pair for pair in self.table if pair[0] <= max(batch_size, 1))
-        return min(entry[1], recent.num_speculative_tokens)
-
-    def keeps(self, probability: "Tensor") -> "Tensor":
-        """See `DraftLength`."""
-        return probability >= 0.0  # never asked
+        return min(entry[1], recent.plan.num_speculative_tokens)
 
 
 @dataclass(frozen=True)
@@ -286,14 +242,10 @@ class ExpectedGainLength:
     """
 
     cost_ratio: float | None = None
-    reads_probability: ClassVar[bool] = False
+    keeps = None
 
     def __post_init__(self) -> None:
-        """Check the range.
-
-        Raises:
-            ConfigError: a negative cost.
-        """
+        """Check the range."""
         if self.cost_ratio is not None and not self.cost_ratio >= 0.0:
             raise ConfigError(
                 f"spec.draft_cost_ratio must be >= 0, got {self.cost_ratio}; "
@@ -301,26 +253,18 @@ class ExpectedGainLength:
             )
 
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
-        """See `DraftLength`."""
+        """The best n, or K and none in turn while the price is measured."""
         if self.cost_ratio is not None:
             return best_num_drafts(recent.conditional_acceptance(), cost_ratio=self.cost_ratio)
         run = recent.num_steps // _PROBE_STEPS
         measured = recent.cost_ratio()
         if run < _NUM_PROBES or measured is None:
-            return 0 if run % 2 else recent.num_speculative_tokens
+            return 0 if run % 2 else recent.plan.num_speculative_tokens
         return best_num_drafts(recent.conditional_acceptance(), cost_ratio=measured)
-
-    def keeps(self, probability: "Tensor") -> "Tensor":
-        """See `DraftLength`."""
-        return probability >= 0.0  # never asked
 
 
 def best_num_drafts(conditional_acceptance: list[float], *, cost_ratio: float) -> int:
     """The n that maximises expected tokens per cost; the smallest of equals.
-
-    Args:
-        conditional_acceptance: chance of draft 1..K given that all before it are accepted.
-        cost_ratio: c, see `ExpectedGainLength`.
 
     Example:
         chances (0.8, 0.5), c = 0.2: n = 0 gives 1 token per step, n = 1 gives 1.8 / 1.2 = 1.5,

@@ -8,19 +8,22 @@ Letters: R requests, T packed rows, K drafts per step, D hidden.
 
 import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from mtp_research.decode.sampling.sampling import SamplingTensors
 from mtp_research.decode.schedule.batch import StepInputs
-from mtp_research.decode.slot_state import HiddenRing, KVCache
+from mtp_research.decode.slot_state import KVCache, SlotState
 from mtp_research.decode.verify.verify import PADDING_TOKEN_ID
+from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.attention.paged import PagedContext
 from mtp_research.models.recurrent import with_states
 from mtp_research.models.target import Target, TargetHidden
-from mtp_research.policy.plan import StepState
+from mtp_research.policy.plan import DraftPlan, StepState
+
+Heads = MTPHeads | Literal["null", "oracle"] | None
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,11 @@ class Drafter(Protocol):
         """See the class."""
         ...
 
-    def draft(self, step: VerifiedStep, *, cache: KVCache, ring: HiddenRing) -> Tensor:
+    def draft(self, step: VerifiedStep, *, cache: KVCache, slot_state: SlotState) -> Tensor:
         """Draft token ids `[R, K]` int64: -1 is a draft to reject, `NOT_DRAFTED` none at all.
 
-        Writes the drafter's KV layers, appends the drafts to `ring.text` and, when drafts are
-        sampled, keeps their distributions in the ring.
+        Writes the drafter's KV layers, appends the drafts to `slot_state.text` and, when drafts are
+        sampled, keeps their distributions.
         """
         ...
 
@@ -75,13 +78,13 @@ class Drafter(Protocol):
 class NullDrafter:
     """Proposes only drafts that must be rejected: length 1, at the cost of verifying K rows."""
 
-    num_speculative_tokens: int
+    plan: DraftPlan
     num_kv_layers: int = 0
     num_extra_slots: int = 0
 
-    def draft(self, step: VerifiedStep, *, cache: KVCache, ring: HiddenRing) -> Tensor:
+    def draft(self, step: VerifiedStep, *, cache: KVCache, slot_state: SlotState) -> Tensor:
         """See `Drafter.draft`."""
-        shape = (len(step.state.frontier), self.num_speculative_tokens)
+        shape = (len(step.state.frontier), self.plan.num_speculative_tokens)
         device = step.state.frontier.device
         return torch.full(shape, PADDING_TOKEN_ID, dtype=torch.int64, device=device)
 
@@ -95,14 +98,14 @@ class OracleDrafter:
     """
 
     target: Target
-    num_speculative_tokens: int
+    plan: DraftPlan
     backend: str = "auto"
     num_kv_layers: int = 0
     num_extra_slots: int = (
         1  # its last pass reads the draft before the last one, a row that no module ever runs
     )
 
-    def draft(self, step: VerifiedStep, *, cache: KVCache, ring: HiddenRing) -> Tensor:
+    def draft(self, step: VerifiedStep, *, cache: KVCache, slot_state: SlotState) -> Tensor:
         """See `Drafter.draft`."""
         inputs, state = step.inputs, step.state
         rows = torch.arange(len(inputs.slots), device=inputs.slots.device)
@@ -110,7 +113,7 @@ class OracleDrafter:
         states = copy.deepcopy(cache.recurrent)
         one_row = torch.ones_like(rows)
         drafts = []
-        for draft_step in range(self.num_speculative_tokens):
+        for draft_step in range(self.plan.num_speculative_tokens):
             positions = state.num_known_tokens - 1 + draft_step
             paged = PagedContext(
                 pool=cache,
@@ -128,14 +131,14 @@ class OracleDrafter:
                 first_position=positions,
                 num_rows=(1,) * len(rows),
             )
-            token_ids = ring.read_text(inputs.slots, positions)
+            token_ids = slot_state.read_text(inputs.slots, positions)
             hidden = self.target.forward(
                 token_ids[None], position_ids=positions[None], context=context
             )
             if states is not None:
                 states.select(inputs.slots, num_rows=one_row, num_kept=one_row)
             drafts.append(self.target.logits(hidden.post_norm[0]).argmax(dim=-1))
-            ring.write_text(
+            slot_state.write_text(
                 inputs.slots,
                 positions=(positions + 1)[:, None],
                 token_ids=drafts[-1][:, None],

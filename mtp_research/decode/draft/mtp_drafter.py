@@ -1,18 +1,11 @@
 """The MTP drafter: runs modules over the rows that a policy's plan asks for, one pass per draft.
 
-Letters: R requests, T rows of a pass, K drafts per step, D hidden, V vocabulary.
-
-Which token a module's logits propose: the last stretch of a draft pass.
-
-`greedy` takes the argmax, `processed` the argmax after the request's own logit processors, `sample`
-draws with its temperature and truncation and keeps the distribution for verification.
-
-Letters: R requests, V vocabulary, V' draft vocabulary.
+Letters: R requests, T rows of a pass, K drafts per step, D hidden, V vocabulary, V' draft
+vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,24 +20,22 @@ from mtp_research.decode.sampling.sampling import (
     uniform_noise,
 )
 from mtp_research.decode.schedule.batch import StepInputs
-from mtp_research.decode.slot_state import HiddenRing, KVCache
-from mtp_research.decode.transfer import to_device
+from mtp_research.decode.slot_state import KVCache, SlotState, to_device
 from mtp_research.decode.verify.verify import PADDING_TOKEN_ID
-from mtp_research.heads.draft_vocabulary import DraftVocabulary
 from mtp_research.heads.module import ModuleOutput
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.models.attention.paged import PagedContext, settled
+from mtp_research.models.attention.paged import PagedContext, fusion_barrier
 from mtp_research.policy.audit import Auditor
 from mtp_research.policy.plan import (
     BaseRows,
+    DraftPlan,
     HiddenKind,
-    HiddenPolicy,
-    ModuleSchedule,
     PassPlan,
     StepState,
-    bound_base_rows,
-    plan_pass,
 )
+
+if TYPE_CHECKING:
+    from mtp_research.heads.draft_vocabulary import DraftVocabulary
 
 DraftSampling = Literal["greedy", "processed", "sample"]
 DRAFT_SAMPLINGS: tuple[DraftSampling, ...] = get_args(DraftSampling)
@@ -55,9 +46,9 @@ def choose_drafts(
     step: VerifiedStep,
     *,
     draft_step: int,
-    ring: HiddenRing,
+    slot_state: SlotState,
     sampling: DraftSampling,
-    vocabulary: DraftVocabulary | None,
+    vocabulary: "DraftVocabulary | None",
 ) -> Tensor:
     """Draft tokens `[R]` int64; a non-finite row gives -1.
 
@@ -67,12 +58,12 @@ def choose_drafts(
         logits: `[R, V]`, or `[R, V']` of a draft vocabulary.
         step: the verified step that is drafted for.
         draft_step: which draft, 0..K-1.
-        ring: has the text with the drafts so far; sampled drafts leave their distributions in it.
+        slot_state: has the text with the drafts so far, and keeps distributions of sampled drafts.
         sampling: how to choose.
         vocabulary: the tokens that may be drafted; None for all.
     """
     if sampling == "greedy":
-        best = settled(logits.argmax(dim=-1))
+        best = fusion_barrier(logits.argmax(dim=-1))
         finite = torch.isfinite(logits.gather(-1, best[:, None])[:, 0])
         token_ids = best if vocabulary is None else vocabulary.token_ids[best]
         return torch.where(finite, token_ids, PADDING_TOKEN_ID)
@@ -84,7 +75,7 @@ def choose_drafts(
         logits = process_logits(
             logits[:, None],
             step.params.processors,
-            text=ring.text[step.inputs.slots],
+            text=slot_state.text[step.inputs.slots],
             num_tokens=num_tokens[:, None],
         )[:, 0]
         finite = finite & (logits.amax(dim=-1) > -torch.inf)  # no token may be left
@@ -92,7 +83,7 @@ def choose_drafts(
         return torch.where(finite, logits.argmax(dim=-1), PADDING_TOKEN_ID)
     safe = logits.masked_fill(~finite[:, None], 0.0)
     probs = target_probabilities(safe[:, None], step.params)[:, 0]
-    ring.write_draft_probs(step.inputs.slots, draft_step=draft_step, probs=probs)
+    slot_state.write_draft_probs(step.inputs.slots, draft_step=draft_step, probs=probs)
     # Keyed by the step too: a later step drafts this position anew (see verify_block).
     first = step.state.num_known_tokens
     noise = uniform_noise(step.params.seed, first, Stream.DRAFT, index=draft_step)
@@ -106,10 +97,8 @@ class MTPDrafter:
 
     Attributes:
         heads: the modules.
-        policy: row plan.
-        num_speculative_tokens: K, >= 1.
+        plan: rows of every pass, K >= 1.
         first_kv_layer: index of the first draft layer in the cache.
-        schedule: which module runs which pass.
         draft_sampling: how a draft is chosen, see `draft_choice`.
         backend: kernel backend.
         auditor: records every row, or None.
@@ -118,42 +107,34 @@ class MTPDrafter:
     """
 
     heads: MTPHeads
-    policy: HiddenPolicy
-    num_speculative_tokens: int
+    plan: DraftPlan
     first_kv_layer: int
-    schedule: ModuleSchedule = "cycle"
     draft_sampling: DraftSampling = "greedy"
     backend: str = "auto"
     auditor: Auditor | None = None
     length: DraftLength = field(default_factory=FixedLength)
-    vocabulary: DraftVocabulary | None = None
+    vocabulary: "DraftVocabulary | None" = None
     num_extra_slots: int = 0
 
     @property
     def num_kv_layers(self) -> int:
         """KV layers the policy needs."""
-        return self.policy.num_kv_layers(
-            self.num_speculative_tokens, self.heads.spec.num_mtp_modules
-        )
+        return self.plan.num_kv_layers
 
-    def draft(self, step: VerifiedStep, *, cache: KVCache, ring: HiddenRing) -> Tensor:
-        """See `Drafter.draft`. One module pass per draft, whose rows follow `plan_pass`."""
+    def draft(self, step: VerifiedStep, *, cache: KVCache, slot_state: SlotState) -> Tensor:
+        """See `Drafter.draft`. One module pass per draft, whose rows follow the plan."""
         target_hidden = self.heads.source(step.target_hidden)[0]  # [T, D]
         chain: Tensor | None = None  # the previous pass's output, for policies that chain
         recycled: list[Tensor] = []
         drafts: list[Tensor] = []
         num_made = torch.zeros_like(step.state.frontier)
         base_rows = self._base_rows(step.inputs)
-        for draft_step in range(self.num_speculative_tokens):
+        for draft_step in range(self.plan.num_speculative_tokens):
             drafts.append(torch.full_like(num_made, NOT_DRAFTED))
             is_open = step.state.drafting & (num_made == draft_step)
-            plan = plan_pass(
-                self.policy,
+            plan = self.plan.pass_plan(
                 self._state(step, is_open),
-                draft_step=draft_step,
-                num_speculative_tokens=self.num_speculative_tokens,
-                num_mtp_modules=self.heads.spec.num_mtp_modules,
-                schedule=self.schedule,
+                draft_step,
                 static=step.inputs.static,
                 base_rows=base_rows,
                 makes_draft=draft_step < step.draft_limit,
@@ -163,13 +144,13 @@ class MTPDrafter:
                     plan,
                     step,
                     target_hidden=target_hidden,
-                    ring=ring,
+                    slot_state=slot_state,
                     chain=chain,
                     recycled=recycled,
                 )
-                output = self._run(plan, step, hidden=hidden, cache=cache, ring=ring)
+                output = self._run(plan, step, hidden=hidden, cache=cache, slot_state=slot_state)
                 own_output = self.heads.recycled(output)[0]
-                chain = own_output if self.policy.hidden == "chain" else None
+                chain = own_output if self.plan.policy.hidden == "chain" else None
                 if draft_step < step.draft_limit:
                     sampled_rows = plan.last_rows.clamp(min=0)
                     recycled.append(own_output[sampled_rows])
@@ -178,7 +159,7 @@ class MTPDrafter:
                         logits,
                         step,
                         draft_step=draft_step,
-                        ring=ring,
+                        slot_state=slot_state,
                         sampling=self.draft_sampling,
                         vocabulary=self.vocabulary,
                     )
@@ -186,13 +167,13 @@ class MTPDrafter:
                     drafts[-1] = torch.where(is_made, token_ids, NOT_DRAFTED)
                     num_made = num_made + is_made
             # Where the step broke, the old drafts must not be fed again; prompts are left alone.
-            ring.write_text(
+            slot_state.write_text(
                 step.inputs.slots,
                 positions=(step.state.num_known_tokens + draft_step)[:, None],
                 token_ids=drafts[-1][:, None],
-                keep=(step.inputs.samples | step.inputs.resumes)[:, None],
+                keep=(step.inputs.ends_at_newest_token | step.inputs.ends_recompute)[:, None],
             )
-        _store_ring(step, target_hidden, ring)
+        _store_ring(step, target_hidden, slot_state)
         return torch.stack(drafts, dim=1)
 
     def _run(
@@ -202,10 +183,10 @@ class MTPDrafter:
         *,
         hidden: Tensor,
         cache: KVCache,
-        ring: HiddenRing,
+        slot_state: SlotState,
     ) -> ModuleOutput:
         """Run a pass's module over hidden vectors `[T, D]` and the tokens that its rows consume."""
-        token_ids = ring.read_text(step.inputs.slots[plan.request_index], plan.token_position)
+        token_ids = slot_state.read_text(step.inputs.slots[plan.request_index], plan.token_position)
         if self.auditor is not None:
             self.auditor.record(plan, token_ids=token_ids, request_ids=step.request_ids)
         return self.heads.run_module(
@@ -220,32 +201,20 @@ class MTPDrafter:
         """Bounds of the base rows of a batch with prompt rows; None where they may be read."""
         if inputs.is_prefill is None:
             return inputs.base_rows
-        counts = self.base_row_bounds(inputs.row_counts, is_prefill=inputs.is_prefill)
+        counts = self.plan.max_base_rows(inputs.row_counts, is_prefill=inputs.is_prefill)
         on_device = to_device(counts, dtype=torch.int64, device=inputs.slots.device)
         return BaseRows(on_device, total=sum(counts), longest=max(counts))
 
-    def base_row_bounds(
-        self, row_counts: Sequence[int], *, is_prefill: Sequence[bool]
-    ) -> list[int]:
-        """Most base rows of each request; see `policy.bound_base_rows`."""
-        return bound_base_rows(
-            self.policy,
-            row_counts,
-            is_prefill=is_prefill,
-            num_speculative_tokens=self.num_speculative_tokens,
-        )
-
     def _state(self, step: VerifiedStep, is_open: Tensor) -> StepState:
-        """The state to plan a pass with: a request that stopped has no rows above its frontier."""
         inputs = step.inputs
         has_bounds = inputs.is_prefill is not None or inputs.base_rows is not None
-        if inputs.static or has_bounds or self.policy.draft_rows == "none":
+        if inputs.static or has_bounds or self.plan.policy.draft_rows == "none":
             return step.state
         return step.state._replace(drafting=is_open)
 
     def _keeps(self, logits: Tensor) -> Tensor | bool:
         """`[R]` bool, the length rule makes a draft of logits `[R, V]`; NaN makes one, as -1."""
-        if not self.length.reads_probability:
+        if self.length.keeps is None:
             return True
         probability = torch.softmax(logits.double(), dim=-1).amax(dim=-1)
         return self.length.keeps(probability) | probability.isnan()
@@ -274,7 +243,7 @@ def _gather_hidden(
     step: VerifiedStep,
     *,
     target_hidden: Tensor,
-    ring: HiddenRing,
+    slot_state: SlotState,
     chain: Tensor | None,
     recycled: list[Tensor],
 ) -> Tensor:
@@ -285,7 +254,7 @@ def _gather_hidden(
     first_fresh = state.first_fresh[plan.request_index]
     packed = inputs.query_start_loc[plan.request_index].long() + plan.hidden_index - first_fresh
     fresh = target_hidden[packed.clamp(0, len(target_hidden) - 1)]
-    old = ring.read_hidden(inputs.slots[plan.request_index], plan.hidden_index)
+    old = slot_state.read_hidden(inputs.slots[plan.request_index], plan.hidden_index)
     hidden = torch.where((plan.hidden_index >= first_fresh)[:, None], fresh, old)
     if not recycled:
         return hidden
@@ -294,15 +263,14 @@ def _gather_hidden(
     return torch.where((plan.hidden_kind == HiddenKind.DRAFT.value)[:, None], own, hidden)
 
 
-def _store_ring(step: VerifiedStep, target_hidden: Tensor, ring: HiddenRing) -> None:
-    """Keep the newest target hidden states, at most K a request."""
+def _store_ring(step: VerifiedStep, target_hidden: Tensor, slot_state: SlotState) -> None:
     state = step.state
     positions = state.frontier[:, None] - torch.arange(
-        ring.num_rows, device=state.frontier.device
+        slot_state.num_rows, device=state.frontier.device
     )  # [R, K]
     keep = positions >= state.first_fresh[:, None]
     rows = step.inputs.query_start_loc[:-1, None].long() + positions - state.first_fresh[:, None]
-    ring.write_hidden(
+    slot_state.write_hidden(
         step.inputs.slots,
         positions=positions.clamp(min=0),
         hidden=target_hidden[rows.clamp(0, len(target_hidden) - 1)],

@@ -1,12 +1,8 @@
-"""What captured steps of every kind share: the capture itself, and static sampling parameters.
+"""What captured steps of every kind share: the capture itself, static sampling parameters, buckets.
+
+What a CUDA graph of a step cannot hold is refused here by name, before one is captured.
 
 Letters: R requests.
-
-What a CUDA graph of the whole step cannot hold, refused by name before one is captured.
-
-Letters: none.
-
-Batch sizes that decode steps are captured for, and which of them serves a batch.
 """
 
 import gc
@@ -59,12 +55,7 @@ def no_collection() -> Iterator[None]:
 
 
 def capture_call(call: Callable[[], StepResult], *, pool: Any) -> Captured:
-    """Warm up and capture `call`, which must read static tensors and wait for nothing.
-
-    Args:
-        call: run four times.
-        pool: handle of the memory pool that graphs share, for whose type torch has no public name.
-    """
+    """Warm up and capture `call`, which must read static tensors and wait for nothing."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -79,12 +70,7 @@ def capture_call(call: Callable[[], StepResult], *, pool: Any) -> Captured:
 
 
 class StaticParams:
-    """Sampling parameters of a captured step, at fixed addresses.
-
-    Args:
-        num_requests: most requests of a step; those behind a batch keep a harmless value.
-        device: where they live.
-    """
+    """Sampling parameters of a captured step, at fixed addresses."""
 
     def __init__(self, num_requests: int, *, device: torch.device) -> None:
         self._num_requests, self._device = num_requests, device
@@ -121,10 +107,6 @@ _STACK_DIM = 3  # of the weights of a layer's experts, [E, out, in]
 def require_capturable(step: DeviceStep, *, engine: EngineConfig) -> None:
     """Refuse targets, machines and settings with which `engine.cuda_graphs=true` cannot work.
 
-    Args:
-        step: what would be captured.
-        engine: its settings.
-
     Raises:
         ConfigError: a layer that reads the host, or settings that a captured step cannot follow.
         EnvironmentFault: there is no GPU.
@@ -158,10 +140,6 @@ def require_no_host_loop(models: Sequence[nn.Module], *, family_name: str) -> No
 
     The loop asks the device which experts were chosen, and a graph cannot answer.
 
-    Args:
-        models: target and heads, without recurrent layers.
-        family_name: of the target, for the message.
-
     Raises:
         ConfigError: names the family and the class.
     """
@@ -181,10 +159,6 @@ def require_no_host_loop(models: Sequence[nn.Module], *, family_name: str) -> No
 def require_grouped_experts(models: Sequence[nn.Module], *, dtype: str) -> None:
     """Refuse the loop over experts where the library has a grouped product as well.
 
-    Args:
-        models: target and heads.
-        dtype: of the target, for the message: another than bfloat16 is why the loop runs.
-
     Raises:
         ConfigError: names the dtype.
     """
@@ -203,10 +177,6 @@ def captured_sizes(max_num_requests: int, *, wanted: Sequence[int] | None) -> tu
 
     For example 6 requests at most give 1, 2, 4, 6; with `[4, 8]` wanted they give 4 and 6, and with
     `[4]` alone 4, to which larger batches are split.
-
-    Args:
-        max_num_requests: largest batch.
-        wanted: ascending; None for powers of two.
     """
     sizes = wanted or [1 << power for power in range(max_num_requests.bit_length() + 1)]
     return tuple(sorted({min(size, max_num_requests) for size in sizes}))

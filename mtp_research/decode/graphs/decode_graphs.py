@@ -4,7 +4,7 @@ A step in which every request decodes needs nothing from the host but slots, blo
 sampling parameters: texts, lengths and drafts are on the device. So target pass, verification, row
 plan, module passes and the next inputs are one graph; the host copies a few integers in, launches
 it, and reads the tokens while the next one runs. Batches are padded to a bucket with requests that
-live in the ring's spare slot and the pool's spare block.
+live in the spare slot and the pool's spare block.
 
 Steps with few prompt rows can have graphs of their own (`mixed_graphs`). Everything else (large
 prompt chunks, logit processors, grammars, log-probabilities, draft limits) runs the same
@@ -18,40 +18,70 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mtp_research.config.schema import EngineConfig
+from mtp_research.decode.draft.mtp_drafter import MTPDrafter
 from mtp_research.decode.graphs.capture import (
     Captured,
     StaticParams,
     bucket_of,
     capture_call,
+    captured_sizes,
+    require_capturable,
     split_batch,
 )
 from mtp_research.decode.graphs.mixed_graphs import MixedGraphs
+from mtp_research.decode.pool_size import blocks_per_request
 from mtp_research.decode.sampling.sampling import SamplingTensors, sampling_tensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.batch import BlockTables, StepInputs
 from mtp_research.decode.schedule.request import Scheduled
+from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.step import DeviceStep, StepResult
-from mtp_research.decode.transfer import to_device
+from mtp_research.models.loading.placement import num_ranks
 from mtp_research.models.rewrites.early_launch import compile_options
+from mtp_research.models.rewrites.products import merge_projections
+from mtp_research.models.rewrites.rotary import leave_rotary_to_attention
 
 # A compiled step has one version per bucket and kind of sampling.
 _MAX_COMPILED_VERSIONS = 64
 
 
-class StepGraphs:
-    """Graphs of a `DeviceStep`, captured when a bucket is first needed.
+def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) -> "StepGraphs":
+    """Captured steps; with `engine.compile` the modules are rewritten in place.
 
-    Args:
-        step: what is captured; its drafter must have no auditor.
-        batch_sizes: buckets, ascending; larger batches are split.
-        num_table_blocks: M, blocks that the longest request can own.
-        block_size: tokens a page.
-        compile_step: run the step through `torch.compile` before it is captured.
-        overlap_launches: compiled kernels start while the one in front of them ends.
-        max_mixed_rows: most rows of a step, if those with prompt rows are captured too; else 0.
+    Raises:
+        ConfigError: a target or settings that a captured step cannot follow.
+        EnvironmentFault: there is no GPU.
     """
+    require_capturable(step, engine=engine)
+    # What an oracle or nobody drafts is not planned on the device.
+    has_modules = step.drafter is None or isinstance(step.drafter, MTPDrafter)
+    captures_mixed = engine.capture_mixed and has_modules
+    if engine.compile:
+        models: list[nn.Module] = [step.target.model]
+        if isinstance(step.drafter, MTPDrafter):
+            models.append(step.drafter.heads)
+        for model in models:
+            merge_projections(model, few_rows_kernel=engine.few_rows_kernel)
+            rotates = engine.rotary_in_attention and num_ranks() == 1  # not tried with parts
+            leave_rotary_to_attention(step.target, model, enabled=rotates)
+    return StepGraphs(
+        step,
+        batch_sizes=captured_sizes(engine.max_num_requests, wanted=engine.graph_batch_sizes),
+        num_table_blocks=blocks_per_request(
+            step.drafter, plan=step.plan, engine=engine, max_model_len=max_model_len
+        ),
+        block_size=engine.block_size,
+        compile_step=engine.compile,
+        overlap_launches=engine.overlap_launches,
+        max_mixed_rows=engine.max_num_batched_tokens if captures_mixed else 0,
+    )
+
+
+class StepGraphs:
+    """Graphs of a `DeviceStep`, captured when a bucket is first needed."""
 
     def __init__(
         self,
@@ -66,8 +96,8 @@ class StepGraphs:
     ) -> None:
         self._step, self._batch_sizes = step, batch_sizes
         self._block_size = block_size
-        self._spare_slot, self._spare_block = step.ring.spare_slot, step.cache.num_blocks - 1
-        device = step.ring.text.device
+        self._spare_slot, self._spare_block = step.slot_state.spare_slot, step.cache.num_blocks - 1
+        device = step.slot_state.text.device
         self._slots = torch.full((batch_sizes[-1],), self._spare_slot, device=device)
         self._block_table = torch.full(
             (batch_sizes[-1], num_table_blocks),
@@ -121,7 +151,7 @@ class StepGraphs:
         self, entries: list[Scheduled], params: SamplingTensors, *, draft_limit: int
     ) -> bool:
         """Whether the step of these entries can be replayed."""
-        if not params.is_plain or draft_limit != self._step.num_speculative_tokens:
+        if not params.is_plain or draft_limit != self._step.plan.num_speculative_tokens:
             return False
         if not _has_prompt_rows(entries):
             return True
@@ -156,32 +186,26 @@ class StepGraphs:
         return StepResult(sampled[:num_requests], is_finite[:num_requests], drafts[:num_requests])
 
     def prepare(
-        self, sampling: SamplingParams, *, tell: Callable[[str], None] | None = None
+        self, sampling: SamplingParams, *, log: Callable[[str], None] | None = None
     ) -> None:
-        """Capture every bucket for requests sampled like this, before a clock starts.
-
-        Args:
-            sampling: like all of theirs, but for the seed.
-            tell: is handed a line after each bucket, which can take minutes to compile.
-        """
+        """Capture every bucket for requests sampled like this, before a clock starts."""
         first_s = self.capture_s
         for number, bucket in enumerate(reversed(self._batch_sizes), start=1):
             before_s = self.capture_s
             params = sampling_tensors([sampling] * bucket, device=self._slots.device)
             self._captured(bucket, params)
-            if tell is not None:
-                tell(
+            if log is not None:
+                log(
                     f"captured {number} of {len(self._batch_sizes)}: batch {bucket}, "
                     f"{self.capture_s - before_s:.1f} s, {self.capture_s - first_s:.0f} s so far"
                 )
         if self._mixed is not None:
             before_s = self.capture_s
             self._mixed.prepare(sampling_tensors([sampling], device=self._slots.device))
-            if tell is not None:
-                tell(f"captured steps with prompt rows in {self.capture_s - before_s:.1f} s")
+            if log is not None:
+                log(f"captured steps with prompt rows in {self.capture_s - before_s:.1f} s")
 
     def _captured(self, bucket: int, params: SamplingTensors) -> Captured:
-        """The graph of a bucket and kind of sampling, with these parameters in place."""
         self._params.upload(params)
         key = (bucket, *self._params.key(params))
         if key not in self._graphs:
@@ -219,11 +243,13 @@ class StepGraphs:
         return captured
 
     def _run_step(self, slots: Tensor, block_table: Tensor, params: SamplingTensors) -> StepResult:
-        ring = self._step.ring
-        ring.num_tokens[self._spare_slot :].fill_(1)  # padding requests must not grow
-        inputs = StepInputs.decoding(slots, block_table, ring=ring, block_size=self._block_size)
+        slot_state = self._step.slot_state
+        slot_state.num_tokens[self._spare_slot :].fill_(1)  # padding requests must not grow
+        inputs = StepInputs.decoding(
+            slots, block_table, slot_state=slot_state, block_size=self._block_size
+        )
         return self._step.run(
-            inputs, params, request_ids=[], draft_limit=self._step.num_speculative_tokens
+            inputs, params, request_ids=[], draft_limit=self._step.plan.num_speculative_tokens
         )
 
 

@@ -1,11 +1,10 @@
 """Captured steps with prompt rows: one CUDA graph per number of rows.
 
-A request that arrives while others decode brings prompt rows into their step. Launched one by one,
-such a step's kernels take what the host needs for them, in which nobody decodes; captured, what
-they compute. Steps of few rows are padded to a bucket: padding requests in the ring's
-spare slot take the rows that are left over. Larger steps keep the device busy without a graph.
-
-These steps are not run through `torch.compile`, so that a bucket is captured in about a second.
+A request that arrives while others decode brings prompt rows into their step. Without a graph such
+a step takes as long as its launches, in which nobody else decodes. Steps of few rows are padded to
+a bucket: padding requests in the spare slot take the rows that are left over. Larger steps keep the
+device busy without a graph. These steps are not compiled, so that a bucket is captured in about a
+second.
 
 Letters: R requests, T packed rows, M blocks per table, K drafts per step, P padding requests.
 """
@@ -21,8 +20,8 @@ from mtp_research.decode.graphs.capture import Captured, StaticParams, capture_c
 from mtp_research.decode.sampling.sampling import SamplingTensors
 from mtp_research.decode.schedule.batch import BlockTables, StepInputs, facts_of
 from mtp_research.decode.schedule.request import Scheduled
+from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.step import DeviceStep, StepResult
-from mtp_research.decode.transfer import to_device
 from mtp_research.policy.row_layout import BaseRows
 
 MIXED_ROWS = (64, 128, 256, 512, 1024)  # T of the buckets, ascending
@@ -49,14 +48,7 @@ class MixedShape(NamedTuple):
 
     @classmethod
     def of(cls, num_rows: int, *, max_requests: int, max_text: int, num_rerun: int) -> "MixedShape":
-        """Room for any batch of `num_rows` rows.
-
-        Args:
-            num_rows: T.
-            max_requests: most requests, padding left out.
-            max_text: tokens that a request's blocks can hold, at least its drafts beyond its text.
-            num_rerun: most base rows that a request has beyond its rows.
-        """
+        """Room for any batch of `num_rows` rows."""
         most = max_text - num_rerun  # draft rows lie behind a request's own
         num_padding = -(-num_rows // most)
         max_requests = min(max_requests, num_rows)
@@ -72,16 +64,7 @@ class MixedShape(NamedTuple):
 
 
 class MixedGraphs:
-    """Graphs of the steps of a `DeviceStep` that have prompt rows.
-
-    Args:
-        step: what is captured; its drafter runs MTP modules without an auditor, or there is none.
-        max_requests: most requests of a step.
-        max_rows: most rows of a step.
-        tables: block tables by slot.
-        block_size: tokens a page.
-        pool: of the captured memory, shared with the graphs of decode steps.
-    """
+    """Graphs of the steps of a `DeviceStep` that have prompt rows."""
 
     def __init__(
         self,
@@ -95,8 +78,8 @@ class MixedGraphs:
     ) -> None:
         self._step, self._block_size, self._pool = step, block_size, pool
         self._max_requests, self._tables = max_requests, tables
-        self._spare_slot = step.ring.spare_slot
-        num_rerun = step.num_speculative_tokens
+        self._spare_slot = step.slot_state.spare_slot
+        num_rerun = step.plan.num_speculative_tokens
         self._shapes = [
             MixedShape.of(
                 num_rows,
@@ -107,7 +90,7 @@ class MixedGraphs:
             for num_rows in MIXED_ROWS
             if num_rows < 2 * max_rows or num_rows == MIXED_ROWS[0]
         ]
-        device = step.ring.text.device
+        device = step.slot_state.text.device
         most = max(shape.num_requests for shape in self._shapes)
         ints = {"dtype": torch.int64, "device": device}
         self._facts = torch.zeros(most, _NUM_FACTS, **ints)
@@ -157,14 +140,14 @@ class MixedGraphs:
     def _device_part(self, shape: MixedShape, params: SamplingTensors) -> Callable[[], StepResult]:
         num_requests = shape.num_requests
         static = self._params.view(params, num_requests)
-        ring, step = self._step.ring, self._step
+        slot_state, step = self._step.slot_state, self._step
 
         def run() -> StepResult:
-            ring.num_tokens[self._spare_slot :].fill_(1)
+            slot_state.num_tokens[self._spare_slot :].fill_(1)
             inputs = StepInputs.mixed(
                 self._facts[:num_requests],
                 self._block_table[:num_requests],
-                ring=ring,
+                slot_state=slot_state,
                 total=shape.num_rows,
                 longest=shape.longest,
                 block_size=self._block_size,
@@ -174,13 +157,12 @@ class MixedGraphs:
                     longest=shape.longest_base,
                 ),
             )
-            draft_limit = step.num_speculative_tokens
+            draft_limit = step.plan.num_speculative_tokens
             return step.run(inputs, static, request_ids=[], draft_limit=draft_limit)
 
         return run
 
     def _upload(self, shape: MixedShape, entries: Sequence[Scheduled]) -> None:
-        """Facts, block tables and base rows of the batch, the padding requests behind it."""
         num_requests = shape.num_requests
         counts = [entry.num_scheduled_tokens for entry in entries]
         left = padding_rows(
@@ -205,7 +187,7 @@ class MixedGraphs:
         drafter = self._step.drafter
         if not isinstance(drafter, MTPDrafter):
             return []
-        return drafter.base_row_bounds(counts, is_prefill=is_prefill)
+        return drafter.plan.max_base_rows(counts, is_prefill=is_prefill)
 
 
 def padding_rows(num_rows: int, num_requests: int, *, most: int) -> list[int]:

@@ -9,62 +9,27 @@ The masks are made on the host, before the step runs: a request with a grammar n
 drafts there, so it cannot be decoded with the host one step late.
 
 Letters: R requests, K drafts per step, V vocabulary, W = ceil(V / 32) words of a mask.
-Source: bit layout and protocol as in xgrammar (see `xgrammar_adapter`), whose masks fit unchanged.
 
-Grammars compiled by xgrammar, behind the protocol of `grammar`; needs the extra `grammar`.
-
-    compiler = XGrammarCompiler(vocabulary, stop_token_ids=(1, 5))
+    compiler = XGrammarCompiler(vocabulary, stop_token_ids=(1, 5))  # needs the extra `grammar`
     sampling = SamplingParams(grammar=compiler.json_schema(schema), stop_token_ids=(1, 5))
 
-Letters: V vocabulary.
-Source: xgrammar (Dong et al., arXiv:2411.15100), package `xgrammar`.
+Source: xgrammar (Dong et al., arXiv:2411.15100), whose bit layout and protocol these are.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mtp_research.decode.sampling.sampling_params import Matcher
 from mtp_research.runtime.errors import EnvironmentFault
 
 if TYPE_CHECKING:
     import xgrammar
 
 BITS_PER_WORD = 32
-
-
-class Matcher(Protocol):
-    """State of one request's output in its grammar."""
-
-    @property
-    def is_terminated(self) -> bool:
-        """Whether a stop token has ended the output."""
-        ...
-
-    def fill_bitmask(self, bitmask: Tensor, *, row: int) -> None:
-        """Write the tokens that may come next into `bitmask[row]`, int32 `[*, W]`, in place.
-
-        Bit b of word w stands for token 32 w + b. May only be asked before termination.
-        """
-        ...
-
-    def accept_token(self, token_id: int) -> bool:
-        """Move on by one token; False, and nothing changes, if it may not come next."""
-        ...
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last accepted tokens."""
-        ...
-
-
-class Grammar(Protocol):
-    """A compiled grammar, shared by requests and never changed by them; hashable."""
-
-    def start(self, *, stop_token_ids: tuple[int, ...]) -> Matcher:
-        """A matcher at the start of an output that ends with one of these tokens."""
-        ...
 
 
 def step_bitmask(
@@ -75,12 +40,6 @@ def step_bitmask(
     vocab_size: int,
 ) -> Tensor:
     """Masks of a step; the matchers are as before when this returns.
-
-    Args:
-        matchers: one a request, None where it has no grammar.
-        drafts: each request's drafts, at most K; ids outside the vocabulary are rejected drafts.
-        num_speculative_tokens: K.
-        vocab_size: V.
 
     Returns:
         `[R, K+1, W]` int32 on the host; all ones where nothing is forbidden or used.
@@ -124,7 +83,7 @@ class XGrammar:
     compiled: "xgrammar.CompiledGrammar"
 
     def start(self, *, stop_token_ids: tuple[int, ...]) -> Matcher:
-        """See `grammar.Grammar.start`."""
+        """A matcher at the start of an output."""
         import xgrammar
 
         matcher = xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=list(stop_token_ids))
@@ -133,7 +92,7 @@ class XGrammar:
 
 @dataclass(frozen=True)
 class _XGrammarMatcher:
-    """See `grammar.Matcher`."""
+    """A `Matcher` over one of xgrammar's."""
 
     matcher: "xgrammar.GrammarMatcher"
 

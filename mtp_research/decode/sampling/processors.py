@@ -5,12 +5,7 @@ Repetition, frequency and presence penalty, DRY, bias and allowed ids, bad words
 
 All of them are pure functions of logits and text. Row j sees the committed text and drafts
 d_1..d_j: the text table holds the drafts behind the committed tokens, and each row has its own
-length. So a verify step gives every row what plain decoding would, and nothing is kept between
-steps that a rejection would have to wind back.
-
-Letters: R requests, J rows a request, L length of the text table, V vocabulary.
-
-Processors that compare the end of a text with token sequences: bad words and DRY.
+length. So nothing is kept between steps that a rejection would have to wind back.
 
 Letters: R requests, J rows a request, L length of the text table, V vocabulary, W bad words of a
 request, P longest bad word without its last token.
@@ -24,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mtp_research.decode.sampling.sampling_params import MAX_DRY_MATCH, SamplingParams
-from mtp_research.decode.transfer import copy_to_device, to_device
+from mtp_research.decode.slot_state import copy_to_device, to_device
 
 _ANY = -1  # matches every token; fills short bad words on the left
 _NONE = -2  # no token: before the start of a text
@@ -240,7 +235,6 @@ def process_logits(
 def _apply_penalties(
     values: Tensor, processors: ProcessorTensors, *, text: Tensor, num_tokens: Tensor
 ) -> Tensor:
-    """Repetition over prompt and output, then frequency and presence over the output alone."""
     assert processors.penalties is not None, "no request has a penalty"
     repetition, frequency, presence = (row[:, None, None] for row in processors.penalties)
     counts = _output_counts(

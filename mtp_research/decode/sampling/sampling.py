@@ -4,13 +4,14 @@ A uniform number is a hash of (request seed, position, stream, index). So noise 
 the batch, its order, chunking or a preemption, and needs no state. Streams keep the draft's noise
 apart from the verifier's: a residual drawn with the draft's own noise would be biased.
 
-Letters: R requests, J rows a request, V vocabulary.
+Row j of a step decides its j-th emitted token, accepted draft or not, so a token's log-probability
+is read from the row that it was decided by. `raw` is of the target's own logits, `processed` of
+what sampling drew from, as in vLLM's `logprobs_mode`.
 
-Sampling parameters of a batch as tensors, and what the host knows about them.
-
-Letters: R requests, K drafts per step, V vocabulary, W words of a grammar's mask.
+Letters: R requests, J rows a request, K drafts per step, V vocabulary, W words of a grammar's mask.
 """
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 from operator import is_
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from mtp_research.decode.sampling.grammar import step_bitmask
 from mtp_research.decode.sampling.processors import ProcessorTensors, processor_tensors
-from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.sampling.sampling_params import SamplingParams, TokenLogprobs
 from mtp_research.decode.schedule.request import Request
-from mtp_research.decode.transfer import to_device
+from mtp_research.decode.slot_state import to_device
+from mtp_research.policy.plan import DraftPlan
 
 
 class LogprobsPlan(NamedTuple):
@@ -79,18 +81,10 @@ class SamplingTensors(NamedTuple):
 
 
 class BatchSampling:
-    """Makes the tensors of a batch, and hands them out again while the batch stays the same.
+    """Makes the tensors of a batch, and hands them out again while the batch stays the same."""
 
-    Args:
-        num_speculative_tokens: K.
-        vocab_size: V.
-        device: where the tensors live.
-    """
-
-    def __init__(
-        self, *, num_speculative_tokens: int, vocab_size: int, device: torch.device
-    ) -> None:
-        self._num_speculative_tokens = num_speculative_tokens
+    def __init__(self, plan: DraftPlan, *, vocab_size: int, device: torch.device) -> None:
+        self._plan = plan
         self._vocab_size = vocab_size
         self._device = device
         self._requests: list[Request] = []
@@ -107,7 +101,7 @@ class BatchSampling:
         bitmask = step_bitmask(
             [request.matcher for request in requests],
             [request.draft_token_ids for request in requests],
-            num_speculative_tokens=self._num_speculative_tokens,
+            num_speculative_tokens=self._plan.num_speculative_tokens,
             vocab_size=self._vocab_size,
         )
         return self._tensors._replace(bitmask=bitmask.to(self._device))
@@ -176,12 +170,10 @@ def _top_k_bound(params: Sequence[SamplingParams]) -> int | None:
 
 
 def _signed(seed: int) -> int:
-    """The 64-bit two's complement value of an integer of any size."""
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >> 63 else seed
 
 
-_MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _NUM_STREAMS = 4  # room for one more
 
@@ -305,24 +297,20 @@ def uniform_noise(
         float64 of the broadcast shape, 53 random bits each. The mixing function is SplitMix64's
         finaliser (Steele et al., OOPSLA 2014) applied to seed, position and (stream, index).
     """
-    state = _mix(seed + _signed_sampling(_GOLDEN))
-    state = _mix(state ^ (position * _signed_sampling(0xD1342543DE82EF95)))
+    state = _mix(seed + _signed(_GOLDEN))
+    state = _mix(state ^ (position * _signed(0xD1342543DE82EF95)))
     number = index * _NUM_STREAMS + int(stream)
     state = _mix(state + _times_golden(number))
     return _shift_right(state, 11).double() * 2.0**-53
 
 
 def _times_golden(number: Tensor | int) -> Tensor | int:
-    return (
-        _signed_sampling(number * _GOLDEN)
-        if isinstance(number, int)
-        else number * _signed_sampling(_GOLDEN)
-    )
+    return _signed(number * _GOLDEN) if isinstance(number, int) else number * _signed(_GOLDEN)
 
 
 def _mix(state: Tensor) -> Tensor:
-    state = (state ^ _shift_right(state, 30)) * _signed_sampling(0xBF58476D1CE4E5B9)
-    state = (state ^ _shift_right(state, 27)) * _signed_sampling(0x94D049BB133111EB)
+    state = (state ^ _shift_right(state, 30)) * _signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shift_right(state, 27)) * _signed(0x94D049BB133111EB)
     return state ^ _shift_right(state, 31)
 
 
@@ -331,7 +319,67 @@ def _shift_right(state: Tensor, bits: int) -> Tensor:
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed_sampling(constant: int) -> int:
-    """The 64-bit two's complement value of an integer of any size."""
-    constant &= _MASK_64
-    return constant - (1 << 64) if constant >> 63 else constant
+class LogprobTensors(NamedTuple):
+    """Log-probabilities of a step's tokens.
+
+    Attributes:
+        emitted: `[R, J]` float32, of the emitted tokens; of token 0 where none was.
+        top_ids: `[R, J, n]` int64, best tokens first.
+        top: `[R, J, n]` float32.
+    """
+
+    emitted: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+    def of_request(self, row: int, *, num_tokens: int, num_top: int) -> list[TokenLogprobs]:
+        """Copy to the host: the first emitted tokens of one request."""
+        emitted, top_ids, top = (tensor[row, :num_tokens].tolist() for tensor in self)
+        return [
+            TokenLogprobs(
+                logprob,
+                tuple(
+                    (token_id, value)
+                    for token_id, value in zip(ids[:num_top], values[:num_top], strict=True)
+                    if value > -math.inf
+                ),
+            )
+            for logprob, ids, values in zip(emitted, top_ids, top, strict=True)
+        ]
+
+
+def step_logprobs(
+    raw_logits: Tensor,
+    processed_logits: Tensor,
+    *,
+    sampled_token_ids: Tensor,
+    params: SamplingTensors,
+) -> LogprobTensors | None:
+    """Log-probabilities of a step in float32; None where no request asks.
+
+    Args:
+        raw_logits: `[R, J, V]`.
+        processed_logits: `[R, J, V]`, after the processors.
+        sampled_token_ids: `[R, J]` int64, -1 where nothing was emitted.
+        params: one entry per request.
+    """
+    if params.logprobs is None:
+        return None
+    logprobs = _of_kinds(raw_logits, processed_logits, params=params, plan=params.logprobs)
+    top, top_ids = logprobs.topk(min(params.logprobs.num_top, logprobs.shape[-1]), dim=-1)
+    emitted = logprobs.gather(-1, sampled_token_ids.clamp(min=0)[..., None])[..., 0]
+    return LogprobTensors(emitted, top_ids, top)
+
+
+def _of_kinds(
+    raw_logits: Tensor, processed_logits: Tensor, *, params: SamplingTensors, plan: LogprobsPlan
+) -> Tensor:
+    """`[R, J, V]` float32 of the kind that each request asks for."""
+    if plan.kinds == {"raw"}:
+        return torch.log_softmax(raw_logits, dim=-1, dtype=torch.float32)
+    scaled = scaled_logits(processed_logits, params)
+    processed = torch.log_softmax(scaled, dim=-1).float()
+    if plan.kinds == {"processed"}:
+        return processed
+    raw = torch.log_softmax(raw_logits, dim=-1, dtype=torch.float32)
+    return torch.where(plan.is_raw[:, None, None], raw, processed)

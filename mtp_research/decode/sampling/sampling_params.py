@@ -9,47 +9,82 @@ Letters: V vocabulary.
 """
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from dataclasses import FrozenInstanceError, dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from mtp_research.config.ranges import check_values, within
+from mtp_research.config.schema import SamplingOptions
 from mtp_research.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # values of this module are read where torch is not wanted
-    from mtp_research.decode.sampling.grammar import Grammar
+    from torch import Tensor
 
 LogprobsKind = Literal["raw", "processed"]
-MAX_PENALTY = 2.0  # of frequency and presence, as in the OpenAI interface
 MAX_DRY_MATCH = 32  # longer repetitions count as this long: 1.75 ** 30 already ends all doubt
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled and when it stops.
+class Matcher(Protocol):
+    """State of one request's output in its grammar."""
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether a stop token has ended the output."""
+        ...
+
+    def fill_bitmask(self, bitmask: "Tensor", *, row: int) -> None:
+        """Write the tokens that may come next into `bitmask[row]`, int32 `[*, W]`, in place.
+
+        Bit b of word w stands for token 32 w + b. May only be asked before termination.
+        """
+        ...
+
+    def accept_token(self, token_id: int) -> bool:
+        """Move on by one token; False, and nothing changes, if it may not come next."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last accepted tokens."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar, shared by requests and never changed by them; hashable."""
+
+    def start(self, *, stop_token_ids: tuple[int, ...]) -> Matcher:
+        """A matcher at the start of an output that ends with one of these tokens."""
+        ...
+
+
+class TokenLogprobs(NamedTuple):
+    """One emitted token.
 
     Attributes:
-        temperature: 0 is greedy, otherwise > 0.
-        top_k: keep the k most probable tokens, 0 keeps all.
-        top_p: keep the smallest set with at least this probability, in (0, 1].
-        min_p: keep tokens at least this probable relative to the best one, in [0, 1]; 0 keeps all.
+        logprob: natural logarithm of its probability, -inf if it had none (lossy rules).
+        top: (token id, logprob) of the best tokens, best first; as many as the request asked for,
+            or as have any probability.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass
+class SamplingParams(SamplingOptions):
+    """How one request is sampled and when it stops; cannot be changed.
+
+    `SamplingOptions` holds the settings that the command line has too, with their ranges. A
+    repetition of n tokens makes the token that would extend it lose
+    `dry_multiplier * dry_base ** (n - dry_allowed_length)`.
+
+    Attributes:
         seed: noise seed of this request; equal seeds give equal noise whatever the batch.
-        max_new_tokens: most tokens to emit, >= 0.
         stop_token_ids: tokens that end the request; the stop token itself is emitted.
-        min_tokens: no stop token before this many are emitted, in 0..max_new_tokens.
-        repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt
-            or the output, > 0; 1 is off.
-        frequency_penalty: subtracted per occurrence in the output, in [-2, 2].
-        presence_penalty: subtracted once if the token is in the output, in [-2, 2].
-        dry_multiplier: a token that would extend a repetition of n tokens loses
-            `dry_multiplier * dry_base ** (n - dry_allowed_length)`; >= 0, 0 is off.
-        dry_base: see `dry_multiplier`, >= 1.
-        dry_allowed_length: shorter repetitions are free, in 1..`MAX_DRY_MATCH`.
         dry_breaker_token_ids: no repetition reaches across these, and none of them is penalised.
         logit_bias: (token id, finite amount added to its logit) pairs, each id once.
         allowed_token_ids: only these may be emitted, at least one; None allows all.
         bad_words: token sequences that may not complete, in prompt or output; each at least one
             token.
-        grammar: what the output must follow, see `grammar`; None is off.
+        grammar: what the output must follow, see `decode.sampling.grammar`; None is off.
         logprobs: report every emitted token's log-probability and those of this many best tokens,
             >= 0; None is off.
         logprobs_kind: of the target's own distribution (`raw`), or of the one that tokens are
@@ -59,91 +94,64 @@ class SamplingParams:
         ConfigError: names the field, the range and the value.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     seed: int = 0
-    max_new_tokens: int = 64
     stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
     dry_breaker_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    grammar: "Grammar | None" = None
-    logprobs: int | None = None
-    logprobs_kind: LogprobsKind = "raw"
+    grammar: Grammar | None = None
+    logprobs: int | None = within(None, 0, 1 << 30)
+    logprobs_kind: LogprobsKind = field(default="raw", metadata={"choices": ("processed", "raw")})
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check ranges and the fields that need each other."""
+        """Check ranges and the fields that need each other, and close the value."""
         try:
-            hash(self)
+            value = hash(tuple(vars(self).values()))
         except TypeError as error:
             raise ConfigError(
                 f"sampling must hold tuples wherever it holds sequences, got an {error}; "
                 "convert it with tuple()."
             ) from error
-        checks = (*self._range_checks(), *self._processor_checks())
-        for name, holds, expected in checks:
+        check_values(self, section="sampling")
+        for name, holds, expected in self._checks():
             if not holds:
                 raise ConfigError(
                     f"sampling.{name} must be {expected}, got {getattr(self, name)}; "
                     f"set sampling.{name}."
                 )
+        self._hash = value
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "_hash" in vars(self):
+            raise FrozenInstanceError(f"cannot assign to {name!r}; use dataclasses.replace.")
+        super().__setattr__(name, value)
 
     def __hash__(self) -> int:
         """Computed once: fields may hold a vocabulary's worth of ids, and every step looks up."""
         return self._hash
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(vars(self).values()))
+    @classmethod
+    def of(
+        cls, options: SamplingOptions, *, seed: int = 0, stop_token_ids: tuple[int, ...] = ()
+    ) -> "SamplingParams":
+        """Parameters of a request with the settings of the command line."""
+        shared = {name: getattr(options, name) for name in SamplingOptions.__dataclass_fields__}
+        return cls(**shared, seed=seed, stop_token_ids=stop_token_ids)
 
-    def _range_checks(self) -> tuple[tuple[str, bool, str], ...]:
+    def _checks(self) -> tuple[tuple[str, bool, str], ...]:
+        biased = [token_id for token_id, _ in self.logit_bias]
+        is_finite = all(math.isfinite(amount) for _, amount in self.logit_bias)
         return (
-            ("temperature", 0.0 <= self.temperature < math.inf, "finite and >= 0"),
-            ("top_k", self.top_k >= 0, ">= 0 (0 keeps all)"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
-            ("max_new_tokens", self.max_new_tokens >= 0, ">= 0"),
             (
                 "min_tokens",
-                0 <= self.min_tokens <= self.max_new_tokens,
+                self.min_tokens <= self.max_new_tokens,
                 f"in 0..max_new_tokens={self.max_new_tokens}",
-            ),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, ">= 0 or None"),
-            (
-                "logprobs_kind",
-                self.logprobs_kind in ("processed", "raw"),
-                "one of ['processed', 'raw']",
-            ),
-        )
-
-    def _processor_checks(self) -> tuple[tuple[str, bool, str], ...]:
-        biased = [token_id for token_id, _ in self.logit_bias]
-        bounded = f"in [{-MAX_PENALTY:g}, {MAX_PENALTY:g}]"
-        return (
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "finite and > 0"),
-            ("frequency_penalty", abs(self.frequency_penalty) <= MAX_PENALTY, bounded),
-            ("presence_penalty", abs(self.presence_penalty) <= MAX_PENALTY, bounded),
-            ("dry_multiplier", 0 <= self.dry_multiplier < math.inf, "finite and >= 0"),
-            ("dry_base", 1 <= self.dry_base < math.inf, "finite and >= 1"),
-            (
-                "dry_allowed_length",
-                1 <= self.dry_allowed_length <= MAX_DRY_MATCH,
-                f"in 1..{MAX_DRY_MATCH}",
             ),
             (
                 "logit_bias",
-                len(set(biased)) == len(biased)
-                and all(math.isfinite(amount) for _, amount in self.logit_bias),
+                len(set(biased)) == len(biased) and is_finite,
                 "(token id, finite amount) pairs, each id once",
             ),
             (
@@ -176,11 +184,6 @@ class SamplingParams:
 
 def check_sampling(params: SamplingParams, *, vocab_size: int, deferred: bool) -> None:
     """Refuse what a decoder cannot do for a request.
-
-    Args:
-        params: parameters of the request.
-        vocab_size: V of the target.
-        deferred: the host commits a step late.
 
     Raises:
         ConfigError: a token id outside the vocabulary, more log-probabilities than tokens, or a

@@ -1,25 +1,13 @@
-"""Tensors of one step; prompt chunks and verification are the same rows.
+"""What the device is told of a schedule: texts of admitted requests, then the rows of the step.
 
-A request contributes rows `[num_computed_tokens, num_computed_tokens + num_scheduled_tokens)`: a
-prompt chunk, or the bonus token and its drafts. `schedule_inputs` lays out a schedule; captured
-steps build theirs from tensors at fixed addresses.
+Prompt chunks and verification are the same rows: a request contributes rows
+`[num_computed_tokens, num_computed_tokens + num_scheduled_tokens)`, a prompt chunk or the bonus
+token and its drafts. Nothing here waits for the device. Captured steps build the same inputs from
+tensors at fixed addresses; their block tables are kept on the device by slot, so that a step
+uploads the few new entries only.
 
 Letters: R requests, T packed rows, M blocks per table, K drafts per step.
 Source: metadata names as in vLLM's `CommonAttentionMetadata`.
-
-What the device is told of a schedule: texts of admitted requests, then the rows of the step.
-
-Between `Scheduler.schedule` and `DeviceStep.run`; nothing here waits for the device. Captured steps
-with prompt rows copy the same facts into tensors of their own, see `mixed_graphs`.
-
-Letters: R requests, M blocks per table, K drafts per step.
-
-Block tables of captured steps: kept on the device by slot, only what changed is uploaded.
-
-In a large batch some request gains a block in almost every step, so that a step would upload the
-tables of all. Here it uploads the few new entries; the device puts the rows of a batch together.
-
-Letters: R requests, M blocks per table.
 """
 
 from collections.abc import Iterable
@@ -30,9 +18,8 @@ import torch
 from torch import Tensor
 
 from mtp_research.decode.schedule.request import Request, Scheduled
-from mtp_research.decode.slot_state import HiddenRing, KVCache
-from mtp_research.decode.transfer import to_device
-from mtp_research.models.attention.paged import PagedContext, kept
+from mtp_research.decode.slot_state import KVCache, SlotState, to_device
+from mtp_research.models.attention.paged import PagedContext, materialised
 from mtp_research.models.recurrent import RecurrentContext, with_states
 from mtp_research.policy.row_layout import BaseRows, bounded_rows, equal_rows
 
@@ -48,16 +35,16 @@ class StepInputs:
         query_start_loc: `[R + 1]` int32.
         seq_lens: `[R]` int32, KV length including this step's rows.
         block_table: `[R, M]` int32, padded with 0 (never read beyond `seq_lens`).
-        slots: `[R]` int64, request slots in the ring.
+        slots: `[R]` int64, request slots of the slot state.
         first_position: `[R]` int64, position of each request's first row (`num_computed_tokens`).
         num_rows: `[R]` int64, `num_scheduled_tokens`.
         row_counts: the same, on the host; empty where a captured step may not depend on it.
         num_tokens: `[R]` int64, accepted tokens before the step (L).
         num_drafts: `[R]` int64, drafts among the rows.
         draft_token_ids: `[R, K]` int64, -1 padded.
-        samples: `[R]` bool, the rows reach the end of the accepted text, so a token is sampled.
-        resumes: `[R]` bool, the rows end a recompute after a preemption: drafts follow, but the
-            next token is known.
+        ends_at_newest_token: `[R]` bool, a token is sampled.
+        ends_recompute: `[R]` bool, the rows end a recompute after a preemption: drafts follow, but
+            the next token is known.
         prefilling: `[R]` bool, the rows are prompt rows.
         max_query_len: most rows of one request.
         block_size: tokens a page.
@@ -80,8 +67,8 @@ class StepInputs:
     num_tokens: Tensor
     num_drafts: Tensor
     draft_token_ids: Tensor
-    samples: Tensor
-    resumes: Tensor
+    ends_at_newest_token: Tensor
+    ends_recompute: Tensor
     prefilling: Tensor
     max_query_len: int
     block_size: int
@@ -95,7 +82,7 @@ class StepInputs:
         facts: Tensor,
         block_table: Tensor,
         *,
-        ring: HiddenRing,
+        slot_state: SlotState,
         total: int,
         longest: int,
         block_size: int,
@@ -106,23 +93,23 @@ class StepInputs:
         Args:
             facts: `[R, 6]` int64, see `schedule_inputs.facts_of`.
             block_table: `[R, M]` int32.
-            ring: state of the request slots.
+            slot_state: state of the request slots.
             total: T, rows of all requests.
             longest: at least the rows of any one request.
             block_size: tokens a page.
             base_rows: bounds of the draft passes' base rows, if they are known.
         """
         slots, first_position, num_rows, *flags = facts.unbind(dim=1)
-        prefilling, samples, resumes = (flag.bool() for flag in flags)
+        prefilling, ends_at_newest_token, ends_recompute = (flag.bool() for flag in flags)
         # A decoding request starts at its newest token, wherever the device has moved that to.
-        num_tokens = ring.num_tokens[slots]
+        num_tokens = slot_state.num_tokens[slots]
         first_position = torch.where(prefilling, first_position, num_tokens - 1)
         num_drafts = torch.where(prefilling, 0, num_rows - 1)
         layout = bounded_rows(BaseRows(num_rows, total=total, longest=longest), 0)
         request_index, positions = layout.request_index, layout.positions(first_position)
-        drafts = ring.read_drafts(slots, num_drafts=num_drafts)
+        drafts = slot_state.read_drafts(slots, num_drafts=num_drafts)
         return cls(
-            input_ids=ring.read_inputs(slots, request_index, positions, drafts),
+            input_ids=slot_state.read_inputs(slots, request_index, positions, drafts),
             positions=positions,
             request_index=request_index,
             query_start_loc=layout.query_start_loc,
@@ -135,8 +122,8 @@ class StepInputs:
             num_tokens=num_tokens,
             num_drafts=num_drafts,
             draft_token_ids=drafts,
-            samples=samples,
-            resumes=resumes,
+            ends_at_newest_token=ends_at_newest_token,
+            ends_recompute=ends_recompute,
             prefilling=prefilling,
             max_query_len=longest,
             block_size=block_size,
@@ -146,26 +133,26 @@ class StepInputs:
 
     @classmethod
     def decoding(
-        cls, slots: Tensor, block_table: Tensor, *, ring: HiddenRing, block_size: int
+        cls, slots: Tensor, block_table: Tensor, *, slot_state: SlotState, block_size: int
     ) -> "StepInputs":
         """Inputs of a step in which every request decodes with K+1 rows, made on the device.
 
         Args:
             slots: `[R]` int64.
             block_table: `[R, M]` int32.
-            ring: state of the request slots.
+            slot_state: state of the request slots.
             block_size: tokens a page.
         """
-        num_requests, num_drafts = len(slots), ring.draft_token_ids.shape[1]
+        num_requests, num_drafts = len(slots), slot_state.draft_token_ids.shape[1]
         rows_each = num_drafts + 1
         layout = equal_rows(rows_each, slots)
-        num_tokens = ring.num_tokens[slots]
+        num_tokens = slot_state.num_tokens[slots]
         first_position = num_tokens - 1
         request_index, positions = layout.request_index, layout.positions(first_position)
-        drafts = ring.draft_token_ids[slots]
+        drafts = slot_state.draft_token_ids[slots]
         yes = torch.ones_like(slots, dtype=torch.bool)
         return cls(
-            input_ids=ring.read_inputs(slots, request_index, positions, drafts),
+            input_ids=slot_state.read_inputs(slots, request_index, positions, drafts),
             positions=positions,
             request_index=request_index,
             query_start_loc=layout.query_start_loc,
@@ -178,8 +165,8 @@ class StepInputs:
             num_tokens=num_tokens,
             num_drafts=torch.full_like(slots, num_drafts),
             draft_token_ids=drafts,
-            samples=yes,
-            resumes=~yes,
+            ends_at_newest_token=yes,
+            ends_recompute=~yes,
             prefilling=~yes,
             max_query_len=rows_each,
             block_size=block_size,
@@ -202,7 +189,11 @@ class StepInputs:
         slots = self.slot_mapping(self.request_index, self.positions)
         seq_lens, query_start_loc = self.seq_lens, self.query_start_loc
         if torch.compiler.is_compiling():  # every layer reads them
-            slots, seq_lens, query_start_loc = kept(slots), kept(seq_lens), kept(query_start_loc)
+            slots, seq_lens, query_start_loc = (
+                materialised(slots),
+                materialised(seq_lens),
+                materialised(query_start_loc),
+            )
         paged = PagedContext(
             pool=cache,
             slot_mapping=slots,
@@ -231,37 +222,30 @@ class StepInputs:
         return torch.minimum((last - self.num_drafts)[:, None] + column, last[:, None])
 
 
-def start_texts(admitted: Iterable[Request], *, ring: HiddenRing) -> None:
-    """Write the texts of admitted requests into their slots of the ring."""
+def start_texts(admitted: Iterable[Request], *, slot_state: SlotState) -> None:
+    """Write the texts of admitted requests into their slots."""
     for request in admitted:
         assert request.slot is not None, f"{request.request_id} was admitted without a slot"
-        tokens = to_device(request.token_ids, dtype=torch.int64, device=ring.text.device)
-        ring.start(request.slot, tokens, first_row=request.num_cached_tokens)
+        tokens = to_device(request.token_ids, dtype=torch.int64, device=slot_state.text.device)
+        slot_state.start(request.slot, tokens, first_row=request.num_cached_tokens)
 
 
 def build_inputs(
-    scheduled: list[Scheduled], *, ring: HiddenRing, block_size: int, deferred: bool
+    scheduled: list[Scheduled], *, slot_state: SlotState, block_size: int, deferred: bool
 ) -> StepInputs:
-    """Lay out the rows of a schedule; the ring already holds texts, lengths and drafts.
-
-    Args:
-        scheduled: one entry a request.
-        ring: state of the request slots.
-        block_size: tokens a page.
-        deferred: the host is one step late: nothing here or in drafting may wait for the device.
-    """
-    device = ring.text.device
+    """Lay out the rows of a schedule; the slot state already holds texts, lengths and drafts."""
+    device = slot_state.text.device
     requests = [entry.request for entry in scheduled]
     block_table = _block_table(requests, device=device)
     is_prefill = tuple(entry.is_prefill for entry in scheduled)
     if deferred and not any(is_prefill):
         slots = to_device([r.slot for r in requests], dtype=torch.int64, device=device)
-        return StepInputs.decoding(slots, block_table, ring=ring, block_size=block_size)
+        return StepInputs.decoding(slots, block_table, slot_state=slot_state, block_size=block_size)
     counts = [entry.num_scheduled_tokens for entry in scheduled]
     inputs = StepInputs.mixed(
         to_device([facts_of(entry) for entry in scheduled], dtype=torch.int64, device=device),
         block_table,
-        ring=ring,
+        slot_state=slot_state,
         total=sum(counts),
         longest=max(counts),
         block_size=block_size,
@@ -276,8 +260,8 @@ def facts_of(entry: Scheduled) -> tuple[int, ...]:
         entry.first_position,
         entry.num_scheduled_tokens,
         entry.is_prefill,
-        entry.samples,
-        entry.resumes,
+        entry.ends_at_newest_token,
+        entry.ends_recompute,
     )
 
 
@@ -289,17 +273,7 @@ def _block_table(requests: list[Request], *, device: torch.device) -> Tensor:
 
 
 class BlockTables:
-    """Block tables of all slots; what a request does not own is the spare block.
-
-    Args:
-        num_slots: slots of requests; one more row, behind them, belongs to padding requests.
-        num_table_blocks: M, blocks that the longest request can own.
-        spare_block: block of padding.
-        device: where the tables live.
-
-    Attributes:
-        width: M.
-    """
+    """Block tables of all slots; what a request does not own is the spare block."""
 
     def __init__(
         self, num_slots: int, *, num_table_blocks: int, spare_block: int, device: torch.device

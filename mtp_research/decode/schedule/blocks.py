@@ -1,25 +1,18 @@
 """Owner of the page ids: which blocks are free, which requests hold which, which can be shared.
 
 A block is empty, held by one request or more, or idle: held by nobody, but its content is in the
-prefix cache until the block is needed. Empty and idle blocks both count as free. A block that is
-cached is never written again, so that holders of one block cannot disturb each other.
+prefix cache until the block is needed. Empty and idle blocks both count as free. A cached block is
+never written again, so that its holders cannot disturb each other.
+
+A content key stands for everything that decides a block's KV: the key of the block before it, its
+own tokens, and the F tokens that *follow* it, because a module row at slot q depends on tokens up
+to `q + K` (F = K with MTP modules, 0 without). Matching block tokens alone and dropping the last
+matched block, as is usual with F = 1, is not exact: of three texts `A B x`, `A B y` and `A B y z`,
+the last would find the `B` of the first and take rows that saw `x`.
 
 Sizes are in tokens unless a name says blocks.
-Source: paged attention (Kwon et al., arXiv:2309.06180).
-
-Which block holds which text: content keys, lookup, and the order in which idle blocks go.
-
-A key stands for everything that decides a block's KV: the key of the block before it, its own
-tokens, and the F tokens that *follow* it, because a module row at slot q depends on tokens up to
-`q + K` (F = K with MTP modules, 0 without). Two texts that part within these F tokens therefore
-have different keys. Matching block tokens alone and dropping the last matched block, as is usual
-with F = 1, is not exact: of three texts `A B x`, `A B y` and `A B y z`, the last would find the
-`B` of the first and take rows that saw `x`.
-
-Weights, policy and K decide KV too, but a decoder has one of each and its own cache. The block
-manager decides who holds a block; this file only knows contents. Sizes are in tokens
-unless a name says blocks.
-Source: hash-chained blocks as in vLLM's automatic prefix caching; the rule for F is ours.
+Source: paged attention (Kwon et al., arXiv:2309.06180); hash-chained blocks as in vLLM's automatic
+prefix caching; the rule for F is ours.
 """
 
 import hashlib
@@ -30,6 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mtp_research.decode.schedule.request import Request
+from mtp_research.policy.plan import DraftPlan
 
 KEY_BYTES = 32
 
@@ -62,28 +56,27 @@ class CacheStats:
 
 
 class PrefixCache:
-    """Contents of cached blocks.
-
-    Args:
-        block_size: tokens a block.
-        num_following_tokens: F, tokens after a block that its KV depends on.
-        watcher: told about published and taken blocks.
-    """
+    """Contents of cached blocks."""
 
     def __init__(
         self,
         *,
         block_size: int,
-        num_following_tokens: int,
+        plan: DraftPlan | None = None,
         watcher: BlockWatcher | None = None,
     ) -> None:
         self.block_size = block_size
-        self.num_following_tokens = num_following_tokens
+        self.plan = plan
         self.watcher = watcher
         self.stats = CacheStats()
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_following_tokens(self) -> int:
+        """F, tokens after a block that its KV depends on."""
+        return 0 if self.plan is None else self.plan.num_speculative_tokens
 
     @property
     def num_idle_blocks(self) -> int:
@@ -100,14 +93,7 @@ class PrefixCache:
     def extend_keys(
         self, keys: list[bytes], token_ids: Sequence[int], *, num_blocks: int, salt: str = ""
     ) -> None:
-        """Append keys in place until there are those of the first `num_blocks` blocks.
-
-        Args:
-            keys: keys of this text so far, from its start.
-            token_ids: the text, at least up to the last of these blocks and the tokens after it.
-            num_blocks: blocks wanted.
-            salt: whatever else separates this text from equal ones, such as its owner.
-        """
+        """Append keys in place until there are those of the first `num_blocks` blocks."""
         size, reach = self.block_size, self.block_size + self.num_following_tokens
         assert num_blocks * size + self.num_following_tokens <= len(token_ids) or num_blocks == 0, (
             f"keys of {num_blocks} blocks need the {self.num_following_tokens} tokens after them, "
@@ -269,12 +255,7 @@ class BlockManager:
             request.block_ids.append(block_id)
 
     def publish(self, request: Request, *, num_rows: int) -> None:
-        """Put the blocks whose content has become final into the prefix cache.
-
-        Args:
-            request: the holder.
-            num_rows: leading rows of its text that finished steps have computed.
-        """
+        """Put the blocks whose content has become final into the prefix cache."""
         cache = self.prefix_cache
         if cache is None:
             return
@@ -294,12 +275,7 @@ class BlockManager:
         request.num_published_blocks = max(num_final, request.num_published_blocks)
 
     def free(self, request: Request, *, forget: bool = False) -> None:
-        """Let go of every block; nothing changes when one of them is not the request's own.
-
-        Args:
-            request: the holder.
-            forget: take the contents out of the prefix cache too, because they are not sound.
-        """
+        """Let go of every block; nothing changes when one of them is not the request's own."""
         name, cache = request.request_id, self.prefix_cache
         for block_id in request.block_ids:
             holders = self._holders.get(block_id, set())
@@ -350,7 +326,6 @@ class BlockManager:
         return self.prefix_cache.evict()
 
     def _let_go(self, block_id: int) -> None:
-        """Nobody holds the block any more: keep its content while there is room."""
         del self._holders[block_id]
         if self.prefix_cache is not None and self.prefix_cache.holds(block_id):
             self.prefix_cache.rest(block_id)

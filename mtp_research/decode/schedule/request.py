@@ -2,21 +2,16 @@
 
 `Request` is one of the four state owners. `token_ids` holds accepted tokens only, never a
 placeholder; `draft_token_ids` are proposals for the positions after them. Only the scheduler
-and `commit` move a request on.
-
-What one step runs: the scheduler's answer, read by whoever builds and commits the step.
+and the ledger move a request on. `Schedule` is what one step runs; `RequestFeed` reads what a
+request has said since it was last asked.
 """
 
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from mtp_research.decode.sampling.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from mtp_research.decode.sampling.grammar import Matcher
-    from mtp_research.decode.sampling.logprobs import TokenLogprobs
+from mtp_research.decode.sampling.sampling_params import Matcher, SamplingParams, TokenLogprobs
 
 
 class Status(StrEnum):
@@ -60,7 +55,7 @@ class Request:
         cache_salt: texts with different salts share no cached block.
         num_in_flight: scheduled steps that decide tokens or drafts and are not committed yet; at
             most 1 between steps, and that only with deferred output.
-        slot: row in the slot-addressed state (`HiddenRing`), None while waiting.
+        slot: row in the slot-addressed state (`SlotState`), None while waiting.
         matcher: where the output stands in its grammar, None without one.
         token_logprobs: one entry per output token if `sampling.logprobs` asks for them.
     """
@@ -80,8 +75,8 @@ class Request:
     num_cached_tokens: int = 0
     cache_salt: str = ""
     slot: int | None = None
-    matcher: "Matcher | None" = None
-    token_logprobs: "list[TokenLogprobs]" = field(default_factory=list)
+    matcher: Matcher | None = None
+    token_logprobs: list[TokenLogprobs] = field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     num_accepted_per_round: list[int] = field(default_factory=list)
@@ -98,11 +93,7 @@ class Request:
         self.num_prefill_tokens = len(self.token_ids)
 
     def note_round(self, *, num_emitted: int) -> None:
-        """Count the verification of the current drafts, and time the first token.
-
-        Args:
-            num_emitted: accepted drafts and the token after them; 0 where the target broke.
-        """
+        """Count the verification of the current drafts, and time the first token."""
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter()
         if num_drafted := len(self.draft_token_ids):
@@ -147,16 +138,16 @@ class Scheduled(NamedTuple):
         first_position: position of the first row; for rows that are not prompt rows, as far as the
             host knows (the device knows the exact one).
         is_prefill: the rows are prompt rows, or recomputed after a preemption.
-        samples: the rows reach the end of the accepted text, so a token is sampled.
-        resumes: the rows end a recompute: drafts follow, but the next token is known.
+        ends_at_newest_token: the rows reach the end of the accepted text, so a token is sampled.
+        ends_recompute: the rows end a recompute: drafts follow, but the next token is known.
     """
 
     request: Request
     num_scheduled_tokens: int
     first_position: int
     is_prefill: bool
-    samples: bool
-    resumes: bool
+    ends_at_newest_token: bool
+    ends_recompute: bool
 
     @property
     def end_position(self) -> int:
@@ -172,9 +163,52 @@ class Schedule(NamedTuple):
         admitted: requests with a fresh slot, whose text must be written before the step.
         preempted: requests whose pages and slot were taken away.
         num_prompt_rows: rows of the entries that are prompt rows.
+        started_s: on the host's clock, when scheduling began.
     """
 
     entries: list[Scheduled]
     admitted: list[Request]
     preempted: list[Request]
     num_prompt_rows: int
+    started_s: float
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """New tokens of a request.
+
+    Attributes:
+        request_id: as given to the decoder.
+        token_ids: new tokens, in order; at least one unless this is the last event.
+        finish_reason: see `FinishReason`; None while the request goes on.
+        logprobs: of each new token; None unless the request asked for them.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class RequestFeed:
+    """Reads a request from where it was read last."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._num_read = 0
+        self._has_ended = False
+
+    def read(self) -> StreamEvent | None:
+        """All that is new; None if nothing is. After the event with a finish reason comes None."""
+        request = self._request
+        token_ids = tuple(request.token_ids[request.num_prompt_tokens + self._num_read :])
+        is_finished = request.status is Status.FINISHED
+        if self._has_ended or not (token_ids or is_finished):
+            return None
+        logprobs = None
+        if request.sampling.logprobs is not None:
+            logprobs = tuple(request.token_logprobs[self._num_read :])
+        self._num_read += len(token_ids)
+        self._has_ended = is_finished
+        reason = request.finish_reason.value if request.finish_reason is not None else None
+        return StreamEvent(request.request_id, token_ids, reason, logprobs)

@@ -1,8 +1,7 @@
-"""Verification rules by name: the one table that decoder, configuration and verdicts read.
+"""Verification rules by name, and the lossy ones: what they emit is not the target's text.
 
-Rules that trade exactness for acceptance, and one that measures speed at a chosen acceptance.
-
-Their text is not the target's. Every output of an evaluation that used one of them says so.
+`relaxed` and `typical` trade exactness for acceptance, `synthetic` measures speed at a chosen
+acceptance. Every output of an evaluation that used one of them says so.
 
 Letters: R requests, K drafts per step, V vocabulary, L tokens of the text.
 Source: relaxed acceptance as in TensorRT-LLM's DeepSeek-R1 recipe; typical acceptance of Medusa
@@ -21,12 +20,12 @@ from mtp_research.decode.verify.verify import (
     VerifyOutput,
     count_leading,
     emit,
-    synthetic_rates,
     verify_block,
     verify_greedy,
     verify_standard,
 )
-from mtp_research.models.attention.paged import settled
+from mtp_research.decode.verify.verify_options import synthetic_rates
+from mtp_research.models.attention.paged import fusion_barrier
 
 
 def verify_relaxed(inputs: VerifyInputs) -> VerifyOutput:
@@ -36,7 +35,7 @@ def verify_relaxed(inputs: VerifyInputs) -> VerifyOutput:
     token after the accepted drafts is the target's argmax.
     """
     options = inputs.options
-    best = settled(inputs.target_logits.argmax(dim=-1))
+    best = fusion_barrier(inputs.target_logits.argmax(dim=-1))
     probs = torch.softmax(inputs.target_logits[:, :-1].double(), dim=-1)  # [R, K, V]
     p_draft = probs.gather(-1, inputs.draft_indices[..., None])
     rank = (probs > p_draft).sum(dim=-1)
@@ -49,7 +48,7 @@ def verify_relaxed(inputs: VerifyInputs) -> VerifyOutput:
         begin, end = options.relaxed_thinking_token_ids
         relaxed &= thinking_rows(inputs.is_thinking, inputs.draft_token_ids, begin=begin, end=end)
     accepted = inputs.is_valid & (relaxed | (best[:, :-1] == inputs.draft_token_ids))
-    largest = settled(inputs.target_logits.amax(dim=-1))
+    largest = fusion_barrier(inputs.target_logits.amax(dim=-1))
     return emit(inputs, num_accepted=count_leading(accepted), decided=best, largest=largest)
 
 
@@ -120,7 +119,6 @@ def text_is_thinking(text: Tensor, *, num_tokens: Tensor, begin: int, end: int) 
 
 
 def _conditional(rates: tuple[float, ...]) -> list[float]:
-    """Chance of draft j given that all before it were accepted."""
     before = (1.0, *rates)
     return [rate / prior if prior > 0 else 0.0 for prior, rate in zip(before, rates, strict=False)]
 

@@ -1,158 +1,60 @@
-"""The decoder of a condition, from its configuration. Letter: K drafts per step.
+"""The decoder of a condition, from its configuration, and what a results file says of its parts.
 
-From the configuration to the decoder's own setting types; nothing here imports torch.
-
-The types check ranges and each other, so building them is the check that `preflight` makes before a
-model is loaded.
-
-Which code runs attention and KV writes: Triton's kernels or the reference, and why.
-
-Letters: none.
-
-What a results file says about the heads it was decoded with, so that a report needs no folder.
-
-Letter: N MTP modules.
+The decoder's setting types check ranges and each other, so building them is the check that
+`preflight` makes before a model is loaded. Letters: K drafts per step, N MTP modules.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
 
-from mtp_research.config.grid import expand
-from mtp_research.config.schema import EngineConfig, EvalConfig, SamplingConfig, SpecConfig
-from mtp_research.decode.arguments import resolve_policy
-from mtp_research.decode.build import Heads, build_drafter
+from mtp_research.config.schema import EngineConfig, SpecConfig
+from mtp_research.decode.build import build_drafter
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft.draft_length import (
-    BatchTableLength,
-    ConfidenceLength,
-    DraftLength,
-    ExpectedGainLength,
-    FixedLength,
-)
+from mtp_research.decode.draft.drafter import Heads
 from mtp_research.decode.draft.mtp_drafter import DraftSampling
 from mtp_research.decode.pool_size import PoolNeeds, pool_needs
-from mtp_research.decode.sampling.sampling_params import SamplingParams
-from mtp_research.decode.verify.verify import LengthSchedule, VerifyOptions, check_options
-from mtp_research.evaluation.run.conditions import Condition, conditions_of
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.evaluation.run.conditions import Condition
+from mtp_research.evaluation.run.settings_check import draft_length
 from mtp_research.heads.draft_vocabulary import RANKING_FILE, most_frequent
 from mtp_research.heads.record import RECORD_FILE, read_head_record
 from mtp_research.kernels import checks
 from mtp_research.models.loading.placement import resolve_device
 from mtp_research.models.target import Target
 from mtp_research.policy.plan import ModuleSchedule
-from mtp_research.runtime.errors import ConfigError, EnvironmentFault
+from mtp_research.runtime.errors import EnvironmentFault
 from mtp_research.runtime.files import sha256_of
 
 
-def check_settings(config: EvalConfig) -> None:
-    """Build every setting of every cell of the grid and throw it away.
+def spec_settings(
+    spec: SpecConfig,
+    *,
+    policy: str,
+    num_speculative_tokens: int,
+    draft_token_ids: Sequence[int] | None = None,
+) -> SpecSettings:
+    """What a decoder of this configuration speculates; nothing but `verify` counts for K = 0.
 
     Raises:
         ConfigError: a value is out of range, or would be ignored.
     """
-    conditions_of(config)
-    for cell in expand(config).cells:
-        _check_cell(cell)
-
-
-def _check_cell(config: EvalConfig) -> None:
-    num_drafts = config.spec.num_speculative_tokens
-    options, length = verify_options(config.spec), draft_length(config.spec)
-    sampling_params(config.sampling, seed=0, stop_token_ids=(0,))
-    if num_drafts > 0:
-        check_options(config.spec.verify, options, num_speculative_tokens=num_drafts)
-    is_headless = config.spec.head in (None, "oracle")
-    if config.spec.draft_vocabulary_size is not None and is_headless and num_drafts > 0:
-        raise ConfigError(
-            "spec.draft_vocabulary_size must be null for spec.head="
-            f"{config.spec.head or 'null'}, got {config.spec.draft_vocabulary_size}; "
-            "set spec.draft_vocabulary_size=null."
-        )
-    if length is not None and is_headless:
-        raise ConfigError(
-            f"spec.draft_length must be fixed for spec.head={config.spec.head or 'null'}, "
-            f"got {config.spec.draft_length}; set spec.draft_length=fixed."
-        )
-
-
-def verify_options(spec: SpecConfig) -> VerifyOptions:
-    """Settings of the lossy rules.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-    thinking = spec.relaxed_thinking_token_ids
-    if thinking is not None and len(thinking) != 2:
-        raise ConfigError(
-            "spec.relaxed_thinking_token_ids must hold the begin and the end token, got "
-            f"{thinking}; set spec.relaxed_thinking_token_ids=[BEGIN,END]."
-        )
-    return VerifyOptions(
-        relaxed_top_n=spec.relaxed_top_n,
-        relaxed_delta=spec.relaxed_delta,
-        relaxed_thinking_token_ids=None if thinking is None else (thinking[0], thinking[1]),
-        typical_epsilon=spec.typical_epsilon,
-        typical_delta=spec.typical_delta,
-        synthetic_rates=tuple(spec.synthetic_rates),
-        synthetic_length=spec.synthetic_length,
-        synthetic_schedule=cast(LengthSchedule, spec.synthetic_schedule),  # checked
-    )
-
-
-def draft_length(spec: SpecConfig) -> DraftLength | None:
-    """The rule for the number of drafts; None makes always K.
-
-    Raises:
-        ConfigError: a value is out of range, or the rule does not read it.
-    """
-    readers = {
-        "draft_p_min": ("confidence", spec.draft_p_min != SpecConfig.draft_p_min),
-        "draft_table": ("batch_table", bool(spec.draft_table)),
-        "draft_cost_ratio": ("expected_gain", spec.draft_cost_ratio is not None),
-    }
-    for name, (rule, is_set) in readers.items():
-        if is_set and spec.draft_length != rule:
-            raise ConfigError(
-                f"spec.{name} must be left alone for spec.draft_length={spec.draft_length}; "
-                f"set spec.draft_length={rule}."
-            )
-    if spec.draft_length == "confidence":
-        return ConfidenceLength(spec.draft_p_min)
-    if spec.draft_length == "batch_table":
-        return BatchTableLength(tuple(sorted(spec.draft_table.items())))
-    if spec.draft_length == "expected_gain":
-        return ExpectedGainLength(spec.draft_cost_ratio)
-    assert spec.draft_length == "fixed", f"validation let through {spec.draft_length}"
-    return None
-
-
-def sampling_params(
-    sampling: SamplingConfig, *, seed: int, stop_token_ids: tuple[int, ...]
-) -> SamplingParams:
-    """Parameters of one request; `stop_token_ids` are the target's, used unless `ignore_eos`.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=seed,
-        max_new_tokens=sampling.max_new_tokens,
-        stop_token_ids=() if sampling.ignore_eos else stop_token_ids,
-        min_tokens=sampling.min_tokens,
-        repetition_penalty=sampling.repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        dry_multiplier=sampling.dry_multiplier,
-        dry_base=sampling.dry_base,
-        dry_allowed_length=sampling.dry_allowed_length,
+    length = draft_length(spec)
+    if num_speculative_tokens == 0:
+        return SpecSettings(num_speculative_tokens=0, verify=spec.verify)
+    return SpecSettings(
+        num_speculative_tokens=num_speculative_tokens,
+        policy=policy,
+        verify=spec.verify,
+        verify_options=spec,
+        draft_sampling=cast(DraftSampling, spec.draft_sampling),  # checked
+        module_schedule=cast(ModuleSchedule, spec.module_schedule),  # checked
+        draft_length=length,
+        draft_token_ids=draft_token_ids,
     )
 
 
@@ -174,24 +76,16 @@ def build_decoder(
     spec, engine = condition.config.spec, condition.config.engine
     if num_blocks is not None:
         engine = replace(engine, num_blocks=num_blocks, memory_fraction=1.0)
-    if condition.num_speculative_tokens == 0:
-        return SpecDecoder(target, num_speculative_tokens=0, engine=engine, verify=spec.verify)
-    token_ids = None
-    if spec.head is not None and spec.draft_vocabulary_size is not None:
+    num_drafts, token_ids = condition.num_speculative_tokens, None
+    if num_drafts and spec.head is not None and spec.draft_vocabulary_size is not None:
         token_ids = most_frequent(spec.head, num_tokens=spec.draft_vocabulary_size, target=target)
-    return SpecDecoder(
-        target,
-        heads,
+    settings = spec_settings(
+        spec,
         policy=condition.policy or "training",
-        num_speculative_tokens=condition.num_speculative_tokens,
-        engine=engine,
-        verify=spec.verify,
-        verify_options=verify_options(spec),
-        draft_sampling=cast(DraftSampling, spec.draft_sampling),  # checked
-        module_schedule=cast(ModuleSchedule, spec.module_schedule),  # checked
-        draft_length=draft_length(spec),
+        num_speculative_tokens=num_drafts,
         draft_token_ids=token_ids,
     )
+    return SpecDecoder(target, heads if num_drafts else None, spec=settings, engine=engine)
 
 
 def needs_of(condition: Condition, target: Target, heads: Heads) -> PoolNeeds:
@@ -203,24 +97,11 @@ def needs_of(condition: Condition, target: Target, heads: Heads) -> PoolNeeds:
         heads: of `spec.head`; not read for K = 0.
     """
     engine, num_drafts = condition.config.engine, condition.num_speculative_tokens
-    drafter, _ = build_drafter(
-        target,
-        heads if num_drafts else None,
-        policy=resolve_policy(condition.policy or "training"),
-        num_speculative_tokens=num_drafts,
-        engine=replace(engine, audit=False),
-        draft_sampling="greedy",
-        schedule="cycle",
-        length=FixedLength(),
-        draft_token_ids=None,
-    )
-    return pool_needs(
-        target,
-        drafter,
-        engine=engine,
-        max_model_len=engine.max_model_len or target.config.max_position_embeddings,
-        num_speculative_tokens=num_drafts,
-    )
+    heads = heads if num_drafts else None
+    spec = SpecSettings(num_speculative_tokens=num_drafts, policy=condition.policy or "training")
+    drafter, _ = build_drafter(target, heads, spec=spec, engine=replace(engine, audit=False))
+    limit = engine.max_model_len or target.config.max_position_embeddings
+    return pool_needs(target, drafter, plan=spec.plan(heads), engine=engine, max_model_len=limit)
 
 
 def check_backend(backend: str, device: torch.device) -> None:

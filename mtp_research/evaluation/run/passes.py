@@ -20,9 +20,10 @@ from mtp_research.decode.pool_size import NUM_SPARE_BLOCKS, free_bytes, plan_sid
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.run.conditions import Condition
-from mtp_research.evaluation.run.decoders import build_decoder, needs_of, sampling_params
+from mtp_research.evaluation.run.decoders import build_decoder, needs_of
 from mtp_research.evaluation.run.journal import Journal, add_audits
 from mtp_research.evaluation.run.prompts import EncodedPrompts
+from mtp_research.evaluation.run.settings_check import sampling_params
 from mtp_research.evaluation.run.timed_decode import (
     MAX_WARM_UPS,
     Finished,
@@ -135,9 +136,9 @@ class _Runner:
         decoder, num_warm_ups, capture_s = self._prepared
         device, journal = self._workload.target.device, self._workload.journal
         clock = None
-        if decoder.graphs is None:  # a captured step has no parts
+        if not decoder.is_captured:  # a captured step has no parts
             clock = StepClock(device)
-            decoder.device_step = replace(decoder.device_step, probe=clock)
+            decoder.observe(clock.watch)
         sampling = _sampling(self.condition, self._workload)
         decoded = decode_prompts(
             decoder,
@@ -225,30 +226,25 @@ def _prepare(
     sampling = [by_id[prompt.question_id] for prompt in encoded.prompts]
     decoder = build_decoder(condition, target, heads, num_blocks=num_blocks)
     for prompt, token_ids, params in zip(encoded.prompts, encoded.token_ids, sampling, strict=True):
-        decoder.arrivals.checked(token_ids, sampling=params, request_id=prompt.question_id)
-    decoder.cache.fill(0.0)  # touch the pool's pages before the clock starts
-    capture_s = None
-    if decoder.graphs is not None:
+        decoder.check(token_ids, sampling=params, request_id=prompt.question_id)
 
-        def tell(line: str) -> None:
-            sys.stderr.write(f"{condition.label}: {line}\n")
-            sys.stderr.flush()
+    def log(line: str) -> None:
+        sys.stderr.write(f"{condition.label}: {line}\n")
+        sys.stderr.flush()
 
-        tell(_pool_line(decoder))
-        with torch.inference_mode():
-            decoder.graphs.prepare(sampling[0], tell=tell)
-        capture_s = decoder.graphs.capture_s
+    if decoder.is_captured:
+        log(_pool_line(decoder))
+    decoder.warm_up(sampling[0], log=log)
     num_warm_ups = warm_up(decoder, encoded, sampling, most=most_warm_ups)
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
-    return _Prepared(decoder, num_warm_ups, capture_s)
+    return _Prepared(decoder, num_warm_ups, decoder.capture_s)
 
 
 def _pool_line(decoder: SpecDecoder) -> str:
     free = free_bytes(decoder.target.device)
     rest = "" if free is None else f"; {free / _GIB:.2f} GiB of the device stay free"
-    num_blocks = decoder.scheduler.blocks.num_blocks
-    return f"KV pool: {num_blocks} blocks, {decoder.cache.num_bytes / _GIB:.2f} GiB{rest}"
+    return f"KV pool: {decoder.num_blocks} blocks, {decoder.pool_bytes / _GIB:.2f} GiB{rest}"
 
 
 def _sampling(condition: Condition, workload: Workload) -> dict[str, SamplingParams]:

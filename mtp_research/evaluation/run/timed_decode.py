@@ -1,9 +1,10 @@
 """One decoding of prompts by a decoder, with clocks around its steps and finished prompts kept.
 
-Part of the second stage of the flow: prompts -> decode loop -> statistics -> report. A `StepClock`
-says where a step's time goes. It is the probe of `decode.step.DeviceStep`: on a CPU it reads the
-host's clock; on a GPU it records events on the stream and reads them after the run, so that no step
-waits for it. Captured steps have no probe: their parts are one graph.
+Part of the second stage of the flow: prompts -> decode loop -> statistics -> report.
+
+A `StepClock` stands between the parts of a step: target, verification, drafting. On a CPU it reads
+the host's clock; on a GPU it records events on the stream and reads them after the run, so that no
+step waits for it. Captured steps have no such clock: their parts are one graph.
 """
 
 import statistics
@@ -13,13 +14,18 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.draft.drafter import VerifiedStep
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.stats import DecodeStats, RequestRecord
+from mtp_research.decode.step import DeviceParts, TargetRows, Verified
 from mtp_research.evaluation.run.journal import Journal
 from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.evaluation.stats.outcome import PassRecord, StepParts
+from mtp_research.policy.plan import StepState
 
 MAX_WARM_UPS = 8
 STABLE = 0.05  # largest change of the median step between two warm-ups that counts as stable
@@ -36,8 +42,28 @@ class StepClock:
         self._kept: list[dict[str, float | torch.cuda.Event]] = []
         self._wall_s = 0.0
 
-    def __call__(self, part: str) -> None:
-        """Note that the step starts, or that a part of it ends."""
+    def watch(self, parts: DeviceParts) -> DeviceParts:
+        """The same parts of a step, with this clock read where one ends and the next begins."""
+
+        def target(inputs: StepInputs) -> TargetRows:
+            self._mark("start")
+            rows = parts.target(inputs)
+            self._mark("target")
+            return rows
+
+        def advance(inputs: StepInputs, verified: Verified) -> StepState:
+            state = parts.advance(inputs, verified)
+            self._mark("verify")
+            return state
+
+        def draft(step: VerifiedStep) -> Tensor:
+            drafts = parts.draft(step)
+            self._mark("draft")
+            return drafts
+
+        return DeviceParts(target, parts.verify, advance, draft)
+
+    def _mark(self, part: str) -> None:
         self._marks[part] = self._now()
 
     def end_step(self, *, wall_s: float, keep: bool) -> None:
@@ -176,7 +202,7 @@ def decode_prompts(
         name = prompt.question_id
         decoder.add_request(token_ids, sampling=params, request_id=name, cache_salt=salt)
     step_s, calls = [], _DecodeCalls(decoder.engine.max_num_requests)
-    while decoder.scheduler.has_work:
+    while decoder.has_work:
         before, began = _Counters.of(stats), time.perf_counter()
         decoder.step()
         step_s.append(time.perf_counter() - began)
@@ -184,7 +210,7 @@ def decode_prompts(
         if clock is not None:
             clock.end_step(wall_s=step_s[-1], keep=is_decoding)
         if finished is not None:
-            finished.keep(now=not decoder.scheduler.has_work)
+            finished.keep(now=not decoder.has_work)
     journal_s = 0.0 if finished is None else finished.seconds
     num_steps = stats.num_steps - steps_before
     times = PassRecord(
@@ -217,10 +243,10 @@ def warm_up(
         most: warm-ups after which it goes on all the same.
     """
     count = _WARM_UP_PROMPTS
-    if decoder.graphs is not None:  # two batches that end unevenly meet the shapes of mixed steps
+    if decoder.is_captured:  # two batches that end unevenly meet the shapes of mixed steps
         count = max(count, 2 * decoder.engine.max_num_requests)
     few = EncodedPrompts(encoded.prompts[:count], encoded.token_ids[:count], ())
-    spread = 1 if decoder.graphs is None else _WARM_UP_TOKENS
+    spread = _WARM_UP_TOKENS if decoder.is_captured else 1
     short = [
         replace(params, max_new_tokens=min(params.max_new_tokens, _WARM_UP_TOKENS + index % spread))
         for index, params in enumerate(sampling[:count])

@@ -56,8 +56,8 @@ from mtp_research.models.family import KVPages
 from mtp_research.runtime.errors import ConfigError
 
 
-@torch.library.custom_op("mtp_research::kept", mutates_args=())
-def kept(values: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("mtp_research::materialised", mutates_args=())
+def materialised(values: torch.Tensor) -> torch.Tensor:
     """A copy of `values`, which many layers hand to the ops below.
 
     Compiled code would compute such a value anew for every few of the ops that read it, in launches
@@ -66,8 +66,8 @@ def kept(values: torch.Tensor) -> torch.Tensor:
     return values + 0  # not `clone`, which would be captured as a node of the copy engine
 
 
-@kept.register_fake
-def _fake_kept(values: torch.Tensor) -> torch.Tensor:
+@materialised.register_fake
+def _fake_materialised(values: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(values)
 
 
@@ -81,7 +81,7 @@ def _fake_end_kernel(values: torch.Tensor) -> None:
     pass
 
 
-def settled(values: torch.Tensor) -> torch.Tensor:
+def fusion_barrier(values: torch.Tensor) -> torch.Tensor:
     """The same `values`; in compiled code, what reads them is not in the kernel that makes them.
 
     For results of reductions over a vocabulary: Triton 3.6 gives up (`PassManager::run failed`) on
@@ -348,7 +348,7 @@ class PagedContext:
         for cos, both in self._kept_angles:
             if cos is angles.cos:
                 return both
-        both = kept(torch.stack((angles.cos[0], angles.sin[0])))
+        both = materialised(torch.stack((angles.cos[0], angles.sin[0])))
         self._kept_angles.append((angles.cos, both))
         return both
 

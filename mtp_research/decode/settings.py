@@ -1,0 +1,146 @@
+"""What is speculated and how: the one value that a decoder is built with, checked and resolved.
+
+    SpecSettings(policy="training", num_speculative_tokens=3)
+
+Names stand for objects of the tables `POLICIES` and `RULES`; an object of one's own may take the
+place of a name. Letters: K drafts per step, N MTP modules.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mtp_research.config.ranges import check_values
+from mtp_research.config.schema import EngineConfig, VerifyOptions
+from mtp_research.config.training_schema import MAX_SPECULATIVE_TOKENS
+from mtp_research.decode.draft.draft_length import DraftLength, FixedLength
+from mtp_research.decode.draft.drafter import Heads
+from mtp_research.decode.draft.mtp_drafter import DRAFT_SAMPLINGS, DraftSampling
+from mtp_research.decode.sampling.sampling_params import SamplingParams, check_sampling
+from mtp_research.decode.verify.verify_options import check_options
+from mtp_research.decode.verify.verify_rules import RULES, Rule
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.policy.fields import MODULE_SCHEDULES, POLICIES, HiddenPolicy, ModuleSchedule
+from mtp_research.policy.plan import DraftPlan
+from mtp_research.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SpecSettings:
+    """Settings of speculative decoding.
+
+    Attributes:
+        num_speculative_tokens: K, 0..64; 0 is plain decoding through the same loop.
+        policy: key of `POLICIES`, or any `HiddenPolicy`.
+        verify: key of `verify_rules.RULES`, or any `Rule`; `standard` rejection sampling equals
+            greedy at temperature 0.
+        verify_options: settings of the lossy rules.
+        draft_sampling: `greedy`, `processed` or `sample`, see `mtp_drafter.choose_drafts`.
+        module_schedule: which module runs which draft step.
+        draft_length: makes fewer than K drafts where more do not pay.
+        draft_token_ids: the tokens that may be drafted, see `heads.draft_vocabulary`; None for all.
+
+    Raises:
+        ConfigError: a value is out of range, or the rule would ignore it.
+    """
+
+    num_speculative_tokens: int = 3
+    policy: str | HiddenPolicy = "training"
+    verify: str | Rule = "standard"
+    verify_options: VerifyOptions = field(default_factory=VerifyOptions)
+    draft_sampling: DraftSampling = "greedy"
+    module_schedule: ModuleSchedule = "cycle"
+    draft_length: DraftLength = field(default_factory=FixedLength)
+    draft_token_ids: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        """Check names and ranges."""
+        if isinstance(self.policy, str):
+            _check_choice("spec.policy", self.policy, POLICIES)
+        if isinstance(self.verify, str):
+            _check_choice("spec.verify", self.verify, RULES)
+        _check_choice("spec.draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS)
+        _check_choice("spec.module_schedule", self.module_schedule, MODULE_SCHEDULES)
+        if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"spec.k must be in 0..{MAX_SPECULATIVE_TOKENS}, got "
+                f"{self.num_speculative_tokens}; set spec.k."
+            )
+        # What a rule of one's own reads of the options is its own affair.
+        if self.num_speculative_tokens > 0 and self.rule in RULES.values():
+            check_options(
+                rule_name(self.rule),
+                self.verify_options,
+                num_speculative_tokens=self.num_speculative_tokens,
+            )
+
+    @property
+    def rule(self) -> Rule:
+        """The verification rule; without drafts all only sample."""
+        if self.num_speculative_tokens == 0:
+            return RULES["standard"]
+        return RULES[self.verify] if isinstance(self.verify, str) else self.verify
+
+    def plan(self, heads: Heads) -> DraftPlan:
+        """What a decoder with these heads drafts."""
+        policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
+        num_modules = heads.spec.num_mtp_modules if isinstance(heads, MTPHeads) else 1
+        return DraftPlan(policy, self.num_speculative_tokens, num_modules, self.module_schedule)
+
+
+def check_heads(heads: Heads, *, spec: SpecSettings, engine: EngineConfig) -> None:
+    """Refuse heads that do not fit the settings, and engine settings out of range.
+
+    Raises:
+        ConfigError: names the key and the values it takes.
+    """
+    check_values(engine, section="engine")
+    if isinstance(heads, str):
+        _check_choice("spec.head", heads, ("null", "oracle"))
+    if spec.num_speculative_tokens > 0 and heads is None:
+        raise ConfigError(
+            "spec.k > 0 needs heads; pass MTP heads, 'null' or 'oracle', or set spec.k=0."
+        )
+    if isinstance(heads, str) and not isinstance(spec.draft_length, FixedLength):
+        raise ConfigError(
+            f"spec.draft_length must be fixed for spec.head={heads}, which has no passes to leave "
+            f"out, got {type(spec.draft_length).__name__}; set spec.draft_length=fixed."
+        )
+    if spec.draft_token_ids is not None and not isinstance(heads, MTPHeads):
+        raise ConfigError(
+            f"a draft vocabulary needs MTP heads, got spec.head={heads}; "
+            "set spec.draft_vocabulary_size=null, or draft_token_ids=None."
+        )
+
+
+def check_request(
+    prompt_token_ids: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    rule: Rule,
+    vocab_size: int,
+    deferred: bool,
+) -> None:
+    """Refuse a prompt or sampling parameters that a decoder cannot follow."""
+    outside = [token for token in prompt_token_ids if not 0 <= token < vocab_size]
+    if outside:
+        raise ConfigError(
+            f"prompt token ids must be in [0, {vocab_size}), got {outside[:5]}; "
+            "check the tokenizer."
+        )
+    check_sampling(sampling, vocab_size=vocab_size, deferred=deferred)
+    if sampling.temperature > 0 and not rule.samples:
+        raise ConfigError(
+            f"sampling.temperature must be 0 for spec.verify={rule_name(rule)}, "
+            f"got {sampling.temperature}; set spec.verify=standard."
+        )
+
+
+def rule_name(rule: Rule) -> str:
+    """The key of a built-in rule, the function's name of any other."""
+    names = (name for name, built_in in RULES.items() if built_in == rule)
+    return next(names, rule.function.__name__)
+
+
+def _check_choice(key: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key} must be one of {sorted(choices)}, got {value!r}; set {key}.")

@@ -1,0 +1,84 @@
+"""From the configuration to the decoder's own setting types; nothing here imports torch.
+
+The types check ranges and each other, so building them is the check that `preflight` makes before a
+model is loaded.
+"""
+
+from mtp_research.config.grid import expand
+from mtp_research.config.schema import EvalConfig, SamplingConfig, SpecConfig
+from mtp_research.decode.draft.draft_length import (
+    BatchTableLength,
+    ConfidenceLength,
+    DraftLength,
+    ExpectedGainLength,
+    FixedLength,
+)
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.verify.verify_options import check_options
+from mtp_research.evaluation.run.conditions import conditions_of
+from mtp_research.runtime.errors import ConfigError
+
+
+def check_settings(config: EvalConfig) -> None:
+    """Build every setting of every cell of the grid and throw it away.
+
+    Raises:
+        ConfigError: a value is out of range, or would be ignored.
+    """
+    conditions_of(config)
+    for cell in expand(config).cells:
+        _check_cell(cell)
+
+
+def _check_cell(config: EvalConfig) -> None:
+    spec, num_drafts = config.spec, config.spec.num_speculative_tokens
+    draft_length(spec)
+    sampling_params(config.sampling, seed=0, stop_token_ids=(0,))
+    if num_drafts > 0:
+        check_options(spec.verify, spec, num_speculative_tokens=num_drafts)
+    is_headless, name = spec.head in (None, "oracle"), spec.head or "null"
+    if spec.draft_vocabulary_size is not None and is_headless and num_drafts > 0:
+        raise ConfigError(
+            f"spec.draft_vocabulary_size must be null for spec.head={name}, got "
+            f"{spec.draft_vocabulary_size}; set spec.draft_vocabulary_size=null."
+        )
+    if spec.draft_length != "fixed" and is_headless:
+        raise ConfigError(
+            f"spec.draft_length must be fixed for spec.head={name}, got {spec.draft_length}; "
+            "set spec.draft_length=fixed."
+        )
+
+
+def draft_length(spec: SpecConfig) -> DraftLength:
+    """The rule for the number of drafts.
+
+    Raises:
+        ConfigError: a value is out of range, or the rule does not read it.
+    """
+    readers = {
+        "draft_p_min": ("confidence", spec.draft_p_min != SpecConfig.draft_p_min),
+        "draft_table": ("batch_table", bool(spec.draft_table)),
+        "draft_cost_ratio": ("expected_gain", spec.draft_cost_ratio is not None),
+    }
+    for name, (rule, is_set) in readers.items():
+        if is_set and spec.draft_length != rule:
+            raise ConfigError(
+                f"spec.{name} must be left alone for spec.draft_length={spec.draft_length}; "
+                f"set spec.draft_length={rule}."
+            )
+    if spec.draft_length == "confidence":
+        return ConfidenceLength(spec.draft_p_min)
+    if spec.draft_length == "batch_table":
+        return BatchTableLength(tuple(sorted(spec.draft_table.items())))
+    if spec.draft_length == "expected_gain":
+        return ExpectedGainLength(spec.draft_cost_ratio)
+    assert spec.draft_length == "fixed", f"validation let through {spec.draft_length}"
+    return FixedLength()
+
+
+def sampling_params(
+    sampling: SamplingConfig, *, seed: int, stop_token_ids: tuple[int, ...]
+) -> SamplingParams:
+    """Parameters of one request; `stop_token_ids` are the target's, used unless `ignore_eos`."""
+    ends = () if sampling.ignore_eos else stop_token_ids
+    return SamplingParams.of(sampling, seed=seed, stop_token_ids=ends)
