@@ -120,7 +120,7 @@ def _encode_by_prefix(
             if token_ids[:start] != before or token_ids[:end] != whole or start >= end:
                 raise ConfigError(
                     f"the chat template rewrites earlier turns of document {doc_id!r}, so that "
-                    "the assistant's own tokens cannot be told; set data.path to regenerated text."
+                    "the assistant's own tokens cannot be found; set data.path to regenerated text."
                 )
             # What follows the end token belongs to the template: the model stops there.
             while end > start + 1 and _ends_before(whole[start:end], tokenizer.eos_token_id):

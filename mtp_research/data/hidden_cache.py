@@ -33,30 +33,18 @@ _INDEX = "index.json"
 
 @dataclass(frozen=True)
 class CacheHeader:
-    """What cached hidden states depend on.
+    """What cached hidden states depend on."""
 
-    Attributes:
-        target_sha256: of the target's weight files.
-        tokenizer_sha256: of `tokenizer.json`; `none` without one.
-        chat_template_sha256: of the template's text; `none` without one.
-        dtype: of the tensors, such as `torch.float32`.
-        hidden_source: `post_norm` (one tensor) or `pre_norm` (both sides of the final norm).
-        seq_len: S.
-        num_rows: packed rows.
-        documents_sha256: of the packed tokens and their documents.
-        schema: of the files.
-        versions: of the libraries that computed the numbers; recorded, and not compared.
-    """
-
-    target_sha256: str
-    tokenizer_sha256: str
-    chat_template_sha256: str
-    dtype: str
-    hidden_source: str
-    seq_len: int
-    num_rows: int
-    documents_sha256: str
-    schema: int = SCHEMA
+    target_sha256: str  # of the target's weight files
+    tokenizer_sha256: str  # of `tokenizer.json`; `none` without one
+    chat_template_sha256: str  # of the template's text; `none` without one
+    dtype: str  # of the tensors, such as `torch.float32`
+    hidden_source: str  # `post_norm` (one tensor) or `pre_norm` (both sides of the final norm)
+    seq_len: int  # S
+    num_rows: int  # packed rows
+    documents_sha256: str  # of the packed tokens and their documents
+    schema: int = SCHEMA  # of the files
+    # of the libraries that computed the numbers; recorded, and not compared
     versions: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -77,7 +65,6 @@ class HiddenCacheWriter:
     """
 
     def __init__(self, folder: Path, *, header: CacheHeader) -> None:
-        """Read the index, if there is one."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._header = folder, header
         self._shards: dict[str, dict[str, object]] = {}
@@ -130,7 +117,6 @@ class HiddenCache:
     """
 
     def __init__(self, folder: Path, *, header: CacheHeader) -> None:
-        """Read and check the index."""
         if not (folder / _INDEX).is_file():
             raise ConfigError(
                 f"data.hidden_cache must be a folder of cached hidden states, {str(folder)!r} has "

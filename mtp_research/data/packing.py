@@ -17,22 +17,14 @@ from mtp_research.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """Token ids of one document.
+    """Token ids of one document."""
 
-    Attributes:
-        doc_id: as in the `Document` it was made from.
-        domain: as in the `Document`.
-        token_ids: from `<|bos|>` to `<|eos|>` or the last `<|end|>`.
-        loss_mask: same length; True where the token is the target's own output.
-    """
-
-    doc_id: str
-    domain: str
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
+    doc_id: str  # as in the `Document` it was made from
+    domain: str  # as in the `Document`
+    token_ids: tuple[int, ...]  # from `<|bos|>` to `<|eos|>` or the last `<|end|>`
+    loss_mask: tuple[bool, ...]  # same length; True where the token is the target's own output
 
     def __post_init__(self) -> None:
-        """Reject a mask of another length."""
         if len(self.token_ids) != len(self.loss_mask):
             raise ValueError(
                 f"document {self.doc_id!r} has {len(self.token_ids)} tokens and "
@@ -42,25 +34,15 @@ class EncodedDocument:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Document-safe rows, B of S tokens each.
+    """Document-safe rows, B of S tokens each."""
 
-    Attributes:
-        token_ids: [B, S] int64, `pad_id` where empty.
-        document_index: [B, S] int64 index into the packed `documents`, -1 where empty.
-        position: [B, S] int64 position inside the document, 0 where empty.
-        loss_mask: [B, S] bool, False where empty.
-        num_cut: documents that were longer than S and lost their tail.
-        num_cut_tokens: tokens lost that way.
-        num_skipped: documents shorter than `min_tokens`, which are in no row.
-    """
-
-    token_ids: np.ndarray
-    document_index: np.ndarray
-    position: np.ndarray
-    loss_mask: np.ndarray
-    num_cut: int
-    num_cut_tokens: int
-    num_skipped: int
+    token_ids: np.ndarray  # [B, S] int64, `pad_id` where empty
+    document_index: np.ndarray  # [B, S] int64 index into the packed `documents`, -1 where empty
+    position: np.ndarray  # [B, S] int64 position inside the document, 0 where empty
+    loss_mask: np.ndarray  # [B, S] bool, False where empty
+    num_cut: int  # documents that were longer than S and lost their tail
+    num_cut_tokens: int  # tokens lost that way
+    num_skipped: int  # documents shorter than `min_tokens`, which are in no row
 
 
 def pack_first_fit(
@@ -84,15 +66,15 @@ def pack_first_fit(
         ConfigError: no document is long enough to be packed.
     """
     lengths = [min(len(document.token_ids), seq_len) for document in documents]
-    kept = [
+    chosen = [
         index for index, document in enumerate(documents) if len(document.token_ids) >= min_tokens
     ]
-    if not kept:
+    if not chosen:
         raise ConfigError(
             f"expected documents of at least {min_tokens} tokens, got none among {len(documents)}; "
             "change data.path"
         )
-    rows = _first_fit(sorted(kept, key=lambda index: -lengths[index]), lengths, seq_len)
+    rows = _first_fit(sorted(chosen, key=lambda index: -lengths[index]), lengths, seq_len)
     shape = (len(rows), seq_len)
     token_ids = np.full(shape, pad_id, dtype=np.int64)
     document_index = np.full(shape, -1, dtype=np.int64)
@@ -107,7 +89,7 @@ def pack_first_fit(
             document_index[row, start:end] = index
             position[row, start:end] = np.arange(end - start)
             start = end
-    cut = [len(documents[index].token_ids) - seq_len for index in kept]
+    cut = [len(documents[index].token_ids) - seq_len for index in chosen]
     return PackedRows(
         token_ids=token_ids,
         document_index=document_index,
@@ -115,7 +97,7 @@ def pack_first_fit(
         loss_mask=loss_mask,
         num_cut=sum(tokens > 0 for tokens in cut),
         num_cut_tokens=sum(tokens for tokens in cut if tokens > 0),
-        num_skipped=len(documents) - len(kept),
+        num_skipped=len(documents) - len(chosen),
     )
 
 
@@ -145,15 +127,10 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], seq_len: int) -> li
 
 @dataclass(frozen=True)
 class TokenStream:
-    """All documents of one domain, end to end.
+    """All documents of one domain, end to end."""
 
-    Attributes:
-        token_ids: [num_tokens] uint16 or int32.
-        document_starts: [num_documents] int64 offsets of each `<|bos|>`.
-    """
-
-    token_ids: np.ndarray
-    document_starts: np.ndarray
+    token_ids: np.ndarray  # [num_tokens] uint16 or int32
+    document_starts: np.ndarray  # [num_documents] int64 offsets of each `<|bos|>`
 
 
 def build_stream(documents: Iterable[EncodedDocument], *, vocab_size: int) -> TokenStream:

@@ -32,18 +32,13 @@ _COMMAND = "python -m mtp_research.training.token_ranking --head FOLDER --data F
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The tokens that may be drafted.
+    """The tokens that may be drafted."""
 
-    Attributes:
-        token_ids: `[V']` int64, rising.
-        weights: rows of the output projection for these tokens, each `[V', D]`: one for all
-            modules, or one per module where each has a head of its own.
-        vocab_size: V.
-    """
-
-    token_ids: Tensor
+    token_ids: Tensor  # `[V']` int64, rising
+    # rows of the output projection for these tokens, each `[V', D]`: one for all modules, or one
+    # per module where each has a head of its own
     weights: tuple[Tensor, ...]
-    vocab_size: int
+    vocab_size: int  # V
 
     def logits(self, post_norm: Tensor, *, module_idx: int) -> Tensor:
         """Draft logits `[R, V']` of module outputs `[R, D]`."""
@@ -58,9 +53,7 @@ class DraftVocabulary:
 def restrict_vocabulary(heads: MTPHeads, token_ids: Sequence[int]) -> DraftVocabulary:
     """Copy the rows of `heads`' output projections that score some tokens.
 
-    Args:
-        heads: who drafts.
-        token_ids: distinct ids in [0, V), at least one, in any order.
+    `token_ids` are distinct, in [0, V), at least one, in any order.
 
     Raises:
         ConfigError: no id, one outside the vocabulary or one given twice.
@@ -79,10 +72,10 @@ def restrict_vocabulary(heads: MTPHeads, token_ids: Sequence[int]) -> DraftVocab
 
 
 def write_ranking(folder: Path, counts: Tensor, *, target: Target, source: str) -> None:
-    """Write `token_ranking.json`.
+    """Write `token_ranking.json` into a head folder.
 
     Args:
-        folder: head folder.
+        folder: of the heads.
         counts: `[V]` int64, how often each token was seen; equal counts keep the order of ids.
         target: whose tokens they are.
         source: what was counted, for readers.

@@ -5,14 +5,8 @@
 
 Without `--alone` NEW_FOLDER is a whole checkpoint: links to the target's files and one new shard.
 
-MTP modules written in a family's published names, for engines that load its own modules.
-
-`export_heads` writes a folder with the modules alone; `stitch_heads` makes a checkpoint folder of a
-target and the modules, whose target shards are links to the source's.
-
-`config.json` of an exported checkpoint: how many modules it has, and that they are no FP8.
-
-A quantised source says in `quantization_config` which modules are not; every other one is taken for
+`config.json` of the result says how many modules it has, and that they are no FP8: a quantised
+source lists in `quantization_config` which modules are not, and every other one is taken for
 quantised. Exported modules are bfloat16, so they join that list, or an engine would look for scales
 that are not there and fail, or cast the weights as if they were FP8.
 
@@ -50,6 +44,11 @@ from mtp_research.models.loading.load_weights import CONFIG_FILE, INDEX_FILE
 from mtp_research.models.target import load_target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 
+logger = logging.getLogger(__name__)
+
+_FIRST_SHARD, _MTP_SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+_EXTRA_SHARD = "model-mtp.safetensors"
+_FILES_LEFT_OUT = (".safetensors", ".bin", ".pt", ".index.json", ".md")
 _QUANTISATION = "quantization_config"
 _LISTS = {  # method -> key of its list of modules that are left as they are
     "fp8": "modules_to_not_convert",
@@ -61,15 +60,107 @@ _LISTS = {  # method -> key of its list of modules that are left as they are
 }
 _SEPARATE_FILE = "hf_quant_config.json"  # of modelopt; read where config.json says nothing
 _OTHER_NAME = "ignored_layers"  # of vLLM, which then reads no other list
+# What loaders and writers call it, by what this command does.
+_OPTIONS = {
+    "spec.head": "--head",
+    "head.path": "--head",
+    "model.path": "--model",
+    "out must": "--out must",
+}
+
+
+class Exported(NamedTuple):
+    """What was written: the folder, and the published names in it."""
+
+    folder: Path
+    names: list[str]
+
+
+def export_heads(heads: MTPHeads, out: Path, *, source: Path | None = None) -> Exported:
+    """Write the modules alone: `model.safetensors` and the target's configuration.
+
+    Args:
+        heads: what to write.
+        out: destination, missing or empty.
+        source: checkpoint whose MTP tensors decide names and dtypes; None writes the family's usual
+            names, parameters in bfloat16.
+
+    Raises:
+        ConfigError: `out` is in use, the family's names cannot hold these modules, or the source's
+            kind of quantisation cannot leave them out.
+    """
+    _warn_of_conventions(heads)
+    tensors = native_tensors(heads, source=None if source is None else read_index(source))
+    config = None if source is None else exported_config(heads, source, tensors)
+    _make_folder(out)
+    save_file(tensors, out / SINGLE_FILE, metadata={"format": "pt"})
+    if config is not None:
+        _write_config(config, out)
+    return Exported(out, sorted(tensors))
+
+
+def stitch_heads(heads: MTPHeads, out: Path, *, source: Path) -> Exported:
+    """Write a checkpoint of the target at `source` and these modules.
+
+    Shards of the source are hard links (symbolic ones across file systems). Only a shard that holds
+    MTP tensors of the source, which these replace, is written anew without them.
+
+    Raises:
+        ConfigError: as `export_heads`.
+        IntegrityError: the source is damaged.
+    """
+    _warn_of_conventions(heads)
+    index = read_index(source)
+    tensors = native_tensors(heads, source=index)
+    old = set(_mtp_keys(heads, index))
+    config = exported_config(heads, source, tensors)
+    _make_folder(out)
+    is_single = set(index.files.values()) == {SINGLE_FILE}
+    # A file called model.safetensors would be taken for the whole model, index or not.
+    renamed = {SINGLE_FILE: _FIRST_SHARD} if is_single else {}
+    files: dict[str, str] = {}
+    for file in sorted(set(index.files.values())):
+        names = [name for name, holder in index.files.items() if holder == file and name not in old]
+        if names:
+            _place_shard(index, file, names, out / renamed.get(file, file))
+        files |= dict.fromkeys(names, renamed.get(file, file))
+    mtp_file = _MTP_SHARD if is_single else _EXTRA_SHARD
+    save_file(tensors, out / mtp_file, metadata={"format": "pt"})
+    files |= dict.fromkeys(tensors, mtp_file)
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+    (out / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
+    _link_other_files(source, out)
+    _write_config(config, out)
+    return Exported(out, sorted(tensors))
+
+
+def native_tensors(heads: MTPHeads, *, source: TensorIndex | None = None) -> dict[str, Tensor]:
+    """The modules' tensors by published name, on the CPU, copies of shared ones included.
+
+    Where `source` holds MTP tensors of its own, names, copies and dtypes are the same as there
+    (quantised ones are written in bfloat16, without scales).
+    """
+    layout = heads.target.family.native
+    keys = [] if source is None else _mtp_keys(heads, source)
+    tensors = native_views(heads, layout, has_stacked_experts=has_stacked_experts(keys))
+    dtypes = {name: _usual_dtype(name) for name in tensors}
+    target = heads.target
+    shared = {"embed_tokens": target.embed_tokens.weight, "lm_head": target.lm_head_weight}
+    for name, original in native_copies(heads, layout).items():
+        if not keys or name in keys:
+            tensors[name] = cast(Tensor, shared[original])
+            dtypes[name] = _exact_dtype(tensors[name])
+    if source is not None:
+        dtypes |= _dtypes(source, [key for key in keys if key in tensors])
+    return {
+        name: tensor.detach().to("cpu", dtypes[name]).contiguous().clone()
+        for name, tensor in tensors.items()
+    }
 
 
 def exported_config(heads: MTPHeads, source: Path, names: Iterable[str]) -> dict[str, object]:
-    """The source's configuration, changed where the exported modules need it.
-
-    Args:
-        heads: what is exported.
-        source: checkpoint folder of the target.
-        names: published names of the exported tensors.
+    """The source's configuration, changed where the exported tensors `names` need it.
 
     Raises:
         ConfigError: the source is quantised by a method whose list of exceptions is not known here,
@@ -125,109 +216,6 @@ def _modules(names: Iterable[str]) -> list[str]:
     return sorted(modules | stacks)
 
 
-_FIRST_SHARD, _MTP_SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-_EXTRA_SHARD = "model-mtp.safetensors"
-_FILES_LEFT_OUT = (".safetensors", ".bin", ".pt", ".index.json", ".md")
-
-logger = logging.getLogger(__name__)
-
-
-class Exported(NamedTuple):
-    """What was written: the folder, and the published names in it."""
-
-    folder: Path
-    names: list[str]
-
-
-def export_heads(heads: MTPHeads, out: Path, *, source: Path | None = None) -> Exported:
-    """Write the modules alone: `model.safetensors` and the target's configuration.
-
-    Args:
-        heads: what to write.
-        out: destination, missing or empty.
-        source: checkpoint whose MTP tensors decide names and dtypes; None writes the family's usual
-            names, parameters in bfloat16.
-
-    Raises:
-        ConfigError: `out` is in use, the family's names cannot hold these modules, or the source's
-            kind of quantisation cannot leave them out.
-    """
-    _warn_of_conventions(heads)
-    tensors = native_tensors(heads, source=None if source is None else read_index(source))
-    config = None if source is None else exported_config(heads, source, tensors)
-    _make_folder(out)
-    save_file(tensors, out / SINGLE_FILE, metadata={"format": "pt"})
-    if config is not None:
-        _write_config(config, out)
-    return Exported(out, sorted(tensors))
-
-
-def stitch_heads(heads: MTPHeads, out: Path, *, source: Path) -> Exported:
-    """Write a checkpoint of the target at `source` and these modules.
-
-    Shards of the source are hard links (symbolic ones across file systems). Only a shard that holds
-    MTP tensors of the source, which these replace, is written anew without them.
-
-    Args:
-        heads: modules of that target.
-        out: destination, missing or empty.
-        source: the target's checkpoint folder.
-
-    Raises:
-        ConfigError: `out` is in use, the family's names cannot hold these modules, or the source's
-            kind of quantisation cannot leave them out.
-        IntegrityError: the source is damaged.
-    """
-    _warn_of_conventions(heads)
-    index = read_index(source)
-    tensors = native_tensors(heads, source=index)
-    old = set(_mtp_keys(heads, index))
-    config = exported_config(heads, source, tensors)
-    _make_folder(out)
-    is_single = set(index.files.values()) == {SINGLE_FILE}
-    # A file called model.safetensors would be taken for the whole model, index or not.
-    renamed = {SINGLE_FILE: _FIRST_SHARD} if is_single else {}
-    files: dict[str, str] = {}
-    for file in sorted(set(index.files.values())):
-        kept = [name for name in _names_of(index, file) if name not in old]
-        if kept:
-            _place_shard(index, file, kept, out / renamed.get(file, file))
-        files |= dict.fromkeys(kept, renamed.get(file, file))
-    mtp_file = _MTP_SHARD if is_single else _EXTRA_SHARD
-    save_file(tensors, out / mtp_file, metadata={"format": "pt"})
-    files |= dict.fromkeys(tensors, mtp_file)
-    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
-    (out / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
-    _link_other_files(source, out)
-    _write_config(config, out)
-    return Exported(out, sorted(tensors))
-
-
-def native_tensors(heads: MTPHeads, *, source: TensorIndex | None = None) -> dict[str, Tensor]:
-    """The modules' tensors by published name, on the CPU, copies of shared ones included.
-
-    Where `source` holds MTP tensors of its own, names, copies and dtypes are the same as there
-    (quantised ones are written in bfloat16, without scales).
-    """
-    layout = heads.target.family.native
-    keys = [] if source is None else _mtp_keys(heads, source)
-    tensors = native_views(heads, layout, has_stacked_experts=has_stacked_experts(keys))
-    dtypes = {name: _usual_dtype(name) for name in tensors}
-    target = heads.target
-    shared = {"embed_tokens": target.embed_tokens.weight, "lm_head": target.lm_head_weight}
-    for name, original in native_copies(heads, layout).items():
-        if not keys or name in keys:
-            tensors[name] = cast(Tensor, shared[original])
-            dtypes[name] = _exact_dtype(tensors[name])
-    if source is not None:
-        dtypes |= _dtypes(source, [key for key in keys if key in tensors])
-    return {
-        name: tensor.detach().to("cpu", dtypes[name]).contiguous().clone()
-        for name, tensor in tensors.items()
-    }
-
-
 def _warn_of_conventions(heads: MTPHeads) -> None:
     """Published names do not say how modules are run: whoever loads them goes by the family."""
     family = heads.target.family
@@ -242,7 +230,7 @@ def _warn_of_conventions(heads: MTPHeads) -> None:
     ]
     if differing:
         logger.warning(
-            "published names cannot tell that these heads have %s: what loads them by family runs "
+            "published names cannot say that these heads have %s: what loads them by family runs "
             "them otherwise, at a loss of acceptance",
             ", ".join(differing),
         )
@@ -270,20 +258,16 @@ def _dtypes(index: TensorIndex, keys: list[str]) -> dict[str, torch.dtype]:
     return {name: dtype for name, dtype in dtypes.items() if dtype.itemsize > 1}
 
 
-def _names_of(index: TensorIndex, file: str) -> list[str]:
-    return [name for name, holder in index.files.items() if holder == file]
-
-
-def _place_shard(index: TensorIndex, file: str, kept: list[str], path: Path) -> None:
+def _place_shard(index: TensorIndex, file: str, names: list[str], path: Path) -> None:
     source = (index.folder / file).resolve()
     if not source.is_file():
         raise IntegrityError(f"{index.folder} must hold {file}, which its index names.")
     with safe_open(source, framework="pt") as shard:
-        is_whole = set(shard.keys()) == set(kept)
+        is_whole = set(shard.keys()) == set(names)
     if is_whole:
         _link(source, path)
     else:
-        save_file(index.read(kept), path, metadata={"format": "pt"})
+        save_file(index.read(names), path, metadata={"format": "pt"})
 
 
 def _link_other_files(source: Path, out: Path) -> None:
@@ -309,15 +293,6 @@ def _make_folder(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out must be a missing or empty folder, {str(out)!r} is in use.")
     out.mkdir(parents=True, exist_ok=True)
-
-
-# What loaders and writers call it, by what this command does.
-_OPTIONS = {
-    "spec.head": "--head",
-    "head.path": "--head",
-    "model.path": "--model",
-    "out must": "--out must",
-}
 
 
 def main(arguments: list[str] | None = None) -> int:

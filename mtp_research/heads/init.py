@@ -2,10 +2,9 @@
 
     random             the constructor's values
     target_last_layer  the target's last decoder layer
-    native             the target's own MTP layers; `conventions.py` says how they are run
-    replicate          one trained module, N times (MiMo's recipe: train one, then tune N copies)
+    native             the target's own MTP layers; `record.py` says how they are run
+    replicate          copies of one trained module (MiMo's recipe: train one, then tune copies)
 
-Letters: N modules.
 Source: MiMo (arXiv:2505.07608) for `replicate`.
 """
 
@@ -55,12 +54,7 @@ def init_heads(heads: MTPHeads, *, init: Init, path: Path | None = None) -> None
 
 
 def replicate_module(heads: MTPHeads, *, path: Path | None) -> None:
-    """Give each module the weights of the one module in `path`, in place.
-
-    Raises:
-        ConfigError: no folder, or heads with several modules.
-        IntegrityError: damaged file or tensors of another shape.
-    """
+    """Give each module the weights of the one module in `path`, in place."""
     if path is None:
         raise ConfigError("head.init=replicate needs head.path, a folder of heads with one module.")
     tensors = read_head_tensors(path)

@@ -1,20 +1,16 @@
 """MTP modules of a published checkpoint: read by index, checked, and put into our modules.
 
-Nothing but the MTP tensors is read. Every one of them must be known and none may be missing: a
-tensor that is skipped in silence costs acceptance and shows nowhere else.
+Nothing but the MTP tensors is read, from the shards that hold them. Every one of them must be known
+and none may be missing: a tensor that is skipped in silence costs acceptance and shows nowhere
+else.
 
-The tensors of MTP modules under the names of published checkpoints.
-
-One mapping serves reading and writing: `native_views` gives, for each published name, the part of
-our tensor that it holds. Published experts are one tensor each, ours are stacked, gate before up:
+One mapping of names serves reading and writing: `native_views` gives, for each published name, the
+part of our tensor that it holds. Published experts are one tensor each, ours are stacked, gate
+before up, for an expert width I:
 
     model.layers.61.mlp.experts.7.gate_proj.weight   gate_up_proj[7, :I]
     model.layers.61.mlp.experts.7.up_proj.weight     gate_up_proj[7, I:]
     model.layers.61.mlp.experts.7.down_proj.weight   down_proj[7]
-
-Letters: E experts, I expert width, D hidden.
-
-Tensors of a checkpoint folder by name, read from the shards that hold them and no others.
 """
 
 import json
@@ -38,6 +34,77 @@ from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 _FUSED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}
 _STACKED_DIMS = 3
+SINGLE_FILE = "model.safetensors"
+_NUM_LISTED = 3
+
+
+def load_native_heads(folder: str | Path, target: Target) -> MTPHeads:
+    """MTP modules of a checkpoint folder on `target`: its dtype and device, no gradients.
+
+    Conventions are the family's, from `models/families.py`.
+
+    Raises:
+        ConfigError: the folder is missing.
+        IntegrityError: see `read_native`.
+    """
+    family = target.family
+    spec = HeadSpec(
+        num_mtp_modules=_count(_published_native(folder), target),
+        hidden_source=family.hidden_source,
+        recycle_norm=family.recycle_norm,
+        concat_order=family.concat_order,
+        owns_lm_head=family.owns_lm_head,
+    )
+    heads = MTPHeads(target, spec=spec)
+    read_native(heads, folder=folder)
+    return heads.eval().requires_grad_(False)
+
+
+def read_native(heads: MTPHeads, *, folder: str | Path) -> None:
+    """Put the MTP modules of a checkpoint folder into `heads`, in place.
+
+    `heads` have as many modules as the checkpoint, and its conventions.
+
+    Raises:
+        IntegrityError: the files lack modules, hold missing, extra or misshaped tensors, copies
+            that differ from the target's, or two equal modules.
+    """
+    index, target = _published_native(folder), heads.target
+    layout = target.family.native
+    keys = native_keys(index.files, layout, num_layers=target.config.num_hidden_layers)
+    views = native_views(heads, layout, has_stacked_experts=has_stacked_experts(keys))
+    copies = native_copies(heads, layout)
+    _check_names(keys, views, copies, folder=index.folder)
+    tensors = dequantise(index.read(keys))
+    _check_copies(tensors, copies, target=target, folder=index.folder)
+    _check_shapes(tensors, views, folder=index.folder)
+    with torch.no_grad():
+        for name, view in views.items():
+            view.copy_(tensors[name])
+    _check_distinct(heads, folder=index.folder)
+
+
+def has_native_heads(folder: str | Path, target: Target) -> bool:
+    """Whether a folder holds MTP modules in the published names of the target's family.
+
+    True as well where only its configuration promises some: reading them then says what is missing.
+    """
+    folder = Path(folder)
+    if not (folder / CONFIG_FILE).is_file():
+        return False
+    layout, num_layers = target.family.native, target.config.num_hidden_layers
+    keys = native_keys(read_index(folder).files, layout, num_layers=num_layers)
+    return num_native_modules(keys, layout) > 0 or bool(_promised(folder, layout.count_field))
+
+
+def num_published_modules(folder: str | Path, target: Target) -> int:
+    """How many MTP modules a checkpoint folder of `target` holds.
+
+    Raises:
+        ConfigError: the folder is missing.
+        IntegrityError: none, or another number than its configuration promises.
+    """
+    return _count(_published_native(folder), target)
 
 
 def native_views(
@@ -45,10 +112,7 @@ def native_views(
 ) -> dict[str, Tensor]:
     """Every tensor of `heads` by its published name; writing a view writes the heads.
 
-    Args:
-        heads: the modules.
-        layout: their names.
-        has_stacked_experts: whether the published file stacks experts as we do.
+    `has_stacked_experts` says whether the published file stacks experts as we do.
 
     Raises:
         ConfigError: the layout has names for one module only, and there are several.
@@ -81,10 +145,7 @@ def native_copies(heads: MTPHeads, layout: NativeLayout) -> dict[str, SharedTens
 def native_keys(names: Iterable[str], layout: NativeLayout, *, num_layers: int) -> list[str]:
     """Those of a checkpoint's tensor names that belong to MTP modules.
 
-    Args:
-        names: all names.
-        layout: of the family.
-        num_layers: layers of the target; a prefix with `{layer}` owns the layers from there on.
+    A prefix with `{layer}` owns the layers from the target's `num_layers` on.
     """
     pattern = re.compile(_pattern(layout.prefix))
     first = num_layers if "{layer}" in layout.prefix else 0
@@ -104,56 +165,12 @@ def has_stacked_experts(keys: Iterable[str]) -> bool:
     return any(key.endswith((".gate_up_proj", ".experts.down_proj")) for key in keys)
 
 
-def _parts(own: str, tensor: Tensor, *, has_stacked_experts: bool) -> list[tuple[str, Tensor]]:
-    """A tensor, or its experts one by one."""
-    if tensor.dim() != _STACKED_DIMS or has_stacked_experts:
-        return [(own, tensor)]
-    stack, _, kind = own.rpartition(".")
-    pieces = _FUSED_PARTS.get(kind, (kind,))
-    return [
-        (f"{stack}.{expert}.{piece}.weight", part)
-        for expert, weights in enumerate(tensor)
-        for piece, part in zip(pieces, weights.chunk(len(pieces)), strict=True)
-    ]
-
-
-def _published(own: str, layout: NativeLayout, module_idx: int, heads: MTPHeads) -> str:
-    for here, there in layout.names:
-        if own.startswith(here):
-            template = layout.prefix + there
-            num_layers = heads.target.config.num_hidden_layers
-            return _numbered(template, module_idx, num_layers) + own.removeprefix(here)
-    raise AssertionError(f"no published name for {own!r} in {layout}")
-
-
-def _numbered(template: str, module_idx: int, num_layers: int) -> str:
-    return template.format(module=module_idx, layer=num_layers + module_idx)
-
-
-def _is_numbered(layout: NativeLayout) -> bool:
-    return any("{" in layout.prefix + there for _, there in layout.names)
-
-
-def _pattern(template: str) -> str:
-    pieces = re.split(r"\{(?:module|layer)\}", template)
-    return r"(\d+)".join(re.escape(piece) for piece in pieces)
-
-
-SINGLE_FILE = "model.safetensors"
-_NUM_LISTED = 3
-
-
 @dataclass(frozen=True)
 class TensorIndex:
-    """Which file of a folder holds which tensor.
+    """Which file of a folder holds which tensor."""
 
-    Attributes:
-        folder: checkpoint folder.
-        files: file name of every tensor.
-    """
-
-    folder: Path
-    files: Mapping[str, str]
+    folder: Path  # checkpoint folder
+    files: Mapping[str, str]  # file name of every tensor
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors on the CPU as they are stored; every shard that is needed is opened once.
@@ -208,85 +225,6 @@ def _names_in(path: Path) -> list[str]:
             return list(shard.keys())
     except (OSError, SafetensorError) as fault:
         raise IntegrityError(f"cannot read {path}: {fault}") from fault
-
-
-def load_native_heads(folder: str | Path, target: Target) -> MTPHeads:
-    """MTP modules of a checkpoint folder on `target`: its dtype and device, no gradients.
-
-    Conventions are the family's, from `models/families.py`.
-
-    Args:
-        folder: checkpoint in the family's published names; its other tensors are not read.
-        target: the model they belong to.
-
-    Raises:
-        ConfigError: the folder is missing.
-        IntegrityError: see `read_native`.
-    """
-    family = target.family
-    spec = HeadSpec(
-        num_mtp_modules=_count(_published_native(folder), target),
-        hidden_source=family.hidden_source,
-        recycle_norm=family.recycle_norm,
-        concat_order=family.concat_order,
-        owns_lm_head=family.owns_lm_head,
-    )
-    heads = MTPHeads(target, spec=spec)
-    read_native(heads, folder=folder)
-    return heads.eval().requires_grad_(False)
-
-
-def read_native(heads: MTPHeads, *, folder: str | Path) -> None:
-    """Put the MTP modules of a checkpoint folder into `heads`, in place.
-
-    Args:
-        heads: as many modules as the checkpoint has, with its conventions.
-        folder: checkpoint of their target, in the family's published names.
-
-    Raises:
-        ConfigError: the folder is missing.
-        IntegrityError: the files lack modules, hold missing, extra or misshaped tensors, copies
-            that differ from the target's, or two equal modules.
-    """
-    index, target = _published_native(folder), heads.target
-    layout = target.family.native
-    keys = native_keys(index.files, layout, num_layers=target.config.num_hidden_layers)
-    views = native_views(heads, layout, has_stacked_experts=has_stacked_experts(keys))
-    copies = native_copies(heads, layout)
-    _check_names(keys, views, copies, folder=index.folder)
-    tensors = dequantise(index.read(keys))
-    _check_copies(tensors, copies, target=target, folder=index.folder)
-    _check_shapes(tensors, views, folder=index.folder)
-    with torch.no_grad():
-        for name, view in views.items():
-            view.copy_(tensors[name])
-    _check_distinct(heads, folder=index.folder)
-
-
-def has_native_heads(folder: str | Path, target: Target) -> bool:
-    """Whether a folder holds MTP modules in the published names of the target's family.
-
-    True as well where only its configuration promises some: reading them then says what is missing.
-
-    Raises:
-        IntegrityError: its index or only file cannot be read.
-    """
-    folder = Path(folder)
-    if not (folder / CONFIG_FILE).is_file():
-        return False
-    layout, num_layers = target.family.native, target.config.num_hidden_layers
-    keys = native_keys(read_index(folder).files, layout, num_layers=num_layers)
-    return num_native_modules(keys, layout) > 0 or bool(_promised(folder, layout.count_field))
-
-
-def num_published_modules(folder: str | Path, target: Target) -> int:
-    """How many MTP modules a checkpoint folder of `target` holds.
-
-    Raises:
-        ConfigError: the folder is missing.
-        IntegrityError: none, or another number than its configuration promises.
-    """
-    return _count(_published_native(folder), target)
 
 
 def _published_native(folder: str | Path) -> TensorIndex:
@@ -386,3 +324,38 @@ def _check_distinct(heads: MTPHeads, *, folder: Path) -> None:
                 f"{folder}: MTP modules {first} and {second} are equal, the file holds one of them "
                 "twice; fetch the model again."
             )
+
+
+def _parts(own: str, tensor: Tensor, *, has_stacked_experts: bool) -> list[tuple[str, Tensor]]:
+    """A tensor, or its experts one by one."""
+    if tensor.dim() != _STACKED_DIMS or has_stacked_experts:
+        return [(own, tensor)]
+    stack, _, kind = own.rpartition(".")
+    pieces = _FUSED_PARTS.get(kind, (kind,))
+    return [
+        (f"{stack}.{expert}.{piece}.weight", part)
+        for expert, weights in enumerate(tensor)
+        for piece, part in zip(pieces, weights.chunk(len(pieces)), strict=True)
+    ]
+
+
+def _published(own: str, layout: NativeLayout, module_idx: int, heads: MTPHeads) -> str:
+    for here, there in layout.names:
+        if own.startswith(here):
+            template = layout.prefix + there
+            num_layers = heads.target.config.num_hidden_layers
+            return _numbered(template, module_idx, num_layers) + own.removeprefix(here)
+    raise AssertionError(f"no published name for {own!r} in {layout}")
+
+
+def _numbered(template: str, module_idx: int, num_layers: int) -> str:
+    return template.format(module=module_idx, layer=num_layers + module_idx)
+
+
+def _is_numbered(layout: NativeLayout) -> bool:
+    return any("{" in layout.prefix + there for _, there in layout.names)
+
+
+def _pattern(template: str) -> str:
+    pieces = re.split(r"\{(?:module|layer)\}", template)
+    return r"(\d+)".join(re.escape(piece) for piece in pieces)

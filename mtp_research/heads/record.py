@@ -1,11 +1,9 @@
-"""`head.json`, the description of a head folder; read without torch, so that misfits show early.
+"""What head files say of themselves, read without weights, so that misfits show early.
 
-`head.init=native` without typing how a family runs its modules: the settings from its files.
-
-Between command line and model: nothing but the configuration and the index of a checkpoint is read.
-What was typed stays as it is, and `init.init_heads` refuses what contradicts the family.
-
-Letter: N MTP modules.
+`read_head_record` reads `head.json` of a head folder, and `check_head_fits` compares it with a
+target. `published_conventions` takes the same from a checkpoint with modules of its own: from its
+configuration and index alone, so that `head.init=native` needs no typing. What was typed stays as
+it is, and `init.init_heads` refuses what contradicts the family.
 """
 
 import json
@@ -21,6 +19,7 @@ from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 HEAD_FORMAT = 1
 RECORD_FILE = "head.json"
+CONVENTIONS = ("hidden_source", "recycle_norm", "concat_order")
 _HASH = "_sha256"  # ending of facts that folders of older versions lack
 _NUM_DIGITS = 12  # of a hash in a message
 
@@ -28,9 +27,7 @@ _NUM_DIGITS = 12  # of a hash in a message
 def read_head_record(folder: Path, *, key: str = "spec.head") -> dict:
     """The parsed `head.json` with its mappings `spec`, `target` and `provenance`.
 
-    Args:
-        folder: head folder.
-        key: the configuration key that names it, for messages.
+    Messages name the folder by the configuration key `key`.
 
     Raises:
         ConfigError: the folder or the file is missing.
@@ -66,14 +63,10 @@ def check_head_fits(
     target: Mapping[str, object],
     key: str = "spec.head",
 ) -> None:
-    """Refuse a head that was trained for another target.
+    """Refuse a head that was trained for another target; `key` names `folder` in messages.
 
-    Args:
-        record: of `read_head_record`.
-        folder: head folder, for the message.
-        target: what is known of the target: `family`, `hidden_size`, `vocab_size`, and hashes
-            (`..._sha256`), which are compared where both sides have them.
-        key: the configuration key that names the folder.
+    `target` is what is known of it: `family`, `hidden_size`, `vocab_size`, and hashes
+    (`..._sha256`), which are compared where both sides have them.
 
     Raises:
         ConfigError: names every differing fact with both values.
@@ -104,9 +97,6 @@ def check_head_fits(
         )
 
 
-CONVENTIONS = ("hidden_source", "recycle_norm", "concat_order")
-
-
 def adopt_conventions(head: HeadConfig, *, path: str, typed: Collection[str]) -> dict[str, object]:
     """Set what a checkpoint's own modules need, in place, where nobody has set it.
 
@@ -117,10 +107,6 @@ def adopt_conventions(head: HeadConfig, *, path: str, typed: Collection[str]) ->
 
     Returns:
         The keys that were changed, with their new values.
-
-    Raises:
-        ConfigError: the model's type is not supported.
-        IntegrityError: its configuration or index is damaged.
     """
     folder = Path(path)
     if not (folder / CONFIG_FILE).is_file():
@@ -139,7 +125,7 @@ def adopt_conventions(head: HeadConfig, *, path: str, typed: Collection[str]) ->
 def published_conventions(folder: Path) -> dict[str, object]:
     """Keys of `head` and their values for the modules in a checkpoint folder.
 
-    `num_mtp_modules` (N) is left out where the folder holds none.
+    `num_mtp_modules` is left out where the folder holds none.
 
     Raises:
         ConfigError: the model's type is not supported.

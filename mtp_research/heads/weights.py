@@ -1,12 +1,9 @@
-"""Files of a trained head: a folder with `model.safetensors` and `head.json`.
+"""Files of heads: a folder with `model.safetensors` and `head.json`, or modules of a checkpoint.
 
 `head.json` holds the head's spec (which hidden state it reads, which norm is recycled ...), the
 family, sizes and hashes of the target it belongs to, and whatever provenance the trainer adds. The
-target's weights are never in the folder.
-
-MTP modules of a checkpoint on the hub: its config, its index, and the shards that hold modules.
-
-The other shards are the target's, which is loaded elsewhere or not at all.
+target's weights are never in the folder. Of a checkpoint on the hub only the config, the index and
+the shards with modules are fetched: the others are the target's, which is loaded elsewhere.
 """
 
 import dataclasses
@@ -38,60 +35,6 @@ from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.files import write_atomically
 
 
-def native_folder(path: str | Path, target: Target) -> Path:
-    """The folder with the MTP modules of `path`; those of a hub id are fetched into its cache.
-
-    Args:
-        path: a folder, which is handed back, or a hub id.
-        target: the model they belong to, whose family says which tensors are modules.
-
-    Raises:
-        ConfigError: a hub id that can be neither fetched nor found in the cache.
-        IntegrityError: its index is damaged.
-    """
-    name = str(path)
-    if Path(path).exists() or not looks_like_hub_id(name):
-        return Path(path)
-    folder = _fetch(name, [CONFIG_FILE, INDEX_FILE])
-    if not (folder / INDEX_FILE).is_file():
-        return _fetch(name, [CONFIG_FILE, SINGLE_FILE])
-    index, layout = read_index(folder), target.family.native
-    keys = native_keys(index.files, layout, num_layers=target.config.num_hidden_layers)
-    shards = sorted({index.files[key] for key in keys})
-    return _fetch(name, shards, required=shards) if shards else folder
-
-
-def _fetch(name: str, files: list[str], *, required: list[str] | None = None) -> Path:
-    """Folder of a snapshot with these files, of which the required ones must be there."""
-    reason = "the hub is offline or out of reach"
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=files))
-    except (HfHubHTTPError, HFValidationError, OSError) as fault:
-        reason = next(iter(str(fault).splitlines()), type(fault).__name__)
-    else:
-        missing = [file for file in required or [] if not (folder / file).is_file()]
-        if not missing:
-            return folder
-        reason = f"the cache lacks {missing} and {reason}"
-    raise ConfigError(
-        f"MTP modules of {name!r} (no local path from {Path.cwd()}) cannot be fetched from the "
-        f"hub: {reason}; download the model where there is a network and set the path to its "
-        "folder."
-    )
-
-
-__all__ = [
-    "check_head_tensors",
-    "load_head_state",
-    "load_heads",
-    "read_head_record",
-    "read_head_tensors",
-    "save_heads",
-]
-
-_WEIGHTS = "model.safetensors"
-
-
 def save_heads(
     heads: MTPHeads,
     folder: Path,
@@ -114,9 +57,9 @@ def save_heads(
         name: tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
         for name, tensor in (heads.state_dict() if tensors is None else tensors).items()
     }
-    unfinished = folder / f".{_WEIGHTS}.tmp"
+    unfinished = folder / f".{SINGLE_FILE}.tmp"
     save_file(whole, unfinished, metadata={"format": "pt"})
-    unfinished.replace(folder / _WEIGHTS)
+    unfinished.replace(folder / SINGLE_FILE)
     record = {
         "format": HEAD_FORMAT,
         "spec": dataclasses.asdict(heads.spec),
@@ -156,7 +99,7 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
     except TypeError as fault:
         raise IntegrityError(f"{folder / RECORD_FILE}: spec has other fields: {fault}.") from fault
     heads = MTPHeads(target, spec=spec)
-    load_head_state(heads, folder / _WEIGHTS)
+    load_head_state(heads, folder / SINGLE_FILE)
     return heads.eval().requires_grad_(False)
 
 
@@ -167,18 +110,41 @@ def load_head_state(heads: MTPHeads, path: Path) -> None:
         IntegrityError: unreadable file; missing, extra or misshaped tensors, by name.
     """
     tensors = _read(path)
-    own = heads.state_dict()
-    check_head_tensors({name: tensor.shape for name, tensor in own.items()}, tensors, where=path)
+    shapes = {name: tensor.shape for name, tensor in heads.state_dict().items()}
+    missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
+    misshaped = sorted(
+        name for name in shapes.keys() & tensors.keys() if shapes[name] != tensors[name].shape
+    )
+    if missing or extra or misshaped:
+        modules = {name.split(".")[1] for name in shapes if name.startswith("mtp_modules.")}
+        raise IntegrityError(
+            f"{path} must hold the tensors of {len(modules)} MTP modules; missing "
+            f"{missing}, extra {extra}, of another shape {misshaped}."
+        )
     heads.load_state_dict(tensors)
 
 
 def read_head_tensors(folder: Path) -> dict[str, Tensor]:
-    """Tensors of a head folder by name, on the CPU.
+    """Tensors of a head folder by name, on the CPU."""
+    return _read(folder / SINGLE_FILE)
+
+
+def native_folder(path: str | Path, target: Target) -> Path:
+    """The folder with the MTP modules of `path`; those of a hub id are fetched into its cache.
 
     Raises:
-        IntegrityError: the file is missing or unreadable.
+        ConfigError: a hub id that can be neither fetched nor found in the cache.
     """
-    return _read(folder / _WEIGHTS)
+    name = str(path)
+    if Path(path).exists() or not looks_like_hub_id(name):
+        return Path(path)
+    folder = _fetch(name, [CONFIG_FILE, INDEX_FILE])
+    if not (folder / INDEX_FILE).is_file():
+        return _fetch(name, [CONFIG_FILE, SINGLE_FILE])
+    index, layout = read_index(folder), target.family.native
+    keys = native_keys(index.files, layout, num_layers=target.config.num_hidden_layers)
+    shards = sorted({index.files[key] for key in keys})
+    return _fetch(name, shards, required=shards) if shards else folder
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -188,29 +154,23 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise IntegrityError(f"cannot read {path}: {fault}") from fault
 
 
-def check_head_tensors(
-    shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], *, where: Path
-) -> None:
-    """Refuse tensors that are not those of the heads.
-
-    Args:
-        shapes: of the heads' `state_dict`, by name.
-        tensors: what was read.
-        where: file it was read from, for the message.
-
-    Raises:
-        IntegrityError: missing, extra or misshaped tensors, by name.
-    """
-    missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
-    misshaped = sorted(
-        name for name in shapes.keys() & tensors.keys() if shapes[name] != tensors[name].shape
+def _fetch(name: str, files: list[str], *, required: list[str] | None = None) -> Path:
+    """Folder of a snapshot with these files, of which the required ones must be there."""
+    reason = "the hub is offline or out of reach"
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=files))
+    except (HfHubHTTPError, HFValidationError, OSError) as fault:
+        reason = next(iter(str(fault).splitlines()), type(fault).__name__)
+    else:
+        missing = [file for file in required or [] if not (folder / file).is_file()]
+        if not missing:
+            return folder
+        reason = f"the cache lacks {missing} and {reason}"
+    raise ConfigError(
+        f"MTP modules of {name!r} (no local path from {Path.cwd()}) cannot be fetched from the "
+        f"hub: {reason}; download the model where there is a network and set the path to its "
+        "folder."
     )
-    if missing or extra or misshaped:
-        modules = {name.split(".")[1] for name in shapes if name.startswith("mtp_modules.")}
-        raise IntegrityError(
-            f"{where} must hold the tensors of {len(modules)} MTP modules; missing "
-            f"{missing}, extra {extra}, of another shape {misshaped}."
-        )
 
 
 def _target_facts(target: Target) -> dict[str, object]:

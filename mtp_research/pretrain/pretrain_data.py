@@ -1,7 +1,7 @@
 """Corpus and installed Python source as token streams, for `task=target`.
 
 Holds what the training loop, the dev evaluation and the provenance file need to know of the data.
-Letters: S tokens of a row.
+Letters: B rows of a batch, S tokens of a row.
 """
 
 import hashlib
@@ -39,23 +39,15 @@ MAX_PYTHON_BYTES = 40_000_000
 
 @dataclass(frozen=True)
 class PretrainData:
-    """Everything that was read.
+    """Everything that was read."""
 
-    Attributes:
-        tokenizer: trained, or found in the output folder.
-        streams: training tokens per domain of positive weight, in the order of `weights`.
-        weights: sampling weight per domain, as configured, positive ones only.
-        dev_documents: held-out documents per domain.
-        sha256: per file name; the Python source counts as one file.
-        num_bytes: UTF-8 bytes of training text per domain.
-    """
-
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer  # trained, or found in the output folder
+    # training tokens per domain of positive weight, in the order of `weights`
     streams: dict[str, TokenStream]
-    weights: dict[str, float]
-    dev_documents: dict[str, list[Document]]
-    sha256: dict[str, str]
-    num_bytes: dict[str, int]
+    weights: dict[str, float]  # sampling weight per domain, as configured, positive ones only
+    dev_documents: dict[str, list[Document]]  # held-out ones per domain
+    sha256: dict[str, str]  # per file name; the Python source counts as one file
+    num_bytes: dict[str, int]  # UTF-8 bytes of training text per domain
 
 
 def prepare_data(pretrain: PretrainConfig, *, tokenizer_dir: Path) -> PretrainData:
@@ -96,10 +88,7 @@ def prepare_data(pretrain: PretrainConfig, *, tokenizer_dir: Path) -> PretrainDa
 
 
 def token_array(streams: Mapping[str, TokenStream], *, seq_len: int) -> np.ndarray:
-    """All streams end to end, [num_tokens + S] int32; the first S + 1 tokens again at the end.
-
-    The rows of `sample_rows` therefore never run past it.
-    """
+    """All streams, then their first S + 1 tokens again, so that no row runs past it; int32."""
     tokens = np.concatenate([stream.token_ids for stream in streams.values()]).astype(np.int32)
     return np.concatenate([tokens, np.resize(tokens, seq_len + 1)])
 
@@ -114,12 +103,7 @@ def device_batches(
 ) -> Iterator[torch.Tensor]:
     """Endless row starts [B] int64 on the device, copied there without waiting for it.
 
-    Args:
-        data: the streams.
-        pretrain: sizes of a batch.
-        seed: of the order.
-        device: where they go.
-        first_step: batches that an earlier part of the run has taken.
+    `first_step` batches are left out, which an earlier part of the run has taken.
     """
     is_cuda = device.type == "cuda"
     rows = sample_rows(

@@ -1,19 +1,18 @@
-"""What a pretrained target is worth: dev loss per domain and sample texts.
+"""Beside the loss of a target in pretraining: dev losses, sample texts, and the load of experts.
 
-Runs after the training loop on the weights as they are shipped (rounded to bf16).
-Letters: B documents of a batch, S tokens of a document.
+`evaluate_target` runs after the training loop on the weights as they are shipped (rounded to bf16).
 
-Expert load balance without an auxiliary loss, for routers that choose by score plus bias.
+`ExpertBalancer` balances routers that choose by score plus bias, without an auxiliary loss: after
+each optimizer step the bias of an expert that got less than its share rises by `rate` and that of
+one that got more falls by it. The bias only enters the choice, not the weights, so it has no
+gradient.
 
-After each optimiser step the bias of an expert that got less than its share rises by `rate` and
-that of one that got more falls by it. The bias only enters the choice, not the weights, so it has
-no gradient. Letters: E experts. Source: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing",
-algorithm 1.
+Letters: B documents of a batch, S tokens of a document, E experts. Source: Wang et al. 2024,
+"Auxiliary-Loss-Free Load Balancing", algorithm 1.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -31,6 +30,7 @@ from mtp_research.data.tokenizer import (
     prompt_ids,
 )
 from mtp_research.models.fresh import TargetModel, generate_greedy, next_token_logits
+from mtp_research.pretrain.pretrain_data import PretrainData
 
 MAX_DEV_DOCUMENTS = 192
 DEV_BATCH_SIZE = 16
@@ -48,30 +48,23 @@ SAMPLE_PROMPTS: dict[str, tuple[str, str]] = {
     "prose": ("completion", "It was a cold evening, and the old man"),
 }
 
-
-class Evaluation(NamedTuple):
-    """`losses` per domain as in `dev_losses`, `samples` as in `sample_texts`."""
-
-    losses: dict[str, dict[str, float]]
-    samples: dict[str, str]
+RouterHook = Callable[
+    [nn.Module, tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]], None
+]
 
 
 def evaluate_target(
-    model: TargetModel,
-    documents: Mapping[str, Sequence[Document]],
-    *,
-    tokenizer: Tokenizer,
-    seq_len: int,
-    report: Callable[[str], None],
-) -> Evaluation:
-    """Dev losses and samples; `report` takes a line for each."""
-    losses = dev_losses(model, documents, tokenizer=tokenizer, seq_len=seq_len)
+    model: TargetModel, data: PretrainData, *, seq_len: int, report: Callable[[str], None]
+) -> dict[str, object]:
+    """`dev_losses` as `dev` and `sample_texts` as `samples`; `report` takes a line for each."""
+    tokenizer = data.tokenizer
+    losses = dev_losses(model, data.dev_documents, tokenizer=tokenizer, seq_len=seq_len)
     for domain, entry in losses.items():
         report(f"dev {domain:14s} loss {entry['loss']:.3f} bits/byte {entry['bits_per_byte']:.3f}")
     samples = sample_texts(model, tokenizer=tokenizer, max_new_tokens=SAMPLE_TOKENS)
     for domain, text in samples.items():
         report(f"--- sample {domain}\n{text}")
-    return Evaluation(losses=losses, samples=samples)
+    return {"dev": losses, "samples": samples}
 
 
 @torch.inference_mode()
@@ -82,13 +75,7 @@ def dev_losses(
     tokenizer: Tokenizer,
     seq_len: int,
 ) -> dict[str, dict[str, float]]:
-    """Loss of up to 192 held-out documents per domain, each alone in its row.
-
-    Args:
-        model: in eval mode.
-        documents: per domain.
-        tokenizer: the model's.
-        seq_len: documents are cut to this many tokens.
+    """Loss of up to 192 held-out documents per domain, each alone in its row of `seq_len` tokens.
 
     Returns:
         Per domain and for `all`: `loss` (nats per token), `bits_per_byte` of the text that was
@@ -154,30 +141,22 @@ def sample_texts(
     return samples
 
 
-RouterHook = Callable[
-    [nn.Module, tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]], None
-]
-
-
 class ExpertBalancer:
     """Counts how many tokens each expert gets and moves the routers' biases.
 
     Must be made before the model is compiled: the counters are forward hooks, which become part of
     the compiled graph.
 
-    Attributes:
+    Args:
         routers: modules with a buffer `e_score_correction_bias` [E] whose forward returns
-            (logits, weights, indices), all with the same E.
+            (logits, weights, indices), all with the same E; none for a dense model.
+        rate: step of the bias per update, in units of a sigmoid score, >= 0.
+
+    Attributes:
         loads: per router [E] fp32, tokens seen by each expert since the last `update`.
     """
 
     def __init__(self, routers: Sequence[nn.Module], *, rate: float) -> None:
-        """Start counting.
-
-        Args:
-            routers: see the class; may be empty for a dense model.
-            rate: step of the bias per update, in units of a sigmoid score, >= 0.
-        """
         self.routers = list(routers)
         self.rate = rate
         self.loads = [torch.zeros_like(_bias(router)) for router in self.routers]
@@ -190,8 +169,7 @@ class ExpertBalancer:
     def update(self, *, scale: float = 1.0) -> torch.Tensor | None:
         """Move every bias by one step and clear the counters, in place, without a sync.
 
-        Args:
-            scale: factor on the rate; following the learning rate lets the biases settle with it.
+        A `scale` of the rate that follows the learning rate lets the biases come to rest with it.
 
         Returns:
             0-dim fp32 imbalance, largest load / mean load of the worst router (1 is perfect), on

@@ -1,14 +1,11 @@
-"""An interrupted `task=target`: what is saved at SIGTERM, and how the same command goes on with it.
+"""How far a run of `task=target` is: its clock, its log, and the step folder of a stopped one.
 
-A step folder of `checkpoint.py` holds fp32 masters, moments and router biases. The order of the
-rows follows from the seed and the number of steps, and nothing else is random, so that a run whose
-schedule follows the steps ends with the bits of one that nobody stopped. One whose schedule follows
-the clock goes on with the seconds that are left.
+A step folder of `checkpoint.py` is saved at SIGTERM and holds fp32 masters, moments and router
+biases. The order of the rows follows from the seed and the number of steps, and nothing else is
+random, so a continued run whose schedule follows the steps ends with the bits of one that nobody
+stopped. One whose schedule follows the clock has the seconds that are left.
 
-Clock and log of the pretraining loop: when it ends, how fast it goes, what it says.
-
-Both are written for a loop that never waits for the device: losses stay tensors until a line is
-due.
+The loop never waits for the device: losses stay tensors until a line of the log is due.
 """
 
 import dataclasses
@@ -21,167 +18,33 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from mtp_research.config.schema import ModelConfig
 from mtp_research.config.training_schema import PretrainConfig
 from mtp_research.models.fresh import TargetModel, routers
 from mtp_research.pretrain.pretrain_data import PretrainData
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
-from mtp_research.training.checkpoint import (
-    MOMENTS,
-    check_optimizer_tensors,
-    moment_tensors,
-    newest_checkpoint,
-    save_checkpoint,
-    step_folders,
-)
-from mtp_research.training.optim import MasterWeights
+from mtp_research.training.checkpoint import newest_checkpoint, save_checkpoint, step_folders
+from mtp_research.training.optim import MasterWeights, trained_parameters
 
 # Keys of `model` that may change between the parts of a run.
 _FREE_KEYS = ("name", "path", "device", "dtype", "tp_plan", "device_map", "experts")
 _FREE_PRETRAIN_KEYS = ("corpus_dir", "max_seconds", "log_every", "compile")
 _NUM_LISTED = 8
+LOG_FILE = "pretrain_log.jsonl"
+Report = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run has come; zeros at its start.
+    """How far a run has come; zeros at its start."""
 
-    Attributes:
-        step: steps done.
-        spent_s: seconds of all parts of the run, compiling included.
-        scheduled_s: of them, those that the schedule counts.
-        num_skipped: steps without an update.
-        last_loss: of the last line of the log.
-        losses: of the steps since.
-    """
-
-    step: int = 0
-    spent_s: float = 0.0
-    scheduled_s: float = 0.0
-    num_skipped: int = 0
-    last_loss: float | None = None
-    losses: Sequence[float] = ()
-
-
-def run_settings(
-    model: ModelConfig, data: PretrainData, *, seed: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, object]:
-    """What the parts of a run must share, by dotted key."""
-    fields = dataclasses.asdict(model)
-    pretrain = fields.pop("pretrain")
-    settings = {f"model.{k}": v for k, v in fields.items() if k not in _FREE_KEYS}
-    settings |= {
-        f"model.pretrain.{k}": v for k, v in pretrain.items() if k not in _FREE_PRETRAIN_KEYS
-    }
-    tokens = {name: len(stream.token_ids) for name, stream in data.streams.items()}
-    digest = hashlib.sha256(json.dumps([data.sha256, tokens], sort_keys=True).encode()).hexdigest()
-    settings |= {"seed": seed, "data (sha256)": digest}
-    settings |= {"model.dtype": str(dtype), "model.device": device.type}
-    return json.loads(json.dumps(settings))
-
-
-def save_progress(
-    root: Path,
-    progress: Progress,
-    *,
-    target: TargetModel,
-    optimizer: MasterWeights,
-    settings: Mapping[str, object],
-) -> None:
-    """Write a step folder in `root`, and remove the one before it.
-
-    Raises:
-        NumericFault: a tensor is not finite.
-    """
-    names = _trained_names(target)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, master in zip(names, optimizer.masters, strict=True):
-        tensors |= moment_tensors(name, master=master, moments=optimizer.optimizer.state[master])
-    save_checkpoint(
-        root,
-        step=progress.step,
-        tensors={"optimizer": tensors, "routers": _biases(target)},
-        state={"settings": settings, "progress": dataclasses.asdict(progress)},
-        keep_last=1,
-    )
-
-
-def restore_progress(
-    root: Path,
-    *,
-    target: TargetModel,
-    optimizer: MasterWeights,
-    settings: Mapping[str, object],
-) -> Progress:
-    """Put the newest step folder of `root` into target and optimizer, in place.
-
-    Returns:
-        Where the run goes on: zeros without a step folder.
-
-    Raises:
-        ConfigError: it is of a run with other settings; names them with both values.
-        IntegrityError: it is damaged, or lacks tensors.
-    """
-    checkpoint = newest_checkpoint(root)
-    if checkpoint is None:
-        return Progress()
-    _require_equal(root, checkpoint.state["settings"], settings, step=checkpoint.step)
-    tensors, biases = checkpoint.tensors("optimizer"), checkpoint.tensors("routers")
-    names, own = _trained_names(target), _biases(target)
-    shapes = {n: m.shape for n, m in zip(names, optimizer.masters, strict=True)}
-    check_optimizer_tensors(tensors, shapes=shapes)
-    if biases.keys() != own.keys():
-        raise IntegrityError(
-            f"{checkpoint.folder}: expected biases of {len(own)} routers, got {len(biases)}; set "
-            "output_dir=FOLDER."
-        )
-    for name, master in zip(names, optimizer.masters, strict=True):
-        master.copy_(tensors[f"master.{name}"])
-        optimizer.optimizer.state[master] = {
-            moment: tensors[f"{moment}.{name}"].to(master.device) for moment in MOMENTS
-        }
-    for parameter, master in zip(optimizer.parameters, optimizer.masters, strict=True):
-        parameter.data.copy_(master)
-    for name, bias in own.items():
-        bias.copy_(biases[name])
-    progress = Progress(**checkpoint.state["progress"])
-    optimizer.num_skipped.fill_(progress.num_skipped)
-    return progress
-
-
-def remove_progress(root: Path) -> None:
-    """Remove the step folders of a run whose target is written."""
-    for folder in step_folders(root):
-        shutil.rmtree(folder)
-    (root / "latest").unlink(missing_ok=True)
-
-
-def _trained_names(target: nn.Module) -> list[str]:
-    return [name for name, parameter in target.named_parameters() if parameter.requires_grad]
-
-
-def _biases(target: TargetModel) -> dict[str, torch.Tensor]:
-    found = enumerate(routers(target))
-    return {str(number): router.get_buffer("e_score_correction_bias") for number, router in found}
-
-
-def _require_equal(
-    root: Path, saved: Mapping[str, object], ours: Mapping[str, object], *, step: int
-) -> None:
-    keys = sorted(k for k in saved.keys() | ours.keys() if saved.get(k) != ours.get(k))
-    if keys:
-        shown = "; ".join(f"{k} {saved.get(k)} -> {ours.get(k)}" for k in keys[:_NUM_LISTED])
-        more = f"; {len(keys) - _NUM_LISTED} more" if len(keys) > _NUM_LISTED else ""
-        raise ConfigError(
-            f"output_dir {str(root)!r} holds a target that was stopped after step {step}, with "
-            f"other settings: {shown}{more}; set them back to finish it, or set output_dir=FOLDER."
-        )
-
-
-LOG_FILE = "pretrain_log.jsonl"
-Report = Callable[[str], None]
+    step: int = 0  # steps done
+    spent_s: float = 0.0  # seconds of all parts of the run, compiling included
+    scheduled_s: float = 0.0  # of them, those that the schedule counts
+    num_skipped: int = 0  # steps without an update
+    last_loss: float | None = None  # of the last line of the log
+    losses: Sequence[float] = ()  # of the steps since
 
 
 class Budget:
@@ -192,7 +55,6 @@ class Budget:
     """
 
     def __init__(self, pretrain: PretrainConfig, *, done: Progress) -> None:
-        """Start the clock of `max_seconds`, with what earlier parts of the run have spent."""
         self.max_steps = pretrain.max_steps
         self.created = self.started = time.monotonic() - done.spent_s
         self.deadline = self.created + pretrain.max_seconds
@@ -220,7 +82,10 @@ class Budget:
 
 
 class TrainingLog:
-    """Mean loss, speed and router balance per interval, as report lines and as JSON lines."""
+    """Mean loss, speed and router balance per interval, as report lines and as JSON lines.
+
+    JSON lines go to `path`, after those of earlier parts of the run.
+    """
 
     def __init__(
         self,
@@ -231,11 +96,10 @@ class TrainingLog:
         device: torch.device,
         done: Progress,
     ) -> None:
-        """Open `path` for JSON lines, after those of earlier parts; `report` takes them as text."""
         self.tokens_per_step = pretrain.batch_size * pretrain.seq_len
-        kept = _lines_until(path, done.step) if done.step else []
+        earlier = _lines_until(path, done.step) if done.step else []
         self.file = path.open("w", encoding="utf8")
-        self.file.writelines(kept)
+        self.file.writelines(earlier)
         self.report = report
         self.losses = [torch.tensor(loss, device=device) for loss in done.losses]
         self.last_loss = math.nan if done.last_loss is None else done.last_loss
@@ -294,7 +158,7 @@ class TrainingLog:
         )
 
     def close(self, step: int) -> None:
-        """Settle `last_loss` and `tokens_per_s` after the last step and close the file."""
+        """Set `last_loss` and `tokens_per_s` after the last step and close the file."""
         if self.losses:
             self._take_loss()
         self.tokens_per_s = self._speed(step, since=self.first)
@@ -307,6 +171,99 @@ class TrainingLog:
     def _speed(self, step: int, *, since: tuple[int, float]) -> float:
         seconds = max(time.monotonic() - since[1], 1e-9)
         return (step - since[0]) * self.tokens_per_step / seconds
+
+
+def run_settings(
+    model: ModelConfig, data: PretrainData, *, seed: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, object]:
+    """What the parts of a run must share, by dotted key."""
+    fields = dataclasses.asdict(model)
+    pretrain = fields.pop("pretrain")
+    settings = {f"model.{k}": v for k, v in fields.items() if k not in _FREE_KEYS}
+    settings |= {
+        f"model.pretrain.{k}": v for k, v in pretrain.items() if k not in _FREE_PRETRAIN_KEYS
+    }
+    tokens = {name: len(stream.token_ids) for name, stream in data.streams.items()}
+    digest = hashlib.sha256(json.dumps([data.sha256, tokens], sort_keys=True).encode()).hexdigest()
+    settings |= {"seed": seed, "data (sha256)": digest}
+    settings |= {"model.dtype": str(dtype), "model.device": device.type}
+    return json.loads(json.dumps(settings))
+
+
+def save_progress(
+    root: Path,
+    progress: Progress,
+    *,
+    target: TargetModel,
+    optimizer: MasterWeights,
+    settings: Mapping[str, object],
+) -> None:
+    """Write a step folder in `root`, and remove the one before it."""
+    tensors = optimizer.tensors(list(trained_parameters(target)))
+    save_checkpoint(
+        root,
+        step=progress.step,
+        tensors={"optimizer": tensors, "routers": _biases(target)},
+        state={"settings": settings, "progress": dataclasses.asdict(progress)},
+        keep_last=1,
+    )
+
+
+def restore_progress(
+    root: Path,
+    *,
+    target: TargetModel,
+    optimizer: MasterWeights,
+    settings: Mapping[str, object],
+) -> Progress:
+    """Put the newest step folder of `root` into target and optimizer, in place; where it stopped.
+
+    Raises:
+        ConfigError: it is of a run with other settings; names them with both values.
+        IntegrityError: it is damaged, or lacks tensors.
+    """
+    checkpoint = newest_checkpoint(root)
+    if checkpoint is None:
+        return Progress()
+    _require_equal(root, checkpoint.state["settings"], settings, step=checkpoint.step)
+    tensors, biases = checkpoint.tensors("optimizer"), checkpoint.tensors("routers")
+    own = _biases(target)
+    if biases.keys() != own.keys():
+        raise IntegrityError(
+            f"{checkpoint.folder}: expected biases of {len(own)} routers, got {len(biases)}; set "
+            "output_dir=FOLDER."
+        )
+    optimizer.restore(tensors, names=list(trained_parameters(target)))
+    for name, bias in own.items():
+        bias.copy_(biases[name])
+    progress = Progress(**checkpoint.state["progress"])
+    optimizer.num_skipped.fill_(progress.num_skipped)
+    return progress
+
+
+def remove_progress(root: Path) -> None:
+    """Remove the step folders of a run whose target is written."""
+    for folder in step_folders(root):
+        shutil.rmtree(folder)
+    (root / "latest").unlink(missing_ok=True)
+
+
+def _biases(target: TargetModel) -> dict[str, torch.Tensor]:
+    found = enumerate(routers(target))
+    return {str(number): router.get_buffer("e_score_correction_bias") for number, router in found}
+
+
+def _require_equal(
+    root: Path, saved: Mapping[str, object], ours: Mapping[str, object], *, step: int
+) -> None:
+    keys = sorted(k for k in saved.keys() | ours.keys() if saved.get(k) != ours.get(k))
+    if keys:
+        shown = "; ".join(f"{k} {saved.get(k)} -> {ours.get(k)}" for k in keys[:_NUM_LISTED])
+        more = f"; {len(keys) - _NUM_LISTED} more" if len(keys) > _NUM_LISTED else ""
+        raise ConfigError(
+            f"output_dir {str(root)!r} holds a target that was stopped after step {step}, with "
+            f"other settings: {shown}{more}; set them back to finish it, or set output_dir=FOLDER."
+        )
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

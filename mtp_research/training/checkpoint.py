@@ -5,13 +5,8 @@
 
 A step folder is written beside its final place, synced to disk, and renamed; `manifest.json` holds
 size and sha256 of each file. The target's weights are never in it, and nothing is pickled.
-
-Source: the project's reliability rules.
-
-What a checkpoint of a run contains: optimizer tensors by name, and the settings it stands for.
-
 Random numbers need no state: each micro-batch is seeded from (seed, step, micro-batch, rank), and
-the rows of a step follow from (seed, step), see `rows.row_indices`.
+the rows of a step follow from (seed, step), see `packed_rows.row_indices`.
 """
 
 import dataclasses
@@ -44,16 +39,23 @@ _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 # What runs did before the key was there.
 _BEFORE: Mapping[str, object] = {"objective.half_logits": False}
 _UNFINISHED, _RETIRED = ".writing-", ".retired-"
+# Trainer keys that change neither the weights nor the order of the data.
+_FREE_TRAINER_KEYS = (
+    "eval_every",
+    "save_every",
+    "keep_last",
+    "resume",
+    "allow_drift",
+    "early_stopping_patience",
+    "decode_eval_prompts",
+)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A verified step folder.
 
-    Attributes:
-        folder: where it lies.
-        step: optimizer steps done.
-        state: what was saved as `state`.
+    `step` counts optimizer steps done, `state` is what was saved under that name.
     """
 
     folder: Path
@@ -61,11 +63,7 @@ class Checkpoint:
     state: dict
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Tensors of `<name>.safetensors`, on the CPU.
-
-        Raises:
-            IntegrityError: the file is missing or unreadable.
-        """
+        """Tensors of `<name>.safetensors`, on the CPU."""
         path = self.folder / f"{name}.safetensors"
         try:
             return load_file(path)
@@ -89,9 +87,6 @@ def save_checkpoint(
         tensors: file name without suffix -> named tensors.
         state: JSON-serialisable facts.
         keep_last: newest step folders to keep, at least 1.
-
-    Returns:
-        The step folder.
 
     Raises:
         NumericFault: a tensor is not finite.
@@ -173,12 +168,7 @@ def step_folders(root: Path) -> list[Path]:
 def check_same_run(
     saved: Mapping[str, object], current: Mapping[str, object], *, allow_drift: Sequence[str] = ()
 ) -> None:
-    """Refuse to resume a run whose settings changed.
-
-    Args:
-        saved: of the checkpoint, by dotted key.
-        current: of this run, by dotted key.
-        allow_drift: keys that may differ.
+    """Refuse to resume a run whose settings, by dotted key, changed; `allow_drift` may differ.
 
     Raises:
         ConfigError: one line per key with both values.
@@ -241,51 +231,6 @@ def _rotate(root: Path, *, keep_last: int) -> None:
 
 def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-# Trainer keys that change neither the weights nor the order of the data.
-_FREE_TRAINER_KEYS = (
-    "eval_every",
-    "save_every",
-    "keep_last",
-    "resume",
-    "allow_drift",
-    "early_stopping_patience",
-    "decode_eval_prompts",
-)
-
-
-def moment_tensors(
-    name: str, *, master: Tensor, moments: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Master and moments of one parameter as `<what>.<parameter name>`."""
-    tensors = {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
-    return {f"master.{name}": master, **tensors}
-
-
-def check_optimizer_tensors(
-    tensors: Mapping[str, Tensor], *, shapes: Mapping[str, torch.Size]
-) -> None:
-    """Refuse masters and moments that are not those of these parameters.
-
-    Args:
-        tensors: as `moment_tensors` names them.
-        shapes: of the trained parameters, by name.
-
-    Raises:
-        IntegrityError: tensors are missing, extra or of another shape.
-    """
-    expected = {f"{what}.{name}" for what in ("master", *MOMENTS) for name in shapes}
-    if expected != tensors.keys():
-        odd = sorted(expected ^ tensors.keys())
-        raise IntegrityError(f"optimizer state: missing or extra tensors {odd[:5]}")
-    for name, shape in shapes.items():
-        saved = tensors[f"master.{name}"].shape
-        if saved != shape:
-            raise IntegrityError(
-                f"optimizer state: {name} must be {list(shape)}, got {list(saved)}"
-            )
 
 
 def run_settings(

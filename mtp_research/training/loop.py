@@ -6,11 +6,7 @@
 Written for one process or many: rows, label counts and the stop request are shared over ranks
 through accelerate, and only the main process writes. `head/` holds the heads of the longest
 held-out walk, not the last ones: past its best a head's loss goes on falling while its drafts get
-worse. Letters: k depths, B batch rows.
-
-Gradients of one optimizer step: micro-batches, label counts and sums over ranks.
-
-Letters: k depths, B batch rows, S row length.
+worse.
 """
 
 import dataclasses
@@ -27,123 +23,21 @@ from torch import Tensor
 
 from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.weights import save_heads
 from mtp_research.runtime.errors import Interrupted
 from mtp_research.training.checkpoint import clear_leftovers, save_checkpoint, step_seed
 from mtp_research.training.losses.losses import depth_labels, label_counts
-from mtp_research.training.optim import cosine_learning_rate
+from mtp_research.training.optim import cosine_learning_rate, merged_tensors
 from mtp_research.training.packed_rows import Batch, row_indices
 from mtp_research.training.setup import RunParts, build_run, find_checkpoint, make_accelerator
 from mtp_research.training.tracking import ProgressView, StopRequest, Tracker, jsonable
-from mtp_research.training.walk.best import BestWalk, write_best_head
-from mtp_research.training.walk.replay import WalkReport, measure_held_out
+from mtp_research.training.walk.replay import BestWalk, WalkReport, measure_held_out
 from mtp_research.training.walk.training_figures import (
     FigureQueue,
     SkippedSteps,
     StepFigures,
     StepStats,
 )
-
-
-def accumulate_gradients(
-    parts: RunParts, *, config: TrainConfig, ranks: Accelerator, step: int, stop: StopRequest
-) -> StepStats:
-    """Forward and backward of all micro-batches of a step.
-
-    Labels are counted over the whole step first, so that each token weighs the same however the
-    step is cut into micro-batches and ranks.
-
-    Args:
-        parts: of the run; gradients are left in the parameters of `parts.heads`.
-        config: of the run.
-        ranks: processes and device.
-        step: optimizer steps done before.
-        stop: whether this rank got a signal, read after the last backward.
-    """
-    num_micro = config.trainer.gradient_accumulation_steps
-    chosen = [
-        _rows_of(micro, parts=parts, config=config, ranks=ranks, step=step)
-        for micro in range(num_micro)
-    ]
-    batches = [parts.rows.batch(indices) for indices in chosen]
-    labels = [_labels(batch, num_depths=parts.unroll_spec.num_depths) for batch in batches]
-    counts = _sum_over(ranks, torch.stack([label_counts(micro) for micro in labels]).sum(dim=0))
-
-    loss, num_correct = torch.zeros((), device=counts.device), torch.zeros_like(counts[:-1])
-    sum_acceptance = torch.zeros_like(num_correct, dtype=torch.float32)
-    for micro, (indices, batch) in enumerate(zip(chosen, batches, strict=True)):
-        hidden = parts.rows.hidden(indices)
-        rank = ranks.process_index
-        torch.manual_seed(step_seed(config.seed, step=step, micro_batch=micro, rank=rank))
-        with parts.engine.micro_batch(is_last=micro == num_micro - 1):
-            part = parts.engine.objective(batch, hidden, labels[micro], counts)
-            parts.engine.backward(part.loss * _poison(part.loss))
-        loss += part.loss.detach()
-        num_correct += part.num_correct
-        sum_acceptance += part.sum_acceptance
-    num_tokens = torch.stack([(batch.document_index >= 0).sum() for batch in batches]).sum()
-    num_stops = num_tokens.new_full((), int(stop.name is not None))
-    totals = _sum_over(ranks, torch.cat([num_correct, torch.stack([num_tokens, num_stops])]))
-    return StepStats(
-        loss=_sum_over(ranks, loss),
-        num_correct=totals[:-2],
-        sum_acceptance=_sum_over(ranks, sum_acceptance),
-        num_labels=counts[:-1],
-        num_tokens=totals[-2],
-        num_stops=totals[-1],
-    )
-
-
-def _poison(loss: Tensor) -> Tensor:
-    """1, or NaN for a loss that is not finite, which may have finite gradients.
-
-    So a bad loss on one rank shows in the gradient norm of all, which alone decides on the update.
-    """
-    return torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
-
-
-@contextmanager
-def repeatable_sums(device: torch.device) -> Iterator[None]:
-    """Make a step give the same bits each time it runs, which bit-exact resume needs.
-
-    On a CPU with several threads the backward of a row gather adds duplicates in any order; the
-    ordered form is as fast. GPU kernels are left as they are, and are not bit-exact.
-    """
-    before = torch.are_deterministic_algorithms_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    try:
-        if device.type == "cpu":
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
-
-
-def _labels(batch: Batch, *, num_depths: int) -> list[Tensor]:
-    return depth_labels(
-        batch.input_ids,
-        document_index=batch.document_index,
-        loss_mask=batch.loss_mask,
-        num_depths=num_depths,
-    )
-
-
-def _sum_over(ranks: Accelerator, tensor: Tensor) -> Tensor:
-    return cast(Tensor, ranks.reduce(tensor, reduction="sum"))
-
-
-def _rows_of(
-    micro_batch: int, *, parts: RunParts, config: TrainConfig, ranks: Accelerator, step: int
-) -> list[int]:
-    """Rows of this rank's micro-batch: a function of seed and step only."""
-    index = step * config.trainer.gradient_accumulation_steps + micro_batch
-    slot = index * ranks.num_processes + ranks.process_index
-    batch_size = config.trainer.batch_size
-    return row_indices(
-        slot * batch_size, count=batch_size, num_rows=len(parts.rows), seed=config.seed
-    )
-
 
 DecodeEval = Callable[[MTPHeads], Mapping[str, object]]
 
@@ -177,7 +71,7 @@ def train_heads(
         output_dir.mkdir(parents=True, exist_ok=True)
         clear_leftovers(output_dir)
     with StopRequest() as stop:
-        run = HeadRun(config, output_dir=output_dir, accelerator=accelerator, stop=stop)
+        run = TrainingRun(config, output_dir=output_dir, accelerator=accelerator, stop=stop)
         tracker = Tracker(
             output_dir,
             settings=config.logger,
@@ -191,20 +85,15 @@ def train_heads(
             return run.train(tracker, view, decode_eval=decode_eval)
 
 
-class HeadRun:
+class TrainingRun:
     """State of a run: parts, steps done, skipped steps, held-out reports.
 
-    Args:
-        config: checked configuration.
-        output_dir: run folder.
-        accelerator: ranks and device.
-        stop: set by a signal.
+    A checkpoint in `output_dir` is restored, see `find_checkpoint`.
     """
 
     def __init__(
         self, config: TrainConfig, *, output_dir: Path, accelerator: Accelerator, stop: StopRequest
     ) -> None:
-        """Build everything and restore the checkpoint, if there is one."""
         self.config = config
         self.output_dir = output_dir
         self.accelerator = accelerator
@@ -316,9 +205,27 @@ class HeadRun:
         if self.best.add(report, step=self.step):
             tensors = parts.engine.head_tensors()
             if ranks.is_main_process:
-                folder = self.output_dir / "head"
-                write_best_head(parts, folder, tensors=tensors, config=self.config, best=self.best)
+                self._write_best(tensors)
         return report
+
+    def _write_best(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write `head/`, which `spec.head=` takes; updates of `head.lora_rank` are added up.
+
+        Files are replaced one by one, each at once, so that a crash leaves heads that can be read.
+        """
+        provenance = {
+            "config": dataclasses.asdict(self.config),
+            "data_sha256": self.parts.documents.data_sha256,
+            "data_kind": self.config.data.kind,
+            "step": self.best.step,
+            "held_out_walk": dataclasses.asdict(self.best.report),
+        }
+        save_heads(
+            self.parts.heads,
+            self.output_dir / "head",
+            provenance=jsonable(provenance),
+            tensors=merged_tensors(tensors),
+        )
 
     def _save(self) -> None:
         """Write a step folder (main process); all ranks gather what is sharded."""
@@ -355,3 +262,100 @@ class HeadRun:
             "acceptance_length_last": self.best.newest_length,
             **dataclasses.asdict(self.best.report),
         }
+
+
+def accumulate_gradients(
+    parts: RunParts, *, config: TrainConfig, ranks: Accelerator, step: int, stop: StopRequest
+) -> StepStats:
+    """Forward and backward of all micro-batches of a step.
+
+    Labels are counted over the whole step first, so that each token weighs the same however the
+    step is cut into micro-batches and ranks.
+
+    Gradients are left in the parameters of `parts.heads`; `step` counts optimizer steps done
+    before, and `stop` is read after the last backward.
+    """
+    num_micro = config.trainer.gradient_accumulation_steps
+    chosen = [
+        _rows_of(micro, parts=parts, config=config, ranks=ranks, step=step)
+        for micro in range(num_micro)
+    ]
+    batches = [parts.rows.batch(indices) for indices in chosen]
+    labels = [_labels(batch, num_depths=parts.unroll_spec.num_depths) for batch in batches]
+    counts = _sum_over(ranks, torch.stack([label_counts(micro) for micro in labels]).sum(dim=0))
+
+    loss, num_correct = torch.zeros((), device=counts.device), torch.zeros_like(counts[:-1])
+    sum_acceptance = torch.zeros_like(num_correct, dtype=torch.float32)
+    for micro, (indices, batch) in enumerate(zip(chosen, batches, strict=True)):
+        hidden = parts.rows.hidden(indices)
+        rank = ranks.process_index
+        torch.manual_seed(step_seed(config.seed, step=step, micro_batch=micro, rank=rank))
+        with parts.engine.micro_batch(is_last=micro == num_micro - 1):
+            part = parts.engine.objective(batch, hidden, labels[micro], counts)
+            parts.engine.backward(part.loss * _poison(part.loss))
+        loss += part.loss.detach()
+        num_correct += part.num_correct
+        sum_acceptance += part.sum_acceptance
+    num_tokens = torch.stack([(batch.document_index >= 0).sum() for batch in batches]).sum()
+    num_stops = num_tokens.new_full((), int(stop.name is not None))
+    totals = _sum_over(ranks, torch.cat([num_correct, torch.stack([num_tokens, num_stops])]))
+    return StepStats(
+        loss=_sum_over(ranks, loss),
+        num_correct=totals[:-2],
+        sum_acceptance=_sum_over(ranks, sum_acceptance),
+        num_labels=counts[:-1],
+        num_tokens=totals[-2],
+        num_stops=totals[-1],
+    )
+
+
+def _poison(loss: Tensor) -> Tensor:
+    """1, or NaN for a loss that is not finite, which may have finite gradients.
+
+    So a bad loss on one rank shows in the gradient norm of all, which alone decides on the update.
+    """
+    return torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
+
+
+@contextmanager
+def repeatable_sums(device: torch.device) -> Iterator[None]:
+    """Make a step give the same bits each time it runs, which bit-exact resume needs.
+
+    On a CPU with several threads the backward of a row gather adds duplicates in any order; the
+    ordered form is as fast. GPU kernels are left as they are, and are not bit-exact.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        if device.type == "cpu":
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def _labels(batch: Batch, *, num_depths: int) -> list[Tensor]:
+    return depth_labels(
+        batch.input_ids,
+        document_index=batch.document_index,
+        loss_mask=batch.loss_mask,
+        num_depths=num_depths,
+    )
+
+
+def _sum_over(ranks: Accelerator, tensor: Tensor) -> Tensor:
+    return cast(Tensor, ranks.reduce(tensor, reduction="sum"))
+
+
+def _rows_of(
+    micro_batch: int, *, parts: RunParts, config: TrainConfig, ranks: Accelerator, step: int
+) -> list[int]:
+    """Rows of this rank's micro-batch: a function of seed and step only."""
+    index = step * config.trainer.gradient_accumulation_steps + micro_batch
+    slot = index * ranks.num_processes + ranks.process_index
+    batch_size = config.trainer.batch_size
+    return row_indices(
+        slot * batch_size, count=batch_size, num_rows=len(parts.rows), seed=config.seed
+    )

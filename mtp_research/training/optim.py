@@ -1,16 +1,14 @@
-"""AdamW on fp32 master copies of low-precision parameters, and the learning-rate schedule.
+"""What an optimizer step updates: fp32 masters under AdamW, a schedule, low-rank updates.
 
 A step of 1e-4 relative size vanishes in bf16 (8 bits of mantissa), so the compute parameters are
-bf16 copies of fp32 masters that alone are optimised. Source: Micikevicius et al. 2018, section 3.1.
-
-Low-rank updates of MTP modules through peft: train few numbers, export plain weights.
+bf16 copies of fp32 masters, and the masters alone are optimised.
 
 `head.lora_rank=r` adds `SCALE * B A` to every linear layer of the modules, B `[out, r]` and A
 `[r, in]`, and trains these alone; norms, routers and stacked experts stay as they start. A
-checkpoint keeps base and update apart, so that a run resumes exactly; the exported head adds them
-up, so that decoding knows nothing of it. Letters: r rank.
+checkpoint keeps base and update apart, so that a run resumes exactly. The exported head adds them
+up, so that decoding needs no peft.
 
-Source: Hu et al. 2021, "LoRA" (arXiv:2106.09685).
+Source: masters Micikevicius et al. 2018, section 3.1; Hu et al. 2021, "LoRA" (arXiv:2106.09685).
 """
 
 import math
@@ -20,7 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.runtime.errors import ConfigError, EnvironmentFault
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+
+NamedTensors = dict[str, Tensor]
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+SCALE = 2.0  # alpha / r: updates keep their size when the rank changes
+_ADAPTER = "default"  # peft's own name for the only one
 
 
 class MasterWeights:
@@ -28,6 +31,13 @@ class MasterWeights:
 
     Nothing in `step` waits for the device: the clip factor and the decision to skip a step with
     non-finite gradients stay on it.
+
+    Args:
+        parameters: those that require gradients are trained, the others ignored.
+        learning_rate: peak rate, > 0; `step` may override it.
+        betas: decay of first and second moments.
+        weight_decay: for tensors of two or more dimensions, per step times the rate.
+        grad_clip: largest global gradient norm, > 0.
 
     Attributes:
         parameters: compute parameters, any floating dtype, written in place by `step`.
@@ -45,18 +55,6 @@ class MasterWeights:
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
     ) -> None:
-        """Copy the parameters to fp32 and set up AdamW; vectors get no weight decay.
-
-        Args:
-            parameters: those that require gradients are trained, the others ignored.
-            learning_rate: peak rate, > 0; `step` may override it.
-            betas: decay of first and second moments.
-            weight_decay: for tensors of two or more dimensions, per step times the rate.
-            grad_clip: largest global gradient norm, > 0.
-
-        Raises:
-            ConfigError: no parameter requires gradients.
-        """
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         if not self.parameters:
             raise ConfigError("expected parameters that require gradients, got none")
@@ -68,7 +66,7 @@ class MasterWeights:
         self.num_skipped = torch.zeros((), device=self.masters[0].device)
 
     @torch.no_grad()
-    def step(self, *, learning_rate: float | None = None) -> torch.Tensor:
+    def step(self, *, learning_rate: float | None = None) -> Tensor:
         """Clip, update the masters, copy them to the parameters and clear the gradients, in place.
 
         A non-finite gradient norm leaves masters, moments and parameters as they were.
@@ -93,14 +91,41 @@ class MasterWeights:
             grad_clip=self.grad_clip,
             learning_rate=learning_rate,
         )
-        torch._foreach_copy_(list[torch.Tensor](self.parameters), self.masters)
+        torch._foreach_copy_(list[Tensor](self.parameters), self.masters)
         for parameter in self.parameters:
             parameter.grad = None
         return grad_norm
 
+    def tensors(self, names: Sequence[str]) -> NamedTensors:
+        """Masters and moments after one step or more; `names` are those of `parameters`."""
+        found: NamedTensors = {}
+        for name, master in zip(names, self.masters, strict=True):
+            found |= moment_tensors(name, master=master, moments=self.optimizer.state[master])
+        return found
+
+    def restore(self, tensors: Mapping[str, Tensor], *, names: Sequence[str]) -> None:
+        """Put back what `tensors` gave, in place, and copy the masters to the parameters.
+
+        Raises:
+            IntegrityError: tensors are missing, extra or of another shape.
+        """
+        shapes = {name: m.shape for name, m in zip(names, self.masters, strict=True)}
+        check_optimizer_tensors(tensors, shapes=shapes)
+        for name, parameter, master in zip(names, self.parameters, self.masters, strict=True):
+            master.copy_(tensors[f"master.{name}"])
+            self.optimizer.state[master] = {
+                moment: tensors[f"{moment}.{name}"].to(master.device) for moment in MOMENTS
+            }
+            parameter.data.copy_(master)
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that require gradients, by name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
 
 def make_adamw(
-    masters: Sequence[torch.Tensor],
+    masters: Sequence[Tensor],
     *,
     learning_rate: float,
     betas: tuple[float, float],
@@ -125,10 +150,10 @@ def make_adamw(
 def guarded_update(
     optimizer: torch.optim.AdamW,
     *,
-    grad_norm: torch.Tensor,
+    grad_norm: Tensor,
     grad_clip: float,
     learning_rate: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Clip and step, unless the norm is not finite; decided on the device.
 
     The fused kernel divides gradients by `grad_scale` and skips the step where `found_inf` is 1:
@@ -153,13 +178,36 @@ def guarded_update(
     return is_bad
 
 
+def moment_tensors(
+    name: str, *, master: Tensor, moments: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Master and moments of one parameter as `<what>.<parameter name>`."""
+    tensors = {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
+    return {f"master.{name}": master, **tensors}
+
+
+def check_optimizer_tensors(
+    tensors: Mapping[str, Tensor], *, shapes: Mapping[str, torch.Size]
+) -> None:
+    """Refuse masters and moments (`moment_tensors`) that are not those of these parameters.
+
+    Raises:
+        IntegrityError: tensors are missing, extra or of another shape.
+    """
+    expected = {f"{what}.{name}" for what in ("master", *MOMENTS) for name in shapes}
+    if expected != tensors.keys():
+        odd = sorted(expected ^ tensors.keys())
+        raise IntegrityError(f"optimizer state: missing or extra tensors {odd[:5]}")
+    for name, shape in shapes.items():
+        saved = tensors[f"master.{name}"].shape
+        if saved != shape:
+            raise IntegrityError(
+                f"optimizer state: {name} must be {list(shape)}, got {list(saved)}"
+            )
+
+
 def cosine_learning_rate(
-    fraction: float,
-    *,
-    step: int,
-    peak: float,
-    warmup_steps: int,
-    min_ratio: float,
+    fraction: float, *, step: int, peak: float, warmup_steps: int, min_ratio: float
 ) -> float:
     """Linear warm-up over `warmup_steps`, times a cosine from 1 to `min_ratio` over the budget.
 
@@ -169,9 +217,9 @@ def cosine_learning_rate(
     Args:
         fraction: spent part of the budget; clamped to [0, 1].
         step: steps done before this one, >= 0.
-        peak: largest rate.
+        peak: largest rate, whose last value is `min_ratio` of it.
         warmup_steps: steps until the warm-up factor is 1.
-        min_ratio: last rate / peak, in [0, 1].
+        min_ratio: in [0, 1].
     """
     fraction = min(max(fraction, 0.0), 1.0)
     cosine = min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * fraction))
@@ -179,18 +227,10 @@ def cosine_learning_rate(
     return peak * cosine * warmup
 
 
-SCALE = 2.0  # alpha / r: updates keep their size when the rank changes
-_ADAPTER = "default"  # peft's own name for the only one
-
-
 def add_lora(heads: MTPHeads, *, rank: int) -> None:
     """Put trainable updates on all linear layers and freeze everything else, in place.
 
     The updates start at zero: the heads compute what they did.
-
-    Args:
-        heads: with the weights that they start from.
-        rank: r, at least 1.
 
     Raises:
         EnvironmentFault: peft is not installed.
@@ -212,10 +252,9 @@ def add_lora(heads: MTPHeads, *, rank: int) -> None:
 
 
 def merged_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Plain weights from the tensors of heads with updates; those of plain heads stay as they are.
+    """Plain weights from a `state_dict` of heads with updates; plain heads stay as they are.
 
-    Args:
-        tensors: `state_dict` of the heads.
+    On tensors and not by peft's `merge_and_unload`: those of sharded modules are whole only here.
     """
     merged: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -2,17 +2,13 @@
 
 Which rows a step sees is a pure function of (seed, position), so a resumed run needs no data state.
 Hidden states are computed when a row is needed. When the run reads its rows more than once and they
-fit, they are kept: always computed in the same blocks of rows, since the rounding of a batched
-forward depends on its neighbours and a resumed run must repeat it bit for bit. They may also come
-from a cache on disk, made of the same blocks; one row of each of its shards is computed again, so
-that a cache of another model cannot pass for this one's.
+fit, they stay in memory: always computed in the same blocks of rows, since the rounding of a
+batched forward depends on its neighbours and a resumed run must repeat it bit for bit. They may
+also come from a cache on disk, which `task=cache` makes of the same blocks, so that training from
+it gives the same bits. One row of each of its shards is computed again, so that a cache of another
+model cannot pass for this one's.
 
 Letters: B batch rows, S row length, D hidden.
-
-The packed rows of a run, and where their hidden states come from: the target or a cache.
-
-`task=cache` writes the hidden states that `task=heads` would compute, in the same blocks of rows:
-training from a cache gives the same bits as training that keeps what it computes.
 """
 
 import hashlib
@@ -44,40 +40,29 @@ from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.training.documents import HeadDocuments
 
+logger = logging.getLogger(__name__)
+
 CACHE_BYTES = 1 << 30
 BLOCK_ROWS = 8
+TRAIN, HELD_OUT = "train", "held_out"  # folders of a cache
 
 
 class Batch(NamedTuple):
-    """One micro-batch.
+    """One micro-batch."""
 
-    Attributes:
-        input_ids: `[B, S]` int64.
-        position_ids: `[B, S]` int64, counted from 0 in each document.
-        document_index: `[B, S]` int64, -1 for padding.
-        loss_mask: `[B, S]` bool, True where the token is the target's own output.
-        cu_seqlens: `[documents + 1]` int32, where documents end in the flattened batch.
-        num_labels: labels at depth 1, counted on the host.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    document_index: Tensor
-    loss_mask: Tensor
-    cu_seqlens: Tensor
-    num_labels: int
+    input_ids: Tensor  # `[B, S]` int64
+    position_ids: Tensor  # `[B, S]` int64, counted from 0 in each document
+    document_index: Tensor  # `[B, S]` int64, -1 for padding
+    loss_mask: Tensor  # `[B, S]` bool, True where the token is the target's own output
+    cu_seqlens: Tensor  # `[documents + 1]` int32, where documents end in the flattened batch
+    num_labels: int  # labels at depth 1, counted on the host
 
 
 class BatchHidden(NamedTuple):
-    """Target hidden states of a batch, each `[B, S, D]`.
+    """Target hidden states of a batch, each `[B, S, D]`."""
 
-    Attributes:
-        source: at the point the heads read.
-        post_norm: after the final norm, from which the target's own logits follow.
-    """
-
-    source: Tensor
-    post_norm: Tensor
+    source: Tensor  # at the point the heads read
+    post_norm: Tensor  # after the final norm, from which the target's own logits follow
 
 
 class TrainingRows:
@@ -87,7 +72,7 @@ class TrainingRows:
         packed: the rows.
         target: the frozen model.
         hidden_source: the point that the heads read.
-        keep_hidden: keep hidden states once computed, if all of them fit in `CACHE_BYTES`.
+        keep_hidden: hold hidden states once computed, if all of them fit in `CACHE_BYTES`.
         cache: hidden states of these rows on disk; the target then computes only samples.
         checks_cache: compare a row of each shard with the target's own.
     """
@@ -102,7 +87,6 @@ class TrainingRows:
         cache: HiddenCache | None = None,
         checks_cache: bool = True,
     ) -> None:
-        """Put the rows on the target's device."""
         self._target = target
         self._hidden_source = hidden_source
         self._cache = cache
@@ -124,7 +108,6 @@ class TrainingRows:
         self._blocks: dict[int, BatchHidden] = {}
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._num_labels)
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -145,18 +128,14 @@ class TrainingRows:
             return self._read(self._cache, indices)
         if not self.keeps_hidden:
             return self._forward(self.batch(indices))
-        parts = [self._block(index // BLOCK_ROWS) for index in indices]
-        rows = [index % BLOCK_ROWS for index in indices]
-        source = torch.stack([part.source[row] for part, row in zip(parts, rows, strict=True)])
+        parts = [(self._block(index // BLOCK_ROWS), index % BLOCK_ROWS) for index in indices]
+        source = torch.stack([part.source[row] for part, row in parts])
         if self._hidden_source == "post_norm":
             return BatchHidden(source, source)
-        post_norm = torch.stack(
-            [part.post_norm[row] for part, row in zip(parts, rows, strict=True)]
-        )
-        return BatchHidden(source, post_norm)
+        return BatchHidden(source, torch.stack([part.post_norm[row] for part, row in parts]))
 
     def computed(self, indices: range) -> dict[str, Tensor]:
-        """Hidden states `[rows, S, D]` of whole blocks by name, for a cache; nothing is kept."""
+        """Hidden states `[rows, S, D]` of whole blocks by name, for a cache; none stays here."""
         blocks = range(indices.start // BLOCK_ROWS, -(-indices.stop // BLOCK_ROWS))
         parts = [self._compute_block(block) for block in blocks]
         names = ("post_norm",) if self._hidden_source == "post_norm" else ("source", "post_norm")
@@ -214,11 +193,8 @@ def num_row_labels(packed: PackedRows) -> np.ndarray:
 def row_indices(position: int, *, count: int, num_rows: int, seed: int) -> list[int]:
     """Rows [position, position + count) of an endless stream: one shuffled epoch after another.
 
-    Args:
-        position: rows consumed before, over all ranks.
-        count: rows wanted.
-        num_rows: rows of an epoch.
-        seed: of the shuffles.
+    `position` counts rows consumed before, over all ranks, `num_rows` those of an epoch; `seed`
+    shuffles.
     """
     wanted = range(position, position + count)
     orders = {
@@ -228,13 +204,8 @@ def row_indices(position: int, *, count: int, num_rows: int, seed: int) -> list[
     return [int(orders[index // num_rows][index % num_rows]) for index in wanted]
 
 
-logger = logging.getLogger(__name__)
-
-TRAIN, HELD_OUT = "train", "held_out"  # folders of a cache
-
-
 class RunRows(NamedTuple):
-    """Packed training and held-out rows."""
+    """Packed rows of a run."""
 
     train: TrainingRows
     held_out: TrainingRows
@@ -243,12 +214,7 @@ class RunRows(NamedTuple):
 def build_rows(
     config: TrainConfig, *, documents: HeadDocuments, target: Target, num_depths: int
 ) -> RunRows:
-    """Rows of a training run, with hidden states from `data.hidden_cache` if it is set.
-
-    Raises:
-        ConfigError: no training document, or no cache where one was named.
-        IntegrityError: the cache was made with another target, tokenizer, convention or data.
-    """
+    """Rows of a training run, with hidden states from `data.hidden_cache` if it is set."""
     packed = _pack(config, documents=documents, target=target, num_depths=num_depths)
     source, trainer = cast(NormPoint, config.head.hidden_source), config.trainer
     rows_read = trainer.max_steps * trainer.batch_size * trainer.gradient_accumulation_steps
@@ -281,14 +247,10 @@ def build_rows(
 def write_hidden_cache(
     config: TrainConfig, *, documents: HeadDocuments, target: Target, num_depths: int
 ) -> dict[str, object]:
-    """Write what is missing of `data.hidden_cache`; a stopped call goes on when it is repeated.
+    """Write what is missing of `data.hidden_cache`; a repeated call continues a stopped one.
 
     Returns:
         JSON-serialisable result: rows, tokens, bytes, shards written now, seconds.
-
-    Raises:
-        ConfigError: no training document.
-        IntegrityError: the folder holds a cache of something else; names the field.
     """
     started_s = time.perf_counter()
     assert config.data.hidden_cache is not None, "validation asks for data.hidden_cache"

@@ -1,12 +1,11 @@
 """Everything a head-training run needs before its first step, built from the configuration.
 
-Letters: N modules, k depths.
-
-The heads a run starts from: fresh, read from a folder, or copies of one trained module.
+build_run      parts of a run, restored from a checkpoint or not
+build_heads    modules to start from: fresh, read from a folder, or copies of one module
+cache_hidden   `task=cache`, which stops before there are heads
 """
 
 import dataclasses
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -16,8 +15,9 @@ from accelerate import Accelerator
 
 from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.init import Init, freeze_parts, init_heads
+from mtp_research.heads.record import read_head_record
 from mtp_research.heads.stack import HeadSpec, MTPHeads
-from mtp_research.heads.weights import load_head_state, read_head_record
+from mtp_research.heads.weights import load_head_state
 from mtp_research.models.family import ConcatOrder, NormPoint
 from mtp_research.models.loading.fingerprint import warn_of_family
 from mtp_research.models.loading.placement import resolve_device
@@ -40,14 +40,69 @@ from mtp_research.training.packed_rows import TrainingRows, build_rows, write_hi
 from mtp_research.training.parallel.parallel import Engine, make_engine, prepare_target
 
 
-def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
-    """Heads to start from, with `head.lora_rank` and the parts of `head.freeze` frozen.
+@dataclass(frozen=True)
+class RunParts:
+    """Parts of a run; their tensors change during training, the parts do not."""
+
+    heads: MTPHeads  # the modules that are trained
+    engine: Engine  # forward, backward and update, over one rank or many
+    documents: HeadDocuments  # encoded documents and their split
+    rows: TrainingRows  # packed training rows
+    held_out_rows: TrainingRows  # packed held-out rows
+    unroll_spec: UnrollSpec  # how the heads are run
+    settings: dict[str, object]  # what a resumed run must share, see `checkpoint.run_settings`
+
+
+def make_accelerator(config: TrainConfig) -> Accelerator:
+    """The process group and device of this rank."""
+    return Accelerator(cpu=resolve_device(config.model.device).type == "cpu")
+
+
+def build_run(
+    config: TrainConfig, *, accelerator: Accelerator, checkpoint: Checkpoint | None = None
+) -> RunParts:
+    """Load target and documents, build heads and engine, go on from a checkpoint.
 
     Raises:
-        ConfigError: settings that do not fit the head folder or the target.
-        EnvironmentFault: `head.lora_rank` without peft.
-        IntegrityError: a damaged head file.
+        ConfigError: settings that do not fit each other, the target, the data or the checkpoint.
+        IntegrityError: a damaged data, head or checkpoint file.
     """
+    num_depths = depths_of(config)
+    spec = UnrollSpec(
+        num_depths, config.objective.unroll, cast(ModuleSchedule, config.head.module_schedule)
+    )
+    target, documents = load_inputs(config)
+    heads = build_heads(config, target=target)
+    prepare_target(target, trainer=config.trainer, ranks=accelerator)
+    settings = run_settings(
+        config,
+        heads=heads,
+        num_depths=num_depths,
+        data_sha256=documents.data_sha256,
+        world_size=accelerator.num_processes,
+    )
+    if checkpoint is not None:
+        drift = config.trainer.allow_drift
+        check_same_run(checkpoint.state["settings"], settings, allow_drift=drift)
+        load_head_state(heads, checkpoint.folder / "head.safetensors")
+    objective = HeadObjective(heads, unroll_spec=spec, loss_spec=loss_spec(config.objective))
+    engine = make_engine(objective, trainer=config.trainer, ranks=accelerator)
+    if checkpoint is not None:
+        engine.restore(checkpoint.tensors("optimizer"))
+    rows = build_rows(config, documents=documents, target=target, num_depths=num_depths)
+    return RunParts(
+        heads=heads,
+        engine=engine,
+        documents=documents,
+        rows=rows.train,
+        held_out_rows=rows.held_out,
+        unroll_spec=spec,
+        settings=settings,
+    )
+
+
+def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
+    """Heads to start from, with `head.lora_rank` and the parts of `head.freeze` frozen."""
     head = config.head
     torch.manual_seed(config.seed)
     heads = MTPHeads(
@@ -91,81 +146,6 @@ def _check_conventions(spec: HeadSpec, *, path: Path, is_copied: bool) -> None:
             )
 
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RunParts:
-    """Parts of a run; their tensors change during training, the parts do not.
-
-    Attributes:
-        heads: the modules that are trained.
-        engine: forward, backward and update, over one rank or many.
-        documents: encoded documents and their split.
-        rows: packed training rows.
-        held_out_rows: packed held-out rows.
-        unroll_spec: how the heads are run.
-        settings: what a resumed run must share, see `state.run_settings`.
-    """
-
-    heads: MTPHeads
-    engine: Engine
-    documents: HeadDocuments
-    rows: TrainingRows
-    held_out_rows: TrainingRows
-    unroll_spec: UnrollSpec
-    settings: dict[str, object]
-
-
-def make_accelerator(config: TrainConfig) -> Accelerator:
-    """The process group and device of this rank."""
-    return Accelerator(cpu=resolve_device(config.model.device).type == "cpu")
-
-
-def build_run(
-    config: TrainConfig, *, accelerator: Accelerator, checkpoint: Checkpoint | None = None
-) -> RunParts:
-    """Load target and documents, build heads and engine, go on from a checkpoint.
-
-    Raises:
-        ConfigError: settings that do not fit each other, the target, the data or the checkpoint;
-            for the last it lists them.
-        IntegrityError: a damaged data, head or checkpoint file.
-    """
-    num_depths = depths_of(config)
-    spec = UnrollSpec(
-        num_depths, config.objective.unroll, cast(ModuleSchedule, config.head.module_schedule)
-    )
-    target, documents = load_inputs(config)
-    heads = build_heads(config, target=target)
-    prepare_target(target, trainer=config.trainer, ranks=accelerator)
-    settings = run_settings(
-        config,
-        heads=heads,
-        num_depths=num_depths,
-        data_sha256=documents.data_sha256,
-        world_size=accelerator.num_processes,
-    )
-    if checkpoint is not None:
-        drift = config.trainer.allow_drift
-        check_same_run(checkpoint.state["settings"], settings, allow_drift=drift)
-        load_head_state(heads, checkpoint.folder / "head.safetensors")
-    objective = HeadObjective(heads, unroll_spec=spec, loss_spec=loss_spec(config.objective))
-    engine = make_engine(objective, trainer=config.trainer, ranks=accelerator)
-    if checkpoint is not None:
-        engine.restore(checkpoint.tensors("optimizer"))
-    rows = build_rows(config, documents=documents, target=target, num_depths=num_depths)
-    return RunParts(
-        heads=heads,
-        engine=engine,
-        documents=documents,
-        rows=rows.train,
-        held_out_rows=rows.held_out,
-        unroll_spec=spec,
-        settings=settings,
-    )
-
-
 class RunInputs(NamedTuple):
     """The frozen target and the documents it is trained on."""
 
@@ -174,12 +154,7 @@ class RunInputs(NamedTuple):
 
 
 def load_inputs(config: TrainConfig) -> RunInputs:
-    """Load target and documents.
-
-    Raises:
-        ConfigError: settings that do not fit each other, the target or the data.
-        IntegrityError: a damaged file.
-    """
+    """Load target and documents."""
     model = config.model
     target = load_target(
         model.path,

@@ -1,14 +1,11 @@
-"""Curves of a run: `metrics.jsonl` always, Weights & Biases when asked for.
+"""What a run shows while it trains, and how it is asked to stop.
 
-Tracking never ends a run: a failing service costs one warning and its curves, the file goes on.
+    Tracker        `metrics.jsonl` always, Weights & Biases when asked for
+    ProgressView   a live line on a terminal, plain lines elsewhere, a table at the end
+    StopRequest    SIGTERM and SIGINT: the current step ends, state is saved, then the run stops
 
-Source: the project's reliability rules.
-
-What a person sees of a training run: a live line on a terminal, plain lines elsewhere, a table.
-
-Everything goes to stderr; stdout belongs to the result line of the entry.
-
-SIGTERM and SIGINT as a request: the current step ends, state is saved, then the run stops.
+Tracking never ends a run: a failing service costs one warning and its curves, and the file goes on.
+Progress goes to stderr; stdout belongs to the result line of the entry.
 """
 
 import json
@@ -17,10 +14,9 @@ import math
 import os
 import signal
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Literal, Protocol, TextIO, cast
+from types import FrameType
+from typing import Literal, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -34,6 +30,8 @@ from mtp_research.training.walk.replay import WalkReport
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+LINE_EVERY = 50  # steps between plain lines where there is no terminal
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Tracker:
@@ -41,7 +39,7 @@ class Tracker:
 
     Args:
         output_dir: folder of `metrics.jsonl`.
-        settings: which services.
+        settings: mode, project and tags of W&B.
         config: resolved configuration, for W&B; secrets are redacted here.
         first_step: steps already done when the run is resumed; later lines of an interrupted
             attempt are dropped, so that a step appears once.
@@ -57,80 +55,59 @@ class Tracker:
         first_step: int = 0,
         is_writer: bool = True,
     ) -> None:
-        """Open the file and the services that are asked for."""
         self._file: TextIO | None = None
-        self._services: list[Service] = []
+        self._wandb: WandbRun | None = None
         if not is_writer:
             return
         path = output_dir / METRICS_FILE
         _drop_after(path, step=first_step)
         self._file = path.open("a", encoding="utf8")
-        if settings.wandb != "disabled":
-            self._add("W&B", partial(WandbService, output_dir, settings=settings, config=config))
+        if settings.wandb == "disabled":
+            return
+        try:
+            self._wandb = WandbRun(output_dir, settings=settings, config=config)
+        # Whatever the service and its transport raise, the run is worth more than the curve.
+        except Exception as fault:
+            logger.warning("W&B is off (%s); curves go to %s only", fault, METRICS_FILE)
 
     def __enter__(self) -> "Tracker":
-        """The tracker itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close file and services."""
         if self._file is not None:
             self._file.close()
-        self._each(lambda service: service.close())
+        self._send(lambda run: run.close())
 
     def log(self, kind: str, *, step: int, values: Mapping[str, object]) -> None:
-        """Write one line `{"kind": ..., "step": ..., ...}`; services name a value `kind/name`."""
+        """Write one line `{"kind": ..., "step": ..., ...}`; W&B names a value `kind/name`."""
         if self._file is None:
             return
         self._file.write(json.dumps({"kind": kind, "step": step, **jsonable(values)}) + "\n")
         self._file.flush()
         flat = {f"{kind}/{name}": value for name, value in _flatten(values).items()}
-        self._each(lambda service: service.log(flat, step=step))
+        self._send(lambda run: run.log(flat, step=step))
 
     def result(self, *, step: int, values: Mapping[str, object], head: Path) -> None:
         """The figures of a finished run; W&B also gets a summary, a table and the head folder."""
         self.log("result", step=step, values=values)
-        if self._file is not None:
-            self._each(lambda service: service.result(values, head=head))
+        self._send(lambda run: run.result(values, head=head))
 
-    def _add(self, name: str, start: "Callable[[], Service]") -> None:
+    def _send(self, call: "Callable[[WandbRun], None]") -> None:
+        """Hand something to W&B, which is dropped when it fails."""
+        if self._wandb is None:
+            return
         try:
-            self._services.append(start())
-        except Exception as fault:  # see _each
-            logger.warning("%s is off (%s); curves go to %s only", name, fault, METRICS_FILE)
-
-    def _each(self, call: "Callable[[Service], None]") -> None:
-        """Hand something to every service; one that fails is dropped."""
-        for service in list(self._services):
-            try:
-                call(service)
-            # Whatever a service and its transport raise, the run is worth more than the curve.
-            except Exception as fault:
-                logger.warning("%s stopped (%s); curves go on in %s", service, fault, METRICS_FILE)
-                self._services.remove(service)
+            call(self._wandb)
+        except Exception as fault:  # as in __init__
+            logger.warning("W&B stopped (%s); curves go on in %s", fault, METRICS_FILE)
+            self._wandb = None
 
 
-class Service(Protocol):
-    """Somewhere else that curves go."""
-
-    def log(self, values: Mapping[str, object], *, step: int) -> None:
-        """Scalars of a step, by name."""
-
-    def result(self, values: Mapping[str, object], *, head: Path) -> None:
-        """Figures of the finished run, and the folder of its heads."""
-
-    def close(self) -> None:
-        """Nothing more will come."""
-
-
-class WandbService:
+class WandbRun:
     """Weights & Biases: curves over our own step, a summary, per-domain lengths, the heads.
 
-    Args:
-        output_dir: of the run; its name is the run's id, so that a resumed run goes on in the same
-            curves. Inside a sweep the agent names the run.
-        settings: mode, project, tags.
-        config: resolved configuration.
+    The folder's name is the id of the run, so that a resumed run goes on in the same curves; inside
+    a sweep the agent names it.
 
     Raises:
         RuntimeError: online without an API key.
@@ -139,7 +116,6 @@ class WandbService:
     def __init__(
         self, output_dir: Path, *, settings: LoggerConfig, config: Mapping[str, object]
     ) -> None:
-        """Start the run."""
         import wandb
 
         if settings.wandb == "online" and not wandb.login(prompt=False):
@@ -158,15 +134,12 @@ class WandbService:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def __str__(self) -> str:
-        return "W&B"
-
     def log(self, values: Mapping[str, object], *, step: int) -> None:
-        """See `Service.log`."""
+        """Scalars of a step, by name."""
         self._run.log({"step": step, **values})
 
     def result(self, values: Mapping[str, object], *, head: Path) -> None:
-        """See `Service.result`."""
+        """Figures of the finished run, and the folder of its heads."""
         self._run.summary.update(_flatten(values))
         lengths = values.get("length_by_domain")
         if isinstance(lengths, Mapping):
@@ -179,7 +152,7 @@ class WandbService:
         self._run.log_artifact(artifact)
 
     def close(self) -> None:
-        """See `Service.close`."""
+        """End the run."""
         self._run.finish()
 
 
@@ -215,17 +188,14 @@ def _drop_after(path: Path, *, step: int) -> None:
     """Keep the lines of steps <= `step`; a line cut off by a crash is dropped too."""
     if not path.is_file():
         return
-    kept = []
+    lines = []
     for line in path.read_text(encoding="utf8").splitlines():
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+                lines.append(line + "\n")
         except (ValueError, KeyError):
             continue
-    write_atomically(path, "".join(kept))
-
-
-LINE_EVERY = 50  # steps between plain lines where there is no terminal
+    write_atomically(path, "".join(lines))
 
 
 class ProgressView:
@@ -238,7 +208,6 @@ class ProgressView:
     """
 
     def __init__(self, *, num_steps: int, first_step: int, is_shown: bool) -> None:
-        """Nothing is shown before the context is entered."""
         self._console = Console(stderr=True, quiet=not is_shown)
         self._num_steps = num_steps
         self._progress = Progress(
@@ -256,17 +225,10 @@ class ProgressView:
         self._walk = ""
 
     def __enter__(self) -> "ProgressView":
-        """Start the live line."""
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        fault: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop the live line."""
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def note(self, text: str) -> None:
@@ -321,9 +283,6 @@ def _percent(values: list[float]) -> str:
     return "/".join(f"{value:.0%}" for value in values)
 
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
 class StopRequest:
     """Catches the signals inside a `with` block; a second one acts at once, as without us.
 
@@ -332,22 +291,14 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        """No request yet."""
         self.name: str | None = None
         self._previous: dict[int, signal.Handlers] = {}
 
     def __enter__(self) -> "StopRequest":
-        """Install the handlers."""
         self._previous = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        fault: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Put the previous handlers back."""
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from mtp_research.config.schema import TrainConfig
-from mtp_research.heads.weights import load_heads, read_head_record
+from mtp_research.heads.record import read_head_record
+from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
 from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted, NumericFault
 from mtp_research.training import loop

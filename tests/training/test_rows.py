@@ -8,7 +8,7 @@ import torch
 
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.training.losses.losses import depth_labels
-from mtp_research.training.losses.row_losses import loss_rows
+from mtp_research.training.losses.row_losses import label_positions
 from mtp_research.training.packed_rows import TrainingRows, row_indices
 from tests.tiny import tiny_target
 
@@ -84,7 +84,7 @@ def test_training_rows_batch_knows_how_many_labels_it_has():
         num_depths=3,
     )
     assert batch.num_labels == int((labels[0] >= 0).sum())
-    known, found = loss_rows(labels, num_positions=batch.num_labels), loss_rows(labels)
+    known, found = label_positions(labels, num_positions=batch.num_labels), label_positions(labels)
     assert all(torch.equal(a, b) for a, b in zip(known, found, strict=True))
 
 

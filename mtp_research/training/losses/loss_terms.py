@@ -1,16 +1,12 @@
-"""The weighted sum of loss terms, and the factor of each gradient in it.
+"""The weighted sum of loss terms, the factor of each gradient in it, and the weights of depths.
 
     loss = sum_d 1/n_d sum_t w_dt (c_ce ce + c_kl kl + c_tv tv + c_lk lk)
          + c_e2e / n sum_t (1 - E[L_t] / k),      E[L] = sum_j prod_{i<=j} (1 - tv_i)
 
 n_d counts the labels of depth d in the whole optimizer step, n the anchors with a label at every
-depth. A gradient in the draft's hidden states is linear in the factor of its row, so it is made
+depth. A gradient in the draft's hidden states is linear in the factor of its anchor, so it is made
 before the factors are known: w may depend on other depths of the anchor, E[L] always does. Terms
-whose mix is fixed within a row share one gradient.
-
-Letters: k depths, N anchors. Source: lk from LK losses (arXiv:2602.23881).
-
-How much each depth weighs in the loss.
+whose mix is fixed within an anchor share one gradient. The weights w_dt:
 
     decay            beta^(d-1)                                        one weight a depth
     uniform          1
@@ -23,7 +19,8 @@ one anchor, where it is the length's gradient in log c_d. They are held constant
 micro-batch, and scaled so that the weights of an anchor's depths sum to 1 on average.
 
 Letters: k depths, N anchors.
-Source: decay FastMTP (arXiv:2509.18362); dpace after D-PACE (arXiv:2605.18810).
+Source: lk from LK losses (arXiv:2602.23881); decay FastMTP (arXiv:2509.18362); dpace after D-PACE
+(arXiv:2605.18810).
 """
 
 from dataclasses import dataclass
@@ -41,88 +38,26 @@ from mtp_research.config.training_schema import (
 from mtp_research.kernels.losses.distill_rows import Mixture
 from mtp_research.runtime.errors import ConfigError
 
-
-def depth_weights(
-    kind: str, *, labelled: Tensor, confidence: Tensor, is_hit: Tensor, decay: float
-) -> Tensor:
-    """Weights of all anchors and depths, `[k, N]`.
-
-    Args:
-        kind: one of `config.DEPTH_WEIGHTS`.
-        labelled: `[k, N]` bool.
-        confidence: `[k, N]` draft probability of the label.
-        is_hit: `[k, N]` bool, the label is the draft's argmax.
-        decay: beta of `decay`.
-    """
-    if kind == "dpace":
-        return _confidence_weights(confidence, labelled=labelled)
-    num_depths = len(labelled)
-    if kind == "expected_length":
-        num_hits = (is_hit & labelled).sum(dim=1).to(confidence.dtype)
-        rates = num_hits / labelled.sum(dim=1).clamp(min=1)
-        raw = length_gradient(rates[:, None])[:, 0]
-    else:
-        beta = decay if kind == "decay" else 1.0
-        raw = confidence.new_tensor([beta**depth for depth in range(num_depths)])
-    return (raw / raw.sum())[:, None].expand(labelled.shape)
-
-
-def expected_length(acceptance: Tensor) -> Tensor:
-    """E[L] `[...]` of acceptance probabilities `[k, ...]`, the bonus token not counted."""
-    return acceptance.cumprod(dim=0).sum(dim=0)
-
-
-def length_gradient(acceptance: Tensor) -> Tensor:
-    """Gradient of `expected_length` in each probability, `[k, ...]`; free of divisions.
-
-    With P_d = prod_{i<d} a_i it is P_d R_d, where R_k = 1 and R_d = 1 + a_{d+1} R_{d+1}.
-    """
-    before = torch.ones_like(acceptance)
-    before[1:] = acceptance[:-1].cumprod(dim=0)
-    after = torch.ones_like(acceptance)
-    for depth in range(len(acceptance) - 2, -1, -1):
-        after[depth] = 1 + acceptance[depth + 1] * after[depth + 1]
-    return before * after
-
-
-def _confidence_weights(confidence: Tensor, *, labelled: Tensor) -> Tensor:
-    """Depths without a label are passed over: their token counts as kept, and adds no length."""
-    kept = torch.where(labelled, confidence, 1.0).cumprod(dim=0) * labelled
-    raw = kept.flip(0).cumsum(dim=0).flip(0) * labelled
-    num_anchors = labelled.any(dim=0).sum()
-    return raw * (num_anchors / raw.sum().clamp(min=torch.finfo(raw.dtype).tiny))
-
-
 _NEEDS_TEACHER = {"e2e_tv", "hidden", "kl", "lk", "tv"}
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """What is minimised; see `config.ObjectiveConfig` for the fields.
+    """What is minimised; see `config.ObjectiveConfig` for the fields."""
 
-    Attributes:
-        loss: a term of `config.LOSS_TERMS`, or a weighted sum such as `kl+0.1*hidden`.
-        depth_decay: beta in (0, 1] of `depth_weights=decay`.
-        depth_weights: one of `config.DEPTH_WEIGHTS`.
-        lk_eta: sharpness of lk.
-        lk_acceptance: `row` or `batch`: what lk takes for the acceptance.
-        chunk_rows: rows of logits held at a time; None: by memory.
-        fused_rows: cross-entropy alone visits each row of logits once, all depths in one list;
-            False takes the path of the other terms.
-        half_logits: that visit reads and writes float16 on a GPU, see `kernels.cross_entropy`.
-    """
-
-    loss: str = "ce"
-    depth_decay: float = 0.8
-    depth_weights: str = "decay"
-    lk_eta: float = 3.0
-    lk_acceptance: str = "row"
-    chunk_rows: int | None = None
+    loss: str = "ce"  # a term of `config.LOSS_TERMS`, or a weighted sum such as `kl+0.1*hidden`
+    depth_decay: float = 0.8  # beta in (0, 1] of `depth_weights=decay`
+    depth_weights: str = "decay"  # one of `config.DEPTH_WEIGHTS`
+    lk_eta: float = 3.0  # sharpness of lk
+    lk_acceptance: str = "row"  # `row` or `batch`: what lk takes for the acceptance
+    chunk_rows: int | None = None  # rows of logits held at a time; None: by memory
+    # cross-entropy alone visits each row of logits once, all depths in one list; False takes the
+    # path of the other terms
     fused_rows: bool = True
+    # that visit reads and writes float16 on a GPU, see `kernels.cross_entropy`
     half_logits: bool = False
 
     def __post_init__(self) -> None:
-        """Check the names."""
         if self.depth_weights not in DEPTH_WEIGHTS:
             raise ConfigError(
                 f"objective.depth_weights must be one of {list(DEPTH_WEIGHTS)}, "
@@ -182,17 +117,11 @@ class AnchorStats(NamedTuple):
 
 
 class CombinedLoss(NamedTuple):
-    """Loss and factors.
+    """Loss and factors."""
 
-    Attributes:
-        loss: scalar.
-        weights: `[k, N]` w_dt / n_d, 0 where there is no label.
-        factors: `[k, N]` for each of `LossSpec.mixtures`.
-    """
-
-    loss: Tensor
-    weights: Tensor
-    factors: list[Tensor]
+    loss: Tensor  # scalar
+    weights: Tensor  # `[k, N]` w_dt / n_d, 0 where there is no label
+    factors: list[Tensor]  # `[k, N]` for each of `LossSpec.mixtures`
 
 
 def combine_terms(
@@ -200,11 +129,8 @@ def combine_terms(
 ) -> CombinedLoss:
     """Loss of a micro-batch but for the term `hidden`.
 
-    Args:
-        stats: of every anchor and depth.
-        labelled: `[k, N]` bool.
-        num_step_labels: `[k + 1]` of `losses.label_counts` for the whole optimizer step.
-        spec: terms and weights.
+    `labelled` is `[k, N]` bool, `num_step_labels` `[k + 1]` of `losses.label_counts` for the whole
+    optimizer step.
     """
     terms, num_depths = spec.terms, len(labelled)
     weights = depth_weights(
@@ -236,6 +162,53 @@ def combine_terms(
     if spec.mixes_lk_late:
         factors.append(terms["lk"] * weights * towards_kl)
     return CombinedLoss(loss, weights, factors)
+
+
+def depth_weights(
+    kind: str, *, labelled: Tensor, confidence: Tensor, is_hit: Tensor, decay: float
+) -> Tensor:
+    """Weights of all anchors and depths, `[k, N]`.
+
+    `confidence` is the draft probability of the label, `is_hit` says whether it is the argmax; all
+    `[k, N]`. `decay` is beta.
+    """
+    if kind == "dpace":
+        return _confidence_weights(confidence, labelled=labelled)
+    num_depths = len(labelled)
+    if kind == "expected_length":
+        num_hits = (is_hit & labelled).sum(dim=1).to(confidence.dtype)
+        rates = num_hits / labelled.sum(dim=1).clamp(min=1)
+        raw = length_gradient(rates[:, None])[:, 0]
+    else:
+        beta = decay if kind == "decay" else 1.0
+        raw = confidence.new_tensor([beta**depth for depth in range(num_depths)])
+    return (raw / raw.sum())[:, None].expand(labelled.shape)
+
+
+def expected_length(acceptance: Tensor) -> Tensor:
+    """E[L] `[...]` of acceptance probabilities `[k, ...]`, the bonus token not counted."""
+    return acceptance.cumprod(dim=0).sum(dim=0)
+
+
+def length_gradient(acceptance: Tensor) -> Tensor:
+    """Gradient of `expected_length` in each probability, `[k, ...]`; free of divisions.
+
+    With P_d = prod_{i<d} a_i it is P_d R_d, where R_k = 1 and R_d = 1 + a_{d+1} R_{d+1}.
+    """
+    before = torch.ones_like(acceptance)
+    before[1:] = acceptance[:-1].cumprod(dim=0)
+    after = torch.ones_like(acceptance)
+    for depth in range(len(acceptance) - 2, -1, -1):
+        after[depth] = 1 + acceptance[depth + 1] * after[depth + 1]
+    return before * after
+
+
+def _confidence_weights(confidence: Tensor, *, labelled: Tensor) -> Tensor:
+    """Depths without a label are passed over: they count as accepted, and add no length."""
+    reached = torch.where(labelled, confidence, 1.0).cumprod(dim=0) * labelled
+    raw = reached.flip(0).cumsum(dim=0).flip(0) * labelled
+    num_anchors = labelled.any(dim=0).sum()
+    return raw * (num_anchors / raw.sum().clamp(min=torch.finfo(raw.dtype).tiny))
 
 
 def _towards_kl(tv: Tensor, *, labelled: Tensor, spec: LossSpec) -> Tensor:

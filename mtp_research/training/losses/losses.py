@@ -1,22 +1,17 @@
 """Multi-depth loss through the frozen lm_head, in row chunks, gradient made in the forward pass.
 
-    labels -> rows that have one -> `row_losses`: statistics and gradients -> `combine_terms`
+    unroll -> labels -> their positions -> `row_losses`: statistics and gradients -> `combine_terms`
 
 lm_head is frozen: a chunk's logits give the gradient of its rows at once and are then dropped, so
 memory is two chunks of `[C, V]`, whatever S and k are, and `[k, U, D]` of gradients.
 `num_step_labels` counts the labels of the whole optimizer step, over micro-batches and ranks, so
-the step does not depend on how its tokens were split. Terms and weights are defined in `loss_terms`
-and `depth_weights`, the terms of a row in `kernels.distill_rows`; `hidden` is the smooth-L1
-distance of the draft's hidden state from the target's at t + d, both after their norms, averaged
-over D.
+the step does not depend on how its tokens were split. Terms and weights are defined in
+`loss_terms`, the terms of a row in `kernels.distill_rows`; `hidden` is the smooth-L1 distance of
+the draft's hidden state from the target's at t + d, both after their norms, averaged over D.
 
-Letters: B batch rows, S row length, N = B S anchors, D hidden, V vocabulary, k depths, U rows with
-a label. Source: chunking as in fused linear cross-entropy (Liger); `hidden` EAGLE
+Letters: B batch rows, S row length, N = B S anchors, D hidden, V vocabulary, k depths, U positions
+with a label. Source: chunking as in fused linear cross-entropy (Liger); `hidden` EAGLE
 (arXiv:2401.15077).
-
-Unroll and loss of one micro-batch as one module, which is what data parallelism wraps.
-
-Letters: B batch rows, S row length, D hidden, k depths.
 """
 
 from collections.abc import Sequence
@@ -32,30 +27,74 @@ from mtp_research.kernels.losses.gather_rows import gather_rows
 from mtp_research.policy.plan import ModuleSchedule
 from mtp_research.training.losses.loss_terms import LossSpec, combine_terms
 from mtp_research.training.losses.row_losses import (
-    LossRows,
-    cross_entropy_rows_of,
-    distilled_rows_of,
-    loss_rows,
+    LabelPositions,
+    cross_entropy_losses,
+    distilled_losses,
+    label_positions,
 )
 from mtp_research.training.packed_rows import Batch, BatchHidden
 from mtp_research.training.unroll import DepthOutput, RowInputs, same_document, shift_left, unroll
 
 
-class DepthLoss(NamedTuple):
-    """Loss of one micro-batch.
+@dataclass(frozen=True)
+class UnrollSpec:
+    """How heads are run over a batch: depths, unroll (see `unroll.UNROLLS`) and module order."""
 
-    Attributes:
-        loss: scalar, float32 or wider, weighted and divided by the step's label counts.
-        num_labels: `[k]` int64, rows of this micro-batch that have a label.
-        num_correct: `[k]` int64, those whose argmax is the label.
-        sum_acceptance: `[k]` sum over those rows of the chance that a sampled draft is accepted; 0
-            when the loss does not look at the target.
+    num_depths: int
+    kind: str
+    schedule: ModuleSchedule = "cycle"
+
+
+class DepthLoss(NamedTuple):
+    """Loss of one micro-batch."""
+
+    loss: Tensor  # scalar, float32 or wider, weighted and divided by the step's label counts
+    num_labels: Tensor  # `[k]` int64, anchors of this micro-batch that have a label
+    num_correct: Tensor  # `[k]` int64, those whose argmax is the label
+    # `[k]` sum over those of the chance that a sampled draft is accepted; 0 when the loss does not
+    # look at the target
+    sum_acceptance: Tensor
+
+
+class HeadObjective(nn.Module):
+    """Loss of a micro-batch as one module, which is what data parallelism wraps.
+
+    Its parameters are those of the heads.
     """
 
-    loss: Tensor
-    num_labels: Tensor
-    num_correct: Tensor
-    sum_acceptance: Tensor
+    def __init__(self, heads: MTPHeads, *, unroll_spec: UnrollSpec, loss_spec: LossSpec) -> None:
+        super().__init__()
+        self.heads = heads
+        self.unroll_spec = unroll_spec
+        self.loss_spec = loss_spec
+
+    def forward(
+        self, batch: Batch, hidden: BatchHidden, labels: list[Tensor], num_step_labels: Tensor
+    ) -> DepthLoss:
+        """Unroll the heads; see `multi_depth_loss`."""
+        return multi_depth_loss(
+            run_heads(self.heads, batch, hidden=hidden, spec=self.unroll_spec),
+            labels=labels,
+            num_step_labels=num_step_labels,
+            lm_head=self.heads.target.lm_head_weight,
+            spec=self.loss_spec,
+            target_post_norm=hidden.post_norm,
+            num_positions=batch.num_labels,
+        )
+
+
+def run_heads(
+    heads: MTPHeads, batch: Batch, *, hidden: BatchHidden, spec: UnrollSpec
+) -> list[DepthOutput]:
+    """`unroll` of a batch."""
+    inputs = RowInputs(
+        input_ids=batch.input_ids,
+        hidden=hidden.source,
+        position_ids=batch.position_ids,
+        document_index=batch.document_index,
+        cu_seqlens=batch.cu_seqlens,
+    )
+    return unroll(heads, inputs, num_depths=spec.num_depths, kind=spec.kind, schedule=spec.schedule)
 
 
 def multi_depth_loss(
@@ -78,28 +117,30 @@ def multi_depth_loss(
         spec: terms and weights.
         target_post_norm: `[B, S, D]` target hidden states after the final norm; every term but `ce`
             needs them.
-        num_positions: labels at depth 1, if the host knows it; see `loss_rows`.
+        num_positions: labels at depth 1, if the host knows it; see `label_positions`.
 
     Raises:
         ValueError: a term needs the target's hidden states and there are none.
     """
-    rows = loss_rows(labels, num_positions=num_positions)
+    positions = label_positions(labels, num_positions=num_positions)
     teacher = None
     if spec.needs_teacher:
         if target_post_norm is None:
             raise ValueError(
                 f"objective.loss={spec.loss} needs the target's hidden states (target_post_norm=)"
             )
-        teacher = target_post_norm.flatten(0, 1)[rows.position]
+        teacher = target_post_norm.flatten(0, 1)[positions.position]
     loss, weights, num_correct, sum_acceptance = _DistillLoss.apply(
-        rows, teacher, lm_head, num_step_labels, spec, *(out.post_norm for out in outputs)
+        positions, teacher, lm_head, num_step_labels, spec, *(out.post_norm for out in outputs)
     )
     if spec.terms["hidden"]:
         assert teacher is not None, "hidden is a term that needs the target"
-        drafts = [rows.gather(out.post_norm, depth=d) for d, out in enumerate(outputs, start=1)]
-        distance = _hidden_distance(drafts, teacher, rows=rows, weights=weights)
+        drafts = [
+            positions.gather(out.post_norm, depth=d) for d, out in enumerate(outputs, start=1)
+        ]
+        distance = _hidden_distance(drafts, teacher, positions=positions, weights=weights)
         loss = loss + spec.terms["hidden"] * distance
-    return DepthLoss(loss, rows.labelled.sum(dim=1), num_correct, sum_acceptance)
+    return DepthLoss(loss, positions.labelled.sum(dim=1), num_correct, sum_acceptance)
 
 
 def depth_labels(
@@ -131,7 +172,7 @@ class _DistillLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
-        rows: LossRows,
+        positions: LabelPositions,
         teacher: Tensor | None,
         lm_head: Tensor,
         num_step_labels: Tensor,
@@ -141,22 +182,27 @@ class _DistillLoss(torch.autograd.Function):
         """Loss, row weights `[k, N]`, correct labels `[k]` and summed acceptance `[k]`."""
         wants_grad, scale = any(ctx.needs_input_grad), 1.0
         if spec.fused_rows and not spec.needs_teacher:
-            losses = cross_entropy_rows_of(
-                rows, outputs, lm_head=lm_head, spec=spec, wants_grad=wants_grad
+            losses = cross_entropy_losses(
+                positions, outputs, lm_head=lm_head, spec=spec, wants_grad=wants_grad
             )
             scale = spec.terms["ce"]
         else:
-            losses = distilled_rows_of(
-                rows, outputs, teacher=teacher, lm_head=lm_head, spec=spec, wants_grad=wants_grad
+            losses = distilled_losses(
+                positions,
+                outputs,
+                teacher=teacher,
+                lm_head=lm_head,
+                spec=spec,
+                wants_grad=wants_grad,
             )
         stats = losses.stats
         combined = combine_terms(
-            stats, labelled=rows.labelled, num_step_labels=num_step_labels, spec=spec
+            stats, labelled=positions.labelled, num_step_labels=num_step_labels, spec=spec
         )
         factors = [scale * factor for factor in combined.factors]
         ctx.parts = list(zip(losses.grads, factors, strict=False))  # none without grads
-        ctx.inverse, ctx.shape, ctx.dtype = rows.inverse, outputs[0].shape, outputs[0].dtype
-        acceptance = torch.where(rows.labelled, 1 - stats.tv, 0).sum(dim=1)
+        ctx.inverse, ctx.shape, ctx.dtype = positions.inverse, outputs[0].shape, outputs[0].dtype
+        acceptance = torch.where(positions.labelled, 1 - stats.tv, 0).sum(dim=1)
         if teacher is None:
             acceptance = torch.zeros_like(acceptance)
         found = (combined.weights, stats.is_hit.sum(dim=1), acceptance)
@@ -181,73 +227,13 @@ class _DistillLoss(torch.autograd.Function):
 
 
 def _hidden_distance(
-    drafts: Sequence[Tensor], teacher: Tensor, *, rows: LossRows, weights: Tensor
+    drafts: Sequence[Tensor], teacher: Tensor, *, positions: LabelPositions, weights: Tensor
 ) -> Tensor:
     """Weighted smooth-L1 distance of the drafts' hidden states from the target's, scalar."""
-    scales, total = rows.to_positions(weights), weights.new_zeros(())
+    scales, total = positions.to_positions(weights), weights.new_zeros(())
     wide = teacher.to(weights.dtype)
     for depth, draft in enumerate(drafts):
-        known = torch.where(rows.valid[depth, :, None], draft.to(wide.dtype), wide)
+        known = torch.where(positions.valid[depth, :, None], draft.to(wide.dtype), wide)
         distance = functional.smooth_l1_loss(known, wide, reduction="none").mean(dim=-1)
         total = total + (distance * scales[depth]).sum()
     return total
-
-
-@dataclass(frozen=True)
-class UnrollSpec:
-    """How heads are run over a batch: depths, unroll (see `unroll.UNROLLS`) and module order."""
-
-    num_depths: int
-    kind: str
-    schedule: ModuleSchedule = "cycle"
-
-
-def run_heads(
-    heads: MTPHeads, batch: Batch, *, hidden: BatchHidden, spec: UnrollSpec
-) -> list[DepthOutput]:
-    """`unroll` of a batch."""
-    inputs = RowInputs(
-        input_ids=batch.input_ids,
-        hidden=hidden.source,
-        position_ids=batch.position_ids,
-        document_index=batch.document_index,
-        cu_seqlens=batch.cu_seqlens,
-    )
-    return unroll(
-        heads,
-        inputs,
-        num_depths=spec.num_depths,
-        kind=spec.kind,
-        schedule=spec.schedule,
-    )
-
-
-class HeadObjective(nn.Module):
-    """Loss of a micro-batch; its parameters are those of the heads.
-
-    Args:
-        heads: the modules that are trained.
-        unroll_spec: how they are run.
-        loss_spec: what is minimised.
-    """
-
-    def __init__(self, heads: MTPHeads, *, unroll_spec: UnrollSpec, loss_spec: LossSpec) -> None:
-        """Keep the heads as a submodule."""
-        super().__init__()
-        self.heads = heads
-        self.unroll_spec = unroll_spec
-        self.loss_spec = loss_spec
-
-    def forward(
-        self, batch: Batch, hidden: BatchHidden, labels: list[Tensor], num_step_labels: Tensor
-    ) -> DepthLoss:
-        """See `losses.multi_depth_loss`."""
-        return multi_depth_loss(
-            run_heads(self.heads, batch, hidden=hidden, spec=self.unroll_spec),
-            labels=labels,
-            num_step_labels=num_step_labels,
-            lm_head=self.heads.target.lm_head_weight,
-            spec=self.loss_spec,
-            target_post_norm=hidden.post_norm,
-            num_positions=batch.num_labels,
-        )

@@ -1,11 +1,7 @@
-"""Statistics and gradients of every row that has a label: the two ways through lm_head.
+"""Statistics and gradients of every position that has a label: the two ways through lm_head.
 
 `ce` alone needs one visit of each row of logits; terms that look at the target need its logits
-beside every depth's. Between `loss_rows` and `loss_terms` in the flow of `losses`.
-
-Letters: B batch rows, S row length, D hidden, V vocabulary, k depths, U positions with a label.
-
-Which rows of a micro-batch have labels, seen from the anchors and from the positions.
+beside every depth's.
 
 Anchor t and depth d meet at position u = t + d: the draft there is compared with the target's
 distribution at u, and its label is x_{u+1}, whatever d is. The products with lm_head run over the
@@ -14,7 +10,7 @@ positions that some depth needs; depth weights and acceptance lengths are functi
     anchors    [k, N], N = B * S, column t
     positions  [k, U], only those u with a label at some depth; row d belongs to t = u - d
 
-Letters: B batch rows, S row length, N = B S, U positions, k depths.
+Letters: B batch rows, S row length, D hidden, V vocabulary, k depths.
 """
 
 from collections.abc import Sequence
@@ -29,22 +25,14 @@ from mtp_research.kernels.losses.gather_rows import gather_rows
 from mtp_research.training.losses.loss_terms import AnchorStats, LossSpec
 
 
-class LossRows(NamedTuple):
-    """Index tensors between the two layouts.
+class LabelPositions(NamedTuple):
+    """Index tensors between the two layouts."""
 
-    Attributes:
-        labelled: `[k, N]` bool, depth d of anchor t has a label.
-        position: `[U]` int64, rising, into the flattened batch.
-        label: `[U]` int64.
-        valid: `[k, U]` bool, the depth has a label at that position.
-        anchor: `[k, U]` int64, t = u - d; N where not valid.
-    """
-
-    labelled: Tensor
-    position: Tensor
-    label: Tensor
-    valid: Tensor
-    anchor: Tensor
+    labelled: Tensor  # `[k, N]` bool, depth d of anchor t has a label
+    position: Tensor  # `[U]` int64, rising, into the flattened batch
+    label: Tensor  # `[U]` int64
+    valid: Tensor  # `[k, U]` bool, the depth has a label at that position
+    anchor: Tensor  # `[k, U]` int64, t = u - d; N where not valid
 
     @property
     def index(self) -> Tensor:
@@ -56,8 +44,8 @@ class LossRows(NamedTuple):
         """`[k, N]` int64, the position row of each anchor, -1 where it has no label."""
         num_depths, num_anchors = self.labelled.shape
         found = self.anchor.new_full((num_depths, num_anchors + 1), -1)
-        rows = torch.arange(len(self.position), device=found.device)
-        found.scatter_(1, self.anchor, rows.expand_as(self.anchor))
+        index = torch.arange(len(self.position), device=found.device)
+        found.scatter_(1, self.anchor, index.expand_as(self.anchor))
         return found[:, :-1].contiguous()
 
     def to_anchors(self, values: Tensor) -> Tensor:
@@ -77,8 +65,10 @@ class LossRows(NamedTuple):
         return values.flatten(0, 1).index_select(0, self.anchor[depth - 1].clamp(max=last))
 
 
-def loss_rows(labels: Sequence[Tensor], *, num_positions: int | None = None) -> LossRows:
-    """Rows of `depth_labels`.
+def label_positions(
+    labels: Sequence[Tensor], *, num_positions: int | None = None
+) -> LabelPositions:
+    """Positions of `depth_labels`.
 
     Args:
         labels: k times `[B, S]` int64, label of each anchor, -1 where there is none.
@@ -98,7 +88,7 @@ def loss_rows(labels: Sequence[Tensor], *, num_positions: int | None = None) -> 
         position = torch.nonzero_static(label >= 0, size=num_positions)[:, 0]
     valid = by_position[:, position] >= 0
     depths = torch.arange(1, num_depths + 1, device=position.device)[:, None]
-    return LossRows(
+    return LabelPositions(
         labelled=by_anchor.flatten(1) >= 0,
         position=position,
         label=label[position],
@@ -108,63 +98,56 @@ def loss_rows(labels: Sequence[Tensor], *, num_positions: int | None = None) -> 
 
 
 class RowLosses(NamedTuple):
-    """What is known of each depth's rows.
+    """What is known of each depth."""
 
-    Attributes:
-        stats: of every anchor.
-        grads: `[U, D]` of each depth, for each of `LossSpec.mixtures`, before their factors; of
-            `cross_entropy_rows_of` those of the plain cross-entropy.
-    """
-
-    stats: AnchorStats
+    stats: AnchorStats  # of every anchor
+    # `[U, D]` of each depth, for each of `LossSpec.mixtures`, before their factors; of
+    # `cross_entropy_losses` those of the plain cross-entropy
     grads: list[list[Tensor]]
 
 
-def cross_entropy_rows_of(
-    rows: LossRows,
+def cross_entropy_losses(
+    positions: LabelPositions,
     outputs: Sequence[Tensor],
     *,
     lm_head: Tensor,
     spec: LossSpec,
     wants_grad: bool,
 ) -> RowLosses:
-    """Rows of all depths as one list, each visited once.
+    """Positions of all depths as one list, each visited once.
 
     Args:
-        rows: which rows have labels.
+        positions: those with labels.
         outputs: k times `[B, S, D]`.
         lm_head: `[V, D]`.
         spec: without a term that needs the teacher.
         wants_grad: whether gradients are made.
     """
-    num_depths, num_rows = rows.valid.shape
+    num_depths, num_rows = positions.valid.shape
     is_half = spec.half_logits and lm_head.is_cuda and lm_head.dtype.itemsize == 2
     drafts = outputs[0].new_empty(
-        num_depths,
-        num_rows,
-        outputs[0].shape[-1],
-        dtype=torch.float16 if is_half else None,
+        num_depths, num_rows, outputs[0].shape[-1], dtype=torch.float16 if is_half else None
     )
-    for draft, output, index in zip(drafts, outputs, rows.index, strict=True):
+    for draft, output, index in zip(drafts, outputs, positions.index, strict=True):
         gather_rows(output.flatten(0, 1), index=index, out=draft)
     result = cross_entropy(
         drafts.flatten(0, 1),
-        labels=rows.label.repeat(num_depths),
-        valid=rows.valid.flatten(),
+        labels=positions.label.repeat(num_depths),
+        valid=positions.valid.flatten(),
         lm_head=lm_head,
         weight=1.0 if wants_grad else None,  # a small one would underflow in float16
         half_logits=is_half,
         chunk_rows=spec.chunk_rows,
     )
-    nll = rows.to_anchors(result.nll.view(num_depths, num_rows))
-    hits = rows.to_anchors(result.is_hit.view(num_depths, num_rows))
+    nll = positions.to_anchors(result.nll.view(num_depths, num_rows))
+    hits = positions.to_anchors(result.is_hit.view(num_depths, num_rows))
     nothing = torch.zeros_like(nll)
     grads = [] if result.grads is None else [list(result.grads.view_as(drafts))]
     return RowLosses(AnchorStats(nll, nothing, nothing, hits), grads)
 
 
-def distilled_rows_of(
-    rows: LossRows,
+def distilled_losses(
+    positions: LabelPositions,
     outputs: Sequence[Tensor],
     *,
     teacher: Tensor | None,
@@ -172,21 +155,18 @@ def distilled_rows_of(
     spec: LossSpec,
     wants_grad: bool,
 ) -> RowLosses:
-    """Rows of all depths at a position beside the teacher's.
+    """All depths of a position beside the teacher's.
 
-    Args:
-        rows: which rows have labels.
-        outputs: k times `[B, S, D]`.
-        teacher: `[U, D]`; None when no term needs it.
-        lm_head: `[V, D]`.
-        spec: the terms.
-        wants_grad: whether gradients are made.
+    As `cross_entropy_losses`, with the target's hidden states `teacher`, `[U, D]`; None when no
+    term needs them.
     """
-    drafts = [rows.gather(output, depth=depth) for depth, output in enumerate(outputs, start=1)]
+    drafts = [
+        positions.gather(output, depth=depth) for depth, output in enumerate(outputs, start=1)
+    ]
     result = distill(
         drafts,
-        labels=rows.label,
-        valid=rows.valid,
+        labels=positions.label,
+        valid=positions.valid,
         lm_head=lm_head,
         teacher=teacher,
         mixtures=spec.mixtures() if wants_grad else (),
@@ -194,6 +174,6 @@ def distilled_rows_of(
         chunk_rows=spec.chunk_rows,
     )
     stats = AnchorStats(
-        *(rows.to_anchors(x) for x in (result.nll, result.kl, result.tv, result.is_hit))
+        *(positions.to_anchors(x) for x in (result.nll, result.kl, result.tv, result.is_hit))
     )
     return RowLosses(stats, result.grads)

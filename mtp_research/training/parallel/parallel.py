@@ -1,14 +1,13 @@
 """How weights, gradients and moments are spread over ranks: one interface, three ways.
 
-    ddp            everything on every rank, gradients averaged          replicated.py
+    ddp            everything on every rank, gradients summed by torch   here
     fsdp2          shards of all three, gathered module by module        sharded.py
     zero1..zero3   DeepSpeed: shards of moments, + gradients, + weights  zero.py
 
 Whatever the way, masters and moments are fp32, a checkpoint holds whole tensors by name, and the
 frozen target is not wrapped: `trainer.shard_target` spreads its layers separately.
-
-`trainer.parallel=ddp`: everything on every rank, gradients summed by torch's own DDP.
 """
+# ruff: noqa: D102 - the methods of engines are documented in `Engine`
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -27,19 +26,12 @@ from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.rewrites.products import merge_projections
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError
-from mtp_research.training.checkpoint import MOMENTS, check_optimizer_tensors, moment_tensors
 from mtp_research.training.losses.losses import HeadObjective
-from mtp_research.training.optim import MasterWeights
-
-NamedTensors = dict[str, Tensor]
+from mtp_research.training.optim import MasterWeights, NamedTensors, trained_parameters
 
 
 class Engine(Protocol):
-    """Forward, backward and update of a run.
-
-    Attributes:
-        objective: the wrapped `HeadObjective`; call it like the plain one.
-    """
+    """Forward, backward and update; `objective` is the wrapped `HeadObjective`, called alike."""
 
     objective: nn.Module
 
@@ -76,12 +68,7 @@ class Engine(Protocol):
 
 
 def make_engine(objective: HeadObjective, *, trainer: TrainerConfig, ranks: Accelerator) -> Engine:
-    """The engine of `trainer.parallel`, over the parameters that require gradients.
-
-    Raises:
-        ConfigError: a mode that needs several ranks with one.
-        EnvironmentFault: DeepSpeed is not installed or cannot start.
-    """
+    """The engine of `trainer.parallel`, over the parameters that require gradients."""
     prepare_modules(objective.heads, trainer=trainer)
     if trainer.parallel == "ddp":
         return ReplicatedEngine(objective, trainer=trainer, ranks=ranks)
@@ -142,24 +129,17 @@ def _recompute(part: nn.Module) -> None:
 
 
 class ReplicatedEngine:
-    """See `parallel.Engine`; one rank runs unwrapped.
-
-    Args:
-        objective: holds the heads.
-        trainer: optimizer settings.
-        ranks: processes and device.
-    """
+    """`ddp`: torch's own wrapper over fp32 masters; one rank runs unwrapped."""
 
     def __init__(
         self, objective: HeadObjective, *, trainer: TrainerConfig, ranks: Accelerator
     ) -> None:
-        """Wrap the objective and copy the trained parameters to fp32 masters."""
         self._heads = objective.heads
         self._ranks = ranks
-        named = [(name, p) for name, p in self._heads.named_parameters() if p.requires_grad]
-        self._names = [name for name, _ in named]
+        trained = trained_parameters(self._heads)
+        self._names = list(trained)
         self._optimizer = MasterWeights(
-            [parameter for _, parameter in named],
+            trained.values(),
             learning_rate=trainer.learning_rate,
             betas=(trainer.betas[0], trainer.betas[1]),
             weight_decay=trainer.weight_decay,
@@ -169,7 +149,6 @@ class ReplicatedEngine:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """See `Engine.micro_batch`."""
         if is_last:
             yield
             return
@@ -177,36 +156,17 @@ class ReplicatedEngine:
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """See `Engine.backward`; ranks average their gradients, which are to be summed."""
+        # Ranks average their gradients, which are to be summed.
         (loss * self._ranks.num_processes).backward()
 
     def step(self, *, learning_rate: float) -> Tensor:
-        """See `Engine.step`."""
         return self._optimizer.step(learning_rate=learning_rate)
 
-    def head_tensors(self) -> dict[str, Tensor]:
-        """See `Engine.head_tensors`."""
+    def head_tensors(self) -> NamedTensors:
         return self._heads.state_dict()
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """See `Engine.optimizer_tensors`."""
-        optimizer = self._optimizer
-        tensors: dict[str, Tensor] = {}
-        for name, master in zip(self._names, optimizer.masters, strict=True):
-            tensors |= moment_tensors(
-                name, master=master, moments=optimizer.optimizer.state[master]
-            )
-        return tensors
+    def optimizer_tensors(self) -> NamedTensors:
+        return self._optimizer.tensors(self._names)
 
     def restore(self, optimizer: Mapping[str, Tensor]) -> None:
-        """See `Engine.restore`."""
-        masters = self._optimizer.masters
-        shapes = {n: m.shape for n, m in zip(self._names, masters, strict=True)}
-        check_optimizer_tensors(optimizer, shapes=shapes)
-        for name, master in zip(self._names, masters, strict=True):
-            master.copy_(optimizer[f"master.{name}"])
-            self._optimizer.optimizer.state[master] = {
-                moment: optimizer[f"{moment}.{name}"].to(master.device) for moment in MOMENTS
-            }
-        for parameter, master in zip(self._optimizer.parameters, masters, strict=True):
-            parameter.data.copy_(master)
+        self._optimizer.restore(optimizer, names=self._names)

@@ -2,10 +2,11 @@
 
 torch's `fully_shard` gathers a module's weights just before it runs and scatters its gradients
 after its backward. The shards are fp32 and are themselves the masters; modules compute in the
-target's dtype. Letters: P ranks.
+target's dtype.
 
 Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.fully_shard.
 """
+# ruff: noqa: D102 - the methods of engines are documented in `Engine`
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,18 +22,20 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mtp_research.config.training_schema import TrainerConfig
 from mtp_research.runtime.errors import ConfigError
-from mtp_research.training.checkpoint import MOMENTS, check_optimizer_tensors, moment_tensors
 from mtp_research.training.losses.losses import HeadObjective
-from mtp_research.training.optim import guarded_update, make_adamw
+from mtp_research.training.optim import (
+    MOMENTS,
+    NamedTensors,
+    check_optimizer_tensors,
+    guarded_update,
+    make_adamw,
+    moment_tensors,
+    trained_parameters,
+)
 
 
 class ShardedEngine:
-    """See `parallel.Engine`.
-
-    Args:
-        objective: holds the heads, whose modules are sharded in place.
-        trainer: optimizer settings.
-        ranks: processes and device.
+    """An `Engine` that shards the modules of `objective.heads` in place.
 
     Raises:
         ConfigError: one process only.
@@ -41,7 +44,6 @@ class ShardedEngine:
     def __init__(
         self, objective: HeadObjective, *, trainer: TrainerConfig, ranks: Accelerator
     ) -> None:
-        """Shard the modules and set up AdamW on this rank's shards."""
         if ranks.num_processes < 2:
             raise ConfigError(
                 "trainer.parallel=fsdp2 needs at least 2 ranks, got 1; start it with `torchrun "
@@ -60,9 +62,9 @@ class ShardedEngine:
             parameter.data = parameter.data.float()
         for module in self._heads.mtp_modules:
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        named = [(name, p) for name, p in self._heads.named_parameters() if p.requires_grad]
-        self._names = [name for name, _ in named]
-        self._parameters = [cast(DTensor, parameter) for _, parameter in named]
+        trained = trained_parameters(self._heads)
+        self._names = list(trained)
+        self._parameters = [cast(DTensor, parameter) for parameter in trained.values()]
         self._masters = [parameter.to_local().detach() for parameter in self._parameters]
         self._optimizer = make_adamw(
             self._masters,
@@ -73,16 +75,15 @@ class ShardedEngine:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """See `Engine.micro_batch`; gradients are scattered each time, which holds less memory."""
+        # Gradients are scattered each time, which holds less memory.
         yield
 
     def backward(self, loss: Tensor) -> None:
-        """See `Engine.backward`; ranks average their gradients, which are to be summed."""
+        # Ranks average their gradients, which are to be summed.
         (loss * dist.get_world_size()).backward()
 
     @torch.no_grad()
     def step(self, *, learning_rate: float) -> Tensor:
-        """See `Engine.step`."""
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             assert parameter.grad is not None, "a trained parameter took no part in the loss"
             master.grad = cast(DTensor, parameter.grad).to_local()
@@ -100,44 +101,40 @@ class ShardedEngine:
             parameter.grad = master.grad = None
         return grad_norm
 
-    def head_tensors(self) -> dict[str, Tensor]:
-        """See `Engine.head_tensors`; buffers keep their dtype."""
+    def head_tensors(self) -> NamedTensors:
+        # Buffers keep their dtype.
         dtype = self._heads.target.dtype
         tensors = {name: _whole(tensor) for name, tensor in self._heads.state_dict().items()}
         for name, _ in self._heads.named_parameters():
             tensors[name] = tensors[name].to(dtype)
         return tensors
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """See `Engine.optimizer_tensors`."""
-        tensors: dict[str, Tensor] = {}
-        for name, parameter, master in zip(
-            self._names, self._parameters, self._masters, strict=True
-        ):
-            state = self._optimizer.state[master]
+    def optimizer_tensors(self) -> NamedTensors:
+        tensors: NamedTensors = {}
+        for name, parameter, master in self._trained():
             moments = {
-                moment: _whole(_like(parameter, state[moment]))
-                if state[moment].ndim
-                else state[moment]
+                moment: _whole(_like(parameter, state)) if state.ndim else state
                 for moment in MOMENTS
+                for state in [self._optimizer.state[master][moment]]
             }
             tensors |= moment_tensors(name, master=_whole(parameter).detach(), moments=moments)
         return tensors
 
     @torch.no_grad()
     def restore(self, optimizer: Mapping[str, Tensor]) -> None:
-        """See `Engine.restore`."""
         shapes = {n: p.shape for n, p in zip(self._names, self._parameters, strict=True)}
         check_optimizer_tensors(optimizer, shapes=shapes)
-        for name, parameter, master in zip(
-            self._names, self._parameters, self._masters, strict=True
-        ):
+        for name, parameter, master in self._trained():
             master.copy_(_shard(parameter, optimizer[f"master.{name}"].to(master.device)))
             state: dict[str, Tensor] = {}
             for moment in MOMENTS:
                 saved = optimizer[f"{moment}.{name}"].to(master.device)
                 state[moment] = _shard(parameter, saved).clone() if saved.ndim else saved
             self._optimizer.state[master] = state
+
+    def _trained(self) -> Iterator[tuple[str, DTensor, Tensor]]:
+        """Name, sharded parameter and this rank's part of each."""
+        return zip(self._names, self._parameters, self._masters, strict=True)
 
 
 def _whole(tensor: Tensor) -> Tensor:

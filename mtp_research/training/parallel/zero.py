@@ -6,6 +6,7 @@ may go on under another `trainer.parallel` (`trainer.allow_drift`).
 
 Source: Rajbhandari et al. 2020, "ZeRO"; deepspeed.utils.safe_get_full_fp32_param and its kin.
 """
+# ruff: noqa: D102 - the methods of engines are documented in `Engine`
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +18,14 @@ from torch import Tensor, nn
 
 from mtp_research.config.training_schema import TrainerConfig
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
-from mtp_research.training.checkpoint import check_optimizer_tensors, moment_tensors
 from mtp_research.training.losses.losses import HeadObjective
-from mtp_research.training.optim import make_adamw
+from mtp_research.training.optim import (
+    NamedTensors,
+    check_optimizer_tensors,
+    make_adamw,
+    moment_tensors,
+    trained_parameters,
+)
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -29,12 +35,7 @@ _SHARDED_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroEngine:
-    """See `parallel.Engine`.
-
-    Args:
-        objective: holds the heads; with stage 3 their parameters are sharded in place.
-        trainer: optimizer settings and stage.
-        ranks: processes and device.
+    """An `Engine` over DeepSpeed's; stage 3 shards the parameters of `objective.heads` in place.
 
     Raises:
         ConfigError: one process only.
@@ -44,7 +45,6 @@ class ZeroEngine:
     def __init__(
         self, objective: HeadObjective, *, trainer: TrainerConfig, ranks: Accelerator
     ) -> None:
-        """Hand the objective and AdamW to DeepSpeed."""
         if ranks.num_processes < 2:
             raise ConfigError(
                 f"trainer.parallel={trainer.parallel} needs at least 2 ranks, got 1; start it with "
@@ -54,49 +54,45 @@ class ZeroEngine:
         self._num_micro = trainer.gradient_accumulation_steps
         self._stage = int(trainer.parallel[-1])
         self._ranks = ranks
-        named = [(name, p) for name, p in self._heads.named_parameters() if p.requires_grad]
-        self._named = dict(named)
-        self._shapes = {name: parameter.shape for name, parameter in named}
-        kept = {name: buffer.clone() for name, buffer in self._heads.named_buffers()}
+        self._named = trained_parameters(self._heads)
+        self._shapes = {name: parameter.shape for name, parameter in self._named.items()}
+        buffers = {name: buffer.clone() for name, buffer in self._heads.named_buffers()}
         self._engine = self._start(objective, trainer=trainer)
         for name, buffer in self._heads.named_buffers():
-            buffer.data = kept[name]  # DeepSpeed casts them with the weights
+            buffer.data = buffers[name]  # DeepSpeed casts them with the weights
         self._zero = cast("ZeROOptimizer", self._engine.optimizer)
         self.objective: nn.Module = self._engine
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """See `Engine.micro_batch`."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         yield
 
     def backward(self, loss: Tensor) -> None:
-        """See `Engine.backward`; DeepSpeed averages over ranks and micro-batches."""
+        # DeepSpeed averages over ranks and micro-batches.
         self._engine.backward(loss * self._ranks.num_processes * self._num_micro)
 
     def step(self, *, learning_rate: float) -> Tensor:
-        """See `Engine.step`; DeepSpeed reads the norm on the host, so this waits for the device."""
+        # DeepSpeed reads the norm on the host, so this waits for the device.
         for group in self._zero.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
         return torch.as_tensor(norm, dtype=torch.float32, device=self._ranks.device)
 
-    def head_tensors(self) -> dict[str, Tensor]:
-        """See `Engine.head_tensors`."""
+    def head_tensors(self) -> NamedTensors:
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
         parameters = list(self._heads.parameters()) if self._stage == 3 else []
         with GatheredParameters(parameters, enabled=self._stage == 3):
             return {name: t.detach().clone() for name, t in self._heads.state_dict().items()}
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """See `Engine.optimizer_tensors`."""
+    def optimizer_tensors(self) -> NamedTensors:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         self._link_moments()
-        num_steps = self._optimizer_state()[0]["step"]
-        tensors: dict[str, Tensor] = {}
+        num_steps = next(iter(self._zero.optimizer.state.values()))["step"]
+        tensors: NamedTensors = {}
         for name, parameter in self._named.items():
             moments = {
                 moment: cast(Tensor, safe_get_full_optimizer_state(parameter, moment))
@@ -110,7 +106,6 @@ class ZeroEngine:
         return tensors
 
     def restore(self, optimizer: Mapping[str, Tensor]) -> None:
-        """See `Engine.restore`."""
         check_optimizer_tensors(optimizer, shapes=self._shapes)
         num_steps = next(t for name, t in optimizer.items() if name.startswith("step."))
         for master in self._flat_masters():
@@ -139,9 +134,6 @@ class ZeroEngine:
         if self._stage == 3:
             return self._zero.fp32_partitioned_groups_flat
         return self._zero.single_partition_of_fp32_groups
-
-    def _optimizer_state(self) -> list[dict[str, Tensor]]:
-        return list(self._zero.optimizer.state.values())
 
     def _set(self, parameter: nn.Parameter, whole: Tensor, *, moment: str | None) -> None:
         """Put this rank's part of a whole master or moment in place."""

@@ -36,19 +36,12 @@ class AnchorRange(NamedTuple):
 
 
 class WalkResult(NamedTuple):
-    """Rounds of a greedy loop.
+    """Rounds of a greedy loop."""
 
-    Attributes:
-        num_rounds: verify rounds with k known tokens.
-        num_accepted: accepted drafts over those rounds, bonus not counted.
-        accepted_per_round: 0..k for each round, in order.
-        acceptance_length: 1 + num_accepted / num_rounds; nan without rounds.
-    """
-
-    num_rounds: int
-    num_accepted: int
-    accepted_per_round: tuple[int, ...]
-    acceptance_length: float
+    num_rounds: int  # verify rounds with k known tokens
+    num_accepted: int  # accepted drafts over those rounds, bonus not counted
+    accepted_per_round: tuple[int, ...]  # 0..k for each round, in order
+    acceptance_length: float  # 1 + num_accepted / num_rounds; nan without rounds
 
 
 class ExpectedWalk(NamedTuple):
@@ -60,15 +53,10 @@ class ExpectedWalk(NamedTuple):
 
 
 class Proxies(NamedTuple):
-    """What others log; both assume that rounds start uniformly over positions, which they do not.
+    """What others log; both assume rounds that start uniformly over positions, and they do not."""
 
-    Attributes:
-        product_of_marginals: 1 + sum_d prod_{j<=d} mean_t hits[t, j-1].
-        uniform_joint_prefix: 1 + mean_t L[t].
-    """
-
-    product_of_marginals: float
-    uniform_joint_prefix: float
+    product_of_marginals: float  # 1 + sum_d prod_{j<=d} mean_t hits[t, j-1]
+    uniform_joint_prefix: float  # 1 + mean_t L[t]
 
 
 def replay_walk(hits: BoolArray, *, start: int, stop: int) -> WalkResult:
@@ -96,12 +84,10 @@ def replay_dp(accept: BoolArray, *, start: int, stop: int) -> ExpectedWalk:
     """Expected walk of rejection sampling, exact, by dynamic programming over the round starts.
 
     f(t), the chance that a round starts at t, follows f(t + l + 1) += f(t) (S_l - S_{l+1}) with
-    S_l the probability that at least l drafts are kept.
+    S_l the probability that at least l drafts are accepted.
 
-    Args:
-        accept: `[T, k]` float in [0, 1], min(1, q(x) / p(x)) of the emitted token x = x_{t+d+1}.
-        start: first anchor, P - 1.
-        stop: end of the anchors whose k tokens are known, T - k - 1.
+    `accept`, `[T, k]` float in [0, 1], is min(1, q(x) / p(x)) of the emitted token x = x_{t+d+1};
+    anchors [start, stop) as in `replay_walk`.
     """
     accept = np.asarray(accept, dtype=np.float64)
     num_depths = accept.shape[1]
@@ -111,8 +97,8 @@ def replay_dp(accept: BoolArray, *, start: int, stop: int) -> ExpectedWalk:
     starts = np.zeros(max(stop, start) + num_depths + 2)
     starts[start] = 1.0
     for anchor in range(start, stop):
-        kept = survival[anchor, :-1] - survival[anchor, 1:]  # [k + 1], exactly l drafts kept
-        starts[anchor + 1 : anchor + num_depths + 2] += starts[anchor] * kept
+        exactly = survival[anchor, :-1] - survival[anchor, 1:]  # [k + 1], l drafts accepted
+        starts[anchor + 1 : anchor + num_depths + 2] += starts[anchor] * exactly
     counted = starts[start:stop]
     num_rounds = float(counted.sum())
     num_accepted = float(counted @ survival[start:stop, 1:-1].sum(axis=1))
@@ -165,13 +151,7 @@ def bootstrap_error(
 ) -> float:
     """Standard error of `pooled_length` when documents are drawn again with replacement.
 
-    Args:
-        num_accepted: accepted drafts of each document.
-        num_rounds: rounds of each document.
-        seed: of the draws.
-
-    Returns:
-        The standard error; nan with fewer than two documents that have rounds.
+    nan with fewer than two documents that have rounds.
     """
     accepted, rounds = np.asarray(num_accepted, dtype=float), np.asarray(num_rounds, dtype=float)
     accepted, rounds = accepted[rounds > 0], rounds[rounds > 0]

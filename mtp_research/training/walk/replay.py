@@ -1,12 +1,10 @@
 """Held-out measurement: what every anchor drafts, and the replays over it, per domain too.
 
-Sits between the training loop, which asks for a report, and `acceptance`, which defines the walk of
-a greedy loop and the expectation of a sampled one. The text should be the target's own, greedy for
-the first and sampled at temperature 1 for the second.
+Sits between the training loop, which asks for a report and keeps the best, and `acceptance`, which
+defines the walk of a greedy loop and the expectation of a sampled one. The text should be the
+target's own, greedy for the first and sampled at temperature 1 for the second.
 
 Letters: T tokens of a document, k depths, B batch rows, S row length.
-
-The held-out walk of a run, its documents shared over ranks.
 """
 
 import dataclasses
@@ -25,7 +23,7 @@ from mtp_research.data.packing import EncodedDocument
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.kernels.losses.distill import distill
 from mtp_research.training.losses.losses import UnrollSpec, depth_labels, run_heads
-from mtp_research.training.losses.row_losses import loss_rows
+from mtp_research.training.losses.row_losses import label_positions
 from mtp_research.training.packed_rows import TrainingRows
 from mtp_research.training.setup import RunParts
 from mtp_research.training.unroll import MEASURED_UNROLL
@@ -40,52 +38,103 @@ from mtp_research.training.walk.acceptance import (
 )
 
 
+@dataclass(frozen=True)
+class WalkReport:
+    """Acceptance on held-out documents."""
+
+    acceptance_length: float  # micro, 1 + accepted / rounds of the replay walk
+    standard_error: float  # bootstrap over documents
+    num_documents: int  # documents with at least one round
+    num_rounds: int  # rounds of the walk
+    accuracy_per_depth: tuple[float, ...]  # `[k]` hits / anchors, the marginal figure
+    # `[k]` hits / anchors whose earlier depths all hit
+    conditional_accuracy_per_depth: tuple[float, ...]
+    # `[k]` share of rounds that accept at least i drafts
+    acceptance_rate_per_position: tuple[float, ...]
+    product_of_marginals: float  # what others log; assumes uniform round starts
+    uniform_joint_prefix: float  # what others log; assumes uniform round starts
+    # micro, of rejection sampling at temperature 1, in expectation
+    sampled_acceptance_length: float
+    sampled_standard_error: float  # bootstrap over documents
+    length_by_domain: dict[str, float]  # acceptance length of each domain
+    sampled_length_by_domain: dict[str, float]  # the same of rejection sampling
+
+
 class AnchorDrafts(NamedTuple):
-    """What the drafts of a document's anchors are worth, each `[T, k]`.
+    """What the drafts of a document's anchors are worth, each `[T, k]`."""
 
-    Attributes:
-        is_hit: bool, the greedy draft is the text's token x_{t+d+1}.
-        acceptance: float32, min(1, q / p) of that token: the chance that a sampled draft was kept,
-            given that the text went on with it.
-    """
-
-    is_hit: np.ndarray
+    is_hit: np.ndarray  # bool, the greedy draft is the text's token x_{t+d+1}
+    # float32, min(1, q / p) of that token: the chance that a sampled draft was accepted, given that
+    # the text went on with it
     acceptance: np.ndarray
 
 
-@dataclass(frozen=True)
-class WalkReport:
-    """Acceptance on held-out documents.
+@dataclass
+class BestWalk:
+    """The longest held-out walk so far, whose heads are the run's result.
 
-    Attributes:
-        acceptance_length: micro, 1 + accepted / rounds of the replay walk.
-        standard_error: bootstrap over documents.
-        num_documents: documents with at least one round.
-        num_rounds: rounds of the walk.
-        accuracy_per_depth: `[k]` hits / anchors, the marginal figure.
-        conditional_accuracy_per_depth: `[k]` hits / anchors whose earlier depths all hit.
-        acceptance_rate_per_position: `[k]` share of rounds that accept at least i drafts.
-        product_of_marginals: what others log; assumes uniform round starts.
-        uniform_joint_prefix: what others log; assumes uniform round starts.
-        sampled_acceptance_length: micro, of rejection sampling at temperature 1, in expectation.
-        sampled_standard_error: bootstrap over documents.
-        length_by_domain: acceptance length of each domain.
-        sampled_length_by_domain: the same of rejection sampling.
+    The loss does not choose: it keeps falling while the accepted length has begun to shrink.
     """
 
-    acceptance_length: float
-    standard_error: float
-    num_documents: int
-    num_rounds: int
-    accuracy_per_depth: tuple[float, ...]
-    conditional_accuracy_per_depth: tuple[float, ...]
-    acceptance_rate_per_position: tuple[float, ...]
-    product_of_marginals: float
-    uniform_joint_prefix: float
-    sampled_acceptance_length: float
-    sampled_standard_error: float
-    length_by_domain: dict[str, float]
-    sampled_length_by_domain: dict[str, float]
+    _report: WalkReport | None = None
+    step: int = 0  # optimizer steps done when it was measured
+    num_evals_since: int = 0  # evaluations after it
+    newest_length: float = math.nan  # acceptance length of the last evaluation
+
+    @property
+    def report(self) -> WalkReport:
+        """The measurement itself."""
+        assert self._report is not None, "a run is measured before its first step"
+        return self._report
+
+    def add(self, report: WalkReport, *, step: int) -> bool:
+        """Count an evaluation; whether it is the new best."""
+        self.newest_length = report.acceptance_length
+        is_best = self._report is None or report.acceptance_length > self._report.acceptance_length
+        self.num_evals_since = 0 if is_best else self.num_evals_since + 1
+        if is_best:
+            self._report, self.step = report, step
+        return is_best
+
+    def is_stale(self, patience: int | None) -> bool:
+        """Whether `patience` evaluations in a row were no better; None never is."""
+        return patience is not None and self.num_evals_since >= patience
+
+    def state(self) -> dict[str, object]:
+        """JSON-serialisable, for `from_state`."""
+        fields = dataclasses.asdict(self)
+        return {"report": fields.pop("_report"), **fields}
+
+    @classmethod
+    def from_state(cls, state: dict) -> "BestWalk":
+        """What `state` wrote."""
+        fields = dict(state)
+        return cls(WalkReport(**fields.pop("report")), **fields)
+
+
+def measure_held_out(parts: RunParts, *, ranks: Accelerator, batch_size: int) -> WalkReport:
+    """Replay walk on all held-out documents; all ranks call it and get the same report.
+
+    `batch_size` packed rows take part in a forward pass.
+    """
+    num_rows = len(parts.held_out_rows)
+    mine = list(range(num_rows))[ranks.process_index :: ranks.num_processes]
+    num_batches = math.ceil(num_rows / (ranks.num_processes * batch_size))
+    batches = [mine[index * batch_size : (index + 1) * batch_size] for index in range(num_batches)]
+    parts.heads.eval()
+    drafts = held_out_drafts(
+        parts.heads,
+        parts.held_out_rows,
+        spec=parts.unroll_spec,
+        # Row 0 again for a rank that has run out: sharded modules run on all ranks or on none.
+        row_batches=[batch or [0] for batch in batches],
+    )
+    parts.heads.train()
+    return walk_report(
+        dict(gather_object(list(drafts.items()))),
+        documents=parts.documents.held_out,
+        num_depths=parts.unroll_spec.num_depths,
+    )
 
 
 @torch.no_grad()
@@ -94,11 +143,7 @@ def held_out_drafts(
 ) -> dict[int, AnchorDrafts]:
     """Drafts of documents by document index, run as the matching decode policy runs them.
 
-    Args:
-        heads: what is measured.
-        rows: packed held-out documents.
-        spec: how the heads are run.
-        row_batches: rows to run, batch by batch.
+    `row_batches` are indices of rows, batch by batch.
     """
     spec = dataclasses.replace(spec, kind=MEASURED_UNROLL.get(spec.kind, spec.kind))
     found: dict[int, AnchorDrafts] = {}
@@ -106,7 +151,7 @@ def held_out_drafts(
         batch, hidden = rows.batch(indices), rows.hidden(indices)
         outputs = run_heads(heads, batch, hidden=hidden, spec=spec)
         # Prompt rows are never anchors; their logits would be most of the cost.
-        chosen = loss_rows(
+        chosen = label_positions(
             depth_labels(
                 batch.input_ids,
                 document_index=batch.document_index,
@@ -125,22 +170,16 @@ def held_out_drafts(
         acceptance = torch.exp(result.teacher_nll - result.nll).clamp(max=1).float()
         by_anchor = [chosen.to_anchors(x) for x in (result.is_hit, acceptance)]
         shape = batch.input_ids.shape
-        is_hit, kept = (x.T.unflatten(0, shape).cpu().numpy() for x in by_anchor)  # [B, S, k]
+        is_hit, chance = (x.T.unflatten(0, shape).cpu().numpy() for x in by_anchor)  # [B, S, k]
         for index, row, columns in _documents(batch.document_index.cpu().numpy()):
-            found[index] = AnchorDrafts(is_hit[row, columns], kept[row, columns])
+            found[index] = AnchorDrafts(is_hit[row, columns], chance[row, columns])
     return found
 
 
 def walk_report(
     drafts: dict[int, AnchorDrafts], *, documents: Sequence[EncodedDocument], num_depths: int
 ) -> WalkReport:
-    """Walk over every response of every document.
-
-    Args:
-        drafts: of `held_out_drafts`.
-        documents: what the indices of `drafts` refer to.
-        num_depths: k.
-    """
+    """Walk over every response of every document; `drafts` by document index."""
     greedy, sampled = np.zeros((2, len(documents))), np.zeros((2, len(documents)))
     per_position = np.zeros(num_depths)
     anchors: list[np.ndarray] = []
@@ -202,31 +241,3 @@ def _documents(document_index: np.ndarray) -> list[tuple[int, int, slice]]:
             columns = np.flatnonzero(documents == index)
             found.append((index, row, slice(int(columns[0]), int(columns[-1]) + 1)))
     return found
-
-
-def measure_held_out(parts: RunParts, *, ranks: Accelerator, batch_size: int) -> WalkReport:
-    """Replay walk on all held-out documents; all ranks call it and get the same report.
-
-    Args:
-        parts: of the run.
-        ranks: processes.
-        batch_size: packed rows per forward.
-    """
-    num_rows = len(parts.held_out_rows)
-    mine = list(range(num_rows))[ranks.process_index :: ranks.num_processes]
-    num_batches = math.ceil(num_rows / (ranks.num_processes * batch_size))
-    batches = [mine[index * batch_size : (index + 1) * batch_size] for index in range(num_batches)]
-    parts.heads.eval()
-    drafts = held_out_drafts(
-        parts.heads,
-        parts.held_out_rows,
-        spec=parts.unroll_spec,
-        # Row 0 again for a rank that has run out: sharded modules run on all ranks or on none.
-        row_batches=[batch or [0] for batch in batches],
-    )
-    parts.heads.train()
-    return walk_report(
-        dict(gather_object(list(drafts.items()))),
-        documents=parts.documents.held_out,
-        num_depths=parts.unroll_spec.num_depths,
-    )

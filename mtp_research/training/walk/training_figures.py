@@ -20,48 +20,29 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 
 class StepStats(NamedTuple):
-    """What a step leaves on the device; sums over all ranks.
+    """What a step leaves on the device; sums over all ranks."""
 
-    Attributes:
-        loss: 0-dim, token-weighted, depth-weighted mean of the step.
-        num_correct: `[k]` labels whose argmax is right.
-        sum_acceptance: `[k]` chance that a sampled draft is accepted, summed over the labels.
-        num_labels: `[k]`.
-        num_tokens: 0-dim, tokens read, padding not counted.
-        num_stops: 0-dim, ranks that got a signal.
-    """
-
-    loss: Tensor
-    num_correct: Tensor
-    sum_acceptance: Tensor
-    num_labels: Tensor
-    num_tokens: Tensor
-    num_stops: Tensor
+    loss: Tensor  # 0-dim, token-weighted, depth-weighted mean of the step
+    num_correct: Tensor  # `[k]` labels whose argmax is right
+    sum_acceptance: Tensor  # `[k]` chance that a sampled draft is accepted, summed over the labels
+    num_labels: Tensor  # `[k]`
+    num_tokens: Tensor  # 0-dim, tokens read, padding not counted
+    num_stops: Tensor  # 0-dim, ranks that got a signal
 
 
 class StepFigures(NamedTuple):
-    """A finished step, on the host.
+    """A finished step, on the host."""
 
-    Attributes:
-        step: optimizer steps done, this one included.
-        learning_rate: of the step.
-        loss: see `StepStats`.
-        grad_norm: before clipping; the step was skipped if it is not finite.
-        accuracy: `[k]` share of labels whose argmax is right.
-        acceptance: `[k]` mean chance that a sampled draft is accepted; 0 for a loss that does not
-            look at the target.
-        num_tokens: see `StepStats`.
-        is_stop_requested: some rank got a signal.
-    """
-
-    step: int
-    learning_rate: float
-    loss: float
-    grad_norm: float
-    accuracy: list[float]
+    step: int  # optimizer steps done, this one included
+    learning_rate: float  # of the step
+    loss: float  # see `StepStats`
+    grad_norm: float  # before clipping; the step was skipped if it is not finite
+    accuracy: list[float]  # `[k]` share of labels whose argmax is right
+    # `[k]` mean chance that a sampled draft is accepted; 0 for a loss that does not look at the
+    # target
     acceptance: list[float]
-    num_tokens: int
-    is_stop_requested: bool
+    num_tokens: int  # see `StepStats`
+    is_stop_requested: bool  # some rank got a signal
 
     @property
     def diagnosis(self) -> str:
@@ -104,7 +85,6 @@ class FigureQueue:
     """First in, first out; at most `LAG` steps stay behind after `ready`."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._pending: deque[_Pending] = deque()
 
     def push(self, stats: StepStats, *, step: int, learning_rate: float, grad_norm: Tensor) -> None:
