@@ -1,8 +1,9 @@
 """Checks shared by the kernel wrappers: backend choice, dtypes, sizes and layouts.
 
 Where it sits: every public wrapper in `kernels/` calls these before it launches anything, so that
-a wrong call ends in one sentence instead of an illegal memory access. All of them read host-side
-metadata only and never synchronise with a device.
+a wrong call ends in one sentence instead of an illegal memory access. Each raises a `ValueError`
+that names the argument, what was expected and what was got, reads host-side metadata only and never
+synchronises with a device.
 Letters: H / Hkv heads, Dk / Dv head dims.
 """
 
@@ -98,11 +99,7 @@ def check_kernel_dtype(name: str, tensor: Tensor, *, kernel: object) -> None:
 
 
 def check_head_dim(name: str, head_dim: int, *, high: int = MAX_HEAD_DIM) -> None:
-    """Refuses head dims outside the multiples of 8 in [8, `high`].
-
-    Raises:
-        ValueError: names the dim and the supported set.
-    """
+    """Refuses head dims outside the multiples of 8 in [8, `high`]."""
     if head_dim % 8 or not 8 <= head_dim <= high:
         raise ValueError(
             f"{name} must be a multiple of 8 in [8, {high}] for backend 'triton', "
@@ -111,11 +108,7 @@ def check_head_dim(name: str, head_dim: int, *, high: int = MAX_HEAD_DIM) -> Non
 
 
 def check_block_size(block_size: int) -> None:
-    """Refuses page sizes that are not a power of two of at least 16 tokens.
-
-    Raises:
-        ValueError: names the size and the next one that works.
-    """
+    """Refuses page sizes that are not a power of two of at least 16 tokens."""
     if block_size < MIN_BLOCK_SIZE or block_size & (block_size - 1):
         fix = max(MIN_BLOCK_SIZE, 1 << max(0, block_size).bit_length())
         raise ValueError(
@@ -125,11 +118,7 @@ def check_block_size(block_size: int) -> None:
 
 
 def check_shape(name: str, tensor: Tensor, *, shape: tuple[int, ...], letters: str) -> None:
-    """Refuses any shape but `shape`; `letters` says what the dimensions mean, e.g. `[T, Hkv, Dk]`.
-
-    Raises:
-        ValueError: names the tensor, the expected and the given shape.
-    """
+    """Refuses any shape but `shape`; `letters` names the dimensions, e.g. `[T, Hkv, Dk]`."""
     if tuple(tensor.shape) != shape:
         raise ValueError(
             f"{name} must have shape {letters} = {list(shape)}, got {list(tensor.shape)}."
@@ -137,21 +126,13 @@ def check_shape(name: str, tensor: Tensor, *, shape: tuple[int, ...], letters: s
 
 
 def check_rank(name: str, tensor: Tensor, *, letters: str) -> None:
-    """Refuses a tensor whose number of dimensions differs from `letters`, e.g. `[T, H, Dk]`.
-
-    Raises:
-        ValueError: names the tensor, the expected letters and the given shape.
-    """
+    """Refuses a tensor whose number of dimensions differs from `letters`, e.g. `[T, H, Dk]`."""
     if tensor.dim() != letters.count(",") + 1:
         raise ValueError(f"{name} must have shape {letters}, got {list(tensor.shape)}.")
 
 
 def check_dtype(name: str, tensor: Tensor, *, dtype: torch.dtype) -> None:
-    """Refuses any dtype but `dtype`.
-
-    Raises:
-        ValueError: names the tensor, both dtypes and the conversion.
-    """
+    """Refuses any dtype but `dtype`."""
     if tensor.dtype != dtype:
         raise ValueError(
             f"{name} must have dtype {dtype}, got {tensor.dtype}; convert it with .to({dtype})."
@@ -159,21 +140,13 @@ def check_dtype(name: str, tensor: Tensor, *, dtype: torch.dtype) -> None:
 
 
 def check_device(name: str, tensor: Tensor, *, device: torch.device) -> None:
-    """Refuses a tensor on another device than the call's first argument.
-
-    Raises:
-        ValueError: names the tensor and both devices.
-    """
+    """Refuses a tensor on another device than the call's first argument."""
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}; move it there.")
 
 
 def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:
-    """Refuses a tensor whose last dimension has a stride; the kernels take any stride elsewhere.
-
-    Raises:
-        ValueError: names the tensor and its strides.
-    """
+    """Refuses a tensor whose last dimension has a stride; the kernels take any stride elsewhere."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"{name} must be contiguous in its last dimension for backend 'triton', "
@@ -188,9 +161,6 @@ def check_paged_cache(key_cache: Tensor, value_cache: Tensor, *, rows: Tensor) -
         key_cache: `[num_blocks, block_size, Hkv, Dk]`.
         value_cache: `[num_blocks, block_size, Hkv, Dv]`.
         rows: the call's first argument, `[T, Hkv or H, Dk]`.
-
-    Raises:
-        ValueError: names the cache and what was expected of it.
     """
     letters = "[num_blocks, block_size, Hkv, D]"
     check_rank("key_cache", key_cache, letters=letters)
@@ -211,11 +181,7 @@ def check_kernel_layout(
     kernel: object,
     max_head_dim: int = MAX_HEAD_DIM,
 ) -> None:
-    """Refuses what the Triton kernels cannot run: dtypes, head dims, page sizes, strides.
-
-    Raises:
-        ValueError: names the property, the supported set and the reference backend.
-    """
+    """Refuses what the Triton kernels cannot run: dtypes, head dims, page sizes, strides."""
     check_kernel_dtype("key_cache", key_cache, kernel=kernel)
     check_head_dim("Dk", key_cache.shape[3], high=max_head_dim)
     check_head_dim("Dv", value_cache.shape[3], high=max_head_dim)
@@ -238,11 +204,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def check_optional_range(name: str, value: int | None, *, low: int, high: int | None) -> None:
-    """Refuses an int outside `[low, high]`; None passes, and `high=None` leaves it open above.
-
-    Raises:
-        ValueError: names the argument, the range and the value.
-    """
+    """Refuses an int outside `[low, high]`; None passes, and `high=None` leaves it open above."""
     if value is not None and (value < low or (high is not None and value > high)):
         allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be {allowed} or None, got {value}.")

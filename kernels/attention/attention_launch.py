@@ -12,6 +12,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from mtp_research.kernels import checks
+from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV, Scoring
 from mtp_research.kernels.attention.paged_attention_triton import attention_kernel
 from mtp_research.kernels.attention.splits import (
     ceil_div,
@@ -48,19 +49,11 @@ class LaunchConfig(NamedTuple):
 
 def launch_paged_attention(
     query: Tensor,
+    kv: PagedKV,
+    rows: AttentionRows,
+    scoring: Scoring,
     *,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    scale: float,
-    sliding_window: int | None,
-    sinks: Tensor | None,
-    positions: Tensor | None,
-    kv_start: Tensor | None,
-    num_splits: int | None,
+    num_splits: int | None = None,
     new_rows: NewRows | None = None,
     config: LaunchConfig | None = None,
     invariant: bool = False,
@@ -74,18 +67,18 @@ def launch_paged_attention(
     that a row's result does not depend on its batch.
     """
     num_rows, num_heads, key_dim = query.shape
-    block_size, num_kv_heads, value_dim = value_cache.shape[1:]
-    num_requests, num_table_blocks = block_table.shape
+    num_blocks, block_size, num_kv_heads, value_dim = kv.values.shape
+    num_requests, num_table_blocks = rows.block_table.shape
     group = num_heads // num_kv_heads
     out = query.new_empty(num_rows, num_heads, value_dim)
     if config is None:
         config = choose_config(
-            1 if invariant else max_query_len * group,
+            1 if invariant else rows.max_query_len * group,
             key_dim=key_dim,
             value_dim=value_dim,
             element_bytes=query.element_size(),
         )
-    num_query_tiles = max(1, ceil_div(max_query_len * group, config.block_m))
+    num_query_tiles = max(1, ceil_div(rows.max_query_len * group, config.block_m))
     max_keys = num_table_blocks * block_size
     if invariant:
         num_splits = ceil_div(max_keys, INVARIANT_SPLIT_KEYS)
@@ -97,60 +90,57 @@ def launch_paged_attention(
             max_key_tiles=ceil_div(max_keys, config.block_n),
             num_sms=checks.num_multiprocessors(query.device),
         )
-    partial, lse = split_outputs(out, num_splits, always_split=invariant)
-    rotary_dim = 0
-    if new_rows is not None and new_rows.cos is not None:
-        rotary_dim = new_rows.cos.shape[1]
+    split = split_outputs(out, num_splits, always_split=invariant)
+    has_angles = new_rows is not None and new_rows.cos is not None
+    constants = attention_constants(
+        num_heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        block_size=block_size,
+        sliding_window=scoring.sliding_window,
+        split=split.partial is not None,
+        split_keys=INVARIANT_SPLIT_KEYS if invariant else 0,
+        config=config,
+        num_stored_rows=0 if new_rows is None else rows.max_query_len,
+        rotary_dim=new_rows.cos.shape[1] if has_angles else 0,
+    )
     with checks.launch_device(query):
         attention_kernel[(num_requests * num_query_tiles, num_kv_heads, num_splits)](
             query,
-            key_cache,
-            value_cache,
-            block_table,
-            seq_lens,
-            query_start_loc,
-            sinks,
-            positions,
-            kv_start,
+            *kv,
+            rows.block_table,
+            rows.seq_lens,
+            rows.query_start_loc,
+            scoring.sinks,
+            rows.positions,
+            rows.kv_start,
             *(new_rows or (None,) * 5),
-            out if partial is None else partial,
-            lse,
-            key_cache.shape[0] * block_size,
+            out if split.partial is None else split.partial,
+            split.lse,
+            num_blocks * block_size,
             num_rows,
             num_query_tiles,
             max_keys,
-            scale / math.log(2),
+            scoring.scale / math.log(2),
             *query.stride()[:2],
-            *key_cache.stride()[:3],
-            *value_cache.stride()[:3],
-            block_table.stride(0),
+            *kv.keys.stride()[:3],
+            *kv.values.stride()[:3],
+            rows.block_table.stride(0),
             *_new_row_strides(new_rows),
-            **attention_constants(
-                num_heads,
-                num_kv_heads=num_kv_heads,
-                key_dim=key_dim,
-                value_dim=value_dim,
-                block_size=block_size,
-                sliding_window=sliding_window,
-                split=partial is not None,
-                split_keys=INVARIANT_SPLIT_KEYS if invariant else 0,
-                config=config,
-                num_stored_rows=0 if new_rows is None else max_query_len,
-                rotary_dim=rotary_dim,
-            ),
+            **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        if partial is not None and lse is not None:
-            merge_splits(
-                partial,
-                lse,
-                query_start_loc=query_start_loc,
-                out=out,
-                # A warp holds a row of few splits; four would wait for each other.
-                num_warps=1 if num_splits <= _SPLITS_OF_A_WARP and not invariant else 4,
-                in_order=invariant,
-            )
+        # A warp holds a row of few splits; four would wait for each other.
+        num_warps = 1 if num_splits <= _SPLITS_OF_A_WARP and not invariant else 4
+        merge_splits(
+            split,
+            query_start_loc=rows.query_start_loc,
+            out=out,
+            num_warps=num_warps,
+            in_order=invariant,
+        )
     return out
 
 

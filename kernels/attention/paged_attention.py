@@ -3,132 +3,44 @@
 Where it sits: after store_kv has appended this step's rows, attention reads pages only. Row i of
 request r sits at `pos = seq_lens[r] - q_len + i` and sees keys `[max(0, pos - window + 1), pos]`.
 Maths: out = softmax(scale * q k^T) v; a sink adds one logit per head to the denominator only. The
-kernel keeps a running maximum and sum in base 2 (online softmax) and splits a long context over
-programs, whose partial outputs are merged by their log-sum-exp.
+kernel (paged_attention_triton) keeps a running maximum and sum in base 2 (online softmax) and
+splits a long context over programs, whose partial outputs are merged by their log-sum-exp.
 Layout: the H / Hkv query heads of a KV head and the rows of a request are packed into one M tile,
 so each key is read once per tile however many drafts are verified.
-Letters: R requests, T packed rows, M blocks per table, H / Hkv heads, Dk / Dv head dims.
+Letters: R requests, T packed rows, M blocks per table, H / Hkv heads, Dk / Dv head dims; in the
+reference r requests of a group, Q rows of its longest, S keys, G heads a KV head.
 Source: FlashAttention-2 (online softmax), Flash-Decoding (splits), vLLM (block table).
-
-Checks of the index tensors that every attention over pages takes.
-
-Where it sits: called by the wrappers of paged_attention and latent_attention beside `checks`.
-Letters: R requests, T packed rows, M blocks per table.
-
-Paged attention in plain PyTorch: the reference of the kernel and the engine's path on a CPU.
-
-Where it sits: `paged_attention` calls it for tensors that no kernel runs, and explains maths,
-layout and letters.
-Letters: R requests, T packed rows, r requests of a group, Q rows of its longest request, S keys,
-H / Hkv heads, G heads a KV head, Dk / Dv head dims.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING
 
 import torch
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.attention_launch import MAX_SPLITS, launch_paged_attention
+from mtp_research.kernels.attention.attention_rows import (
+    AttentionRows,
+    PagedKV,
+    Scoring,
+    check_rows,
+    rows_as_requests,
+)
 from mtp_research.kernels.attention.paged_attention_triton import attention_kernel
-from mtp_research.kernels.attention.splits import ceil_div, rows_as_requests
+from mtp_research.kernels.attention.splits import ceil_div
 from mtp_research.kernels.attention.store_kv import NewRows, rows_for_launch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def check_attention_indices(
-    block_table: Tensor, *, seq_lens: Tensor, query_start_loc: Tensor, device: torch.device
-) -> None:
-    """Refuses index tensors of a ragged batch whose shape, dtype or device is wrong.
-
-    Args:
-        block_table: `[R, M]` int32.
-        seq_lens: `[R]` int32.
-        query_start_loc: `[R + 1]` int32.
-        device: of the call's first argument.
-
-    Raises:
-        ValueError: names the tensor and what was expected of it.
-    """
-    checks.check_rank("block_table", block_table, letters="[R, M]")
-    num_requests, num_blocks = block_table.shape
-    indices = (
-        ("block_table", block_table, (num_requests, num_blocks), "[R, M]"),
-        ("seq_lens", seq_lens, (num_requests,), "[R]"),
-        ("query_start_loc", query_start_loc, (num_requests + 1,), "[R + 1]"),
-    )
-    for name, tensor, shape, letters in indices:
-        checks.check_shape(name, tensor, shape=shape, letters=letters)
-        checks.check_dtype(name, tensor, dtype=torch.int32)
-        checks.check_device(name, tensor, device=device)
-
-
-def check_heads(query: Tensor, key_cache: Tensor, *, sinks: Tensor | None) -> None:
-    """Refuses query heads that are no multiple of the cache's, and `sinks` that are not `[H]`.
-
-    Args:
-        query: `[T, H, Dk]`.
-        key_cache: `[num_blocks, block_size, Hkv, Dk]`.
-        sinks: float32, or None.
-
-    Raises:
-        ValueError: names what was expected.
-    """
-    num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"query heads H must be a multiple of the cache's Hkv, got H={num_heads}, "
-            f"Hkv={num_kv_heads}; repeat or slice heads before the call."
-        )
-    if sinks is not None:
-        checks.check_shape("sinks", sinks, shape=(num_heads,), letters="[H]")
-        checks.check_dtype("sinks", sinks, dtype=torch.float32)
-        checks.check_device("sinks", sinks, device=query.device)
-
-
-def check_optional_positions(
-    rows: Tensor, seq_lens: Tensor, *, positions: Tensor | None, kv_start: Tensor | None
-) -> None:
-    """Refuses `positions` that are not `[T]` int64 or `kv_start` that is not `[R]` int32.
-
-    Args:
-        rows: the call's first argument, T rows.
-        seq_lens: `[R]`.
-        positions: position of each row, or None.
-        kv_start: first visible key of each request, or None.
-
-    Raises:
-        ValueError: names the tensor and what was expected of it.
-    """
-    optional = (
-        ("positions", positions, (rows.shape[0],), "[T]", torch.int64),
-        ("kv_start", kv_start, tuple(seq_lens.shape), "[R]", torch.int32),
-    )
-    for name, tensor, shape, letters, dtype in optional:
-        if tensor is not None:
-            checks.check_shape(name, tensor, shape=shape, letters=letters)
-            checks.check_dtype(name, tensor, dtype=dtype)
-            checks.check_device(name, tensor, device=rows.device)
-
-
 def paged_attention_ref(
     query: Tensor,
+    kv: PagedKV,
+    rows: AttentionRows,
+    scoring: Scoring,
     *,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    scale: float,
-    sliding_window: int | None = None,
-    sinks: Tensor | None = None,
-    positions: Tensor | None = None,
-    kv_start: Tensor | None = None,
     invariant: bool = False,
 ) -> Tensor:
     """Plain PyTorch, float32 or wider inside, any device; the CPU path of the engine.
@@ -140,39 +52,37 @@ def paged_attention_ref(
     Raises:
         ValueError: a request has more rows than `max_query_len`.
     """
-    block_size, value_dim = key_cache.shape[1], value_cache.shape[3]
+    block_size, value_dim = kv.keys.shape[1], kv.values.shape[3]
     out = query.new_zeros(*query.shape[:2], value_dim)
-    groups = _group_by_query_len(query_start_loc.tolist(), max_query_len=max_query_len)
+    groups = _group_by_query_len(rows.query_start_loc.tolist(), max_query_len=rows.max_query_len)
     if invariant:
-        block_table, seq_lens, query_start_loc, kv_start = rows_as_requests(
-            block_table, seq_lens, query_start_loc, positions=positions, kv_start=kv_start
-        )
-        positions, groups = None, [[row] for row in range(len(seq_lens))]
+        rows = rows_as_requests(rows)
+        groups = [[row] for row in range(len(rows.seq_lens))]
     for requests in groups:
         index = torch.tensor(requests, device=query.device)
-        lens = seq_lens[index, None].long()  # [r, 1]
-        first_row = query_start_loc[index, None].long()
-        query_lens = query_start_loc[index + 1, None] - first_row
+        lens = rows.seq_lens[index, None].long()  # [r, 1]
+        first_row = rows.query_start_loc[index, None].long()
+        query_lens = rows.query_start_loc[index + 1, None] - first_row
         offsets = torch.arange(int(query_lens.max()), device=query.device)
         is_row = offsets < query_lens  # [r, Q]
-        rows = torch.where(is_row, first_row + offsets, 0)
-        row_pos = lens - query_lens + offsets if positions is None else positions[rows]
+        at = torch.where(is_row, first_row + offsets, 0)
+        row_pos = lens - query_lens + offsets if rows.positions is None else rows.positions[at]
 
         num_blocks = max(1, ceil_div(int(lens.max()), block_size))
         key_pos = torch.arange(num_blocks * block_size, device=query.device)
         readable = key_pos < lens  # [r, S]
-        if kv_start is not None:
-            readable &= key_pos >= kv_start[index, None]
+        if rows.kv_start is not None:
+            readable &= key_pos >= rows.kv_start[index, None]
         allowed = readable[:, None] & (key_pos <= row_pos[..., None])  # [r, Q, S]
-        if sliding_window is not None:
-            allowed &= key_pos > row_pos[..., None] - sliding_window
+        if scoring.sliding_window is not None:
+            allowed &= key_pos > row_pos[..., None] - scoring.sliding_window
         # Table entries past a request's own blocks may hold anything; page 0 stands in for them.
         owned = readable.unflatten(1, (num_blocks, block_size)).any(-1)
-        pages = torch.where(owned, block_table[index, :num_blocks], 0).long()
-        keys = _gather_pages(key_cache, pages, readable=readable)
-        values = _gather_pages(value_cache, pages, readable=readable)
-        attended = _masked_attention(query[rows], keys, values, allowed, scale, sinks)
-        out[rows[is_row]] = attended[is_row].to(out.dtype)
+        pages = torch.where(owned, rows.block_table[index, :num_blocks], 0).long()
+        keys = _gather_pages(kv.keys, pages, readable=readable)
+        values = _gather_pages(kv.values, pages, readable=readable)
+        attended = _masked_attention(query[at], keys, values, allowed, scoring)
+        out[at[is_row]] = attended[is_row].to(out.dtype)
     return out
 
 
@@ -200,22 +110,18 @@ def _gather_pages(cache: Tensor, pages: Tensor, *, readable: Tensor) -> Tensor:
 
 
 def _masked_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    allowed: Tensor,
-    scale: float,
-    sinks: Tensor | None,
+    query: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, scoring: Scoring
 ) -> Tensor:
     """Attention of `[r, Q, H, Dk]` rows over `[r, Hkv, S, D]` keys; a row without keys gives 0."""
     num_requests, num_queries, num_heads, _ = query.shape
     num_kv_heads = keys.shape[1]
-    grouped = query.to(keys.dtype).mul(scale).unflatten(2, (num_kv_heads, -1))
+    grouped = query.to(keys.dtype).mul(scoring.scale).unflatten(2, (num_kv_heads, -1))
     grouped = grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [r, Hkv, G x Q, Dk]
     scores = torch.matmul(grouped, keys.mT).unflatten(2, (-1, num_queries))
     hidden = torch.where(allowed, 0.0, -math.inf).to(scores.dtype)
     scores += hidden[:, None, None]  # [r, Hkv, G, Q, S]
     highest = scores.amax(-1, keepdim=True)
+    sinks = scoring.sinks
     if sinks is not None:
         sinks = sinks.to(scores.dtype).view(num_kv_heads, -1, 1, 1)
         highest = torch.maximum(highest, sinks)
@@ -233,18 +139,10 @@ def _masked_attention(
 
 def paged_attention(
     query: Tensor,
+    kv: PagedKV,
+    rows: AttentionRows,
+    scoring: Scoring,
     *,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    scale: float,
-    sliding_window: int | None = None,
-    sinks: Tensor | None = None,
-    positions: Tensor | None = None,
-    kv_start: Tensor | None = None,
     backend: str = "auto",
     num_splits: int | None = None,
 ) -> Tensor:
@@ -255,18 +153,9 @@ def paged_attention(
 
     Args:
         query: `[T, H, Dk]` packed rows; T may exceed `query_start_loc[R]` (padding).
-        key_cache: `[num_blocks, block_size, Hkv, Dk]`, dtype of `query`; Hkv divides H.
-        value_cache: `[num_blocks, block_size, Hkv, Dv]`.
-        block_table: `[R, M]` int32; entries past a request's own blocks are never followed.
-        seq_lens: `[R]` int32, KV length in tokens including this step's rows, <= M x block_size.
-        query_start_loc: `[R + 1]` int32, rows of request r are `[loc[r], loc[r + 1])`.
-        max_query_len: upper bound of rows a request; rows beyond it stay unwritten on Triton.
-        scale: factor on the logits, > 0, usually `Dk ** -0.5`.
-        sliding_window: keys a row sees including its own, >= 1; None for all.
-        sinks: `[H]` float32, one more softmax logit per head; None for none.
-        positions: `[T]` int64 position of each row; a row at -1 sees no key. None derives it from
-            `seq_lens` as the module docstring says.
-        kv_start: `[R]` int32, keys of request r below it are hidden; None for 0.
+        kv: pages in the dtype of `query`; Hkv divides H.
+        rows: where the rows sit and what they read.
+        scoring: scale, window and sinks.
         backend: `auto`, `invariant`, `reference` or `triton`, see `checks.resolve_backend`.
         num_splits: programs a request's keys are spread over, 1..64; None chooses. Triton only.
 
@@ -276,21 +165,9 @@ def paged_attention(
     Raises:
         ValueError: shapes, dtypes, devices or ranges disagree, or the backend cannot run them.
     """
+    *of_rows, positions, kv_start = rows
     return torch.ops.mtp_research.paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        max_query_len,
-        scale,
-        sliding_window,
-        sinks,
-        positions,
-        kv_start,
-        backend,
-        num_splits,
+        query, *kv, *of_rows, *scoring, positions, kv_start, backend, num_splits
     )
 
 
@@ -311,19 +188,12 @@ def _paged_attention_op(
     backend: str,
     num_splits: int | None,
 ) -> torch.Tensor:
+    rows = AttentionRows(block_table, seq_lens, query_start_loc, max_query_len, positions, kv_start)
     return attend_pages(
         query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        max_query_len=max_query_len,
-        scale=scale,
-        sliding_window=sliding_window,
-        sinks=sinks,
-        positions=positions,
-        kv_start=kv_start,
+        PagedKV(key_cache, value_cache),
+        rows,
+        Scoring(scale, sliding_window, sinks),
         backend=backend,
         num_splits=num_splits,
     )
@@ -338,19 +208,11 @@ def _paged_attention_fake(
 
 def attend_pages(
     query: Tensor,
+    kv: PagedKV,
+    rows: AttentionRows,
+    scoring: Scoring,
     *,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    scale: float,
     backend: str,
-    sliding_window: int | None = None,
-    sinks: Tensor | None = None,
-    positions: Tensor | None = None,
-    kv_start: Tensor | None = None,
     num_splits: int | None = None,
     new_rows: NewRows | None = None,
 ) -> Tensor:
@@ -361,49 +223,42 @@ def attend_pages(
             programs store few rows themselves. With angles, `query` is rotated as the new keys are.
     """
     checks.check_rank("query", query, letters="[T, H, Dk]")
-    checks.check_paged_cache(key_cache, value_cache, rows=query)
-    check_attention_indices(
-        block_table, seq_lens=seq_lens, query_start_loc=query_start_loc, device=query.device
-    )
-    check_heads(query, key_cache, sinks=sinks)
-    check_optional_positions(query, seq_lens, positions=positions, kv_start=kv_start)
-    checks.check_optional_range("sliding_window", sliding_window, low=1, high=None)
+    checks.check_paged_cache(*kv, rows=query)
+    check_rows(rows, query)
+    _check_heads(query, kv.keys, sinks=scoring.sinks)
+    checks.check_optional_range("sliding_window", scoring.sliding_window, low=1, high=None)
     checks.check_optional_range("num_splits", num_splits, low=1, high=MAX_SPLITS)
     resolved = checks.resolve_backend(backend, tensor=query, kernel=attention_kernel)
     invariant = backend == checks.INVARIANT
     query, new_rows = rows_for_launch(
         query,
         new_rows,
-        key_cache=key_cache,
-        value_cache=value_cache,
+        kv,
         backend=backend,
         resolved=resolved,
-        max_query_len=max_query_len,
+        max_query_len=rows.max_query_len,
     )
-    if query.shape[0] == 0 or block_table.shape[0] == 0:
-        return query.new_zeros(*query.shape[:2], value_cache.shape[3])
-    attend = functools.partial(paged_attention_ref, invariant=invariant)
-    if resolved == "triton":
-        checks.check_kernel_layout(
-            query, key_cache=key_cache, value_cache=value_cache, kernel=attention_kernel
-        )
-        attend = functools.partial(
-            launch_paged_attention,
-            num_splits=num_splits,
-            new_rows=new_rows,
-            invariant=invariant,
-        )
-    return attend(
-        query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        max_query_len=max_query_len,
-        scale=scale,
-        sliding_window=sliding_window,
-        sinks=sinks,
-        positions=positions,
-        kv_start=kv_start,
+    if query.shape[0] == 0 or rows.block_table.shape[0] == 0:
+        return query.new_zeros(*query.shape[:2], kv.values.shape[3])
+    if resolved == "reference":
+        return paged_attention_ref(query, kv, rows, scoring, invariant=invariant)
+    checks.check_kernel_layout(
+        query, key_cache=kv.keys, value_cache=kv.values, kernel=attention_kernel
     )
+    return launch_paged_attention(
+        query, kv, rows, scoring, num_splits=num_splits, new_rows=new_rows, invariant=invariant
+    )
+
+
+def _check_heads(query: Tensor, key_cache: Tensor, *, sinks: Tensor | None) -> None:
+    """Refuses heads H of `query` that are no multiple of the cache's, and `sinks` not `[H]`."""
+    num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"query heads H must be a multiple of the cache's Hkv, got H={num_heads}, "
+            f"Hkv={num_kv_heads}; repeat or slice heads before the call."
+        )
+    if sinks is not None:
+        checks.check_shape("sinks", sinks, shape=(num_heads,), letters="[H]")
+        checks.check_dtype("sinks", sinks, dtype=torch.float32)
+        checks.check_device("sinks", sinks, device=query.device)

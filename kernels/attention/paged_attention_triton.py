@@ -3,7 +3,7 @@
 Where it sits: launched by `attention_launch` once `paged_attention` has checked its arguments; that
 module explains maths, layout, letters and sources. A long context is spread over several programs,
 which leave partial outputs and log-sum-exps for a second launch (`splits`); one split writes the
-result. `new_rows` explains how programs store the step's own keys and values.
+result. `store_kv` explains how programs store the step's own keys and values.
 """
 
 from __future__ import annotations

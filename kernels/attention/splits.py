@@ -2,23 +2,16 @@
 
 Where it sits: parts of `attention_kernel` and `latent_attention_kernel`, and the launch that may
 follow them. A program works on one split of the keys of its tile of rows, and leaves a partial
-output and its log-sum-exp, which a second launch merges: together, or in order (`merge_in_order`),
-where the bits must not depend on the number of splits.
+output and its log-sum-exp, which a second launch merges. In the batch-invariant form split s holds
+keys `[s * 512, (s + 1) * 512)` whatever the batch, and the number of splits is what the longest
+table could hold: the merge then adds them up in rising order, so that one without keys changes no
+bit.
 
 Merging in the first launch, by the program of a tile that ends last, was measured on one H200 and
 dropped: 20.9 instead of 8.6 us for one request of 1,024 keys (32 / 8 heads, 4 rows), 109.5 instead
 of 87.8 us for 8 of 8,192 (96 / 8 heads). Many programs of a launch are faster than one a tile.
 Letters: R requests, T packed rows, H heads, Dv value head dim.
 Source: Flash-Decoding (splits).
-
-Parts of batch-invariant attention: splits merged in order, rows as requests of their own.
-
-Where it sits: `attention_launch` and `latent_attention_launch` merge with it in their invariant
-form, where split s holds keys `[s * 512, (s + 1) * 512)` whatever the batch: a row's partial
-results follow from its position alone. The number of splits is what the longest table could hold,
-so the merge must not depend on it either: it adds the splits up in rising order, and a split
-without keys changes nothing. The reference lets every row run alone instead.
-Letters: R requests, T packed rows, M blocks per table, H heads, Dv value head dim.
 """
 
 from __future__ import annotations
@@ -30,86 +23,6 @@ from mtp_research.kernels import checks
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-try:
-    import triton.language as tl
-except ImportError:  # checks.resolve_backend refuses the kernel then
-    tl = None
-
-
-class RowRequests(NamedTuple):
-    """The index tensors of a batch of T requests of one row each; as in `paged_attention`."""
-
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    kv_start: Tensor | None
-
-
-def rows_as_requests(
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    *,
-    positions: Tensor | None,
-    kv_start: Tensor | None,
-) -> RowRequests:
-    """The same attention with one row a request; padded rows are left out. Reads the host.
-
-    Row i of a request that ends at seq_len sees the keys up to its own position, so that its
-    request is that long: 3 rows ending at 10 become three requests of 8, 9 and 10 keys.
-    """
-    query_lens = query_start_loc.diff().long()
-    requests = torch.arange(len(query_lens), device=query_lens.device)
-    request = torch.repeat_interleave(requests, query_lens)
-    starts = torch.arange(len(request) + 1, device=request.device)
-    if positions is None:
-        offset = starts[:-1] - query_start_loc[request]
-        positions = seq_lens[request] - query_lens[request] + offset
-    lens = torch.minimum(positions[: len(request)] + 1, seq_lens[request])
-    start = None if kv_start is None else kv_start[request]
-    return RowRequests(block_table[request], lens, starts, start)
-
-
-@checks.kernel_jit
-def merge_in_order_kernel(
-    partial,  # [splits, T, H, Dv] float32
-    lse,  # [splits, T, H] float32, base 2; -inf where a split saw no key
-    query_start_loc,  # [R + 1] int32
-    out,  # [T, H, Dv], written
-    num_requests,
-    num_splits,
-    num_row_heads,  # T x H
-    NUM_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr,
-):
-    """One output row of one head: the partial outputs weighted by their share of the softmax."""
-    row_head = tl.program_id(0).to(tl.int64)
-    is_row = row_head // NUM_HEADS < tl.load(query_start_loc + num_requests)
-    dims = tl.arange(0, PADDED_VALUE_DIM)
-    highest = tl.full([], float("-inf"), tl.float32)
-    at = row_head
-    for _ in range(num_splits):
-        highest = tl.maximum(highest, tl.load(lse + at, mask=is_row, other=float("-inf")))
-        at += num_row_heads
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.full([], 0.0, tl.float32)
-    acc = tl.zeros([PADDED_VALUE_DIM], tl.float32)
-    at = row_head
-    for _ in range(num_splits):
-        part_lse = tl.load(lse + at, mask=is_row, other=float("-inf"))
-        part = tl.load(partial + at * VALUE_DIM + dims, mask=dims < VALUE_DIM, other=0.0)
-        # Splits without keys left their partial output unwritten.
-        part = tl.where(part_lse == float("-inf"), 0.0, part)
-        share = tl.exp2(part_lse - base)
-        total += share
-        acc += part * share
-        at += num_row_heads
-    merged = acc / tl.where(total == 0.0, 1.0, total)
-    target = out + row_head * VALUE_DIM + dims
-    tl.store(target, merged.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
-
 
 try:
     import triton.language as tl
@@ -179,26 +92,47 @@ def merge_splits_kernel(
     NUM_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,  # 0 = one after the other, in rising order
 ):
     """One output row of one head: the partial outputs weighted by their share of the softmax."""
     row_head = tl.program_id(0).to(tl.int64)
     is_row = row_head // NUM_HEADS < tl.load(query_start_loc + num_requests)
     dims = tl.arange(0, PADDED_VALUE_DIM)
-    splits = tl.arange(0, PADDED_SPLITS)
-    at = splits.to(tl.int64) * num_row_heads + row_head
-    part_lse = tl.load(lse + at, mask=(splits < num_splits) & is_row, other=float("-inf"))
-    # Splits without keys left their partial output unwritten.
-    parts = tl.load(
-        partial + at[:, None] * VALUE_DIM + dims,
-        mask=(part_lse > float("-inf"))[:, None] & (dims < VALUE_DIM),
-        other=0.0,
-    )
-    highest = tl.max(part_lse, 0)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    shares = tl.exp2(part_lse - base)
-    total = tl.sum(shares, 0)
-    merged = tl.sum(parts * shares[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    if PADDED_SPLITS == 0:
+        highest = tl.full([], float("-inf"), tl.float32)
+        at = row_head
+        for _ in range(num_splits):
+            highest = tl.maximum(highest, tl.load(lse + at, mask=is_row, other=float("-inf")))
+            at += num_row_heads
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        total = tl.full([], 0.0, tl.float32)
+        acc = tl.zeros([PADDED_VALUE_DIM], tl.float32)
+        at = row_head
+        for _ in range(num_splits):
+            part_lse = tl.load(lse + at, mask=is_row, other=float("-inf"))
+            part = tl.load(partial + at * VALUE_DIM + dims, mask=dims < VALUE_DIM, other=0.0)
+            # Splits without keys left their partial output unwritten.
+            part = tl.where(part_lse == float("-inf"), 0.0, part)
+            share = tl.exp2(part_lse - base)
+            total += share
+            acc += part * share
+            at += num_row_heads
+    else:
+        splits = tl.arange(0, PADDED_SPLITS)
+        at = splits.to(tl.int64) * num_row_heads + row_head
+        part_lse = tl.load(lse + at, mask=(splits < num_splits) & is_row, other=float("-inf"))
+        # Splits without keys left their partial output unwritten.
+        parts = tl.load(
+            partial + at[:, None] * VALUE_DIM + dims,
+            mask=(part_lse > float("-inf"))[:, None] & (dims < VALUE_DIM),
+            other=0.0,
+        )
+        highest = tl.max(part_lse, 0)
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        shares = tl.exp2(part_lse - base)
+        total = tl.sum(shares, 0)
+        acc = tl.sum(parts * shares[:, None], 0)
+    merged = acc / tl.where(total == 0.0, 1.0, total)
     target = out + row_head * VALUE_DIM + dims
     tl.store(target, merged.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
 
@@ -219,22 +153,17 @@ def split_outputs(out: Tensor, num_splits: int, *, always_split: bool) -> SplitO
 
 
 def merge_splits(
-    partial: Tensor,
-    lse: Tensor,
-    *,
-    query_start_loc: Tensor,
-    out: Tensor,
-    num_warps: int,
-    in_order: bool,
+    split: SplitOutputs, *, query_start_loc: Tensor, out: Tensor, num_warps: int, in_order: bool
 ) -> None:
-    """Launch the merge of `split_outputs` into `out` `[T, H, Dv]`.
+    """Launch the merge of `split` into `out` `[T, H, Dv]`; nothing where there is one split.
 
     `in_order` adds splits one by one, so that more of them, without keys, change no bit.
     """
+    partial, lse = split
+    if partial is None or lse is None:
+        return
     num_rows, num_heads, value_dim = out.shape
-    together = {} if in_order else {"PADDED_SPLITS": next_power_of_two(len(partial))}
-    kernel = merge_in_order_kernel if in_order else merge_splits_kernel
-    kernel[(num_rows * num_heads,)](
+    merge_splits_kernel[(num_rows * num_heads,)](
         partial,
         lse,
         query_start_loc,
@@ -245,7 +174,7 @@ def merge_splits(
         NUM_HEADS=num_heads,
         VALUE_DIM=value_dim,
         PADDED_VALUE_DIM=padded_head_dim(value_dim),
-        **together,
+        PADDED_SPLITS=0 if in_order else next_power_of_two(len(partial)),
         num_warps=num_warps,
     )
 

@@ -1,34 +1,26 @@
-"""Write this step's keys and values into the paged KV pool.
+"""Write this step's keys and values into the paged KV pool, before attention or by its launch.
 
 Where it sits: the first thing a layer's attention does in a step; paged_attention then reads pages
 only. Row t of `key` and `value` goes to slot `slot_mapping[t] = block_id * block_size + offset`;
 slot -1 writes nothing (padded or clamped rows).
-Layout: one program copies one row for a run of KV heads, all of Dk and Dv, 16 bytes a thread.
-Letters: T packed rows, Hkv KV heads, Dk / Dv head dims.
-Source: slot mapping as in vLLM and nano-vllm.
+Layout of `store_kv`: one program copies one row for a run of KV heads, all of Dk and Dv, 16 bytes a
+thread.
 
-This step's keys and values, stored by the attention launch that reads them.
+In compiled decoding the attention launch stores the rows itself (`store_new_rows`), a launch a
+layer less. Each attention program writes the rows whose positions lie in its own span of keys to
+the pages, and reads pages afterwards: it sees what it wrote, whatever other programs do. Every
+row's position is in the span of the tile of rows that holds it, so that every row is written;
+programs that share a row write the same values. Prompt chunks, whose tiles would write each row
+many times, are stored by `store_kv` beforehand, and so are rows of the other backends.
 
-Where it sits: in compiled decoding, in place of a `store_kv` before attention; a launch a layer
-less. Each attention program writes the rows whose positions lie in its own span of keys to the
-pages, and reads pages afterwards: it sees what it wrote, whatever other programs do. Every row's
-position is in the span of the tile of rows that holds it, so that every row is written; programs
-that share a row write the same values. Prompt chunks, whose tiles would write each row many times,
-are stored by `store_kv` beforehand, and so are rows of the other backends.
-Rows may come before their rotary embedding: the programs then rotate keys and queries (`rotary`).
-Letters: R requests, T packed rows, H / Hkv heads, Dk / Dv head dims, P rotary dims.
-Source: FlashAttention-2 appends keys of a step this way.
-
-Rotary position embedding of the rows that an attention launch reads and stores.
-
-Where it sits: in compiled decoding, where queries and this step's keys come to attention as they
-were projected (`new_rows`); the programs rotate them while they load them, a launch a layer less.
-Maths: `y = x cos + swapped(x) sin` on the first P dims, `swapped(x) = (-x[P/2:P], x[:P/2])`; dims
-from P on stay. Both products and the sum are rounded to the dtype of the rows, as in PyTorch, which
-runs one operation after the other: keys have the bits that passes without a compiler store. (Tested
-in half precision; float32 is not promised.)
-Letters: T packed rows, H heads, D head dim, P rotary dims.
-Source: RoFormer (arXiv:2104.09864), in the form with halves instead of pairs (GPT-NeoX).
+Queries and new keys may come there before their rotary embedding (`load_rotated`), again a launch a
+layer less. Maths: `y = x cos + swapped(x) sin` on the first P dims, `swapped(x) = (-x[P/2:P],
+x[:P/2])`; dims from P on stay. Both products and the sum are rounded to the dtype of the rows, as
+in PyTorch, which runs one operation after the other: keys have the bits that passes without a
+compiler store. (Tested in half precision; float32 is not promised.)
+Letters: R requests, T packed rows, H / Hkv heads, D / Dk / Dv head dims, P rotary dims.
+Source: slot mapping as in vLLM and nano-vllm; FlashAttention-2 appends keys of a step this way;
+RoFormer (arXiv:2104.09864), in the form with halves instead of pairs (GPT-NeoX).
 """
 
 from __future__ import annotations
@@ -37,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
+from mtp_research.kernels.attention.attention_rows import PagedKV
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,12 +37,13 @@ if TYPE_CHECKING:
 try:
     import triton
     import triton.language as tl
-except ImportError:  # checks.resolve_backend refuses the kernel then
-    triton = None
-
+except ImportError:  # checks.resolve_backend refuses the kernels then
+    triton = tl = None
 
 # Elements a program holds at a time: 16 a thread with 4 warps, two 16-byte accesses in bf16.
 _MAX_TILE_ELEMENTS = 2048
+# An attention program holds all new rows of its request in registers.
+MAX_STORED_ROWS = 16
 
 
 def store_kv_ref(
@@ -60,18 +54,9 @@ def store_kv_ref(
     value_cache: Tensor,
     slot_mapping: Tensor,
 ) -> None:
-    """Writes rows into cache slots in place, in plain PyTorch, on any device and dtype.
+    """Plain PyTorch, any device and dtype; arguments as in `store_kv`.
 
-    Args:
-        key: `[T, Hkv, Dk]`, the rows of this step.
-        value: `[T, Hkv, Dv]`.
-        key_cache: `[num_blocks, block_size, Hkv, Dk]`, any strides; written in place.
-        value_cache: `[num_blocks, block_size, Hkv, Dv]`, any strides; written in place.
-        slot_mapping: `[T]` int64 in `[-1, num_blocks * block_size)`, distinct where >= 0; -1 writes
-            nothing.
-
-    Raises:
-        IndexError: a slot lies outside the pool (CPU; a device assertion on CUDA).
+    A slot outside the pool is an IndexError on a CPU and a device assertion on CUDA.
     """
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
@@ -169,7 +154,7 @@ def _store_kv_op(
     slot_mapping: torch.Tensor,
     backend: str,
 ) -> None:
-    check_store_kv(key, value, key_cache, value_cache, slot_mapping)
+    _check_store_kv(key, value, key_cache, value_cache, slot_mapping)
     resolved = checks.resolve_backend(backend, tensor=key, kernel=_store_kv_kernel)
     if key.shape[0] == 0:
         return
@@ -186,14 +171,9 @@ def _store_kv_fake(key: Tensor, *_: object) -> None:
     return None
 
 
-def check_store_kv(
+def _check_store_kv(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Refuses arguments of `store_kv` whose shapes, dtypes or devices disagree.
-
-    Raises:
-        ValueError: names the tensor and what was expected of it.
-    """
     checks.check_rank("key", key, letters="[T, Hkv, Dk]")
     checks.check_paged_cache(key_cache, value_cache, rows=key)
     num_rows, _, key_dim = key.shape
@@ -261,12 +241,6 @@ def store_constants(
     }
 
 
-try:
-    import triton.language as tl
-except ImportError:  # checks.resolve_backend refuses the kernels then
-    tl = None
-
-
 def rotate_ref(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotated `rows` in plain PyTorch, on any device and dtype.
 
@@ -281,12 +255,8 @@ def rotate_ref(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned * cos[:, None] + swapped * sin[:, None], kept), dim=-1)
 
 
-def check_angles(rows: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Refuses cos and sin that do not fit `rows` `[T, H, D]`.
-
-    Raises:
-        ValueError: names the tensor and what was expected of it.
-    """
+def _check_angles(rows: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Refuses cos and sin that do not fit `rows` `[T, H, D]`."""
     num_rotary_dims = cos.shape[-1]
     for name, tensor in (("cos", cos), ("sin", sin)):
         shape = (rows.shape[0], num_rotary_dims)
@@ -328,16 +298,6 @@ def load_rotated(
     return tl.where(dims < ROTARY_DIM, rotated, x)
 
 
-try:
-    import triton.language as tl
-except ImportError:  # checks.resolve_backend refuses the kernels then
-    tl = None
-
-
-# A program holds all new rows of its request in registers.
-MAX_STORED_ROWS = 16
-
-
 class NewRows(NamedTuple):
     """Rows to store, as in `store_kv`; slots of rows that belong to no request must be -1.
 
@@ -361,9 +321,8 @@ class LaunchRows(NamedTuple):
 def rows_for_launch(
     query: Tensor,
     new_rows: NewRows | None,
+    kv: PagedKV,
     *,
-    key_cache: Tensor,
-    value_cache: Tensor,
     backend: str,
     resolved: str,
     max_query_len: int,
@@ -373,33 +332,29 @@ def rows_for_launch(
     Args:
         query: `[T, H, Dk]`.
         new_rows: None if the pages hold this step's rows.
-        key_cache: `[num_blocks, block_size, Hkv, Dk]`, written.
-        value_cache: `[num_blocks, block_size, Hkv, Dv]`, written.
+        kv: pages, written.
         backend: of the attention call.
         resolved: what `checks.resolve_backend` made of it.
         max_query_len: upper bound of rows a request.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or layouts disagree.
     """
     if new_rows is None:
         return LaunchRows(query, None)
     key, value, slot_mapping, cos, sin = new_rows
     if cos is not None and sin is not None:
-        check_angles(key, cos, sin)
+        _check_angles(key, cos, sin)
     if resolved == "reference" or backend == checks.INVARIANT or max_query_len > MAX_STORED_ROWS:
         if cos is not None and sin is not None:
             query, key = rotate_ref(query, cos, sin), rotate_ref(key, cos, sin)
         store_kv(
             key,
             value,
-            key_cache=key_cache,
-            value_cache=value_cache,
+            key_cache=kv.keys,
+            value_cache=kv.values,
             slot_mapping=slot_mapping,
             backend=backend,
         )
         return LaunchRows(query, None)
-    check_store_kv(key, value, key_cache, value_cache, slot_mapping)
+    _check_store_kv(key, value, *kv, slot_mapping)
     for name, tensor in (("key", key), ("value", value), ("cos", cos), ("sin", sin)):
         if tensor is not None:
             checks.check_last_dim_contiguous(name, tensor)

@@ -14,14 +14,20 @@ import functools
 from collections.abc import Callable
 
 import torch
-from mtp_research.kernels.attention.attention_launch import LaunchConfig, launch_paged_attention
-from mtp_research.kernels.attention.paged_attention import attend_pages, paged_attention_ref
+from mtp_research.kernels.attention.attention_launch import LaunchConfig
 from mtp_research.kernels.attention.store_kv import NewRows, rotate_ref, store_kv
 from mtp_research.kernels.bench.bench_attention import (
     AttentionShape,
     LatentShape,
     make_attention_inputs,
     make_latent_inputs,
+)
+from mtp_research.kernels.bench.bench_calls import (
+    attend_latents,
+    attend_pages,
+    latent_attention_ref,
+    launch_paged_attention,
+    paged_attention_ref,
 )
 from mtp_research.kernels.bench.bench_runner import (
     Bench,
@@ -31,7 +37,6 @@ from mtp_research.kernels.bench.bench_runner import (
     show_row,
     time_calls,
 )
-from mtp_research.kernels.latent.latent_attention import attend_latents, latent_attention_ref
 from torch import Tensor
 
 Calls = dict[str, list[Callable[[], Tensor]]]

@@ -11,9 +11,15 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from mtp_research.kernels.attention.attention_launch import LaunchConfig, launch_paged_attention
-from mtp_research.kernels.attention.paged_attention import paged_attention, paged_attention_ref
+from mtp_research.kernels.attention.attention_launch import LaunchConfig
 from mtp_research.kernels.attention.store_kv import store_kv
+from mtp_research.kernels.bench.bench_calls import (
+    latent_attention,
+    latent_attention_ref,
+    launch_paged_attention,
+    paged_attention,
+    paged_attention_ref,
+)
 from mtp_research.kernels.bench.bench_peers import import_peers, time_peers
 from mtp_research.kernels.bench.bench_runner import (
     ROTATED_BYTES,
@@ -26,7 +32,6 @@ from mtp_research.kernels.bench.bench_runner import (
     time_calls,
     try_calls,
 )
-from mtp_research.kernels.latent.latent_attention import latent_attention, latent_attention_ref
 from mtp_research.kernels.losses.gather_rows import gather_rows, gather_rows_ref
 from torch import Tensor
 from torch.nn import functional

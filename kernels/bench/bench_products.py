@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 import torch
-from mtp_research.kernels.attention.paged_attention import paged_attention
 from mtp_research.kernels.bench.bench_attention import AttentionShape, make_attention_inputs
+from mtp_research.kernels.bench.bench_calls import paged_attention
 from mtp_research.kernels.bench.bench_runner import (
     ROTATED_BYTES,
     Bench,

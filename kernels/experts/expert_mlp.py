@@ -9,11 +9,6 @@ token and an expert are sorted into tiles of one expert (`expert_routing`); outp
 to `[T, top_k, H]` and added up in that order, so results do not depend on the launch.
 Letters: T tokens, P pairs, E experts, H hidden size, I inner size of an expert.
 Source: fused MoE kernels of serving engines; shapes and epilogues are ours.
-
-Tile shapes of the mixture-of-experts products, and their launches.
-
-Where it sits: between `expert_mlp` (checks, reference) and `expert_mlp_triton` (programs).
-Letters: T tokens, P pairs of a token and an expert, E experts, H hidden size, I inner size.
 """
 
 from __future__ import annotations
@@ -34,21 +29,13 @@ _ALL_TILES = 1 << 20
 
 
 class ProductConfig(NamedTuple):
-    """Compile-time shape of one program of a product.
+    """Compile-time shape of one program of a product."""
 
-    Attributes:
-        block_n: outputs; of gate and of up as many each.
-        block_k: depth of a step.
-        num_warps: warps.
-        num_stages: pipeline buffers.
-        group_tiles: tiles that walk all outputs together.
-    """
-
-    block_n: int
-    block_k: int
+    block_n: int  # outputs; of gate and of up as many each
+    block_k: int  # depth of a step
     num_warps: int
     num_stages: int
-    group_tiles: int = _ALL_TILES
+    group_tiles: int = _ALL_TILES  # tiles that walk all outputs together
 
 
 class ExpertConfig(NamedTuple):

@@ -1,6 +1,6 @@
 """The two products of a mixture-of-experts MLP over tiles of pairs, as Triton programs.
 
-Where it sits: `expert_mlp_launch` launches them, `expert_mlp` is the wrapper.
+Where it sits: `expert_mlp` launches them.
 Maths: inner[p] = silu(gate[e] x[t]) * (up[e] x[t]); out[p] = router_weight[p] * (down[e] inner[p])
 for every pair p of token t and expert e, accumulated in float32.
 Layout: `inner` stays in the order of the tiles, so that only the first product gathers and only the

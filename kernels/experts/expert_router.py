@@ -1,9 +1,9 @@
 """A sigmoid router of a mixture of experts: the logits in one launch, the choice in another.
 
 Where it sits: `models/rewrites/routers.py` calls it on a GPU, for frozen routers all of it, for
-trained ones
-the choice. As single PyTorch calls the router of one layer takes a dozen launches, which at a few
-tokens a step cost as much as the experts' weights, and at many tokens copies all rows to float32.
+trained ones the choice. As single PyTorch calls the router of one layer takes a dozen launches,
+which at a few tokens a step cost as much as the experts' weights, and at many tokens copies all
+rows to float32.
 Maths: logits = x weight^T in float32; score = sigmoid(logits); the `top_k` experts of highest
 score + bias are chosen; their weights are their scores, divided by their sum where asked, times a
 scale.
@@ -11,11 +11,6 @@ Layout: products of bfloat16 are exact in float32, and all terms of a logit are 
 program in an order that follows from H alone: a token's routing does not depend on its batch.
 Letters: T tokens, E experts, H hidden size.
 Source: DeepSeek-V3's router without groups, as in transformers' `Glm4MoeTopkRouter`.
-
-The two programs of a mixture-of-experts router: logits, and the choice of experts by them.
-
-Where it sits: `expert_router` launches them and says what they compute.
-Letters: T tokens, E experts, H hidden size.
 """
 
 from __future__ import annotations
@@ -115,23 +110,17 @@ LOGITS_WARPS, LOGITS_STAGES = 2, 5
 _SCORES_A_PROGRAM = 512
 
 
-class RoutedTokens(NamedTuple):
-    """What a router decides.
-
-    Attributes:
-        logits: `[T, E]` float32.
-        weights: `[T, top_k]` float32.
-        index: `[T, top_k]` int64, by falling score + bias; the lower expert first in a tie.
-    """
-
-    logits: Tensor
-    weights: Tensor
-    index: Tensor
-
-
 class ChosenExperts(NamedTuple):
-    """Weights and index of `RoutedTokens`."""
+    """What a router decides, by falling score + bias; the lower expert first in a tie."""
 
+    weights: Tensor  # [T, top_k] float32
+    index: Tensor  # [T, top_k] int64
+
+
+class RoutedTokens(NamedTuple):
+    """The choice, and the logits that it was made by."""
+
+    logits: Tensor  # [T, E] float32
     weights: Tensor
     index: Tensor
 

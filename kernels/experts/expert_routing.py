@@ -1,7 +1,7 @@
 """Sort the pairs of a token and an expert by expert, padded to whole tiles, on the device.
 
 Where it sits: `expert_mlp` gives each tile of pairs to one program of its products. The layout is
-that of `invariant_grouped.tile_pairs`, which is the reference; here it takes one launch up to
+that of `invariant_matmul.tile_pairs`, which is the reference; here it takes one launch up to
 `MAX_ONE_LAUNCH_PAIRS` pairs and three above, where the sort would otherwise cost as much as the
 products. Nothing is read by the host, so that a CUDA graph can replay it.
 Layout: tiles of an expert follow each other, experts rise, pairs of an expert rise, and what is

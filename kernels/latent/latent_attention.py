@@ -8,27 +8,26 @@ Maths: with the key and value projections of head h absorbed into query and outp
 
 so that a step reads L + P numbers a token instead of keys and values of every head; the caller
 multiplies `out[h]` by head h's value projection.
+The programs are those of Gluon where `fits_gluon` allows it (Hopper, 512 + 64 entries) and those of
+Triton elsewhere; their launch is computed from static shapes, as in `attention_launch`.
 Letters: R requests, T packed rows, M blocks per table, H heads, L latent, P rotary key size.
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; FlashMLA (one tile is key and value).
-
-Launch of the latent attention programs: tile sizes, warps, stages, number of splits.
-
-Where it sits: between the checked wrapper `latent_attention` and its programs, that of Gluon where
-`fits_gluon` allows it (Hopper, 512 + 64 entries) and that of Triton elsewhere. Everything is
-computed from static shapes, never from device values, as in `attention_launch`.
-Letters: R requests, T packed rows, H heads, L latent, P rotary key size.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
-from mtp_research.kernels.attention import paged_attention as attention_checks
 from mtp_research.kernels.attention.attention_launch import INVARIANT_SPLIT_KEYS, choose_num_splits
+from mtp_research.kernels.attention.attention_rows import (
+    AttentionRows,
+    PagedKV,
+    Scoring,
+    check_rows,
+)
 from mtp_research.kernels.attention.paged_attention import paged_attention_ref
 from mtp_research.kernels.attention.splits import (
     ceil_div,
@@ -64,44 +63,179 @@ class LatentConfig(NamedTuple):
         return 1 if self.gluon else 2
 
 
-def launch_latent_attention(
+def latent_attention_ref(
     query_latent: Tensor,
-    *,
     query_rope: Tensor,
     latent_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
+    rows: AttentionRows,
+    *,
+    scale: float,
+    invariant: bool = False,
+) -> Tensor:
+    """Plain PyTorch, float32 or wider inside, any device: attention with one KV head of L + P.
+
+    Arguments and result as in `latent_attention`.
+    """
+    keys = latent_cache[:, :, None]  # one KV head
+    return paged_attention_ref(
+        torch.cat((query_latent, query_rope), dim=-1),
+        PagedKV(keys, keys[..., : query_latent.shape[2]]),
+        rows,
+        Scoring(scale),
+        invariant=invariant,
+    )
+
+
+def latent_attention(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    latent_cache: Tensor,
+    rows: AttentionRows,
+    *,
+    scale: float,
+    backend: str = "auto",
+    num_splits: int | None = None,
+) -> Tensor:
+    """Attention of packed ragged rows over paged latents.
+
+    Opaque to torch.compile (custom op `mtp_research::latent_attention`). The Triton path never
+    reads a device value on the host.
+
+    Args:
+        query_latent: `[T, H, L]` packed rows, already multiplied by the key projections; any
+            strides but the last. T may exceed `query_start_loc[R]` (padding).
+        query_rope: `[T, H, P]`, rotated; any strides but the last.
+        latent_cache: `[num_blocks, block_size, L + P]`, dtype of the queries.
+        rows: where the rows sit and what they read.
+        scale: factor on the logits, > 0; of the expanded heads, not of L + P.
+        backend: `auto`, `invariant`, `reference` or `triton`, see `checks.resolve_backend`.
+        num_splits: programs a request's keys are spread over, 1..32; None chooses. Triton only.
+
+    Returns:
+        `[T, H, L]` in the dtype of the queries. Padded rows and rows without a key are zero.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or ranges disagree, or the backend cannot run them.
+    """
+    *of_rows, positions, kv_start = rows
+    queries = (query_latent, query_rope)
+    return torch.ops.mtp_research.latent_attention(
+        *queries, latent_cache, *of_rows, scale, positions, kv_start, backend, num_splits
+    )
+
+
+@torch.library.custom_op("mtp_research::latent_attention", mutates_args=())
+def _latent_attention_op(
+    query_latent: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
     max_query_len: int,
     scale: float,
-    positions: Tensor | None,
-    kv_start: Tensor | None,
+    positions: torch.Tensor | None,
+    kv_start: torch.Tensor | None,
+    backend: str,
     num_splits: int | None,
+) -> torch.Tensor:
+    rows = AttentionRows(block_table, seq_lens, query_start_loc, max_query_len, positions, kv_start)
+    return attend_latents(
+        query_latent,
+        query_rope,
+        latent_cache,
+        rows,
+        scale=scale,
+        backend=backend,
+        num_splits=num_splits,
+    )
+
+
+@_latent_attention_op.register_fake
+def _latent_attention_fake(query_latent: Tensor, *_: object) -> Tensor:
+    return query_latent.new_empty(query_latent.shape)
+
+
+def attend_latents(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    latent_cache: Tensor,
+    rows: AttentionRows,
+    *,
+    scale: float,
+    backend: str,
+    num_splits: int | None = None,
+    new_rows: NewRows | None = None,
+) -> Tensor:
+    """What the op does, for ops that store this step's rows as well.
+
+    Args and result as in `latent_attention`, and:
+        new_rows: latents `[T, 1, L]` and rotary keys `[T, 1, P]` to store in the pages first, in
+            place; None if they are there. The Triton programs store few rows themselves.
+    """
+    _check_queries(query_latent, query_rope, latent_cache)
+    check_rows(rows, query_latent)
+    checks.check_optional_range("num_splits", num_splits, low=1, high=MAX_LATENT_SPLITS)
+    resolved = checks.resolve_backend(backend, tensor=query_latent, kernel=latent_attention_kernel)
+    latent_dim = query_latent.shape[2]
+    assert new_rows is None or new_rows.cos is None, "the rotary part of latents comes rotated"
+    pages = latent_cache[:, :, None]
+    query_latent, new_rows = rows_for_launch(
+        query_latent,
+        new_rows,
+        PagedKV(pages[..., :latent_dim], pages[..., latent_dim:]),
+        backend=backend,
+        resolved=resolved,
+        max_query_len=rows.max_query_len,
+    )
+    if query_latent.shape[0] == 0 or rows.block_table.shape[0] == 0:
+        return query_latent.new_zeros(query_latent.shape)
+    invariant = backend == checks.INVARIANT
+    operands = (query_latent, query_rope, latent_cache)
+    if resolved == "reference":
+        return latent_attention_ref(*operands, rows, scale=scale, invariant=invariant)
+    _check_kernel_layout(*operands)
+    return launch_latent_attention(
+        operands,
+        rows,
+        scale=scale,
+        num_splits=num_splits,
+        new_rows=new_rows,
+        invariant=invariant,
+    )
+
+
+def launch_latent_attention(
+    operands: tuple[Tensor, Tensor, Tensor],
+    rows: AttentionRows,
+    *,
+    scale: float,
+    num_splits: int | None = None,
     new_rows: NewRows | None = None,
     config: LatentConfig | None = None,
     invariant: bool = False,
 ) -> Tensor:
     """Launches the programs, then the merge if there is more than one split.
 
-    Arguments and result as in `latent_attention`, checked there. `config` overrides the tile sizes
-    that `choose_latent_config` picks (for measurements); `new_rows`, a latent `[T, 1, L]` and a
-    rotary key `[T, 1, P]`, and `invariant` as in `attention_launch`.
+    Arguments and result as in `latent_attention`, checked there; `operands` are queries and pages.
+    `config` overrides the tile sizes that `choose_latent_config` picks (for measurements);
+    `new_rows`, a latent `[T, 1, L]` and a rotary key `[T, 1, P]`, and `invariant` as in
+    `attention_launch`.
     """
+    query_latent, query_rope, latent_cache = operands
     num_rows, num_heads, latent_dim = query_latent.shape
-    num_requests, num_table_blocks = block_table.shape
+    num_requests, num_table_blocks = rows.block_table.shape
+    num_blocks, block_size = latent_cache.shape[:2]
     out = query_latent.new_empty(num_rows, num_heads, latent_dim)
     if config is None:
         config = choose_latent_config(
-            1 if invariant else max_query_len * num_heads,
+            1 if invariant else rows.max_query_len * num_heads,
             element_bytes=query_latent.element_size(),
             num_requests=num_requests,
-            hopper=not invariant
-            and fits_gluon(
-                query_latent, query_rope=query_rope, latent_cache=latent_cache, new_rows=new_rows
-            ),
+            hopper=not invariant and fits_gluon(operands, new_rows=new_rows),
         )
-    num_tiles = max(1, ceil_div(max_query_len * num_heads, config.block_m))
-    max_keys = num_table_blocks * latent_cache.shape[1]
+    num_tiles = max(1, ceil_div(rows.max_query_len * num_heads, config.block_m))
+    max_keys = num_table_blocks * block_size
     if invariant:
         num_splits = ceil_div(max_keys, INVARIANT_SPLIT_KEYS)
     elif num_splits is None:
@@ -113,53 +247,50 @@ def launch_latent_attention(
             programs_per_sm=config.programs_per_sm,
         )
         num_splits = min(num_splits, MAX_LATENT_SPLITS)
-    partial, lse = split_outputs(out, num_splits, always_split=invariant)
+    split = split_outputs(out, num_splits, always_split=invariant)
+    constants = latent_constants(
+        num_heads,
+        latent_dim=latent_dim,
+        rope_dim=query_rope.shape[2],
+        block_size=block_size,
+        split=split.partial is not None,
+        split_keys=INVARIANT_SPLIT_KEYS if invariant else 0,
+        config=config,
+        num_stored_rows=0 if new_rows is None else rows.max_query_len,
+    )
     with checks.launch_device(query_latent):
         kernel = latent_attention_gluon_kernel if config.gluon else latent_attention_kernel
         kernel[(num_tiles, num_splits, num_requests)](
-            query_latent,
-            query_rope,
-            latent_cache,
-            block_table,
-            seq_lens,
-            query_start_loc,
-            positions,
-            kv_start,
+            *operands,
+            rows.block_table,
+            rows.seq_lens,
+            rows.query_start_loc,
+            rows.positions,
+            rows.kv_start,
             *(new_rows[:3] if new_rows is not None else (None,) * 3),
-            out if partial is None else partial,
-            lse,
-            latent_cache.shape[0] * latent_cache.shape[1],
+            out if split.partial is None else split.partial,
+            split.lse,
+            num_blocks * block_size,
             num_rows,
             max_keys,
             scale / math.log(2),
             *query_latent.stride()[:2],
             *query_rope.stride()[:2],
             *latent_cache.stride()[:2],
-            block_table.stride(0),
+            rows.block_table.stride(0),
             0 if new_rows is None else new_rows.key.stride(0),
             0 if new_rows is None else new_rows.value.stride(0),
-            **latent_constants(
-                num_heads,
-                latent_dim=latent_dim,
-                rope_dim=query_rope.shape[2],
-                block_size=latent_cache.shape[1],
-                split=partial is not None,
-                split_keys=INVARIANT_SPLIT_KEYS if invariant else 0,
-                config=config,
-                num_stored_rows=0 if new_rows is None else max_query_len,
-            ),
+            **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        if partial is not None and lse is not None:
-            merge_splits(
-                partial,
-                lse,
-                query_start_loc=query_start_loc,
-                out=out,
-                num_warps=merge_warps(num_splits),
-                in_order=invariant,
-            )
+        merge_splits(
+            split,
+            query_start_loc=rows.query_start_loc,
+            out=out,
+            num_warps=merge_warps(num_splits),
+            in_order=invariant,
+        )
     return out
 
 
@@ -226,14 +357,13 @@ def choose_latent_config(
     return LatentConfig(64, 32, num_warps=8, num_stages=3)
 
 
-def fits_gluon(
-    query_latent: Tensor, *, query_rope: Tensor, latent_cache: Tensor, new_rows: NewRows | None
-) -> bool:
+def fits_gluon(operands: tuple[Tensor, Tensor, Tensor], *, new_rows: NewRows | None) -> bool:
     """True if the Gluon program can run: Hopper, 16-bit rows of 512 + 64, aligned to 16 bytes.
 
     Copies take 16 bytes at a time; Triton knows so of strides that are multiples of 16.
     """
-    tensors = [(query_latent, 2), (query_rope, 2), (latent_cache, 2)]
+    query_latent, query_rope, _ = operands
+    tensors = [(tensor, 2) for tensor in operands]
     if new_rows is not None:
         tensors += [(new_rows.key, 1), (new_rows.value, 1)]
     dims = (query_latent.shape[2], query_rope.shape[2])
@@ -247,202 +377,7 @@ def fits_gluon(
     )
 
 
-def latent_attention_ref(
-    query_latent: Tensor,
-    *,
-    query_rope: Tensor,
-    latent_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    scale: float,
-    positions: Tensor | None = None,
-    kv_start: Tensor | None = None,
-    invariant: bool = False,
-) -> Tensor:
-    """Plain PyTorch, float32 or wider inside, any device: attention with one KV head of L + P.
-
-    Arguments and result as in `latent_attention`.
-    """
-    keys = latent_cache[:, :, None]  # one KV head
-    return paged_attention_ref(
-        torch.cat((query_latent, query_rope), dim=-1),
-        key_cache=keys,
-        value_cache=keys[..., : query_latent.shape[2]],
-        block_table=block_table,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        max_query_len=max_query_len,
-        scale=scale,
-        positions=positions,
-        kv_start=kv_start,
-        invariant=invariant,
-    )
-
-
-def latent_attention(
-    query_latent: Tensor,
-    *,
-    query_rope: Tensor,
-    latent_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    scale: float,
-    positions: Tensor | None = None,
-    kv_start: Tensor | None = None,
-    backend: str = "auto",
-    num_splits: int | None = None,
-) -> Tensor:
-    """Attention of packed ragged rows over paged latents.
-
-    Opaque to torch.compile (custom op `mtp_research::latent_attention`). The Triton path never
-    reads a device value on the host.
-
-    Args:
-        query_latent: `[T, H, L]` packed rows, already multiplied by the key projections; any
-            strides but the last. T may exceed `query_start_loc[R]` (padding).
-        query_rope: `[T, H, P]`, rotated; any strides but the last.
-        latent_cache: `[num_blocks, block_size, L + P]`, dtype of the queries.
-        block_table: `[R, M]` int32; entries past a request's own blocks are never followed.
-        seq_lens: `[R]` int32, KV length in tokens including this step's rows.
-        query_start_loc: `[R + 1]` int32, rows of request r are `[loc[r], loc[r + 1])`.
-        max_query_len: upper bound of rows a request; rows beyond it stay unwritten on Triton.
-        scale: factor on the logits, > 0; of the expanded heads, not of L + P.
-        positions: `[T]` int64 position of each row; None derives it from `seq_lens`.
-        kv_start: `[R]` int32, keys of request r below it are hidden; None for 0.
-        backend: `auto`, `invariant`, `reference` or `triton`, see `checks.resolve_backend`.
-        num_splits: programs a request's keys are spread over, 1..32; None chooses. Triton only.
-
-    Returns:
-        `[T, H, L]` in the dtype of the queries. Padded rows and rows without a key are zero.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or ranges disagree, or the backend cannot run them.
-    """
-    return torch.ops.mtp_research.latent_attention(
-        query_latent,
-        query_rope,
-        latent_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        max_query_len,
-        scale,
-        positions,
-        kv_start,
-        backend,
-        num_splits,
-    )
-
-
-@torch.library.custom_op("mtp_research::latent_attention", mutates_args=())
-def _latent_attention_op(
-    query_latent: torch.Tensor,
-    query_rope: torch.Tensor,
-    latent_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    max_query_len: int,
-    scale: float,
-    positions: torch.Tensor | None,
-    kv_start: torch.Tensor | None,
-    backend: str,
-    num_splits: int | None,
-) -> torch.Tensor:
-    return attend_latents(
-        query_latent,
-        query_rope=query_rope,
-        latent_cache=latent_cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        max_query_len=max_query_len,
-        scale=scale,
-        positions=positions,
-        kv_start=kv_start,
-        backend=backend,
-        num_splits=num_splits,
-    )
-
-
-@_latent_attention_op.register_fake
-def _latent_attention_fake(query_latent: Tensor, *_: object) -> Tensor:
-    return query_latent.new_empty(query_latent.shape)
-
-
-def attend_latents(
-    query_latent: Tensor,
-    *,
-    query_rope: Tensor,
-    latent_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    scale: float,
-    backend: str,
-    positions: Tensor | None = None,
-    kv_start: Tensor | None = None,
-    num_splits: int | None = None,
-    new_rows: NewRows | None = None,
-) -> Tensor:
-    """What the op does, for ops that store this step's rows as well.
-
-    Args and result as in `latent_attention`, and:
-        new_rows: latents `[T, 1, L]` and rotary keys `[T, 1, P]` to store in the pages first, in
-            place; None if they are there. The Triton programs store few rows themselves.
-    """
-    _check_rows(query_latent, query_rope, latent_cache)
-    attention_checks.check_attention_indices(
-        block_table, seq_lens=seq_lens, query_start_loc=query_start_loc, device=query_latent.device
-    )
-    checks.check_optional_range("num_splits", num_splits, low=1, high=MAX_LATENT_SPLITS)
-    attention_checks.check_optional_positions(
-        query_latent, seq_lens, positions=positions, kv_start=kv_start
-    )
-    resolved = checks.resolve_backend(backend, tensor=query_latent, kernel=latent_attention_kernel)
-    latent_dim = query_latent.shape[2]
-    assert new_rows is None or new_rows.cos is None, "the rotary part of latents comes rotated"
-    query_latent, new_rows = rows_for_launch(
-        query_latent,
-        new_rows,
-        key_cache=latent_cache[:, :, None, :latent_dim],
-        value_cache=latent_cache[:, :, None, latent_dim:],
-        backend=backend,
-        resolved=resolved,
-        max_query_len=max_query_len,
-    )
-    if query_latent.shape[0] == 0 or block_table.shape[0] == 0:
-        return query_latent.new_zeros(query_latent.shape)
-    invariant = backend == checks.INVARIANT
-    attend = functools.partial(latent_attention_ref, invariant=invariant)
-    if resolved == "triton":
-        _check_kernel_layout(query_latent, query_rope, latent_cache)
-        attend = functools.partial(
-            launch_latent_attention,
-            num_splits=num_splits,
-            new_rows=new_rows,
-            invariant=invariant,
-        )
-    return attend(
-        query_latent,
-        query_rope=query_rope,
-        latent_cache=latent_cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        max_query_len=max_query_len,
-        scale=scale,
-        positions=positions,
-        kv_start=kv_start,
-    )
-
-
-def _check_rows(query_latent: Tensor, query_rope: Tensor, latent_cache: Tensor) -> None:
+def _check_queries(query_latent: Tensor, query_rope: Tensor, latent_cache: Tensor) -> None:
     checks.check_rank("query_latent", query_latent, letters="[T, H, L]")
     checks.check_rank("query_rope", query_rope, letters="[T, H, P]")
     checks.check_rank("latent_cache", latent_cache, letters="[num_blocks, block_size, L + P]")

@@ -1,10 +1,9 @@
 """The Triton program of latent_attention.
 
-Where it sits: launched by `latent_attention_launch` once `latent_attention` has checked its
-arguments; that module explains maths, letters and sources. The latent tile is loaded once and
-serves as key and as value. The heads of a row are packed into M tiles of at most 64 rows (128 would
-spill: the accumulator alone is 64 x 512 float32), and the M tiles of one split run beside each
-other, so that they find its latents in L2.
+Where it sits: launched by `latent_attention`, which checks the arguments and explains maths,
+letters and sources. The latent tile is loaded once and serves as key and as value. The heads of a
+row are packed into M tiles of at most 64 rows (128 would spill: the accumulator alone is 64 x 512
+float32), and the M tiles of one split run beside each other, so that they find its latents in L2.
 """
 
 from __future__ import annotations

@@ -1,20 +1,14 @@
 """The Gluon program of latent_attention for Hopper: 512 + 64 entries a key, 16-bit elements.
 
-Where it sits: launched by `latent_attention_launch` instead of `latent_attention_triton` where
+Where it sits: launched by `latent_attention` instead of `latent_attention_triton` where
 `fits_gluon` says so; both compute the same. Triton's own pipeline makes each product wait for the
 one before and spends most instructions on addresses; here copies, products and waits are written
-out. Two tiles of keys are held: one is worked on while the other one is copied, row by row.
-Two forms: rows of the step as rows of both products (64 of them), or keys and latent entries as
-rows (`KEYS_FIRST`), so that 16 or 32 rows of the step need not fill the 64 of a product.
-Letters: R requests, T packed rows, H heads, L latent, P rotary key size, W warps.
-Source: FlashMLA (one tile is key and value; each warp group owns half of the latent entries).
+out. Two forms: rows of the step as rows of both products (64 of them), or keys and latent entries
+as rows (`KEYS_FIRST`), so that 16 or 32 rows of the step need not fill the 64 of a product.
 
-The loop over keys of the Gluon program of latent attention.
-
-Where it sits: called by `latent_attention_gluon`, which explains the two forms and the letters. A
-tile is copied by groups of 8 threads a row, 16 bytes each, so that a thread computes the addresses
-of few rows; Triton's own layout makes every thread compute those of many. Keys first, two tiles
-are on their way when a tile is worked on: a tile is copied behind the value product that frees its
+Two tiles of keys are held: one is worked on while the other one is copied, by groups of 8 threads a
+row, 16 bytes each, so that a thread computes the addresses of few rows. Keys first, two tiles are
+on their way when a tile is worked on: a tile is copied behind the value product that frees its
 memory. Rows first, one is: its copy starts behind the score product, whose time hides the
 addresses, and needs no barrier of its own.
 
@@ -23,6 +17,8 @@ scores issued behind the values that still run, 702 us against 686 without; keys
 773; weights from shared memory instead of registers, 672 against 664; no fence after copies, 2 to
 3 % less, but the PTX rules ask for it. Taken: rotary queries in registers and row maxima exchanged
 in one barrier, 652 against 662.
+Letters: R requests, T packed rows, H heads, L latent, P rotary key size.
+Source: FlashMLA (one tile is key and value; each warp group owns half of the latent entries).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parts of the Gluon program of latent attention: its imports, spans, rows copied and stored.
 
-Where it sits: called by `latent_attention_gluon` before and after its loop over keys.
+Where it sits: called by `latent_gluon` before and after its loop over keys.
 Letters: R requests, T packed rows, H heads, L latent (512), P rotary key size (64).
 """
 
@@ -19,7 +19,7 @@ try:
     )
 
     barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in triton 3.7
-except ImportError:  # latent_attention_launch takes the Triton program then
+except ImportError:  # latent_attention takes the Triton program then
     gluon = gl = async_copy = fence_async_shared = barrier = None
     warpgroup_mma = warpgroup_mma_wait = None
 
@@ -146,7 +146,7 @@ def store_new_latents(
     BLOCK_SIZE: gl.constexpr,
     NUM_ROWS: gl.constexpr,
 ):
-    """As `new_rows.store_new_rows`."""
+    """As `store_kv.store_new_rows`."""
     if (first_pos + num_new_rows > begin) & (first_pos < end):
         COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
         rows = gl.arange(0, NUM_ROWS, layout=gl.SliceLayout(1, COPY))

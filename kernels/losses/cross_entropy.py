@@ -3,9 +3,16 @@
     per chunk   logits = rows @ lm_head.T;  loss, hit and gradient in the logits' own memory
                 grads  = gradient @ lm_head                                   4 D V FLOPs a row
 
+    nll = log sum_v exp(s_v) - s_y          gradient in s, times `weight`: exp(s - lse) - onehot(y)
+
 Rows of all depths are one list, so that no chunk is cut short by the end of a depth. Chunks fill
 whole waves of the second product: it has few tiles, D / 256 for 128 rows, and a last wave with few
 of them costs as much as a full one.
+
+Between the products `cross_entropy_rows` runs one program a row: it reads the row, and reads it
+again for the gradient, by then from the cache (rows in work take tens of megabytes). Holding the
+row in registers instead left room for one program on a multiprocessor, and was slower. Arithmetic
+is float32 whatever the logits' dtype is.
 
 With `half_logits` the products run in float16 and logits and their gradient take two bytes instead
 of four: for D below some thousands the product is as slow as what it writes. float16 and not
@@ -14,18 +21,8 @@ the gradient at D = 768, V = 16384, label probabilities .5, .95 and .98: float32
 bfloat16 gradient 2.0e-3, 2.2e-3, 2.5e-3; float16 1.2e-3, 2.2e-3, 4.9e-3; bfloat16 logits 9e-3,
 17e-3, 44e-3. Logits beyond 65,504 give a loss that is not finite.
 Letters: R rows, C rows of a chunk, D hidden, V vocabulary.
-Source: gradient made in the forward pass as in Liger's fused linear cross-entropy.
-
-Cross-entropy of rows of logits in one launch: loss, hit, and the gradient over the logits.
-
-    nll = log sum_v exp(s_v) - s_y          gradient in s, times `weight`: exp(s - lse) - onehot(y)
-
-Where it sits: between the two products of `cross_entropy`, which runs it on each chunk of logits.
-One program a row: it reads the row, and reads it again for the gradient, by then from the cache
-(rows in work take tens of megabytes). Holding the row in registers instead left room for one
-program on a multiprocessor, and was slower. Arithmetic is float32 whatever the logits' dtype is.
-Letters: C rows of a chunk, V vocabulary.
-Source: online softmax (Milakov and Gimelshein, arXiv:1805.02867), here one a lane.
+Source: gradient made in the forward pass as in Liger's fused linear cross-entropy; online softmax
+(Milakov and Gimelshein, arXiv:1805.02867), here one a lane.
 """
 
 from __future__ import annotations

@@ -11,20 +11,14 @@ chunk of positions needs ONE teacher product, whatever the number of depths:
 Anchoring the chunks at u instead of t keeps them disjoint: no row is projected twice. Logits are
 dropped with their chunk, so memory is two chunks of `[C, V]`, whatever U and k are. The gradient is
 that of the plain sum of each row's loss; the caller scales rows, which commutes with the product.
+A chunk's logits are read twice: `summarise_rows`, one program a row with a running maximum, gives
+log-sum-exp, label logit and argmax, and `distill_rows` needs the first.
 
 Half-precision products accumulate and end in float32: divergences of bfloat16 logits have gradient
 errors of several per cent.
 Letters: U positions, C positions of a chunk, k depths, D hidden, V vocabulary.
 Source: chunked loss with the gradient made in the forward pass as in Liger's fused linear losses;
-the shared teacher is our derivation.
-
-Log-sum-exp, label logit and argmax of rows of logits, in one read.
-
-Where it sits: the first of the two passes of `distill` over a chunk of logits; the second,
-`distill_rows`, needs the log-sum-exp. One program a row, looping over vocabulary tiles with a
-running maximum.
-Letters: C rows of a chunk, V vocabulary.
-Source: online softmax (Milakov and Gimelshein, arXiv:1805.02867).
+online softmax (Milakov and Gimelshein, arXiv:1805.02867); the shared teacher is our derivation.
 """
 
 from __future__ import annotations
@@ -48,17 +42,11 @@ NUM_WARPS = 8
 
 
 class RowSummary(NamedTuple):
-    """What one look at a chunk of logits gives, each `[C]`.
+    """What one look at a chunk of logits gives, each `[C]`."""
 
-    Attributes:
-        lse: log-sum-exp, dtype of the logits.
-        label_logit: logit of the label, dtype of the logits.
-        argmax: int64.
-    """
-
-    lse: Tensor
-    label_logit: Tensor
-    argmax: Tensor
+    lse: Tensor  # log-sum-exp, dtype of the logits
+    label_logit: Tensor  # dtype of the logits
+    argmax: Tensor  # int64
 
 
 def summarise_rows_ref(logits: Tensor, *, labels: Tensor) -> RowSummary:

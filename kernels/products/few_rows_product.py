@@ -1,10 +1,11 @@
 """Products of a few rows with a weight that is read once, near the bandwidth of the memory.
 
-Where it sits: `models/rewrites/products.py` calls it in compiled decode steps, through
-`models/rewrites/products.py`,
-for the projections that `few_rows_choice` names. Such a product is as slow as its weight is long. A
-library's product leaves a tenth to a third of the bandwidth unused there, in part because it splits
-K over programs and adds the parts up in a second kernel.
+Where it sits: `models/rewrites/products.py` calls it in compiled decode steps, for the projections
+that `choose_config` names: its rows are measurements, the program shapes that `bench_few_rows`
+found fastest on one H200, by the size of the weight, where they were faster than the library's
+product. Such a product is as slow as its weight is long. A library's leaves a tenth to a third of
+the bandwidth unused there, in part because it splits K over programs and adds the parts up in a
+second kernel.
 Maths: out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n], accumulated in float32.
 Layout: one program per BLOCK_N rows of the weight, the first operand of the matrix instruction, so
 that the padded dimension of the other one is 8, 16, ... 128. Tiles are small enough to give every
@@ -15,18 +16,6 @@ On Hopper a launch overlaps the end of the kernel in front of it (programmatic d
 program asks for the beginning of its weight rows, which no kernel writes, before it waits for `x`.
 A gated product has the rows of `gate` and `up` in one weight `[2F, K]`; a program multiplies half a
 tile of each and stores silu(gate) * up.
-Letters: T rows, N outputs, K depth, S splits of K, F gated outputs.
-
-Which products go through `few_rows_product`, and in which program shape.
-
-Where it sits: `models/rewrites/products.py` asks while a step is compiled, for every projection of
-it. The
-rows below are measurements: for each number of rows the program shapes that `bench few_rows` found
-fastest on one H200, by the size of the weight, where they were faster than the library's product.
-Letters: T rows, N outputs, K depth.
-
-The Triton program of `few_rows_product`; layout and letters there.
-
 Letters: T rows, N outputs, K depth, S splits of K, F gated outputs.
 """
 
@@ -44,8 +33,9 @@ if TYPE_CHECKING:
 
 try:
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # checks.resolve_backend refuses the kernel then
-    tl = None
+    tl = TensorDescriptor = None
 
 
 @checks.kernel_jit
@@ -154,12 +144,6 @@ def _ask_for(lines):
         is_pure=False,
         pack=1,
     )
-
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # checks.resolve_backend refuses the kernel then
-    TensorDescriptor = None
 
 
 MAX_ROWS = 128

@@ -1,35 +1,18 @@
-"""Products whose rows do not depend on the rows beside them, for deterministic decoding.
+"""Products and sums whose rows do not depend on the rows beside them, for deterministic decoding.
 
-Where it sits: `models/rewrites/invariant.py` calls these in place of PyTorch's products. A library
-picks its
+Where it sits: `models/rewrites/invariant.py` calls these in place of PyTorch's. A library picks its
 tiles, and the order in which it adds up the K terms of a row, by the number of rows M. Then a token
 verified among drafts differs in its last bits from the same token decoded alone, and near-ties of
 the argmax flip. Here tile shapes follow from the weight alone, and one program adds up all K terms
-of its tile in rising order, so that a row's bits follow from the row and the weight.
+of its tile in rising order, so that a row's bits follow from the row and the weight. `row_sum`, for
+the means inside norms and the weights of routers, walks each row in blocks of one size.
 Maths: out[b, m, n] = sum_k x[b, m, k] * weight[b, n, k] + bias[n], accumulated in float32.
 Layout: grid (M tiles, N tiles, batch); M tiles of one weight tile run beside each other, so that
-they find it in L2. `invariant_grouped` runs the same program with a weight for every M tile.
-Letters: B batch, M rows, K depth, N outputs, E groups, P pairs of a row and a group.
-Source: batch invariance as in thinking-machines-lab/batch_invariant_ops.
-
-Products of rows with the weights of the groups they were sent to (experts), batch-invariant.
-
-Where it sits: `models/rewrites/invariant.py` calls it for the experts of deterministic decoding;
-the program
-and why its rows do not depend on each other are in `invariant_matmul`.
-Layout: the pairs of a row and a group are sorted by group and padded to whole tiles, and each tile
-reads one group's weight. Everything is computed on the device, so that a CUDA graph can replay it.
-Letters: M rows, K depth, N outputs, E groups, P pairs of a row and a group.
-Source: sorting and padding as in fused MoE kernels.
-
-Sums along rows whose bits do not depend on the number of rows, for deterministic decoding.
-
-Where it sits: `models/rewrites/invariant.py` calls it for the means inside norms and the weights of
-routers.
-PyTorch's CUDA reduction shares a row among more threads when there are fewer rows, so that the
-order of the additions follows the batch. Here one program walks each row in blocks of one size.
-Letters: M rows, D columns.
-Source: batch invariance as in thinking-machines-lab/batch_invariant_ops.
+they find it in L2. For experts the pairs of a row and a group are sorted by group and padded to
+whole tiles, on the device, and the same program reads one group's weight for every M tile.
+Letters: B batch, M rows, K depth, N outputs, E groups, P pairs of a row and a group, D columns.
+Source: batch invariance as in thinking-machines-lab/batch_invariant_ops; sorting and padding as in
+fused MoE kernels.
 """
 
 from __future__ import annotations
@@ -50,6 +33,8 @@ except ImportError:  # checks.resolve_backend refuses the kernel then
 
 
 _NUM_SMS = 132  # tiles must not depend on the card either; these are the H100's and the H200's
+BLOCK_D = 1024  # of `row_sum`
+NUM_WARPS = 4
 
 
 class MatmulConfig(NamedTuple):
@@ -63,15 +48,10 @@ class MatmulConfig(NamedTuple):
 
 
 class PairTiles(NamedTuple):
-    """Pairs sorted by group and padded to tiles.
+    """Pairs sorted by group and padded to tiles."""
 
-    Attributes:
-        pair_index: `[tiles x block_m]` int32, pair of each tile row, -1 for padding.
-        tile_group: `[tiles]` int32, group of each tile, -1 for spare tiles.
-    """
-
-    pair_index: Tensor
-    tile_group: Tensor
+    pair_index: Tensor  # [tiles x block_m] int32, pair of each tile row, -1 for padding
+    tile_group: Tensor  # [tiles] int32, group of each tile, -1 for spare tiles
 
 
 def invariant_matmul_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -256,11 +236,7 @@ def matmul_constants(
 
 
 def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Refuse operands of a product whose shapes, dtypes or devices disagree.
-
-    Raises:
-        ValueError: names the tensor and what was expected of it.
-    """
+    """Refuse operands of a product whose shapes, dtypes or devices disagree."""
     letters = "[B, {}, K]" if x.dim() == 3 else "[{}, K]"
     checks.check_rank("x", x, letters=letters.format("M"))
     checks.check_rank("weight", weight, letters=letters.format("N"))
@@ -348,16 +324,6 @@ def tile_pairs(groups: Tensor, *, num_groups: int, block_m: int) -> PairTiles:
     tile = torch.arange(num_tiles, device=groups.device)
     group = torch.searchsorted(tile_end, tile, right=True)
     return PairTiles(pair_index, torch.where(group < num_groups, group, -1).int())
-
-
-try:
-    import triton.language as tl
-except ImportError:  # checks.resolve_backend refuses the kernel then
-    tl = None
-
-
-BLOCK_D = 1024
-NUM_WARPS = 4
 
 
 def row_sum_ref(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.evaluation.run.prompt_files import read_prompt_files
 from mtp_research.evaluation.run.settings_check import check_settings
 from mtp_research.heads.record import RECORD_FILE, check_head_fits, read_head_record
-from mtp_research.models.loading.load_weights import (
+from mtp_research.models.loading.source import (
     CONFIG_FILE,
     check_source,
     looks_like_hub_id,

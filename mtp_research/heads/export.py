@@ -40,7 +40,7 @@ from mtp_research.heads.native import (
 )
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
-from mtp_research.models.loading.load_weights import CONFIG_FILE, INDEX_FILE
+from mtp_research.models.loading.source import CONFIG_FILE, INDEX_FILE
 from mtp_research.models.target import load_target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.family import NativeLayout, SharedTensor
-from mtp_research.models.loading.load_weights import CONFIG_FILE, INDEX_FILE, read_weight_map
 from mtp_research.models.loading.quantised import dequantise, without_scales
+from mtp_research.models.loading.source import CONFIG_FILE, INDEX_FILE, read_weight_map
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from mtp_research.config.training_schema import HeadConfig
 from mtp_research.heads.native import native_keys, num_native_modules, read_index
 from mtp_research.models.families import FAMILIES
-from mtp_research.models.loading.load_weights import CONFIG_FILE, loading, read_config
+from mtp_research.models.loading.load_weights import loading, read_config
+from mtp_research.models.loading.source import CONFIG_FILE
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 HEAD_FORMAT = 1

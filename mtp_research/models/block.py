@@ -1,16 +1,11 @@
 """The decoder layer of an MTP module, built from the target's own class.
 
-The block of MTP modules in families whose layers hold two attentions beside an expert shortcut.
-
-The module has one attention and one dense MLP, of the classes that the target's layers use.
-
-Letters: B batch rows, T rows, D hidden.
-Source: LongCat-Flash (arXiv:2509.01322); its published MTP tensors.
-
-The block of MTP modules in families whose layers hold one part each: an attention, then an MLP.
+Two families need more than a layer: LongCat-Flash has two attentions beside an expert shortcut in
+a layer and one attention and MLP in its module (`SingleLayer`), Nemotron 3 one part in a layer and
+two in its module (`LayerStack`).
 
 Letters: B batch rows, T rows, D hidden.
-Source: Nemotron 3, whose published MTP layers are such a pair.
+Source: LongCat-Flash (arXiv:2509.01322); the published MTP tensors of both.
 """
 
 import copy

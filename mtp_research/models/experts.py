@@ -1,31 +1,27 @@
-"""Which code runs a target's experts: transformers' grouped product, or our fused kernel.
+"""Which code runs a target's experts: transformers' grouped product, or ours.
 
-transformers reads `config._experts_implementation` at every call of an expert layer. The name that
-is registered here runs frozen experts by `kernels.expert_mlp`, one node for `torch.compile`, and
-trained ones by `trained_experts`: MTP modules, whose config is a copy of the target's, carry the
-same name. What neither knows goes back to `grouped_mm`.
+transformers reads `config._experts_implementation` at every call of an expert layer. The names that
+are registered here run
 
-Letters: T tokens, E experts, H hidden size, I inner size of an expert.
+    frozen experts     by `kernels.expert_mlp`, one node for `torch.compile`
+    trained experts    by grouped products between two permutations with backward passes (MTP
+                       modules, whose config is a copy of the target's, carry the same name)
+    few experts        in dtypes without a grouped product on a GPU: all of them on every row
 
-Experts of a trained layer: grouped products between two permutations with backward passes.
+and what neither knows goes back to `grouped_mm`.
 
-    x [T, H] -> rows of pairs sorted by expert -> products and gate -> weighted sum [T, H]
-
-A pair of a token and an expert occurs once, so both permutations can be read by index in either
+Trained: x [T, H] -> rows of pairs sorted by expert -> products and gate -> weighted sum [T, H]. A
+pair of a token and an expert occurs once, so both permutations can be read by index in either
 direction. Autograd does not know that: for an indexed read it fills a tensor with zeros and adds
 rows to it by atomics, in float32 for the weighted outputs, which takes longer than the products of
 narrow experts. Both steps are pointwise in the rows, so `torch.compile` makes one kernel of each.
 
-Letters: T tokens, P = T top_k pairs, E experts, H hidden size.
+Few: the library's Python loop waits for the device at each expert, some 180 times in a forward of
+12 layers of 16 experts, and cannot be captured. Two products over all experts do E / top_k times
+more arithmetic and wait for nothing.
+
+Letters: T tokens, P = T top_k pairs, E experts, H hidden size, I inner size of an expert.
 Source: permutation and its inverse as in Megatron's token dispatcher.
-
-Every expert on every row: for few experts in dtypes without a grouped product on a GPU.
-
-transformers runs such experts in a Python loop that waits for the device at each one: a forward of
-12 layers of 16 experts has some 180 waits, and it cannot be captured. Two products over all experts
-do more arithmetic, E / top_k times, and wait for nothing.
-
-Letters: T tokens, E experts, H hidden size, I inner size of an expert.
 """
 
 import contextlib
@@ -46,21 +42,166 @@ from mtp_research.models.loading.placement import has_split_experts
 from mtp_research.models.rewrites.routers import fuse_routers
 from mtp_research.runtime.errors import ConfigError
 
+EXPERTS_NAME = "mtp_research_fused"
+EXPERTS = ("auto", "fused", "grouped_mm")
+_FALLBACK = "grouped_mm"
+_TUNED_CAPABILITY = 9  # Hopper: the cards that the tile shapes were chosen on
+_SMALLEST_STEP = 16  # sizes must divide by it: rows are read in whole vectors
+EVERY_EXPERT_NAME = "mtp_research_every_expert"
+MAX_EVERY_EXPERT = 32  # more do too much that is thrown away
+_MAX_ROWS = 2048  # at a time: the inner activations of all experts take E / top_k times the memory
 _NARROW_IDS = 128  # sorted as one byte: an eighth of the passes of int64
 
 
-class SortedPairs(NamedTuple):
-    """Pairs in the order of their experts.
+def route_experts(model: PreTrainedModel, *, experts: str = "auto") -> None:
+    """Choose what runs the expert layers of `model`, in place; dense models are left alone.
 
-    Attributes:
-        pair: `[P]` int64, which pair is at a place; pair p belongs to token p // top_k.
-        place: `[P]` int64, the inverse: where a pair is.
-        ends: `[E]` int32, exclusive ends of the experts' places.
+    Args:
+        model: the target, where it will stay.
+        experts: `auto` (the fused kernel on a Hopper GPU where it knows the family; few experts in
+            a dtype other than bfloat16 on a GPU all at once, see `every_expert`), `fused`, or
+            `grouped_mm` (transformers'; the loop over experts on a CPU and in other dtypes).
+
+    Raises:
+        ConfigError: another name, or `fused` for experts that the kernel does not know.
     """
+    if experts not in EXPERTS:
+        choices = ", ".join(EXPERTS)
+        raise ConfigError(f"model.experts must be one of {choices}, got {experts!r}.")
+    if model.device.type == "cpu" or model.dtype != torch.bfloat16:
+        # grouped_mm brings nothing on a CPU and knows bfloat16 only on a GPU; the exactness tests
+        # run in float64.
+        # Some classes know the eager loop only, and take no setting.
+        with contextlib.suppress(ValueError):  # and the loop cannot skip other ranks' experts
+            model.set_experts_implementation("batched_mm" if has_split_experts(model) else "eager")
+    stacks = expert_stacks(model)
+    if experts == "auto" and model.device.type != "cpu" and all(map(_fits_every_expert, stacks)):
+        _set_implementation(stacks, EVERY_EXPERT_NAME)
+        return
+    if experts == "grouped_mm":
+        for stack in stacks:  # the model may have been routed before
+            config = cast(PreTrainedConfig, stack.config)
+            if config._experts_implementation == EXPERTS_NAME:
+                config._experts_implementation = _FALLBACK
+        return
+    reason = next((found for stack in stacks if (found := why_not_fused(stack))), None)
+    if experts == "fused" and (reason is not None or not stacks):
+        raise ConfigError(
+            f"model.experts=fused needs experts that the kernel knows, got {reason or 'none'}; "
+            "set model.experts=auto."
+        )
+    if reason is None and (experts == "fused" or all(map(_is_tuned_for, stacks))):
+        _set_implementation(stacks, EXPERTS_NAME)
+        fuse_routers(model)
 
-    pair: Tensor
-    place: Tensor
-    ends: Tensor
+
+def expert_stacks(model: nn.Module) -> list[nn.Module]:
+    """The modules whose forward transformers dispatches by name."""
+    return [module for module in model.modules() if hasattr(module, "is_transposed")]
+
+
+def why_not_fused(stack: nn.Module) -> str | None:
+    """What the fused kernel does not know of an expert layer; None where it can run it.
+
+    Args:
+        stack: a module of `expert_stacks`.
+    """
+    if not _has_usual_layout(stack):
+        return f"another layout in {type(stack).__name__}"
+    is_usual = type(stack)._apply_gate is moe._default_apply_gate
+    if not is_usual or not isinstance(stack.act_fn, nn.SiLU | SiLUActivation):
+        return f"another activation in {type(stack).__name__}"
+    weights = [cast(Tensor, stack.gate_up_proj), cast(Tensor, stack.down_proj)]
+    if any(isinstance(weight.data, DTensor) for weight in weights):
+        return "experts split over ranks"
+    kinds = {(str(weight.dtype), weight.device.type, weight.is_contiguous()) for weight in weights}
+    if kinds != {("torch.bfloat16", "cuda", True)}:
+        return f"weights that are not contiguous bfloat16 on a GPU: {sorted(kinds)}"
+    num_experts, *sizes = weights[1].shape
+    if num_experts > MAX_EXPERTS or any(size % _SMALLEST_STEP for size in sizes):
+        return f"{num_experts} experts of sizes {sizes}"
+    return None
+
+
+def experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Output `[T, H]` of an expert layer, as `transformers.integrations.moe` calls it.
+
+    Args:
+        module: the experts, with the library's names of weights.
+        hidden_states: `[T, H]`.
+        top_k_index: `[T, top_k]` int64.
+        top_k_weights: `[T, top_k]`.
+    """
+    gate_up_proj, down_proj = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
+    operands = (hidden_states, gate_up_proj, down_proj, top_k_weights)
+    is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands)
+    is_half = gate_up_proj.dtype in (torch.bfloat16, torch.float16)
+    if is_trained and fits_trained(module, hidden_states):
+        return trained_experts(module, hidden_states, top_k_index, top_k_weights)
+    if is_trained or not is_half or not hidden_states.is_cuda:
+        return ALL_EXPERTS_FUNCTIONS[_FALLBACK](module, *operands[:1], top_k_index, top_k_weights)
+    x = hidden_states.to(gate_up_proj.dtype)
+    output = expert_mlp(x, gate_up_proj, down_proj, top_k_index, top_k_weights)
+    return output.to(hidden_states.dtype)
+
+
+def _set_implementation(stacks: Sequence[nn.Module], name: str) -> None:
+    for stack in stacks:
+        cast(PreTrainedConfig, stack.config)._experts_implementation = name
+
+
+def _has_usual_layout(stack: nn.Module) -> bool:
+    """Gated experts without biases, gate and up side by side, output features first."""
+    is_gated = bool(stack.has_gate and stack.is_concatenated)
+    return is_gated and not (stack.is_transposed or stack.has_bias)
+
+
+def _fits_every_expert(stack: nn.Module) -> bool:
+    """Whether `every_expert` knows the layer and nothing faster runs its dtype."""
+    weight = cast(Tensor, stack.down_proj)
+    is_whole = not isinstance(weight.data, DTensor)
+    is_few = len(weight) <= MAX_EVERY_EXPERT and weight.dtype != torch.bfloat16
+    return is_whole and is_few and _has_usual_layout(stack)
+
+
+def _is_tuned_for(stack: nn.Module) -> bool:
+    device = cast(Tensor, stack.down_proj).device
+    return torch.cuda.get_device_capability(device)[0] == _TUNED_CAPABILITY
+
+
+def every_expert(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Output `[T, H]` of an expert layer, as `transformers.integrations.moe` calls it.
+
+    Args:
+        module: gated experts without biases, with the library's names and layout of weights, all
+            experts on this rank.
+        hidden_states: `[T, H]`, dtype of the weights.
+        top_k_index: `[T, top_k]` int64 in [0, E), no expert twice in a row.
+        top_k_weights: `[T, top_k]`.
+    """
+    if len(hidden_states) > _MAX_ROWS:
+        operands = (hidden_states, top_k_index, top_k_weights)
+        parts = zip(*(tensor.split(_MAX_ROWS) for tensor in operands), strict=True)
+        return torch.cat([every_expert(module, *part) for part in parts])
+    gate_up_proj, down_proj = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
+    num_experts = len(down_proj)
+    shares = hidden_states.new_zeros(len(hidden_states), num_experts)
+    shares = shares.scatter(1, top_k_index, top_k_weights.to(shares.dtype))
+    inner = hidden_states @ gate_up_proj.flatten(0, 1).T  # [T, E 2I]
+    gated = module._apply_gate(inner.unflatten(1, (num_experts, -1)))  # [T, E, I]
+    return torch.einsum("tei,ehi->th", gated * shares[..., None], down_proj)
+
+
+class SortedPairs(NamedTuple):
+    """Pairs in the order of their experts."""
+
+    pair: Tensor  # [P] int64, which pair is at a place; pair p belongs to token p // top_k
+    place: Tensor  # [P] int64, the inverse: where a pair is
+    ends: Tensor  # [E] int32, exclusive ends of the experts' places
 
 
 def sort_pairs(top_k_index: Tensor, *, num_experts: int) -> SortedPairs:
@@ -172,162 +313,5 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-EVERY_EXPERT_NAME = "mtp_research_every_expert"
-MAX_EVERY_EXPERT = 32  # more do too much that is thrown away
-_MAX_ROWS = 2048  # at a time: the inner activations of all experts take E / top_k times the memory
-
-
-def every_expert(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """Output `[T, H]` of an expert layer, as `transformers.integrations.moe` calls it.
-
-    Args:
-        module: gated experts without biases, with the library's names and layout of weights, all
-            experts on this rank.
-        hidden_states: `[T, H]`, dtype of the weights.
-        top_k_index: `[T, top_k]` int64 in [0, E), no expert twice in a row.
-        top_k_weights: `[T, top_k]`.
-    """
-    if len(hidden_states) > _MAX_ROWS:
-        operands = (hidden_states, top_k_index, top_k_weights)
-        parts = zip(*(tensor.split(_MAX_ROWS) for tensor in operands), strict=True)
-        return torch.cat([every_expert(module, *part) for part in parts])
-    gate_up_proj, down_proj = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
-    num_experts = len(down_proj)
-    shares = hidden_states.new_zeros(len(hidden_states), num_experts)
-    shares = shares.scatter(1, top_k_index, top_k_weights.to(shares.dtype))
-    inner = hidden_states @ gate_up_proj.flatten(0, 1).T  # [T, E 2I]
-    gated = module._apply_gate(inner.unflatten(1, (num_experts, -1)))  # [T, E, I]
-    return torch.einsum("tei,ehi->th", gated * shares[..., None], down_proj)
-
-
-ALL_EXPERTS_FUNCTIONS.register(EVERY_EXPERT_NAME, every_expert)
-
-
-EXPERTS_NAME = "mtp_research_fused"
-EXPERTS = ("auto", "fused", "grouped_mm")
-_FALLBACK = "grouped_mm"
-_TUNED_CAPABILITY = 9  # Hopper: the cards that the tile shapes were chosen on
-_SMALLEST_STEP = 16  # sizes must divide by it: rows are read in whole vectors
-
-
-def route_experts(model: PreTrainedModel, *, experts: str = "auto") -> None:
-    """Choose what runs the expert layers of `model`, in place; dense models are left alone.
-
-    Args:
-        model: the target, where it will stay.
-        experts: `auto` (the fused kernel on a Hopper GPU where it knows the family; few experts in
-            a dtype other than bfloat16 on a GPU all at once, see `every_expert`), `fused`, or
-            `grouped_mm` (transformers'; the loop over experts on a CPU and in other dtypes).
-
-    Raises:
-        ConfigError: another name, or `fused` for experts that the kernel does not know.
-    """
-    if experts not in EXPERTS:
-        choices = ", ".join(EXPERTS)
-        raise ConfigError(f"model.experts must be one of {choices}, got {experts!r}.")
-    if model.device.type == "cpu" or model.dtype != torch.bfloat16:
-        # grouped_mm brings nothing on a CPU and knows bfloat16 only on a GPU; the exactness tests
-        # run in float64.
-        # Some classes know the eager loop only, and take no setting.
-        with contextlib.suppress(ValueError):  # and the loop cannot skip other ranks' experts
-            model.set_experts_implementation("batched_mm" if has_split_experts(model) else "eager")
-    stacks = expert_stacks(model)
-    if experts == "auto" and model.device.type != "cpu" and all(map(_fits_every_expert, stacks)):
-        _set_implementation(stacks, EVERY_EXPERT_NAME)
-        return
-    if experts == "grouped_mm":
-        for stack in stacks:  # the model may have been routed before
-            config = cast(PreTrainedConfig, stack.config)
-            if config._experts_implementation == EXPERTS_NAME:
-                config._experts_implementation = _FALLBACK
-        return
-    reason = next((found for stack in stacks if (found := why_not_fused(stack))), None)
-    if experts == "fused" and (reason is not None or not stacks):
-        raise ConfigError(
-            f"model.experts=fused needs experts that the kernel knows, got {reason or 'none'}; "
-            "set model.experts=auto."
-        )
-    if reason is None and (experts == "fused" or all(map(_is_tuned_for, stacks))):
-        _set_implementation(stacks, EXPERTS_NAME)
-        fuse_routers(model)
-
-
-def expert_stacks(model: nn.Module) -> list[nn.Module]:
-    """The modules whose forward transformers dispatches by name."""
-    return [module for module in model.modules() if hasattr(module, "is_transposed")]
-
-
-def why_not_fused(stack: nn.Module) -> str | None:
-    """What the fused kernel does not know of an expert layer; None where it can run it.
-
-    Args:
-        stack: a module of `expert_stacks`.
-    """
-    if not _has_usual_layout(stack):
-        return f"another layout in {type(stack).__name__}"
-    is_usual = type(stack)._apply_gate is moe._default_apply_gate
-    if not is_usual or not isinstance(stack.act_fn, nn.SiLU | SiLUActivation):
-        return f"another activation in {type(stack).__name__}"
-    weights = [cast(Tensor, stack.gate_up_proj), cast(Tensor, stack.down_proj)]
-    if any(isinstance(weight.data, DTensor) for weight in weights):
-        return "experts split over ranks"
-    kinds = {(str(weight.dtype), weight.device.type, weight.is_contiguous()) for weight in weights}
-    if kinds != {("torch.bfloat16", "cuda", True)}:
-        return f"weights that are not contiguous bfloat16 on a GPU: {sorted(kinds)}"
-    num_experts, *sizes = weights[1].shape
-    if num_experts > MAX_EXPERTS or any(size % _SMALLEST_STEP for size in sizes):
-        return f"{num_experts} experts of sizes {sizes}"
-    return None
-
-
-def experts_forward(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """Output `[T, H]` of an expert layer, as `transformers.integrations.moe` calls it.
-
-    Args:
-        module: the experts, with the library's names of weights.
-        hidden_states: `[T, H]`.
-        top_k_index: `[T, top_k]` int64.
-        top_k_weights: `[T, top_k]`.
-    """
-    gate_up_proj, down_proj = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
-    operands = (hidden_states, gate_up_proj, down_proj, top_k_weights)
-    is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands)
-    is_half = gate_up_proj.dtype in (torch.bfloat16, torch.float16)
-    if is_trained and fits_trained(module, hidden_states):
-        return trained_experts(module, hidden_states, top_k_index, top_k_weights)
-    if is_trained or not is_half or not hidden_states.is_cuda:
-        return ALL_EXPERTS_FUNCTIONS[_FALLBACK](module, *operands[:1], top_k_index, top_k_weights)
-    x = hidden_states.to(gate_up_proj.dtype)
-    output = expert_mlp(x, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    return output.to(hidden_states.dtype)
-
-
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_forward)
-
-
-def _set_implementation(stacks: Sequence[nn.Module], name: str) -> None:
-    for stack in stacks:
-        cast(PreTrainedConfig, stack.config)._experts_implementation = name
-
-
-def _has_usual_layout(stack: nn.Module) -> bool:
-    """Gated experts without biases, gate and up side by side, output features first."""
-    is_gated = bool(stack.has_gate and stack.is_concatenated)
-    return is_gated and not (stack.is_transposed or stack.has_bias)
-
-
-def _fits_every_expert(stack: nn.Module) -> bool:
-    """Whether `every_expert` knows the layer and nothing faster runs its dtype."""
-    weight = cast(Tensor, stack.down_proj)
-    is_whole = not isinstance(weight.data, DTensor)
-    is_few = len(weight) <= MAX_EVERY_EXPERT and weight.dtype != torch.bfloat16
-    return is_whole and is_few and _has_usual_layout(stack)
-
-
-def _is_tuned_for(stack: nn.Module) -> bool:
-    device = cast(Tensor, stack.down_proj).device
-    return torch.cuda.get_device_capability(device)[0] == _TUNED_CAPABILITY
+ALL_EXPERTS_FUNCTIONS.register(EVERY_EXPERT_NAME, every_expert)

@@ -196,11 +196,7 @@ def family_of(model_type: str) -> str:
 
 
 def require_supported(model_type: str) -> None:
-    """Refuse model types of which it is known why they would fail.
-
-    Raises:
-        ConfigError: gives the reason and names what is supported.
-    """
+    """Refuse model types of which it is known why they would fail (`ConfigError`)."""
     if model_type in REFUSED:
         raise ConfigError(
             f"model.path must hold one of {_supported()}, got model_type {model_type!r}: "
@@ -209,13 +205,10 @@ def require_supported(model_type: str) -> None:
 
 
 def require_exact(config: PreTrainedConfig) -> None:
-    """Refuse settings of a supported family that are not computed here.
+    """Refuse settings of a supported family that are not computed here (`ConfigError`).
 
     Args:
         config: text configuration of the model.
-
-    Raises:
-        ConfigError: names the field and the reason.
     """
     for field, reason in REFUSED_FIELDS.items():
         if value := getattr(config, field, None):

@@ -1,16 +1,11 @@
-"""The record types of the family table: a family, and where its checkpoints keep MTP modules.
-
-Where published checkpoints keep their MTP modules, family by family.
-
-Source: tensor names of the releases, as vLLM, SGLang and Megatron-Bridge read and write them.
-
-What each attention layer keeps of a token, read from the layers themselves.
+"""The records of the family table: a family, the names of its MTP tensors, what its layers cache.
 
 A layer either keeps keys and values per key-value head, or one latent vector beside the rotary key
 (multi-head latent attention), from which keys and values of all heads follow. Layers of one model
 may differ: sliding layers of some families have more heads than their full layers.
 
 Letters: Hkv key-value heads, Dk / Dv head dims.
+Source: tensor names of the releases, as vLLM, SGLang and Megatron-Bridge read and write them.
 """
 
 from collections.abc import Iterable
@@ -214,19 +209,12 @@ KVKind = Literal["heads", "latent"]
 
 
 class LayerGeometry(NamedTuple):
-    """What a cache layer holds per token.
+    """What a cache layer holds per token."""
 
-    Attributes:
-        kind: `heads`, keys and values; `latent`, one vector whose first Dv entries are the value.
-        num_kv_heads: Hkv; 1 for `latent`, 0 for a layer without attention, which holds nothing.
-        key_dim: Dk; for `latent` the latent size plus the rotary key size.
-        value_dim: Dv; for `latent` the latent size.
-    """
-
-    kind: KVKind
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
+    kind: KVKind  # heads, keys and values; latent, one vector whose first Dv entries are the value
+    num_kv_heads: int  # Hkv; 1 for latent, 0 for a layer without attention, which holds nothing
+    key_dim: int  # Dk; for latent the latent size plus the rotary key size
+    value_dim: int  # Dv; for latent the latent size
 
 
 # Of a layer's `block_type`: some families keep attention, recurrent layers and MLPs under one name.
@@ -235,17 +223,11 @@ NO_PAGES = LayerGeometry("heads", 0, 1, 1)
 
 
 class KVPages(NamedTuple):
-    """The pages of one layer, writable views of the pool.
+    """The pages of one layer, writable views of the pool."""
 
-    Attributes:
-        keys: `[num_blocks, block_size, Hkv, Dk]`.
-        values: `[num_blocks, block_size, Hkv, Dv]`; for `latent` the front part of `keys`.
-        kind: of the layer.
-    """
-
-    keys: Tensor
-    values: Tensor
-    kind: KVKind
+    keys: Tensor  # [num_blocks, block_size, Hkv, Dk]
+    values: Tensor  # [num_blocks, block_size, Hkv, Dv]; for latent the front part of keys
+    kind: KVKind  # of the layer
 
 
 def attention_geometry(attention: nn.Module, *, latent: bool) -> LayerGeometry:

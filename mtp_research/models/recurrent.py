@@ -1,94 +1,122 @@
-"""Context of a packed target pass through full-attention and recurrent layers.
+"""Recurrent layers (gated delta nets) of a target, in packed passes whose drafts may be rejected.
 
-Recurrent layers of the library expect batch rows `[B, S]`, one text each. `RecurrentContext.mix`
-calls a layer's own forward once per group of requests with as many rows, from the state of each
+The library's layers see one text a batch row. Their calls are routed (`route_mixers`): in decoding
+to `RecurrentContext.mix`, in training (`DenseContext`) once per document. The layer's own forward,
+unmodified, does the work.
+
+`RecurrentContext.mix` calls it once per group of requests with as many rows, from the state of each
 request's slot. Up to K+1 rows run one at a time (the library's decode path), so that the state
-after each can be kept; a longer prompt chunk runs as one (its chunk path) and leaves one state.
+after each can be kept; a longer prompt chunk runs as one (its chunk path) and leaves one state. One
+call a row would read the layer's weights K+1 times a step, so its linear layers run first, over all
+rows; during the calls they hand out their rows, and the output projection follows (`run_rows`).
 
-Letters: R requests, T packed rows, G requests of a group, Q rows of each, K drafts per step,
-D hidden.
-Source: modeling_qwen3_next.py of transformers 5.17.
-
-States of recurrent layers: one per candidate row, chosen by accepted index, never cropped.
-
-A recurrent layer (gated delta net) keeps no rows but one state, which a rejection cannot shorten.
-So the state after each of the K+1 rows of a step is kept, and the next step starts from the one
-that belongs to the last accepted row:
+A recurrent layer keeps one state, which a rejection cannot shorten. So the state after each of the
+K+1 rows of a step is kept, and the next step starts from the one of the last accepted row:
 
     step starts from column c;  row 0 -> column c+1, row 1 -> c+2, ... row K -> c+K+1  (mod K+2)
     `select` moves c on by the number of rows that stay; 0 undoes the step
 
 No step writes the column it starts from, so undoing one copies nothing. Columns live on the device,
-so `select` needs no word from the host.
+so `select` needs no word from the host. Which states a layer has, and in which dtype, only its own
+code knows: a call on one zero row shows it (`zero_state`). Calls then get a library cache that
+holds our tensors and updates them in place.
 
-Letters: S request slots, R requests, G requests of a group, K drafts per step.
-
-A recurrent layer run row by row, its projections once for all rows.
-
-The state after every row is wanted, and the library's layer shows it after every call only. One
-call a row would read the layer's weights once a row, K+1 times a step, where reading weights is
-what a step costs. So the linear layers run first, over all rows; during the calls they hand out
-their rows, and the output projection follows at the end. The layer's own code does the rest.
-
-Letters: G requests of a group, Q rows of each, D hidden.
-
-The library's cache of one recurrent layer, around states of ours.
-
-Which states a layer has, and in which dtype, only its own code knows: a call on one zero row shows
-it (`zero_state`). Calls then get a library cache that holds our tensors and updates them in place.
-
-Letters: G requests, C convolution channels, W convolution width, D hidden.
-Source: cache_utils.py of transformers 5.17.
+Letters: S request slots (in training the row length), R requests, T packed rows, G requests of a
+group, Q rows of each, K drafts per step, C convolution channels, W convolution width, D hidden.
+Source: modeling_qwen3_next.py and cache_utils.py of transformers 5.17.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from mtp_research.models.attention.attention import AttentionCall, AttentionContext, DenseContext
 from mtp_research.models.attention.paged import PagedContext
+from mtp_research.models.family import MIXER_BLOCK
+
+_OUT_PROJECTION = "out_proj"
+
+
+class MixerForward(Protocol):
+    """The forward of a recurrent layer of the library."""
+
+    def __call__(self, hidden_states: Tensor, *, cache_params: Cache | None = None) -> Tensor:
+        """`[G, Q, D]` of `[G, Q, D]`; moves the states in `cache_params` on, in place."""
+        ...
+
+
+def mixers_of(model: PreTrainedModel, name: str | None) -> dict[int, nn.Module]:
+    """Recurrent layers by layer index.
+
+    Args:
+        model: a causal LM.
+        name: attribute of a decoder layer that holds one (`Family.mixer`), None for families
+            without.
+    """
+    if name is None:
+        return {}
+    layers = cast(nn.ModuleList, model.base_model.layers)
+    return {
+        index: layer.get_submodule(name)
+        for index, layer in enumerate(layers)
+        if name in dict(layer.named_children())
+        and getattr(layer, "block_type", MIXER_BLOCK) == MIXER_BLOCK
+    }
+
+
+def route_mixers(mixers: Iterable[nn.Module]) -> None:
+    """Let calls of recurrent layers reach the context of the pass, in place."""
+    for mixer in mixers:
+        mixer.forward = partial(_mix, mixer, mixer.forward)
+
+
+@torch.compiler.disable  # it calls modules of the layer by forwards of its own, and writes states
+def _mix(
+    mixer: nn.Module,
+    forward: MixerForward,
+    hidden_states: Tensor,
+    *,
+    attention_context: AttentionContext | None = None,
+    **kwargs: Any,  # the library's
+) -> Tensor:
+    if attention_context is None:
+        return forward(hidden_states, **kwargs)
+    if isinstance(attention_context, DenseContext):
+        return _mix_documents(forward, hidden_states, attention_context.document_index)
+    assert isinstance(attention_context, RecurrentContext), (
+        f"a pass through recurrent layers needs a RecurrentContext, got "
+        f"{type(attention_context).__name__}"
+    )
+    return attention_context.mix(mixer, forward, hidden_states)
+
+
+def _mix_documents(
+    forward: MixerForward, hidden_states: Tensor, document_index: Tensor | None
+) -> Tensor:
+    """Rows `[B, S, D]`, every document from the zero state; None takes a row for one document."""
+    if document_index is None:
+        return forward(hidden_states)
+    output = torch.empty_like(hidden_states)
+    for row, documents in enumerate(document_index):
+        lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
+        pieces = hidden_states[row].split(lengths)
+        output[row] = torch.cat([forward(piece[None])[0] for piece in pieces])
+    return output
 
 
 class MixerState(NamedTuple):
-    """State of one recurrent layer for several requests.
+    """State of one recurrent layer for several requests."""
 
-    Attributes:
-        conv: last inputs of the causal convolution, `[G, C, W]`.
-        recurrent: the memory, `[G, ...]`; `[G, heads, Dk, Dv]` of a gated delta net.
-    """
-
-    conv: Tensor
-    recurrent: Tensor
-
-
-def library_cache(layer_idx: int, state: MixerState) -> Cache:
-    """A cache that a call of layer `layer_idx` continues from `state`, and updates in place."""
-    layer = LinearAttentionLayer()
-    layer.conv_states[0], layer.recurrent_states[0] = state
-    layer.conv_kernel_size[0] = state.conv.shape[-1]
-    layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = True
-    # A zero state is the state before the first row, so there always is a previous one.
-    layer.has_previous_state[0] = True
-    return Cache(layers=list(repeat(layer, layer_idx + 1)))
-
-
-@torch.no_grad()
-def zero_state(mixer: nn.Module) -> MixerState:
-    """The zero state of one request, `[1, ...]`, as the library would allocate it."""
-    layer, layer_idx = LinearAttentionLayer(), cast(int, mixer.layer_idx)
-    weight = next(child.weight for child in mixer.children() if isinstance(child, nn.Linear))
-    row = weight.new_zeros(1, 1, weight.shape[1])
-    mixer(row, cache_params=Cache(layers=list(repeat(layer, layer_idx + 1))))
-    conv, recurrent = layer.conv_states[0], layer.recurrent_states[0]
-    assert conv is not None, f"layer {layer_idx} keeps no convolution state"
-    assert recurrent is not None, f"layer {layer_idx} keeps no recurrent state"
-    return MixerState(torch.zeros_like(conv), torch.zeros_like(recurrent))
+    conv: Tensor  # last inputs of the causal convolution, [G, C, W]
+    recurrent: Tensor  # the memory, [G, ...]; [G, heads, Dk, Dv] of a gated delta net
 
 
 class RecurrentStates:
@@ -176,84 +204,12 @@ def _column_states(mixer: nn.Module, *, num_slots: int, columns: int) -> MixerSt
     return MixerState(conv, recurrent)
 
 
-OUT_PROJECTION = "out_proj"
-
-
-class MixerForward(Protocol):
-    """The forward of a recurrent layer of the library."""
-
-    def __call__(self, hidden_states: Tensor, *, cache_params: Cache | None = None) -> Tensor:
-        """`[G, Q, D]` of `[G, Q, D]`; moves the states in `cache_params` on, in place."""
-        ...
-
-
-def run_rows(
-    mixer: nn.Module,
-    forward: MixerForward,
-    hidden_states: Tensor,
-    *,
-    cache: Cache,
-    after_row: Callable[[int], None],
-) -> Tensor:
-    """Output `[G, Q, D]` of a recurrent layer, one row of every request at a time.
-
-    Args:
-        mixer: the layer; every linear child but `out_proj` must read the layer's input.
-        forward: its own forward.
-        hidden_states: `[G, Q, D]`.
-        cache: holds the states before the first row; updated in place.
-        after_row: called with 1, 2, ... Q when the states in `cache` are those after that row.
-    """
-    linears = {name: c for name, c in mixer.named_children() if isinstance(c, nn.Linear)}
-    out_projection = linears.pop(OUT_PROJECTION)
-    projected = {linear: linear(hidden_states) for linear in linears.values()}
-    outputs = []
-    for row in range(hidden_states.shape[1]):
-        stand_ins: dict[nn.Module, Callable[[Tensor], Tensor]] = {
-            linear: _always(rows[:, row : row + 1]) for linear, rows in projected.items()
-        }
-        stand_ins[out_projection] = _unchanged
-        with _replaced_forwards(stand_ins):
-            outputs.append(forward(hidden_states[:, row : row + 1], cache_params=cache))
-        after_row(row + 1)
-    return out_projection(torch.cat(outputs, dim=1))
-
-
-@contextmanager
-def _replaced_forwards(forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Modules answer with other functions inside the block; in place, undone at its end."""
-    before = {module: vars(module).get("forward") for module in forwards}  # hooks of others
-    for module, forward in forwards.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module, forward in before.items():
-            del module.forward  # the class's is back
-            if forward is not None:
-                module.forward = forward
-
-
-def _always(output: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda _: output
-
-
-def _unchanged(hidden_states: Tensor) -> Tensor:
-    return hidden_states
-
-
 class RowGroup(NamedTuple):
-    """Requests with the same number of rows in a step.
+    """Requests with the same number of rows in a step."""
 
-    Attributes:
-        slots: `[G]` int64.
-        rows: `[G, num_rows]` int64, packed rows of each request in text order.
-        is_start: `[G]` bool, the first row is at position 0.
-    """
-
-    slots: Tensor
-    rows: Tensor
-    is_start: Tensor
+    slots: Tensor  # [G] int64
+    rows: Tensor  # [G, num_rows] int64, packed rows of each request in text order
+    is_start: Tensor  # [G] bool, the first row is at position 0
 
 
 @dataclass(frozen=True)
@@ -307,27 +263,9 @@ class RecurrentContext:
         """Cache protocol of the attention layers; see `PagedContext.update`."""
         return self.paged.update(key, value, layer_idx, *rest)
 
-    def attend(
-        self,
-        module: nn.Module,
-        *,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        sliding_window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """See `models.attention.AttentionContext`."""
-        return self.paged.attend(
-            module,
-            query=query,
-            key=key,
-            value=value,
-            scale=scale,
-            sliding_window=sliding_window,
-            sinks=sinks,
-        )
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        """See `AttentionContext`."""
+        return self.paged.attend(module, call)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Cache protocol: positions are passed explicitly, so the cache claims to be empty."""
@@ -378,3 +316,82 @@ def group_rows(num_rows: Sequence[int], *, slots: Tensor, is_start: Tensor) -> t
         rows = first[:, None] + torch.arange(count, device=device)  # [G, count]
         groups.append(RowGroup(slots[index], rows, is_start[index]))
     return tuple(groups)
+
+
+def run_rows(
+    mixer: nn.Module,
+    forward: MixerForward,
+    hidden_states: Tensor,
+    *,
+    cache: Cache,
+    after_row: Callable[[int], None],
+) -> Tensor:
+    """Output `[G, Q, D]` of a recurrent layer, one row of every request at a time.
+
+    Args:
+        mixer: the layer; every linear child but `out_proj` must read the layer's input.
+        forward: its own forward.
+        hidden_states: `[G, Q, D]`.
+        cache: holds the states before the first row; updated in place.
+        after_row: called with 1, 2, ... Q when the states in `cache` are those after that row.
+    """
+    linears = {name: c for name, c in mixer.named_children() if isinstance(c, nn.Linear)}
+    out_projection = linears.pop(_OUT_PROJECTION)
+    projected = {linear: linear(hidden_states) for linear in linears.values()}
+    outputs = []
+    for row in range(hidden_states.shape[1]):
+        stand_ins: dict[nn.Module, Callable[[Tensor], Tensor]] = {
+            linear: _always(rows[:, row : row + 1]) for linear, rows in projected.items()
+        }
+        stand_ins[out_projection] = _unchanged
+        with _replaced_forwards(stand_ins):
+            outputs.append(forward(hidden_states[:, row : row + 1], cache_params=cache))
+        after_row(row + 1)
+    return out_projection(torch.cat(outputs, dim=1))
+
+
+@contextmanager
+def _replaced_forwards(forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Modules answer with other functions inside the block; in place, undone at its end."""
+    before = {module: vars(module).get("forward") for module in forwards}  # hooks of others
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            del module.forward  # the class's is back
+            if forward is not None:
+                module.forward = forward
+
+
+def _always(output: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda _: output
+
+
+def _unchanged(hidden_states: Tensor) -> Tensor:
+    return hidden_states
+
+
+def library_cache(layer_idx: int, state: MixerState) -> Cache:
+    """A cache that a call of layer `layer_idx` continues from `state`, and updates in place."""
+    layer = LinearAttentionLayer()
+    layer.conv_states[0], layer.recurrent_states[0] = state
+    layer.conv_kernel_size[0] = state.conv.shape[-1]
+    layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = True
+    # A zero state is the state before the first row, so there always is a previous one.
+    layer.has_previous_state[0] = True
+    return Cache(layers=list(repeat(layer, layer_idx + 1)))
+
+
+@torch.no_grad()
+def zero_state(mixer: nn.Module) -> MixerState:
+    """The zero state of one request, `[1, ...]`, as the library would allocate it."""
+    layer, layer_idx = LinearAttentionLayer(), cast(int, mixer.layer_idx)
+    weight = next(child.weight for child in mixer.children() if isinstance(child, nn.Linear))
+    row = weight.new_zeros(1, 1, weight.shape[1])
+    mixer(row, cache_params=Cache(layers=list(repeat(layer, layer_idx + 1))))
+    conv, recurrent = layer.conv_states[0], layer.recurrent_states[0]
+    assert conv is not None, f"layer {layer_idx} keeps no convolution state"
+    assert recurrent is not None, f"layer {layer_idx} keeps no recurrent state"
+    return MixerState(torch.zeros_like(conv), torch.zeros_like(recurrent))

@@ -26,7 +26,7 @@ from mtp_research.models.loading.placement import (
     resolve_dtype,
     whole,
 )
-from mtp_research.models.mixers import mixers_of, route_mixers
+from mtp_research.models.recurrent import mixers_of, route_mixers
 
 
 class TargetHidden(NamedTuple):
@@ -74,11 +74,7 @@ class Target:
 
     @functools.cached_property
     def kv_layers(self) -> tuple[LayerGeometry, ...]:
-        """What each cache layer keeps of a token; layers without attention keep nothing.
-
-        Raises:
-            ConfigError: layers run on several devices, and the pages would be on one.
-        """
+        """What each cache layer keeps of a token; layers without attention keep nothing."""
         require_one_device(self.model)
         return kv_layers(self.model, self.family)
 
@@ -199,7 +195,7 @@ def wrap_target(
     route_experts(model, experts=experts)
     family_name = family_name or family_of(model.config.get_text_config().model_type)
     target = Target(model=model, family_name=family_name, path=path)
-    norm = getattr(model.base_model, target.family.final_norm)
+    norm = model.base_model.get_submodule(target.family.final_norm)
     # transformers 5.17 returns post-norm states only; a pre-hook gives the raw ones everywhere, and
     # one that stays can be compiled.
     norm.register_forward_pre_hook(

@@ -24,7 +24,7 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.models.attention.attention import DenseContext, with_sinks
+from mtp_research.models.attention.attention import AttentionCall, DenseContext, with_sinks
 from mtp_research.models.target import Target
 from mtp_research.policy.plan import (
     POLICIES,
@@ -196,18 +196,9 @@ class StoredRows:
     def __init__(self) -> None:
         self._rows: tuple[Tensor, Tensor] | None = None
 
-    def attend(
-        self,
-        module: nn.Module,
-        *,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        sliding_window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """See `AttentionContext.attend`."""
+        query, key, value, scale, sliding_window, sinks = call
         if self._rows is not None:
             key = torch.cat((self._rows[0], key), dim=2)
             value = torch.cat((self._rows[1], value), dim=2)

@@ -35,7 +35,7 @@ from mtp_research.data.hidden_cache import (
 from mtp_research.data.packing import PackedRows, pack_first_fit
 from mtp_research.models.attention.attention import DenseContext, document_ends, flat_ends
 from mtp_research.models.family import NormPoint
-from mtp_research.models.loading.load_weights import check_source
+from mtp_research.models.loading.source import check_source
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.training.documents import HeadDocuments

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.models.attention.attention import DenseContext
+from mtp_research.models.attention.attention import AttentionCall, DenseContext
 from mtp_research.policy.plan import (
     MATCHING_POLICY,
     POLICIES,
@@ -256,29 +256,12 @@ class ModuleRows:
         """Declare that the next pass runs draft rows rather than context rows."""
         self.num_draft_rows += 1
 
-    def attend(
-        self,
-        module: nn.Module,
-        *,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        sliding_window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """See `AttentionContext.attend`."""
+        query, key, value, scale, sliding_window, sinks = call
         if self.num_draft_rows == 0:
             self._context = (key, value)
-            return self._dense.attend(
-                module,
-                query=query,
-                key=key,
-                value=value,
-                scale=scale,
-                sliding_window=sliding_window,
-                sinks=sinks,
-            )
+            return self._dense.attend(module, call)
         assert self._context is not None, "draft rows were run before the module's context rows"
         self._drafts.append((key, value))
         assert len(self._drafts) == self.num_draft_rows, "begin_draft_row once per draft pass"

@@ -9,7 +9,7 @@ from torch._inductor import config as inductor
 from torch._inductor.codecache import compiled_fx_graph_hash
 from torch._inductor.codegen.triton import TritonKernel
 
-from mtp_research.models.rewrites.early_launch import compile_options
+from mtp_research.models.rewrites.apply_rewrites import compile_options
 from mtp_research.runtime.errors import ConfigError
 from tests.inductor_kernels import compile_kernel, generated_kernels
 

@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import torch
-from mtp_research.kernels.attention.paged_attention import attend_pages
 from mtp_research.kernels.attention.store_kv import NewRows, rotate_ref
-from mtp_research.kernels.latent.latent_attention import attend_latents
+from mtp_research.kernels.bench.bench_calls import (
+    attend_latents,
+    attend_pages,
+)
 from torch import Tensor
 
 from tests.kernels.kernel_cases import (

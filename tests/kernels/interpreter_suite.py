@@ -12,11 +12,15 @@ import numpy
 import pytest
 import torch
 from mtp_research.kernels.attention import attention_launch
-from mtp_research.kernels.attention.paged_attention import paged_attention
+from mtp_research.kernels.attention.attention_rows import AttentionRows
 from mtp_research.kernels.attention.store_kv import store_kv
+from mtp_research.kernels.bench.bench_calls import (
+    latent_attention,
+    launch_paged_attention,
+    paged_attention,
+)
 from mtp_research.kernels.experts import expert_routing
 from mtp_research.kernels.latent import latent_attention as latent_attention_launch
-from mtp_research.kernels.latent.latent_attention import latent_attention
 from mtp_research.kernels.part_mark import part_mark
 
 from tests.kernels.append_cases import (
@@ -217,10 +221,10 @@ def test_attention_interpreted_has_the_same_bits_in_any_batch(variant, dtype, mo
         monkeypatch.setattr(module, "INVARIANT_SPLIT_KEYS", 64)  # three splits of 140 keys
 
     def attend(query, *, key_cache, value_cache, sliding_window, sinks, **keywords):
-        keywords |= {"positions": None, "kv_start": None, "num_splits": None, "invariant": True}
         if not variant.latent:
-            return attention_launch.launch_paged_attention(
+            return launch_paged_attention(
                 query,
+                invariant=True,
                 key_cache=key_cache,
                 value_cache=value_cache,
                 sliding_window=sliding_window,
@@ -228,8 +232,11 @@ def test_attention_interpreted_has_the_same_bits_in_any_batch(variant, dtype, mo
                 **keywords,
             )
         latent, rope = query.split((16, 8), dim=-1)
+        scale = keywords.pop("scale")
+        rows = AttentionRows(**keywords)
+        operands = (latent, rope, key_cache[:, :, 0])
         return latent_attention_launch.launch_latent_attention(
-            latent, query_rope=rope, latent_cache=key_cache[:, :, 0], **keywords
+            operands, rows, scale=scale, invariant=True
         )
 
     check_attention(variant, dtype, attend=attend)

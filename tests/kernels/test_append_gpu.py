@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from mtp_research.kernels.attention.paged_attention import attend_pages
 from mtp_research.kernels.attention.store_kv import NewRows, rotate_ref, store_kv
+from mtp_research.kernels.bench.bench_calls import (
+    attend_pages,
+)
 
 from tests.kernels.append_cases import (
     APPEND_CASES,

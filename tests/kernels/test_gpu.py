@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from mtp_research.kernels.attention.paged_attention import paged_attention
 from mtp_research.kernels.attention.store_kv import store_kv
+from mtp_research.kernels.bench.bench_calls import (
+    paged_attention,
+)
 from mtp_research.kernels.part_mark import part_mark
 
 from tests.kernels.kernel_cases import (

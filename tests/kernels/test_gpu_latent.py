@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mtp_research.kernels.latent.latent_attention import latent_attention, latent_attention_ref
+from mtp_research.kernels.bench.bench_calls import (
+    latent_attention,
+    latent_attention_ref,
+)
 from torch import Tensor
 
 from tests.kernels.append_cases import FULL_LATENT_CASES, check_new_rows

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from mtp_research.kernels.attention.paged_attention import paged_attention
-from mtp_research.kernels.latent.latent_attention import latent_attention
+from mtp_research.kernels.bench.bench_calls import (
+    latent_attention,
+    paged_attention,
+)
 from mtp_research.kernels.products.invariant_matmul import (
     choose_matmul_config,
     invariant_grouped_matmul,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mtp_research.kernels.attention.splits import merge_in_order_kernel
+from mtp_research.kernels.attention.splits import merge_splits_kernel
 from mtp_research.kernels.products import invariant_matmul
 from mtp_research.kernels.products import invariant_matmul as row_sum
 
@@ -57,12 +57,13 @@ def test_invariant_matmul_kernel_sm90_has_no_spills(name, tmp_path):
 
 
 @pytest.mark.parametrize("value_dim", [128, 256, 512])
-def test_merge_in_order_kernel_sm90_has_no_spills(value_dim, tmp_path):
+def test_merge_splits_kernel_in_order_sm90_has_no_spills(value_dim, tmp_path):
     constants = {"NUM_HEADS": 32, "VALUE_DIM": value_dim, "PADDED_VALUE_DIM": value_dim}
+    constants["PADDED_SPLITS"] = 0
     types = dict.fromkeys(("num_requests", "num_splits", "num_row_heads"), "i32")
     types |= {"partial": "*fp32", "lse": "*fp32", "query_start_loc": "*i32", "out": "*bf16"}
     types |= dict.fromkeys(constants, "constexpr")
-    compiled = _compile(merge_in_order_kernel, types=types, constants=constants, num_warps=4)
+    compiled = _compile(merge_splits_kernel, types=types, constants=constants, num_warps=4)
     assert _num_spilled_bytes(compiled, tmp_path) == 0
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from mtp_research.kernels.bench import bench_attention
+from mtp_research.kernels.bench.bench_calls import latent_attention
 from mtp_research.kernels.latent.latent_attention import (
     choose_latent_config,
     fits_gluon,
-    latent_attention,
 )
 
 from tests.kernels.kernel_cases import LATENT_CASES, latent_keywords, make_inputs, slow_arguments
@@ -68,8 +68,8 @@ def test_fits_gluon_refuses_tensors_that_are_not_on_a_gpu():
     (inputs,) = bench_attention.make_latent_inputs(
         bench_attention.LatentShape(1, 64, 1, num_heads=2), num_sets=1, device="cpu"
     )
-    tensors = {name: inputs[name] for name in ("query_rope", "latent_cache")}
-    assert not fits_gluon(inputs["query_latent"], **tensors, new_rows=None)
+    operands = tuple(inputs[name] for name in ("query_latent", "query_rope", "latent_cache"))
+    assert not fits_gluon(operands, new_rows=None)
 
 
 def test_bench_counts_what_moves_and_its_peer_computes_the_same():

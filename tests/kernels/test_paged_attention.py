@@ -2,7 +2,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mtp_research.kernels.attention.paged_attention import paged_attention, paged_attention_ref
+from mtp_research.kernels.bench.bench_calls import (
+    paged_attention,
+    paged_attention_ref,
+)
 
 from tests.kernels.append_cases import APPEND_CASES, check_new_rows
 from tests.kernels.kernel_cases import (

@@ -1,6 +1,8 @@
 """Where a target comes from, checked without torch and without a network."""
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from mtp_research.models.loading.load_weights import ModelSizes, check_source, read_sizes
+from mtp_research.models.loading.source import ModelSizes, check_source, read_sizes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 
@@ -86,3 +88,9 @@ def test_config_without_sizes_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(IntegrityError, match=r"set model\.path to a model folder"):
         read_sizes(tmp_path / "config.json")
+
+
+def test_source_is_checked_without_importing_torch():
+    code = "import sys; import mtp_research.models.loading.source; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

@@ -10,6 +10,7 @@ from torch.nn.attention.varlen import varlen_attn
 from mtp_research.models.attention import attention
 from mtp_research.models.attention import attention as varlen
 from mtp_research.models.attention.attention import (
+    AttentionCall,
     DenseContext,
     document_ends,
     fits_varlen,
@@ -53,15 +54,8 @@ def attend(tensors, *, with_ends, sliding_window, device="cpu"):
         cu_seqlens = flat_ends(ends, length=ROWS.shape[1])
     context = DenseContext(torch.from_numpy(ROWS).to(device), cu_seqlens)
     query, key, value = (tensor.clone().requires_grad_(True) for tensor in tensors)
-    output = context.attend(
-        torch.nn.Identity(),
-        query=query,
-        key=key,
-        value=value,
-        scale=0.3,
-        sliding_window=sliding_window,
-        sinks=None,
-    )
+    call = AttentionCall(query, key, value, 0.3, sliding_window)
+    output = context.attend(torch.nn.Identity(), call)
     kept = output[torch.from_numpy(ROWS >= 0).to(device)]
     return kept, torch.autograd.grad(torch.sin(kept).sum(), (query, key, value))
 
@@ -119,8 +113,8 @@ def test_varlen_is_used_only_where_its_kernel_fits(change):
         cu_seqlens = torch.empty(change.get("documents", 6) + 1, dtype=torch.int32)
         sinks = torch.empty(4) if "sinks" in change else None
     query = OnCuda(query)
-    fits = fits_varlen(query, key=key, value=value, sinks=sinks, cu_seqlens=cu_seqlens)
-    assert fits == (not change)
+    call = AttentionCall(query, key, value, 0.125, sinks=sinks)
+    assert fits_varlen(call, cu_seqlens=cu_seqlens) == (not change)
 
 
 class OnCuda(torch.Tensor):
@@ -160,15 +154,7 @@ def test_compiled_attention_by_ends_is_one_graph_for_all_batches(monkeypatch):
 
     @torch.compile(backend=backend, dynamic=False, fullgraph=True)
     def run(context):
-        return context.attend(
-            torch.nn.Identity(),
-            query=query,
-            key=key,
-            value=value,
-            scale=0.3,
-            sliding_window=None,
-            sinks=None,
-        )
+        return context.attend(torch.nn.Identity(), AttentionCall(query, key, value, 0.3))
 
     documents = torch.from_numpy(ROWS)
     for rows in (ROWS, ROWS[::-1].copy()):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from mtp_research.models.attention.attention import AttentionCall
 from mtp_research.training.unroll import ModuleRows, masked_attention, merge_draft_rows
 
 HEADS, KV_HEADS, LENGTH, DIM = 4, 2, 9, 8
@@ -41,9 +42,8 @@ def test_module_rows_three_passes_equal_explicit_keys(window):
         if draft_step > 0:
             rows.begin_draft_row()
         passes.append(random_rows(generator))
-        output = rows.attend(
-            nn.Identity(), **passes[-1], scale=0.3, sliding_window=window, sinks=None
-        )
+        call = AttentionCall(**passes[-1], scale=0.3, sliding_window=window)
+        output = rows.attend(nn.Identity(), call)
         for anchor in range(8):
             expected = explicit(passes, anchor=anchor, window=window, scale=0.3)
             torch.testing.assert_close(output[0, anchor], expected, rtol=0, atol=1e-12)

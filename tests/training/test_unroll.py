@@ -18,7 +18,8 @@ class ExplicitKeys:
     def __init__(self, rows: list[tuple[Tensor, Tensor]]) -> None:
         self.rows = rows
 
-    def attend(self, module, *, query, key, value, scale, sliding_window, sinks):
+    def attend(self, module, call):
+        query, key, value, scale, sliding_window, sinks = call
         self.rows.append((key, value))
         repeat = query.shape[1] // key.shape[1]
         scores, values = [], []

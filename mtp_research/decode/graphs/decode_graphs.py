@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.mtp_drafter import MTPDrafter
@@ -39,10 +39,7 @@ from mtp_research.decode.schedule.batch import BlockTables, StepInputs
 from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.step import DeviceStep, StepResult
-from mtp_research.models.loading.placement import num_ranks
-from mtp_research.models.rewrites.early_launch import compile_options
-from mtp_research.models.rewrites.products import merge_projections
-from mtp_research.models.rewrites.rotary import leave_rotary_to_attention
+from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, compile_options
 
 # A compiled step has one version per bucket and kind of sampling.
 _MAX_COMPILED_VERSIONS = 64
@@ -59,14 +56,8 @@ def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) 
     # What an oracle or nobody drafts is not planned on the device.
     has_modules = step.drafter is None or isinstance(step.drafter, MTPDrafter)
     captures_mixed = engine.capture_mixed and has_modules
-    if engine.compile:
-        models: list[nn.Module] = [step.target.model]
-        if isinstance(step.drafter, MTPDrafter):
-            models.append(step.drafter.heads)
-        for model in models:
-            merge_projections(model, few_rows_kernel=engine.few_rows_kernel)
-            rotates = engine.rotary_in_attention and num_ranks() == 1  # not tried with parts
-            leave_rotary_to_attention(step.target, model, enabled=rotates)
+    heads = step.drafter.heads if isinstance(step.drafter, MTPDrafter) else None
+    apply_rewrites(step.target, heads, engine)
     return StepGraphs(
         step,
         batch_sizes=captured_sizes(engine.max_num_requests, wanted=engine.graph_batch_sizes),

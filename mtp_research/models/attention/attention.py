@@ -3,18 +3,13 @@
 Hugging Face's layers call the registered function; it hands the projected tensors to the
 `AttentionContext` that the caller passed to the model as `attention_context=`. Decoding passes a
 `PagedContext` (models/attention/paged.py), training a `DenseContext` (here) or an unroll's own
-context. Model
-code stays unmodified, and there is no attention mask to build: transformers makes none for a name
-it does not know.
+context. There is no attention mask to build: transformers makes none for a name it does not know.
 
-Letters: B batch rows, S row length, H / Hkv heads, Dk / Dv head dims.
-
-Attention over packed documents by their ends, without a mask: the GPU path of `DenseContext`.
-
-A mask makes the fused kernels of torch compute all S x S scores of a row, repeat keys per head
-group and read the mask for every head. Flash attention takes the ends of the documents instead and
-computes only what lies below the diagonal of each. It knows half precision, equal head dims and no
-sinks; everything else goes through the mask.
+On a GPU `DenseContext` attends to packed documents by their ends, without a mask. A mask makes the
+fused kernels of torch compute all S x S scores of a row, repeat keys per head group and read the
+mask for every head; flash attention takes the ends instead and computes only what lies below the
+diagonal of each document. It knows half precision, equal head dims and no sinks; everything else
+goes through the mask.
 
 Letters: B batch rows, S row length, P documents of a row, H / Hkv heads, Dk / Dv head dims.
 Source: FlashAttention-2 (arXiv:2307.08691) through torch.nn.attention.varlen.
@@ -23,7 +18,7 @@ Source: FlashAttention-2 (arXiv:2307.08691) through torch.nn.attention.varlen.
 import inspect
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -37,6 +32,143 @@ _MAX_HEAD_DIM = 256
 _MIN_MEAN_TOKENS = 64
 # torch 2.11 takes fewer key heads as they are; from 2.12 on they must be announced.
 _ANNOUNCES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+ATTENTION_NAME = "mtp_research"
+
+
+class AttentionCall(NamedTuple):
+    """What a layer hands to its attention: the projected rows, and how keys are weighed."""
+
+    query: Tensor  # [B, H, S, Dk]
+    key: Tensor  # [B, Hkv, S, Dk]
+    value: Tensor  # [B, Hkv, S, Dv]
+    scale: float  # factor of the scalar products
+    sliding_window: int | None = None  # keys that a row sees, its own included; None for all
+    sinks: Tensor | None = None  # [H], one more softmax logit per head; None for none
+
+
+class AttentionContext(Protocol):
+    """What one forward pass attends to."""
+
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        """Attention output `[B, S, H, Dv]` of the layer `module`."""
+        ...
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attention_context: AttentionContext,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls by the name `mtp_research`; names and order are the library's.
+
+    Of its options `scaling`, `sliding_window` and `s_aux` (sinks) are read.
+    """
+    assert attention_mask is None, (
+        "transformers built a mask although our attention name is not in its mask interface"
+    )
+    scale = cast(float, options["scaling"])
+    sliding_window = cast(int | None, options.get("sliding_window"))
+    sinks = cast(Tensor | None, options.get("s_aux"))
+    call = AttentionCall(query, key, value, scale, sliding_window, sinks)
+    return attention_context.attend(module, call), None
+
+
+AttentionInterface.register(ATTENTION_NAME, attention_forward)
+
+
+@dataclass
+class DenseContext:
+    """Causal attention over padded or packed rows, for training and for dense references.
+
+    Attributes:
+        document_index: `[B, S]` int, the document each token belongs to, -1 for padding; None when
+            every row is one document, in which case the fused causal kernel is used.
+        cu_seqlens: `[documents + 1]` int32, the same documents in the flattened batch, see
+            `flat_ends`; None does without the kernel that reads them.
+    """
+
+    document_index: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    _masks: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
+
+    def mask(self, sliding_window: int | None, *, length: int, device: torch.device) -> Tensor:
+        """`[B, 1, S, S]` bool: query row i may read key row j (document, j <= i, window)."""
+        if sliding_window not in self._masks:
+            index = torch.arange(length, device=device)
+            allowed = index[:, None] >= index[None, :]
+            if sliding_window is not None:
+                allowed = allowed & (index[:, None] - index[None, :] < sliding_window)
+            allowed = allowed[None]
+            if self.document_index is not None:
+                allowed = allowed & (
+                    self.document_index[:, :, None] == self.document_index[:, None, :]
+                )
+            self._masks[sliding_window] = allowed[:, None]
+        return self._masks[sliding_window]
+
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        """See `AttentionContext`; padding rows attend to padding only."""
+        ends = self.cu_seqlens
+        if ends is not None and fits_varlen(call, cu_seqlens=ends):
+            return attend_documents(call, cu_seqlens=ends)
+        query, key, value, scale, sliding_window, sinks = call
+        fused = self.document_index is None and sliding_window is None and sinks is None
+        mask = (
+            None if fused else self.mask(sliding_window, length=query.shape[2], device=query.device)
+        )
+        if sinks is not None:
+            assert mask is not None, "the fused kernel knows no sinks"
+            key, value, mask = with_sinks(key, value, mask, sinks)
+        if mask is not None and query.is_cuda and key.shape[1] != query.shape[1]:
+            # The fused kernels that take a mask know no head groups; what is left writes [S, S].
+            groups = query.shape[1] // key.shape[1]
+            key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+        output = nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=fused,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output.transpose(1, 2)
+
+
+class SinkInputs(NamedTuple):
+    """Keys and values with one more row; the additive mask holds the sinks in its column."""
+
+    key: Tensor  # [B, Hkv, S + 1, Dk]
+    value: Tensor  # [B, Hkv, S + 1, Dv]
+    mask: Tensor  # [B, H, rows, S + 1] in the dtype of key
+
+
+def with_sinks(key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> SinkInputs:
+    """Express attention sinks as one more key, so that any attention with a mask computes them.
+
+    The key is zero, so that its score is what the mask adds: the sink, one logit per head. Its
+    value is zero, so that it takes weight and gives nothing.
+
+    Args:
+        key: `[B, Hkv, S, Dk]`.
+        value: `[B, Hkv, S, Dv]`.
+        mask: `[B, 1, rows, S]` bool, True where a row may read a key.
+        sinks: `[H]`.
+    """
+    batch, _, num_rows, num_keys = mask.shape
+    scores = torch.zeros(mask.shape, dtype=key.dtype, device=key.device)
+    scores = scores.masked_fill(~mask, -math.inf).expand(batch, len(sinks), num_rows, num_keys)
+    column = sinks.to(key.dtype)[None, :, None, None].expand(batch, -1, num_rows, 1)
+    return SinkInputs(
+        nn.functional.pad(key, (0, 0, 0, 1)),
+        nn.functional.pad(value, (0, 0, 0, 1)),
+        torch.cat((scores, column), dim=-1),
+    )
 
 
 def document_ends(document_index: np.ndarray) -> np.ndarray:
@@ -68,222 +200,42 @@ def flat_ends(ends: Tensor, *, length: int) -> Tensor:
     return torch.nn.functional.pad((ends + first[:, None]).flatten(), (1, 0))
 
 
-def fits_varlen(
-    query: Tensor, *, key: Tensor, value: Tensor, sinks: Tensor | None, cu_seqlens: Tensor
-) -> bool:
-    """Whether `attend_documents` takes these tensors, shaped as there."""
-    head_dim = query.shape[-1]
+def fits_varlen(call: AttentionCall, *, cu_seqlens: Tensor) -> bool:
+    """Whether `attend_documents` takes this call."""
+    query, head_dim = call.query, call.query.shape[-1]
     return (
         query.is_cuda
         and query.dtype in _DTYPES
-        and sinks is None
-        and head_dim == key.shape[-1] == value.shape[-1]
+        and call.sinks is None
+        and head_dim == call.key.shape[-1] == call.value.shape[-1]
         and head_dim % 8 == 0
         and head_dim <= _MAX_HEAD_DIM
         and len(cu_seqlens) * _MIN_MEAN_TOKENS <= query.shape[0] * query.shape[2]
     )
 
 
-def attend_documents(
-    query: Tensor,
-    *,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-    sliding_window: int | None,
-) -> Tensor:
+def attend_documents(call: AttentionCall, *, cu_seqlens: Tensor) -> Tensor:
     """Causal attention inside each document, `[B, S, H, Dv]`.
 
     Args:
-        query: `[B, H, S, Dk]`.
-        key: `[B, Hkv, S, Dk]`.
-        value: `[B, Hkv, S, Dv]`.
+        call: without sinks.
         cu_seqlens: `[documents + 1]` int32 of `flat_ends`; a fixed number for all batches of a run,
             so that compiled layers are compiled once.
-        scale: factor of the scalar products.
-        sliding_window: keys that a row sees, its own included; None for all.
     """
-    batch_size, _, length, _ = query.shape
-    flat = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]
-    is_grouped = query.shape[1] != key.shape[1]
+    batch_size, _, length, _ = call.query.shape
+    flat = [part.transpose(1, 2).flatten(0, 1) for part in call[:3]]
+    is_grouped = call.query.shape[1] != call.key.shape[1]
     announced = {"enable_gqa": True} if is_grouped and _ANNOUNCES_GROUPS else {}
+    window = call.sliding_window
     output = varlen_attn(
         *flat,
         cu_seqlens,
         cu_seqlens,
         length,
         length,
-        scale=scale,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        scale=call.scale,
+        window_size=(-1 if window is None else window - 1, 0),
         **announced,
     )
     assert isinstance(output, Tensor), "the log-sum-exp was not asked for"
     return output.unflatten(0, (batch_size, length))
-
-
-ATTENTION_NAME = "mtp_research"
-
-
-class AttentionContext(Protocol):
-    """What one forward pass attends to."""
-
-    def attend(
-        self,
-        module: nn.Module,
-        *,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        sliding_window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attention output `[B, S, H, Dv]` of `query` `[B, H, S, Dk]` and this pass's new rows."""
-        ...
-
-
-def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    attention_context: AttentionContext,
-    sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """What transformers calls by the name `mtp_research`; the signature is the library's."""
-    assert attention_mask is None, (
-        "transformers built a mask although our attention name is not in its mask interface"
-    )
-    output = attention_context.attend(
-        module,
-        query=query,
-        key=key,
-        value=value,
-        scale=scaling,
-        sliding_window=sliding_window,
-        sinks=s_aux,
-    )
-    return output, None
-
-
-AttentionInterface.register(ATTENTION_NAME, attention_forward)
-
-
-@dataclass
-class DenseContext:
-    """Causal attention over padded or packed rows, for training and for dense references.
-
-    Attributes:
-        document_index: `[B, S]` int, the document each token belongs to, -1 for padding; None when
-            every row is one document, in which case the fused causal kernel is used.
-        cu_seqlens: `[documents + 1]` int32, the same documents in the flattened batch, see
-            `varlen.flat_ends`; None does without the kernel that reads them.
-    """
-
-    document_index: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    _masks: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
-
-    def mask(self, sliding_window: int | None, *, length: int, device: torch.device) -> Tensor:
-        """`[B, 1, S, S]` bool: query row i may read key row j (document, j <= i, window)."""
-        if sliding_window not in self._masks:
-            index = torch.arange(length, device=device)
-            allowed = index[:, None] >= index[None, :]
-            if sliding_window is not None:
-                allowed = allowed & (index[:, None] - index[None, :] < sliding_window)
-            allowed = allowed[None]
-            if self.document_index is not None:
-                allowed = allowed & (
-                    self.document_index[:, :, None] == self.document_index[:, None, :]
-                )
-            self._masks[sliding_window] = allowed[:, None]
-        return self._masks[sliding_window]
-
-    def attend(
-        self,
-        module: nn.Module,
-        *,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        sliding_window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """See `AttentionContext.attend`; padding rows attend to padding only."""
-        ends = self.cu_seqlens
-        if ends is not None and fits_varlen(
-            query, key=key, value=value, sinks=sinks, cu_seqlens=ends
-        ):
-            return attend_documents(
-                query,
-                key=key,
-                value=value,
-                cu_seqlens=ends,
-                scale=scale,
-                sliding_window=sliding_window,
-            )
-        fused = self.document_index is None and sliding_window is None and sinks is None
-        mask = (
-            None if fused else self.mask(sliding_window, length=query.shape[2], device=query.device)
-        )
-        if sinks is not None:
-            assert mask is not None, "the fused kernel knows no sinks"
-            key, value, mask = with_sinks(key, value, mask, sinks)
-        if mask is not None and query.is_cuda and key.shape[1] != query.shape[1]:
-            # The fused kernels that take a mask know no head groups; what is left writes [S, S].
-            groups = query.shape[1] // key.shape[1]
-            key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
-        output = nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=fused,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return output.transpose(1, 2)
-
-
-class SinkInputs(NamedTuple):
-    """Keys and values with one more row, and an additive mask that holds the sinks in its column.
-
-    Attributes:
-        key: `[B, Hkv, S + 1, Dk]`.
-        value: `[B, Hkv, S + 1, Dv]`.
-        mask: `[B, H, rows, S + 1]` in the dtype of `key`.
-    """
-
-    key: Tensor
-    value: Tensor
-    mask: Tensor
-
-
-def with_sinks(key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> SinkInputs:
-    """Express attention sinks as one more key, so that any attention with a mask computes them.
-
-    The key is zero, so that its score is what the mask adds: the sink, one logit per head. Its
-    value is zero, so that it takes weight and gives nothing.
-
-    Args:
-        key: `[B, Hkv, S, Dk]`.
-        value: `[B, Hkv, S, Dv]`.
-        mask: `[B, 1, rows, S]` bool, True where a row may read a key.
-        sinks: `[H]`.
-    """
-    batch, _, num_rows, num_keys = mask.shape
-    scores = torch.zeros(mask.shape, dtype=key.dtype, device=key.device)
-    scores = scores.masked_fill(~mask, -math.inf).expand(batch, len(sinks), num_rows, num_keys)
-    column = sinks.to(key.dtype)[None, :, None, None].expand(batch, -1, num_rows, 1)
-    return SinkInputs(
-        nn.functional.pad(key, (0, 0, 0, 1)),
-        nn.functional.pad(value, (0, 0, 0, 1)),
-        torch.cat((scores, column), dim=-1),
-    )

@@ -4,38 +4,24 @@ Tokens of all requests of a step are packed as one row `[1, T]`. `PagedContext` 
 `past_key_values`, so that the layer hands over its new keys and values, and as `attention_context`,
 so that the attention function reads pages.
 
-Letters: R requests, T packed rows, M blocks per table, Hkv key-value heads, Dk / Dv head dims.
+Layers with multi-head latent attention hand over one latent and one rotary key per token, and
+afterwards keys and values of every head, expanded for this pass's rows only. We keep the former and
+ignore the latter: head h's key projection is applied to the query and its value projection to the
+output, so that the pages hold what all heads share. `torch.compile` drops the unused expansion.
 
-Ops that compiled code takes as they are: where its kernels end, and the pages.
+Compiled code takes the pages through ops that write the new rows, then attend. `torch.compile`
+turns an op that writes into its argument into one that returns a new value, and may copy the whole
+pool to do so. These ops therefore do not declare their write. That is safe because every reader of
+a written row is such an op again, and each call depends on the one before it: a layer's input on
+the layer below, a later pass on the token that the earlier one drafted.
 
-The ops of the pages write the new rows, then attend. `torch.compile` turns an op that writes into
-its argument into one that returns a new value, and may copy the whole pool to do so. These ops
-therefore do not declare their write. That is safe because every reader of a written row is such an
-op again, and each call depends on the one before it: a layer's input on the layer below, a later
-pass on the token that the earlier one drafted.
+Families with a learned index over keys (DeepSeek sparse attention) run densely (`route_sparse`):
+a row with no more keys than `index_topk` selects all of them, so that dense latent attention is
+exact up to there; longer texts are refused. The index is neither computed nor stored.
 
 Letters: R requests, T packed rows, M blocks per table, H / Hkv heads, Dk / Dv head dims, L latent,
-P rotary dims.
-
-Multi-head latent attention over latent pages, with the projections absorbed.
-
-Hugging Face's layer hands the cache one latent and one rotary key per token, and afterwards calls
-the attention function with keys and values of every head, expanded for this pass's rows only. We
-keep the former and ignore the latter: head h's key projection is applied to the query and its value
-projection to the output, so that the pages hold what all heads share. The unused expansion of the
-new rows is a small product that torch.compile drops.
-
-Letters: R requests, T packed rows, H heads, L latent, P rotary key size, Dv value head dim.
+P rotary dims, B x S a batch in training, D hidden.
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2, "absorbed".
-
-Families with a learned index over keys (DeepSeek sparse attention), run densely.
-
-Their attention reads the `index_topk` keys that an indexer selects for a row. A row with no more
-keys than that selects all of them, so that dense latent attention is exact up to `index_topk`
-tokens; beyond it the result would be another model's, and is refused. The index itself is neither
-computed nor stored; its weights stay in the modules, for export.
-
-Letters: B batch rows, S row length, D hidden.
 """
 
 from collections.abc import Iterable
@@ -48,171 +34,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV, Scoring
 from mtp_research.kernels.attention.paged_attention import attend_pages, paged_attention
 from mtp_research.kernels.attention.store_kv import MAX_STORED_ROWS, NewRows, store_kv
 from mtp_research.kernels.latent.latent_attention import attend_latents
-from mtp_research.models.attention.attention import AttentionContext, DenseContext
+from mtp_research.models.attention.attention import (
+    AttentionCall,
+    AttentionContext,
+    DenseContext,
+)
 from mtp_research.models.family import KVPages
 from mtp_research.runtime.errors import ConfigError
 
 
-@torch.library.custom_op("mtp_research::materialised", mutates_args=())
-def materialised(values: torch.Tensor) -> torch.Tensor:
-    """A copy of `values`, which many layers hand to the ops below.
-
-    Compiled code would compute such a value anew for every few of the ops that read it, in launches
-    of their own; the output of an op it keeps.
-    """
-    return values + 0  # not `clone`, which would be captured as a node of the copy engine
-
-
-@materialised.register_fake
-def _fake_materialised(values: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(values)
-
-
-@torch.library.custom_op("mtp_research::end_kernel", mutates_args=("values",))
-def _end_kernel(values: torch.Tensor) -> None:
-    """Nothing. The compiler, to which it writes `values`, lets no kernel reach over it."""
-
-
-@_end_kernel.register_fake
-def _fake_end_kernel(values: torch.Tensor) -> None:
-    pass
-
-
-def fusion_barrier(values: torch.Tensor) -> torch.Tensor:
-    """The same `values`; in compiled code, what reads them is not in the kernel that makes them.
-
-    For results of reductions over a vocabulary: Triton 3.6 gives up (`PassManager::run failed`) on
-    a kernel that reduces and then does the bookkeeping of a step. Launches nothing; nothing may
-    have read the values before.
-    """
-    if torch.compiler.is_compiling():
-        _end_kernel(values)
-    return values
-
-
-@torch.library.custom_op("mtp_research::store_and_attend", mutates_args=())
-def store_and_attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    angles: torch.Tensor | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    max_query_len: int,
-    scale: float,
-    sliding_window: int | None,
-    sinks: torch.Tensor | None,
-    backend: str,
-) -> torch.Tensor:
-    """Attention output `[T, H, Dv]` of `query` `[T, H, Dk]` after `key` and `value` were stored.
-
-    Args as in `kernels.store_kv.store_kv` and `kernels.paged_attention.attend_pages`, and:
-        angles: `[2, T, P]`, rotary cos and sin for `query` and `key`; None if they are rotated.
-    """
-    cos_sin = () if angles is None else angles.unbind()
-    return attend_pages(
-        query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        max_query_len=max_query_len,
-        scale=scale,
-        sliding_window=sliding_window,
-        sinks=sinks,
-        new_rows=NewRows(key, value, slot_mapping, *cos_sin),
-        backend=backend,
-    )
-
-
-@store_and_attend.register_fake
-def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-
-
-@torch.library.custom_op("mtp_research::store_and_attend_latents", mutates_args=())
-def store_and_attend_latents(
-    query_latent: torch.Tensor,
-    query_rope: torch.Tensor,
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    latent_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    max_query_len: int,
-    scale: float,
-    backend: str,
-) -> torch.Tensor:
-    """Attended latents `[T, H, L]` after `latent` `[T, 1, L]` and `rope` `[T, 1, P]` were stored.
-
-    They lie behind each other in a slot of `latent_cache` `[num_blocks, block_size, L + P]`. Other
-    args as in `kernels.latent_attention.latent_attention`.
-    """
-    return attend_latents(
-        query_latent,
-        query_rope=query_rope,
-        latent_cache=latent_cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        max_query_len=max_query_len,
-        scale=scale,
-        new_rows=NewRows(latent, rope, slot_mapping),
-        backend=backend,
-    )
-
-
-@store_and_attend_latents.register_fake
-def _fake_latents(query_latent: torch.Tensor, *_: object) -> torch.Tensor:
-    return query_latent.new_empty(query_latent.shape)
-
-
-class AbsorbedQuery(NamedTuple):
-    """Queries against a page: `[T, H, L]` for the latent, `[T, H, P]` for the rotary key."""
-
-    latent: Tensor
-    rope: Tensor
-
-
-def absorb_query(module: nn.Module, query: Tensor) -> AbsorbedQuery:
-    """Multiply the queries by the key projections of their heads.
-
-    Args:
-        module: attention layer with `kv_b_proj` and the head dims of its parts.
-        query: `[H, T, nope + P]`, the second part rotated.
-    """
-    key_projection, _ = _projections(module)
-    nope, rope = query.split(
-        (key_projection.shape[1], query.shape[2] - key_projection.shape[1]), dim=-1
-    )
-    return AbsorbedQuery(torch.bmm(nope, key_projection).transpose(0, 1), rope.transpose(0, 1))
-
-
-def expand_output(module: nn.Module, attended: Tensor) -> Tensor:
-    """Values `[T, H, Dv]` of attended latents `[T, H, L]`."""
-    _, value_projection = _projections(module)
-    return torch.bmm(attended.transpose(0, 1), value_projection.mT).transpose(0, 1)
-
-
-def _projections(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Key and value projections `[H, nope, L]`, `[H, Dv, L]`, views of `kv_b_proj`'s weight."""
-    nope, value_dim = cast(int, module.qk_nope_head_dim), cast(int, module.v_head_dim)
-    weight = cast(nn.Linear, module.kv_b_proj).weight.unflatten(0, (-1, nope + value_dim))
-    return weight[:, :nope], weight[:, nope:]
-
-
 class PagePool(Protocol):
-    """Owner of the pages (`decode.kv_cache.KVCache`)."""
+    """Owner of the pages (`KVCache` of the decode loop)."""
 
     def pages(self, layer: int) -> KVPages:
         """Pages of a cache layer, writable."""
@@ -287,61 +123,51 @@ class PagedContext:
         )
         return key, value
 
-    def attend(
-        self,
-        module: nn.Module,
-        *,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        sliding_window: int | None,
-        sinks: Tensor | None,
-        angles: Angles | None = None,
-    ) -> Tensor:
-        """See `models.attention.AttentionContext`; `key` and `value` are read from the pages.
+    @property
+    def rows(self) -> AttentionRows:
+        """The rows of the pass, as the kernels take them."""
+        return AttentionRows(
+            self.block_table, self.seq_lens, self.query_start_loc, self.max_query_len
+        )
 
-        With `angles`, in compiled passes, `query` and `key` come before their rotary embedding.
+    def attend(
+        self, module: nn.Module, call: AttentionCall, *, angles: Angles | None = None
+    ) -> Tensor:
+        """See `AttentionContext`; keys and values are read from the pages.
+
+        With `angles`, in compiled passes, query and key come before their rotary embedding.
         """
         pages = self._pages(cast(int, module.layer_idx))
         is_compiling = torch.compiler.is_compiling()
         assert angles is None or (is_compiling and pages.kind != "latent"), "rows come rotated here"
         if pages.kind == "latent":
-            return self._attend_latents(module, query, pages, scale=scale)[None]
-        sinks = None if sinks is None else sinks.float()
-        if is_compiling:
-            output = store_and_attend(
-                query[0].transpose(0, 1),
-                key[0].transpose(0, 1),
-                value[0].transpose(0, 1),
-                None if angles is None else self._angles_of_pass(angles),
-                pages.keys,
-                pages.values,
-                self.slot_mapping,
-                self.block_table,
-                self.seq_lens,
-                self.query_start_loc,
-                self.max_query_len,
-                scale,
-                sliding_window,
-                sinks,
-                self.backend,
-            )
-            return output[None]
-        output = paged_attention(
-            query[0].transpose(0, 1),
-            key_cache=pages.keys,
-            value_cache=pages.values,
-            block_table=self.block_table,
-            seq_lens=self.seq_lens,
-            query_start_loc=self.query_start_loc,
-            max_query_len=self.max_query_len,
-            scale=scale,
-            sliding_window=sliding_window,
-            sinks=sinks,
-            backend=self.backend,
-        )
-        return output[None]
+            return self._attend_latents(module, call, pages)[None]
+        sinks = None if call.sinks is None else call.sinks.float()
+        if not is_compiling:
+            return paged_attention(
+                call.query[0].transpose(0, 1),
+                PagedKV(pages.keys, pages.values),
+                self.rows,
+                Scoring(call.scale, call.sliding_window, sinks),
+                backend=self.backend,
+            )[None]
+        return store_and_attend(
+            call.query[0].transpose(0, 1),
+            call.key[0].transpose(0, 1),
+            call.value[0].transpose(0, 1),
+            None if angles is None else self._angles_of_pass(angles),
+            pages.keys,
+            pages.values,
+            self.slot_mapping,
+            self.block_table,
+            self.seq_lens,
+            self.query_start_loc,
+            self.max_query_len,
+            call.scale,
+            call.sliding_window,
+            sinks,
+            self.backend,
+        )[None]
 
     def _angles_of_pass(self, angles: Angles) -> Tensor:
         """Cos and sin as `[2, T, P]`, the same for all layers of the pass that share them."""
@@ -352,15 +178,17 @@ class PagedContext:
         self._kept_angles.append((angles.cos, both))
         return both
 
-    def _attend_latents(
-        self, module: nn.Module, query: Tensor, pages: KVPages, *, scale: float
-    ) -> Tensor:
-        """Output `[T, H, Dv]` of `query` `[1, H, T, nope + P]`."""
-        absorbed = absorb_query(module, query[0])
+    def _attend_latents(self, module: nn.Module, call: AttentionCall, pages: KVPages) -> Tensor:
+        """Output `[T, H, Dv]` of queries `[1, H, T, nope + P]`, the second part rotated."""
+        nope, value_dim = cast(int, module.qk_nope_head_dim), cast(int, module.v_head_dim)
+        weight = cast(nn.Linear, module.kv_b_proj).weight.unflatten(0, (-1, nope + value_dim))
+        key_projection, value_projection = weight[:, :nope], weight[:, nope:]  # [H, nope or Dv, L]
+        query = call.query[0]
+        query_nope, query_rope = query.split((nope, query.shape[2] - nope), dim=-1)
         latent, rope = self._new_latents.pop(cast(int, module.layer_idx))
         attended = store_and_attend_latents(
-            absorbed.latent,
-            absorbed.rope,
+            torch.bmm(query_nope, key_projection).transpose(0, 1),
+            query_rope.transpose(0, 1),
             latent[0].transpose(0, 1),
             rope[0].transpose(0, 1),
             pages.keys[:, :, 0],
@@ -369,10 +197,10 @@ class PagedContext:
             self.seq_lens,
             self.query_start_loc,
             self.max_query_len,
-            scale,
+            call.scale,
             self.backend,
-        )
-        return expand_output(module, attended)
+        )  # [T, H, L]
+        return torch.bmm(attended.transpose(0, 1), value_projection.mT).transpose(0, 1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Cache protocol: positions are passed explicitly, so the cache claims to be empty."""
@@ -380,6 +208,118 @@ class PagedContext:
 
     def _pages(self, layer_idx: int) -> KVPages:
         return self.pool.pages(layer_idx if self.kv_layer is None else self.kv_layer)
+
+
+@torch.library.custom_op("mtp_research::materialised", mutates_args=())
+def materialised(values: torch.Tensor) -> torch.Tensor:
+    """A copy of `values`, which many layers hand to the ops below.
+
+    Compiled code would compute such a value anew for every few of the ops that read it, in launches
+    of their own; the output of an op it keeps.
+    """
+    return values + 0  # not `clone`, which would be captured as a node of the copy engine
+
+
+@materialised.register_fake
+def _fake_materialised(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(values)
+
+
+@torch.library.custom_op("mtp_research::end_kernel", mutates_args=("values",))
+def _end_kernel(values: torch.Tensor) -> None:
+    """Nothing. The compiler, to which it writes `values`, lets no kernel reach over it."""
+
+
+@_end_kernel.register_fake
+def _fake_end_kernel(values: torch.Tensor) -> None:
+    pass
+
+
+def fusion_barrier(values: torch.Tensor) -> torch.Tensor:
+    """The same `values`; in compiled code, what reads them is not in the kernel that makes them.
+
+    For results of reductions over a vocabulary: Triton 3.6 gives up (`PassManager::run failed`) on
+    a kernel that reduces and then does the bookkeeping of a step. Launches nothing; nothing may
+    have read the values before.
+    """
+    if torch.compiler.is_compiling():
+        _end_kernel(values)
+    return values
+
+
+@torch.library.custom_op("mtp_research::store_and_attend", mutates_args=())
+def store_and_attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    angles: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    sliding_window: int | None,
+    sinks: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    """Attention output `[T, H, Dv]` of `query` `[T, H, Dk]` after `key` and `value` were stored.
+
+    Args are the fields of `NewRows`, `PagedKV`, `AttentionRows` and `Scoring`, and:
+        angles: `[2, T, P]`, rotary cos and sin for `query` and `key`; None if they are rotated.
+    """
+    cos_sin = () if angles is None else angles.unbind()
+    return attend_pages(
+        query,
+        PagedKV(key_cache, value_cache),
+        AttentionRows(block_table, seq_lens, query_start_loc, max_query_len),
+        Scoring(scale, sliding_window, sinks),
+        new_rows=NewRows(key, value, slot_mapping, *cos_sin),
+        backend=backend,
+    )
+
+
+@store_and_attend.register_fake
+def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+@torch.library.custom_op("mtp_research::store_and_attend_latents", mutates_args=())
+def store_and_attend_latents(
+    query_latent: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    backend: str,
+) -> torch.Tensor:
+    """Attended latents `[T, H, L]` after `latent` `[T, 1, L]` and `rope` `[T, 1, P]` were stored.
+
+    They lie behind each other in a slot of `latent_cache` `[num_blocks, block_size, L + P]`. Other
+    args as in `latent_attention`.
+    """
+    return attend_latents(
+        query_latent,
+        query_rope,
+        latent_cache,
+        AttentionRows(block_table, seq_lens, query_start_loc, max_query_len),
+        scale=scale,
+        new_rows=NewRows(latent, rope, slot_mapping),
+        backend=backend,
+    )
+
+
+@store_and_attend_latents.register_fake
+def _fake_latents(query_latent: torch.Tensor, *_: object) -> torch.Tensor:
+    return query_latent.new_empty(query_latent.shape)
 
 
 def route_sparse(attentions: Iterable[nn.Module], *, config: PreTrainedConfig) -> None:
@@ -395,11 +335,7 @@ def route_sparse(attentions: Iterable[nn.Module], *, config: PreTrainedConfig) -
 
 
 def require_exact_length(num_tokens: int, *, limit: int | None) -> None:
-    """Refuse texts that dense attention computes otherwise than the model's index would.
-
-    Raises:
-        ConfigError: names both lengths.
-    """
+    """Refuse (`ConfigError`) texts that dense attention computes otherwise than the index would."""
     if limit is not None and num_tokens > limit:
         raise ConfigError(
             f"engine.max_model_len must be <= {limit} (index_topk) for a model with sparse "

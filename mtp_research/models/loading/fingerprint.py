@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from mtp_research.models.loading.load_weights import local_file
+from mtp_research.models.loading.source import local_file
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import IntegrityError
 
@@ -44,9 +44,6 @@ def target_hashes(target: Target) -> dict[str, str | None]:
     Returns:
         `config_sha256`, `weights_sha256` and `tokenizer_sha256`; None for a tokenizer that is in
         none of the files at hand.
-
-    Raises:
-        IntegrityError: the tokenizer's file cannot be read.
     """
     sizes = {name: _size(target.config, name) for name in _CONFIG_FIELDS}
     return {

@@ -1,23 +1,10 @@
 """Weights of a target from its files: on one device, over those of a map, or split over ranks.
 
-First the config is read, and what cannot work is refused; then transformers loads, and what is not
-whole is refused.
-
-Quiet calls of transformers' loaders, whose faults about files become ours.
-
-Where a target comes from: a folder, the hub's cache, or the hub; checked without torch.
-
-`check_source` runs before anything heavy is imported, so that a mistyped path costs a second.
-Neither torch nor transformers is imported here, and huggingface_hub only for hub ids.
-
-Which file of a checkpoint folder holds which tensor, checked before anything opens a file.
+First the config is read, and what cannot work is refused; then transformers loads, quietly and with
+its faults about files turned into ours, and what is not whole is refused.
 """
 
-import json
 import logging
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,165 +31,105 @@ from mtp_research.models.loading.placement import (
     require_shared_place,
 )
 from mtp_research.models.loading.quantised import dequantising, quantisation_of, require_scales
+from mtp_research.models.loading.source import check_source, read_weight_map
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 
-CONFIG_FILE = "config.json"
-_HUB_TIMEOUT_S = 3.0
-_NUM_HUB_ID_PARTS = 2  # ORGANISATION/NAME
-
-
-class ModelSizes(NamedTuple):
-    """Sizes of the text model that heads must share."""
-
-    hidden_size: int
-    vocab_size: int
-
-
-def check_source(path: str, *, key: str = "model.path") -> Path | None:
-    """Fail fast when `path` is neither a model folder, nor a cached hub id, nor reachable.
-
-    Args:
-        path: folder in Hugging Face format, or a hub id.
-        key: that the path was set by, for the message.
-
-    Returns:
-        The model's `config.json`; None for a hub id that is still to be downloaded.
-
-    Raises:
-        ConfigError: says which of the three was tried.
-    """
-    folder = Path(path)
-    if folder.exists():
-        if not (folder / CONFIG_FILE).is_file():
-            raise ConfigError(
-                f"{key} must be a folder with a {CONFIG_FILE}, {path!r} has none; "
-                f"set {key} to a model folder."
-            )
-        return folder / CONFIG_FILE
-    cached = local_file(path, CONFIG_FILE)
-    if cached is None and not looks_like_hub_id(path):
-        raise ConfigError(
-            f"{key} must be a local folder or a hub id ORGANISATION/NAME, {path!r} does not "
-            f"exist (from {Path.cwd()}); set {key}=PATH."
-        )
-    if cached is None and not _hub_answers():
-        raise ConfigError(
-            f"{key} {path!r} is no local path (from {Path.cwd()}), is not in the hub cache, and "
-            "the hub is offline or out of reach; download the model where there is a network and "
-            f"set {key} to its folder."
-        )
-    return cached
-
-
-def read_sizes(config_file: Path) -> ModelSizes:
-    """Hidden size and vocabulary of the text model that a `config.json` describes.
-
-    Raises:
-        IntegrityError: the file is no JSON object, or a size is missing.
-    """
-    try:
-        config = json.loads(config_file.read_text(encoding="utf8"))
-    except (OSError, ValueError) as fault:
-        raise IntegrityError(
-            f"{config_file} must be a model's configuration in JSON, got {fault}; "
-            "set model.path to a model folder."
-        ) from None
-    text = config.get("text_config", config) if isinstance(config, Mapping) else {}
-    sizes = [text.get(name) for name in ModelSizes._fields]
-    hidden_size, vocab_size = sizes
-    if not isinstance(hidden_size, int) or not isinstance(vocab_size, int):
-        raise IntegrityError(
-            f"{config_file} must hold {' and '.join(ModelSizes._fields)}, got {sizes}; "
-            "set model.path to a model folder."
-        )
-    return ModelSizes(hidden_size, vocab_size)
-
-
-def local_file(path: str, name: str) -> Path | None:
-    """A model's file in its folder or in the hub's cache; None where it is in neither.
-
-    Args:
-        path: folder in Hugging Face format, or a hub id.
-        name: of the file.
-    """
-    file = Path(path) / name
-    if file.is_file():
-        return file
-    if Path(path).exists() or not looks_like_hub_id(path):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(path, name)
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None
-
-
-def looks_like_hub_id(path: str) -> bool:
-    """Whether a path that does not exist may be the name of a model on the hub."""
-    parts = path.split("/")
-    return len(parts) == _NUM_HUB_ID_PARTS and all(parts) and path[0] not in ".~"
-
-
-def _hub_answers() -> bool:
-    """Whether the hub, or the mirror and proxy that the environment names, answers in time."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    answered = threading.Event()
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S).close()
-        except urllib.error.HTTPError:
-            pass  # an error page is an answer
-        except (OSError, ValueError):
-            return
-        answered.set()
-
-    # A thread, because looking a name up can take far longer than the timeout of the connection.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_HUB_TIMEOUT_S)
-    return answered.is_set()
-
-
-INDEX_FILE = "model.safetensors.index.json"
+logger = logging.getLogger(__name__)
+_REPORTER = logging.getLogger("transformers.modeling_utils")
 _NUM_LISTED = 3
 
 
-def read_weight_map(folder: Path) -> dict[str, str] | None:
-    """File name of every tensor, by the folder's index; None for a folder without one.
+@dataclass(frozen=True)
+class Placing:
+    """Where weights go.
 
-    Raises:
-        IntegrityError: the index is damaged or names files outside the folder.
+    Attributes:
+        device: of a target that lies on one.
+        dtype: of the weights.
+        tp_plan: `none`, or how ranks split the target; see `models/loading/placement.py`.
+        device_map: `none`, `auto`, or devices by module name; see `models/loading/placement.py`.
     """
-    path = folder / INDEX_FILE
-    if not path.is_file():
-        return None
-    try:
-        files = json.loads(path.read_text(encoding="utf8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        raise IntegrityError(
-            f"{path} must be an index with a weight_map, got {fault!r}."
-        ) from fault
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise IntegrityError(f"{path}: weight_map must give a file name for each tensor.")
-    outside = sorted({file for file in files.values() if Path(file).name != file})
-    if outside:
-        raise IntegrityError(
-            f"{path} must name files of its own folder, got {outside[:_NUM_LISTED]}; refused."
+
+    device: torch.device
+    dtype: torch.dtype
+    tp_plan: str = "none"
+    device_map: str | Mapping[str, int | str] = "none"
+
+
+class LoadedModel(NamedTuple):
+    """A causal LM and the family that its files belong to."""
+
+    model: PreTrainedModel
+    family_name: str
+
+
+class PublishedConfig(NamedTuple):
+    """Configuration of a published model and the family that it belongs to."""
+
+    config: PreTrainedConfig
+    family_name: str
+
+
+def load_weights(path: str, *, placing: Placing) -> LoadedModel:
+    """Load the causal LM at `path` (folder or hub id); no remote code is run.
+
+    Raises what `load_target` does, and `ConfigError` where quantisation and placing do not agree.
+    """
+    with loading(path):
+        published = read_config(path)  # refuses before gigabytes are read
+        if quantisation_of(published.config) == "fp8":
+            require_scales(Path(path))
+        with dequantising(published.config) as config:
+            loaded = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=placing.dtype,
+                trust_remote_code=False,
+                attn_implementation="eager",
+                ignore_mismatched_sizes=True,  # refused below, by name
+                output_loading_info=True,
+                **_arguments(published, placing),
+            )
+    model, report = cast(tuple[Any, dict[str, set[str]]], loaded)
+    require_tensors(report, path=path)
+    if placing.tp_plan != "none":
+        keep_local_parts(model)
+    elif placing.device_map != "none":
+        require_shared_place(model, family=FAMILIES[published.family_name])
+    elif quantisation_of(published.config) != "bitsandbytes":  # whose loader has placed them
+        model = model.to(placing.device)
+    return LoadedModel(model, published.family_name)
+
+
+def _arguments(published: PublishedConfig, placing: Placing) -> dict[str, object]:
+    """Arguments of `from_pretrained` that say where weights go."""
+    config, family_name = published
+    method = quantisation_of(config)
+    if placing.tp_plan != "none":
+        if placing.device_map != "none" or method is not None:
+            other = "model.device_map" if method is None else f"a checkpoint stored as {method}"
+            raise ConfigError(
+                f"model.tp_plan={placing.tp_plan} does not go with {other}; set model.tp_plan=none."
+            )
+        text, family = config.get_text_config(), FAMILIES[family_name]
+        plan, device = placing.tp_plan, placing.device
+        return {"distributed_config": distribution(plan, config=text, family=family, device=device)}
+    if placing.device_map == "none":
+        return {"device_map": {"": placing.device}} if method == "bitsandbytes" else {}
+    if num_ranks() > 1:
+        raise ConfigError(
+            f"model.device_map spreads a target over the devices of one process, got {num_ranks()} "
+            "processes; launch one, or set model.device_map=none."
         )
-    return files
-
-
-_REPORTER = logging.getLogger("transformers.modeling_utils")
-
-
-logger = logging.getLogger(__name__)
+    if isinstance(placing.device_map, Mapping):
+        return {"device_map": dict(placing.device_map)}
+    if placing.device_map != "auto":
+        raise ConfigError(
+            f"model.device_map must be auto or none, got {placing.device_map!r}; "
+            "set model.device_map=auto."
+        )
+    family = FAMILIES[family_name]
+    return {"device_map": auto_map(config, family=family, dtype=placing.dtype)}
 
 
 @contextmanager
@@ -242,20 +169,11 @@ def loading(path: str) -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-class PublishedConfig(NamedTuple):
-    """Configuration of a published model and the family that it belongs to."""
-
-    config: PreTrainedConfig
-    family_name: str
-
-
 def read_config(path: str) -> PublishedConfig:
     """Configuration of the model at `path` (folder or hub id); no remote code is run.
 
-    A family that the library has no class for is read as the one that its entry names.
-
-    Raises:
-        ConfigError: the family is not supported.
+    A family that the library has no class for is read as the one that its entry names; one that is
+    not supported is refused (`ConfigError`).
     """
     raw, _ = PreTrainedConfig.get_config_dict(path)
     model_type = str(raw.get("model_type"))
@@ -278,14 +196,11 @@ def read_config(path: str) -> PublishedConfig:
 
 
 def require_tensors(report: Mapping[str, set], *, path: str) -> None:
-    """Refuse a model of which transformers would draw tensors at random.
+    """Refuse a model of which transformers would draw tensors at random (`IntegrityError`).
 
     Args:
         report: transformers' loading report: names, or (name, shapes) of misshaped tensors.
         path: of the model.
-
-    Raises:
-        IntegrityError: names some of the tensors that are missing or of another shape.
     """
     missing = sorted(report["missing_keys"])
     misshaped = sorted(str(entry[0]) for entry in report["mismatched_keys"])
@@ -319,96 +234,3 @@ def _unreadable_files(folder: Path) -> list[str]:
 
 def _is_no_tensor_report(record: logging.LogRecord) -> bool:
     return record.module != "loading_report"
-
-
-@dataclass(frozen=True)
-class Placing:
-    """Where weights go.
-
-    Attributes:
-        device: of a target that lies on one.
-        dtype: of the weights.
-        tp_plan: `none`, or how ranks split the target; see `models/loading/placement.py`.
-        device_map: `none`, `auto`, or devices by module name; see `models/loading/placement.py`.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    tp_plan: str = "none"
-    device_map: str | Mapping[str, int | str] = "none"
-
-
-class LoadedModel(NamedTuple):
-    """A causal LM and the family that its files belong to."""
-
-    model: PreTrainedModel
-    family_name: str
-
-
-def load_weights(path: str, *, placing: Placing) -> LoadedModel:
-    """Load the causal LM at `path` (folder or hub id); no remote code is run.
-
-    Raises:
-        ConfigError: nothing is there; the family, its quantisation or the placing is not supported.
-        IntegrityError: a file is damaged, or a tensor is missing or of another shape.
-        EnvironmentFault: a package or device that the placing or quantisation needs is missing.
-    """
-    with loading(path):
-        published = read_config(path)  # refuses before gigabytes are read
-        if quantisation_of(published.config) == "fp8":
-            require_scales(Path(path))
-        with dequantising(published.config) as config:
-            loaded = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=placing.dtype,
-                trust_remote_code=False,
-                attn_implementation="eager",
-                ignore_mismatched_sizes=True,  # refused below, by name
-                output_loading_info=True,
-                **_arguments(published, placing),
-            )
-    model, report = cast(tuple[Any, dict[str, set[str]]], loaded)
-    require_tensors(report, path=path)
-    if placing.tp_plan != "none":
-        keep_local_parts(model)
-    elif placing.device_map != "none":
-        require_shared_place(model, family=FAMILIES[published.family_name])
-    elif quantisation_of(published.config) != "bitsandbytes":  # whose loader has placed them
-        model = model.to(placing.device)
-    return LoadedModel(model, published.family_name)
-
-
-def _arguments(published: PublishedConfig, placing: Placing) -> dict[str, object]:
-    """Arguments of `from_pretrained` that say where weights go.
-
-    Raises:
-        ConfigError: settings that exclude each other.
-    """
-    config, family_name = published
-    method = quantisation_of(config)
-    if placing.tp_plan != "none":
-        if placing.device_map != "none" or method is not None:
-            other = "model.device_map" if method is None else f"a checkpoint stored as {method}"
-            raise ConfigError(
-                f"model.tp_plan={placing.tp_plan} does not go with {other}; set model.tp_plan=none."
-            )
-        text, family = config.get_text_config(), FAMILIES[family_name]
-        plan, device = placing.tp_plan, placing.device
-        return {"distributed_config": distribution(plan, config=text, family=family, device=device)}
-    if placing.device_map == "none":
-        return {"device_map": {"": placing.device}} if method == "bitsandbytes" else {}
-    if num_ranks() > 1:
-        raise ConfigError(
-            f"model.device_map spreads a target over the devices of one process, got {num_ranks()} "
-            "processes; launch one, or set model.device_map=none."
-        )
-    if isinstance(placing.device_map, Mapping):
-        return {"device_map": dict(placing.device_map)}
-    if placing.device_map != "auto":
-        raise ConfigError(
-            f"model.device_map must be auto or none, got {placing.device_map!r}; "
-            "set model.device_map=auto."
-        )
-    family = FAMILIES[family_name]
-    return {"device_map": auto_map(config, family=family, dtype=placing.dtype)}

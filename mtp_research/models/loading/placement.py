@@ -1,6 +1,6 @@
-"""Device and dtype of a model, from the words of the configuration, and maps of several devices.
+"""Where a target lies: one device, a map of several, or a part on each process of torchrun.
 
-A target split over the processes of torchrun, by the plan that transformers keeps for its class.
+Of a split target each process has a rank, by the plan that transformers keeps for its class:
 
     tensor    columns and rows of projections, so heads of attention, and every expert's inside
     experts   whole experts; with transformers 5.17 nothing else is split
@@ -9,8 +9,6 @@ transformers reads each rank's part only and adds or gathers outputs inside the 
 for the decode loop: a rank's pages hold the key-value heads that its layers have, MTP modules are
 whole on every rank, and `lm_head`'s logits are gathered, so that all ranks see the same bits and
 take the same decisions without asking each other.
-
-Letters: n ranks.
 """
 
 import dataclasses
@@ -96,11 +94,7 @@ def auto_map(
 
 
 def require_shared_place(model: PreTrainedModel, *, family: Family) -> None:
-    """Refuse a map that tears apart, or keeps off the devices, what heads read of the target.
-
-    Raises:
-        ConfigError: names the modules and where they are.
-    """
+    """Refuse (`ConfigError`) a map that tears apart, or keeps off devices, what heads read."""
     shared = _shared_modules(model, family)
     places = {
         name: str(tensor.device)
@@ -115,12 +109,9 @@ def require_shared_place(model: PreTrainedModel, *, family: Family) -> None:
 
 
 def require_one_device(model: PreTrainedModel) -> None:
-    """Refuse layers that run on several GPUs, for decoding, whose pages lie on one.
+    """Refuse layers that run on several GPUs, for decoding, whose pages lie on one (`ConfigError`).
 
     Weights in memory or on the disk run on the GPU, so they count as its.
-
-    Raises:
-        ConfigError: names the devices.
     """
     devices = set(getattr(model, "hf_device_map", {}).values()) - {"cpu", "disk"}
     if len(devices) > 1:
@@ -134,7 +125,7 @@ def require_one_device(model: PreTrainedModel) -> None:
 def _shared_modules(model: PreTrainedModel, family: Family) -> dict[str, nn.Module]:
     """What heads read of a target, by name."""
     rotary = getattr(model.base_model, "rotary_emb", None)
-    norm = getattr(model.base_model, family.final_norm)
+    norm = model.base_model.get_submodule(family.final_norm)
     shared = [model.get_input_embeddings(), model.get_output_embeddings(), norm, rotary]
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():

@@ -4,16 +4,11 @@
     bitsandbytes    4 or 8 bits by the package, which must be installed: kept as stored
 
 De-quantised weights have the dtype of the configuration, so that heads, hashes and kernels see an
-ordinary model. Every other method is refused by name.
-
-Source: DeepSeek-V3's FP8 weights, `weight = stored * weight_scale_inv` by blocks of 128 x 128.
-
-De-quantisation of checkpoint tensors, decided per tensor by the scale that lies beside it.
-
-Configurations do not say reliably which MTP tensors are quantised; the files do.
+ordinary model. Every other method is refused by name. Configurations do not say reliably which MTP
+tensors are quantised; `dequantise` decides by the scale that lies beside a tensor.
 
 Letters: O output rows, C input columns.
-Source: DeepSeek-V3's FP8 weights: 128 x 128 blocks, `weight = stored * weight_scale_inv`.
+Source: DeepSeek-V3's FP8 weights, `weight = stored * weight_scale_inv` by blocks of 128 x 128.
 """
 
 import importlib.util
@@ -94,13 +89,10 @@ def dequantising(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def require_scales(folder: Path) -> None:
-    """Refuse FP8 tensors that no scale lies beside, which transformers would read as plain numbers.
+    """Refuse (`IntegrityError`) FP8 tensors without a scale, which would be read as plain numbers.
 
     Args:
         folder: checkpoint; only the headers of its files are read.
-
-    Raises:
-        IntegrityError: names some of the tensors.
     """
     names: set[str] = set()
     stored: set[str] = set()

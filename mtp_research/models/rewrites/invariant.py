@@ -30,6 +30,7 @@ from mtp_research.kernels.products.invariant_matmul import (
     invariant_matmul,
     row_sum,
 )
+from mtp_research.models.experts import expert_stacks
 from mtp_research.runtime.errors import ConfigError
 
 EXPERTS_NAME = "mtp_research_invariant"
@@ -44,8 +45,7 @@ class InvariantProducts(TorchFunctionMode):
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         super().__init__()
-        modules = [module for model in models for module in model.modules()]
-        owners = [module for module in modules if hasattr(module, "is_transposed")]
+        owners = [stack for model in models for stack in expert_stacks(model)]
         configs = [cast(PreTrainedConfig, owner.config) for owner in owners]
         self._configs = list({id(config): config for config in configs}.values())
         self._experts_before: list[str] = []
@@ -121,11 +121,11 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_forward)
 
 def _project(module: nn.Module, name: str, rows: Tensor, experts: Tensor) -> Tensor:
     """Outputs `[P, N]` of one of the experts' projections."""
-    weight = cast(Tensor, getattr(module, name))
+    weight = module.get_parameter(name)
     weight = weight.mT if module.is_transposed else weight
     output = invariant_grouped_matmul(rows, weight, experts, backend=_backend(rows))
     if module.has_bias:
-        output = output + cast(Tensor, getattr(module, f"{name}_bias"))[experts]
+        output = output + module.get_parameter(f"{name}_bias")[experts]
     return output
 
 

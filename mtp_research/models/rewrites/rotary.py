@@ -1,11 +1,11 @@
 """Rotary embeddings of compiled steps, left to the attention launch that reads and stores the rows.
 
-Where it sits: `decode/build.py` calls `leave_rotary_to_attention` for target and heads. The
-library's attention layers call a function of their own module by name, rotate queries and keys with
-it, and hand them to the attention function. Here such a layer gets a second forward: the same code
-over names of its own, in which that function keeps cos and sin for the attention call and rotates
-nothing. The library's module and its function stay as they are, and nothing else sees the other
-one. A layer is taken if, on test rows, rotating what its second forward hands over gives the very
+The library's attention layers call a function of their own module by name, rotate queries and keys
+with it, and hand them to the attention function. Here such a layer gets a second forward: the same
+code over names of its own, in which that function keeps cos and sin for the attention call and
+rotates nothing. The library's module and its function stay as they are.
+
+A layer is taken if, on test rows, rotating what its second forward hands over gives the very
 numbers that its own forward hands over; so pairs instead of halves, norms behind the rotation and
 rotated parts of latents are told apart without knowing a family. Without `torch.compile`, in passes
 over anything but pages, and in those whose rows the launch does not store, a layer does what it
@@ -16,12 +16,13 @@ import functools
 import logging
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from mtp_research.kernels.attention.store_kv import rotate_ref
+from mtp_research.models.attention.attention import AttentionCall
 from mtp_research.models.attention.paged import Angles, PagedContext
 from mtp_research.models.target import Target
 
@@ -46,11 +47,7 @@ class _Kept:
     def keep(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: object, **named: object
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys as they are; in place of the library's function.
-
-        Raises:
-            TypeError: called in another form, such as with queries alone.
-        """
+        """Queries and keys as they are, in place of the library's function; other calls fail."""
         # With a dimension of its own the call means other rows than we would rotate.
         self.angles = None if others or named else Angles(cos, sin)
         return q, k
@@ -68,9 +65,9 @@ class _RotatingContext:
         self.paged = paged
         self.kept = kept
 
-    def attend(self, module: nn.Module, **parts: Any) -> Tensor:
-        """See `models.attention.AttentionContext`."""
-        return self.paged.attend(module, **parts, angles=self.kept.take())
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        """See `AttentionContext`."""
+        return self.paged.attend(module, call, angles=self.kept.take())
 
 
 def leave_rotary_to_attention(target: Target, model: nn.Module, *, enabled: bool) -> int:
@@ -113,25 +110,17 @@ def _calls_rotary(module: nn.Module) -> bool:
     return _FUNCTION in forward.__code__.co_names and _FUNCTION in forward.__globals__
 
 
-class _Rows(NamedTuple):
-    """What a layer hands to its attention call, `[1, H, T, Dk]` and `[1, Hkv, T, Dk]`."""
-
-    query: Tensor
-    key: Tensor
-
-
 class _Recorder:
-    """An `AttentionContext` that remembers its rows."""
+    """An `AttentionContext` that remembers what it was called with."""
 
     def __init__(self) -> None:
-        self.rows: _Rows | None = None
+        self.call: AttentionCall | None = None
 
-    def attend(
-        self, module: nn.Module, *, query: Tensor, key: Tensor, value: Tensor, **_: object
-    ) -> Tensor:
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Zeros for every row."""
-        self.rows = _Rows(query, key)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        self.call = call
+        num_heads, num_rows = call.query.shape[1:3]
+        return call.query.new_zeros(1, num_rows, num_heads, call.value.shape[3])
 
 
 def _rotates_halves(module: nn.Module, hidden: Tensor, angles: Angles) -> bool:
@@ -145,7 +134,6 @@ def _rotates_halves(module: nn.Module, hidden: Tensor, angles: Angles) -> bool:
 
 @torch.no_grad()
 def _gives_its_rows(module: nn.Module, hidden: Tensor, angles: Angles) -> bool:
-    """Compare what both forwards hand over for the test rows."""
     plain, kept = type(module).forward, _Kept()
     handed_over = []
     for forward in (plain, _second_forward(plain, kept)):
@@ -158,7 +146,7 @@ def _gives_its_rows(module: nn.Module, hidden: Tensor, angles: Angles) -> bool:
             past_key_values=None,
             attention_context=recorder,
         )
-        handed_over.append(recorder.rows)
+        handed_over.append(recorder.call)
     own, left = handed_over
     if own is None or left is None or kept.angles is None:
         return False
@@ -166,7 +154,7 @@ def _gives_its_rows(module: nn.Module, hidden: Tensor, angles: Angles) -> bool:
     is_rotation = 0 < cos.shape[-1] <= left.key.shape[-1] and cos.dtype == left.key.dtype
     if not is_rotation or torch.equal(own.key, left.key):  # zeros would prove nothing
         return False
-    for wanted, rows in zip(own, left, strict=True):
+    for wanted, rows in zip(own[:2], left[:2], strict=True):
         rotated = rotate_ref(rows[0].transpose(0, 1), cos, sin).transpose(0, 1)[None]
         if wanted.dtype != rotated.dtype or not torch.equal(wanted, rotated):
             return False

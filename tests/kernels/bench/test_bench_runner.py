@@ -6,11 +6,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from mtp_research.kernels.attention.paged_attention import paged_attention_ref
 from mtp_research.kernels.bench import __main__ as entry
 from mtp_research.kernels.bench import bench_append, bench_attention, bench_peers, bench_runner
+from mtp_research.kernels.bench.bench_calls import latent_attention_ref, paged_attention_ref
 from mtp_research.kernels.bench.bench_runner import Bench
-from mtp_research.kernels.latent.latent_attention import latent_attention_ref
 
 CEILINGS = {"copy_tb_per_s": 4.0, "read_tb_per_s": 4.0, "bf16_tflop_per_s": 700.0}
 

@@ -1,0 +1,165 @@
+"""Where a target comes from: a folder, the hub's cache, or the hub; checked without torch.
+
+`check_source` runs before anything heavy is imported, so that a mistyped path costs a second.
+Neither torch nor transformers is imported here, and huggingface_hub only for hub ids.
+"""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+_HUB_TIMEOUT_S = 3.0
+_NUM_HUB_ID_PARTS = 2  # ORGANISATION/NAME
+_NUM_LISTED = 3
+
+
+class ModelSizes(NamedTuple):
+    """Sizes of the text model that heads must share."""
+
+    hidden_size: int
+    vocab_size: int
+
+
+def check_source(path: str, *, key: str = "model.path") -> Path | None:
+    """Fail fast when `path` is neither a model folder, nor a cached hub id, nor reachable.
+
+    Args:
+        path: folder in Hugging Face format, or a hub id.
+        key: that the path was set by, for the message.
+
+    Returns:
+        The model's `config.json`; None for a hub id that is still to be downloaded.
+
+    Raises:
+        ConfigError: says which of the three was tried.
+    """
+    folder = Path(path)
+    if folder.exists():
+        if not (folder / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"{key} must be a folder with a {CONFIG_FILE}, {path!r} has none; "
+                f"set {key} to a model folder."
+            )
+        return folder / CONFIG_FILE
+    cached = local_file(path, CONFIG_FILE)
+    if cached is None and not looks_like_hub_id(path):
+        raise ConfigError(
+            f"{key} must be a local folder or a hub id ORGANISATION/NAME, {path!r} does not "
+            f"exist (from {Path.cwd()}); set {key}=PATH."
+        )
+    if cached is None and not _hub_answers():
+        raise ConfigError(
+            f"{key} {path!r} is no local path (from {Path.cwd()}), is not in the hub cache, and "
+            "the hub is offline or out of reach; download the model where there is a network and "
+            f"set {key} to its folder."
+        )
+    return cached
+
+
+def read_sizes(config_file: Path) -> ModelSizes:
+    """Hidden size and vocabulary of the text model that a `config.json` describes.
+
+    Raises:
+        IntegrityError: the file is no JSON object, or a size is missing.
+    """
+    try:
+        config = json.loads(config_file.read_text(encoding="utf8"))
+    except (OSError, ValueError) as fault:
+        raise IntegrityError(
+            f"{config_file} must be a model's configuration in JSON, got {fault}; "
+            "set model.path to a model folder."
+        ) from None
+    text = config.get("text_config", config) if isinstance(config, Mapping) else {}
+    sizes = [text.get(name) for name in ModelSizes._fields]
+    hidden_size, vocab_size = sizes
+    if not isinstance(hidden_size, int) or not isinstance(vocab_size, int):
+        raise IntegrityError(
+            f"{config_file} must hold {' and '.join(ModelSizes._fields)}, got {sizes}; "
+            "set model.path to a model folder."
+        )
+    return ModelSizes(hidden_size, vocab_size)
+
+
+def local_file(path: str, name: str) -> Path | None:
+    """A model's file in its folder or in the hub's cache; None where it is in neither.
+
+    Args:
+        path: folder in Hugging Face format, or a hub id.
+        name: of the file.
+    """
+    file = Path(path) / name
+    if file.is_file():
+        return file
+    if Path(path).exists() or not looks_like_hub_id(path):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(path, name)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def looks_like_hub_id(path: str) -> bool:
+    """Whether a path that does not exist may be the name of a model on the hub."""
+    parts = path.split("/")
+    return len(parts) == _NUM_HUB_ID_PARTS and all(parts) and path[0] not in ".~"
+
+
+def _hub_answers() -> bool:
+    """Whether the hub, or the mirror and proxy that the environment names, answers in time."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S).close()
+        except urllib.error.HTTPError:
+            pass  # an error page is an answer
+        except (OSError, ValueError):
+            return
+        answered.set()
+
+    # A thread, because looking a name up can take far longer than the timeout of the connection.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_HUB_TIMEOUT_S)
+    return answered.is_set()
+
+
+def read_weight_map(folder: Path) -> dict[str, str] | None:
+    """File name of every tensor of a checkpoint, by its index; None for a folder without one.
+
+    Raises:
+        IntegrityError: the index is damaged or names files outside the folder.
+    """
+    path = folder / INDEX_FILE
+    if not path.is_file():
+        return None
+    try:
+        files = json.loads(path.read_text(encoding="utf8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise IntegrityError(
+            f"{path} must be an index with a weight_map, got {fault!r}."
+        ) from fault
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise IntegrityError(f"{path}: weight_map must give a file name for each tensor.")
+    outside = sorted({file for file in files.values() if Path(file).name != file})
+    if outside:
+        raise IntegrityError(
+            f"{path} must name files of its own folder, got {outside[:_NUM_LISTED]}; refused."
+        )
+    return files

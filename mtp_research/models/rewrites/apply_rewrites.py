@@ -1,0 +1,120 @@
+"""Everything that edits a library's modules in place, or the library: one door, `apply_rewrites`.
+
+Models are loaded as Hugging Face builds them. Compiled decoding then rewrites them; each rewrite
+keeps names, parameters and values, so that the same modules without `torch.compile` do what they
+did. Figures are of one H200 (docs/decisions.md, docs/benchmarks.md).
+
+**Merged projections** (products.py). Queries, keys and values of a layer, and gate and up of an
+MLP, become one product: 13.6 instead of 26 us for the first three of a layer of the 7B shape at 4
+rows. `engine.compile=false` turns it off, and all that follows up to overlapping launches.
+
+**Products of few rows** (products.py). Products of up to 16 rows, and of lm_heads, go through our
+kernel, gated MLPs with their activation: 114.2 instead of 117.8 us a layer at 4 rows.
+`engine.few_rows_kernel=false` turns it off.
+
+**Rotation inside attention** (rotary.py). An attention class gets a second forward that leaves the
+rotary embedding to the launch which reads and stores the rows: MiMo-7B takes 5.751 ms instead of
+5.830 at batch 1 (371 launches instead of 441), 8.436 instead of 8.699 at 32. It is taken only where
+a probe gives the very bits. `engine.rotary_in_attention=false` turns it off.
+
+**Overlapping launches** (`compile_options`, below). Inductor's code generator lets a kernel start
+before the one in front has ended, and ours moves its wait to the first line: MiMo-7B takes 5.674 ms
+instead of 5.763 at batch 1, 8.474 instead of 8.527 at 32. `engine.overlap_launches=false` turns it
+off.
+
+**Routers and experts** (routers.py, called by models/experts.py when a target is wrapped, compiled
+or not). The choice of experts is one kernel instead of a dozen calls: 26.9 instead of 33.7 ms for
+the target forward of a training step of lab_base. `model.experts=grouped_mm` keeps the library's.
+
+**Batch-invariant products** (invariant.py, entered around a step by the decode loop). While it is
+entered, products and sums are replaced by kernels whose rows do not depend on the rows beside them:
+all of 200 texts are the same for K = 0 and 3, where 157 to 170 are without; K = 0 takes 106 to
+144 % longer. On only with `engine.deterministic=true`, which excludes the compiled rewrites above.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mtp_research.config.schema import EngineConfig
+from mtp_research.models.loading.placement import num_ranks
+from mtp_research.models.rewrites.products import merge_projections
+from mtp_research.models.rewrites.rotary import leave_rotary_to_attention
+from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError
+
+_WRAPPED = ("_filter_pdl", "_enable_pdl_codegen", "GDC_WAIT")
+_HOPPER = (9, 0)
+_CACHE_TAG = "mtp_research: kernels wait first"
+
+
+def apply_rewrites(target: Target, heads: nn.Module | None, engine: EngineConfig) -> None:
+    """Rewrite target and heads for compiled steps, in place; nothing without `engine.compile`.
+
+    Args:
+        target: frozen.
+        heads: MTP modules on it, or None.
+        engine: says which rewrites; a later call with others changes what an earlier one did.
+    """
+    if not engine.compile:
+        return
+    for model in (target.model, heads):
+        if model is None:
+            continue
+        merge_projections(model, few_rows_kernel=engine.few_rows_kernel)
+        rotates = engine.rotary_in_attention and num_ranks() == 1  # not tried with parts
+        leave_rotary_to_attention(target, model, enabled=rotates)
+
+
+def compile_options(*, overlaps: bool) -> dict[str, str | int | bool | Callable[..., object]]:
+    """Options of `torch.compile`, from here on with kernels that wait first where they overlap.
+
+    With Inductor's programmatic dependent launch a kernel waits where it first touches what the one
+    in front of it wrote. Between kernels A, B, C that is not enough: a B that touches nothing of
+    A's (it fills a tensor, say) never waits and may end before A does, and C, which waits for B,
+    then reads what A has not written yet. Here every generated kernel waits first: it knows that
+    the one in front has ended, which had waited too, and so on. That is the order of a stream, with
+    the launches themselves hidden; kernels launched the ordinary way fit into the chain.
+
+    Args:
+        overlaps: kernels start while the one in front ends; before Hopper that changes nothing.
+
+    Raises:
+        ConfigError: on Hopper, a PyTorch that writes its waits in another way than known here.
+    """
+    overlaps = overlaps and _wait_first()
+    return {"triton.enable_pdl": overlaps}
+
+
+def _wait_first() -> bool:
+    """Move the wait of Inductor's kernels to their first line, once and for all in this process.
+
+    Returns False where that cannot be done and nothing would overlap anyway.
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+
+    known = [hasattr(TritonKernel, name) for name in _WRAPPED]
+    if not all(known):
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() < _HOPPER:
+            return False
+        raise ConfigError(
+            f"engine.overlap_launches: expected a PyTorch whose TritonKernel has {_WRAPPED} (2.11 "
+            f"to 2.13 do), got {torch.__version__}; set engine.overlap_launches=false."
+        )
+    keep_one, wait = TritonKernel._filter_pdl, TritonKernel.GDC_WAIT
+    if hasattr(keep_one, "moves_the_wait"):
+        return True
+
+    def filter_then_move(kernel: TritonKernel, code: Any) -> None:
+        keep_one(kernel, code)
+        if kernel._enable_pdl_codegen():
+            others = [line for line in code._lines if not (isinstance(line, str) and wait in line)]
+            code._lines = [wait, *others]
+
+    filter_then_move.moves_the_wait = True
+    TritonKernel._filter_pdl = filter_then_move
+    # Kernels that an earlier process left in the disk cache have their waits elsewhere.
+    torch.compiler.config.cache_key_tag += _CACHE_TAG
+    return True
