@@ -76,8 +76,7 @@ def test_steps_beyond_the_positions_are_refused(capsys: pytest.CaptureFixture[st
 
 def test_pool_that_would_preempt_is_refused() -> None:
     engine = SimpleNamespace(block_size=16, max_num_requests=4)
-    cache = SimpleNamespace(num_blocks=28)
-    decoder = SimpleNamespace(engine=engine, max_model_len=100, cache=cache)
+    decoder = SimpleNamespace(engine=engine, max_model_len=100, num_blocks=27)
     with pytest.raises(ValueError, match="need 28 blocks of 16 tokens, the free memory gives 27"):
         bench_row.require_blocks(cast(SpecDecoder, decoder))
 

@@ -45,11 +45,11 @@ class FakeGraphs:
     def accepts(self, *_: object, **__: object) -> bool:
         return False
 
-    def prepare(self, _: object, *, tell: Callable[[str], None]) -> None:
+    def prepare(self, _: object, *, log: Callable[[str], None]) -> None:
         assert torch.is_inference_mode_enabled()
         for number in (1, 2):
             self.capture_s += 30.25
-            tell(f"captured {number} of 2")
+            log(f"captured {number} of 2")
 
 
 @pytest.fixture

@@ -111,9 +111,8 @@ def test_length_rule_is_made_from_its_keys(words: list[str], expected: object) -
     ],
 )
 def test_setting_that_is_wrong_or_ignored_is_refused(words: list[str], expected: str) -> None:
-    config = compose_config(EvalConfig, words)
     with pytest.raises(ConfigError) as fault:
-        check_settings(config)
+        check_settings(compose_config(EvalConfig, words))
     assert expected in str(fault.value)
     assert "\n" not in str(fault.value)
 

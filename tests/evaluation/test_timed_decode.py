@@ -75,7 +75,7 @@ class Scripted:
     def __init__(self, *, places: int, deferred: bool, steps: list[Step] = SCRIPT) -> None:
         self.engine = EngineConfig(max_num_requests=places, deferred_output=deferred)
         self.target = SimpleNamespace(device=torch.device("cpu"))
-        self.scheduler = SimpleNamespace(has_work=True)
+        self.has_work = True
         self.stats = DecodeStats()
         self.now = 0.0
         self._steps = list(enumerate(steps))
@@ -95,7 +95,7 @@ class Scripted:
             self.stats.num_prompt_rows += committed[1].num_prompt_rows
             self.stats.num_entries += committed[1].num_entries
             self.stats.num_emitted_tokens += 3 ** committed[0]
-        self.scheduler.has_work = bool(self._steps or self._in_flight)
+        self.has_work = bool(self._steps or self._in_flight)
 
     def decode(self, monkeypatch: pytest.MonkeyPatch) -> PassRecord:
         monkeypatch.setattr(timed_decode.time, "perf_counter", lambda: self.now)
@@ -155,9 +155,7 @@ def test_warm_up_of_captured_steps_decodes_two_uneven_batches(
         return SimpleNamespace(step_s=[1.0])
 
     monkeypatch.setattr(timed_decode, "decode_prompts", decode)
-    decoder = SimpleNamespace(
-        graphs=object() if is_captured else None, engine=EngineConfig(max_num_requests=5)
-    )
+    decoder = SimpleNamespace(is_captured=is_captured, engine=EngineConfig(max_num_requests=5))
     prompts = tuple(SimpleNamespace(question_id=str(i)) for i in range(12))
     encoded = EncodedPrompts(prompts, ([7],) * 12, ())
     sampling = [SamplingParams(max_new_tokens=64)] * 12
