@@ -64,7 +64,7 @@ $(NEWEST_SITE)/transformers-$(NEWEST_TRANSFORMERS).dist-info: | $(STAMP)
 	$(PY) -m pip install --quiet --no-deps --target $(NEWEST_SITE) transformers==$(NEWEST_TRANSFORMERS)
 
 accept-guard: $(STAMP)
-	$(PY) -m mtp_research.evaluation.accept_guard
+	$(PY) -m pytest -q tests/test_accept_guard.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

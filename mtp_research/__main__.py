@@ -8,8 +8,8 @@ from difflib import get_close_matches
 COMMANDS = {
     "train": ("mtp_research.app.commands", "train"),
     "eval": ("mtp_research.app.commands", "evaluate"),
-    "report": ("mtp_research.report", "main"),
-    "compare": ("mtp_research.evaluation.compare", "main"),
+    "report": ("mtp_research.studies.draw_report", "main"),
+    "tables": ("mtp_research.studies.tables", "main"),
     "doctor": ("mtp_research.app.doctor", "main"),
     "export": ("mtp_research.heads.export", "main"),
     "regenerate": ("mtp_research.studies.regenerate", "main"),

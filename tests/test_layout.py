@@ -34,7 +34,14 @@ MOST_ARGUMENTS = 8
 # A heavy package -> the files and folders that may import it.
 HOMES = {
     "transformers": ("mtp_research/models/", "mtp_research/heads/weights.py", "mtp_research/data/"),
-    "wandb": ("mtp_research/training/tracking.py", "mtp_research/evaluation/wandb_tables.py"),
+    "wandb": ("mtp_research/training/tracking.py", "mtp_research/evaluation/report/wandb_log.py"),
+    "pandas": ("mtp_research/evaluation/report/", "mtp_research/studies/"),
+    "matplotlib": ("mtp_research/evaluation/report/", "mtp_research/studies/"),
+    "jinja2": (
+        "mtp_research/evaluation/report/page.py",
+        "mtp_research/studies/regenerate.py",
+        "mtp_research/data/chat.py",
+    ),
     "accelerate": ("mtp_research/training/",),
     "deepspeed": ("mtp_research/training/",),
     "hydra": ("mtp_research/cli.py",),
@@ -49,6 +56,8 @@ NOT_NEEDED_TO_DECODE = (
     "accelerate",
     "datasets",
     "xgrammar",
+    "pandas",
+    "matplotlib",
 )
 LIBRARY_PROBE = """
 import importlib, sys

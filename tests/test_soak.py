@@ -7,7 +7,6 @@ import pytest
 from mtp_research.decode import build
 from mtp_research.decode.schedule.blocks import PrefixCache
 from tools import soak
-from tools.soak_report import slope
 
 
 @pytest.mark.parametrize("options", [[], ["--deferred", "--policy", "eagle"]], ids=["", "deferred"])
@@ -30,7 +29,7 @@ def test_soak_finds_blocks_shared_without_regard_to_the_tokens_behind_them(
         """Forgets that module rows look K tokens ahead."""
 
         def __init__(self, **settings) -> None:
-            super().__init__(**(settings | {"plan": None}))
+            super().__init__(**(settings | {"num_following_tokens": 0}))
 
     monkeypatch.setattr(build, "PrefixCache", Hasty)
     assert soak.main(["--requests", "100"]) == 1
@@ -39,5 +38,5 @@ def test_soak_finds_blocks_shared_without_regard_to_the_tokens_behind_them(
 
 
 def test_slope_of_a_line_is_its_slope() -> None:
-    assert slope([(1, 2.0), (2, 4.0), (5, 10.0)]) == pytest.approx(2.0)
-    assert slope([(1, 2.0)]) == 0.0
+    assert soak.slope([(1, 2.0), (2, 4.0), (5, 10.0)]) == pytest.approx(2.0)
+    assert soak.slope([(1, 2.0)]) == 0.0

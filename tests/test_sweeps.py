@@ -11,8 +11,8 @@ import yaml
 from mtp_research.app.cli import compose_config
 from mtp_research.app.overrides import CONF_DIR, ENTRIES, group_choices
 from mtp_research.config.ranges import ALIASES, schema_keys
-from mtp_research.evaluation.report import build_report
-from mtp_research.evaluation.wandb_tables import report_scalars
+from mtp_research.evaluation.report.stored import build_report
+from mtp_research.evaluation.report.wandb_log import report_scalars
 from mtp_research.training.walk.replay import WalkReport
 from tests.evaluation.generations import some_prompts, three_conditions
 

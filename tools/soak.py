@@ -13,10 +13,11 @@ wave that all blocks are free. Prints figures, then one JSON line; exits with 1 
 import argparse
 import json
 import random
+import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,17 +28,23 @@ sys.path.insert(0, str(ROOT))
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
-from mtp_research.decode.schedule.request import Request
-from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord
 from tests import tiny
-from tools.soak_report import Report, judge, rss_mib
 
 WAVE = 500
 VOCAB = 8  # so few tokens that random modules are right now and then
+SIZES = {
+    **{"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
+    **{"max_position_embeddings": 64, "rms_norm_eps": 1e-6},
+}
 NUM_DRAFTS = 2
 ABORT_CHANCE = 0.1
 MAX_WAITING = 64  # arrivals stop while so many wait
+MAX_SLOPE_KIB = 10.0  # resident memory per 100 requests over the second half: 0.1 KiB a request
+
+
+Records = dict[str, RequestRecord]
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,28 @@ class Job:
     sampling: SamplingParams
     priority: int
     abort_after: int | None
+
+
+@dataclass
+class Report:
+    """What a soak found; every field of the last block must be zero or empty."""
+
+    num_requests: int = 0
+    num_aborted: int = 0
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    num_evicted_blocks: int = 0
+    acceptance_length: float = 1.0
+    seconds: float = 0.0
+    rss_first_mib: float = 0.0
+    rss_last_mib: float = 0.0
+    rss_slope_kib_per_100_requests: float = 0.0
+    num_different: int = 0
+    num_leaked_blocks: int = 0
+    num_dirty_rounds: int = 0
+    violations: list[str] = field(default_factory=list)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,41 +92,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.requests < 1:
         parser.error(f"--requests must be >= 1, got {args.requests}")
     torch.set_num_threads(1)
-    report = soak(
-        args.requests,
-        seed=args.seed,
-        policy=args.policy,
-        deferred=args.deferred,
-        prefix_caching=not args.no_prefix_caching,
-    )
+    report = soak(args)
     for name, value in asdict(report).items():
         print(f"{name:32} {value}")
     print(json.dumps(vars(args) | asdict(report)))
     return 1 if report.violations else 0
 
 
-def soak(
-    num_requests: int, *, seed: int, policy: str, deferred: bool, prefix_caching: bool
-) -> Report:
-    """Run waves until there were `num_requests`, and compare them."""
-    started, rng, report = time.perf_counter(), random.Random(seed), Report()
-    calm = _decoder(policy, EngineConfig(block_size=16, max_num_requests=64, audit=False))
+def soak(args: argparse.Namespace) -> Report:
+    """Run waves until there were `args.requests`, and compare them."""
+    started, rng, report = time.perf_counter(), random.Random(args.seed), Report()
+    calm = _decoder(args.policy, EngineConfig(block_size=16, max_num_requests=64, audit=False))
     tight = EngineConfig(
         block_size=4,
         max_num_requests=24,
         num_blocks=44,
         max_num_batched_tokens=96,
         max_prefill_chunk=9,
-        prefix_caching=prefix_caching,
-        deferred_output=deferred,
+        prefix_caching=not args.no_prefix_caching,
+        deferred_output=args.deferred,
         steps_per_priority=20,
     )
-    pressed = _decoder(policy, tight)
+    pressed = _decoder(args.policy, tight)
     rss: list[tuple[int, float]] = []
     num_rounds = num_accepted = 0
-    while report.num_requests < num_requests:
+    while report.num_requests < args.requests:
         first = report.num_requests
-        jobs = [_job(index, rng) for index in range(first, min(first + WAVE, num_requests))]
+        jobs = [_job(index, rng) for index in range(first, min(first + WAVE, args.requests))]
         expected = _run(calm, jobs, rng=None)
         records = _run(pressed, jobs, rng=rng)
         _compare(jobs, records, expected, report)
@@ -106,41 +127,28 @@ def soak(
             num_rounds += len(record.num_accepted_per_round)
             num_accepted += sum(record.num_accepted_per_round)
             report.num_tokens += len(record.output_token_ids)
-        report.num_leaked_blocks += pressed.num_blocks - pressed.num_free_blocks
-        rss.append((report.num_requests, rss_mib()))
+        blocks = pressed.scheduler.blocks
+        report.num_leaked_blocks += blocks.num_blocks - blocks.num_free_blocks
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        rss.append((report.num_requests, pages * resource.getpagesize() / 2**20))
     report.num_steps = pressed.stats.num_steps
     report.num_preemptions = pressed.stats.num_preemptions
-    if (cached := pressed.prefix_cache_stats) is not None:
-        report.num_cached_tokens = cached.num_cached_tokens
-        report.num_evicted_blocks = cached.num_evicted_blocks
+    if blocks.prefix_cache is not None:
+        report.num_cached_tokens = blocks.prefix_cache.stats.num_cached_tokens
+        report.num_evicted_blocks = blocks.prefix_cache.stats.num_evicted_blocks
     report.acceptance_length = 1 + num_accepted / max(num_rounds, 1)
     report.num_dirty_rounds = pressed.auditor.num_dirty_rounds if pressed.auditor else 0
     report.seconds = time.perf_counter() - started
-    judge(report, rss)
+    _judge(report, rss)
     return report
 
 
 def _decoder(policy: str, engine: EngineConfig) -> SpecDecoder:
     """A decoder over the smallest target and heads, always the same, in float64."""
-    target = tiny.tiny_target(
-        "qwen3",
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-6,
-    )
+    target = tiny.tiny_target("qwen3", **SIZES)
     heads = tiny.tiny_heads(target, num_mtp_modules=NUM_DRAFTS)
-    return SpecDecoder(
-        target,
-        heads,
-        spec=SpecSettings(policy=policy, num_speculative_tokens=NUM_DRAFTS),
-        engine=engine,
-    )
+    k = NUM_DRAFTS
+    return SpecDecoder(target, heads, policy=policy, num_speculative_tokens=k, engine=engine)
 
 
 def _job(index: int, rng: random.Random) -> Job:
@@ -149,24 +157,19 @@ def _job(index: int, rng: random.Random) -> Job:
     if rng.random() < 0.5:
         common = random.Random(rng.randrange(3))
         prompt = [common.randrange(VOCAB) for _ in range(rng.randint(4, 16))] + prompt
-    return Job(
-        name=str(index),
-        prompt=prompt,
-        sampling=SamplingParams(max_new_tokens=rng.randint(0, 12), stop_token_ids=(3,)),
-        priority=rng.randint(-1, 1),
-        abort_after=rng.randint(0, 20) if rng.random() < ABORT_CHANCE else None,
-    )
+    sampling = SamplingParams(max_new_tokens=rng.randint(0, 12), stop_token_ids=(3,))
+    priority = rng.randint(-1, 1)
+    abort_after = rng.randint(0, 20) if rng.random() < ABORT_CHANCE else None
+    return Job(str(index), prompt, sampling, priority, abort_after)
 
 
-def _run(
-    decoder: SpecDecoder, jobs: list[Job], *, rng: random.Random | None
-) -> dict[str, RequestRecord]:
+def _run(decoder: SpecDecoder, jobs: list[Job], *, rng: random.Random | None) -> Records:
     """Decode a wave; with `rng` arrivals are spread and aborts happen."""
     todo, aborts, step = list(reversed(jobs)), {}, 0
-    while todo or decoder.has_work:
+    while todo or decoder.scheduler.has_work:
         num_new = len(todo) if rng is None else rng.randint(0, 8)
         for _ in range(min(num_new, len(todo))):
-            if rng is not None and decoder.num_waiting >= MAX_WAITING:
+            if rng is not None and len(decoder.scheduler.waiting) >= MAX_WAITING:
                 break
             job = todo.pop()
             request = decoder.add_request(
@@ -174,41 +177,52 @@ def _run(
             )
             if rng is not None and job.abort_after is not None:
                 aborts.setdefault(step + job.abort_after, []).append(request)
-        _abort(decoder, aborts.pop(step, []))
-        if decoder.has_work:
+        for request in aborts.pop(step, []):
+            decoder.abort(request)
+        if decoder.scheduler.has_work:
             decoder.step()
-            decoder.check_integrity()
+            decoder.scheduler.check_integrity()
         step += 1
     records = {record.request_id: record for record in decoder.stats.records}
     decoder.stats.records.clear()
     return records
 
 
-def _abort(decoder: SpecDecoder, requests: list[Request]) -> None:
-    for request in requests:
-        decoder.abort(request)
-
-
-def _compare(
-    jobs: list[Job],
-    records: dict[str, RequestRecord],
-    expected: dict[str, RequestRecord],
-    report: Report,
-) -> None:
+def _compare(jobs: list[Job], records: Records, expected: Records, report: Report) -> None:
     """Count requests whose texts or rounds differ, and aborted ones that said something else."""
     for job in jobs:
         found, wanted = records[job.name], expected[job.name]
+        said = found.output_token_ids
         if found.finish_reason == "abort":
             report.num_aborted += 1
-            said = found.output_token_ids
-            is_same = wanted.output_token_ids[: len(said)] == said
-        else:
-            is_same = (
-                found.output_token_ids == wanted.output_token_ids
-                and found.num_accepted_per_round == wanted.num_accepted_per_round
-                and found.finish_reason == wanted.finish_reason
-            )
-        report.num_different += not is_same
+            report.num_different += wanted.output_token_ids[: len(said)] != said
+            continue
+        pair = [(r.output_token_ids, r.num_accepted_per_round, r.finish_reason)
+                for r in (found, wanted)]  # fmt: skip
+        report.num_different += pair[0] != pair[1]
+
+
+def _judge(report: Report, rss: list[tuple[int, float]]) -> None:
+    """Fill in the memory figures, of (requests so far, MiB) after each wave, and list faults."""
+    later = rss[len(rss) // 2 :]
+    report.rss_first_mib, report.rss_last_mib = rss[0][1], rss[-1][1]
+    report.rss_slope_kib_per_100_requests = slope(later) * 1024 * 100
+    for name in ("num_different", "num_leaked_blocks", "num_dirty_rounds"):
+        if value := getattr(report, name):
+            report.violations.append(f"{name} is {value}")
+    if report.num_preemptions == 0:
+        report.violations.append("the pool forced no preemption")
+    is_long = len(later) >= 10  # fewer points say nothing about a slope
+    if is_long and report.rss_slope_kib_per_100_requests > MAX_SLOPE_KIB:
+        report.violations.append(f"memory grows: {report.rss_slope_kib_per_100_requests:.2f} KiB")
+
+
+def slope(points: list[tuple[int, float]]) -> float:
+    """Least-squares slope of y over x; 0 for a single point."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from mtp_research.config.grid import expand
 from mtp_research.config.ranges import schema_keys
@@ -34,7 +34,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.evaluation.fault_table import markdown_tables, price_rows, write_study
+from mtp_research.evaluation.report.wandb_log import publish
 from mtp_research.evaluation.run.conditions import head_names
 from mtp_research.evaluation.run.decoders import head_facts
 from mtp_research.evaluation.run.prompts import (
@@ -51,8 +51,6 @@ from mtp_research.evaluation.stats.fault_study import (
     read_study,
 )
 from mtp_research.evaluation.stats.statistics import FINISHED
-from mtp_research.evaluation.study_sections import fault_section
-from mtp_research.evaluation.wandb_tables import publish
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.loading.fingerprint import target_hashes
@@ -60,6 +58,10 @@ from mtp_research.models.target import Target, load_target, load_tokenizer
 from mtp_research.policy.plan import POLICIES, HiddenPolicy
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import run_record
+from mtp_research.studies.fault_table import markdown_tables, price_rows, write_study
+
+if TYPE_CHECKING:
+    from mtp_research.evaluation.report.page import Section
 
 RERUN_ROLL = dataclasses.replace(
     POLICIES["target_roll"], name="target_roll_rerun", rows="anchored", clean=True, seen_in="none"
@@ -136,8 +138,8 @@ def price_faults(config: EvalConfig, output_dir: Path) -> dict[str, object]:
             write_study(output_dir, study)
     sys.stdout.write(markdown_tables(study) + "\n")
     publish(
-        lambda: [fault_section(output_dir, name=output_dir.name)],
-        output_dir=output_dir,
+        lambda: _sections(output_dir),
+        results=output_dir / STUDY_FILE,
         settings=config.logger,
         config=dataclasses.asdict(config),
         scalars=study_scalars(study),
@@ -148,6 +150,13 @@ def price_faults(config: EvalConfig, output_dir: Path) -> dict[str, object]:
         "num_conditions": len(study.conditions),
         "results": str(output_dir / STUDY_FILE),
     }
+
+
+def _sections(output_dir: Path) -> "list[Section]":
+    """Of the page; its libraries are needed only where it is sent."""
+    from mtp_research.studies.study_pages import fault_section
+
+    return [fault_section(output_dir, name=output_dir.name)]
 
 
 def policies_of(names: Sequence[str]) -> list[HiddenPolicy]:

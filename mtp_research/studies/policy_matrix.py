@@ -18,12 +18,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from mtp_research.config.schema import TrainConfig
 from mtp_research.data.packing import EncodedDocument
-from mtp_research.evaluation.seed_figures import group_figures, matrix_grids, write_matrix
+from mtp_research.evaluation.report.terminal import rich_table
+from mtp_research.evaluation.report.wandb_log import publish
 from mtp_research.evaluation.stats.matrix_seeds import (
     MATRIX_FILE,
     GroupFigures,
@@ -31,12 +33,10 @@ from mtp_research.evaluation.stats.matrix_seeds import (
     MatrixPrompt,
     SeedMatrix,
     column_name,
+    group_figures,
     read_matrix,
     row_name,
 )
-from mtp_research.evaluation.study_sections import matrix_section
-from mtp_research.evaluation.tables import rich_table
-from mtp_research.evaluation.wandb_tables import publish
 from mtp_research.models.loading.fingerprint import target_hashes
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
@@ -44,7 +44,11 @@ from mtp_research.runtime.provenance import run_record
 from mtp_research.studies.matrix_cell import decode_prompts
 from mtp_research.studies.matrix_heads import decoding_config, head_runs, same_settings
 from mtp_research.studies.matrix_workers import Asked, measure_heads
+from mtp_research.studies.study_tables import matrix_grids, write_matrix
 from mtp_research.training.setup import load_inputs
+
+if TYPE_CHECKING:
+    from mtp_research.evaluation.report.page import Section
 
 TABLE_WIDTH = 160  # characters; log files have no width of their own
 
@@ -94,8 +98,8 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
         if one.length.value is not None
     }
     publish(
-        lambda: [matrix_section(output_dir, name=output_dir.name)],
-        output_dir=output_dir,
+        lambda: _sections(output_dir),
+        results=output_dir / MATRIX_FILE,
         settings=config.logger,
         config=dataclasses.asdict(config),
         scalars=lengths,
@@ -106,6 +110,13 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
         "results": str(output_dir / MATRIX_FILE),
         "cells": list(map(_group_facts, found)),
     }
+
+
+def _sections(output_dir: Path) -> "list[Section]":
+    """Of the page; its libraries are needed only where it is sent."""
+    from mtp_research.studies.study_pages import matrix_section
+
+    return [matrix_section(output_dir, name=output_dir.name)]
 
 
 def _group_facts(one: GroupFigures) -> dict[str, object]:

@@ -12,7 +12,7 @@ import torch
 
 from mtp_research.app.cli import compose_config, run_entry
 from mtp_research.config.schema import EvalConfig
-from mtp_research.evaluation.results import recompute
+from mtp_research.evaluation.report.stored import recompute
 from mtp_research.evaluation.run import evaluate as evaluate_module
 from mtp_research.evaluation.run import journal as journal_module
 from mtp_research.evaluation.run import passes

@@ -8,12 +8,12 @@ import pytest
 
 from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import EvalConfig, TrainConfig
-from mtp_research.evaluation.context_table import context_rows, main, speed_by_context
-from mtp_research.evaluation.results import RESULTS_FILE, recompute
+from mtp_research.evaluation.report.stored import RESULTS_FILE, recompute
 from mtp_research.evaluation.run.evaluate import evaluate
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.studies import policy_matrix
 from mtp_research.studies.policy_matrix import run_policy_matrix
+from mtp_research.studies.tables import context_rows, main, speed_by_context
 from tests.evaluation.generations import generation
 
 FEW = ["prompts.max_prompts=2", "sampling.max_new_tokens=5"]
@@ -58,7 +58,7 @@ def test_eval_experiment_runs(
         assert {row[1] for row in rows} == {"baseline", "training"}
         assert {row[-1] for row in rows if row[1] == "baseline"} == {"1.00"}
         capsys.readouterr()
-        assert main([str(tmp_path)]) == 0
+        assert main(["context", str(tmp_path)]) == 0
         printed = capsys.readouterr().out
         assert "warning: only 2 prompts" in printed
         assert f"warning: {len(rows)} of {len(rows)} rows have fewer than 80 requests" in printed
@@ -108,6 +108,6 @@ def test_context_table_of_a_batch_is_refused(tmp_path: Path) -> None:
     evaluate(config, tmp_path)
     with pytest.raises(ConfigError, match="max_num_requests must be 1"):
         context_rows(recompute(tmp_path / RESULTS_FILE))
-    assert main([str(tmp_path)]) == 2
+    assert main(["context", str(tmp_path)]) == 2
     (tmp_path / RESULTS_FILE).write_text(json.dumps({}))
-    assert main([str(tmp_path)]) == 3
+    assert main(["context", str(tmp_path)]) == 3

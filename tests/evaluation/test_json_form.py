@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from mtp_research.evaluation.report import build_report
-from mtp_research.evaluation.results import to_json
+from mtp_research.evaluation.report.stored import build_report, to_json
 from mtp_research.evaluation.stats.json_form import plain, read_condition, read_pass
 from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord, StepParts
 from mtp_research.runtime.provenance import REPOSITORY_ROOT

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from mtp_research.evaluation.report import Report, build_report, render_text
+from mtp_research.evaluation.report.stored import Report, build_report
+from mtp_research.evaluation.report.terminal import render_text
 from mtp_research.evaluation.stats.bootstrap import Estimate
-from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord, StepParts
-from mtp_research.evaluation.stats.speed import cost_of
+from mtp_research.evaluation.stats.outcome import PassRecord
+from mtp_research.evaluation.stats.speed import StepParts, cost_of
+from mtp_research.evaluation.stats.summary import ConditionResult
 from tests.evaluation.generations import repeated, some_prompts, three_conditions, timed
 
 BASE = StepParts(num_steps=10, target_s=0.9, verify_s=0.1, draft_s=0.0, host_s=0.2)

@@ -4,10 +4,9 @@ from pathlib import Path
 import pytest
 
 from mtp_research.config.schema import SamplingConfig
-from mtp_research.evaluation.compare import compare, main
-from mtp_research.evaluation.report import Report, build_report
-from mtp_research.evaluation.results import write_results
+from mtp_research.evaluation.report.stored import Report, build_report, write_results
 from mtp_research.runtime.errors import ConfigError
+from mtp_research.studies.tables import compare, main
 from tests.evaluation.generations import some_prompts, three_conditions
 
 
@@ -140,7 +139,7 @@ def _stored(folder: Path, report: Report) -> str:
 
 def test_command_prints_the_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = _stored(tmp_path / "a", _report())
-    assert main([path, _stored(tmp_path / "b", _report())]) == 0
+    assert main(["compare", path, _stored(tmp_path / "b", _report())]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("a - b, 12 prompts\n")
     assert "eagle - eagle" in shown
@@ -154,7 +153,7 @@ def test_command_lists_every_differing_hash(
     prompts = [dataclasses.replace(p, sha256="0" * 64) for p in _report().prompts]
     other = _report(prompts=tuple(prompts))
     ours = _stored(tmp_path / "a", _report())
-    assert main([ours, _stored(tmp_path / "b", other)]) == 2
+    assert main(["compare", ours, _stored(tmp_path / "b", other)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 + 12
     assert f"  q4: {_report().prompts[4].sha256[:16]} and {'0' * 16}" in lines
@@ -164,5 +163,5 @@ def test_command_refuses_other_formulas(tmp_path: Path, capsys: pytest.CaptureFi
     ours, path = _stored(tmp_path / "a", _report()), tmp_path / "b" / "results.json"
     _stored(path.parent, _report())
     path.write_text(path.read_text().replace("sum(accepted)/sum(drafted)", "accepted/rounds"))
-    assert main([ours, str(path)]) == 3
+    assert main(["compare", ours, str(path)]) == 3
     assert "formulas of this version, got others for acceptance_rate" in capsys.readouterr().err

@@ -11,7 +11,6 @@ from mtp_research.app.cli import compose_config, run_entry
 from mtp_research.app.commands import run_evaluation
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.evaluation.fault_table import main, markdown_tables, price_rows, split_prices
 from mtp_research.evaluation.stats.fault_study import (
     FAULTS,
     STUDY_FILE,
@@ -25,6 +24,8 @@ from mtp_research.policy.plan import POLICIES
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.studies import fault_price
 from mtp_research.studies.fault_price import CLEAN_FORM, policies_of, price_faults
+from mtp_research.studies.fault_table import markdown_tables, price_rows, split_prices
+from mtp_research.studies.tables import main
 
 WORDS = ["experiment=fault_price", "spec.head=assets/lab_tiny/heads/chain_n3", "spec.k=3"]
 
@@ -193,18 +194,17 @@ def test_prompt_unfinished_in_one_condition_counts_in_none(folder: Path) -> None
 def test_table_from_the_file_is_the_one_printed(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(folder)]) == 0
+    assert main(["fault", str(folder)]) == 0
     assert capsys.readouterr().out == markdown_tables(read_study(folder)) + "\n"
     text = (folder / STUDY_FILE).read_text().replace('"slots"', '"rows"')
     (tmp_path / STUDY_FILE).write_text(text)
-    assert main([str(tmp_path)]) == 3
+    assert main(["fault", str(tmp_path)]) == 3
 
 
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
         ("timing.passes=2", "timing.passes must be 1 for task=fault_price, got 2"),
-        ("timing.turns=turns", "timing.turns must be null"),
         ("reference=window", "reference must be null for task=fault_price, got window"),
         ("model.tp_plan=tensor", "model.tp_plan must be none"),
         ("sampling.repetition_penalty=2", "sampling.repetition_penalty must be 1.0"),

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import TrainConfig
 from mtp_research.config.training_schema import MatrixConfig
-from mtp_research.evaluation.seed_figures import group_figures, main, matrix_grids, summary
 from mtp_research.evaluation.stats.matrix_seeds import MATRIX_FILE, read_matrix
 from mtp_research.heads.module import ModuleOutput
 from mtp_research.policy.plan import MATCHING_POLICY
@@ -19,6 +18,7 @@ from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFaul
 from mtp_research.studies import matrix_cell, matrix_workers
 from mtp_research.studies.matrix_heads import decoded_as, same_settings, unrolls_of
 from mtp_research.studies.policy_matrix import run_policy_matrix
+from mtp_research.studies.study_tables import group_figures, main, matrix_grids, summary
 from tests.tiny import tiny_heads, tiny_target
 from tests.training.tiny import save_lab
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.evaluation.policy_table import main, table_rows
-from mtp_research.evaluation.report import Report, build_report
-from mtp_research.evaluation.results import write_results
+from mtp_research.evaluation.report.stored import Report, build_report, write_results
+from mtp_research.studies.tables import main
+from mtp_research.studies.tables import policy_rows as table_rows
 from tests.evaluation.generations import some_prompts, three_conditions
 
 HEAD = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny" / "heads" / "chain_n3"
@@ -45,7 +45,7 @@ def test_main_prints_one_table_of_all_folders(
 ) -> None:
     for name in ("a", "b"):
         write_results(tmp_path / name, report(audit=AUDIT))
-    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert main(["policy", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 4
     assert {line.count("|") for line in lines} == {lines[0].count("|")}
@@ -54,9 +54,9 @@ def test_main_prints_one_table_of_all_folders(
 def test_main_refuses_missing_results_and_heads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(tmp_path)]) == 3
+    assert main(["policy", str(tmp_path)]) == 3
     write_results(tmp_path, report(audit=AUDIT, head=tmp_path / "gone"))
-    assert main([str(tmp_path)]) == 2
+    assert main(["policy", str(tmp_path)]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert [line.startswith("error: ") for line in errors] == [True, True]
     assert json.loads((tmp_path / "results.json").read_text())["schema_version"] == 2

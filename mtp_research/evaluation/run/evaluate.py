@@ -16,8 +16,9 @@ from mtp_research.config.grid import expand
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.build import Heads
 from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
-from mtp_research.evaluation.report import Report, build_report, last_line, print_report
-from mtp_research.evaluation.results import write_results
+from mtp_research.evaluation.report.stored import Report, build_report, last_line, write_results
+from mtp_research.evaluation.report.terminal import print_report, write_table
+from mtp_research.evaluation.report.wandb_log import publish_report
 from mtp_research.evaluation.run.conditions import Condition, conditions_of
 from mtp_research.evaluation.run.decoders import (
     check_backend,
@@ -33,9 +34,7 @@ from mtp_research.evaluation.run.prompts import (
     encode_prompts,
     load_prompts,
 )
-from mtp_research.evaluation.stats.outcome import ConditionResult
-from mtp_research.evaluation.stats.summary import num_equal_texts
-from mtp_research.evaluation.wandb_tables import publish_report
+from mtp_research.evaluation.stats.summary import ConditionResult, num_equal_texts
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.loading.fingerprint import target_hashes, warn_of_family
 from mtp_research.models.target import Target, load_target, load_tokenizer
@@ -97,6 +96,7 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
         skipped_prompts=encoded.skipped,
     )
     path = write_results(output_dir, report)
+    write_table(output_dir, report)
     (output_dir / JOURNAL_FILE).unlink()  # the results hold all of it
     print_report(report, stored_at=path)
     publish_report(report, output_dir=output_dir, settings=config.logger)

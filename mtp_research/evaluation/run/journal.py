@@ -20,7 +20,8 @@ from typing import IO, NamedTuple
 
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.evaluation.stats.json_form import plain, read_pass, read_record
+from mtp_research.evaluation.report.stored import plain
+from mtp_research.evaluation.stats.json_form import read_pass, read_record
 from mtp_research.evaluation.stats.outcome import PassRecord
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtp_research.evaluation.stats.outcome import PromptEntry
+from mtp_research.evaluation.report.stored import PromptEntry
 from mtp_research.evaluation.stats.statistics import few_prompts
 from mtp_research.policy.audit import Verdict
 from mtp_research.runtime.errors import IntegrityError

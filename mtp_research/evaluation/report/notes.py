@@ -1,0 +1,153 @@
+"""What a reader of an evaluation has to know: warnings, definitions, letters and names.
+
+Printed under the tables and shown on the page. The full story is in docs/policies.md and
+docs/metrics.md. Letter: K drafts per step.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from mtp_research.evaluation.report.stored import Report, printable
+from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS
+from mtp_research.evaluation.stats.speed import MAX_DRIFT
+from mtp_research.evaluation.stats.statistics import ACCEPTED_WARNING, FORMULAS
+
+_NUM_LISTED = 5  # skipped prompts
+_MAX_LINE = 200  # characters of a line from a run record
+LETTERS = (
+    "Letters: K = drafts per step, N = MTP modules of the heads, R = batch = requests decoded at a "
+    "time, T = sampling temperature, n = number of prompts, r = rejected drafts of a round; a "
+    "round is one verification of a request's drafts."
+)
+RATES = (
+    f"acceptance rate, rate = {FORMULAS['acceptance_rate']}; baseline, K = 0 = plain decoding of "
+    "the same run; ratio, to baseline = tokens/s over those of the baseline."
+)
+RATIO_NOTE = (
+    "Speed by batch size and K: tokens per second are the median [slowest, fastest pass]; a ratio "
+    "is that of the medians [slowest pass over the fastest of K = 0, fastest over its slowest], "
+    "K = 0 in the same run at the same batch size. End to end counts the steps with prompt rows, "
+    "decode only does not."
+)
+HEAD_WORDS = (
+    "Heads are named by what depth m of their training read: chain = the output of depth m-1 at "
+    "the same row; ttt (one module) and shared_context (N modules) = the target's history, then "
+    "draft rows; mixed = as chain, or the output of an earlier depth; independent = the target's "
+    "hidden vector with the token shifted. pre_norm, post_norm = whether the hidden vector that "
+    "one module hands to the next is taken before or after the final norm."
+)
+POLICY_WORDS = (
+    "Decode policies, by the rows of the draft passes: eagle = the target's hidden vectors in "
+    "every module's history, draft rows above it; training = each pass reads the output of the "
+    "pass before at the same row, and the last K + 1 rows run again; eagle_norefresh = as eagle, "
+    "but only the first pass runs the newly verified rows; training_norefresh = as training, but "
+    "newly verified rows alone; window = the target's hidden vector of the row just before the "
+    "token, or a drafted one beyond the verified text, last K rows; target_roll = the target's "
+    "hidden vector at the row itself, newly verified rows alone; target_roll_rerun = the same with "
+    "the last K + 1 rows run again."
+)
+FAULT_WORDS = (
+    "Slots of the draft KV, against a recompute over the text alone: WRONG = the row consumed a "
+    "token that is not in the text; MIXED = right token, but a draft-made hidden vector although "
+    "the target's own is known; HOLE = never written; PROVISIONAL = depends on tokens that are not "
+    "decided yet, no fault."
+)
+
+
+def note_paragraphs(report: Report) -> list[str]:
+    """What a reader of the tables has to know: warnings first, then how figures are defined."""
+    warnings = [w for summary in report.summaries for w in summary.acceptance.warnings]
+    left_out = report.run.get("skipped_conditions")
+    lines = left_out if isinstance(left_out, list | tuple) else ()
+    return [
+        *_skipped_note(report),
+        *(f"skipped: {printable(str(line), limit=_MAX_LINE)}" for line in lines),
+        *(f"warning: {warning}" for warning in dict.fromkeys(warnings)),
+        *_draft_length_note(report),
+        *_timing_notes(report),
+        f"acceptance length (micro) = {FORMULAS['acceptance_length_micro']}",
+        f"acceptance length (macro) = {FORMULAS['acceptance_length_macro']}",
+        f"[low, high] = {100 * LEVEL:.0f} % cluster bootstrap over prompts, {NUM_DRAWS} draws, "
+        f"seed {report.seed}; r = rejected drafts of a round",
+        ACCEPTED_WARNING,
+    ]
+
+
+def _skipped_note(report: Report) -> Iterator[str]:
+    skipped = report.skipped_prompts
+    if skipped:
+        listed = ", ".join(printable(name) for name in skipped[:_NUM_LISTED])
+        yield (
+            f"skipped: {len(skipped)} of {len(skipped) + len(report.prompts)} prompts leave no "
+            f"room in the context and are in no figure: {listed}"
+            f"{', ...' * (len(skipped) > _NUM_LISTED)}"
+        )
+
+
+def _draft_length_note(report: Report) -> Iterator[str]:
+    """A step without drafts is no round, which flatters a rule that drafts where it is easy."""
+    spec = report.config.get("spec")
+    rule = spec.get("draft_length", "fixed") if isinstance(spec, Mapping) else "fixed"
+    if rule != "fixed":
+        yield (
+            f"warning: spec.draft_length={rule}: steps without drafts are no rounds; compare such "
+            "runs by target forwards per token, not by acceptance length"
+        )
+
+
+def _timing_notes(report: Report) -> Iterator[str]:
+    """What a reader of the speeds has to know, warnings first."""
+    resumed = [
+        printable(condition.label)
+        for condition in report.conditions
+        if condition.is_resumed or any(repeat.wall_s is None for repeat in condition.repeats)
+    ]
+    if resumed:
+        yield (
+            f"warning: interrupted and resumed: {', '.join(resumed)}; the passes that were "
+            "interrupted have no times"
+        )
+    drifts = {s.label: s.speed.drift for s in report.summaries if s.speed.drift is not None}
+    for label, drift in drifts.items():
+        if abs(drift) > MAX_DRIFT:
+            yield (
+                f"warning: {printable(label)} drifted by {drift:+.1%} from the first half "
+                f"of its passes to the second, more than {MAX_DRIFT:.0%}; measure on a quiet "
+                "machine, or with more timing.passes"
+            )
+    yield from _order_note(report, list(drifts.values()))
+    seconds = {c.label: c.capture_s for c in report.conditions if c.capture_s is not None}
+    if seconds:
+        longest = max(seconds, key=lambda label: seconds[label])
+        yield (
+            f"timing: steps were compiled and captured before the clocks started: "
+            f"{sum(seconds.values()):.0f} s in all, at most {seconds[longest]:.0f} s a condition "
+            f"({printable(longest)})"
+        )
+    if any(summary.speed.tokens_per_s_full is not None for summary in report.summaries):
+        yield (
+            "batch full = of the steps without prompt rows (decode only), those that took every "
+            "place of the batch; decode only has the tail too, in which requests have ended and "
+            "places stay empty: where texts end at different times, it can lie far below"
+        )
+    if any(summary.cost is not None for summary in report.summaries):
+        yield (
+            "tau / (1 + K c + v): tau = acceptance length; unit = target + verify of a K = 0 step; "
+            "c = one draft pass, v = target + verify beyond the unit; host time is in neither"
+        )
+
+
+def _order_note(report: Report, drifts: Sequence[float]) -> Iterator[str]:
+    num_passes = max((summary.speed.num_passes for summary in report.summaries), default=1)
+    if num_passes == 1:
+        yield (
+            "timing: one pass, conditions one after the other; no ABBA order and no drift check "
+            "(timing.passes=2 has both)"
+        )
+        return
+    warm_ups = [condition.num_warm_ups for condition in report.conditions]
+    shown = ", ".join(f"{drift:+.1%}" for drift in drifts) or "not measured"
+    yield (
+        f"timing: {num_passes} passes in ABBA order, tokens/s as median [least, most] of a pass; "
+        f"{min(warm_ups)} to {max(warm_ups)} warm-ups until the median step was stable; baseline "
+        f"drift from the first half of the passes to the second: {shown}"
+    )

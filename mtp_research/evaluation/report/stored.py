@@ -1,0 +1,320 @@
+"""The report of an evaluation, and `results.json`, which keeps it.
+
+Fourth stage of the flow: prompts -> decode loop -> statistics -> report. `results.json` holds the
+per-round counters and token ids of every generation and the hash of every prompt, so that
+`recompute` gives every published figure again; `read_checked` refuses a file whose stored figures
+are others. A *run* is one such file with a name. No prompt text is stored.
+"""
+
+import json
+import lzma
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS
+from mtp_research.evaluation.stats.json_form import check_types, plain, read_condition
+from mtp_research.evaluation.stats.outcome import ConditionResult, PromptEntry
+from mtp_research.evaluation.stats.statistics import ACCEPTED_WARNING, FORMULAS
+from mtp_research.evaluation.stats.summary import (
+    ConditionSummary,
+    PairedComparison,
+    baseline_of,
+    compare_to_reference,
+    summarise,
+)
+from mtp_research.runtime.errors import IntegrityError
+from mtp_research.runtime.files import write_atomically
+
+SCHEMA_VERSION = 2
+RESULTS_FILE = "results.json"
+PACKED_FILE = f"{RESULTS_FILE}.xz"  # the same, packed by xz, for results that are kept
+TOLERANCE = 1e-9  # of a stored figure to the one that the counters give
+MAX_NAME_CHARACTERS = 24
+_NUM_LISTED = 5
+_MAX_DEPTH = 64
+_REPORT_TYPES = {"config": dict, "run": dict, "dtype": str, "seed": int, "skipped_prompts": list}
+_PROMPT_TYPES = {"question_id": str, "category": str, "format": str, "sha256": str}
+
+
+@dataclass(frozen=True)
+class Report:
+    """One evaluation: what was asked, what was generated, and the figures.
+
+    Attributes:
+        dtype: of the target, such as `float32`.
+        seed: of the bootstrap.
+        prompts: what was asked; the ids are the request ids.
+        conditions: the decodings, with unique labels.
+        summaries: figures of each condition, in the same order.
+        paired: differences of each drafting condition to the reference of its K and group.
+        config: the resolved configuration.
+        run: command, code, versions and machine (`provenance.run_record`).
+        skipped_prompts: ids of prompts that were not asked, because they fill the context.
+    """
+
+    dtype: str
+    seed: int
+    prompts: tuple[PromptEntry, ...]
+    conditions: tuple[ConditionResult, ...]
+    summaries: tuple[ConditionSummary, ...]
+    paired: tuple[PairedComparison, ...]
+    config: Mapping[str, object]
+    run: Mapping[str, object]
+    skipped_prompts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One results file; `name` is unique among the runs of a page."""
+
+    name: str
+    report: Report
+
+
+def build_report(
+    conditions: Sequence[ConditionResult],
+    *,
+    prompts: Sequence[PromptEntry],
+    dtype: str,
+    seed: int = 0,
+    config: Mapping[str, object],
+    run: Mapping[str, object],
+    skipped_prompts: Sequence[str] = (),
+) -> Report:
+    """Compute every figure; the arguments are the attributes of `Report`.
+
+    Raises:
+        IntegrityError: the counters of a generation contradict each other.
+    """
+    labels = [condition.label for condition in conditions]
+    assert len(set(labels)) == len(labels), f"condition labels must be unique, got {labels}"
+    reference = config.get("reference")
+    domains = {prompt.question_id: prompt.category for prompt in prompts}
+    return Report(
+        dtype=dtype,
+        seed=seed,
+        prompts=tuple(prompts),
+        conditions=tuple(conditions),
+        summaries=tuple(
+            summarise(one, baseline=baseline_of(one, conditions), domains=domains, seed=seed)
+            for one in conditions
+        ),
+        paired=compare_to_reference(
+            conditions, reference=None if reference is None else str(reference), seed=seed
+        ),
+        config=config,
+        run=run,
+        skipped_prompts=tuple(skipped_prompts),
+    )
+
+
+def last_line(report: Report, *, folder: Path | None = None) -> str:
+    """The main figures as one line of JSON, for scripts that read only the last line."""
+    line = {
+        "num_prompts": len(report.prompts),
+        "num_skipped_prompts": len(report.skipped_prompts),
+        "dtype": report.dtype,
+        "conditions": {one.label: _main_figures(one) for one in report.summaries},
+        "results": None if folder is None else str(folder),
+    }
+    return json.dumps(line, allow_nan=False, separators=(",", ":"))
+
+
+def to_json(report: Report) -> dict[str, object]:
+    """The content of `results.json`; an estimate is `{value, low, high}`, null where undefined."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "dtype": report.dtype,
+        "seed": report.seed,
+        "bootstrap": {"num_draws": NUM_DRAWS, "level": LEVEL, "unit": "prompt"},
+        "formulas": FORMULAS,
+        "accepted_warning": ACCEPTED_WARNING,
+        "config": report.config,
+        "run": report.run,
+        "summary": {"conditions": plain(report.summaries), "paired": plain(report.paired)},
+        "prompts": plain(report.prompts),
+        "skipped_prompts": plain(report.skipped_prompts),
+        "conditions": plain(report.conditions),
+    }
+
+
+def write_results(folder: Path, report: Report) -> Path:
+    """Write `results.json`, whole or not at all; return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(to_json(report), allow_nan=False, separators=(",", ":"))
+    write_atomically(folder / RESULTS_FILE, content + "\n")
+    return folder / RESULTS_FILE
+
+
+def recompute(path: Path) -> Report:
+    """Read a `results.json` and compute its figures again from the counters of its generations.
+
+    Raises:
+        IntegrityError: missing, no JSON, of another schema version, or with wrong fields.
+    """
+    try:
+        stored = json.loads(_text(path), parse_constant=_refuse_constant)
+    except (OSError, ValueError, RecursionError, lzma.LZMAError, EOFError) as error:
+        raise IntegrityError(f"{path} is not a readable results file: {error}.") from None
+    version = stored.get("schema_version") if isinstance(stored, dict) else None
+    if version != SCHEMA_VERSION:
+        raise IntegrityError(
+            f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; evaluate again."
+        )
+    try:
+        check_types(stored, _REPORT_TYPES)
+        for prompt in stored["prompts"]:
+            check_types(prompt, _PROMPT_TYPES)
+        return build_report(
+            [read_condition(fields) for fields in stored["conditions"]],
+            prompts=[PromptEntry(**prompt) for prompt in stored["prompts"]],
+            dtype=stored["dtype"],
+            seed=stored["seed"],
+            config=stored["config"],
+            run=stored["run"],
+            skipped_prompts=stored["skipped_prompts"],
+        )
+    except IntegrityError:  # is a ValueError, and says more than the line below
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise IntegrityError(f"{path} lacks or misnames a field: {error}.") from None
+
+
+def results_file(folder: Path) -> Path:
+    """The results of a folder: `results.json`, or the packed file where only that is there."""
+    plain_file, packed = folder / RESULTS_FILE, folder / PACKED_FILE
+    return packed if packed.is_file() and not plain_file.is_file() else plain_file
+
+
+def _text(path: Path) -> str:
+    opener = lzma.open if path.suffix == ".xz" else open
+    with opener(path, "rt", encoding="utf8") as file:
+        return file.read()
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """`read_checked` of results files, or of folders that hold a `results.json`, with names."""
+    runs: list[Run] = []
+    for path in paths:
+        file = results_file(path) if path.is_dir() else path
+        is_named = file.name in (RESULTS_FILE, PACKED_FILE)
+        title = file.resolve().parent.name if is_named else file.stem
+        name = printable(title or "run")
+        taken = {run.name for run in runs}
+        numbered = (f"{name}-{number}" for number in range(2, len(paths) + 2))
+        unique = name if name not in taken else next(n for n in numbered if n not in taken)
+        runs.append(Run(unique, read_checked(file)))
+    return runs
+
+
+def read_checked(path: Path) -> Report:
+    """The figures of a results file from its counters, which must give the figures it stores.
+
+    Raises:
+        IntegrityError: not a results file, other formulas, or stored figures that its counters do
+            not give; the message names the first of them.
+    """
+    report = recompute(path)
+    stored = json.loads(_text(path))
+    formulas = stored.get("formulas")
+    if formulas != FORMULAS:
+        theirs = formulas if isinstance(formulas, Mapping) else {}
+        keys = theirs.keys() | FORMULAS.keys()
+        others = sorted(printable(str(k)) for k in keys if theirs.get(k) != FORMULAS.get(k))
+        raise IntegrityError(
+            f"{path}: expected the formulas of this version, got others for "
+            f"{', '.join(others)}; evaluate again."
+        )
+    computed = json.loads(json.dumps(to_json(report)["summary"]))
+    _refuse(path, list(_differences(stored.get("summary"), computed, "summary")))
+    return report
+
+
+def require_stored_figures(path: Path, stored: object, computed: object) -> None:
+    """Hold the figures in a file against those that its counters give.
+
+    Args:
+        path: of the file, for the message.
+        stored: its summary; keys that it lacks, as an older file does, are not looked at.
+        computed: the same from the counters.
+
+    Raises:
+        IntegrityError: names the first that differ.
+    """
+    expected = json.loads(json.dumps(computed))
+    _refuse(path, list(_differences(stored, expected, "summary", may_lack=True)))
+
+
+def mapping(parent: Mapping[str, object], key: str) -> Mapping[str, object]:
+    """A nested mapping of a configuration or run record; empty if it is absent or no mapping."""
+    value = parent.get(key) if isinstance(parent, Mapping) else None
+    return cast(Mapping[str, object], value) if isinstance(value, Mapping) else {}
+
+
+def printable(text: str, *, limit: int = MAX_NAME_CHARACTERS) -> str:
+    """A name from a file or an override: control characters escaped, at most `limit` characters."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return shown[: limit - 3] + "..." if len(shown) > limit else shown
+
+
+def _main_figures(summary: ConditionSummary) -> dict[str, object]:
+    def rounded(value: float | None) -> float | None:
+        return None if value is None else round(value, 4)
+
+    acceptance, speed = summary.acceptance, summary.speed
+    return {
+        "num_speculative_tokens": summary.num_speculative_tokens,
+        "acceptance_length": [rounded(x) for x in acceptance.acceptance_length_micro],
+        "acceptance_rate": rounded(acceptance.acceptance_rate.value),
+        "tokens_per_s": rounded(speed.tokens_per_s_end_to_end),
+        "ratio_to_baseline": rounded(speed.ratio_end_to_end),
+        "audit": summary.audit,
+        "lossless": summary.lossless,
+    }
+
+
+def _refuse_constant(name: str) -> float:
+    """JSON has no NaN and no Infinity, and every figure computed from one would be lost."""
+    raise ValueError(f"{name} is no number")
+
+
+def _refuse(path: Path, found: Sequence[str]) -> None:
+    if found:
+        listed = "; ".join(found[:_NUM_LISTED])
+        raise IntegrityError(
+            f"{path}: {len(found)} stored figures are not what the counters give ({listed}); the "
+            "file was edited or written by another version, evaluate again."
+        )
+
+
+def _differences(
+    stored: object, expected: object, where: str, *, may_lack: bool = False, depth: int = 0
+) -> Iterable[str]:
+    """Places where the stored summary says something else than the computed one."""
+    if depth <= _MAX_DEPTH and isinstance(stored, dict) and isinstance(expected, dict):
+        keys = stored.keys() if may_lack else stored.keys() | expected.keys()
+        inner = [(f"{where}.{printable(k)}", stored.get(k), expected.get(k)) for k in sorted(keys)]
+    elif depth <= _MAX_DEPTH and isinstance(stored, list) and isinstance(expected, list):
+        if len(stored) != len(expected):
+            yield f"{where} has {len(stored)} entries for {len(expected)}"
+        pairs = zip(stored, expected, strict=False)
+        inner = [(f"{where}[{i}]", ours, theirs) for i, (ours, theirs) in enumerate(pairs)]
+    else:
+        if not _is_close(stored, expected):
+            yield f"{where} {_shown(stored)} for {_shown(expected)}"
+        return
+    for place, ours, theirs in inner:
+        yield from _differences(ours, theirs, place, may_lack=may_lack, depth=depth + 1)
+
+
+def _is_close(stored: object, expected: object) -> bool:
+    if isinstance(stored, int | float) and isinstance(expected, int | float):
+        return math.isclose(stored, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return stored == expected
+
+
+def _shown(value: object) -> str:
+    return printable(repr(value) if isinstance(value, str | int | float) else type(value).__name__)

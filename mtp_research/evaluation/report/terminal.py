@@ -1,0 +1,398 @@
+"""The printed tables of an evaluation, and what a reader has to know about them.
+
+A `Grid` is a table as text. One condition a column shows every figure and holds three of them at
+120 columns; a list for a key gives more conditions, which get a row each. Drawn by rich where it is
+installed, else as plain columns; needs neither pandas nor a screen. Letter: K drafts per step.
+"""
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtp_research.evaluation.report.notes import note_paragraphs
+from mtp_research.evaluation.report.stored import Report, printable
+from mtp_research.evaluation.stats.bootstrap import Estimate
+from mtp_research.evaluation.stats.speed import StepCost, decode_rate, end_to_end_rate, full_rate
+from mtp_research.evaluation.stats.summary import ConditionSummary, PairedComparison
+from mtp_research.runtime.files import write_atomically
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PAGE_WIDTH = 120  # columns
+MAX_LABEL_CHARACTERS = 48  # of a condition in a table with one row each
+UNDEFINED = "-"
+TABLE_FILE = "table.txt"
+FINDINGS = ("WRONG", "MIXED", "HOLE")
+_PER_TABLE = 3  # conditions
+# Rows that are left out where nothing was measured.
+_OPTIONAL = (
+    "  least / most of a pass",
+    "tokens/s, decode only",
+    "  ratio to baseline, decode",
+    "tokens/s, batch full",
+    "  ratio to baseline, full",
+    "device / wall of a pass [s]",
+    "peak memory [MiB]",
+)
+
+Cell = Callable[[ConditionSummary], str]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One table as text: every row has one cell per entry of `header`."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def print_report(
+    report: Report, *, width: int | None = None, stored_at: Path | None = None
+) -> None:
+    """Tables and notes on standard output.
+
+    Args:
+        report: what to print.
+        width: columns; by default `PAGE_WIDTH`, or those of the terminal where it has fewer.
+        stored_at: the results file, named at the end.
+    """
+    if width is None:
+        has_screen = sys.stdout.isatty()
+        width = min(PAGE_WIDTH, shutil.get_terminal_size().columns) if has_screen else PAGE_WIDTH
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        print(render_text(report, width=width))
+    else:
+        console = Console(width=width, highlight=False)
+        for grid in _fitting_grids(report, width):
+            console.print(rich_table(grid))
+        console.print("\n".join(report_notes(report, width=width)), markup=False)
+    if stored_at is not None:
+        print(f"results: {stored_at}")
+
+
+def render_text(report: Report, *, width: int = PAGE_WIDTH) -> str:
+    """All tables and notes as plain text, for up to three conditions at most `width` columns."""
+    parts = [plain_text(grid) for grid in _fitting_grids(report, width)]
+    return "\n\n".join([*parts, "\n".join(report_notes(report, width=width))]) + "\n"
+
+
+def write_table(folder: Path, report: Report) -> None:
+    """Write `table.txt`, whole or not at all."""
+    write_atomically(folder / TABLE_FILE, render_text(report))
+
+
+def report_grids(report: Report, *, per_table: int = _PER_TABLE) -> list[Grid]:
+    """Figures by condition, acceptance length by domain, paired differences, time of a step."""
+    summaries, grid = report.summaries, report.config.get("grid")
+    title = f"Acceptance and speed, {len(report.prompts)} prompts, {report.dtype}"
+    drafting = [summary for summary in summaries if summary.num_speculative_tokens > 0]
+    if isinstance(grid, Mapping) and any(len(values) > 1 for values in grid.values()):
+        grids = [
+            _length_grid(summaries, title),
+            _decode_grid(summaries),
+            _position_grid(drafting),
+            _domain_row_grid(drafting),
+            _paired_row_grid(report.paired),
+        ]
+    else:
+        grids = [_metric_grid(some, title) for some in _groups(summaries, per_table)]
+        grids += [_domain_grid(some) for some in _groups(drafting, per_table)]
+        grids += [paired_grid(pair) for pair in report.paired]
+    return [grid for grid in [*grids, _cost_grid(summaries)] if grid.rows]
+
+
+def paired_grid(pair: PairedComparison) -> Grid:
+    """The differences of one condition to another, prompt by prompt."""
+    wanted = {
+        "acceptance length (micro)": "acceptance_length_micro",
+        "acceptance length (macro)": "acceptance_length_macro",
+        "acceptance rate": "acceptance_rate",
+    }
+    # p_1/p_0 is p_1
+    positions = [name for name in pair.differences if name.startswith("p_") and name != "p_1/p_0"]
+    wanted |= {f"  {name}": name for name in sorted(positions, key=lambda name: "/" in name)}
+    return Grid(
+        title="Paired difference over the same prompts",
+        header=("", f"{printable(pair.condition)} - {printable(pair.reference)}"),
+        rows=tuple((row, interval(pair.differences[name], "+.3f")) for row, name in wanted.items()),
+    )
+
+
+def plain_text(grid: Grid) -> str:
+    """The table in plain columns."""
+    table = (grid.header, *grid.rows)
+    widths = [max(len(row[column]) for row in table) for column in range(len(grid.header))]
+    lines = []
+    for first, *others in table:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    rule = "-" * max(len(line) for line in lines)
+    return "\n".join([grid.title, rule, lines[0], rule, *lines[1:], rule])
+
+
+def rich_table(grid: Grid) -> "Table":
+    """The table for a rich console; cells are literal text, never markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(grid.title), title_justify="left")
+    for position, name in enumerate(grid.header):
+        table.add_column(Text(name), justify="right" if position else "left")
+    for row in grid.rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table for the pages under docs/; cells hold no bar."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def interval(figure: Estimate, form: str = ".3f") -> str:
+    """`value [low, high]`, or a dash."""
+    if figure.value is None or figure.low is None or figure.high is None:
+        return UNDEFINED
+    return f"{figure.value:{form}} [{figure.low:{form}}, {figure.high:{form}}]"
+
+
+def number(value: float | None, form: str, *, scale: float = 1.0) -> str:
+    """`value * scale`, or a dash."""
+    return UNDEFINED if value is None else f"{value * scale:{form}}"
+
+
+def label_text(label: str) -> str:
+    """A condition's label, of which more is kept than of other names: its end tells the setting."""
+    return printable(label, limit=MAX_LABEL_CHARACTERS)
+
+
+def report_notes(report: Report, *, width: int = PAGE_WIDTH) -> list[str]:
+    """The lines of `note_paragraphs`, at most `width` columns wide."""
+    return [part for text in note_paragraphs(report) for part in textwrap.wrap(text, width)]
+
+
+def _fitting_grids(report: Report, width: int) -> list[Grid]:
+    """The tables with as many conditions side by side as `width` columns hold."""
+    for per_table in range(_PER_TABLE, 0, -1):
+        grids = report_grids(report, per_table=per_table)
+        widths = [
+            sum(max(map(len, column)) + 3 for column in zip(grid.header, *grid.rows, strict=True))
+            for grid in grids
+        ]
+        if per_table == 1 or max(widths, default=0) < width:  # one more for the left edge
+            return grids
+    raise AssertionError("a table of one condition is always returned")
+
+
+def _groups(summaries: Sequence[ConditionSummary], size: int) -> list[Sequence[ConditionSummary]]:
+    return [summaries[start : start + size] for start in range(0, len(summaries), size)]
+
+
+def _metric_grid(summaries: Sequence[ConditionSummary], title: str) -> Grid:
+    """Every figure of some conditions; one that has no p_i, because its K is smaller, a dash."""
+    num_positions = max(summary.num_speculative_tokens for summary in summaries)
+    metrics = [*_acceptance_rows(num_positions), *_speed_rows(), *_honesty_rows()]
+    rows = [(name, *(cell(summary) for summary in summaries)) for name, cell in metrics]
+    return Grid(
+        title=title,
+        header=("", *(_heading(summary) for summary in summaries)),
+        rows=tuple(row for row in rows if row[0] not in _OPTIONAL or set(row[1:]) != {UNDEFINED}),
+    )
+
+
+def _heading(summary: ConditionSummary) -> str:
+    return f"{printable(summary.label)} (K={summary.num_speculative_tokens})"
+
+
+def _acceptance_rows(num_positions: int) -> list[tuple[str, Cell]]:
+    """Lengths, rate, p_1 .. p_K and p_2/p_1 .. p_K/p_{K-1}; p_1/p_0 is p_1."""
+
+    def at(figures: Sequence[Estimate], i: int) -> str:
+        return interval(figures[i - 1]) if i <= len(figures) else UNDEFINED
+
+    def position(i: int) -> Cell:
+        return lambda s: at(s.acceptance.acceptance_rate_per_position, i)
+
+    def conditional(i: int) -> Cell:
+        return lambda s: at(s.acceptance.conditional_acceptance_rate_per_position, i)
+
+    return [
+        ("prompts finished", lambda s: f"{s.acceptance.num_prompts} of {s.num_prompts}"),
+        ("acceptance length (micro)", lambda s: interval(s.acceptance.acceptance_length_micro)),
+        ("acceptance length (macro)", lambda s: interval(s.acceptance.acceptance_length_macro)),
+        ("acceptance rate", lambda s: interval(s.acceptance.acceptance_rate)),
+        *((f"  p_{i}", position(i)) for i in range(1, num_positions + 1)),
+        *((f"  p_{i}/p_{i - 1}", conditional(i)) for i in range(2, num_positions + 1)),
+    ]
+
+
+def _speed_rows() -> list[tuple[str, Cell]]:
+    def several(form: str, *values: float | None, scale: float = 1.0) -> str:
+        return " / ".join(number(value, form, scale=scale) for value in values)
+
+    def spread(s: ConditionSummary) -> str:
+        ends = (s.speed.tokens_per_s_end_to_end_low, s.speed.tokens_per_s_end_to_end_high)
+        return UNDEFINED if s.speed.num_passes == 1 else several(".1f", *ends)
+
+    def device(s: ConditionSummary) -> str:
+        seconds = (s.speed.device_s, s.speed.wall_s)
+        return UNDEFINED if s.speed.device_s is None else several(".2f", *seconds)
+
+    def inter_token(s: ConditionSummary) -> str:
+        return several(".2f", s.speed.inter_token_s_median, s.speed.inter_token_s_p95, scale=1e3)
+
+    return [
+        ("target forwards per token", lambda s: interval(s.acceptance.target_forwards_per_token)),
+        ("tokens/s, end to end", lambda s: number(s.speed.tokens_per_s_end_to_end, ".1f")),
+        ("  least / most of a pass", spread),
+        ("  ratio to baseline", lambda s: number(s.speed.ratio_end_to_end, ".3f")),
+        ("tokens/s, decode only", lambda s: number(s.speed.tokens_per_s_decode, ".1f")),
+        ("  ratio to baseline, decode", lambda s: number(s.speed.ratio_decode, ".3f")),
+        ("tokens/s, batch full", lambda s: number(s.speed.tokens_per_s_full, ".1f")),
+        ("  ratio to baseline, full", lambda s: number(s.speed.ratio_full, ".3f")),
+        ("device / wall of a pass [s]", device),
+        ("first token [ms], median", lambda s: number(s.speed.ttft_s_median, ".1f", scale=1e3)),
+        ("next token [ms], median / p95", inter_token),
+        ("rows per target step", lambda s: number(s.rows_per_step, ".1f")),
+        ("peak memory [MiB]", lambda s: number(s.peak_memory_bytes, ".0f", scale=2.0**-20)),
+    ]
+
+
+def _honesty_rows() -> list[tuple[str, Cell]]:
+    return [
+        ("rounds", lambda s: str(s.acceptance.num_rounds)),
+        ("rounds with r >= 2", lambda s: str(s.acceptance.num_rounds_two_rejected)),
+        ("audit " + "/".join(FINDINGS), _audit_cell),
+        ("lossless", lambda s: printable(s.lossless)),
+    ]
+
+
+def _audit_cell(summary: ConditionSummary) -> str:
+    audit = summary.audit
+    return UNDEFINED if audit is None else " / ".join(str(audit[name]) for name in FINDINGS)
+
+
+def _domain_grid(summaries: Sequence[ConditionSummary]) -> Grid:
+    domains = sorted({domain for summary in summaries for domain in summary.per_domain})
+    rows = []
+    for domain in domains:
+        figures = [summary.per_domain[domain] for summary in summaries]
+        num_prompts = max(figure.num_prompts for figure in figures)
+        cells = (interval(figure.acceptance_length_micro) for figure in figures)
+        rows.append((printable(domain), str(num_prompts), *cells))
+    return Grid(
+        title="Acceptance length (micro) by domain",
+        header=("domain", "prompts", *map(_heading, summaries)),
+        rows=tuple(rows),
+    )
+
+
+def _length_grid(summaries: Sequence[ConditionSummary], title: str) -> Grid:
+    rows = [
+        (
+            label_text(summary.label),
+            interval(summary.acceptance.acceptance_length_micro),
+            number(summary.acceptance.acceptance_rate.value, ".3f"),
+            _rate(end_to_end_rate(summary.speed), summary.speed.num_passes),
+            number(summary.speed.ratio_end_to_end, ".3f"),
+            printable(summary.lossless),
+        )
+        for summary in summaries
+    ]
+    header = ("condition", "acceptance length", "rate", "tokens/s", "ratio", "lossless")
+    return Grid(title, header, tuple(rows))
+
+
+def _decode_grid(summaries: Sequence[ConditionSummary]) -> Grid:
+    """Speed without prompt rows, and of it with a full batch; empty where nobody had one."""
+    speeds = [(label_text(summary.label), summary.speed) for summary in summaries]
+    if all(speed.tokens_per_s_full is None for _, speed in speeds):
+        speeds = []
+    rows = [
+        (
+            label,
+            _rate(decode_rate(speed), speed.num_passes),
+            number(speed.ratio_decode, ".3f"),
+            _rate(full_rate(speed), speed.num_passes),
+            number(speed.ratio_full, ".3f"),
+        )
+        for label, speed in speeds
+    ]
+    header = ("condition", "decode only", "ratio, decode", "batch full", "ratio, full")
+    return Grid("Tokens/s of steps without prompt rows", header, tuple(rows))
+
+
+def _rate(tokens_per_s: Estimate, num_passes: int) -> str:
+    """Tokens per second; with several passes the least and the most of one."""
+    is_lone = num_passes == 1
+    return number(tokens_per_s.value, ".1f") if is_lone else interval(tokens_per_s, ".1f")
+
+
+def _position_grid(drafting: Sequence[ConditionSummary]) -> Grid:
+    most = max((summary.num_speculative_tokens for summary in drafting), default=0)
+    rows = []
+    for summary in drafting:
+        figures = summary.acceptance
+        rates = [number(rate.value, ".3f") for rate in figures.acceptance_rate_per_position]
+        rates += [UNDEFINED] * (most - len(rates))
+        rounds = str(figures.num_rounds_two_rejected)
+        rows.append((label_text(summary.label), *rates, rounds, _audit_cell(summary)))
+    positions = (f"p_{i}" for i in range(1, most + 1))
+    header = ("condition", *positions, "rounds with r >= 2", "WRONG/MIXED/HOLE")
+    return Grid("Acceptance by draft position, and audit", header, tuple(rows))
+
+
+def _domain_row_grid(drafting: Sequence[ConditionSummary]) -> Grid:
+    domains = sorted({domain for summary in drafting for domain in summary.per_domain})
+    rows = []
+    for summary in drafting:
+        found = [summary.per_domain.get(domain) for domain in domains]
+        values = (None if one is None else one.acceptance_length_micro.value for one in found)
+        rows.append((label_text(summary.label), *(number(value, ".3f") for value in values)))
+    header = ("condition", *map(printable, domains))
+    return Grid("Acceptance length (micro) by domain", header, tuple(rows))
+
+
+def _paired_row_grid(pairs: Sequence[PairedComparison]) -> Grid:
+    """Differences to a reference of equal K, batch size and temperature, named by what differs."""
+    rows = []
+    for pair in pairs:
+        shared = set(pair.condition.split())
+        other = " ".join(word for word in pair.reference.split() if word not in shared)
+        names = ("acceptance_length_micro", "acceptance_rate")
+        cells = (interval(pair.differences[name], "+.3f") for name in names)
+        rows.append((label_text(pair.condition), label_text(other), *cells))
+    header = ("condition", "minus", "acceptance length (micro)", "acceptance rate")
+    return Grid("Paired difference over the same prompts", header, tuple(rows))
+
+
+def _cost_grid(summaries: Sequence[ConditionSummary]) -> Grid:
+    """Where a step without prompt rows spends its time, and the speed-up that this predicts."""
+
+    def cells(summary: ConditionSummary, cost: StepCost) -> tuple[str, ...]:
+        parts = (cost.target_s, cost.verify_s, cost.draft_s, cost.host_s)
+        ratio = summary.speed.ratio_decode
+        model = (cost.draft_cost, cost.verify_cost, cost.predicted_ratio, ratio)
+        is_baseline = summary.num_speculative_tokens == 0
+        return (
+            label_text(summary.label),
+            *(number(part, ".2f", scale=1e3) for part in parts),
+            *(UNDEFINED if is_baseline else number(figure, ".3f") for figure in model),
+        )
+
+    return Grid(
+        title="Step without prompt rows [ms], and speed-up = tau / (1 + K c + v)",
+        header=(
+            *("condition", "target", "verify", "draft", "host"),
+            *("c", "v", "predicted", "measured"),
+        ),
+        rows=tuple(cells(one, one.cost) for one in summaries if one.cost is not None),
+    )

@@ -1,0 +1,155 @@
+"""The figures, charts and scalars of a report on Weights & Biases.
+
+One numeric table `figures`, the long frame, and one `wandb.Html` a chart, under keys that are the
+same for every run; the main figures as the run's summary, by which a sweep ranks; the results file
+as an artifact. W&B never ends a run: without key or network there is one warning, and the report on
+disk is whole. The libraries of a report are imported only when something is sent.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from mtp_research.config.schema import LoggerConfig
+from mtp_research.evaluation.report.page import Section, results_sections
+from mtp_research.evaluation.report.stored import RESULTS_FILE, Report, Run
+from mtp_research.evaluation.stats.summary import ConditionSummary
+from mtp_research.runtime.provenance import redact_tree
+
+if TYPE_CHECKING:
+    from mtp_research.evaluation.report.page import Section
+
+logger = logging.getLogger(__name__)
+
+INIT_TIMEOUT_S = 30.0  # of a service that does not answer; W&B's own 90 s are a long time to warn
+FIGURES_KEY = "figures"
+Scalars = Mapping[str, float | str]
+
+
+def publish_report(report: Report, *, output_dir: Path, settings: LoggerConfig) -> bool:
+    """`publish` one evaluation."""
+
+    def sections() -> "list[Section]":
+
+        return results_sections([Run(output_dir.name, report)])
+
+    return publish(
+        sections,
+        results=output_dir / RESULTS_FILE,
+        settings=settings,
+        config=report.config,
+        scalars=report_scalars(report),
+    )
+
+
+def report_scalars(report: Report) -> dict[str, float | str]:
+    """Figures by `label/name`, and those of the condition of the greatest length by `best/name`.
+
+    Names: `acceptance_length` (micro), `acceptance_rate`, `tokens_per_s` (end to end),
+    `ratio_to_baseline`. A figure that was not measured is left out. Only conditions that draft can
+    be best; `best/condition` is the label.
+    """
+    scalars: dict[str, float | str] = {}
+    for summary in report.summaries:
+        found = _main_figures(summary)
+        scalars |= {f"{summary.label}/{name}": value for name, value in found.items()}
+    drafting = [
+        (length, summary)
+        for summary in report.summaries
+        if summary.num_speculative_tokens > 0
+        and (length := summary.acceptance.acceptance_length_micro.value) is not None
+    ]
+    if drafting:
+        _, best = max(drafting, key=lambda pair: pair[0])
+        scalars["best/condition"] = best.label
+        scalars |= {f"best/{name}": value for name, value in _main_figures(best).items()}
+    return scalars
+
+
+def publish(
+    make_sections: "Callable[[], Sequence[Section]]",
+    *,
+    results: Path,
+    settings: LoggerConfig,
+    config: Mapping[str, object],
+    scalars: Scalars,
+) -> bool:
+    """Send figures, charts and scalars, where W&B is asked for and this is the first rank.
+
+    Args:
+        make_sections: builds the sections of the report; called only if they are sent.
+        results: the file they were made of; W&B keeps its own files beside it.
+        settings: mode, which `WANDB_MODE` overrides as everywhere, project, tags.
+        config: resolved configuration; secrets are redacted here.
+        scalars: of the run's summary.
+
+    Returns:
+        Whether all was sent.
+    """
+    mode = os.environ.get("WANDB_MODE") or settings.wandb
+    is_off = "disabled" in (settings.wandb, mode)
+    if is_off or os.environ.get("RANK", "0") != "0":
+        return False
+    try:
+        _send(make_sections(), results, mode=mode, settings=settings, config=config,
+              scalars=scalars)  # fmt: skip
+    # Whatever W&B and its transport raise, the report is worth more than its copy.
+    except Exception as fault:
+        logger.warning("W&B is off (%s); figures and charts are in %s only", fault, results.parent)
+        return False
+    return True
+
+
+def _main_figures(summary: ConditionSummary) -> dict[str, float]:
+    figures = {
+        "acceptance_length": summary.acceptance.acceptance_length_micro.value,
+        "acceptance_rate": summary.acceptance.acceptance_rate.value,
+        "tokens_per_s": summary.speed.tokens_per_s_end_to_end,
+        "ratio_to_baseline": summary.speed.ratio_end_to_end,
+    }
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _send(
+    sections: "Sequence[Section]",
+    results: Path,
+    *,
+    mode: str,
+    settings: LoggerConfig,
+    config: Mapping[str, object],
+    scalars: Scalars,
+) -> None:
+    import pandas as pd
+    import wandb
+
+    from mtp_research.evaluation.report.charts import chart_files
+
+    if mode == "online" and not wandb.login(prompt=False):
+        raise RuntimeError("no API key; run `wandb login` or set logger.wandb=offline")
+    run = wandb.init(
+        project=settings.project,
+        dir=str(results.parent),
+        mode=cast(Literal["offline", "online"], mode),  # checked here or by W&B
+        tags=list(settings.tags),
+        config=cast(dict[str, object], redact_tree(dict(config))),
+        job_type="report",
+        settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S),
+    )
+    run.summary.update(dict(scalars))
+    frames = [section.frame for section in sections if len(section.frame)]
+    if frames:
+        frame = pd.concat(frames).astype(object)
+        rows = frame.where(frame.notna(), None).to_numpy().tolist()
+        run.log({FIGURES_KEY: wandb.Table(columns=list(frame.columns), data=rows)})
+    for section in sections:
+        for chart in section.drawn:
+            about = f"{chart.note} {section.caption}. {section.command}"
+            svg = chart_files(chart, description=about)["svg"].decode()
+            run.log({f"charts/{chart.stem}": wandb.Html(svg, inject=False)})
+    if results.is_file():
+        artifact = wandb.Artifact(f"results-{run.id}", type="results")
+        artifact.add_file(str(results))
+        run.log_artifact(artifact)
+    run.finish()

@@ -1,0 +1,109 @@
+"""A page, tables and charts from the results of some evaluations, studies and training runs.
+
+    python -m mtp_research report results.json [more ...] [--out folder]
+
+Takes results of `eval.py`, the `matrix.json` of `train.py experiment=policy_matrix`, the
+`fault_price.json` of `eval.py experiment=fault_price` and the `metrics.jsonl` of `train.py`; a
+folder stands for such files in it, else for those of its folders, such as the parts of a sweep.
+Writes into the folder: `report.html` (one file that loads nothing), `figures.csv` (every figure as
+a number), `tables.md`, `tables/*.tex` and `charts/*.svg`, `.pdf` and `.png`. Every number is
+computed again from the counters of the files, and must equal the stored one.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtp_research.evaluation.report.charts import slug
+from mtp_research.evaluation.report.page import Section, results_sections, write_report
+from mtp_research.evaluation.report.stored import PACKED_FILE, RESULTS_FILE, read_runs
+from mtp_research.evaluation.stats.fault_study import STUDY_FILE
+from mtp_research.evaluation.stats.matrix_seeds import MATRIX_FILE
+from mtp_research.runtime.errors import EnvironmentFault, IntegrityError
+from mtp_research.runtime.provenance import redact
+from mtp_research.studies.study_pages import fault_section, matrix_section, training_section
+from mtp_research.training.tracking import METRICS_FILE
+
+_RESULTS = (RESULTS_FILE, PACKED_FILE)
+_FILES = (MATRIX_FILE, STUDY_FILE, *_RESULTS, METRICS_FILE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report; returns the exit code: 0, 2 arguments, 3 integrity, 4 environment."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mtp_research report",
+        description="One HTML page, CSV, LaTeX, Markdown and charts from the results of runs.",
+    )
+    parser.add_argument(
+        "results", nargs="+", type=Path, help="a file, its folder, or a folder of such folders"
+    )
+    parser.add_argument("--out", type=Path, help="default: `report` beside the first file")
+    options = parser.parse_args(argv)
+    first: Path = options.results[0]
+    folder = options.out or (first if first.is_dir() else first.parent) / "report"
+    try:
+        files = [file for path in options.results for file in _files(path)]
+        studies = [file for file in files if file.name in set(_FILES) - {*_RESULTS}]
+        runs = read_runs([file for file in files if file not in studies])
+        sections = [*_study_sections(studies), *results_sections(runs)]
+        page = write_report(folder, sections)
+        _require_outputs(sections, page)
+    except (IntegrityError, EnvironmentFault) as fault:
+        sys.stderr.write(f"error: {redact(str(fault))}\n")
+        return fault.exit_code
+    sys.stdout.write(f"report: {page}\n")
+    return 0
+
+
+def _files(path: Path) -> list[Path]:
+    """The file itself, or every file that a report can show: of the folder, else of those in it."""
+    if not path.is_dir():
+        return [path]
+    parts = sorted((part for part in path.iterdir() if part.is_dir()), key=_number_order)
+    for folders in ([path], parts):
+        found = [one / name for one in folders for name in _FILES if (one / name).is_file()]
+        if found:
+            return found
+    return [path]
+
+
+def _number_order(path: Path) -> list[tuple[int, str]]:
+    """`batch_8` before `batch_32`: numbers in a name count as numbers."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _study_sections(files: Sequence[Path]) -> list[Section]:
+    """A section for each; its name is the folder's, and unique."""
+    sections: list[Section] = []
+    for number, file in enumerate(files, start=1):
+        folder = slug(file.resolve().parent.name)
+        names = (folder, f"{folder}-{slug(file.stem)}", f"{folder}-{number}")
+        taken = {section.name for section in sections}
+        name = next(name for name in names if name not in taken)
+        if file.name == METRICS_FILE:
+            sections.append(training_section(file, name=name))
+        else:
+            make = matrix_section if file.name == MATRIX_FILE else fault_section
+            sections.append(make(file.parent, name=name))
+    return sections
+
+
+def _require_outputs(sections: Sequence[Section], page: Path) -> None:
+    """Refuse to call a report whole in which a condition has no figure at all.
+
+    Raises:
+        IntegrityError: names the conditions; the report is written all the same.
+    """
+    empty = [label for section in sections for label in section.empty]
+    if empty:
+        raise IntegrityError(
+            f"expected finished generations, got none for {', '.join(empty)}; their figures are "
+            f"undefined, evaluate again. Report: {page}"
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,399 @@
+"""Tables of stored results: one command with a subcommand for each.
+
+    python -m mtp_research tables compare ours/results.json theirs/results.json
+    python -m mtp_research tables context results/context
+    python -m mtp_research tables policy results/k3 results/k5
+    python -m mtp_research tables fault results/fault_price
+
+`compare` prints paired differences ours - theirs; results that measure different things are refused
+with every prompt whose hash differs. `context` prints acceptance and speed by context length: every
+round falls into the bucket [2^n, 2^(n+1)) of the text before its first draft; every request falls,
+whole, into that of the text in the middle of its output, with tokens/s = tokens after the first /
+seconds from the first to the last; in a batch those seconds would be shared, so that batches are
+refused. `policy` prints rows per step, audit and acceptance by policy, and `fault` the prices of
+faulty draft slots. All figures are computed again from the stored counters. Exit code 2: the
+results do not fit the question; 3: a file is damaged, of other formulas, or holds figures that its
+own counters do not give. Letters: K drafts per step, N MTP modules.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from mtp_research.config.schema import SamplingConfig, SpecConfig
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
+from mtp_research.evaluation.report.stored import (
+    Report,
+    mapping,
+    printable,
+    read_runs,
+    recompute,
+    results_file,
+)
+from mtp_research.evaluation.report.terminal import (
+    UNDEFINED,
+    interval,
+    markdown_table,
+    number,
+    paired_grid,
+    plain_text,
+)
+from mtp_research.evaluation.stats.bootstrap import Estimate, Ratio, estimate
+from mtp_research.evaluation.stats.statistics import (
+    FINISHED,
+    MIN_PROMPTS,
+    ContextBucket,
+    acceptance_by_context,
+)
+from mtp_research.evaluation.stats.summary import (
+    ConditionResult,
+    ConditionSummary,
+    PairedComparison,
+    paired,
+)
+from mtp_research.heads.record import read_head_record
+from mtp_research.policy.audit import Verdict
+from mtp_research.policy.plan import POLICIES, DraftPlan
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.studies.fault_table import markdown_tables, read_checked_study
+
+_NUM_LISTED = 5
+_REFERENCE = "training"  # differences of the policy table are to it, prompt by prompt
+_FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
+_LENGTH = "acceptance length [95 %]"
+_CONTEXT_HEADER = ("context", "condition", "rounds", _LENGTH, "requests", "tokens/s [95 %]",
+                   "ratio to K = 0")  # fmt: skip
+_POLICY_HEADER = ("head", "N", "K", "policy", "module rows per step", *(f"{x} %" for x in _FAULTS),
+                  _LENGTH, f"minus {_REFERENCE} [95 %]", "p_1 .. p_K")  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `python -m mtp_research tables`; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mtp_research tables", description="Print a table of stored results."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (number_of_paths, _) in _COMMANDS.items():
+        command = commands.add_parser(name)
+        command.add_argument("paths", nargs=number_of_paths, type=Path, metavar="RESULTS")
+    options = parser.parse_args(argv)
+    try:
+        sys.stdout.write(_COMMANDS[options.command][1](options.paths) + "\n")
+    except (ConfigError, IntegrityError) as fault:
+        sys.stderr.write(f"error: {fault}\n")
+        return fault.exit_code
+    return 0
+
+
+def _compare_text(paths: Sequence[Path]) -> str:
+    runs = read_runs(paths)
+    ours, theirs = (run.report for run in runs)
+    try:
+        pairs = compare(ours, theirs)
+    except ConfigError as fault:
+        lines = [str(fault)]
+        for name, hashes in differing_prompts(ours, theirs).items():
+            sides = " and ".join((digest or "no such prompt")[:16] for digest in hashes)
+            lines.append(f"  {printable(name)}: {sides}")
+        raise ConfigError("\n".join(lines)) from None
+    grids = [plain_text(paired_grid(pair)) for pair in pairs.values()]
+    known = (w for s in (*ours.summaries, *theirs.summaries) for w in s.acceptance.warnings)
+    grids += [f"warning: {warning}" for warning in dict.fromkeys(known)]
+    title = f"{runs[0].name} - {runs[1].name}, {len(ours.prompts)} prompts"
+    return "\n\n".join([title, *grids])
+
+
+def _context_text(paths: Sequence[Path]) -> str:
+    report = recompute(results_file(paths[0]))
+    rows = context_rows(report)
+    return "\n\n".join([markdown_table(_CONTEXT_HEADER, rows), *context_notes(report, rows)])
+
+
+def _policy_text(paths: Sequence[Path]) -> str:
+    reports = [recompute(results_file(path)) for path in paths]
+    return markdown_table(_POLICY_HEADER, [r for report in reports for r in policy_rows(report)])
+
+
+def _fault_text(paths: Sequence[Path]) -> str:
+    return markdown_tables(read_checked_study(paths[0]))
+
+
+# By name: how many results it reads, and what makes its text of them.
+_COMMANDS: dict[str, tuple[int | str, Callable[[Sequence[Path]], str]]] = {
+    "compare": (2, _compare_text),
+    "context": (1, _context_text),
+    "policy": ("+", _policy_text),
+    "fault": (1, _fault_text),
+}
+
+
+def compare(ours: Report, theirs: Report) -> dict[str, PairedComparison]:
+    """Paired differences ours - theirs of every condition label that both hold and that drafts.
+
+    Raises:
+        ConfigError: the results differ in prompts, target, dtype, K or the law of the text, or
+            share no such label; the message lists every difference.
+    """
+    require_comparable(ours, theirs)
+    references = {condition.label: condition for condition in theirs.conditions}
+    return {
+        condition.label: paired(condition, references[condition.label], seed=ours.seed)
+        for condition in ours.conditions
+        if condition.label in references and condition.num_speculative_tokens > 0
+    }
+
+
+def require_comparable(ours: Report, theirs: Report) -> None:
+    """Refuse two results of other prompts, target, dtype, K or law of the text; see `compare`."""
+    found = [*_prompt_differences(ours, theirs), *_draft_differences(ours, theirs)]
+    found += _target_differences(ours, theirs)
+    if ours.dtype != theirs.dtype:
+        found.append(f"dtype {ours.dtype} and {theirs.dtype}")
+    found += _law_differences(ours, theirs)
+    if found:
+        raise ConfigError(
+            "expected results of the same prompts, target, dtype, K and sampling, got "
+            f"{'; '.join(found)}; evaluate both with the same prompts.path, prompts.max_prompts, "
+            "model.path, model.dtype, spec.k, spec.verify and sampling.*."
+        )
+
+
+def law_of_text(condition: ConditionResult, config: Mapping[str, object]) -> dict[str, object]:
+    """Settings that decide how the text of a condition is distributed, by key.
+
+    Those that do nothing are left out: truncation at temperature 0, the rest of DRY without its
+    multiplier. All lossless rules have one law. A setting that an old file lacks has its default.
+
+    Args:
+        condition: of a results file.
+        config: the configuration in that file.
+    """
+    stored = _with_defaults(SamplingConfig(), mapping(config, "sampling"))
+    if condition.temperature is not None:  # the file may hold a list of them
+        stored["temperature"] = condition.temperature
+    idle = set() if stored["temperature"] else {"top_k", "top_p", "min_p"}
+    if not stored["dry_multiplier"]:
+        idle |= {"dry_base", "dry_allowed_length"}
+    law = {f"sampling.{key}": value for key, value in stored.items() if key not in idle}
+    spec = _with_defaults(SpecConfig(), mapping(config, "spec"))
+    rule = condition.verify or spec["verify"]
+    is_lossless = rule in LOSSLESS_RULES or rule == "auto"
+    law["spec.verify"] = "a lossless rule" if is_lossless else rule
+    if not is_lossless:
+        own = {key: value for key, value in spec.items() if key.startswith(f"{rule}_")}
+        law |= {f"spec.{key}": value for key, value in own.items()}
+    return law
+
+
+def differing_prompts(ours: Report, theirs: Report) -> dict[str, tuple[str | None, str | None]]:
+    """Our and their hash by id, where they differ; None where a side lacks the prompt.
+
+    Texts can differ under one id, such as code that was cut from another Python.
+    """
+    our_hashes = {prompt.question_id: prompt.sha256 for prompt in ours.prompts}
+    their_hashes = {prompt.question_id: prompt.sha256 for prompt in theirs.prompts}
+    pairs = {
+        name: (our_hashes.get(name), their_hashes.get(name))
+        for name in sorted(our_hashes.keys() | their_hashes.keys())
+    }
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _prompt_differences(ours: Report, theirs: Report) -> list[str]:
+    differing = [printable(name) for name in differing_prompts(ours, theirs)]
+    if not differing:
+        return []
+    listed = ", ".join(differing[:_NUM_LISTED])
+    more = f" and {len(differing) - _NUM_LISTED} more" if len(differing) > _NUM_LISTED else ""
+    return [f"{len(differing)} prompts with other hashes ({listed}{more})"]
+
+
+def _target_differences(ours: Report, theirs: Report) -> list[str]:
+    """Hashes that differ; the path where a file holds none, as before hashes were recorded."""
+    mine, other = (mapping(report.run, "target") for report in (ours, theirs))
+    if not mine or not other:
+        paths = [str(mapping(r.config, "model").get("path") or "") for r in (ours, theirs)]
+        return [f"model.path {' and '.join(map(printable, paths))}"] if len(set(paths)) > 1 else []
+    return [
+        f"target {key} {' and '.join(str(hashes.get(key))[:16] for hashes in (mine, other))}"
+        for key in sorted(mine.keys() | other.keys())
+        if mine.get(key) != other.get(key)
+    ]
+
+
+def _draft_differences(ours: Report, theirs: Report) -> list[str]:
+    references = {c.label: c.num_speculative_tokens for c in theirs.conditions}
+    shared = {c.label: c.num_speculative_tokens for c in ours.conditions if c.label in references}
+    if not any(shared.values()):
+        return [f"no common condition that drafts ({sorted(shared)} in both)"]
+    return [
+        f"K = {num_drafts} and {references[label]} for {label}"
+        for label, num_drafts in shared.items()
+        if num_drafts != references[label]
+    ]
+
+
+def _with_defaults(
+    defaults: SamplingConfig | SpecConfig, stored: Mapping[str, object]
+) -> dict[str, object]:
+    """The stored values of the keys that this version knows."""
+    return {key: stored.get(key, value) for key, value in asdict(defaults).items()}
+
+
+def _law_differences(ours: Report, theirs: Report) -> list[str]:
+    """Each differing setting with both values, and the shared conditions that it is of."""
+    references = {condition.label: condition for condition in theirs.conditions}
+    found: dict[str, list[str]] = {}
+    for condition in ours.conditions:
+        if condition.label not in references or condition.num_speculative_tokens == 0:
+            continue
+        mine = law_of_text(condition, ours.config)
+        other = law_of_text(references[condition.label], theirs.config)
+        for key in sorted(mine.keys() | other.keys()):
+            if mine.get(key) != other.get(key):
+                values = [printable(str(law.get(key, "unused"))) for law in (mine, other)]
+                text = f"{key} {' and '.join(values)}"
+                found.setdefault(text, []).append(printable(condition.label))
+    return [f"{text} for {', '.join(labels[:_NUM_LISTED])}" for text, labels in found.items()]
+
+
+def context_rows(report: Report) -> list[tuple[str, ...]]:
+    """One row per bucket and condition, from short to long, cells in the order of the header.
+
+    Raises:
+        ConfigError: several requests were decoded at a time.
+    """
+    batch = cast(Mapping[str, object], report.config["engine"])["max_num_requests"]
+    if batch != 1:
+        raise ConfigError(
+            f"engine.max_num_requests must be 1 for speed by context, got {batch}; "
+            "set engine.max_num_requests=1."
+        )
+    speeds = {c.label: speed_by_context(c.records, seed=report.seed) for c in report.conditions}
+    lengths = {c.label: _context_lengths(c, seed=report.seed) for c in report.conditions}
+    baseline = next((c.label for c in report.conditions if c.num_speculative_tokens == 0), None)
+    plain = speeds.get(baseline or "", {})
+    lows = sorted({low for found in speeds.values() for low in found})
+    return [
+        _context_row(low, label, lengths[label].get(low), speeds[label][low], plain.get(low))
+        for low in lows
+        for label in speeds
+        if low in speeds[label]
+    ]
+
+
+def speed_by_context(
+    records: Sequence[RequestRecord], *, seed: int
+) -> dict[int, tuple[int, Estimate]]:
+    """Requests and tokens/s with its interval over requests, by the low end of the bucket."""
+    groups: dict[int, list[RequestRecord]] = {}
+    for record in records:
+        if record.finish_reason in FINISHED and len(record.output_token_ids) > 1:
+            middle = record.num_prompt_tokens + len(record.output_token_ids) // 2
+            groups.setdefault(1 << (middle.bit_length() - 1), []).append(record)
+    return {
+        low: (len(group), estimate({"rate": _rate(group)}, seed=seed)["rate"])
+        for low, group in groups.items()
+    }
+
+
+def context_notes(report: Report, rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Warnings that belong under the rows: too few prompts in all, or in a bucket."""
+    warnings = [w for summary in report.summaries for w in summary.acceptance.warnings]
+    num_small = sum(int(row[_CONTEXT_HEADER.index("requests")]) < MIN_PROMPTS for row in rows)
+    if num_small:
+        warnings.append(
+            f"{num_small} of {len(rows)} rows have fewer than {MIN_PROMPTS} requests: their "
+            "intervals are too narrow"
+        )
+    return [f"warning: {text}" for text in dict.fromkeys(warnings)]
+
+
+def _context_row(
+    low: int,
+    label: str,
+    bucket: ContextBucket | None,
+    speed: tuple[int, Estimate],
+    plain: tuple[int, Estimate] | None,
+) -> tuple[str, ...]:
+    own, theirs = speed[1].value, plain[1].value if plain else None
+    return (
+        f"{low} to {2 * low - 1}",
+        label,
+        str(bucket.num_rounds) if bucket else UNDEFINED,
+        interval(bucket.acceptance_length) if bucket else UNDEFINED,
+        str(speed[0]),
+        interval(speed[1], ".1f"),
+        number(own / theirs if own and theirs else None, ".2f"),
+    )
+
+
+def _context_lengths(condition: ConditionResult, *, seed: int) -> dict[int, ContextBucket]:
+    return {one.low: one for one in acceptance_by_context(condition.records, seed=seed)}
+
+
+def _rate(records: Sequence[RequestRecord]) -> Ratio:
+    return Ratio(
+        np.array([len(record.output_token_ids) - 1 for record in records], dtype=np.float64),
+        np.array([record.decode_s for record in records], dtype=np.float64),
+    )
+
+
+def policy_rows(report: Report) -> list[tuple[str, ...]]:
+    """One row per policy of an evaluation, cells in the order of the header.
+
+    Raises:
+        ConfigError: the head folder that the results name is not there.
+    """
+    spec = cast(Mapping[str, object], report.config["spec"])
+    head = Path(str(spec["head"]))
+    num_modules = int(read_head_record(head)["spec"]["num_mtp_modules"])
+    return [
+        (
+            head.name,
+            str(num_modules),
+            str(summary.num_speculative_tokens),
+            str(summary.policy),
+            str(_num_module_rows(summary, num_modules)),
+            *_fault_percentages(summary.audit),
+            interval(summary.acceptance.acceptance_length_micro),
+            _difference(report, summary.label),
+            " ".join(
+                number(rate.value, ".3f")
+                for rate in summary.acceptance.acceptance_rate_per_position
+            ),
+        )
+        for summary in report.summaries
+        if summary.policy in POLICIES
+    ]
+
+
+def _difference(report: Report, label: str) -> str:
+    """Acceptance length minus the reference's, a dash where there is none."""
+    by_label = {condition.label: condition for condition in report.conditions}
+    if label == _REFERENCE or _REFERENCE not in by_label:
+        return UNDEFINED
+    pair = paired(by_label[label], by_label[_REFERENCE], seed=report.seed)
+    return interval(pair.differences["acceptance_length_micro"], "+.3f")
+
+
+def _num_module_rows(summary: ConditionSummary, num_modules: int) -> int:
+    policy = POLICIES[str(summary.policy)]
+    return DraftPlan(policy, summary.num_speculative_tokens, num_modules).num_rows_per_step
+
+
+def _fault_percentages(audit: Mapping[str, int] | None) -> tuple[str, ...]:
+    """Share of each fault among the slots looked at."""
+    if audit is None or not audit.get("slots"):
+        return (UNDEFINED,) * len(_FAULTS)
+    return tuple(f"{100 * audit[fault] / audit['slots']:.2f}" for fault in _FAULTS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
