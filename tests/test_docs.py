@@ -24,7 +24,8 @@ PRINTERS: dict[str, Callable[[Sequence[str] | None], int]] = {
     "mtp_research.policy": trace.main,
     "mtp_research.policy.simulate": simulate.main,
 }
-PLACEHOLDER = re.compile(r"\.\.\.|[$<>*]|=[A-Z]|\bx,y\b")  # a word that stands for another
+# A word that stands for another, or a flag that is Hydra's business.
+PLACEHOLDER = re.compile(r"\.\.\.|[$<>*]|=[A-Z]|\bx,y\b| -")
 
 
 def code_lines(page: Path) -> Iterator[str]:
