@@ -8,7 +8,7 @@ python eval.py --help                groups, keys, legal values and meanings
 
 import sys
 
-from mtp_research.app.commands import evaluate
+from mtp_research.__main__ import evaluate
 
 # run_entry is the @hydra.main of this file: Hydra's completion for bash looks for that word here.
 if __name__ == "__main__":

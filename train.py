@@ -8,7 +8,7 @@ python train.py --help                      groups, keys, legal values and meani
 
 import sys
 
-from mtp_research.app.commands import train
+from mtp_research.__main__ import train
 
 # run_entry is the @hydra.main of this file: Hydra's completion for bash looks for that word here.
 if __name__ == "__main__":

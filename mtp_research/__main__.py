@@ -1,13 +1,22 @@
-"""`python -m mtp_research COMMAND ...`: one door to every command; each has its own --help."""
+"""`python -m mtp_research COMMAND ...`: one door to every command; each has its own --help.
+
+`train` and `eval` are `train.py` and `eval.py`. Each task imports torch itself: `--help` and
+refusals do without.
+"""
 
 import importlib
+import json
+import os
 import sys
 from difflib import get_close_matches
+from pathlib import Path
+
+from mtp_research.config.schema import EvalConfig, TrainConfig
 
 # The command -> the module and the function that it is, imported when it is asked for.
 COMMANDS = {
-    "train": ("mtp_research.app.commands", "train"),
-    "eval": ("mtp_research.app.commands", "evaluate"),
+    "train": ("mtp_research.__main__", "train"),
+    "eval": ("mtp_research.__main__", "evaluate"),
     "report": ("mtp_research.studies.draw_report", "main"),
     "tables": ("mtp_research.studies.tables", "main"),
     "doctor": ("mtp_research.app.doctor", "main"),
@@ -32,6 +41,56 @@ def main() -> int:
     module, function = COMMANDS[name]
     sys.argv = [f"python -m mtp_research {name}", *sys.argv[2:]]
     return getattr(importlib.import_module(module), function)()
+
+
+def train() -> int:
+    """`train.py`: heads, a small target, cached hidden states or a matrix, by `task`."""
+    from mtp_research.app.cli import run_entry
+
+    return run_entry(TrainConfig, run_training)
+
+
+def evaluate() -> int:
+    """`eval.py`: decode the prompts under each condition, or price faulty slots, by `task`."""
+    from mtp_research.app.cli import run_entry
+
+    return run_entry(EvalConfig, run_evaluation)
+
+
+def run_training(config: TrainConfig, output_dir: Path) -> None:
+    """Train, then print one JSON line."""
+    if config.task == "target":
+        from mtp_research.pretrain.pretrain import pretrain_target
+
+        result = pretrain_target(config.model, output_dir=output_dir, seed=config.seed)
+    elif config.task == "cache":
+        from mtp_research.training.setup import cache_hidden
+
+        result = cache_hidden(config)
+    elif config.task == "matrix":
+        from mtp_research.studies.policy_matrix import run_policy_matrix
+
+        result = run_policy_matrix(config, output_dir)
+    else:
+        from mtp_research.studies.training_probe import decode_probe
+        from mtp_research.training.loop import train_heads
+
+        result = train_heads(config, output_dir, decode_eval=decode_probe(config))
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(f"{json.dumps(result)}\n")
+
+
+def run_evaluation(config: EvalConfig, output_dir: Path) -> None:
+    """Evaluate; the last printed line is one JSON object."""
+    if config.task == "fault_price":
+        from mtp_research.studies.fault_price import price_faults
+
+        result = price_faults(config, output_dir)
+    else:
+        from mtp_research.evaluation.run.evaluate import evaluate as measure
+
+        result = measure(config, output_dir)
+    sys.stdout.write(f"{json.dumps(result)}\n")
 
 
 if __name__ == "__main__":

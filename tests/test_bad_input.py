@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtp_research.__main__ import run_evaluation, run_training
 from mtp_research.app.cli import run_entry
-from mtp_research.app.commands import run_evaluation, run_training
 from mtp_research.config.schema import EvalConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent

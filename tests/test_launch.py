@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.app.cli import run_entry
-from mtp_research.app.launch import job_command
+from mtp_research.app.cli import job_command, run_entry
 from mtp_research.config.schema import TrainConfig
 from mtp_research.config.training_schema import LauncherConfig
 

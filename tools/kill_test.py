@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from mtp_research.__main__ import run_training
 from mtp_research.app.cli import run_entry
-from mtp_research.app.commands import run_training
 from mtp_research.config.schema import TrainConfig
 from mtp_research.training.checkpoint import newest_checkpoint
 from tests.training.tiny import save_lab

@@ -8,6 +8,11 @@ nothing behind, and `output_dir` owns the folder: `hydra.run.dir` and `hydra.swe
 With `-m` every job runs, whatever became of those before it: each has its folder
 (`output_dir/0`, `output_dir/1`, ...) and its error line; the exit code is the highest of the jobs.
 Only a request to stop (75, 130) ends the others as well.
+
+With `launcher=slurm` submitit, no dependency of the project, submits the same command as a job, one
+torchrun a node. SIGTERM comes some time before its limit, so it saves, exits with 75 and can be
+submitted again. Hydra's launcher for submitit works with `-m` only, and runs a pickled function in
+each Slurm task where we need torchrun.
 """
 
 import argparse
@@ -20,21 +25,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from mtp_research.app.launch import submit
 from mtp_research.app.overrides import (
     CONF_DIR,
     ENTRIES,
     Overrides,
     check_overrides,
     help_text,
+    hydra_words,
     quote,
+    read_flags,
 )
 from mtp_research.app.preflight import SPECIAL_HEADS, check_inputs
-from mtp_research.config.ranges import ALIASES, fault_line, nearest, schema_keys
+from mtp_research.config.ranges import ALIASES, fault_line, schema_keys
 from mtp_research.config.rules import validate
 from mtp_research.config.schema import EvalConfig, TrainConfig
+from mtp_research.config.training_schema import LauncherConfig
 from mtp_research.runtime.errors import (
     ConfigError,
     EnvironmentFault,
@@ -43,7 +50,7 @@ from mtp_research.runtime.errors import (
     NumericFault,
 )
 from mtp_research.runtime.files import run_lock
-from mtp_research.runtime.provenance import redact, resolve_path, write_run_folder
+from mtp_research.runtime.provenance import REPOSITORY_ROOT, redact, resolve_path, write_run_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -57,7 +64,14 @@ HYDRA_SETTINGS = (
     "hydra.output_subdir=null",
     "hydra.job.chdir=false",
 )
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+_PORT = 29511
+# The first host of the job is where the ranks meet; Slurm knows it, this machine does not yet.
+_SCRIPT = """
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+exec torchrun --nnodes "$1" --nproc-per-node "$2" --rdzv-backend c10d --rdzv-endpoint "$head:$3" \\
+    "${@:4}"
+"""
 
 ConfigT = TypeVar("ConfigT", TrainConfig, EvalConfig)
 
@@ -84,7 +98,7 @@ def run_entry(
         sys.stdout.write(f"{help_text(schema)}\n")
         return 0
     is_traced = "--traceback" in words
-    return _exit_code(lambda: _Command(schema, run, _read_flags(words)).start(), is_traced)
+    return _exit_code(lambda: _Command(schema, run, read_flags(words)).start(), is_traced)
 
 
 def compose_config(schema: type[ConfigT], words: Sequence[str]) -> ConfigT:
@@ -100,7 +114,7 @@ def compose_config(schema: type[ConfigT], words: Sequence[str]) -> ConfigT:
     Raises:
         ConfigError: one line per fault.
     """
-    flags = _read_flags([])
+    flags = read_flags([])
     overrides = check_overrides(schema, words).fixed
     return _checked(schema, _compose(schema, overrides, flags), overrides)
 
@@ -109,10 +123,7 @@ class _Command(Generic[ConfigT]):
     """One command line: what Hydra is asked for, and what a job does."""
 
     def __init__(
-        self,
-        schema: type[ConfigT],
-        run: Callable[[ConfigT, Path], None],
-        flags: argparse.Namespace,
+        self, schema: type[ConfigT], run: Callable[[ConfigT, Path], None], flags: argparse.Namespace
     ) -> None:
         self.schema, self.run, self.flags = schema, run, flags
 
@@ -194,7 +205,6 @@ class _Command(Generic[ConfigT]):
         return _exit_code(work, self.flags.traceback, place)
 
     def _hydra(self, overrides: Sequence[str], job: "Callable[[DictConfig], None]") -> int:
-        """Hand the words to Hydra's own entry; the exit code is Hydra's."""
         import hydra
 
         flags, argv = self.flags, sys.argv
@@ -206,7 +216,7 @@ class _Command(Generic[ConfigT]):
         name = flags.config_name or ENTRIES[self.schema]
         main = hydra.main(config_path=flags.config_path, config_name=name, version_base="1.3")
         _store(self.schema)
-        words = [*overrides, *_hydra_words(flags)]
+        words = [*overrides, *hydra_words(flags)]
         if not flags.shell_completion:
             words = [*HYDRA_SETTINGS, f"hydra.job.name={ENTRIES[self.schema]}", *words]
         sys.argv = [argv[0], *words]
@@ -237,58 +247,6 @@ def _exit_code(work: Callable[[], int | None], is_traced: bool, place: str = "")
         return CTRL_C_EXIT_CODE
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help lists the flags.")
-
-
-def _read_flags(words: Sequence[str]) -> argparse.Namespace:
-    """Split a command line into flags, most of them Hydra's, and `overrides`."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("overrides", nargs="*")
-    commands = parser.add_mutually_exclusive_group()
-    commands.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    commands.add_argument("--info", "-i", nargs="?", const="all", choices=INFO)
-    for long, short in {"--run": "-r", "--multirun": "-m", "--shell-completion": "-sc"}.items():
-        commands.add_argument(long, short, action="store_true")
-    commands.add_argument("--hydra-help", action="store_true")
-    parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--traceback", action="store_true")
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--config-dir", "-cd", type=_folder)
-    parser.add_argument("--config-path", "-cp", type=_folder, default=str(CONF_DIR))
-    parser.add_argument("--config-name", "-cn")
-    kinds = [*words[1:], ""]  # --info may stand alone in front of an override
-    spelled = [
-        f"{word}=all" if word in ("--info", "-i") and kind not in INFO else word
-        for word, kind in zip(words, kinds, strict=False)
-    ]
-    flags, unknown = parser.parse_known_intermixed_args(spelled)
-    if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        word = unknown[0]
-        raise ConfigError(f"{word} is not a flag{nearest(word, known)}; --help lists the flags.")
-    if (flags.resolve or flags.package) and not flags.cfg:
-        raise ConfigError("--resolve and --package go with --cfg, got no --cfg; add --cfg job.")
-    return flags
-
-
-def _folder(path: str) -> str:
-    if not Path(path).is_dir():
-        raise argparse.ArgumentTypeError(f"must be a folder, got {path} (from {Path.cwd()})")
-    return str(Path(path).resolve())
-
-
-def _hydra_words(flags: argparse.Namespace) -> list[str]:
-    """The flags that Hydra takes, as it takes them."""
-    kept = ("run", "multirun", "shell_completion", "hydra_help", "resolve")
-    words = [f"--{name.replace('_', '-')}" for name in kept if getattr(flags, name)]
-    for name in ("cfg", "info", "package", "config_dir"):
-        if getattr(flags, name):
-            words += [f"--{name.replace('_', '-')}", getattr(flags, name)]
-    return words
-
-
 def _store(schema: type) -> None:
     from hydra.core.config_store import ConfigStore
 
@@ -304,10 +262,7 @@ def _compose(schema: type, overrides: Sequence[str], flags: argparse.Namespace) 
     folders = [flags.config_path, *([flags.config_dir] if flags.config_dir else [])]
     folders.sort(key=lambda folder: not (Path(folder) / f"{name}.yaml").is_file())
     more = [f"hydra.searchpath=[{quote(f'file://{folder}')}]" for folder in folders[1:]]
-    with (
-        _hydra_faults(schema, overrides),
-        initialize_config_dir(folders[0], version_base="1.3"),
-    ):
+    with _hydra_faults(schema, overrides), initialize_config_dir(folders[0], version_base="1.3"):
         return compose(name, overrides=[*more, *overrides], return_hydra_config=True)
 
 
@@ -355,7 +310,6 @@ def _adopt_conventions(config: TrainConfig, words: Sequence[str]) -> None:
 
 
 def _compose_fault(schema: type, fault: Exception, overrides: Sequence[str]) -> str:
-    """Say what a key takes when a value of the wrong type was given; else Hydra's first line."""
     cause: BaseException = fault
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -368,7 +322,6 @@ def _compose_fault(schema: type, fault: Exception, overrides: Sequence[str]) -> 
 
 
 def _resolve_paths(config: TrainConfig | EvalConfig) -> None:
-    """Make configured paths independent of the working directory, in place."""
     config.model.path = resolve_path(config.model.path)
     config.model.pretrain.corpus_dir = resolve_path(config.model.pretrain.corpus_dir)
     if isinstance(config, TrainConfig):
@@ -409,7 +362,6 @@ def _rank() -> str:
 def _is_submitted(
     config: TrainConfig | EvalConfig, overrides: Sequence[str], flags: argparse.Namespace
 ) -> bool:
-    """Hand the run to a cluster where the configuration says so."""
     if isinstance(config, EvalConfig) or config.launcher.kind == "local":
         return False
     given = {"--config-dir": flags.config_dir, "--config-name": flags.config_name}
@@ -417,9 +369,45 @@ def _is_submitted(
         given["--config-path"] = flags.config_path
     words = [*overrides, *(word for pair in given.items() if pair[1] for word in pair)]
     output_dir = _output_dir(config)
-    job_id = submit(config.launcher, words=words, output_dir=output_dir)
+    job_id = _submit(config.launcher, words=words, output_dir=output_dir)
     sys.stdout.write(f"{json.dumps({'job_id': job_id, 'output_dir': str(output_dir)})}\n")
     return True
+
+
+def _submit(launcher: LauncherConfig, *, words: Sequence[str], output_dir: Path) -> str:
+    try:
+        import submitit
+    except ImportError as fault:
+        raise EnvironmentFault(
+            f"launcher.kind=slurm needs submitit ({fault}); pip install submitit, or set "
+            "launcher=local."
+        ) from fault
+    executor = submitit.AutoExecutor(folder=str(output_dir / "slurm"), cluster="slurm")
+    executor.update_parameters(
+        name=output_dir.name,
+        nodes=launcher.num_nodes,
+        tasks_per_node=1,
+        gpus_per_node=launcher.gpus_per_node,
+        cpus_per_task=launcher.cpus_per_node,
+        timeout_min=launcher.max_minutes,
+        slurm_additional_parameters={"signal": f"TERM@{launcher.grace_s}"},
+        **({} if launcher.partition is None else {"slurm_partition": launcher.partition}),
+    )
+    command = submitit.helpers.CommandFunction(job_command(launcher, words, output_dir=output_dir))
+    try:
+        return str(executor.submit(command).job_id)
+    except (OSError, RuntimeError) as fault:
+        raise EnvironmentFault(
+            f"launcher.kind=slurm could not submit the job ({fault}); check that sbatch works."
+        ) from fault
+
+
+def job_command(launcher: LauncherConfig, words: Sequence[str], *, output_dir: Path) -> list[str]:
+    """What each node runs: bash, the meeting point, then torchrun with the user's own words."""
+    kept = [word for word in words if not word.startswith(("launcher", "output_dir="))]
+    sizes = [str(number) for number in (launcher.num_nodes, launcher.gpus_per_node, _PORT)]
+    program = [str(REPOSITORY_ROOT / "train.py"), *kept, f"output_dir={output_dir.resolve()}"]
+    return ["bash", "-c", _SCRIPT, "torchrun", *sizes, *program]
 
 
 def _resolve_head(head: str | None) -> str | None:

@@ -6,11 +6,12 @@ entry to a mapping (`model.architecture.num_hidden_layers=2`), takes one away (`
 Hydra's own (`hydra.verbose=true`), which goes through as it is.
 """
 
+import argparse
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, get_origin
+from typing import NamedTuple, NoReturn, get_origin
 
 from mtp_research.config.ranges import ALIASES, legal_values, meanings, nearest, schema_keys
 from mtp_research.config.schema import GRID_AXES, EvalConfig, TrainConfig
@@ -51,6 +52,7 @@ FLAGS = """flags:
   -sc install=bash  tab completion: eval "$(python eval.py -sc install=bash)"
   --hydra-help  Hydra's own help
   --traceback  show where an error came from"""
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 class Overrides(NamedTuple):
@@ -65,15 +67,8 @@ def check_overrides(
 ) -> Overrides:
     """Check the names in the words of a command line and spell them as Hydra expects.
 
-    Args:
-        schema: `TrainConfig` or `EvalConfig`.
-        words: `key=value` overrides.
-        is_many: `-m` was given, so that `spec.k=1,2` stands for two runs.
-        folders: where YAML groups lie; `conf/` by default.
-
-    Returns:
-        The overrides with aliases replaced, a single policy made a list, and a list for a key that
-        takes one value put on its axis of `grid`.
+    Aliases are replaced, a single policy becomes a list, and a list for a key that takes one value
+    goes to its axis of `grid`. With `is_many`, that is `-m`, `spec.k=1,2` stands for two runs.
 
     Raises:
         ConfigError: one line per unknown key or group choice, with the nearest valid names, and per
@@ -148,7 +143,6 @@ def _default(item: dataclasses.Field) -> str:
 
 
 def _fault(schema: Schema, word: str, groups: dict[str, list[str]], *, is_many: bool) -> str | None:
-    """The line on a word that names nothing, or several values for one run."""
     key, has_value, value = word.lstrip("+~").partition("=")
     if key.startswith(("hydra.", "hydra/")):
         fixed = next((name for name in _OUTPUT_KEYS if key == name), None)
@@ -230,7 +224,6 @@ def _spell_sweep(schema: Schema, word: str) -> Iterator[tuple[str, bool]]:
 
 
 def _spell(schema: Schema, word: str) -> list[str]:
-    """Write one override so that Hydra's grammar reads it as it was meant."""
     key, _, value = word.lstrip("+").partition("=")
     key = ALIASES.get(key, key)
     axis, item = _axis(schema, key), schema_keys(schema).get(key)
@@ -254,3 +247,55 @@ def quote(text: str) -> str:
     if text == "null" or text.startswith(("'", '"')):
         return text
     return "'" + text.replace("'", "\\'") + "'"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists the flags.")
+
+
+def read_flags(words: Sequence[str]) -> argparse.Namespace:
+    """Split a command line into flags, most of them Hydra's, and `overrides`."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    commands = parser.add_mutually_exclusive_group()
+    commands.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    commands.add_argument("--info", "-i", nargs="?", const="all", choices=INFO)
+    for long, short in {"--run": "-r", "--multirun": "-m", "--shell-completion": "-sc"}.items():
+        commands.add_argument(long, short, action="store_true")
+    commands.add_argument("--hydra-help", action="store_true")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--traceback", action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--config-dir", "-cd", type=_folder)
+    parser.add_argument("--config-path", "-cp", type=_folder, default=str(CONF_DIR))
+    parser.add_argument("--config-name", "-cn")
+    kinds = [*words[1:], ""]  # --info may stand alone in front of an override
+    spelled = [
+        f"{word}=all" if word in ("--info", "-i") and kind not in INFO else word
+        for word, kind in zip(words, kinds, strict=False)
+    ]
+    flags, unknown = parser.parse_known_intermixed_args(spelled)
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        word = unknown[0]
+        raise ConfigError(f"{word} is not a flag{nearest(word, known)}; --help lists the flags.")
+    if (flags.resolve or flags.package) and not flags.cfg:
+        raise ConfigError("--resolve and --package go with --cfg, got no --cfg; add --cfg job.")
+    return flags
+
+
+def _folder(path: str) -> str:
+    if not Path(path).is_dir():
+        raise argparse.ArgumentTypeError(f"must be a folder, got {path} (from {Path.cwd()})")
+    return str(Path(path).resolve())
+
+
+def hydra_words(flags: argparse.Namespace) -> list[str]:
+    """The flags that Hydra takes, as it takes them."""
+    kept = ("run", "multirun", "shell_completion", "hydra_help", "resolve")
+    words = [f"--{name.replace('_', '-')}" for name in kept if getattr(flags, name)]
+    for name in ("cfg", "info", "package", "config_dir"):
+        if getattr(flags, name):
+            words += [f"--{name.replace('_', '-')}", getattr(flags, name)]
+    return words

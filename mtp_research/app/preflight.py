@@ -7,7 +7,7 @@ only in tensors, or in a model still to be downloaded, is left to the loaders.
 from importlib.util import find_spec
 from pathlib import Path
 
-from mtp_research.config.grid import expand
+from mtp_research.config.rules import expand
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.evaluation.run.prompt_files import read_prompt_files
 from mtp_research.evaluation.run.settings_check import check_settings
@@ -24,17 +24,7 @@ SPECIAL_HEADS = (None, "oracle")
 
 
 def check_inputs(config: TrainConfig | EvalConfig) -> None:
-    """Refuse files that are missing, damaged or do not fit each other.
-
-    Args:
-        config: checked configuration with resolved paths.
-
-    Raises:
-        ConfigError: a path does not exist, the head belongs to another target, or a setting of a
-            rule is out of range or would be ignored.
-        IntegrityError: a prompt file, `head.json` or `config.json` is damaged; names file and line.
-        EnvironmentFault: captured steps are asked for, and the machine cannot run them.
-    """
+    """Refuse files that are missing, damaged or do not fit each other; paths are resolved."""
     if isinstance(config, TrainConfig):
         if config.task == "target":  # model.path and data.path are not read
             return

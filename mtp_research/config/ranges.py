@@ -46,15 +46,7 @@ def axis(section: type, key: str) -> list:
 
 
 def check_values(config: object, *, section: str = "") -> None:
-    """Check ranges and choices of a dataclass and its sections.
-
-    Args:
-        config: a root of the schema, or a section such as `EngineConfig`.
-        section: the section's key, such as `engine`.
-
-    Raises:
-        ConfigError: one line per fault.
-    """
+    """Check ranges and choices of a dataclass, whose key is `section`, and of its sections."""
     if faults := list(_value_faults(config, f"{section}." if section else "")):
         raise ConfigError("\n".join(faults))
 
@@ -77,6 +69,8 @@ def meanings(schema: type, prefix: str = "") -> dict[str, str]:
     for item in dataclasses.fields(schema):
         if isinstance(item.type, type) and dataclasses.is_dataclass(item.type):
             found |= meanings(item.type, f"{prefix}{item.name}.")
+    for base in schema.__bases__:
+        found |= meanings(base, prefix) if dataclasses.is_dataclass(base) else {}
     lines = Path(inspect.getfile(schema)).read_text(encoding="utf8").splitlines()
     classes = [node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef)]
     (body,) = [node.body for node in classes if node.name == schema.__name__]

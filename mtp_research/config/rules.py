@@ -1,14 +1,16 @@
 """Every check that needs only the configuration: the values first, then the rules between keys.
 
 Values are `ranges`' business. A rule says that a key does not go with others, and which override
-mends it; an option that the chosen mode would ignore is a fault, not a silent no-op. A grid is
-checked cell by cell, as if each had been typed alone.
+mends it; an option that the chosen mode would ignore is a fault, not a silent no-op. A *cell* is
+one combination of the values that `grid` lists, checked as if it had been typed alone. Cells of
+equal batch size and temperature follow each other: they share a baseline.
 """
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import NamedTuple
 
-from mtp_research.config.grid import expand
 from mtp_research.config.ranges import check_values
 from mtp_research.config.schema import (
     ARGMAX_RULES,
@@ -16,6 +18,7 @@ from mtp_research.config.schema import (
     GRID_AXES,
     EngineConfig,
     EvalConfig,
+    GridConfig,
     TrainConfig,
 )
 from mtp_research.config.training_schema import (
@@ -29,11 +32,7 @@ from mtp_research.runtime.errors import ConfigError, rule_line
 
 
 def validate(config: TrainConfig | EvalConfig) -> None:
-    """Check all ranges, choices and rules between keys.
-
-    Raises:
-        ConfigError: one line per fault.
-    """
+    """Check all ranges, choices and rules between keys; a `ConfigError` has one line per fault."""
     check_values(config)
     model = config.model
     faults = []
@@ -48,7 +47,6 @@ def validate(config: TrainConfig | EvalConfig) -> None:
 
 
 def _must_be_false(key: str, condition: str, fix: str | None = None) -> str:
-    """The line for a switch that is on beside a key that excludes it."""
     return rule_line(key, f"must be false for {condition}", "true", fix or f"{key}=false")
 
 
@@ -71,10 +69,8 @@ def _train_faults(config: TrainConfig) -> Iterator[str]:
 
 def _pretrain_faults(pretrain: PretrainConfig) -> Iterator[str]:
     if pretrain.warmup_steps >= pretrain.max_steps:
-        key, expected = (
-            "model.pretrain.warmup_steps",
-            f"must be below max_steps={pretrain.max_steps}",
-        )
+        key = "model.pretrain.warmup_steps"
+        expected = f"must be below max_steps={pretrain.max_steps}"
         yield rule_line(key, expected, pretrain.warmup_steps, f"{key}={pretrain.max_steps // 20}")
     key, weights = "model.pretrain.domain_weights", pretrain.domain_weights
     for domain, weight in weights.items():
@@ -90,10 +86,8 @@ def _heads_faults(config: TrainConfig) -> Iterator[str]:
     num_modules = head.num_mtp_modules
     num_depths = objective.num_depths or max(num_modules, 3)
     if num_depths < num_modules:
-        key, expected = (
-            "objective.num_depths",
-            f"must be at least head.num_mtp_modules={num_modules}",
-        )
+        key = "objective.num_depths"
+        expected = f"must be at least head.num_mtp_modules={num_modules}"
         yield rule_line(key, expected, num_depths, f"{key}={num_modules}")
     for condition, is_set in {
         "objective.unroll=ttt": objective.unroll == "ttt",
@@ -106,15 +100,12 @@ def _heads_faults(config: TrainConfig) -> Iterator[str]:
         expected = "must be set for head.init=replicate"
         yield rule_line("head.path", expected, "nothing", "head.path=PATH")
     if seq_len < num_depths + 2:
-        key, expected = (
-            "data.seq_len",
-            f"must be at least objective.num_depths + 2 = {num_depths + 2}",
-        )
+        key = "data.seq_len"
+        expected = f"must be at least objective.num_depths + 2 = {num_depths + 2}"
         yield rule_line(key, expected, seq_len, f"{key}={num_depths + 2}")
 
 
 def _loss_faults(objective: ObjectiveConfig) -> Iterator[str]:
-    """Keys that the chosen loss ignores."""
     try:
         terms = parse_loss(objective.loss)
     except ConfigError as fault:
@@ -137,7 +128,6 @@ def _loss_faults(objective: ObjectiveConfig) -> Iterator[str]:
 
 
 def _task_faults(config: TrainConfig) -> Iterator[str]:
-    """Keys of `task=matrix` and `task=cache`."""
     most = config.objective.num_depths or MAX_SPECULATIVE_TOKENS
     for count in config.matrix.num_mtp_modules if config.task == "matrix" else ():
         if not 1 <= count <= most:
@@ -152,7 +142,6 @@ def _task_faults(config: TrainConfig) -> Iterator[str]:
 
 
 def _sharing_faults(config: TrainConfig) -> Iterator[str]:
-    """Keys of the optimiser and of how ranks share the work."""
     trainer, head = config.trainer, config.head
     if len(trainer.betas) != 2 or not all(0 <= beta < 1 for beta in trainer.betas):
         key, expected = "trainer.betas", "must be two numbers in [0, 1)"
@@ -228,7 +217,6 @@ def _cell_faults(config: EvalConfig) -> Iterator[str]:
 
 
 def _capture_faults(engine: EngineConfig) -> Iterator[str]:
-    """Keys of compiled and captured steps that exclude or need one another."""
     if engine.deterministic and engine.compile:
         fix = "engine=h200_deterministic"
         yield _must_be_false("engine.compile", "engine.deterministic=true", fix)
@@ -273,3 +261,66 @@ def _eval_placing_faults(config: EvalConfig) -> Iterator[str]:
         # A clock would let ranks take different decisions, and wait for each other for ever.
         expected = f"must be set for model.tp_plan={model.tp_plan}, whose ranks cannot use a clock"
         yield rule_line("spec.draft_cost_ratio", expected, "null", "spec.draft_cost_ratio=0.1")
+
+
+class Expansion(NamedTuple):
+    """The cells of a grid, and a line on every combination that means nothing and is left out."""
+
+    cells: tuple[EvalConfig, ...]
+    skipped: tuple[str, ...]
+
+
+def expand(config: EvalConfig) -> Expansion:
+    """Every combination of the lists in `config.grid`; the configuration itself without lists.
+
+    `spec.verify=auto` becomes `greedy` or `standard` by the cell's temperature. Sampled drafts at
+    temperature 0 are greedy drafts under another name: such cells are left out of a grid, unless it
+    has no other.
+    """
+    made = tuple(
+        _cell(config, *values)
+        for values in itertools.product(
+            config.grid.max_num_requests or [config.engine.max_num_requests],
+            config.grid.temperature or [config.sampling.temperature],
+            config.grid.head or [config.spec.head],
+            config.grid.num_speculative_tokens or [config.spec.num_speculative_tokens],
+            config.grid.draft_sampling or [config.spec.draft_sampling],
+        )
+    )
+    cells = tuple(cell for cell in made if not _samples_at_zero(cell))
+    if not cells:
+        return Expansion(made, ())
+    is_skipped = len(cells) < len(made)
+    note = "spec.draft_sampling=sample at temperature 0, where drafts cannot be sampled"
+    return Expansion(cells, (note,) if is_skipped else ())
+
+
+def _cell(
+    config: EvalConfig,
+    max_num_requests: int,
+    temperature: float,
+    head: str | None,
+    num_speculative_tokens: int,
+    draft_sampling: str,
+) -> EvalConfig:
+    verify = config.spec.verify
+    if verify == "auto":
+        verify = "standard" if temperature > 0 else "greedy"
+    spec = replace(
+        config.spec,
+        num_speculative_tokens=num_speculative_tokens,
+        head=head,
+        draft_sampling=draft_sampling,
+        verify=verify,
+    )
+    return replace(
+        config,
+        spec=spec,
+        sampling=replace(config.sampling, temperature=temperature),
+        engine=replace(config.engine, max_num_requests=max_num_requests),
+        grid=GridConfig(),
+    )
+
+
+def _samples_at_zero(cell: EvalConfig) -> bool:
+    return cell.sampling.temperature == 0 and cell.spec.draft_sampling == "sample"

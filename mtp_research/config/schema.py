@@ -204,9 +204,8 @@ class GridConfig:
     `spec.k=[1,3]`.
     """
 
-    num_speculative_tokens: list[int] = axis(
-        SpecConfig, "spec.num_speculative_tokens"
-    )  # its values
+    # its values
+    num_speculative_tokens: list[int] = axis(SpecConfig, "spec.num_speculative_tokens")
     head: list[str | None] = axis(SpecConfig, "spec.head")  # its values
     draft_sampling: list[str] = axis(SpecConfig, "spec.draft_sampling")  # its values
     temperature: list[float] = axis(SamplingConfig, "sampling.temperature")  # its values

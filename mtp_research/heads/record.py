@@ -12,9 +12,6 @@ from dataclasses import fields
 from pathlib import Path
 
 from mtp_research.config.training_schema import HeadConfig
-from mtp_research.heads.native import native_keys, num_native_modules, read_index
-from mtp_research.models.families import FAMILIES
-from mtp_research.models.loading.load_weights import loading, read_config
 from mtp_research.models.loading.source import CONFIG_FILE
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
@@ -132,6 +129,11 @@ def published_conventions(folder: Path) -> dict[str, object]:
         ConfigError: the model's type is not supported.
         IntegrityError: its configuration or index is damaged.
     """
+    # Here, not above: they import torch, which `head.json` does not need.
+    from mtp_research.heads.native import native_keys, num_native_modules, read_index
+    from mtp_research.models.families import FAMILIES
+    from mtp_research.models.loading.load_weights import loading, read_config
+
     with loading(str(folder)):
         published = read_config(str(folder))
     family = FAMILIES[published.family_name]

@@ -36,12 +36,5 @@ class Interrupted(RuntimeError):
 
 
 def rule_line(key: str, expected: str, got: object, fix: str) -> str:
-    """Compose the line for a key whose value does not go with others.
-
-    Args:
-        key: such as `engine.compile`.
-        expected: what it must be beside the others, from `must` on.
-        got: its value, as it is typed.
-        fix: the overrides that mend it.
-    """
+    """The line for `key`, which must be as `expected` beside others; `fix` are the overrides."""
     return f"{key} {expected}, got {got}; set {fix}."

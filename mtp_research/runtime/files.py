@@ -40,10 +40,7 @@ def sync_to_disk(*paths: Path) -> None:
 
 @contextmanager
 def run_lock(root: Path) -> Iterator[None]:
-    """Hold the run folder, so that one run at a time writes there; freed when the process ends.
-
-    Args:
-        root: created if it is missing.
+    """Hold the run folder, created if it is missing, so that one run at a time writes there.
 
     Raises:
         ConfigError: another process holds it.

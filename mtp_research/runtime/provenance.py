@@ -26,19 +26,8 @@ if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "accelerate",
-    "deepspeed",
-    "datasets",
-    "hydra-core",
-    "wandb",
-)
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy",
+            "accelerate", "deepspeed", "datasets", "hydra-core", "wandb")  # fmt: skip
 RECORD_SCHEMA = 1
 HIDDEN = "[redacted]"
 
@@ -52,14 +41,7 @@ _MIN_SECRET_LENGTH = 8  # shorter environment values would blank out ordinary wo
 
 
 def resolve_path(path: str) -> str:
-    """Find a configured path from any working directory.
-
-    Args:
-        path: absolute, relative to the working directory, or relative to the repository root.
-
-    Returns:
-        The first of these that exists; otherwise `path` unchanged (such as a hub id).
-    """
+    """The path from the working directory, else from the repository root, else unchanged."""
     if Path(path).exists() or not (REPOSITORY_ROOT / path).exists():
         return path
     return str((REPOSITORY_ROOT / path).resolve())
@@ -81,18 +63,7 @@ def run_record() -> dict[str, object]:
 
 
 def write_run_folder(output_dir: Path, config: object) -> dict[str, object]:
-    """Create a run folder with the resolved configuration, the run record and the git diff.
-
-    Args:
-        output_dir: created with its parents; may exist when a run is resumed.
-        config: a dataclass instance.
-
-    Returns:
-        The run record that was written.
-
-    Raises:
-        EnvironmentFault: the folder cannot be written.
-    """
+    """Write configuration, run record, which is returned, and git diff; the folder may exist."""
     assert dataclasses.is_dataclass(config), f"config must be a dataclass, got {type(config)}"
     assert not isinstance(config, type), f"config must be an instance, got the class {config}"
     record = run_record()

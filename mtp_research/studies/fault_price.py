@@ -27,8 +27,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mtp_research.config.grid import expand
 from mtp_research.config.ranges import schema_keys
+from mtp_research.config.rules import expand
 from mtp_research.config.schema import CLEAN_POLICIES, EngineConfig, EvalConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
@@ -192,7 +192,7 @@ def _start(
     """An empty study, or the one that `output_dir` holds, if it asks the same."""
     study = FaultStudy(
         heads=tuple((head_facts(head) or {}) | {"name": name} for head, name in names.items()),
-        prompts=tuple(prompt.entry for prompt in asked.encoded.prompts),
+        prompts=asked.encoded.entries,
         conditions=(),
         dtype=str(asked.target.dtype).removeprefix("torch."),
         max_new_tokens=asked.max_new_tokens,

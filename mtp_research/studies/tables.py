@@ -358,19 +358,19 @@ def policy_rows(report: Report) -> list[tuple[str, ...]]:
         (
             head.name,
             str(num_modules),
-            str(summary.num_speculative_tokens),
-            str(summary.policy),
+            str(summary.result.num_speculative_tokens),
+            str(summary.result.policy),
             str(_num_module_rows(summary, num_modules)),
-            *_fault_percentages(summary.audit),
+            *_fault_percentages(summary.result.audit),
             interval(summary.acceptance.acceptance_length_micro),
-            _difference(report, summary.label),
+            _difference(report, summary.result.label),
             " ".join(
                 number(rate.value, ".3f")
                 for rate in summary.acceptance.acceptance_rate_per_position
             ),
         )
         for summary in report.summaries
-        if summary.policy in POLICIES
+        if summary.result.policy in POLICIES
     ]
 
 
@@ -384,8 +384,8 @@ def _difference(report: Report, label: str) -> str:
 
 
 def _num_module_rows(summary: ConditionSummary, num_modules: int) -> int:
-    policy = POLICIES[str(summary.policy)]
-    return DraftPlan(policy, summary.num_speculative_tokens, num_modules).num_rows_per_step
+    policy = POLICIES[str(summary.result.policy)]
+    return DraftPlan(policy, summary.result.num_speculative_tokens, num_modules).num_rows_per_step
 
 
 def _fault_percentages(audit: Mapping[str, int] | None) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ from typing import Any
 
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.run.prompt_files import Prompt
-from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord
+from mtp_research.evaluation.run.prompts import EncodedPrompts
+from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord, PromptEntry
 
 
 def generation(
@@ -44,12 +45,13 @@ def random_generations(num_prompts: int, *, probability: float, seed: int) -> li
     return records
 
 
-def some_prompts(num_prompts: int) -> list[Prompt]:
+def some_prompts(num_prompts: int) -> list[PromptEntry]:
     """Prompts q0, q1, ... alternating between two categories."""
-    return [
+    asked = tuple(
         Prompt(f"q{i}", ("arith", "howto")[i % 2], f"question {i}", "chat")
         for i in range(num_prompts)
-    ]
+    )
+    return list(EncodedPrompts(asked, (), ()).entries)
 
 
 def first_pass(records: list[RequestRecord], *, wall_s: float, has_tail: bool) -> PassRecord:

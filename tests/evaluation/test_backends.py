@@ -7,8 +7,8 @@ import pytest
 import torch
 from mtp_research.kernels import checks
 
+from mtp_research.__main__ import run_evaluation
 from mtp_research.app.cli import run_entry
-from mtp_research.app.commands import run_evaluation
 from mtp_research.config.schema import EngineConfig, EvalConfig
 from mtp_research.evaluation.run.decoders import check_backend, reference_note
 from mtp_research.runtime.errors import EnvironmentFault

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mtp_research.app.cli import compose_config
-from mtp_research.config.grid import expand
+from mtp_research.config.rules import expand
 from mtp_research.config.schema import EvalConfig
 from mtp_research.evaluation.run.conditions import Condition, conditions_of, head_names
 from mtp_research.evaluation.run.settings_check import check_settings

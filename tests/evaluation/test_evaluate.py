@@ -99,7 +99,7 @@ def test_killed_and_resumed_run_has_the_totals_of_an_uninterrupted_one(
         file.write('{"condition":"eagle","pass":0,"rec')  # and cut a line off
     resumed = run(tmp_path)
     assert totals(resumed) == totals(whole)
-    assert [c.is_resumed for c in resumed] == [False, True, False]
+    assert [c.first.is_resumed for c in resumed] == [False, True, False]
     assert [c.first.wall_s is None for c in resumed] == [False, True, False]
     assert not (tmp_path / JOURNAL_FILE).exists()
 
@@ -216,7 +216,7 @@ def test_passes_run_in_abba_order_with_equal_texts(
     assert order == [("baseline", 0), ("eagle", 0), ("eagle", 1), ("baseline", 1)]
     assert [len(c.repeats) for c in found] == [1, 1]
     assert [c.repeats[0].num_texts_equal for c in found] == [4, 4]
-    assert all(2 <= c.num_warm_ups <= 3 for c in found)
+    assert all(2 <= c.first.num_warm_ups <= 3 for c in found)
     # No pass finds anything of a warm-up in the prefix cache, nor does the audit count one.
     assert [c.first.rows_per_step for c in found] == [c.first.rows_per_step for c in whole[:2]]
     assert totals(found) == totals(whole[:2])

@@ -51,8 +51,8 @@ def test_eval_experiment_runs(
     report = recompute(tmp_path / RESULTS_FILE)
     assert len(report.summaries) == num_conditions
     for summary in report.summaries:
-        is_baseline = summary.num_speculative_tokens == 0
-        assert (summary.acceptance.num_drafted == 0) == is_baseline, summary.label
+        is_baseline = summary.result.num_speculative_tokens == 0
+        assert (summary.acceptance.num_drafted == 0) == is_baseline, summary.result.label
     if name == "context_sweep":
         rows = context_rows(report)
         assert {row[1] for row in rows} == {"baseline", "training"}
@@ -71,7 +71,10 @@ def test_engine_preset_runs_and_gives_the_text_of_the_plain_loop(
     words = [f"engine={engine}", "model.dtype=float32", "spec.policy=training", *FEW]
     evaluate(compose_config(EvalConfig, words), tmp_path)
     summaries = recompute(tmp_path / RESULTS_FILE).summaries
-    assert [summary.lossless for summary in summaries] == ["is the baseline", "identical 2/2"]
+    assert [summary.result.lossless for summary in summaries] == [
+        "is the baseline",
+        "identical 2/2",
+    ]
 
 
 @pytest.mark.parametrize(("name", "num_cells"), [("policy_matrix", 3), ("recycle_norm", 4)])

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from mtp_research.evaluation.report.stored import build_report, to_json
-from mtp_research.evaluation.stats.json_form import plain, read_condition, read_pass
 from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord, StepParts
+from mtp_research.evaluation.stats.summary import plain, read_condition, read_pass
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from tests.evaluation.generations import repeated, some_prompts, three_conditions, timed
 

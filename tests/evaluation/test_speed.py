@@ -64,9 +64,9 @@ def test_rate_is_the_median_of_the_passes_and_drift_of_their_halves() -> None:
     built = report([repeated(baseline, *repeats), eagle])
     speed = built.summaries[0].speed
     assert speed.num_passes == 4
-    assert speed.tokens_per_s_end_to_end == pytest.approx((1800 / 8 + 1800 / 8.5) / 2)
-    assert speed.tokens_per_s_end_to_end_low == pytest.approx(180.0)
-    assert speed.tokens_per_s_end_to_end_high == pytest.approx(240.0)
+    assert speed.end_to_end.value == pytest.approx((1800 / 8 + 1800 / 8.5) / 2)
+    assert speed.end_to_end.low == pytest.approx(180.0)
+    assert speed.end_to_end.high == pytest.approx(240.0)
     halves = (1800 / 8 + 1800 / 7.5) / 2, (1800 / 8.5 + 1800 / 10) / 2
     assert speed.drift == pytest.approx(halves[1] / halves[0] - 1)
     assert built.summaries[1].speed.drift is None
@@ -131,14 +131,14 @@ def test_interrupted_pass_has_no_times_and_is_marked() -> None:
     )  # fmt: skip
     built = report([baseline, cut])
     speed = built.summaries[1].speed
-    assert speed.tokens_per_s_end_to_end is None
+    assert speed.end_to_end.value is None
     assert speed.ratio_end_to_end is None
-    assert speed.tokens_per_s_full is None
+    assert speed.full.value is None
     assert speed.ttft_s_median is None
     assert built.summaries[1].acceptance.num_prompts == 90
     assert "warning: interrupted and resumed: eagle" in render_text(built)
     again = report([baseline, repeated(cut, timing(5.0))])
-    assert again.summaries[1].speed.tokens_per_s_end_to_end is not None
+    assert again.summaries[1].speed.end_to_end.value is not None
 
 
 def test_ratio_is_to_the_baseline_of_the_same_batch_and_temperature() -> None:

@@ -47,10 +47,10 @@ def test_figures_are_those_of_the_counters(folder: Path) -> None:
     report = read_checked(SPEED / "results.json")
     rows = frame[(frame["run"] == SPEED.name) & (frame["domain"] == "all")]
     for summary in report.summaries:
-        own = rows[rows["condition"] == summary.label].set_index("figure")
+        own = rows[rows["condition"] == summary.result.label].set_index("figure")
         length = summary.acceptance.acceptance_length_micro
         assert tuple(own.loc["acceptance_length_micro", ["value", "low", "high"]]) == length
-        assert own.loc["tokens_per_s", "value"] == summary.speed.tokens_per_s_end_to_end
+        assert own.loc["tokens_per_s", "value"] == summary.speed.end_to_end.value
 
 
 def test_figures_of_a_matrix_are_the_stored_ones() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mtp_research.__main__ import run_evaluation
 from mtp_research.app.cli import compose_config, run_entry
-from mtp_research.app.commands import run_evaluation
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.stats.fault_study import (

@@ -63,14 +63,14 @@ class Entry:
             return str(mapping(report.config, group).get(key) if own is None else own)
 
         return Setting(
-            summary.num_speculative_tokens,
+            summary.result.num_speculative_tokens,
             report.dtype,
             len(report.prompts),
             self.prompts_sha256,
-            text(summary.temperature, "sampling", "temperature"),
-            text(summary.verify, "spec", "verify"),
-            text(summary.draft_sampling, "spec", "draft_sampling"),
-            text(summary.max_num_requests, "engine", "max_num_requests"),
+            text(summary.result.temperature, "sampling", "temperature"),
+            text(summary.result.verify, "spec", "verify"),
+            text(summary.result.draft_sampling, "spec", "draft_sampling"),
+            text(summary.result.max_num_requests, "engine", "max_num_requests"),
             target_hash(report.run) or str(mapping(report.config, "model").get("path") or ""),
             ", ".join(filter(None, _hardware(report.run))),
             _text_settings(report),
@@ -80,7 +80,9 @@ class Entry:
     def head_facts(self) -> Mapping[str, object]:
         """What the file tells of the condition's heads; empty where it tells nothing."""
         record = self.run.report.run
-        return mapping(mapping(record, "heads"), self.summary.head or "") or mapping(record, "head")
+        return mapping(mapping(record, "heads"), self.summary.result.head or "") or mapping(
+            record, "head"
+        )
 
     @property
     def head_label(self) -> str:
@@ -88,23 +90,23 @@ class Entry:
         facts = self.head_facts
         if facts.get("unroll"):
             return printable(f"{facts['unroll']} N={facts.get('num_mtp_modules')}")
-        head = self.summary.head or mapping(self.run.report.config, "spec").get("head")
+        head = self.summary.result.head or mapping(self.run.report.config, "spec").get("head")
         return printable(Path(str(head)).name if head else "no head")
 
     @property
     def is_match(self) -> bool:
         """The policy shows the heads what they were trained on."""
-        return MATCHING_POLICY.get(str(self.head_facts.get("unroll"))) == self.summary.policy
+        return MATCHING_POLICY.get(str(self.head_facts.get("unroll"))) == self.summary.result.policy
 
     @property
     def series_name(self) -> str:
         """Head and policy: what differs between the lines of a chart."""
-        return f"{self.head_label} {self.summary.policy or ''}".strip()
+        return f"{self.head_label} {self.summary.result.policy or ''}".strip()
 
     @property
     def key(self) -> tuple[str, str]:
         """Names of run and condition, which together are unique."""
-        return self.run.name, self.summary.label
+        return self.run.name, self.summary.result.label
 
     @property
     def baseline(self) -> "Entry | None":
@@ -112,7 +114,8 @@ class Entry:
         found = (
             other
             for other in self.run.report.summaries
-            if other.num_speculative_tokens == 0 and other.group == self.summary.group
+            if other.result.num_speculative_tokens == 0
+            and other.result.group == self.summary.result.group
         )
         plain = next(found, None)
         return None if plain is None else replace(self, summary=plain)
@@ -162,14 +165,14 @@ def entries(runs: Iterable[Run]) -> list[Entry]:
 
 def drafting(found: Iterable[Entry]) -> list[Entry]:
     """Those that draft."""
-    return [entry for entry in found if entry.summary.num_speculative_tokens > 0]
+    return [entry for entry in found if entry.summary.result.num_speculative_tokens > 0]
 
 
 def policy_matrices(found: Sequence[Entry]) -> list[PolicyMatrix]:
     """A matrix for every setting that at least two heads share, in the order of the entries."""
     by_setting: dict[Setting, list[Entry]] = {}
     for entry in drafting(found):
-        if entry.summary.policy is not None:  # `oracle` and `null` draft without one
+        if entry.summary.result.policy is not None:  # `oracle` and `null` draft without one
             by_setting.setdefault(entry.setting, []).append(entry)
     made = []
     for setting, members in by_setting.items():
@@ -181,8 +184,11 @@ def policy_matrices(found: Sequence[Entry]) -> list[PolicyMatrix]:
             for run, label in heads
         }
         cells = {
-            (names[entry.run.name, entry.head_label], printable(str(entry.summary.policy))): entry
-            for entry in sorted(members, key=lambda entry: str(entry.summary.policy))
+            (
+                names[entry.run.name, entry.head_label],
+                printable(str(entry.summary.result.policy)),
+            ): entry
+            for entry in sorted(members, key=lambda entry: str(entry.summary.result.policy))
         }
         if len(heads) > 1:
             made.append(PolicyMatrix(setting, cells))
@@ -220,7 +226,7 @@ def speed_groups(found: Sequence[Entry]) -> dict[tuple[Setting, str], list[Entry
     def place(entry: Entry) -> tuple[float, str, int]:
         size = entry.setting.batch_size
         order = float(size) if size.isdigit() else 0.0
-        return (order, size, entry.summary.num_speculative_tokens)
+        return (order, size, entry.summary.result.num_speculative_tokens)
 
     groups: dict[tuple[Setting, str], list[Entry]] = {}
     for entry in drafting(found):

@@ -20,7 +20,7 @@ from mtp_research.evaluation.report.comparable import Entry
 from mtp_research.evaluation.report.stored import printable
 from mtp_research.evaluation.report.terminal import UNDEFINED, Grid, interval, label_text, number
 from mtp_research.evaluation.stats.bootstrap import Estimate
-from mtp_research.evaluation.stats.speed import decode_rate, divide, end_to_end_rate, full_rate
+from mtp_research.evaluation.stats.speed import divide
 from mtp_research.evaluation.stats.statistics import AcceptanceStatistics, acceptance_by_context
 
 IDENTITY = ("run", "head", "condition", "policy", "K", "batch", "temperature", "lossless")
@@ -198,12 +198,12 @@ def _entry_rows(entry: Entry) -> Iterator[Row]:
     identity = {
         "run": printable(entry.run.name),
         "head": entry.head_label,
-        "condition": label_text(summary.label),
-        "policy": summary.policy,
-        "K": summary.num_speculative_tokens,
+        "condition": label_text(summary.result.label),
+        "policy": summary.result.policy,
+        "K": summary.result.num_speculative_tokens,
         "batch": setting.batch_size,
         "temperature": setting.temperature if setting.temperature != "None" else None,
-        "lossless": printable(summary.lossless),
+        "lossless": printable(summary.result.lossless),
     }
     for domain, figures in summary.per_domain.items():
         shown = {"domain": printable(domain), "n": figures.num_prompts}
@@ -237,19 +237,19 @@ def _counts(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
         "num_rounds": summary.acceptance.num_rounds,
         "num_rounds_two_rejected": summary.acceptance.num_rounds_two_rejected,
         "num_output_tokens": summary.acceptance.num_output_tokens,
-        "wall_s": speed.wall_s,
-        "full_s": speed.full_wall_s,
+        "wall_s": speed.first.wall_s,
+        "full_s": speed.first.full_wall_s,
         "device_s": speed.device_s,
         "first_token_s": speed.ttft_s_median,
         "next_token_s": speed.inter_token_s_median,
         "next_token_s_p95": speed.inter_token_s_p95,
         "drift": speed.drift,
-        "rows_per_step": summary.rows_per_step,
-        "peak_memory_bytes": summary.peak_memory_bytes,
+        "rows_per_step": summary.result.first.rows_per_step,
+        "peak_memory_bytes": summary.result.first.peak_memory_bytes,
     }
-    if speed.wall_s is not None and speed.decode_wall_s is not None:
-        figures["decode_s"] = speed.decode_wall_s
-        figures["prompt_rows_s"] = speed.wall_s - speed.decode_wall_s
+    if speed.first.wall_s is not None and speed.first.decode_wall_s is not None:
+        figures["decode_s"] = speed.first.decode_wall_s
+        figures["prompt_rows_s"] = speed.first.wall_s - speed.first.decode_wall_s
     if (cost := summary.cost) is not None:
         figures |= {f"step_{part}_s": getattr(cost, f"{part}_s") for part in STEP_PARTS}
         names = ("draft_cost", "verify_cost", "predicted_ratio")
@@ -257,11 +257,11 @@ def _counts(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
     yield from ((name, Estimate(value), {}) for name, value in figures.items())
     finished = Estimate(summary.acceptance.num_prompts)
     yield "prompts_finished", finished, {"n": summary.num_prompts}
-    audit = summary.audit or {}
+    audit = summary.result.audit or {}
     for name, count in audit.items():
         yield f"audit_{name}", Estimate(count), {"n": audit.get("slots")}
-    if summary.num_speculative_tokens > 0:
-        own = next(one for one in report.conditions if one.label == summary.label)
+    if summary.result.num_speculative_tokens > 0:
+        own = next(one for one in report.conditions if one.label == summary.result.label)
         for one in acceptance_by_context(own.records, seed=report.seed):
             name = f"{CONTEXT}{one.low}-{one.high - 1}"
             yield name, one.acceptance_length, {"n": one.num_prompts}
@@ -270,11 +270,17 @@ def _counts(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
 def _speeds(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
     """Rates of the passes, those of K = 0 in the same run, and the ratio of both."""
     plain, speed = entry.baseline, entry.summary.speed
-    shown: Row = {"reference": "" if plain is None else label_text(plain.summary.label)}
-    rates = {"": end_to_end_rate, "_decode": decode_rate, "_full": full_rate}
-    for suffix, rate in rates.items():
-        ours = rate(speed)
-        theirs = Estimate(None) if plain is None else rate(plain.summary.speed)
+    shown: Row = {"reference": "" if plain is None else label_text(plain.summary.result.label)}
+    none = Estimate(None)
+    rates = [(speed.end_to_end, none), (speed.decode, none), (speed.full, none)]
+    if plain is not None:
+        base = plain.summary.speed
+        rates = [
+            (speed.end_to_end, base.end_to_end),
+            (speed.decode, base.decode),
+            (speed.full, base.full),
+        ]
+    for suffix, (ours, theirs) in zip(("", "_decode", "_full"), rates, strict=True):
         ratio = Estimate(
             divide(ours.value, theirs.value),
             divide(ours.low, theirs.high),
@@ -290,7 +296,7 @@ def _speeds(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
 def _differences(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
     """To the reference of the same K, batch size and temperature, prompt by prompt."""
     for pair in entry.run.report.paired:
-        if pair.condition == entry.summary.label:
+        if pair.condition == entry.summary.result.label:
             shown: Row = {"reference": label_text(pair.reference)}
             yield from (
                 (f"{name}_difference", one, shown) for name, one in pair.differences.items()

@@ -99,14 +99,14 @@ def _timing_notes(report: Report) -> Iterator[str]:
     resumed = [
         printable(condition.label)
         for condition in report.conditions
-        if condition.is_resumed or any(repeat.wall_s is None for repeat in condition.repeats)
+        if condition.first.is_resumed or any(repeat.wall_s is None for repeat in condition.repeats)
     ]
     if resumed:
         yield (
             f"warning: interrupted and resumed: {', '.join(resumed)}; the passes that were "
             "interrupted have no times"
         )
-    drifts = {s.label: s.speed.drift for s in report.summaries if s.speed.drift is not None}
+    drifts = {s.result.label: s.speed.drift for s in report.summaries if s.speed.drift is not None}
     for label, drift in drifts.items():
         if abs(drift) > MAX_DRIFT:
             yield (
@@ -115,7 +115,9 @@ def _timing_notes(report: Report) -> Iterator[str]:
                 "machine, or with more timing.passes"
             )
     yield from _order_note(report, list(drifts.values()))
-    seconds = {c.label: c.capture_s for c in report.conditions if c.capture_s is not None}
+    seconds = {
+        c.label: c.first.capture_s for c in report.conditions if c.first.capture_s is not None
+    }
     if seconds:
         longest = max(seconds, key=lambda label: seconds[label])
         yield (
@@ -123,7 +125,7 @@ def _timing_notes(report: Report) -> Iterator[str]:
             f"{sum(seconds.values()):.0f} s in all, at most {seconds[longest]:.0f} s a condition "
             f"({printable(longest)})"
         )
-    if any(summary.speed.tokens_per_s_full is not None for summary in report.summaries):
+    if any(summary.speed.full.value is not None for summary in report.summaries):
         yield (
             "batch full = of the steps without prompt rows (decode only), those that took every "
             "place of the batch; decode only has the tail too, in which requests have ended and "
@@ -144,7 +146,7 @@ def _order_note(report: Report, drifts: Sequence[float]) -> Iterator[str]:
             "(timing.passes=2 has both)"
         )
         return
-    warm_ups = [condition.num_warm_ups for condition in report.conditions]
+    warm_ups = [condition.first.num_warm_ups for condition in report.conditions]
     shown = ", ".join(f"{drift:+.1%}" for drift in drifts) or "not measured"
     yield (
         f"timing: {num_passes} passes in ABBA order, tokens/s as median [least, most] of a pass; "

@@ -203,7 +203,7 @@ def clean(text: object, limit: int = MAX_CHARACTERS) -> str:
 
 def headline(report: Report) -> str:
     """The largest paired difference of a run, else its longest acceptance; empty without drafts."""
-    by_label = {summary.label: summary for summary in report.summaries}
+    by_label = {summary.result.label: summary for summary in report.summaries}
     pairs = [
         (abs(length.value), pair.condition, pair.reference, length)
         for pair in report.paired
@@ -214,26 +214,26 @@ def headline(report: Report) -> str:
         one = by_label[label]
         answer = (
             f"{label} {interval(length, '+.3f')} accepted tokens over {reference} "
-            f"at K = {one.num_speculative_tokens}"
+            f"at K = {one.result.num_speculative_tokens}"
         )
         answer += f", the largest of {len(pairs)} differences" if len(pairs) > 1 else ""
-        return f"{answer}{_lossless(one.lossless)}"
+        return f"{answer}{_lossless(one.result.lossless)}"
     lengths = [
         (length, summary)
         for summary in report.summaries
-        if summary.num_speculative_tokens > 0
+        if summary.result.num_speculative_tokens > 0
         and (length := summary.acceptance.acceptance_length_micro.value) is not None
     ]
     if not lengths:
         return ""
     _, one = max(lengths, key=lambda pair: pair[0])
     answer = (
-        f"{one.label}: {interval(one.acceptance.acceptance_length_micro)} tokens a round at "
-        f"K = {one.num_speculative_tokens}"
+        f"{one.result.label}: {interval(one.acceptance.acceptance_length_micro)} tokens a round at "
+        f"K = {one.result.num_speculative_tokens}"
     )
     if (ratio := one.speed.ratio_end_to_end) is not None:
         answer += f", {number(ratio, '.3f')} times the tokens/s of K = 0"
-    return f"{answer}{_lossless(one.lossless)}"
+    return f"{answer}{_lossless(one.result.lossless)}"
 
 
 def record_facts(record: Mapping[str, object]) -> dict[str, str]:
@@ -313,7 +313,9 @@ def _run_section(run: Run, *, is_alone: bool) -> Section:
         ],
         prompts=report.prompts,
         empty=[
-            f"{run.name}: {one.label}" for one in report.summaries if not one.acceptance.num_prompts
+            f"{run.name}: {one.result.label}"
+            for one in report.summaries
+            if not one.acceptance.num_prompts
         ],
     )
 
@@ -349,7 +351,7 @@ def _settings(report: Report) -> dict[str, str]:
     def each(values: Iterable[object]) -> str:
         return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
 
-    config, found = report.config, report.summaries
+    config, found = report.config, report.conditions
     return known_facts({
         "target": str(mapping(config, "model").get("path") or ""),
         "heads": each(s.head for s in found) or str(mapping(config, "spec").get("head") or ""),

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import cast
 
 from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS
-from mtp_research.evaluation.stats.json_form import check_types, plain, read_condition
 from mtp_research.evaluation.stats.outcome import ConditionResult, PromptEntry
 from mtp_research.evaluation.stats.statistics import ACCEPTED_WARNING, FORMULAS
 from mtp_research.evaluation.stats.summary import (
     ConditionSummary,
     PairedComparison,
     baseline_of,
+    check_types,
     compare_to_reference,
+    plain,
+    read_condition,
     summarise,
 )
 from mtp_research.runtime.errors import IntegrityError
@@ -117,7 +119,7 @@ def last_line(report: Report, *, folder: Path | None = None) -> str:
         "num_prompts": len(report.prompts),
         "num_skipped_prompts": len(report.skipped_prompts),
         "dtype": report.dtype,
-        "conditions": {one.label: _main_figures(one) for one in report.summaries},
+        "conditions": {one.result.label: _main_figures(one) for one in report.summaries},
         "results": None if folder is None else str(folder),
     }
     return json.dumps(line, allow_nan=False, separators=(",", ":"))
@@ -266,13 +268,13 @@ def _main_figures(summary: ConditionSummary) -> dict[str, object]:
 
     acceptance, speed = summary.acceptance, summary.speed
     return {
-        "num_speculative_tokens": summary.num_speculative_tokens,
+        "num_speculative_tokens": summary.result.num_speculative_tokens,
         "acceptance_length": [rounded(x) for x in acceptance.acceptance_length_micro],
         "acceptance_rate": rounded(acceptance.acceptance_rate.value),
-        "tokens_per_s": rounded(speed.tokens_per_s_end_to_end),
+        "tokens_per_s": rounded(speed.end_to_end.value),
         "ratio_to_baseline": rounded(speed.ratio_end_to_end),
-        "audit": summary.audit,
-        "lossless": summary.lossless,
+        "audit": summary.result.audit,
+        "lossless": summary.result.lossless,
     }
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mtp_research.evaluation.report.notes import note_paragraphs
 from mtp_research.evaluation.report.stored import Report, printable
 from mtp_research.evaluation.stats.bootstrap import Estimate
-from mtp_research.evaluation.stats.speed import StepCost, decode_rate, end_to_end_rate, full_rate
+from mtp_research.evaluation.stats.speed import StepCost
 from mtp_research.evaluation.stats.summary import ConditionSummary, PairedComparison
 from mtp_research.runtime.files import write_atomically
 
@@ -93,7 +93,7 @@ def report_grids(report: Report, *, per_table: int = _PER_TABLE) -> list[Grid]:
     """Figures by condition, acceptance length by domain, paired differences, time of a step."""
     summaries, grid = report.summaries, report.config.get("grid")
     title = f"Acceptance and speed, {len(report.prompts)} prompts, {report.dtype}"
-    drafting = [summary for summary in summaries if summary.num_speculative_tokens > 0]
+    drafting = [summary for summary in summaries if summary.result.num_speculative_tokens > 0]
     if isinstance(grid, Mapping) and any(len(values) > 1 for values in grid.values()):
         grids = [
             _length_grid(summaries, title),
@@ -198,7 +198,7 @@ def _groups(summaries: Sequence[ConditionSummary], size: int) -> list[Sequence[C
 
 def _metric_grid(summaries: Sequence[ConditionSummary], title: str) -> Grid:
     """Every figure of some conditions; one that has no p_i, because its K is smaller, a dash."""
-    num_positions = max(summary.num_speculative_tokens for summary in summaries)
+    num_positions = max(summary.result.num_speculative_tokens for summary in summaries)
     metrics = [*_acceptance_rows(num_positions), *_speed_rows(), *_honesty_rows()]
     rows = [(name, *(cell(summary) for summary in summaries)) for name, cell in metrics]
     return Grid(
@@ -209,7 +209,7 @@ def _metric_grid(summaries: Sequence[ConditionSummary], title: str) -> Grid:
 
 
 def _heading(summary: ConditionSummary) -> str:
-    return f"{printable(summary.label)} (K={summary.num_speculative_tokens})"
+    return f"{printable(summary.result.label)} (K={summary.result.num_speculative_tokens})"
 
 
 def _acceptance_rows(num_positions: int) -> list[tuple[str, Cell]]:
@@ -239,11 +239,11 @@ def _speed_rows() -> list[tuple[str, Cell]]:
         return " / ".join(number(value, form, scale=scale) for value in values)
 
     def spread(s: ConditionSummary) -> str:
-        ends = (s.speed.tokens_per_s_end_to_end_low, s.speed.tokens_per_s_end_to_end_high)
+        ends = (s.speed.end_to_end.low, s.speed.end_to_end.high)
         return UNDEFINED if s.speed.num_passes == 1 else several(".1f", *ends)
 
     def device(s: ConditionSummary) -> str:
-        seconds = (s.speed.device_s, s.speed.wall_s)
+        seconds = (s.speed.device_s, s.speed.first.wall_s)
         return UNDEFINED if s.speed.device_s is None else several(".2f", *seconds)
 
     def inter_token(s: ConditionSummary) -> str:
@@ -251,18 +251,21 @@ def _speed_rows() -> list[tuple[str, Cell]]:
 
     return [
         ("target forwards per token", lambda s: interval(s.acceptance.target_forwards_per_token)),
-        ("tokens/s, end to end", lambda s: number(s.speed.tokens_per_s_end_to_end, ".1f")),
+        ("tokens/s, end to end", lambda s: number(s.speed.end_to_end.value, ".1f")),
         ("  least / most of a pass", spread),
         ("  ratio to baseline", lambda s: number(s.speed.ratio_end_to_end, ".3f")),
-        ("tokens/s, decode only", lambda s: number(s.speed.tokens_per_s_decode, ".1f")),
+        ("tokens/s, decode only", lambda s: number(s.speed.decode.value, ".1f")),
         ("  ratio to baseline, decode", lambda s: number(s.speed.ratio_decode, ".3f")),
-        ("tokens/s, batch full", lambda s: number(s.speed.tokens_per_s_full, ".1f")),
+        ("tokens/s, batch full", lambda s: number(s.speed.full.value, ".1f")),
         ("  ratio to baseline, full", lambda s: number(s.speed.ratio_full, ".3f")),
         ("device / wall of a pass [s]", device),
         ("first token [ms], median", lambda s: number(s.speed.ttft_s_median, ".1f", scale=1e3)),
         ("next token [ms], median / p95", inter_token),
-        ("rows per target step", lambda s: number(s.rows_per_step, ".1f")),
-        ("peak memory [MiB]", lambda s: number(s.peak_memory_bytes, ".0f", scale=2.0**-20)),
+        ("rows per target step", lambda s: number(s.result.first.rows_per_step, ".1f")),
+        (
+            "peak memory [MiB]",
+            lambda s: number(s.result.first.peak_memory_bytes, ".0f", scale=2.0**-20),
+        ),
     ]
 
 
@@ -271,12 +274,12 @@ def _honesty_rows() -> list[tuple[str, Cell]]:
         ("rounds", lambda s: str(s.acceptance.num_rounds)),
         ("rounds with r >= 2", lambda s: str(s.acceptance.num_rounds_two_rejected)),
         ("audit " + "/".join(FINDINGS), _audit_cell),
-        ("lossless", lambda s: printable(s.lossless)),
+        ("lossless", lambda s: printable(s.result.lossless)),
     ]
 
 
 def _audit_cell(summary: ConditionSummary) -> str:
-    audit = summary.audit
+    audit = summary.result.audit
     return UNDEFINED if audit is None else " / ".join(str(audit[name]) for name in FINDINGS)
 
 
@@ -298,12 +301,12 @@ def _domain_grid(summaries: Sequence[ConditionSummary]) -> Grid:
 def _length_grid(summaries: Sequence[ConditionSummary], title: str) -> Grid:
     rows = [
         (
-            label_text(summary.label),
+            label_text(summary.result.label),
             interval(summary.acceptance.acceptance_length_micro),
             number(summary.acceptance.acceptance_rate.value, ".3f"),
-            _rate(end_to_end_rate(summary.speed), summary.speed.num_passes),
+            _rate(summary.speed.end_to_end, summary.speed.num_passes),
             number(summary.speed.ratio_end_to_end, ".3f"),
-            printable(summary.lossless),
+            printable(summary.result.lossless),
         )
         for summary in summaries
     ]
@@ -313,15 +316,15 @@ def _length_grid(summaries: Sequence[ConditionSummary], title: str) -> Grid:
 
 def _decode_grid(summaries: Sequence[ConditionSummary]) -> Grid:
     """Speed without prompt rows, and of it with a full batch; empty where nobody had one."""
-    speeds = [(label_text(summary.label), summary.speed) for summary in summaries]
-    if all(speed.tokens_per_s_full is None for _, speed in speeds):
+    speeds = [(label_text(summary.result.label), summary.speed) for summary in summaries]
+    if all(speed.full.value is None for _, speed in speeds):
         speeds = []
     rows = [
         (
             label,
-            _rate(decode_rate(speed), speed.num_passes),
+            _rate(speed.decode, speed.num_passes),
             number(speed.ratio_decode, ".3f"),
-            _rate(full_rate(speed), speed.num_passes),
+            _rate(speed.full, speed.num_passes),
             number(speed.ratio_full, ".3f"),
         )
         for label, speed in speeds
@@ -337,14 +340,14 @@ def _rate(tokens_per_s: Estimate, num_passes: int) -> str:
 
 
 def _position_grid(drafting: Sequence[ConditionSummary]) -> Grid:
-    most = max((summary.num_speculative_tokens for summary in drafting), default=0)
+    most = max((summary.result.num_speculative_tokens for summary in drafting), default=0)
     rows = []
     for summary in drafting:
         figures = summary.acceptance
         rates = [number(rate.value, ".3f") for rate in figures.acceptance_rate_per_position]
         rates += [UNDEFINED] * (most - len(rates))
         rounds = str(figures.num_rounds_two_rejected)
-        rows.append((label_text(summary.label), *rates, rounds, _audit_cell(summary)))
+        rows.append((label_text(summary.result.label), *rates, rounds, _audit_cell(summary)))
     positions = (f"p_{i}" for i in range(1, most + 1))
     header = ("condition", *positions, "rounds with r >= 2", "WRONG/MIXED/HOLE")
     return Grid("Acceptance by draft position, and audit", header, tuple(rows))
@@ -356,7 +359,7 @@ def _domain_row_grid(drafting: Sequence[ConditionSummary]) -> Grid:
     for summary in drafting:
         found = [summary.per_domain.get(domain) for domain in domains]
         values = (None if one is None else one.acceptance_length_micro.value for one in found)
-        rows.append((label_text(summary.label), *(number(value, ".3f") for value in values)))
+        rows.append((label_text(summary.result.label), *(number(value, ".3f") for value in values)))
     header = ("condition", *map(printable, domains))
     return Grid("Acceptance length (micro) by domain", header, tuple(rows))
 
@@ -381,9 +384,9 @@ def _cost_grid(summaries: Sequence[ConditionSummary]) -> Grid:
         parts = (cost.target_s, cost.verify_s, cost.draft_s, cost.host_s)
         ratio = summary.speed.ratio_decode
         model = (cost.draft_cost, cost.verify_cost, cost.predicted_ratio, ratio)
-        is_baseline = summary.num_speculative_tokens == 0
+        is_baseline = summary.result.num_speculative_tokens == 0
         return (
-            label_text(summary.label),
+            label_text(summary.result.label),
             *(number(part, ".2f", scale=1e3) for part in parts),
             *(UNDEFINED if is_baseline else number(figure, ".3f") for figure in model),
         )

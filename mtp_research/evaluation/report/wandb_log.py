@@ -54,16 +54,16 @@ def report_scalars(report: Report) -> dict[str, float | str]:
     scalars: dict[str, float | str] = {}
     for summary in report.summaries:
         found = _main_figures(summary)
-        scalars |= {f"{summary.label}/{name}": value for name, value in found.items()}
+        scalars |= {f"{summary.result.label}/{name}": value for name, value in found.items()}
     drafting = [
         (length, summary)
         for summary in report.summaries
-        if summary.num_speculative_tokens > 0
+        if summary.result.num_speculative_tokens > 0
         and (length := summary.acceptance.acceptance_length_micro.value) is not None
     ]
     if drafting:
         _, best = max(drafting, key=lambda pair: pair[0])
-        scalars["best/condition"] = best.label
+        scalars["best/condition"] = best.result.label
         scalars |= {f"best/{name}": value for name, value in _main_figures(best).items()}
     return scalars
 
@@ -106,7 +106,7 @@ def _main_figures(summary: ConditionSummary) -> dict[str, float]:
     figures = {
         "acceptance_length": summary.acceptance.acceptance_length_micro.value,
         "acceptance_rate": summary.acceptance.acceptance_rate.value,
-        "tokens_per_s": summary.speed.tokens_per_s_end_to_end,
+        "tokens_per_s": summary.speed.end_to_end.value,
         "ratio_to_baseline": summary.speed.ratio_end_to_end,
     }
     return {name: value for name, value in figures.items() if value is not None}

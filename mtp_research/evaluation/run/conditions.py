@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
-from mtp_research.config.grid import expand
+from mtp_research.config.rules import expand
 from mtp_research.config.schema import EvalConfig
 from mtp_research.runtime.errors import ConfigError
 
@@ -27,22 +27,15 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Condition:
-    """One column of the table.
+    """One column of the table."""
 
-    Attributes:
-        label: unique; names only what differs between the conditions.
-        policy: hidden-state policy; None for K = 0, and for drafts that need none.
-        num_speculative_tokens: K; 0 is a baseline.
-        head: name of the heads, unique among those of the evaluation; None for K = 0 and for
-            `spec.head=null`.
-        config: the configuration of this cell alone, without lists.
-    """
-
-    label: str
-    policy: str | None
-    num_speculative_tokens: int
+    label: str  # unique; names only what differs between the conditions
+    policy: str | None  # hidden-state policy; None for K = 0, and for drafts that need none
+    num_speculative_tokens: int  # K; 0 is a baseline
+    # Name of the heads, unique among those of the evaluation; None for K = 0 and for
+    # `spec.head=null`
     head: str | None
-    config: EvalConfig
+    config: EvalConfig  # the configuration of this cell alone, without lists
 
     @property
     def group(self) -> Group:
@@ -51,11 +44,7 @@ class Condition:
 
 
 def conditions_of(config: EvalConfig) -> list[Condition]:
-    """Every condition, group by group; in each group K = 0 first, where it is asked for.
-
-    Raises:
-        ConfigError: `reference` names none of them.
-    """
+    """Every condition, group by group; in each group K = 0 first, where it is asked for."""
     cells = expand(config).cells
     names = head_names(cells)
     conditions: list[Condition] = []

@@ -38,11 +38,7 @@ def spec_settings(
     num_speculative_tokens: int,
     draft_token_ids: Sequence[int] | None = None,
 ) -> SpecSettings:
-    """What a decoder of this configuration speculates; nothing but `verify` counts for K = 0.
-
-    Raises:
-        ConfigError: a value is out of range, or would be ignored.
-    """
+    """What a decoder of this configuration speculates; nothing but `verify` counts for K = 0."""
     length = draft_length(spec)
     if num_speculative_tokens == 0:
         return SpecSettings(num_speculative_tokens=0, verify=spec.verify)
@@ -61,17 +57,9 @@ def spec_settings(
 def build_decoder(
     condition: Condition, target: Target, heads: Heads, *, num_blocks: int | None = None
 ) -> SpecDecoder:
-    """A fresh decoder.
+    """A fresh decoder; `heads`, of `spec.head`, are not read for K = 0.
 
-    Args:
-        condition: one column of the table.
-        target: the frozen model.
-        heads: of `spec.head`; not read for K = 0.
-        num_blocks: of the pool, planned for it, with what stays free beside it; None plans here.
-
-    Raises:
-        ConfigError: a setting does not fit the target or the heads.
-        IntegrityError: the heads' token ranking is damaged.
+    `num_blocks` of the pool were planned for it, with what stays free beside it; None plans here.
     """
     spec, engine = condition.config.spec, condition.config.engine
     if num_blocks is not None:
@@ -89,13 +77,7 @@ def build_decoder(
 
 
 def needs_of(condition: Condition, target: Target, heads: Heads) -> PoolNeeds:
-    """What the decoder of a condition would want of its pool, without building it.
-
-    Args:
-        condition: one column of the table.
-        target: the frozen model.
-        heads: of `spec.head`; not read for K = 0.
-    """
+    """What the decoder of a condition would want of its pool, without building it."""
     engine, num_drafts = condition.config.engine, condition.num_speculative_tokens
     heads = heads if num_drafts else None
     spec = SpecSettings(num_speculative_tokens=num_drafts, policy=condition.policy or "training")
@@ -105,15 +87,7 @@ def needs_of(condition: Condition, target: Target, heads: Heads) -> PoolNeeds:
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Refuse Triton kernels on a CPU, unless Triton's own interpreter is on.
-
-    Args:
-        backend: `engine.backend`.
-        device: of the target.
-
-    Raises:
-        EnvironmentFault: `backend` is `triton` and cannot run.
-    """
+    """Refuse Triton kernels on a CPU, unless Triton's own interpreter is on."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if backend == "triton" and device.type != "cuda" and not is_interpreted:
         raise EnvironmentFault(
@@ -123,15 +97,7 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def reference_note(engine: EngineConfig, device: str) -> str | None:
-    """One line for people who may think that kernels run; None where they do.
-
-    Args:
-        engine: its backend decides.
-        device: `model.device`.
-
-    Raises:
-        EnvironmentFault: `device` is `cuda` and no GPU can be used.
-    """
+    """One line for people who may think that kernels run; None where they do."""
     if engine.backend == "triton":
         return None  # runs, or is refused by `check_backend`
     reasons = []
@@ -154,14 +120,9 @@ _SPEC_FACTS = ("unroll", "num_mtp_modules", "hidden_source", "recycle_norm")
 
 
 def head_facts(head: str | None) -> dict[str, object] | None:
-    """Name, spec and hash of trained heads; None where there are none to describe.
+    """Name, spec (`unroll`, `num_mtp_modules`, ...) and sha256 of the weights of `spec.head`.
 
-    Args:
-        head: `spec.head`: a folder of trained heads, `oracle`, a native checkpoint, or None.
-
-    Returns:
-        `name`, `unroll`, `num_mtp_modules` (N), `hidden_source`, `recycle_norm`, and the sha256 of
-        the weights. Only the name for native heads, which carry no record.
+    Only the name for native heads, which carry no record; None for `oracle` and no heads.
     """
     if head is None or head == "oracle":
         return None
@@ -176,10 +137,6 @@ def head_facts(head: str | None) -> dict[str, object] | None:
 
 
 def ranking_sha256(head: str | None) -> str | None:
-    """sha256 of the token ranking that a reduced draft vocabulary is cut from; None without one.
-
-    Args:
-        head: as for `head_facts`.
-    """
+    """sha256 of the token ranking that a reduced draft vocabulary is cut from; None without one."""
     path = None if head is None else Path(head) / RANKING_FILE
     return sha256_of(path) if path is not None and path.is_file() else None

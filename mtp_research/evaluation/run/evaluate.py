@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from mtp_research.config.grid import expand
+from mtp_research.config.rules import expand
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.build import Heads
 from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
@@ -45,19 +45,8 @@ from mtp_research.runtime.provenance import run_record
 def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
     """Run an evaluation, print its tables and write `results.json` and `table.txt`.
 
-    Args:
-        config: checked configuration.
-        output_dir: folder of the results; an evaluation that was killed in it goes on.
-
-    Returns:
-        The main figures, as printed on the last line.
-
-    Raises:
-        ConfigError: model, head or prompts are missing or do not fit each other, or the folder
-            holds an unfinished evaluation of something else.
-        EnvironmentFault: the device or the kernels asked for cannot be used here.
-        IntegrityError: a file is damaged, or no prompt fits the context; or, after the results are
-            written, nothing of a condition finished or its passes gave different texts.
+    An evaluation that was killed in `output_dir` goes on. Returns the main figures, as printed on
+    the last line.
     """
     conditions = conditions_of(config)
     prompts = load_prompts(
@@ -82,7 +71,7 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
     heads = cast(dict[str, object], inputs["heads"])
     report = build_report(
         _decode(config, conditions, encoded, target, inputs=inputs, output_dir=output_dir),
-        prompts=[prompt.entry for prompt in encoded.prompts],
+        prompts=encoded.entries,
         dtype=str(target.dtype).removeprefix("torch."),
         seed=config.seed,
         config=dataclasses.asdict(config),
@@ -114,7 +103,6 @@ def _decode(
     inputs: Mapping[str, object],
     output_dir: Path,
 ) -> list[ConditionResult]:
-    """Every condition, group by group, with its lossless verdict."""
     heads = _load_heads(conditions, target)
     if config.model.tp_plan != "none":  # ranks must decode alike, and were not killed alike
         (output_dir / JOURNAL_FILE).unlink(missing_ok=True)
@@ -134,7 +122,6 @@ def _decode(
 
 
 def _load_heads(conditions: Sequence[Condition], target: Target) -> dict[str | None, Heads]:
-    """Drafts by `spec.head`."""
     heads: dict[str | None, Heads] = {None: "null", "oracle": "oracle"}
     for condition in conditions:
         folder = condition.config.spec.head
@@ -165,7 +152,6 @@ def _inputs(
 
 
 def _context_length(config: EvalConfig, target: Target) -> int:
-    """Most tokens of a text, prompt included, within what the target was made for."""
     limit = target.config.max_position_embeddings
     wanted = config.engine.max_model_len
     if wanted is not None and wanted > limit:
@@ -177,7 +163,6 @@ def _context_length(config: EvalConfig, target: Target) -> int:
 
 
 def _with_verdict(result: ConditionResult, group: Sequence[ConditionResult]) -> ConditionResult:
-    """Add the lossless verdict: greedy outputs must equal the baseline's, token for token."""
     if result.num_speculative_tokens == 0:
         return dataclasses.replace(result, lossless="is the baseline")
     if result.verify not in LOSSLESS_RULES:
@@ -191,8 +176,7 @@ def _with_verdict(result: ConditionResult, group: Sequence[ConditionResult]) -> 
 
 
 def _require_outputs(report: Report, output_dir: Path) -> None:
-    """Refuse to call an evaluation done in which a condition has no figure at all."""
-    empty = [item.label for item in report.summaries if not item.acceptance.num_prompts]
+    empty = [item.result.label for item in report.summaries if not item.acceptance.num_prompts]
     if empty:
         reasons = {
             r.finish_reason for c in report.conditions if c.label in empty for r in c.records
@@ -205,10 +189,7 @@ def _require_outputs(report: Report, output_dir: Path) -> None:
 
 
 def _require_equal_passes(report: Report, output_dir: Path) -> None:
-    """Refuse texts that change from pass to pass: their times are of different work.
-
-    A rule that chooses the number of drafts by the clock may change sampled texts.
-    """
+    """Refuse other texts than in the first pass, unless the clock chose the number of drafts."""
     spec = report.config["spec"]
     if isinstance(spec, dict) and spec["draft_length"] == "expected_gain":
         return

@@ -21,8 +21,8 @@ from typing import IO, NamedTuple
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.report.stored import plain
-from mtp_research.evaluation.stats.json_form import read_pass, read_record
 from mtp_research.evaluation.stats.outcome import PassRecord
+from mtp_research.evaluation.stats.summary import read_pass, read_record
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 JOURNAL_FILE = "finished.jsonl"
@@ -91,12 +91,7 @@ class Journal:
 
 
 def check_resumable(folder: Path, config: EvalConfig) -> None:
-    """Refuse a folder that holds an unfinished evaluation with another configuration.
-
-    Raises:
-        ConfigError: names the keys that differ.
-        IntegrityError: the journal is damaged.
-    """
+    """Refuse a folder with an unfinished evaluation of another configuration; names the keys."""
     path = folder / JOURNAL_FILE
     if path.is_file():
         lines = _whole_lines(path)
@@ -107,14 +102,8 @@ def check_resumable(folder: Path, config: EvalConfig) -> None:
 def open_journal(folder: Path, config: EvalConfig, *, inputs: Mapping[str, object]) -> Journal:
     """Open the journal of a run folder, new or left by a process that was killed.
 
-    Args:
-        folder: created if it is missing.
-        config: checked configuration, with its lists.
-        inputs: hashes of what the configuration only points to: prompts, heads, target.
-
-    Raises:
-        ConfigError: it is of another configuration, or of other inputs; names what differs.
-        IntegrityError: a line within the file is damaged.
+    `inputs` are hashes of what the configuration only points to. Other settings or inputs than
+    those of the journal are refused, by name.
     """
     path = folder / JOURNAL_FILE
     folder.mkdir(parents=True, exist_ok=True)

@@ -66,11 +66,6 @@ def run_group(
         workload: prompts, models and journal.
         num_passes: 1 or even. With 1, one decoder exists at a time; with more, every condition
             keeps its own, pool included, until its last pass, and all pools are equal.
-
-    Raises:
-        ConfigError: a setting does not fit the target, the heads or a prompt, or there is no room
-            for the pools.
-        IntegrityError: the heads' token ranking is damaged.
     """
     num_blocks = None if num_passes == 1 else _equal_pools(conditions, workload)
     runners = [
@@ -158,7 +153,6 @@ class _Runner:
 
 
 def _result(condition: Condition, passes: Sequence[Pass]) -> ConditionResult:
-    """Generations and audit of the first pass, times of all of them."""
     first, *later = passes
     is_drafting = condition.num_speculative_tokens > 0
     return ConditionResult(
@@ -184,14 +178,9 @@ def _result(condition: Condition, passes: Sequence[Pass]) -> ConditionResult:
 
 
 def _equal_pools(conditions: Sequence[Condition], workload: Workload) -> int | None:
-    """Blocks for each decoder of a group whose decoders all live at once, so that pools are equal.
+    """Blocks, without the spare one, for each decoder of a group whose decoders all live at once.
 
-    Returns:
-        Blocks without the spare one; None where `engine.num_blocks` says it, or memory sets no
-        limit.
-
-    Raises:
-        ConfigError: there is no room for one longest request in every pool.
+    None where `engine.num_blocks` says it, or memory sets no limit.
     """
     target, heads = workload.target, workload.heads
     engine, free = conditions[0].config.engine, free_bytes(target.device)

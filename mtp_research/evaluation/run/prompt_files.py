@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal, cast
 
 from mtp_research.data.json_lines import JsonLine, read_json_lines
-from mtp_research.evaluation.stats.outcome import PromptEntry
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 Format = Literal["chat", "completion"]
@@ -30,29 +29,17 @@ _GENERIC_FIELDS: tuple[tuple[str, Format], ...] = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """One prompt."""
 
-    Attributes:
-        question_id: unique within the set; becomes the `request_id` of the generation.
-        category: domain, the unit of the report's breakdown.
-        text: the user's message (`chat`) or the text to continue (`completion`).
-        format: `chat` goes through the model's template, `completion` does not.
-    """
-
-    question_id: str
-    category: str
-    text: str
-    format: Format
+    question_id: str  # unique within the set; becomes the `request_id` of the generation
+    category: str  # domain, the unit of the report's breakdown
+    text: str  # the user's message (`chat`) or the text to continue (`completion`)
+    format: Format  # `chat` goes through the model's template, `completion` does not
 
     @property
     def sha256(self) -> str:
         """Hash of what the model is asked: format and text, not the id or the category."""
         return hashlib.sha256(f"{self.format}\n{self.text}".encode()).hexdigest()
-
-    @property
-    def entry(self) -> PromptEntry:
-        """The prompt without its text."""
-        return PromptEntry(self.question_id, self.category, self.format, self.sha256)
 
 
 def read_prompt_files(path: Path) -> list[Prompt]:
@@ -104,7 +91,6 @@ def _prompt_files(path: Path) -> list[Path]:
 
 
 def _read_file(path: Path, prefix: str) -> Iterator[tuple[str, Prompt]]:
-    """`FILE:LINE` and prompt of every row."""
     num_prompts = 0
     for line in read_json_lines(path, key="prompts.path", max_line_bytes=MAX_LINE_BYTES):
         prompt = _prompt(line, path=path)
@@ -131,7 +117,6 @@ def _prompt(line: JsonLine, *, path: Path) -> Prompt:
 
 
 def _text_of(row: Mapping[str, object], where: str) -> tuple[str, Format]:
-    """Text and the format that its field implies."""
     turns = row.get("turns")
     if isinstance(turns, list) and turns:
         text, form = turns[0], "chat"

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 from mtp_research.data.sources import HELD_OUT_STDLIB
 from mtp_research.evaluation.run.prompt_files import Prompt, read_prompt_files
+from mtp_research.evaluation.stats.outcome import PromptEntry
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT, resolve_path
 
@@ -62,6 +63,14 @@ class EncodedPrompts:
     token_ids: tuple[tuple[int, ...], ...]
     skipped: tuple[str, ...]
 
+    @property
+    def entries(self) -> tuple[PromptEntry, ...]:
+        """The prompts without their text."""
+        return tuple(
+            PromptEntry(one.question_id, one.category, one.format, one.sha256)
+            for one in self.prompts
+        )
+
     def without(self, done: Set[str]) -> "EncodedPrompts":
         """The prompts whose ids are not among `done`; none of them is skipped."""
         pairs = zip(self.prompts, self.token_ids, strict=True)
@@ -70,27 +79,18 @@ class EncodedPrompts:
 
 
 def load_prompts(
-    path: str | None,
-    *,
-    domains: Sequence[str] = (),
-    max_prompts: int | None = None,
-    seed: int = 0,
+    path: str | None, *, domains: Sequence[str] = (), max_prompts: int | None = None, seed: int = 0
 ) -> list[Prompt]:
-    """Load a prompt set.
+    """A prompt set in file order: a path as in `prompt_files`, or None for the shipped prompts.
 
     Args:
-        path: a file, a folder of files (or of folders with a `question.jsonl`), or None for the
-            shipped prompts with the code prompts of the running interpreter.
+        path: None adds the code prompts of the running interpreter.
         domains: categories that are kept; all without any.
         max_prompts: keep a balanced subset of this size, >= 1; None keeps all.
         seed: selects the subset. Smaller subsets are contained in larger ones.
 
-    Returns:
-        Prompts in file order.
-
     Raises:
-        ConfigError: the path does not exist or holds no prompt file, has no prompt of a domain, or
-            `max_prompts` < 1.
+        ConfigError: there is no such path or no prompt of a domain, or `max_prompts` < 1.
         IntegrityError: a prompt file is damaged; the message names file and line.
     """
     if max_prompts is not None and max_prompts < 1:
@@ -108,18 +108,11 @@ def load_prompts(
 def encode_prompt(prompt: Prompt, tokenizer: ChatTokenizer) -> tuple[int, ...]:
     """Token ids that the model is given.
 
-    Returns:
-        `chat`: the model's template with the opening of the assistant's turn. `completion`: the
-        bos token, if the tokenizer has one, and the text.
-
-    Raises:
-        ConfigError: a chat prompt, but the tokenizer has no chat template.
+    `chat` goes through the model's template, with the opening of the assistant's turn;
+    `completion` is the bos token, if the tokenizer has one, and the text.
     """
     if prompt.format == "completion":
-        return (
-            *begin_of_text(tokenizer),
-            *tokenizer.encode(prompt.text, add_special_tokens=False),
-        )
+        return (*begin_of_text(tokenizer), *tokenizer.encode(prompt.text, add_special_tokens=False))
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"prompt {prompt.question_id} has format chat, but the model's tokenizer has no chat "
@@ -195,11 +188,11 @@ class CodeCut(NamedTuple):
 def cut_code(
     modules: Sequence[str], *, num_prompts: int, seed: int = 0, root: Path | None = None
 ) -> list[CodeCut]:
-    """Cut function bodies, spread as evenly over the modules as they allow.
+    """At most `num_prompts` function bodies, spread as evenly over the modules as they allow.
 
     Args:
         modules: file names relative to `root`; a missing file gives no prompts.
-        num_prompts: most prompts to return; fewer when the modules do not hold as many.
+        num_prompts: fewer are returned when the modules do not hold as many.
         seed: selects the functions and the line of each cut.
         root: folder of the sources; None is the standard library.
 
@@ -215,7 +208,6 @@ def cut_code(
 
 
 def _ranked_cuts(path: Path, seed: int) -> list[CodeCut]:
-    """At most one cut per function of the file, in a seeded order."""
     source = path.read_text(encoding="utf8")
     lines = source.splitlines()
     cuts = []

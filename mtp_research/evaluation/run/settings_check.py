@@ -4,7 +4,7 @@ The types check ranges and each other, so building them is the check that `prefl
 model is loaded.
 """
 
-from mtp_research.config.grid import expand
+from mtp_research.config.rules import expand
 from mtp_research.config.schema import EvalConfig, SamplingConfig, SpecConfig
 from mtp_research.decode.draft.draft_length import (
     BatchTableLength,
@@ -20,11 +20,7 @@ from mtp_research.runtime.errors import ConfigError
 
 
 def check_settings(config: EvalConfig) -> None:
-    """Build every setting of every cell of the grid and throw it away.
-
-    Raises:
-        ConfigError: a value is out of range, or would be ignored.
-    """
+    """Build every setting of every cell of the grid and throw it away."""
     conditions_of(config)
     for cell in expand(config).cells:
         _check_cell(cell)

@@ -109,11 +109,7 @@ def _seconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> 
 
 
 def device_timer(device: torch.device) -> Callable[[], float | None]:
-    """Start an event clock on a GPU; the function that is returned stops it.
-
-    Returns:
-        a function that waits for the device and gives seconds since now; None on a CPU.
-    """
+    """Start an event clock; what is returned waits and gives seconds, or None on a CPU."""
     if device.type != "cuda":
         return lambda: None
     begin = torch.cuda.Event(enable_timing=True)
@@ -129,19 +125,13 @@ def device_timer(device: torch.device) -> Callable[[], float | None]:
 
 
 class Decoded(NamedTuple):
-    """What one decoding left.
+    """What one decoding left."""
 
-    Attributes:
-        records: of the prompts that were decoded, in the order they finished.
-        audit: slots by finding in these; None without an auditor.
-        times: without memory and what came before the clock started.
-        step_s: wall seconds of every step.
-    """
-
+    # Of the prompts that were decoded, in the order they finished
     records: tuple[RequestRecord, ...]
-    audit: dict[str, int] | None
-    times: PassRecord
-    step_s: tuple[float, ...]
+    audit: dict[str, int] | None  # slots by finding in these; None without an auditor
+    times: PassRecord  # without memory and what came before the clock started
+    step_s: tuple[float, ...]  # wall seconds of every step
 
 
 class Finished:
@@ -231,16 +221,11 @@ def decode_prompts(
 def warm_up(
     decoder: SpecDecoder, encoded: EncodedPrompts, sampling: Sequence[SamplingParams], *, most: int
 ) -> int:
-    """Decode a few prompts until the median step changes by less than 5 %; return how often.
+    """Decode the first prompts until the median step changes by less than 5 %; return how often.
 
-    On a GPU kernels are compiled for the shapes that they first meet, which takes a second where a
-    step takes a millisecond: there as many prompts are decoded as two batches hold.
-
-    Args:
-        decoder: of the condition.
-        encoded: the prompts; the first few are used.
-        sampling: their parameters.
-        most: warm-ups after which it goes on all the same.
+    At most `most` times. On a GPU kernels are compiled for the shapes that they first meet, which
+    takes a second where a step takes a millisecond: there as many prompts are decoded as two
+    batches hold.
     """
     count = _WARM_UP_PROMPTS
     if decoder.is_captured:  # two batches that end unevenly meet the shapes of mixed steps
@@ -303,7 +288,6 @@ class _DecodeCalls:
 def _since(
     audit: Mapping[str, int] | None, before: Mapping[str, int] | None
 ) -> dict[str, int] | None:
-    """Slots by finding that came after `before`."""
     if audit is None:
         return None
     return {name: count - (before or {}).get(name, 0) for name, count in audit.items()}

@@ -63,22 +63,11 @@ def estimate(
 
 
 def estimate_difference(
-    ours: Mapping[str, Ratio],
-    theirs: Mapping[str, Ratio],
-    *,
-    seed: int,
-    num_draws: int = NUM_DRAWS,
+    ours: Mapping[str, Ratio], theirs: Mapping[str, Ratio], *, seed: int, num_draws: int = NUM_DRAWS
 ) -> dict[str, Estimate]:
-    """Paired difference ours - theirs, each draw taking the same prompts on both sides.
+    """Paired difference ours - theirs of the same statistics over the same prompts in one order.
 
-    Args:
-        ours: statistics over P prompts.
-        theirs: the same statistics over the same prompts in the same order.
-        seed: of the resampling.
-        num_draws: resamplings, >= 1.
-
-    Returns:
-        Estimates by name; exactly 0 throughout for identical data.
+    Each draw takes the same prompts on both sides: exactly 0 throughout for identical data.
     """
     # Equal seed and equal P give equal resamplings, and equal shapes give equal rounding.
     our_values, our_draws = _values_and_draws(ours, seed=seed, num_draws=num_draws)
@@ -115,41 +104,23 @@ def _intervals(names: Iterable[str], values: Floats, draws: Floats) -> dict[str,
 
 @dataclass(frozen=True)
 class Draws:
-    """How often each draw takes each seed and each prompt.
+    """How often each draw takes each seed and each prompt."""
 
-    Attributes:
-        seeds: `[draws, S]` counts, rows sum to S.
-        prompts: `[draws, P]` counts, rows sum to P.
-    """
-
-    seeds: Floats
-    prompts: Floats
+    seeds: Floats  # `[draws, S]` counts, rows sum to S
+    prompts: Floats  # `[draws, P]` counts, rows sum to P
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Acceptance length (micro) of one condition, mean over seeds, on all data and on each draw.
+    """Acceptance length (micro) of one condition, mean over seeds, on all data and on each draw."""
 
-    Attributes:
-        value: mean over seeds of 1 + sum(accepted)/rounds; nan if a seed has no rounds.
-        draws: `[draws]` the same on each draw; nan where a drawn seed has no rounds.
-        by_seed: `[S]` each seed's own figure.
-    """
-
-    value: float
-    draws: Floats
-    by_seed: Floats
+    value: float  # mean over seeds of 1 + sum(accepted)/rounds; nan if a seed has no rounds
+    draws: Floats  # `[draws]` the same on each draw; nan where a drawn seed has no rounds
+    by_seed: Floats  # `[S]` each seed's own figure
 
 
 def make_draws(num_seeds: int, num_prompts: int, *, seed: int, num_draws: int = NUM_DRAWS) -> Draws:
-    """Resamplings that all conditions of a comparison share, which pairs them.
-
-    Args:
-        num_seeds: S, >= 1.
-        num_prompts: P, >= 1.
-        seed: of the resampling; equal arguments give equal draws.
-        num_draws: resamplings, >= 1.
-    """
+    """Resamplings of S seeds and P prompts, both >= 1; sharing them pairs the conditions."""
     generator = np.random.default_rng(seed)
     counts = [
         generator.multinomial(size, np.full(size, 1 / size), size=num_draws).astype(np.float64)
@@ -159,13 +130,7 @@ def make_draws(num_seeds: int, num_prompts: int, *, seed: int, num_draws: int = 
 
 
 def lengths(accepted: ArrayLike, rounds: ArrayLike, draws: Draws) -> Lengths:
-    """Acceptance length of one condition.
-
-    Args:
-        accepted: `[S, P]` accepted drafts of each seed and prompt, bonus not counted.
-        rounds: `[S, P]` verify rounds.
-        draws: of `make_draws(S, P)`.
-    """
+    """Acceptance length from accepted drafts `[S, P]`, bonus not counted, and rounds `[S, P]`."""
     top, bottom = (np.atleast_2d(np.asarray(x, dtype=np.float64)) for x in (accepted, rounds))
     wanted = (draws.seeds.shape[1], draws.prompts.shape[1])
     assert top.shape == bottom.shape == wanted, f"{top.shape}, {bottom.shape} for {wanted}"

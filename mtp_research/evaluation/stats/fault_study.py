@@ -26,26 +26,16 @@ UNFINISHED = "unfinished"  # in place of a text's hash: the generation did not e
 
 @dataclass(frozen=True)
 class FaultCondition:
-    """One decoding of all prompts.
+    """One decoding of all prompts."""
 
-    Attributes:
-        head: name of the head folder.
-        num_mtp_modules: N.
-        num_speculative_tokens: K.
-        policy: what was run.
-        reference: the policy's clean form; None for a clean policy.
-        audit: slots by verdict, and `slots`, the number looked at.
-        accepted_per_round: of each prompt, in the order of the prompts.
-        text_sha256: of each prompt's generated token ids, 16 digits; greedy ones agree everywhere.
-    """
-
-    head: str
-    num_mtp_modules: int
-    num_speculative_tokens: int
-    policy: str
-    reference: str | None
-    audit: dict[str, int]
-    accepted_per_round: tuple[tuple[int, ...], ...]
+    head: str  # name of the head folder
+    num_mtp_modules: int  # N
+    num_speculative_tokens: int  # K
+    policy: str  # what was run
+    reference: str | None  # the policy's clean form; None for a clean policy
+    audit: dict[str, int]  # slots by verdict, and `slots`, the number looked at
+    accepted_per_round: tuple[tuple[int, ...], ...]  # of each prompt, in the order of the prompts
+    # Of each prompt's generated token ids, 16 digits; greedy ones agree everywhere
     text_sha256: tuple[str, ...]
 
     @property
@@ -62,25 +52,16 @@ class FaultCondition:
 
 @dataclass(frozen=True)
 class FaultStudy:
-    """All decodings.
+    """All decodings."""
 
-    Attributes:
-        heads: name, spec and hash of each.
-        prompts: what was asked.
-        conditions: what was decoded so far.
-        dtype: of the target.
-        max_new_tokens: per prompt.
-        seed: of the bootstrap.
-        run: command, code, versions, machine, `num_conditions` and `seconds` of decoding; `parts`
-            if it was joined from several.
-    """
-
-    heads: tuple[dict[str, object], ...]
-    prompts: tuple[PromptEntry, ...]
-    conditions: tuple[FaultCondition, ...]
-    dtype: str
-    max_new_tokens: int
-    seed: int
+    heads: tuple[dict[str, object], ...]  # name, spec and hash of each
+    prompts: tuple[PromptEntry, ...]  # what was asked
+    conditions: tuple[FaultCondition, ...]  # what was decoded so far
+    dtype: str  # of the target
+    max_new_tokens: int  # per prompt
+    seed: int  # of the bootstrap
+    # Command, code, versions, machine, `num_conditions` and `seconds` of decoding; `parts` if it
+    # was joined from several
     run: Mapping[str, object]
 
     @property

@@ -59,52 +59,32 @@ class MatrixPrompt:
 
 @dataclass(frozen=True)
 class MatrixCell:
-    """One head under one policy.
-
-    Attributes:
-        seed: of the training.
-        num_speculative_tokens: K.
-        is_match: policy and recycled norm are those the head was trained for.
-        head_sha256: of the head's weights.
-        accepted_per_round: of the loop, rounds whose K tokens are all known, prompt by prompt.
-        clean_per_round: the same if the rows of rejected drafts were rerun, by the replay walk;
-            None for a policy that reruns them.
-        num_other_texts: prompts whose text is not the one of plain decoding.
-        num_other_rounds: prompts whose rounds are not those of the replay walk.
-    """
+    """One head under one policy."""
 
     key: GroupKey
-    seed: int
-    num_speculative_tokens: int
-    is_match: bool
-    head_sha256: str
-    accepted_per_round: Rounds
+    seed: int  # of the training
+    num_speculative_tokens: int  # K
+    is_match: bool  # policy and recycled norm are those the head was trained for
+    head_sha256: str  # of the head's weights
+    accepted_per_round: Rounds  # of the loop, rounds whose K tokens are all known, prompt by prompt
+    # The same if the rows of rejected drafts were rerun, by the replay walk; None for a policy that
+    # reruns them
     clean_per_round: Rounds | None
-    num_other_texts: int
-    num_other_rounds: int
+    num_other_texts: int  # prompts whose text is not the one of plain decoding
+    num_other_rounds: int  # prompts whose rounds are not those of the replay walk
 
 
 @dataclass(frozen=True)
 class SeedMatrix:
-    """All cells.
+    """All cells."""
 
-    Attributes:
-        seeds: asked for; `done_seeds` are those with all their cells.
-        num_cells_per_seed: cells of a finished seed.
-        prompts: decoded by every cell.
-        cells: measured so far.
-        bootstrap_seed: of the resampling.
-        settings: dtype, tokens per prompt, configuration.
-        run: command, code, versions and machine.
-    """
-
-    seeds: tuple[int, ...]
-    num_cells_per_seed: int
-    prompts: tuple[MatrixPrompt, ...]
-    cells: tuple[MatrixCell, ...]
-    bootstrap_seed: int
-    settings: Mapping[str, object]
-    run: Mapping[str, object]
+    seeds: tuple[int, ...]  # asked for; `done_seeds` are those with all their cells
+    num_cells_per_seed: int  # cells of a finished seed
+    prompts: tuple[MatrixPrompt, ...]  # decoded by every cell
+    cells: tuple[MatrixCell, ...]  # measured so far
+    bootstrap_seed: int  # of the resampling
+    settings: Mapping[str, object]  # dtype, tokens per prompt, configuration
+    run: Mapping[str, object]  # command, code, versions and machine
 
     @property
     def done_seeds(self) -> tuple[int, ...]:
@@ -157,7 +137,6 @@ def _cell(stored: dict[str, Any]) -> MatrixCell:  # Any: as json.loads returns i
 
 
 def _check(matrix: SeedMatrix) -> None:
-    """Every cell has rounds for every prompt, is of a seed asked for, and is there once."""
     num_prompts, seen = len(matrix.prompts), set()
     for cell in matrix.cells:
         name = f"the cell of {cell.key.head} seed {cell.seed} under {cell.key.policy}"
@@ -180,49 +159,33 @@ _CHAIN, _EAGLE = "training", "eagle"  # policies that the two ways of training w
 
 @dataclass(frozen=True)
 class GroupFigures:
-    """Acceptance of one group over the finished seeds; lengths in tokens per round.
-
-    Attributes:
-        is_match: the policy and the norm the heads were trained for.
-        num_rounds: of all seeds.
-        length: mean over seeds, 95 % interval over seeds and prompts.
-        by_seed: each seed's own; None for one without rounds.
-        clean_length: if the rows of rejected drafts were rerun; None for a clean policy.
-        minus_match: length minus that of the same heads' match, paired; None for the match itself
-            and where the matrix has no match.
-        positions: p_1 .. p_K, mean over seeds of rounds with at least i accepted drafts / rounds;
-            length = 1 + their sum.
-    """
+    """Acceptance of one group over the finished seeds; lengths in tokens per round."""
 
     key: GroupKey
-    is_match: bool
-    num_rounds: int
-    length: Estimate
-    by_seed: tuple[float | None, ...]
+    is_match: bool  # the policy and the norm the heads were trained for
+    num_rounds: int  # of all seeds
+    length: Estimate  # mean over seeds, 95 % interval over seeds and prompts
+    by_seed: tuple[float | None, ...]  # each seed's own; None for one without rounds
+    # If the rows of rejected drafts were rerun; None for a clean policy
     clean_length: Estimate | None
+    # Length minus that of the same heads' match, paired; None for the match itself and where the
+    # matrix has no match
     minus_match: Estimate | None
+    # p_1 .. p_K, mean over seeds of rounds with at least i accepted drafts / rounds; length = 1 +
+    # their sum.
     positions: tuple[Estimate, ...]
 
 
 @dataclass(frozen=True)
 class MatchPair:
-    """Heads trained for `training`, decoded with it, minus heads trained for `eagle`, with it.
+    """Heads trained for `training`, decoded with it, minus heads trained for `eagle`, with it."""
 
-    Attributes:
-        ours: group of the first, `chain`.
-        theirs: group of the second, `ttt` or `shared_context`, of the same N and norm.
-        ours_length: acceptance length of the first.
-        theirs_length: of the second.
-        difference: ours - theirs over the same seeds and prompts.
-        by_seed: each seed's own difference; None where one has no rounds.
-    """
-
-    ours: GroupKey
-    theirs: GroupKey
-    ours_length: Estimate
-    theirs_length: Estimate
-    difference: Estimate
-    by_seed: tuple[float | None, ...]
+    ours: GroupKey  # group of the first, `chain`
+    theirs: GroupKey  # group of the second, `ttt` or `shared_context`, of the same N and norm
+    ours_length: Estimate  # acceptance length of the first
+    theirs_length: Estimate  # of the second
+    difference: Estimate  # ours - theirs over the same seeds and prompts
+    by_seed: tuple[float | None, ...]  # each seed's own difference; None where one has no rounds
 
 
 def group_figures(matrix: SeedMatrix, *, domain: str | None = None) -> list[GroupFigures]:

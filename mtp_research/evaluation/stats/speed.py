@@ -34,15 +34,9 @@ class Speed:
     of the batch. A rate is the median over the passes that have it, low and high the least and the
     most of a pass. The ratios are to the baseline's medians. Time to first token and between tokens
     are of the first pass, per prompt: median, and nearest-rank 95th percentile.
-
-    Attributes:
-        first: the first pass.
-        device_s: median over the passes.
-        drift: of a baseline: median rate of the second half of its passes over that of the first,
-            minus 1; one pass that a neighbour disturbed is not a drift.
     """
 
-    first: PassRecord
+    first: PassRecord  # the first pass
     end_to_end: Estimate
     decode: Estimate
     full: Estimate
@@ -53,48 +47,10 @@ class Speed:
     inter_token_s_median: float | None
     inter_token_s_p95: float | None
     num_passes: int
-    device_s: float | None
+    device_s: float | None  # median over the passes
+    # Of a baseline: median rate of the second half of its passes over that of the first, minus 1;
+    # one pass that a neighbour disturbed is not a drift
     drift: float | None
-
-    @property
-    def wall_s(self) -> float | None:
-        """Of the first pass, like the next two."""
-        return self.first.wall_s
-
-    @property
-    def decode_wall_s(self) -> float | None:
-        """Of it, steps without prompt rows."""
-        return self.first.decode_wall_s
-
-    @property
-    def full_wall_s(self) -> float | None:
-        """Of them, steps that took every place of the batch."""
-        return self.first.full_wall_s
-
-    @property
-    def tokens_per_s_end_to_end(self) -> float | None:
-        """Over whole passes, the median one."""
-        return self.end_to_end.value
-
-    @property
-    def tokens_per_s_decode(self) -> float | None:
-        """Over the steps without prompt rows."""
-        return self.decode.value
-
-    @property
-    def tokens_per_s_full(self) -> float | None:
-        """Over those of them that took every place of the batch."""
-        return self.full.value
-
-    @property
-    def tokens_per_s_end_to_end_low(self) -> float | None:
-        """Slowest pass."""
-        return self.end_to_end.low
-
-    @property
-    def tokens_per_s_end_to_end_high(self) -> float | None:
-        """Fastest pass."""
-        return self.end_to_end.high
 
 
 class _Rates(NamedTuple):
@@ -155,7 +111,6 @@ def _spread(rates: Sequence[float]) -> Estimate:
 
 
 def _drift(rates: Sequence[float]) -> float:
-    """Of two or more passes in their order; see `Speed`."""
     half = len(rates) // 2
     return statistics.median(rates[half:]) / statistics.median(rates[:half]) - 1
 
@@ -183,23 +138,17 @@ def _percentile_95(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Mean seconds of a step without prompt rows by part, and the acceptance model.
+    """Mean seconds of a step without prompt rows by part, and the acceptance model."""
 
-    Attributes:
-        target_s: see `StepParts`; this and the next three per step.
-        draft_cost: c, one draft pass in units of the baseline's target + verify; None without one.
-        verify_cost: v, target + verify beyond one unit; None without a baseline.
-        host_cost: host time in the same units; None without a baseline.
-        predicted_ratio: tau / (1 + K c + v); None without a baseline or acceptance length.
-    """
-
-    target_s: float
+    target_s: float  # see `StepParts`; this and the next three per step
     verify_s: float
     draft_s: float
     host_s: float
+    # c, one draft pass in units of the baseline's target + verify; None without one
     draft_cost: float | None
-    verify_cost: float | None
-    host_cost: float | None
+    verify_cost: float | None  # v, target + verify beyond one unit; None without a baseline
+    host_cost: float | None  # host time in the same units; None without a baseline
+    # tau / (1 + K c + v); None without a baseline or acceptance length
     predicted_ratio: float | None
 
 
@@ -227,18 +176,3 @@ def cost_of(
     step = 1 + num_speculative_tokens * draft_cost + verify_cost
     ratio = divide(acceptance_length, step)
     return StepCost(target, verify, draft, host, draft_cost, verify_cost, host / unit, ratio)
-
-
-def end_to_end_rate(speed: Speed) -> Estimate:
-    """Over whole passes."""
-    return speed.end_to_end
-
-
-def decode_rate(speed: Speed) -> Estimate:
-    """Over the steps without prompt rows."""
-    return speed.decode
-
-
-def full_rate(speed: Speed) -> Estimate:
-    """Over those of them that took every place of the batch."""
-    return speed.full

@@ -54,43 +54,26 @@ MIN_PROMPTS = 80
 
 @dataclass(frozen=True)
 class AcceptanceStatistics:
-    """The acceptance figures of one condition; the formulas are those of the module docstring.
+    """The acceptance figures of one condition; the formulas are those of the module docstring."""
 
-    Attributes:
-        num_prompts: finished generations, over which everything is computed.
-        num_unfinished: generations left out (non-finite target, abort).
-        num_rounds: verify rounds that had drafts.
-        num_rounds_two_rejected: rounds with r >= 2 rejected drafts; policies differ only
-            after such a round.
-        num_accepted: accepted drafts, bonus not counted.
-        num_drafted: verified drafts.
-        num_output_tokens: generated tokens, each prompt's first included.
-        num_target_forwards: decode steps summed over requests.
-        acceptance_length_micro: tokens per round, in [1, K+1]; 1 exactly if nothing was drafted.
-        acceptance_length_macro: the same as a mean over prompts.
-        acceptance_rate: in [0, 1].
-        acceptance_rate_per_position: p_1 .. p_K.
-        conditional_acceptance_rate_per_position: p_i/p_{i-1} for i = 1 .. K, over
-            the rounds that made draft i.
-        target_forwards_per_token: 1 without drafts, below 1 is the gain.
-        warnings: what a reader of these figures has to know.
-    """
-
-    num_prompts: int
-    num_unfinished: int
-    num_rounds: int
+    num_prompts: int  # finished generations, over which everything is computed
+    num_unfinished: int  # generations left out (non-finite target, abort)
+    num_rounds: int  # verify rounds that had drafts
+    # Rounds with r >= 2 rejected drafts; policies differ only after such a round
     num_rounds_two_rejected: int
-    num_accepted: int
-    num_drafted: int
-    num_output_tokens: int
-    num_target_forwards: int
+    num_accepted: int  # accepted drafts, bonus not counted
+    num_drafted: int  # verified drafts
+    num_output_tokens: int  # generated tokens, each prompt's first included
+    num_target_forwards: int  # decode steps summed over requests
+    # Tokens per round, in [1, K+1]; 1 exactly if nothing was drafted
     acceptance_length_micro: Estimate
-    acceptance_length_macro: Estimate
-    acceptance_rate: Estimate
-    acceptance_rate_per_position: tuple[Estimate, ...]
+    acceptance_length_macro: Estimate  # the same as a mean over prompts
+    acceptance_rate: Estimate  # in [0, 1]
+    acceptance_rate_per_position: tuple[Estimate, ...]  # p_1 .. p_K.
+    # p_i/p_{i-1} for i = 1 .. K, over the rounds that made draft i.
     conditional_acceptance_rate_per_position: tuple[Estimate, ...]
-    target_forwards_per_token: Estimate
-    warnings: tuple[str, ...]
+    target_forwards_per_token: Estimate  # 1 without drafts, below 1 is the gain
+    warnings: tuple[str, ...]  # what a reader of these figures has to know
 
 
 def acceptance_statistics(
@@ -107,9 +90,6 @@ def acceptance_statistics(
         num_speculative_tokens: K, >= the drafts of any round; 0 for the baseline.
         seed: of the resampling; equal seeds and data give equal intervals.
         num_draws: resamplings.
-
-    Raises:
-        IntegrityError: a record drafts more than K, accepts more than it drafts or has two lengths.
     """
     everything = list(records)
     finished = [record for record in everything if record.finish_reason in FINISHED]
@@ -168,18 +148,8 @@ def paired_differences(
 ) -> dict[str, Estimate]:
     """Each statistic of `records` minus that of `reference`, over the same resampled prompts.
 
-    The prompts are the larger source of variation; pairing takes it out of the comparison.
-
-    Args:
-        records: one condition.
-        reference: the other condition; the same request ids in any order.
-        num_speculative_tokens: K, the larger one if they differ.
-        seed: of the resampling.
-        num_draws: resamplings.
-
-    Returns:
-        Difference by statistic (`acceptance_length_micro`, ..., `p_1`, `p_2/p_1`), over the prompts
-        that finished in both.
+    The prompts are the larger source of variation; pairing takes it out of the comparison. Only
+    prompts that finished in both count; `num_speculative_tokens` is the larger K.
 
     Raises:
         ValueError: the two hold different request ids, or one id twice.
@@ -214,19 +184,11 @@ def few_prompts(num_prompts: int) -> list[str]:
 def acceptance_ratios(
     records: Sequence[RequestRecord], *, num_speculative_tokens: int
 ) -> dict[str, Ratio]:
-    """Every acceptance statistic as a ratio of two sums over prompts.
-
-    Args:
-        records: P finished generations.
-        num_speculative_tokens: K, >= the drafts of any round; 0 for the baseline.
+    """Every acceptance statistic as a ratio of two sums over P finished generations, in order.
 
     Returns:
         `acceptance_length_micro`, `acceptance_length_macro`, `acceptance_rate`,
-        `target_forwards_per_token`, and `p_1`, `p_1/p_0`, ..., `p_K`, `p_K/p_{K-1}`; the
-        prompts keep their order.
-
-    Raises:
-        IntegrityError: a record drafts more than K, accepts more than it drafts or has two lengths.
+        `target_forwards_per_token`, and `p_1`, `p_1/p_0`, ..., `p_K`, `p_K/p_{K-1}`.
     """
     for record in records:
         _check_record(record, num_speculative_tokens)
@@ -263,7 +225,6 @@ def _column(values: Iterable[int]) -> Floats:
 
 
 def _two_rejected(record: RequestRecord) -> int:
-    """Rounds with r >= 2 rejected drafts."""
     pairs = zip(record.num_accepted_per_round, record.num_drafted_per_round, strict=True)
     return sum(drafted - accepted >= 2 for accepted, drafted in pairs)
 
@@ -321,21 +282,13 @@ def _warnings(num_finished: int, num_prompts: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ContextBucket:
-    """Acceptance over the rounds at a context of [low, high) tokens.
+    """Acceptance over the rounds at a context of [low, high) tokens."""
 
-    Attributes:
-        low: fewest tokens.
-        high: one more than the most tokens.
-        num_prompts: generations with a round here.
-        num_rounds: rounds here.
-        acceptance_length: 1 + accepted / rounds, with its interval over prompts.
-    """
-
-    low: int
-    high: int
-    num_prompts: int
-    num_rounds: int
-    acceptance_length: Estimate
+    low: int  # fewest tokens
+    high: int  # one more than the most tokens
+    num_prompts: int  # generations with a round here
+    num_rounds: int  # rounds here
+    acceptance_length: Estimate  # 1 + accepted / rounds, with its interval over prompts
 
 
 def acceptance_by_context(
@@ -363,7 +316,6 @@ def acceptance_by_context(
 
 
 def _sums_by_bucket(record: RequestRecord) -> dict[int, tuple[int, int]]:
-    """Rounds and accepted drafts of one generation by the low end of the bucket."""
     sums: dict[int, tuple[int, int]] = {}
     context = record.num_prompt_tokens + 1  # the prefill gave the first token
     for accepted in record.num_accepted_per_round:

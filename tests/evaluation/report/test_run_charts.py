@@ -134,11 +134,11 @@ def test_sweep_over_batch_sizes_has_every_head_policy_and_the_baseline(
         head = "a" if "chain" in name else "b"
         for batch, entry in zip((4, 16), row, strict=True):
             assert entry is not None
-            condition = stored[f"{entry.summary.policy} {head} R={batch}"]
+            condition = stored[f"{entry.summary.result.policy} {head} R={batch}"]
             value = entry.summary.acceptance.acceptance_length_micro.value
             assert value == pytest.approx(length(condition), abs=1e-9)
             tokens = sum(len(record["output_token_ids"]) for record in condition["records"])
-            rate = entry.summary.speed.tokens_per_s_end_to_end
+            rate = entry.summary.speed.end_to_end.value
             assert rate == pytest.approx(tokens / condition["wall_s"])
     titles = [chart.title for chart in all_sweeps(run) if isinstance(chart, Chart)]
     assert titles[-3:] == [

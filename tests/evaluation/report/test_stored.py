@@ -51,8 +51,8 @@ def test_file_from_before_full_batches_were_timed_still_loads(tmp_path: Path, re
         }]  # fmt: skip
     path.write_text(json.dumps(stored))
     again = recompute(path)
-    assert [s.speed.tokens_per_s_full for s in again.summaries] == [None] * 3
-    assert again.summaries[1].speed.tokens_per_s_decode is not None
+    assert [s.speed.full.value for s in again.summaries] == [None] * 3
+    assert again.summaries[1].speed.decode.value is not None
     stored["summary"] = to_json(again)["summary"]
     for summary in stored["summary"]["conditions"]:
         for name in [name for name in summary["speed"] if "full" in name]:

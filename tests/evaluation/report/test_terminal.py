@@ -57,11 +57,11 @@ def test_table_shows_every_figure_the_honesty_rules_ask_for(report: Report):
 def test_speed_is_tokens_over_wall_seconds_and_ratio_to_baseline(report: Report):
     baseline, eagle, _ = report.summaries
     num_tokens = sum(len(record.output_token_ids) for record in report.conditions[1].records)
-    assert baseline.speed.tokens_per_s_end_to_end == pytest.approx(90 * 20 / 8.0)
-    assert baseline.speed.tokens_per_s_decode == pytest.approx(90 * 18 / 4.0)
-    assert eagle.speed.tokens_per_s_end_to_end == pytest.approx(num_tokens / 5.0)
-    assert baseline.speed.tokens_per_s_full == baseline.speed.tokens_per_s_decode
-    assert eagle.speed.tokens_per_s_full == pytest.approx((num_tokens - 90 * 12) / (5.0 / 8))
+    assert baseline.speed.end_to_end.value == pytest.approx(90 * 20 / 8.0)
+    assert baseline.speed.decode.value == pytest.approx(90 * 18 / 4.0)
+    assert eagle.speed.end_to_end.value == pytest.approx(num_tokens / 5.0)
+    assert baseline.speed.full.value == baseline.speed.decode.value
+    assert eagle.speed.full.value == pytest.approx((num_tokens - 90 * 12) / (5.0 / 8))
     assert eagle.speed.ratio_end_to_end == pytest.approx(num_tokens / 5.0 / (90 * 20 / 8.0))
     assert baseline.speed.ratio_end_to_end == 1.0
     assert baseline.speed.ttft_s_median == 0.25
@@ -80,7 +80,7 @@ def test_unmeasured_speed_is_left_out_of_the_table():
         for condition in three_conditions(90)
     ]
     built = build_report(conditions, prompts=some_prompts(90), dtype="float32", config={}, run={})
-    assert built.summaries[1].speed.tokens_per_s_decode is None
+    assert built.summaries[1].speed.decode.value is None
     assert "decode only" not in render_text(built)
     assert "batch full" not in render_text(built)
     assert "peak memory" not in render_text(built)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mtp_research.__main__ import run_evaluation
 from mtp_research.app.cli import run_entry
-from mtp_research.app.commands import run_evaluation
 from mtp_research.config.schema import EvalConfig, LoggerConfig
 from mtp_research.evaluation.report.charts import Missing, curves
 from mtp_research.evaluation.report.frame import COLUMNS, make_frame, row_of
