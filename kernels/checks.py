@@ -1,4 +1,4 @@
-"""Checks shared by the kernel wrappers: backend choice, dtypes, sizes and layouts.
+"""Checks shared by the kernel wrappers: backend choice, dtypes, sizes and layouts; `part_mark`.
 
 Where it sits: every public wrapper in `kernels/` calls these before it launches anything, so that
 a wrong call ends in one sentence instead of an illegal memory access. Each raises a `ValueError`
@@ -17,8 +17,9 @@ import torch
 
 try:
     import triton
+    import triton.language as tl
 except ImportError:  # a machine without Triton runs the references
-    triton = None
+    triton = tl = None
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,9 +54,6 @@ def resolve_backend(
             results that do not depend on the batch), `reference` or `triton`.
         tensor: any input of the call; its device decides.
         kernel: the jitted kernel, which knows whether it is interpreted.
-
-    Raises:
-        ValueError: unknown name, Triton missing, or a compiled kernel asked to run on CPU tensors.
     """
     if backend not in BACKENDS:
         choices = ", ".join(BACKENDS)
@@ -79,12 +77,7 @@ def resolve_backend(
 
 
 def check_kernel_dtype(name: str, tensor: Tensor, *, kernel: object) -> None:
-    """Refuses a dtype that the Triton kernels do not compute correctly.
-
-    Raises:
-        ValueError: not bfloat16/float16/float32, or bfloat16 in the interpreter, whose arithmetic
-            on it is silently wrong.
-    """
+    """Refuses a dtype that the Triton kernels do not compute correctly."""
     if tensor.dtype not in KERNEL_DTYPES:
         supported = ", ".join(str(dtype) for dtype in KERNEL_DTYPES)
         raise ValueError(
@@ -157,10 +150,7 @@ def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:
 def check_paged_cache(key_cache: Tensor, value_cache: Tensor, *, rows: Tensor) -> None:
     """Refuses a K/V pool whose layout, dtype or device does not fit the rows written or attending.
 
-    Args:
-        key_cache: `[num_blocks, block_size, Hkv, Dk]`.
-        value_cache: `[num_blocks, block_size, Hkv, Dv]`.
-        rows: the call's first argument, `[T, Hkv or H, Dk]`.
+    `rows` is the call's first argument, `[T, Hkv or H, Dk]`.
     """
     letters = "[num_blocks, block_size, Hkv, D]"
     check_rank("key_cache", key_cache, letters=letters)
@@ -213,3 +203,47 @@ def check_optional_range(name: str, value: int | None, *, low: int, high: int | 
 def triton_version() -> str:
     """Triton's version, or `none` where it does not import."""
     return "none" if triton is None else triton.__version__
+
+
+MARK_KERNEL_NAME = "_part_mark_kernel"
+MARK_BLOCK, MARK_WARPS = 4096, 4
+
+
+def part_mark_ref(values: Tensor) -> Tensor:
+    """Plain PyTorch, see `part_mark`; any dtype, any device."""
+    return values.clone()
+
+
+@kernel_jit
+def _part_mark_kernel(
+    values,  # [num_values]
+    out,  # [num_values], written
+    num_values,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < num_values
+    tl.store(out + place, tl.load(values + place, mask=mask), mask=mask)
+
+
+def part_mark(values: Tensor, *, backend: str = "auto") -> Tensor:
+    """A copy of `values`, of any shape, that marks a place in a captured step on a GPU.
+
+    `bench_decode --split` puts one between the parts of a step and cuts the replay's trace where it
+    finds `MARK_KERNEL_NAME`; a step that is not measured in this way has none.
+
+    Args:
+        values: copied whole, so that nothing that reads the result can start before the mark.
+        backend: `auto`, `reference` or `triton`.
+    """
+    if resolve_backend(backend, tensor=values, kernel=_part_mark_kernel) == "reference":
+        return part_mark_ref(values)
+    values = values.contiguous()
+    out = torch.empty_like(values)
+    if values.numel():
+        with launch_device(values):
+            grid = (triton.cdiv(values.numel(), MARK_BLOCK),)
+            _part_mark_kernel[grid](
+                values, out, values.numel(), BLOCK=MARK_BLOCK, num_warps=MARK_WARPS
+            )
+    return out

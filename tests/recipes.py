@@ -1,6 +1,6 @@
 """Configurations of tiny targets, one per family: `name: (model_type, keyword arguments)`."""
 
-from mtp_research.models.step3p5 import STEP_MODEL_TYPE
+from mtp_research.models.families import STEP_MODEL_TYPE
 
 _BASE = {
     "vocab_size": 128,

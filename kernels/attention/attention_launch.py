@@ -145,7 +145,7 @@ def launch_paged_attention(
 
 
 def _new_row_strides(new_rows: NewRows | None) -> tuple[int, ...]:
-    """Strides of row and head of keys and values, then of row of cos and sin; 0 where not given."""
+    """Of row and head of keys and values, then of row of cos and sin; 0 where not given."""
     if new_rows is None:
         return (0,) * 6
     angles = (new_rows.cos, new_rows.sin)
@@ -191,15 +191,10 @@ def choose_config(
 ) -> LaunchConfig:
     """Picks tile sizes, warps and pipeline depth.
 
-    Few packed rows fill one mma.sync tile (16), more fill one wgmma tile (64). The pipeline takes
-    the stages that let two programs share an SM. float32 multiplies without tensor cores, so that
-    it stays exact; only small tiles of it fit the registers.
-
-    Args:
-        num_packed_rows: max_query_len x (H / Hkv), the rows that share one KV head's keys.
-        key_dim: Dk.
-        value_dim: Dv.
-        element_bytes: bytes of a K/V element, 2 or 4.
+    `num_packed_rows` share one KV head's keys: max_query_len x (H / Hkv). Few of them fill one
+    mma.sync tile (16), more one wgmma tile (64). The pipeline takes the stages that let two
+    programs share an SM. float32 multiplies without tensor cores, so that it stays exact; only
+    small tiles of it fit the registers.
     """
     padded_width = padded_head_dim(key_dim) + padded_head_dim(value_dim)
     wide = padded_width > 256
@@ -215,22 +210,13 @@ def choose_config(
 
 
 def choose_num_splits(
-    num_programs: int,
-    *,
-    max_key_tiles: int,
-    num_sms: int,
-    programs_per_sm: int = _PROGRAMS_PER_SM,
+    num_programs: int, *, max_key_tiles: int, num_sms: int, programs_per_sm: int = _PROGRAMS_PER_SM
 ) -> int:
     """Picks how many programs share one request's keys, so that short batches still fill the GPU.
 
+    `num_programs` have work before splitting; `max_key_tiles` is what the block table can hold.
     Minimises waves x (key tiles a split + fixed cost); a tie goes to fewer splits. For example 64
     programs of 128 tiles on 132 SMs give 4: 256 programs run in one wave of 264.
-
-    Args:
-        num_programs: programs that have work before splitting.
-        max_key_tiles: key tiles of the longest context the block table can hold.
-        num_sms: multiprocessors of the device.
-        programs_per_sm: programs that one of them runs at a time.
     """
     num_at_once = num_sms * programs_per_sm
     best, best_cost = 1, None

@@ -36,21 +36,13 @@ if TYPE_CHECKING:
 
 
 def paged_attention_ref(
-    query: Tensor,
-    kv: PagedKV,
-    rows: AttentionRows,
-    scoring: Scoring,
-    *,
-    invariant: bool = False,
+    query: Tensor, kv: PagedKV, rows: AttentionRows, scoring: Scoring, *, invariant: bool = False
 ) -> Tensor:
     """Plain PyTorch, float32 or wider inside, any device; the CPU path of the engine.
 
     Requests of similar q_len run together, so that a prefill chunk does not pad the verify rows
     beside it; with `invariant` every row runs alone, so that its bits do not depend on the batch.
     Reads lengths on the host. Arguments and result as in `paged_attention`.
-
-    Raises:
-        ValueError: a request has more rows than `max_query_len`.
     """
     block_size, value_dim = kv.keys.shape[1], kv.values.shape[3]
     out = query.new_zeros(*query.shape[:2], value_dim)
@@ -161,9 +153,6 @@ def paged_attention(
 
     Returns:
         `[T, H, Dv]` in the dtype of `query`. Padded rows and rows without a visible key are zero.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or ranges disagree, or the backend cannot run them.
     """
     *of_rows, positions, kv_start = rows
     return torch.ops.mtp_research.paged_attention(
@@ -231,12 +220,7 @@ def attend_pages(
     resolved = checks.resolve_backend(backend, tensor=query, kernel=attention_kernel)
     invariant = backend == checks.INVARIANT
     query, new_rows = rows_for_launch(
-        query,
-        new_rows,
-        kv,
-        backend=backend,
-        resolved=resolved,
-        max_query_len=rows.max_query_len,
+        query, new_rows, kv, backend=backend, resolved=resolved, max_query_len=rows.max_query_len
     )
     if query.shape[0] == 0 or rows.block_table.shape[0] == 0:
         return query.new_zeros(*query.shape[:2], kv.values.shape[3])

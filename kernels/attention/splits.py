@@ -61,14 +61,7 @@ def visible_positions(
 
 
 @checks.kernel_jit
-def split_span(
-    begin,
-    end,
-    split,
-    num_splits,
-    SPLIT_KEYS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def split_span(begin, end, split, num_splits, SPLIT_KEYS: tl.constexpr, BLOCK_N: tl.constexpr):
     """The part `[begin, end)` of a tile's keys that belongs to a split."""
     if SPLIT_KEYS > 0:
         begin = tl.maximum(begin, split * SPLIT_KEYS)

@@ -47,12 +47,7 @@ MAX_STORED_ROWS = 16
 
 
 def store_kv_ref(
-    key: Tensor,
-    value: Tensor,
-    *,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
+    key: Tensor, value: Tensor, *, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     """Plain PyTorch, any device and dtype; arguments as in `store_kv`.
 
@@ -138,9 +133,6 @@ def store_kv(
         slot_mapping: `[T]` int64, `block_id * block_size + offset`, distinct where >= 0; -1 writes
             nothing.
         backend: `auto`, `invariant` (copies have no order), `reference` or `triton`.
-
-    Raises:
-        ValueError: shapes, dtypes or devices disagree, or the backend cannot run them.
     """
     torch.ops.mtp_research.store_kv(key, value, key_cache, value_cache, slot_mapping, backend)
 
@@ -256,7 +248,6 @@ def rotate_ref(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _check_angles(rows: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Refuses cos and sin that do not fit `rows` `[T, H, D]`."""
     num_rotary_dims = cos.shape[-1]
     for name, tensor in (("cos", cos), ("sin", sin)):
         shape = (rows.shape[0], num_rotary_dims)
@@ -327,15 +318,9 @@ def rows_for_launch(
     resolved: str,
     max_query_len: int,
 ) -> LaunchRows:
-    """The rows that the attention launch has to store; others are stored here, in place.
+    """The rows that the attention launch has to store; others are stored in `kv` here, in place.
 
-    Args:
-        query: `[T, H, Dk]`.
-        new_rows: None if the pages hold this step's rows.
-        kv: pages, written.
-        backend: of the attention call.
-        resolved: what `checks.resolve_backend` made of it.
-        max_query_len: upper bound of rows a request.
+    `resolved` is what `checks.resolve_backend` made of `backend`.
     """
     if new_rows is None:
         return LaunchRows(query, None)

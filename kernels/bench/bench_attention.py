@@ -32,7 +32,7 @@ from mtp_research.kernels.bench.bench_runner import (
     time_calls,
     try_calls,
 )
-from mtp_research.kernels.losses.gather_rows import gather_rows, gather_rows_ref
+from mtp_research.kernels.losses.cross_entropy import gather_rows, gather_rows_ref
 from torch import Tensor
 from torch.nn import functional
 

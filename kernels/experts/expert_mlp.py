@@ -53,12 +53,6 @@ def choose_expert_config(
 
     Few pairs: weights are streamed once, and blocks are small so that enough programs are in
     flight. Many pairs: tiles of wgmma size. float32 multiplies without tensor cores.
-
-    Args:
-        num_pairs: P.
-        num_experts: E.
-        inner_size: I.
-        element_bytes: bytes of an element, 2 or 4.
     """
     if element_bytes == 4:
         small = ProductConfig(32, 32, num_warps=4, num_stages=2)
@@ -174,11 +168,7 @@ def product_constants(
 
 
 def expert_pairs_ref(
-    x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
+    x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Plain PyTorch, one expert at a time, in the dtype of `x`. As `expert_pairs`."""
     out = x.new_zeros(*top_k_index.shape, x.shape[1])
@@ -233,9 +223,6 @@ def expert_pairs(
 
     Returns:
         `[T, top_k, H]` in the dtype of `x`.
-
-    Raises:
-        ValueError: shapes, dtypes or devices disagree, or the backend cannot run them.
     """
     return _expert_pairs_op(x, gate_up_proj, down_proj, top_k_index, top_k_weights, backend)
 
@@ -267,11 +254,7 @@ def _expert_pairs_fake(
 
 
 def _check_operands(
-    x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
+    x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> None:
     checks.check_rank("x", x, letters="[T, H]")
     checks.check_rank("down_proj", down_proj, letters="[E, H, I]")

@@ -1,6 +1,6 @@
 """A sigmoid router of a mixture of experts: the logits in one launch, the choice in another.
 
-Where it sits: `models/rewrites/routers.py` calls it on a GPU, for frozen routers all of it, for
+Where it sits: `models/experts.py` calls it on a GPU, for frozen routers all of it, for
 trained ones the choice. As single PyTorch calls the router of one layer takes a dozen launches,
 which at a few tokens a step cost as much as the experts' weights, and at many tokens copies all
 rows to float32.
@@ -168,9 +168,6 @@ def router_logits(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor
         x: `[T, H]`, last dimension contiguous.
         weight: `[E, H]`, dtype of `x`.
         backend: `auto`, `reference` or `triton`.
-
-    Raises:
-        ValueError: shapes, dtypes or devices disagree, or the backend cannot run them.
     """
     return _router_logits_op(x, weight, backend)
 
@@ -193,9 +190,6 @@ def choose_experts(
         normalises: whether a token's weights are divided by their sum.
         scale: factor of all weights.
         backend: `auto`, `reference` or `triton`.
-
-    Raises:
-        ValueError: shapes, dtypes or devices disagree, or the backend cannot run them.
     """
     return ChosenExperts(*_choose_experts_op(logits, bias, top_k, normalises, scale, backend))
 
@@ -212,13 +206,11 @@ def _router_logits_op(x: torch.Tensor, weight: torch.Tensor, backend: str) -> to
     checks.check_kernel_dtype("x", x, kernel=router_logits_kernel)
     checks.check_last_dim_contiguous("x", x)
     logits = x.new_empty(len(x), len(weight), dtype=torch.float32)
-    grid = [
-        ceil_div(count, LOGITS_BLOCKS[block])
-        for count, block in zip(logits.shape, ("BLOCK_T", "BLOCK_E"), strict=True)
-    ]
+    blocks = (LOGITS_BLOCKS["BLOCK_T"], LOGITS_BLOCKS["BLOCK_E"])
+    grid = (ceil_div(len(x), blocks[0]), ceil_div(len(weight), blocks[1]))
     if logits.numel():
         with checks.launch_device(x):
-            router_logits_kernel[tuple(grid)](
+            router_logits_kernel[grid](
                 x,
                 weight.contiguous(),
                 logits,

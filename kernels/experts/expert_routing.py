@@ -176,9 +176,6 @@ def route_pairs(
 
     Returns:
         Tiles as `most_tiles` counts them. Pairs of spare tiles are undefined.
-
-    Raises:
-        ValueError: the arguments are none of these, or the backend cannot run them.
     """
     checks.check_rank("experts", experts, letters="[P]")
     if experts.dtype not in (torch.int32, torch.int64):

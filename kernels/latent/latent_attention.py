@@ -113,9 +113,6 @@ def latent_attention(
 
     Returns:
         `[T, H, L]` in the dtype of the queries. Padded rows and rows without a key are zero.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or ranges disagree, or the backend cannot run them.
     """
     *of_rows, positions, kv_start = rows
     queries = (query_latent, query_rope)
@@ -196,12 +193,7 @@ def attend_latents(
         return latent_attention_ref(*operands, rows, scale=scale, invariant=invariant)
     _check_kernel_layout(*operands)
     return launch_latent_attention(
-        operands,
-        rows,
-        scale=scale,
-        num_splits=num_splits,
-        new_rows=new_rows,
-        invariant=invariant,
+        operands, rows, scale=scale, num_splits=num_splits, new_rows=new_rows, invariant=invariant
     )
 
 
@@ -335,11 +327,8 @@ def choose_latent_config(
 ) -> LatentConfig:
     """Picks the program, tile sizes, warps and pipeline depth.
 
-    Args:
-        num_packed_rows: max_query_len x H, the rows that share a request's latents.
-        element_bytes: bytes of a cache element, 2 or 4.
-        num_requests: R; small tiles spread one request's rows over more multiprocessors.
-        hopper: `fits_gluon` allows the Gluon program.
+    `num_packed_rows` share a request's latents: max_query_len x H. Small tiles spread one request's
+    rows over more multiprocessors. `hopper`: `fits_gluon` allows the Gluon program.
     """
     # 4 requests of 80 rows: 11.7 us in tiles of 16 rows, 15.1 in tiles of 64; 8: 16.1 and 16.5.
     if hopper and num_packed_rows <= (128 if num_requests <= 4 else 16):
@@ -380,18 +369,13 @@ def fits_gluon(operands: tuple[Tensor, Tensor, Tensor], *, new_rows: NewRows | N
 def _check_queries(query_latent: Tensor, query_rope: Tensor, latent_cache: Tensor) -> None:
     checks.check_rank("query_latent", query_latent, letters="[T, H, L]")
     checks.check_rank("query_rope", query_rope, letters="[T, H, P]")
-    checks.check_rank("latent_cache", latent_cache, letters="[num_blocks, block_size, L + P]")
-    num_rows, num_heads, latent_dim = query_latent.shape
+    of_cache = "[num_blocks, block_size, L + P]"
+    checks.check_rank("latent_cache", latent_cache, letters=of_cache)
     rope_dim = query_rope.shape[2]
-    checks.check_shape(
-        "query_rope", query_rope, shape=(num_rows, num_heads, rope_dim), letters="[T, H, P]"
-    )
-    checks.check_shape(
-        "latent_cache",
-        latent_cache,
-        shape=(*latent_cache.shape[:2], latent_dim + rope_dim),
-        letters="[num_blocks, block_size, L + P]",
-    )
+    shape = (*query_latent.shape[:2], rope_dim)
+    checks.check_shape("query_rope", query_rope, shape=shape, letters="[T, H, P]")
+    shape = (*latent_cache.shape[:2], query_latent.shape[2] + rope_dim)
+    checks.check_shape("latent_cache", latent_cache, shape=shape, letters=of_cache)
     for name, tensor in (("query_rope", query_rope), ("latent_cache", latent_cache)):
         checks.check_dtype(name, tensor, dtype=query_latent.dtype)
         checks.check_device(name, tensor, device=query_latent.device)
@@ -402,10 +386,6 @@ def _check_kernel_layout(query_latent: Tensor, query_rope: Tensor, latent_cache:
     checks.check_head_dim("L", query_latent.shape[2], high=checks.MAX_LATENT_DIM)
     checks.check_head_dim("P", query_rope.shape[2])
     checks.check_block_size(latent_cache.shape[1])
-    tensors = {
-        "query_latent": query_latent,
-        "query_rope": query_rope,
-        "latent_cache": latent_cache,
-    }
+    tensors = {"query_latent": query_latent, "query_rope": query_rope, "latent_cache": latent_cache}
     for name, tensor in tensors.items():
         checks.check_last_dim_contiguous(name, tensor)

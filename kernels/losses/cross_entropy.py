@@ -20,7 +20,7 @@ bfloat16, because a logit below 16 is then off by at most 2^-8 instead of 2^-5. 
 the gradient at D = 768, V = 16384, label probabilities .5, .95 and .98: float32 logits and a
 bfloat16 gradient 2.0e-3, 2.2e-3, 2.5e-3; float16 1.2e-3, 2.2e-3, 4.9e-3; bfloat16 logits 9e-3,
 17e-3, 44e-3. Logits beyond 65,504 give a loss that is not finite.
-Letters: R rows, C rows of a chunk, D hidden, V vocabulary.
+Letters: R rows, C rows of a chunk, D hidden, V vocabulary; in `gather_rows` U rows read.
 Source: gradient made in the forward pass as in Liger's fused linear cross-entropy; online softmax
 (Milakov and Gimelshein, arXiv:1805.02867), here one a lane.
 """
@@ -41,12 +41,14 @@ from mtp_research.kernels.losses.distill import (
 from torch import Tensor
 
 try:
+    import triton
     import triton.language as tl
-except ImportError:  # checks.resolve_backend refuses the kernel then
-    tl = None
+except ImportError:  # checks.resolve_backend refuses the kernels then
+    triton = tl = None
 
 BLOCK_V = 2048
 NUM_WARPS = 8  # eight logits a thread, six programs a multiprocessor
+ROWS_PER_PROGRAM, MAX_BLOCK_D, GATHER_WARPS = 4, 2048, 4  # of `gather_rows`
 
 
 def cross_entropy_rows_ref(
@@ -154,9 +156,6 @@ def cross_entropy_rows(
             share the first bytes of each row with `logits`, if its elements are not wider.
         weight: of the loss in the gradient.
         backend: `auto`, `reference` or `triton`.
-
-    Raises:
-        ValueError: shapes or dtypes disagree, or the backend cannot run the tensors.
     """
     num_rows, vocab_size = logits.shape
     vectors = {"labels": labels, "valid": valid, "nll": nll, "is_hit": is_hit}
@@ -212,18 +211,11 @@ _TILE_ROWS, _TILE_COLUMNS = 128, 256  # of the library's product on one multipro
 
 
 class CrossEntropyResult(NamedTuple):
-    """Statistics and gradients of every row.
+    """Statistics and gradients of every row."""
 
-    Attributes:
-        nll: `[R]` -log q(label), float32 or wider; 0 where not valid.
-        is_hit: `[R]` bool, the argmax is the label.
-        grads: `[R, D]` of `weight` times the plain sum of the losses, in the dtype of the products;
-            None when not asked for.
-    """
-
-    nll: Tensor
-    is_hit: Tensor
-    grads: Tensor | None
+    nll: Tensor  # [R] -log q(label), float32 or wider; 0 where not valid
+    is_hit: Tensor  # [R] bool, the argmax is the label
+    grads: Tensor | None  # [R, D] of `weight` times the sum of losses, dtype of the products
 
 
 @torch.no_grad()
@@ -250,9 +242,6 @@ def cross_entropy(
             (and any float16 row). It costs a copy of `lm_head` unless that is float16.
         chunk_rows: C; None: what `wave_rows` says.
         backend: of the row kernel: `auto`, `reference` or `triton`.
-
-    Raises:
-        ValueError: shapes disagree, or the backend cannot run the tensors.
     """
     checks.check_rank("rows", rows, letters="[R, D]")
     is_narrow = half_logits and (rows.is_cuda or rows.dtype == torch.float16)
@@ -304,3 +293,106 @@ def wave_rows(lm_head: Tensor, *, bytes_per_logit: int) -> int:
     if fitting >= wave:
         return fitting // wave * wave
     return max(_TILE_ROWS, fitting // _TILE_ROWS * _TILE_ROWS)
+
+
+def gather_rows_ref(
+    values: Tensor, *, index: Tensor, out: Tensor, scale: Tensor | None = None
+) -> None:
+    """Plain PyTorch, see `gather_rows`; any float dtype, any device."""
+    if not len(values):
+        out.zero_()
+        return
+    found = values.index_select(0, index.clamp(min=0))
+    if scale is not None:
+        found = found * scale[:, None]
+    out.copy_(found.masked_fill_(index[:, None] < 0, 0))
+
+
+@checks.kernel_jit
+def _gather_kernel(
+    values,  # [U, D]
+    index,  # [R] int64
+    scale,  # [R] float32; not read without HAS_SCALE
+    out,  # [R, D], written
+    num_rows,
+    hidden_size,
+    stride_values,
+    HAS_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    exists = rows < num_rows
+    source = tl.load(index + rows, mask=exists, other=-1)
+    inside = columns < hidden_size
+    mask = (source >= 0)[:, None] & inside[None, :]
+    found = tl.load(values + source[:, None] * stride_values + columns[None, :], mask=mask, other=0)
+    if HAS_SCALE:
+        factor = tl.load(scale + rows, mask=exists & (source >= 0), other=0.0)
+        found = found.to(tl.float32) * factor[:, None]
+    target = out + rows[:, None] * hidden_size + columns[None, :]
+    tl.store(target, found.to(out.dtype.element_ty), mask=exists[:, None] & inside[None, :])
+
+
+def gather_rows(
+    values: Tensor,
+    *,
+    index: Tensor,
+    out: Tensor,
+    scale: Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """Write the picked rows, scaled and cast: `out[r] = scale[r] values[index[r]]`.
+
+    The multi-depth loss picks the drafts' rows that have a label, and brings their gradients back
+    to the anchors. An anchor has at most one row at a depth, so nothing is added by atomics.
+
+    Args:
+        values: `[U, D]`, contiguous in D.
+        index: `[R]` int64 below U; negative ones give zeros, whatever `values` and `scale` hold.
+        out: `[R, D]`, contiguous, any float dtype, written.
+        scale: `[R]` float32, or the dtype of `values` for the reference; None for 1.
+        backend: `auto`, `reference` or `triton`.
+    """
+    checks.check_rank("values", values, letters="[U, D]")
+    checks.check_rank("index", index, letters="[R]")
+    shape = (len(index), values.shape[1])
+    checks.check_shape("out", out, shape=shape, letters="[R, D]")
+    if scale is not None:
+        checks.check_shape("scale", scale, shape=shape[:1], letters="[R]")
+    if checks.resolve_backend(backend, tensor=values, kernel=_gather_kernel) == "reference":
+        gather_rows_ref(values, index=index, out=out, scale=scale)
+        return
+    _check_gathered(values, index=index, out=out, scale=scale)
+    if not out.numel():
+        return
+    block = min(MAX_BLOCK_D, triton.next_power_of_2(shape[1]))
+    grid = (triton.cdiv(shape[0], ROWS_PER_PROGRAM), triton.cdiv(shape[1], block))
+    with checks.launch_device(values):
+        _gather_kernel[grid](
+            values,
+            index,
+            index if scale is None else scale,
+            out,
+            *shape,
+            values.stride(0),
+            HAS_SCALE=scale is not None,
+            ROWS=ROWS_PER_PROGRAM,
+            BLOCK_D=block,
+            num_warps=GATHER_WARPS,
+        )
+
+
+def _check_gathered(values: Tensor, *, index: Tensor, out: Tensor, scale: Tensor | None) -> None:
+    checks.check_dtype("index", index, dtype=torch.int64)
+    for name, tensor in (("values", values), ("out", out)):
+        checks.check_kernel_dtype(name, tensor, kernel=_gather_kernel)
+    for name, tensor in {"values": values, "index": index, "out": out, "scale": scale}.items():
+        if tensor is not None:
+            checks.check_device(name, tensor, device=values.device)
+            checks.check_last_dim_contiguous(name, tensor)
+    if scale is not None:
+        checks.check_dtype("scale", scale, dtype=torch.float32)
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {out.stride()}.")

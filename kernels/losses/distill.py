@@ -97,30 +97,20 @@ def summarise_rows(logits: Tensor, *, labels: Tensor, backend: str = "auto") -> 
         logits: `[C, V]`, contiguous in V; float32 for the kernel.
         labels: `[C]` int64 in [0, V).
         backend: `auto`, `reference` or `triton`.
-
-    Raises:
-        ValueError: shapes or dtypes disagree, or the backend cannot run them.
     """
     if checks.resolve_backend(backend, tensor=logits, kernel=_summarise_kernel) == "reference":
         return summarise_rows_ref(logits, labels=labels)
     checks.check_dtype("logits", logits, dtype=torch.float32)
     checks.check_last_dim_contiguous("logits", logits)
     checks.check_shape("labels", labels, shape=(len(logits),), letters="[C]")
-    lse, label_logit = logits.new_empty(len(logits)), logits.new_empty(len(logits))
-    argmax = torch.empty_like(labels)
+    num_rows, vocab_size = logits.shape
+    empty = (logits.new_empty(num_rows), logits.new_empty(num_rows), torch.empty_like(labels))
+    summary, sizes = RowSummary(*empty), (vocab_size, logits.stride(0))
     with checks.launch_device(logits):
-        _summarise_kernel[(len(logits),)](
-            logits,
-            labels,
-            lse,
-            label_logit,
-            argmax,
-            logits.shape[1],
-            logits.stride(0),
-            BLOCK_V=BLOCK_V,
-            num_warps=NUM_WARPS,
+        _summarise_kernel[(num_rows,)](
+            logits, labels, *summary, *sizes, BLOCK_V=BLOCK_V, num_warps=NUM_WARPS
         )
-    return RowSummary(lse, label_logit, argmax)
+    return summary
 
 
 LOGITS_BYTES = 640 * 10**6  # draft and teacher logits of a chunk; 512 rows at V = 151 552
@@ -128,23 +118,14 @@ _CPU_CHUNK_ROWS = 1024
 
 
 class DistillResult(NamedTuple):
-    """Statistics of every row and gradients of every depth.
+    """Statistics of every row and gradients of every depth."""
 
-    Attributes:
-        nll: `[k, U]` -log q(label), float32 or wider.
-        kl: `[k, U]` KL(teacher || draft); 0 without a teacher.
-        tv: `[k, U]` total variation; 1 - tv is the chance that a sampled draft is accepted.
-        is_hit: `[k, U]` bool, the argmax is the label.
-        teacher_nll: `[U]` -log p(label); 0 without a teacher.
-        grads: one list per mixture of k gradients `[U, D]`; empty when not asked for.
-    """
-
-    nll: Tensor
-    kl: Tensor
-    tv: Tensor
-    is_hit: Tensor
-    teacher_nll: Tensor
-    grads: list[list[Tensor]]
+    nll: Tensor  # [k, U] -log q(label), float32 or wider
+    kl: Tensor  # [k, U] KL(teacher || draft); 0 without a teacher
+    tv: Tensor  # [k, U] total variation; 1 - tv is the chance that a sampled draft is accepted
+    is_hit: Tensor  # [k, U] bool, the argmax is the label
+    teacher_nll: Tensor  # [U] -log p(label); 0 without a teacher
+    grads: list[list[Tensor]]  # for each mixture k gradients [U, D]; empty when not asked for
 
 
 @torch.no_grad()
@@ -174,9 +155,6 @@ def distill(
         eta: sharpness of lk.
         chunk_rows: C; None: what fits in `LOGITS_BYTES`.
         backend: of the row kernels: `auto`, `reference` or `triton`.
-
-    Raises:
-        ValueError: a mixture needs a teacher, or the backend cannot run the tensors.
     """
     num_depths, num_rows = valid.shape
     chunk = chunk_rows or default_chunk_rows(lm_head)

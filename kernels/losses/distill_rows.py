@@ -88,7 +88,6 @@ def distill_rows_ref(
 
 
 def _weights(mixture: Mixture, *, tv: Tensor, eta: float) -> tuple[Tensor, Tensor]:
-    """Weights of the kl and the tv gradient of each row, lk split by its acceptance."""
     towards_kl = torch.exp(-eta * (1 - tv))
     return mixture.kl + mixture.lk * towards_kl, mixture.tv + mixture.lk * (1 - towards_kl)
 
@@ -203,9 +202,6 @@ def distill_rows(
         teacher_logits: `[C, V]`; None leaves kl and tv at 0, and only ce may be asked for.
         teacher_lse: `[C]`.
         backend: `auto`, `reference` or `triton`.
-
-    Raises:
-        ValueError: a term needs the teacher, or the backend cannot run the tensors.
     """
     if teacher_logits is None and any(mixture[1:]):
         raise ValueError(f"kl, tv and lk need teacher_logits, got none for {mixture}")

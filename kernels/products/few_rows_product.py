@@ -156,22 +156,15 @@ _MAX_SHARED_TILES = 4096  # tiles whose K several programs share
 class FewRowsConfig(NamedTuple):
     """Compile-time shape of one program, and how many of them there should be.
 
-    Attributes:
-        block_n: rows of the weight a program, a power of two of 16 or more.
-        block_k: elements of K a step of its loop, a power of two of 16 or more.
-        num_warps: warps a program.
-        num_stages: steps of the loop whose loads are under way together, and one more.
-        programs_per_sm: programs share the K of a tile until there are about so many on every
-            multiprocessor; 0: they never do.
-        uses_descriptor: tiles of the weight are copied by the tensor memory accelerator.
+    Programs share the K of a tile until there are about `programs_per_sm`; 0: they never do.
     """
 
-    block_n: int
-    block_k: int
+    block_n: int  # rows of the weight a program, a power of two of 16 or more
+    block_k: int  # elements of K a step of its loop, a power of two of 16 or more
     num_warps: int
-    num_stages: int
+    num_stages: int  # steps of the loop whose loads are under way together, and one more
     programs_per_sm: int = 0
-    uses_descriptor: bool = False
+    uses_descriptor: bool = False  # the tensor memory accelerator copies tiles of the weight
 
 
 def few_rows_product_ref(
@@ -207,9 +200,6 @@ def few_rows_product(
 
     Returns:
         `[T, N]`, contiguous, in the dtype of `x`; silu(gate) * up `[T, F]` if gated.
-
-    Raises:
-        ValueError: shapes, dtypes or devices disagree, or the backend cannot run them.
     """
     _check(x, weight, bias)
     if is_gated:
@@ -385,28 +375,14 @@ def runs_on(device: torch.device) -> bool:
 def choose_config(
     num_rows: int, num_outputs: int, depth: int, *, dtype: torch.dtype
 ) -> FewRowsConfig | None:
-    """Program shape of a product of T rows with a weight `[N, K]`; None: the library's is faster.
-
-    Args:
-        num_rows: T, at least 1.
-        num_outputs: N.
-        depth: K.
-        dtype: of rows and weight.
-    """
+    """Program shape of T >= 1 rows times a weight `[N, K]`; None: the library's is faster."""
     return _choose(_CHOICES, num_rows, num_outputs, depth, dtype)
 
 
 def choose_gated_config(
     num_rows: int, num_weight_rows: int, depth: int, *, dtype: torch.dtype
 ) -> FewRowsConfig | None:
-    """Program shape of a gated product; None: the library's and a compiled kernel are faster.
-
-    Args:
-        num_rows: T, at least 1.
-        num_weight_rows: 2F, rows of both halves.
-        depth: K.
-        dtype: of rows and weight.
-    """
+    """As `choose_config`, for a gated product; `num_weight_rows` are 2F, those of both halves."""
     return _choose(_GATED_CHOICES, num_rows, num_weight_rows, depth, dtype)
 
 

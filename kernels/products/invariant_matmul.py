@@ -144,9 +144,6 @@ def invariant_matmul(
 
     Returns:
         `[M, N]` or `[B, M, N]`, contiguous, in the dtype of `x`.
-
-    Raises:
-        ValueError: shapes, dtypes or devices disagree, or the backend cannot run them.
     """
     check_operands(x, weight, bias)
     if checks.resolve_backend(backend, tensor=x, kernel=invariant_matmul_kernel) == "reference":
@@ -169,10 +166,6 @@ def choose_matmul_config(num_outputs: int, *, element_bytes: int) -> MatmulConfi
 
     64 rows make one wgmma tile; outputs a tile are as many as leave a program for every SM.
     float32 multiplies without tensor cores, so that it stays exact.
-
-    Args:
-        num_outputs: N.
-        element_bytes: bytes of an element, 2 or 4.
     """
     if element_bytes == 4:
         return MatmulConfig(16, 32, 32, num_warps=4, num_stages=3)
@@ -277,9 +270,6 @@ def invariant_grouped_matmul(
 
     Returns:
         `[P, N]` in the dtype of `x`.
-
-    Raises:
-        ValueError: shapes, dtypes or devices disagree, or the backend cannot run them.
     """
     check_operands(x[None], weight[:1], None)
     checks.check_rank("groups", groups, letters="[P]")
@@ -300,14 +290,9 @@ def invariant_grouped_matmul(
 
 
 def tile_pairs(groups: Tensor, *, num_groups: int, block_m: int) -> PairTiles:
-    """Sort pairs by group and pad every group to whole tiles, without reading the device.
+    """Sort pairs `[P]` by group and pad every group to whole tiles, without reading the device.
 
     For example groups [1, 0, 1] in tiles of 2 give pairs [1, -1, 0, 2] of groups [0, 1].
-
-    Args:
-        groups: `[P]` int64.
-        num_groups: E.
-        block_m: rows a tile.
     """
     num_pairs = len(groups)
     num_tiles = num_pairs // block_m + min(num_pairs, num_groups)
@@ -351,18 +336,7 @@ def _row_sum_kernel(
 
 
 def row_sum(x: Tensor, *, backend: str = "auto") -> Tensor:
-    """Sum of every row, with the bits it would have alone.
-
-    Args:
-        x: `[M, D]`, any strides.
-        backend: `auto`, `reference` or `triton`.
-
-    Returns:
-        `[M]` in the dtype of `x`.
-
-    Raises:
-        ValueError: `x` is no matrix, or the backend cannot run its dtype.
-    """
+    """Sum `[M]` of every row of `x` `[M, D]`, any strides, with the bits it would have alone."""
     checks.check_rank("x", x, letters="[M, D]")
     if checks.resolve_backend(backend, tensor=x, kernel=_row_sum_kernel) == "reference":
         return row_sum_ref(x)

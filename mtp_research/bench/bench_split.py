@@ -29,7 +29,7 @@ from mtp_research.decode.sampling.sampling import SamplingTensors
 from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.step import DeviceParts, TargetRows, Verified
 from mtp_research.evaluation.run.timed_decode import StepClock
-from mtp_research.kernels.part_mark import KERNEL_NAME, part_mark
+from mtp_research.kernels.checks import MARK_KERNEL_NAME, part_mark
 from mtp_research.policy.plan import StepState
 from mtp_research.runtime.errors import NumericFault
 
@@ -186,7 +186,7 @@ def split_traces(
 def _shares(runs: Sequence[DeviceRun]) -> dict[str, float]:
     """Share of a trace that each part and the marks take."""
     # The compiler's kernels that read a mark's copy have `part_mark` in their names too.
-    marks = [run for run in runs if run.name.startswith(KERNEL_NAME)]
+    marks = [run for run in runs if run.name.startswith(MARK_KERNEL_NAME)]
     if len(marks) not in (len(PARTS) - 2, len(PARTS) - 1):
         raise NumericFault(
             f"expected 2 or 3 marks of --split in a replay, got {len(marks)}; leave --split out."

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.models.loading.fingerprint import target_hashes
-from mtp_research.models.target import Target
+from mtp_research.models.target import Target, target_hashes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.files import write_atomically
 

@@ -28,9 +28,8 @@ from mtp_research.heads.native import (
 )
 from mtp_research.heads.record import HEAD_FORMAT, RECORD_FILE, check_head_fits, read_head_record
 from mtp_research.heads.stack import HeadSpec, MTPHeads
-from mtp_research.models.loading.fingerprint import target_hashes
 from mtp_research.models.loading.source import CONFIG_FILE, looks_like_hub_id
-from mtp_research.models.target import Target
+from mtp_research.models.target import Target, target_hashes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.files import write_atomically
 

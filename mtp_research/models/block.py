@@ -16,18 +16,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mtp_research.models.attention.paged import route_sparse
-from mtp_research.models.experts import EXPERTS_NAME
+from mtp_research.models.experts import EXPERTS_NAME, fuse_routers
 from mtp_research.models.family import NO_PAGES, Family, LayerGeometry, layer_geometries
-from mtp_research.models.rewrites.routers import fuse_routers
 
 
 class SingleLayer(nn.Module):
-    """Attention and MLP with a norm before each.
-
-    Args:
-        config: sizes.
-        layer: a layer of the target, whose parts give the classes.
-    """
+    """Attention and MLP with a norm before each, of the classes in a target's `layer`."""
 
     def __init__(self, config: PreTrainedConfig, layer: nn.Module) -> None:
         super().__init__()
@@ -48,12 +42,9 @@ class SingleLayer(nn.Module):
 
 
 class LayerStack(nn.Module):
-    """Layers of the target's own class, one after the other.
+    """Layers of the target's own class, one for each entry of `config.layers_block_type`.
 
-    Args:
-        config: sizes; it lists one entry of `layers_block_type` for each layer to build, the
-            attention first: its rows go to the module's cache layer 0.
-        layer: a layer of the target, for its class.
+    The attention comes first: its rows go to the module's cache layer 0.
     """
 
     def __init__(self, config: PreTrainedConfig, layer: nn.Module) -> None:
@@ -76,13 +67,7 @@ class LayerStack(nn.Module):
 def build_block(model: PreTrainedModel, family: Family) -> nn.Module:
     """A fresh decoder layer of the target's own class, with the family's overrides for MTP modules.
 
-    Args:
-        model: the target; its last decoder layer gives the class, its config the sizes.
-        family: the family entry.
-
-    Returns:
-        The layer on the current default device in the default dtype, initialised as the model's
-        own layers are.
+    On the current default device in the default dtype, initialised as the model's own layers are.
     """
     block = _new_block(model, family)
     # The class's own initialiser covers routers and expert stacks; rules for Linear would not.

@@ -26,6 +26,7 @@ Source: permutation and its inverse as in Megatron's token dispatcher.
 
 import contextlib
 from collections.abc import Sequence
+from types import MethodType
 from typing import NamedTuple, cast
 
 import torch
@@ -35,11 +36,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteTopkRouter
 
 from mtp_research.kernels.experts.expert_mlp import expert_mlp
+from mtp_research.kernels.experts.expert_router import (
+    LEAST_SUM,
+    MAX_ROUTED_EXPERTS,
+    choose_experts,
+    router_logits,
+)
 from mtp_research.kernels.experts.expert_routing import MAX_EXPERTS
 from mtp_research.models.loading.placement import has_split_experts
-from mtp_research.models.rewrites.routers import fuse_routers
 from mtp_research.runtime.errors import ConfigError
 
 EXPERTS_NAME = "mtp_research_fused"
@@ -50,6 +58,8 @@ _SMALLEST_STEP = 16  # sizes must divide by it: rows are read in whole vectors
 EVERY_EXPERT_NAME = "mtp_research_every_expert"
 MAX_EVERY_EXPERT = 32  # more do too much that is thrown away
 _MAX_ROWS = 2048  # at a time: the inner activations of all experts take E / top_k times the memory
+# Routers that the kernel was compared with; both are DeepSeek-V3's rule.
+_KNOWN_ROUTERS = (Glm4MoeTopkRouter, Glm4MoeLiteTopkRouter)
 _NARROW_IDS = 128  # sorted as one byte: an eighth of the passes of int64
 
 
@@ -61,9 +71,6 @@ def route_experts(model: PreTrainedModel, *, experts: str = "auto") -> None:
         experts: `auto` (the fused kernel on a Hopper GPU where it knows the family; few experts in
             a dtype other than bfloat16 on a GPU all at once, see `every_expert`), `fused`, or
             `grouped_mm` (transformers'; the loop over experts on a CPU and in other dtypes).
-
-    Raises:
-        ConfigError: another name, or `fused` for experts that the kernel does not know.
     """
     if experts not in EXPERTS:
         choices = ", ".join(EXPERTS)
@@ -101,11 +108,7 @@ def expert_stacks(model: nn.Module) -> list[nn.Module]:
 
 
 def why_not_fused(stack: nn.Module) -> str | None:
-    """What the fused kernel does not know of an expert layer; None where it can run it.
-
-    Args:
-        stack: a module of `expert_stacks`.
-    """
+    """What the fused kernel does not know of an expert layer; None where it can run it."""
     if not _has_usual_layout(stack):
         return f"another layout in {type(stack).__name__}"
     is_usual = type(stack)._apply_gate is moe._default_apply_gate
@@ -174,15 +177,7 @@ def _is_tuned_for(stack: nn.Module) -> bool:
 def every_expert(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Output `[T, H]` of an expert layer, as `transformers.integrations.moe` calls it.
-
-    Args:
-        module: gated experts without biases, with the library's names and layout of weights, all
-            experts on this rank.
-        hidden_states: `[T, H]`, dtype of the weights.
-        top_k_index: `[T, top_k]` int64 in [0, E), no expert twice in a row.
-        top_k_weights: `[T, top_k]`.
-    """
+    """As `experts_forward`, all experts on every row: no expert twice in a row of `top_k_index`."""
     if len(hidden_states) > _MAX_ROWS:
         operands = (hidden_states, top_k_index, top_k_weights)
         parts = zip(*(tensor.split(_MAX_ROWS) for tensor in operands), strict=True)
@@ -231,15 +226,7 @@ def fits_trained(module: nn.Module, x: Tensor) -> bool:
 
 
 def trained_experts(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Output `[T, H]` of an expert layer, as `transformers.integrations.moe` calls it.
-
-    Args:
-        module: gated experts without biases, with the library's names and layout of weights, all
-            experts on this rank.
-        x: `[T, H]`, dtype of the weights.
-        index: `[T, top_k]` int64 in [0, E).
-        weights: `[T, top_k]`.
-    """
+    """As `experts_forward`, with gradients, for rows `x` in the dtype of the weights."""
     gate_up_proj, down_proj = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
     pairs = sort_pairs(index, num_experts=len(down_proj))
     rows = cast(Tensor, _Spread.apply(x, pairs.pair, pairs.place, index.shape[1]))
@@ -259,13 +246,8 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        x: Tensor,
-        pair: Tensor,
-        place: Tensor,
-        top_k: int,
+        ctx: torch.autograd.function.FunctionCtx, x: Tensor, pair: Tensor, place: Tensor, top_k: int
     ) -> Tensor:
-        """Read each pair's token."""
         ctx.save_for_backward(place)
         ctx.top_k = top_k
         return x[pair // top_k]
@@ -274,7 +256,6 @@ class _Spread(torch.autograd.Function):
     def backward(
         ctx: torch.autograd.function.FunctionCtx, *grads: Tensor
     ) -> tuple[Tensor, None, None, None]:
-        """Add the rows of each token's pairs."""
         (place,) = ctx.saved_tensors
         rows = grads[0][place].unflatten(0, (-1, ctx.top_k))
         return rows.sum(dim=1, dtype=_wide(rows)).to(rows.dtype), None, None, None
@@ -291,7 +272,6 @@ class _Combine(torch.autograd.Function):
         pair: Tensor,
         place: Tensor,
     ) -> Tensor:
-        """Read the outputs of each token's pairs, weigh and add them."""
         ctx.save_for_backward(outputs, weights, pair, place)
         rows = outputs[place].unflatten(0, weights.shape)
         return (rows * weights[..., None]).sum(dim=1, dtype=_wide(rows)).to(outputs.dtype)
@@ -300,7 +280,6 @@ class _Combine(torch.autograd.Function):
     def backward(
         ctx: torch.autograd.function.FunctionCtx, *grads: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
-        """Spread the gradient over the pairs; a weight's is a scalar product."""
         outputs, weights, pair, place = ctx.saved_tensors
         rows = grads[0][pair // weights.shape[1]]
         by_pair = weights.flatten()[pair]
@@ -311,6 +290,63 @@ class _Combine(torch.autograd.Function):
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def fuse_routers(model: nn.Module) -> int:
+    """Replace the `forward` of routers that the kernel knows, in place; returns how many.
+
+    Routers of several groups are left alone, and so are those whose `forward` something else has
+    replaced, as libraries do that move weights. The choice of experts is then one kernel instead of
+    a dozen calls. A frozen router's logits come from a kernel too, which adds up a token's terms in
+    an order that its batch does not change, so that deterministic decoding may call it. A trained
+    router's logits and weights are PyTorch's, with their gradients.
+    """
+    known = [module for module in model.modules() if type(module) in _KNOWN_ROUTERS]
+    fused = [router for router in known if _is_fusable(router)]
+    for router in fused:
+        router.forward = MethodType(router_forward, router)
+    return len(fused)
+
+
+def router_forward(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits `[T, E]`, weights and indices `[T, top_k]` of `[..., H]`, as the class's `forward`."""
+    if not hidden_states.is_cuda:
+        return type(router).forward(router, hidden_states)
+    return fused_router(router, hidden_states)
+
+
+def fused_router(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `router_forward`, on any device."""
+    weight = cast(Tensor, router.weight)
+    rows = hidden_states.reshape(-1, weight.shape[1])
+    is_trained = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
+    if is_trained or rows.dtype != weight.dtype or weight.dtype != torch.bfloat16:
+        logits = nn.functional.linear(rows.float(), weight.float())
+    else:
+        logits = router_logits(rows, weight)
+    normalises, scale = (
+        bool(router.norm_topk_prob),
+        float(cast(float, router.routed_scaling_factor)),
+    )
+    weights, index = choose_experts(
+        logits.detach(),
+        cast(Tensor, router.e_score_correction_bias).float(),
+        top_k=cast(int, router.top_k),
+        normalises=normalises,
+        scale=scale,
+    )
+    if is_trained:
+        weights = logits.sigmoid().gather(1, index)
+        if normalises:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_SUM)
+        weights = weights * scale
+    return logits, weights, index
+
+
+def _is_fusable(router: nn.Module) -> bool:
+    has_one_group = (router.num_group, router.topk_group) == (1, 1)
+    is_small = cast(int, router.num_experts) <= MAX_ROUTED_EXPERTS
+    return has_one_group and is_small and "forward" not in vars(router)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_forward)

@@ -10,13 +10,22 @@ where serving engines disagree, the project's families page gives the reason for
 
 from collections.abc import Mapping
 
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.step3p7.modeling_step3p7 import (
+    Step3p7PreTrainedModel,
+    Step3p7TextConfig,
+    Step3p7TextModel,
+)
 
 from mtp_research.models import family as layouts
 from mtp_research.models.family import Family
-from mtp_research.models.step3p5 import STEP_MODEL_TYPE
 from mtp_research.runtime.errors import ConfigError
 
+STEP_MODEL_TYPE = "mtp_research_step3p5"
 _ONE_FULL_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 _ONE_SLIDING_DENSE_LAYER = {
     "num_hidden_layers": 1,
@@ -79,9 +88,7 @@ FAMILIES: dict[str, Family] = {
         native=layouts.DEEPSEEK,
     ),
     "hy_v3": Family(
-        model_types=("hy_v3",),
-        block_overrides=_ONE_SPARSE_LAYER,
-        native=layouts.HUNYUAN,
+        model_types=("hy_v3",), block_overrides=_ONE_SPARSE_LAYER, native=layouts.HUNYUAN
     ),
     "kimi_k2": Family(
         model_types=("kimi_k2",),
@@ -180,11 +187,7 @@ REFUSED_FIELDS: Mapping[str, str] = {
 
 
 def family_of(model_type: str) -> str:
-    """Name of the family that a published `model_type` belongs to.
-
-    Raises:
-        ConfigError: no entry lists the model type; the message names those that are supported.
-    """
+    """Name of the family that a published `model_type` belongs to."""
     require_supported(model_type)
     for name, family in FAMILIES.items():
         if model_type in family.model_types:
@@ -205,11 +208,7 @@ def require_supported(model_type: str) -> None:
 
 
 def require_exact(config: PreTrainedConfig) -> None:
-    """Refuse settings of a supported family that are not computed here (`ConfigError`).
-
-    Args:
-        config: text configuration of the model.
-    """
+    """Refuse (`ConfigError`) settings of a supported text config that are not computed here."""
     for field, reason in REFUSED_FIELDS.items():
         if value := getattr(config, field, None):
             raise ConfigError(
@@ -220,3 +219,57 @@ def require_exact(config: PreTrainedConfig) -> None:
 
 def _supported() -> list[str]:
     return sorted(other for family in FAMILIES.values() for other in family.model_types)
+
+
+class StepConfig(Step3p7TextConfig):
+    """The library's configuration under a model type of our own.
+
+    transformers 5.17 to 5.23 has Step-3.5's model only as the text part of Step-3.7, inside an
+    image model, and takes no second class for a configuration of its own.
+    """
+
+    model_type = STEP_MODEL_TYPE
+
+
+class StepForCausalLM(Step3p7PreTrainedModel, GenerationMixin):
+    """Step-3.5: the text model of the library's `models/step3p7` with an lm_head."""
+
+    config: StepConfig
+    config_class = StepConfig
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012, the library's
+
+    def __init__(self, config: StepConfig) -> None:
+        super().__init__(config)
+        self.model = Step3p7TextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, **kwargs: object) -> CausalLMOutputWithPast:
+        """Logits `[B, S, V]` of `[B, S]` tokens; keywords are those of the library's models."""
+        kwargs.pop("logits_to_keep", None)
+        output = self.model(input_ids=input_ids, **kwargs)
+        logits = self.lm_head(output.last_hidden_state)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
+
+
+def _release_names() -> list[WeightConverter | WeightRenaming]:
+    """How tensors of the release become the library's: its experts are stacked already.
+
+    As in the library's conversion for Step-3.7, less the level of the image model.
+    """
+    return [
+        WeightRenaming(r"\.moe\.gate\.weight", ".mlp.gate.weight"),
+        WeightRenaming(r"\.moe\.router_bias", ".mlp.gate.e_score_correction_bias"),
+        WeightRenaming(r"\.moe\.down_proj\.weight", ".mlp.experts.down_proj"),
+        WeightRenaming(r"\.share_expert\.", ".mlp.shared_experts."),
+        WeightConverter(
+            ["moe.gate_proj.weight", "moe.up_proj.weight"],
+            "mlp.experts.gate_up_proj",
+            operations=[Concatenate(dim=1)],
+        ),
+    ]
+
+
+AutoConfig.register(STEP_MODEL_TYPE, StepConfig)
+AutoModelForCausalLM.register(StepConfig, StepForCausalLM)
+register_checkpoint_conversion_mapping("StepForCausalLM", _release_names())

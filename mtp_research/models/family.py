@@ -24,20 +24,15 @@ class NativeLayout:
     """Names of MTP tensors in published checkpoints.
 
     In `prefix` and `names`, `{module}` stands for the module index and `{layer}` for the number of
-    target layers plus the module index.
-
-    Attributes:
-        prefix: what the name of every MTP tensor begins with.
-        names: beginnings of a tensor's name, here and, after the prefix, there; the first pair that
-            fits is used.
-        copies: names after the prefix under which a release may repeat a tensor of the target.
-        count_field: config field with the number of modules; None for families without one.
+    target layers plus the module index. `names` are beginnings of a tensor's name, here and, after
+    the prefix, there; the first pair that fits is used. `copies` are names after the prefix under
+    which a release may repeat a tensor of the target.
     """
 
-    prefix: str
+    prefix: str  # what the name of every MTP tensor begins with
     names: tuple[tuple[str, str], ...]
     copies: tuple[tuple[str, SharedTensor], ...] = ()
-    count_field: str | None = None
+    count_field: str | None = None  # config field with the number of modules
 
 
 # Qwen's names. Also for heads of families that ship none, and never taught a serving engine others.
@@ -55,62 +50,32 @@ NEUTRAL_LAYOUT = NativeLayout(
 
 @dataclass(frozen=True)
 class Family:
-    """One model family.
+    """One model family. A block is the decoder layer of an MTP module; see `models/block.py`."""
 
-    Attributes:
-        model_types: values of `config.model_type` that belong to this family.
-        block_overrides: config fields set before the decoder layer of an MTP module is built with
-            `layer_idx` 0, in this order.
-        block_fields: config fields set after them from another field, where the config has it; of
-            a list (one entry a module) that is no list there, the first entry.
-        final_norm: attribute of the base model that holds the final norm.
-        attention: attribute of a decoder layer that holds its attention.
-        latent_attention: whether that is multi-head latent attention.
-        sparse_attention: whether a learned index selects keys; see `models/attention/paged.py`.
-        norm_eps: config field with the epsilon of the norms.
-        stacks_layers: whether a layer holds one part only (attention, recurrent layer or MLP), so
-            that the block of an MTP module is several; see `models/block.py`.
-        composes_block: whether a layer holds two attentions and MLPs, of which an MTP module has
-            one each; see `models/block.py`.
-        num_position_axes: axes of the rotary positions; 3 in families that also place images, whose
-            text rows have the same position on each.
-        block_layer_type: layer type whose rotary embedding the MTP blocks take, in families where
-            it differs between layers.
-        mixer: attribute of a decoder layer that holds its recurrent layer, in families that mix
-            recurrent and attention layers.
-        hidden_source: which target hidden state the first module reads.
-        recycle_norm: whether the next pass gets a module's output before or after the module's own
-            norm.
-        concat_order: order of the two halves of `eh_proj`'s input.
-        owns_norm: whether a module has a norm of its own before the head; if not, the target's
-            final norm stands there.
-        owns_lm_head: whether each published module has an output head of its own. They are decoded
-            and not trained.
-        native: where published checkpoints keep their modules.
-        loads_as: model type whose classes load this family's published model type, where the
-            library has none of its own.
-    """
-
-    model_types: tuple[str, ...]
+    model_types: tuple[str, ...]  # values of `config.model_type` that belong to this family
+    # Config fields set, in this order, before a block is built with `layer_idx` 0; then fields set
+    # from another one, where the config has it; of a list (an entry a module) the first entry.
     block_overrides: dict[str, object] = field(default_factory=dict)
     block_fields: dict[str, str] = field(default_factory=dict)
-    final_norm: str = "norm"
-    attention: str = "self_attn"
-    latent_attention: bool = False
-    sparse_attention: bool = False
-    norm_eps: str = "rms_norm_eps"
-    stacks_layers: bool = False
-    composes_block: bool = False
+    final_norm: str = "norm"  # attribute of the base model
+    attention: str = "self_attn"  # attribute of a decoder layer
+    latent_attention: bool = False  # whether that is multi-head latent attention
+    sparse_attention: bool = False  # a learned index selects keys; see `models/attention/paged.py`
+    norm_eps: str = "rms_norm_eps"  # config field
+    stacks_layers: bool = False  # a layer is attention, recurrent layer or MLP; a block is several
+    composes_block: bool = False  # a layer holds two attentions and MLPs, a block one each
+    # Axes of the rotary positions: 3 in families that also place images, whose text rows have the
+    # same position on each.
     num_position_axes: int = 1
-    block_layer_type: str | None = None
-    mixer: str | None = None
-    hidden_source: NormPoint = "post_norm"
-    recycle_norm: NormPoint = "post_norm"
-    concat_order: ConcatOrder = "embedding_first"
-    owns_norm: bool = True
-    owns_lm_head: bool = False
-    native: NativeLayout = NEUTRAL_LAYOUT
-    loads_as: str | None = None
+    block_layer_type: str | None = None  # whose rotary embedding blocks take, where layers differ
+    mixer: str | None = None  # attribute of a decoder layer that holds its recurrent layer
+    hidden_source: NormPoint = "post_norm"  # target hidden state that the first module reads
+    recycle_norm: NormPoint = "post_norm"  # of the module's own norm: what the next pass gets
+    concat_order: ConcatOrder = "embedding_first"  # of the halves of `eh_proj`'s input
+    owns_norm: bool = True  # before the head; else the target's final norm stands there
+    owns_lm_head: bool = False  # published modules have heads of their own: decoded, not trained
+    native: NativeLayout = NEUTRAL_LAYOUT  # where published checkpoints keep their modules
+    loads_as: str | None = None  # model type that loads this one, which the library does not have
 
 
 _COUNT = "num_nextn_predict_layers"
@@ -231,13 +196,7 @@ class KVPages(NamedTuple):
 
 
 def attention_geometry(attention: nn.Module, *, latent: bool) -> LayerGeometry:
-    """Geometry of one attention module of a Hugging Face layer.
-
-    Args:
-        attention: module with `k_proj`, `v_proj` and `head_dim`, or a latent one with
-            `kv_lora_rank` and `qk_rope_head_dim`.
-        latent: which of the two it is (`Family.latent_attention`).
-    """
+    """Geometry of the attention of a Hugging Face layer, `latent` as `Family.latent_attention`."""
     if latent:
         rank = cast(int, attention.kv_lora_rank)
         return LayerGeometry("latent", 1, rank + cast(int, attention.qk_rope_head_dim), rank)
@@ -255,11 +214,6 @@ def layer_geometries(
 
     A layer with a list of attentions has a cache layer for each; one without attention has a cache
     layer that holds nothing (`NO_PAGES`), so that indices stay those of the layers.
-
-    Args:
-        layers: decoder layers.
-        attention: name of the attention module in a layer (`Family.attention`).
-        latent: as in `attention_geometry`.
     """
     geometries: list[LayerGeometry] = []
     for layer in layers:

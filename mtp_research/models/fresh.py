@@ -36,18 +36,10 @@ def new_target(
 ) -> PreTrainedModel:
     """A randomly initialised model of `family`, ready to be trained on continuous rows.
 
-    Initialised in fp32 and then cast, parameters only: buffers such as the router's
-    `e_score_correction_bias` and the rotary frequencies stay fp32.
-
-    Args:
-        family: `model_type` of the Hugging Face config.
-        architecture: its keyword arguments.
-        dtype: of the parameters.
-        device: where it is put; initialisation runs on the CPU, so that it does not depend on it.
-        seed: of the initialisation; the global generator is left as it was.
-
-    Raises:
-        ConfigError: unknown family, or arguments that its config refuses.
+    `family` is the `model_type` of the Hugging Face config, `architecture` its keyword arguments;
+    what they refuse is a `ConfigError`. Initialised in fp32 on the CPU and then cast, parameters
+    only: buffers such as the router's `e_score_correction_bias` and the rotary frequencies stay
+    fp32. The global generator is left as it was.
     """
     try:
         config = AutoConfig.for_model(family, **copy.deepcopy(dict(architecture)))
@@ -61,9 +53,7 @@ def new_target(
         torch.manual_seed(seed)
         # Experts run by the default `grouped_mm`, which compiles to one graph in bf16.
         model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=TRAINING_ATTENTION,
+            config, dtype=torch.float32, attn_implementation=TRAINING_ATTENTION
         )
     cast_parameters(model, dtype)
     return model.to(device)

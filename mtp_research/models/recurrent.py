@@ -54,13 +54,7 @@ class MixerForward(Protocol):
 
 
 def mixers_of(model: PreTrainedModel, name: str | None) -> dict[int, nn.Module]:
-    """Recurrent layers by layer index.
-
-    Args:
-        model: a causal LM.
-        name: attribute of a decoder layer that holds one (`Family.mixer`), None for families
-            without.
-    """
+    """Recurrent layers by layer index; `name` is `Family.mixer`, None for families without."""
     if name is None:
         return {}
     layers = cast(nn.ModuleList, model.base_model.layers)
@@ -122,13 +116,7 @@ class MixerState(NamedTuple):
 class RecurrentStates:
     """Slot-addressed states of every recurrent layer, K+2 columns a slot.
 
-    Args:
-        mixers: recurrent layers by layer index (`Target.mixers`).
-        num_slots: S; one slot more takes the rows of padding requests.
-        num_speculative_tokens: K, >= 0.
-
-    Attributes:
-        layers: states `[S, K+2, ...]` by layer index.
+    One slot more than `num_slots` takes the rows of padding requests.
     """
 
     def __init__(
@@ -161,13 +149,9 @@ class RecurrentStates:
         return MixerState(_zero_where(is_start, conv), _zero_where(is_start, recurrent))
 
     def write(self, layer_idx: int, slots: Tensor, *, num_rows: int, state: MixerState) -> None:
-        """Keep the state after the first `num_rows` rows of this step, in place.
+        """Keep the `state` after the first `num_rows` >= 1 rows of this step, in place.
 
-        Args:
-            layer_idx: of a recurrent layer.
-            slots: `[G]` int64, distinct.
-            num_rows: >= 1; a chunk of more than K+1 rows keeps its last state only.
-            state: what the layer left.
+        A chunk of more than K+1 rows keeps its last state only. `slots` `[G]` are distinct.
         """
         column = self._shifted(slots, min(num_rows, self.num_candidates))
         conv, recurrent = self.layers[layer_idx]
@@ -197,11 +181,8 @@ def _zero_where(rows: Tensor, state: Tensor) -> Tensor:
 
 
 def _column_states(mixer: nn.Module, *, num_slots: int, columns: int) -> MixerState:
-    """Zero states `[S, columns, ...]` of one layer."""
-    conv, recurrent = (
-        part.new_zeros(num_slots, columns, *part.shape[1:]) for part in zero_state(mixer)
-    )
-    return MixerState(conv, recurrent)
+    states = zero_state(mixer)
+    return MixerState(*(part.new_zeros(num_slots, columns, *part.shape[1:]) for part in states))
 
 
 class RowGroup(NamedTuple):
@@ -214,26 +195,14 @@ class RowGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class RecurrentContext:
-    """Context of one target pass: pages for the attention layers, states for the recurrent ones.
-
-    Attributes:
-        paged: where the attention layers write and read.
-        states: states of the recurrent layers.
-        groups: the requests of the pass by number of rows.
-    """
+    """Context of one target pass: pages for the attention layers, states for the recurrent ones."""
 
     paged: PagedContext
     states: RecurrentStates
-    groups: tuple[RowGroup, ...]
+    groups: tuple[RowGroup, ...]  # the requests of the pass by number of rows
 
     def mix(self, mixer: nn.Module, forward: MixerForward, hidden_states: Tensor) -> Tensor:
-        """Output `[1, T, D]` of a recurrent layer for packed rows `[1, T, D]`; writes its states.
-
-        Args:
-            mixer: the layer.
-            forward: its own forward.
-            hidden_states: rows in the order of the pass.
-        """
+        """Output `[1, T, D]` of layer `mixer` for packed rows `[1, T, D]`; writes its states."""
         output = torch.empty_like(hidden_states)
         for group in self.groups:
             rows = hidden_states[0, group.rows]  # [G, Q, D]
@@ -282,12 +251,7 @@ def with_states(
 ) -> PagedContext | RecurrentContext:
     """Context of a target pass over `paged`; `paged` itself for targets without states.
 
-    Args:
-        paged: pages of the pass.
-        states: of the target's recurrent layers, None without.
-        slots: `[R]` int64.
-        first_position: `[R]` int64, position of each request's first row.
-        num_rows: rows of each request, >= 1, known to the host; they add up to T.
+    `slots` `[R]` and `first_position` `[R]` are int64; `num_rows` of each request add up to T.
     """
     if states is None:
         return paged
@@ -297,13 +261,7 @@ def with_states(
 
 
 def group_rows(num_rows: Sequence[int], *, slots: Tensor, is_start: Tensor) -> tuple[RowGroup, ...]:
-    """Requests by number of rows, shortest first.
-
-    Args:
-        num_rows: rows of each request, packed in this order.
-        slots: `[R]` int64.
-        is_start: `[R]` bool.
-    """
+    """Requests by number of rows, shortest first; `slots` and `is_start` are `[R]`."""
     device, total = slots.device, sum(num_rows)
     if len(set(num_rows)) == 1:  # all of a captured step: nothing may be copied to the device
         return (RowGroup(slots, torch.arange(total, device=device).view(len(slots), -1), is_start),)

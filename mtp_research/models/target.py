@@ -4,6 +4,9 @@ Letters: B batch rows (1 when decoding), T packed rows, D hidden, V vocabulary.
 """
 
 import functools
+import hashlib
+import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +29,23 @@ from mtp_research.models.loading.placement import (
     resolve_dtype,
     whole,
 )
+from mtp_research.models.loading.source import local_file
 from mtp_research.models.recurrent import mixers_of, route_mixers
+from mtp_research.runtime.errors import IntegrityError
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILE = "tokenizer.json"
+_NUM_HASHED_ROWS = 1024  # of each matrix; all of a large vocabulary would cost seconds
+# Sizes that every version of transformers calls the same. No rotary settings: a longer context
+# changes them, and the head stays the model's.
+_CONFIG_FIELDS = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+)
 
 
 class TargetHidden(NamedTuple):
@@ -38,18 +57,12 @@ class TargetHidden(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """A frozen causal language model whose attention goes through an `AttentionContext`.
+    """A frozen causal language model whose attention goes through an `AttentionContext`."""
 
-    Attributes:
-        model: Hugging Face causal LM in eval mode, no parameter requires a gradient.
-        family_name: key of `families.FAMILIES`.
-        path: folder or hub id it was loaded from, for provenance; empty for models built in memory.
-        captured: where the hook on the final norm leaves its input during `forward`.
-    """
-
-    model: PreTrainedModel
-    family_name: str
-    path: str = ""
+    model: PreTrainedModel  # Hugging Face causal LM in eval mode, no parameter requires a gradient
+    family_name: str  # key of `families.FAMILIES`
+    path: str = ""  # folder or hub id it was loaded from; empty for models built in memory
+    # Where the hook on the final norm leaves its input during `forward`.
     captured: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -172,11 +185,7 @@ class Target:
 
 
 def wrap_target(
-    model: PreTrainedModel,
-    *,
-    path: str = "",
-    family_name: str | None = None,
-    experts: str = "auto",
+    model: PreTrainedModel, *, path: str = "", family_name: str | None = None, experts: str = "auto"
 ) -> Target:
     """Freeze `model`, route its attention through our contexts and wrap it.
 
@@ -248,3 +257,80 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     with loading(str(path)):
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+
+
+def target_hashes(target: Target) -> dict[str, str | None]:
+    """sha256 of the target's config, weights and tokenizer, by the names that `head.json` has.
+
+    They survive a change of dtype, files or quantisation. Sizes alone do not tell a model from its
+    fine-tuned sibling, on which heads still run and merely draft badly. Seen are other embedding or
+    lm_head weights; a model whose training left both alone (LoRA on the attention, say) has the
+    same hashes.
+    """
+    sizes = {name: _size(target.config, name) for name in _CONFIG_FIELDS}
+    return {
+        "config_sha256": _hash_json(sizes),
+        "weights_sha256": _hash_signs(
+            cast(Tensor, target.embed_tokens.weight), target.lm_head_weight
+        ),
+        "tokenizer_sha256": hash_tokenizer(target.path),
+    }
+
+
+def _size(config: PreTrainedConfig, name: str) -> object:
+    """A config field; a list where layers differ, and the library gives no single value."""
+    if config.is_heterogeneous:
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+    return getattr(config, name, None)
+
+
+def warn_of_family(target: Target, *, family: str) -> None:
+    """Warn of a run whose record will name another `model.family` than the one that was loaded."""
+    if target.family_name != family:
+        logger.warning(
+            "model.path holds a %s model and the run is recorded as model.family=%s; "
+            "set model=NAME",
+            target.family_name,
+            family,
+        )
+
+
+def _hash_signs(*matrices: Tensor) -> str:
+    """Hash of spread rows' signs: rounding to another dtype keeps them, training does not."""
+    digest = hashlib.sha256()
+    for matrix in matrices:
+        step = -(-matrix.shape[0] // _NUM_HASHED_ROWS)
+        signs = torch.signbit(matrix.detach()[::step]).cpu()
+        digest.update(signs.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def hash_tokenizer(path: str) -> str | None:
+    """Hash of which token has which id; how a library version writes the file does not matter.
+
+    None for a model, folder or hub id, without a tokenizer at hand.
+    """
+    file = local_file(path, TOKENIZER_FILE) if path else None
+    if file is None:
+        return None
+    content = _read_tokenizer(file)
+    try:
+        added = [(token["id"], token["content"]) for token in content.get("added_tokens", [])]
+        return _hash_json([content["model"]["vocab"], sorted(added)])
+    except (KeyError, TypeError, AttributeError) as fault:
+        raise IntegrityError(
+            f"{file} must hold model.vocab and added_tokens, got {fault!r}; fetch the model again."
+        ) from fault
+
+
+def _read_tokenizer(file: Path) -> Mapping:
+    try:
+        return json.loads(file.read_text(encoding="utf8"))
+    except (OSError, ValueError) as fault:
+        raise IntegrityError(
+            f"{file} must be a tokenizer in JSON, got {fault}; fetch the model again."
+        ) from fault
+
+
+def _hash_json(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -53,8 +53,7 @@ from mtp_research.evaluation.stats.fault_study import (
 from mtp_research.evaluation.stats.statistics import FINISHED
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
-from mtp_research.models.loading.fingerprint import target_hashes
-from mtp_research.models.target import Target, load_target, load_tokenizer
+from mtp_research.models.target import Target, load_target, load_tokenizer, target_hashes
 from mtp_research.policy.plan import POLICIES, HiddenPolicy
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import run_record

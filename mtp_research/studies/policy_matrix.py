@@ -37,8 +37,7 @@ from mtp_research.evaluation.stats.matrix_seeds import (
     read_matrix,
     row_name,
 )
-from mtp_research.models.loading.fingerprint import target_hashes
-from mtp_research.models.target import Target
+from mtp_research.models.target import Target, target_hashes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import run_record
 from mtp_research.studies.matrix_cell import decode_prompts

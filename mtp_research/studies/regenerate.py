@@ -30,8 +30,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run.prompts import ChatTokenizer, begin_of_text
-from mtp_research.models.loading.fingerprint import target_hashes
-from mtp_research.models.target import Target, load_target, load_tokenizer
+from mtp_research.models.target import Target, load_target, load_tokenizer, target_hashes
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 
 _BEGINNINGS = ("def ", "class ", "import ", "from ", '"""', "#", "The ", "A ", "In ", "I ", "He ")

@@ -27,8 +27,7 @@ from mtp_research.data.chat import encode_for_target
 from mtp_research.data.json_lines import JsonLine, read_json_lines
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.data.sources import read_documents
-from mtp_research.models.loading.fingerprint import hash_tokenizer
-from mtp_research.models.target import load_tokenizer
+from mtp_research.models.target import hash_tokenizer, load_tokenizer
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.files import sha256_of
 

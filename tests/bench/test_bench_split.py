@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_research.kernels.part_mark import KERNEL_NAME, _part_mark_kernel
+from mtp_research.kernels.checks import MARK_KERNEL_NAME, _part_mark_kernel
 
 from mtp_research.bench import bench_bytes, bench_decode, bench_split
 from mtp_research.bench.bench_split import DeviceRun
@@ -24,11 +24,11 @@ def run(name: str, begin_us: float, end_us: float) -> DeviceRun:
 
 TRACE = [
     run("gemm", 100, 140),
-    run(KERNEL_NAME, 142, 144),
+    run(MARK_KERNEL_NAME, 142, 144),
     run("triton_red_fused_argmax_part_mark_where_18", 145, 150),  # reads a mark, is none
-    run(KERNEL_NAME, 152, 153),
+    run(MARK_KERNEL_NAME, 152, 153),
     run("scatter", 154, 160),
-    run(KERNEL_NAME, 162, 163),
+    run(MARK_KERNEL_NAME, 162, 163),
     run("gemm", 162.5, 199),  # launched before the mark's end
     run("argmax", 199, 200),
 ]
@@ -36,7 +36,7 @@ TRACE = [
 
 def test_mark_s_name_is_its_kernel_s() -> None:
     kernel = getattr(_part_mark_kernel, "fn", _part_mark_kernel)
-    assert kernel.__name__ == KERNEL_NAME
+    assert kernel.__name__ == MARK_KERNEL_NAME
 
 
 def test_trace_is_cut_at_the_marks_and_scaled_to_the_replay() -> None:

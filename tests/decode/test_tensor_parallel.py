@@ -14,8 +14,7 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.models.loading.fingerprint import target_hashes
-from mtp_research.models.target import Target, load_target
+from mtp_research.models.target import Target, load_target, target_hashes
 from mtp_research.runtime.errors import ConfigError
 from tests.decode.loops import draft_rightly, run, texts_of
 from tests.tiny import tiny_heads, tiny_target

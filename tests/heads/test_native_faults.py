@@ -11,8 +11,7 @@ from torch import Tensor
 from mtp_research.heads.export import export_heads
 from mtp_research.heads.native import has_native_heads, load_native_heads
 from mtp_research.heads.weights import load_heads
-from mtp_research.models.loading.fingerprint import warn_of_family
-from mtp_research.models.target import Target, load_target
+from mtp_research.models.target import Target, load_target, warn_of_family
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from tests import tiny
 from tests.heads.release import change_config, change_mtp_file, write_release

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads, save_heads
-from mtp_research.models.loading.fingerprint import target_hashes
-from mtp_research.models.target import Target, load_target
+from mtp_research.models.target import Target, load_target, target_hashes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from tests.tiny import tiny_heads, tiny_target
 

@@ -5,8 +5,8 @@ from mtp_research.kernels.losses.cross_entropy import (
     CrossEntropyResult,
     cross_entropy,
     cross_entropy_rows,
+    gather_rows,
 )
-from mtp_research.kernels.losses.gather_rows import gather_rows
 from torch import Tensor
 from torch.nn import functional
 

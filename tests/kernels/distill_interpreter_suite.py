@@ -9,8 +9,7 @@ import os
 
 import pytest
 import torch
-from mtp_research.kernels.losses import cross_entropy as cross_entropy_rows
-from mtp_research.kernels.losses import gather_rows
+from mtp_research.kernels.losses import cross_entropy
 from mtp_research.kernels.losses.distill import distill
 from mtp_research.kernels.losses.distill_rows import Mixture
 
@@ -102,7 +101,7 @@ def test_distill_interpreted_without_teacher_matches_the_reference():
 @pytest.mark.parametrize("vocab", [53, 300])
 def test_cross_entropy_rows_interpreted_match_autograd(vocab, dtypes, monkeypatch):
     # 300 logits are three tiles here; narrower gradients overwrite the first half of the logits.
-    monkeypatch.setattr(cross_entropy_rows, "BLOCK_V", 128)
+    monkeypatch.setattr(cross_entropy, "BLOCK_V", 128)
     dtype, grad_dtype = dtypes
     check_rows(vocab=vocab, dtype=dtype, grad_dtype=grad_dtype, backend="triton")
 
@@ -114,5 +113,5 @@ def test_cross_entropy_interpreted_matches_autograd():
 
 @pytest.mark.parametrize("hidden", [24, 40])
 def test_gather_interpreted_picks_scales_and_casts(hidden, monkeypatch):
-    monkeypatch.setattr(gather_rows, "MAX_BLOCK_D", 32)  # 40 are two blocks
+    monkeypatch.setattr(cross_entropy, "MAX_BLOCK_D", 32)  # 40 are two blocks
     check_gather(hidden=hidden, dtype=torch.float16, out_dtype=torch.float32, backend="triton")

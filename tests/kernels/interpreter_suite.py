@@ -19,9 +19,9 @@ from mtp_research.kernels.bench.bench_calls import (
     launch_paged_attention,
     paged_attention,
 )
+from mtp_research.kernels.checks import part_mark
 from mtp_research.kernels.experts import expert_routing
 from mtp_research.kernels.latent import latent_attention as latent_attention_launch
-from mtp_research.kernels.part_mark import part_mark
 
 from tests.kernels.append_cases import (
     APPEND_CASES,

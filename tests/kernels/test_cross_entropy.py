@@ -6,12 +6,14 @@ from mtp_research.kernels.losses import cross_entropy as module
 from mtp_research.kernels.losses.cross_entropy import (
     BLOCK_V,
     NUM_WARPS,
+    ROWS_PER_PROGRAM,
     _cross_entropy_kernel,
+    _gather_kernel,
     cross_entropy,
     cross_entropy_rows,
+    gather_rows,
     wave_rows,
 )
-from mtp_research.kernels.losses.gather_rows import ROWS_PER_PROGRAM, _gather_kernel, gather_rows
 
 from tests.kernels.cross_entropy_cases import check_gather, check_rows, run_product
 

@@ -6,7 +6,7 @@ from mtp_research.kernels.attention.store_kv import store_kv
 from mtp_research.kernels.bench.bench_calls import (
     paged_attention,
 )
-from mtp_research.kernels.part_mark import part_mark
+from mtp_research.kernels.checks import part_mark
 
 from tests.kernels.kernel_cases import (
     ATTENTION_CASES,

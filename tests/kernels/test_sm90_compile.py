@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_research.kernels import part_mark
+from mtp_research.kernels import checks
 from mtp_research.kernels.attention import attention_launch, store_kv
 from mtp_research.kernels.attention import store_kv as new_rows
 from mtp_research.kernels.attention.paged_attention_triton import attention_kernel
@@ -267,16 +267,16 @@ def test_store_kv_kernel_sm90_moves_16_bytes_a_thread(
 def test_part_mark_kernel_sm90_has_no_spills_and_moves_16_bytes(dtype, tmp_path):
     pointer = (POINTERS | {torch.int64: "*i64"})[dtype]
     types = {"values": pointer, "out": pointer, "num_values": "i32", "BLOCK": "constexpr"}
-    constants = {"BLOCK": part_mark.BLOCK}
+    constants = {"BLOCK": checks.MARK_BLOCK}
     compiled = _compile(
-        part_mark._part_mark_kernel,
+        checks._part_mark_kernel,
         types=types,
         constants=constants,
-        num_warps=part_mark.NUM_WARPS,
+        num_warps=checks.MARK_WARPS,
         divisible=("num_values",),
     )
     assert _num_spilled_bytes(compiled, tmp_path) == 0
-    assert compiled.metadata.name == part_mark.KERNEL_NAME  # what a trace is searched for
+    assert compiled.metadata.name == checks.MARK_KERNEL_NAME  # what a trace is searched for
     assert "ld.global.v" in compiled.asm["ptx"]
 
 

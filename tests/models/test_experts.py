@@ -16,10 +16,11 @@ from mtp_research.models.experts import (
     EXPERTS_NAME,
     expert_stacks,
     experts_forward,
+    fuse_routers,
+    fused_router,
     route_experts,
     why_not_fused,
 )
-from mtp_research.models.rewrites.routers import fuse_routers, fused_router
 from mtp_research.runtime.errors import ConfigError
 
 SIZES = {

@@ -13,8 +13,7 @@ from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.attention.attention import DenseContext
-from mtp_research.models.loading.fingerprint import target_hashes
-from mtp_research.models.target import Target, load_target
+from mtp_research.models.target import Target, load_target, target_hashes
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 from tests.decode.loops import run, small_pool, texts_of
 from tests.tiny import tiny_heads, tiny_target

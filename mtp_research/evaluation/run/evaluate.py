@@ -36,8 +36,13 @@ from mtp_research.evaluation.run.prompts import (
 )
 from mtp_research.evaluation.stats.summary import ConditionResult, num_equal_texts
 from mtp_research.heads.weights import load_heads
-from mtp_research.models.loading.fingerprint import target_hashes, warn_of_family
-from mtp_research.models.target import Target, load_target, load_tokenizer
+from mtp_research.models.target import (
+    Target,
+    load_target,
+    load_tokenizer,
+    target_hashes,
+    warn_of_family,
+)
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import run_record
 

@@ -104,10 +104,8 @@ class DenseContext:
             if sliding_window is not None:
                 allowed = allowed & (index[:, None] - index[None, :] < sliding_window)
             allowed = allowed[None]
-            if self.document_index is not None:
-                allowed = allowed & (
-                    self.document_index[:, :, None] == self.document_index[:, None, :]
-                )
+            if (document := self.document_index) is not None:
+                allowed = allowed & (document[:, :, None] == document[:, None, :])
             self._masks[sliding_window] = allowed[:, None]
         return self._masks[sliding_window]
 
@@ -172,16 +170,10 @@ def with_sinks(key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> SinkI
 
 
 def document_ends(document_index: np.ndarray) -> np.ndarray:
-    """Where the documents of each row end.
+    """Exclusive ends `[rows, P]` int32 of the documents of each row, in rising order.
 
-    Example: the rows `0 0 1 -` and `2 2 2 2` give the ends (2, 3, 4) and (4, 4, 4): padding counts
-    as a document, and empty ones fill a row up.
-
-    Args:
-        document_index: `[rows, S]` int, -1 for padding.
-
-    Returns:
-        `[rows, P]` int32, exclusive ends in rising order.
+    Example: the rows `0 0 1 -` and `2 2 2 2` give the ends (2, 3, 4) and (4, 4, 4): padding (-1)
+    counts as a document, and empty ones fill a row up.
     """
     num_rows, length = document_index.shape
     is_end = np.ones((num_rows, length), dtype=bool)
@@ -215,12 +207,10 @@ def fits_varlen(call: AttentionCall, *, cu_seqlens: Tensor) -> bool:
 
 
 def attend_documents(call: AttentionCall, *, cu_seqlens: Tensor) -> Tensor:
-    """Causal attention inside each document, `[B, S, H, Dv]`.
+    """Causal attention without sinks inside each document, `[B, S, H, Dv]`.
 
-    Args:
-        call: without sinks.
-        cu_seqlens: `[documents + 1]` int32 of `flat_ends`; a fixed number for all batches of a run,
-            so that compiled layers are compiled once.
+    `cu_seqlens` of `flat_ends` has a fixed number for all batches of a run, so that compiled layers
+    are compiled once.
     """
     batch_size, _, length, _ = call.query.shape
     flat = [part.transpose(1, 2).flatten(0, 1) for part in call[:3]]

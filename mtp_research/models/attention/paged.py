@@ -38,11 +38,7 @@ from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV
 from mtp_research.kernels.attention.paged_attention import attend_pages, paged_attention
 from mtp_research.kernels.attention.store_kv import MAX_STORED_ROWS, NewRows, store_kv
 from mtp_research.kernels.latent.latent_attention import attend_latents
-from mtp_research.models.attention.attention import (
-    AttentionCall,
-    AttentionContext,
-    DenseContext,
-)
+from mtp_research.models.attention.attention import AttentionCall, AttentionContext, DenseContext
 from mtp_research.models.family import KVPages
 from mtp_research.runtime.errors import ConfigError
 
@@ -66,26 +62,17 @@ class Angles(NamedTuple):
 class PagedContext:
     """Where the rows of one packed forward pass are written and what they may read.
 
-    Attributes:
-        pool: owner of the pages.
-        slot_mapping: `[T]` int64, slot each row is written to (`block_id * block_size + offset`),
-            -1 writes nothing.
-        block_table: `[R, M]` int32, pages of each request.
-        seq_lens: `[R]` int32, KV length including this pass's rows.
-        query_start_loc: `[R + 1]` int32, first packed row of each request.
-        max_query_len: largest number of rows of one request; sizes the launch grid.
-        backend: kernel backend (`auto`, `reference`, `triton`).
-        kv_layer: cache layer to use instead of the layer's own index; set for MTP modules, whose KV
-            layer depends on the draft step and not on the module alone.
+    `kv_layer` is used instead of the layer's own index where it is set: for MTP modules, whose KV
+    layer depends on the draft step and not on the module alone.
     """
 
-    pool: PagePool
-    slot_mapping: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    max_query_len: int
-    backend: str = "auto"
+    pool: PagePool  # owner of the pages
+    slot_mapping: Tensor  # [T] int64, `block_id * block_size + offset`; -1 writes nothing
+    block_table: Tensor  # [R, M] int32, pages of each request
+    seq_lens: Tensor  # [R] int32, KV length including this pass's rows
+    query_start_loc: Tensor  # [R + 1] int32, first packed row of each request
+    max_query_len: int  # largest number of rows of one request; sizes the launch grid
+    backend: str = "auto"  # or `reference`, `triton`
     kv_layer: int | None = None
     _new_latents: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
@@ -323,11 +310,9 @@ def _fake_latents(query_latent: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 def route_sparse(attentions: Iterable[nn.Module], *, config: PreTrainedConfig) -> None:
-    """Let attention layers with an index attend to all keys, in place.
+    """Let DeepSeek-V3 attentions with an index attend to all keys, in place.
 
-    Args:
-        attentions: layers with the parts of DeepSeek-V3's attention beside their indexer.
-        config: of the model, which then says what their forward does: rotate interleaved pairs.
+    `config` of the model then says what their forward does: rotate interleaved pairs.
     """
     config.rope_interleave = True
     for attention in attentions:

@@ -41,19 +41,12 @@ _NUM_LISTED = 3
 
 @dataclass(frozen=True)
 class Placing:
-    """Where weights go.
+    """Where weights go; see `models/loading/placement.py`."""
 
-    Attributes:
-        device: of a target that lies on one.
-        dtype: of the weights.
-        tp_plan: `none`, or how ranks split the target; see `models/loading/placement.py`.
-        device_map: `none`, `auto`, or devices by module name; see `models/loading/placement.py`.
-    """
-
-    device: torch.device
+    device: torch.device  # of a target that lies on one
     dtype: torch.dtype
-    tp_plan: str = "none"
-    device_map: str | Mapping[str, int | str] = "none"
+    tp_plan: str = "none"  # or how ranks split the target
+    device_map: str | Mapping[str, int | str] = "none"  # or `auto`, or devices by module name
 
 
 class LoadedModel(NamedTuple):
@@ -102,7 +95,6 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
 
 
 def _arguments(published: PublishedConfig, placing: Placing) -> dict[str, object]:
-    """Arguments of `from_pretrained` that say where weights go."""
     config, family_name = published
     method = quantisation_of(config)
     if placing.tp_plan != "none":
@@ -137,10 +129,6 @@ def loading(path: str) -> Iterator[None]:
     """Load without transformers' progress bar and tensor report; turn its faults into ours.
 
     The caller checks the tensors itself, with `require_tensors`.
-
-    Raises:
-        ConfigError: nothing is at `path`, or the hub does not give it.
-        IntegrityError: a file of a local folder is damaged, or its index names others.
     """
     check_source(path)
     read_weight_map(Path(path))
@@ -198,9 +186,7 @@ def read_config(path: str) -> PublishedConfig:
 def require_tensors(report: Mapping[str, set], *, path: str) -> None:
     """Refuse a model of which transformers would draw tensors at random (`IntegrityError`).
 
-    Args:
-        report: transformers' loading report: names, or (name, shapes) of misshaped tensors.
-        path: of the model.
+    Its loading report holds names, or (name, shapes) of misshaped tensors.
     """
     missing = sorted(report["missing_keys"])
     misshaped = sorted(str(entry[0]) for entry in report["mismatched_keys"])
@@ -221,7 +207,6 @@ def require_tensors(report: Mapping[str, set], *, path: str) -> None:
 
 
 def _unreadable_files(folder: Path) -> list[str]:
-    """Names of weight files whose headers cannot be read."""
     damaged = []
     for file in sorted(folder.glob("*.safetensors")):
         try:

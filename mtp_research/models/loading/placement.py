@@ -34,11 +34,7 @@ DTYPES = {
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is the GPU when there is one.
-
-    Raises:
-        EnvironmentFault: `cuda` was asked for and is not usable.
-    """
+    """`auto` is the GPU when there is one; `cuda` without one is an `EnvironmentFault`."""
     if device == "cuda" and not torch.cuda.is_available():
         raise EnvironmentFault(
             "model.device=cuda needs a CUDA GPU, none is visible; set model.device=cpu."
@@ -49,11 +45,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 elsewhere.
-
-    Raises:
-        ConfigError: `dtype` is neither `auto` nor a key of `DTYPES`.
-    """
+    """`auto` is bfloat16 on a GPU and float32 elsewhere; else a key of `DTYPES`."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
@@ -71,11 +63,6 @@ def auto_map(
 
     Heads share the embedding, the rotary embedding, the final norm and lm_head with the target, so
     these lie together on the first GPU, and what does not fit the GPUs in memory or on the disk.
-
-    Args:
-        config: of the target.
-        family: its entry.
-        dtype: of the weights.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -123,7 +110,6 @@ def require_one_device(model: PreTrainedModel) -> None:
 
 
 def _shared_modules(model: PreTrainedModel, family: Family) -> dict[str, nn.Module]:
-    """What heads read of a target, by name."""
     rotary = getattr(model.base_model, "rotary_emb", None)
     norm = model.base_model.get_submodule(family.final_norm)
     shared = [model.get_input_embeddings(), model.get_output_embeddings(), norm, rotary]
@@ -151,18 +137,7 @@ def num_ranks() -> int:
 def distribution(
     tp_plan: str, *, config: PreTrainedConfig, family: Family, device: torch.device
 ) -> DistributedConfig:
-    """What `from_pretrained` takes to load a rank's part.
-
-    Args:
-        tp_plan: `tensor` or `experts`.
-        config: text config of the target.
-        family: its entry.
-        device: where the ranks are to run.
-
-    Raises:
-        ConfigError: not started by torchrun, or a family or size that cannot be split.
-        EnvironmentFault: transformers would take the GPU although the CPU was asked for.
-    """
+    """What `from_pretrained` takes to load a rank's part; the ranks are to run on `device`."""
     ranks = num_ranks()
     if tp_plan not in TP_PLANS:
         raise ConfigError(f"model.tp_plan must be one of {sorted(TP_PLANS)}, got {tp_plan!r}.")

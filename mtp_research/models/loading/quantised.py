@@ -31,12 +31,7 @@ _NUM_LISTED = 3
 
 
 def quantisation_of(config: PreTrainedConfig) -> str | None:
-    """How a checkpoint is stored, by its config; None for plain tensors.
-
-    Raises:
-        ConfigError: by a method that is not supported.
-        EnvironmentFault: the package it needs is not installed.
-    """
+    """How a checkpoint is stored, by its config; None for plain tensors, others are refused."""
     settings = _settings(config)
     if settings is None:
         return None
@@ -91,8 +86,7 @@ def dequantising(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 def require_scales(folder: Path) -> None:
     """Refuse (`IntegrityError`) FP8 tensors without a scale, which would be read as plain numbers.
 
-    Args:
-        folder: checkpoint; only the headers of its files are read.
+    Only the headers of the files in `folder` are read.
     """
     names: set[str] = set()
     stored: set[str] = set()
@@ -134,11 +128,7 @@ def without_scales(names: Iterable[str]) -> set[str]:
 
 
 def dequantise(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors without scales, quantised ones as float32; others are handed back as they are.
-
-    Raises:
-        IntegrityError: a quantised tensor without a scale, or a scale that does not fit.
-    """
+    """Tensors without scales, quantised ones as float32; others are handed back as they are."""
     plain = {}
     for name in without_scales(tensors):
         tensor = tensors[name]

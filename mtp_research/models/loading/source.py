@@ -37,9 +37,6 @@ def check_source(path: str, *, key: str = "model.path") -> Path | None:
 
     Returns:
         The model's `config.json`; None for a hub id that is still to be downloaded.
-
-    Raises:
-        ConfigError: says which of the three was tried.
     """
     folder = Path(path)
     if folder.exists():
@@ -65,11 +62,7 @@ def check_source(path: str, *, key: str = "model.path") -> Path | None:
 
 
 def read_sizes(config_file: Path) -> ModelSizes:
-    """Hidden size and vocabulary of the text model that a `config.json` describes.
-
-    Raises:
-        IntegrityError: the file is no JSON object, or a size is missing.
-    """
+    """Hidden size and vocabulary of the text model that a `config.json` describes."""
     try:
         config = json.loads(config_file.read_text(encoding="utf8"))
     except (OSError, ValueError) as fault:
@@ -89,12 +82,7 @@ def read_sizes(config_file: Path) -> ModelSizes:
 
 
 def local_file(path: str, name: str) -> Path | None:
-    """A model's file in its folder or in the hub's cache; None where it is in neither.
-
-    Args:
-        path: folder in Hugging Face format, or a hub id.
-        name: of the file.
-    """
+    """A model's file in its folder or in the hub's cache; None where it is in neither."""
     file = Path(path) / name
     if file.is_file():
         return file
@@ -141,11 +129,7 @@ def _hub_answers() -> bool:
 
 
 def read_weight_map(folder: Path) -> dict[str, str] | None:
-    """File name of every tensor of a checkpoint, by its index; None for a folder without one.
-
-    Raises:
-        IntegrityError: the index is damaged or names files outside the folder.
-    """
+    """File name of every tensor of a checkpoint, by its index; None for a folder without one."""
     path = folder / INDEX_FILE
     if not path.is_file():
         return None

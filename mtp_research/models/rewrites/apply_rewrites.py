@@ -22,7 +22,7 @@ before the one in front has ended, and ours moves its wait to the first line: Mi
 instead of 5.763 at batch 1, 8.474 instead of 8.527 at 32. `engine.overlap_launches=false` turns it
 off.
 
-**Routers and experts** (routers.py, called by models/experts.py when a target is wrapped, compiled
+**Routers and experts** (models/experts.py, when a target is wrapped, compiled
 or not). The choice of experts is one kernel instead of a dozen calls: 26.9 instead of 33.7 ms for
 the target forward of a training step of lab_base. `model.experts=grouped_mm` keeps the library's.
 
@@ -53,10 +53,7 @@ _CACHE_TAG = "mtp_research: kernels wait first"
 def apply_rewrites(target: Target, heads: nn.Module | None, engine: EngineConfig) -> None:
     """Rewrite target and heads for compiled steps, in place; nothing without `engine.compile`.
 
-    Args:
-        target: frozen.
-        heads: MTP modules on it, or None.
-        engine: says which rewrites; a later call with others changes what an earlier one did.
+    `engine` says which rewrites; a later call with others changes what an earlier one did.
     """
     if not engine.compile:
         return
@@ -77,12 +74,6 @@ def compile_options(*, overlaps: bool) -> dict[str, str | int | bool | Callable[
     then reads what A has not written yet. Here every generated kernel waits first: it knows that
     the one in front has ended, which had waited too, and so on. That is the order of a stream, with
     the launches themselves hidden; kernels launched the ordinary way fit into the chain.
-
-    Args:
-        overlaps: kernels start while the one in front ends; before Hopper that changes nothing.
-
-    Raises:
-        ConfigError: on Hopper, a PyTorch that writes its waits in another way than known here.
     """
     overlaps = overlaps and _wait_first()
     return {"triton.enable_pdl": overlaps}

@@ -39,8 +39,7 @@ EXPERTS_NAME = "mtp_research_invariant"
 class InvariantProducts(TorchFunctionMode):
     """While entered, PyTorch's products and sums over the last dimension are batch-invariant.
 
-    Args:
-        models: whose experts are routed to `experts_forward` while it is entered.
+    Experts of `models` are then routed to `experts_forward`.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -74,11 +73,7 @@ class InvariantProducts(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Call the invariant form of `func` where there is one.
-
-        Raises:
-            ConfigError: a product that has none.
-        """
+        """Call the invariant form of `func` where there is one."""
         kwargs = kwargs or {}
         if func in _REFUSED:
             raise ConfigError(
@@ -96,12 +91,7 @@ def experts_forward(
     """Output `[M, D]` of an expert layer, as `transformers.integrations.moe` calls it.
 
     The outputs of a row are added up by rising expert: routers name them in no fixed order.
-
-    Args:
-        module: the experts, with the library's names of weights and layout flags.
-        hidden_states: `[M, D]`.
-        top_k_index: `[M, P / M]` int64.
-        top_k_weights: `[M, P / M]`.
+    `top_k_index` and `top_k_weights` are `[M, P / M]`.
     """
     index, order = torch.sort(top_k_index, dim=-1)
     weights = top_k_weights.gather(-1, order)
@@ -184,7 +174,6 @@ def _row_keepdim(
 def _by_row(
     function: Callable[..., object], input: Tensor, *args: object, **kwargs: object
 ) -> Tensor:
-    """An element-wise function, called once per row of the last dimension."""
     if input.dim() == 0 or input.numel() == 0:
         return cast(Tensor, function(input, *args, **kwargs))
     rows = [

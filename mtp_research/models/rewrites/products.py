@@ -42,10 +42,6 @@ def merge_projections(model: nn.Module, *, few_rows_kernel: bool = False) -> int
     Weights move into shared storage: no memory is added, and `state_dict` keeps names and values.
     Groups whose members differ in input size, bias or dtype are left alone, and so are members
     whose `forward` something has replaced, as libraries do that split or move models.
-
-    Args:
-        model: frozen.
-        few_rows_kernel: let compiled products use our kernel, where it was measured to be faster.
     """
     count = 0
     for module in list(model.modules()):
@@ -109,7 +105,6 @@ class _Merged:
         self.may_use_kernel = False
 
     def compute(self, input: Tensor) -> Tensor:
-        """The product of all members."""
         if not self.may_use_kernel:
             return nn.functional.linear(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias)
@@ -154,7 +149,6 @@ def fuse_gated_mlps(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _computes_gated_silu(module: nn.Module) -> bool:
-    """Whether `module` gives the numbers of a gated silu, with code of its own class."""
     gate = cast(nn.Linear, module.gate_proj)
     group = gate.merged if isinstance(gate, MergedLinear) else None
     if group is None or not group.may_use_kernel or group.bias is not None:
@@ -171,8 +165,6 @@ def _computes_gated_silu(module: nn.Module) -> bool:
 
 @functools.cache
 def _fused(plain: type[nn.Module]) -> type[nn.Module]:
-    """The class `plain` with the fused forward."""
-
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         group = cast(nn.Module, self.gate_proj).merged
         if torch.compiler.is_compiling() and group.may_use_kernel:
@@ -185,13 +177,7 @@ def _fused(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`input @ weight.T + bias` by whichever product was faster for this shape.
-
-    Args:
-        input: `[..., K]`.
-        weight: `[N, K]`.
-        bias: `[N]` or None.
-    """
+    """`input @ weight.T + bias`, `[..., K]` and `[N, K]`, by whichever product was faster here."""
     num_rows = input.numel() // input.shape[-1]
     if choose_config(num_rows, *weight.shape, dtype=weight.dtype) is None:
         return functional.linear(input, weight, bias)
@@ -201,9 +187,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def gated_linear(input: Tensor, weight: Tensor) -> Tensor | None:
     """silu(gate) * up `[..., F]` of input `[..., K]`; None where the kernel is no faster.
 
-    Args:
-        input: `[..., K]`.
-        weight: `[2F, K]`, rows of `gate` in front of those of `up`.
+    `weight` is `[2F, K]`, rows of `gate` in front of those of `up`.
     """
     num_rows = input.numel() // input.shape[-1]
     if choose_gated_config(num_rows, *weight.shape, dtype=weight.dtype) is None:

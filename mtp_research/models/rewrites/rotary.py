@@ -71,15 +71,10 @@ class _RotatingContext:
 
 
 def leave_rotary_to_attention(target: Target, model: nn.Module, *, enabled: bool) -> int:
-    """Let attention layers of `model` leave the rotation to the launch, in place.
+    """Let attention layers of `model` leave the rotation to the launch, in place; returns how many.
 
-    Args:
-        target: gives size and cos and sin of the test rows.
-        model: of the target, or heads on it.
-        enabled: False puts layers back that an earlier call has changed.
-
-    Returns:
-        How many layers do it now.
+    `target` gives size, cos and sin of the test rows. Without `enabled`, layers that an earlier
+    call has changed are put back.
     """
     if not enabled:
         for module in model.modules():
@@ -185,7 +180,6 @@ def _leaving(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 def _new(plain: type[nn.Module]) -> nn.Module:
-    """A layer whose state is still to come."""
     return plain.__new__(plain)
 
 
@@ -206,7 +200,6 @@ def _second_forward(forward: types.FunctionType, kept: _Kept) -> types.FunctionT
 
 
 def _names_in(codes: Iterable[object]) -> Iterator[str]:
-    """Names that code objects, and those within them, look up."""
     for code in codes:
         if isinstance(code, types.CodeType):
             yield from code.co_names

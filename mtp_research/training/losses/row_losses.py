@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.kernels.losses.cross_entropy import cross_entropy
+from mtp_research.kernels.losses.cross_entropy import cross_entropy, gather_rows
 from mtp_research.kernels.losses.distill import distill
-from mtp_research.kernels.losses.gather_rows import gather_rows
 from mtp_research.training.losses.loss_terms import AnchorStats, LossSpec
 
 
