@@ -5,14 +5,12 @@
         --heads assets/lab_tiny/heads/chain_n3 --prompts 3 --tokens 8 --batch 2  tiny, on a CPU
 
 Without --target: random weights of --shape and random prompts, whose drafts are hardly ever right.
-Both modes decode with K = 0, with K = 0 in another batch size, chunk and order, with K drafts of
-both policies, and with K drafts in that other batch size, chunk and order. Printed are match rates
-against the first, for divergences the gap of the two largest logits, and the cost in percent, after
-a warm-up. The usual arithmetic is captured and not
-compiled, unless --compile asks: that takes 20 to 30 s for each loop and bucket.
-
-After --limit-s no other loop is started; what is missing is named in the result. Exits 1 if a
-deterministic text differs or a deterministic loop is missing, 4 without a GPU and --target.
+Both modes decode with K = 0 and with K drafts of both policies, each also in another batch size,
+chunk and order. Printed are match rates against the first, for divergences the gap of the two
+largest logits, and the cost in percent, after a warm-up. The usual arithmetic is captured and not
+compiled, unless --compile asks: that takes 20 to 30 s for each loop and bucket. After --limit-s no
+other loop is started; what is missing is named in the result. Exits 1 if a deterministic text
+differs or a deterministic loop is missing, 4 without a GPU and --target.
 """
 
 import argparse
@@ -41,6 +39,7 @@ from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.loading.placement import DTYPES, resolve_device
 from mtp_research.models.target import Target, load_target, load_tokenizer
 
+MODE_NAMES = {True: "deterministic", False: "usual"}
 HALVED = {"batch_share": 0.5, "order": -1}
 EXIT_NO_DEVICE = 4
 PREFILL_CHUNK = 256
@@ -70,18 +69,15 @@ class Decoded(NamedTuple):
 
 def main() -> int:
     """Run every loop under both modes; see the module's first lines."""
-    options, started = parse_options(), time.perf_counter()
+    options, started = _parse_options(), time.perf_counter()
     if options.target is None and options.shape != "tiny" and not torch.cuda.is_available():
-        print(
-            f"error: random weights of {options.shape} need a CUDA device, none is visible; set "
-            "--target or --shape tiny.",
-            file=sys.stderr,
-        )
+        fault = f"random weights of {options.shape} need a CUDA device, none is visible"
+        print(f"error: {fault}; set --target or --shape tiny.", file=sys.stderr)
         return EXIT_NO_DEVICE
     target, heads = load(options)
     prompts = make_prompts(target, options)
-    loops = loops_of(options.k)
-    rows: dict[bool, dict[str, dict[str, object]]] = {True: {}, False: {}}
+    loops = _loops_of(options.k)
+    rows: dict[bool, dict[str, dict]] = {True: {}, False: {}}
     for deterministic, found in rows.items():
         base: Decoded | None = None
         for loop in loops:
@@ -90,17 +86,17 @@ def main() -> int:
             decoded = decode(target, heads, prompts, loop, options, deterministic)
             base = base or decoded
             found[loop.name] = compare(target, prompts, base, decoded)
-            print(mode_name(deterministic), loop.name, json.dumps(found[loop.name]), flush=True)
+            print(MODE_NAMES[deterministic], loop.name, json.dumps(found[loop.name]), flush=True)
     result = summarise(rows, [loop.name for loop in loops])
     facts = vars(options) | {"machine": describe_machine(), "dtype": target.dtype, **result}
-    facts["rows"] = {mode_name(mode): found for mode, found in rows.items()}
+    facts["rows"] = {MODE_NAMES[mode]: found for mode, found in rows.items()}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "deterministic.json").write_text(json.dumps(facts, indent=1, default=str))
     print(json.dumps(result))
     return int(not result["all_equal"])
 
 
-def loops_of(num_drafts: int) -> list[Loop]:
+def _loops_of(num_drafts: int) -> list[Loop]:
     """What each mode decodes; the first is what the others are compared with."""
     k = f"K={num_drafts}"
     return [
@@ -111,46 +107,32 @@ def loops_of(num_drafts: int) -> list[Loop]:
     ]
 
 
-def mode_name(deterministic: bool) -> str:
-    """The word of a mode in the output."""
-    return "deterministic" if deterministic else "usual"
-
-
-def summarise(
-    rows: dict[bool, dict[str, dict[str, object]]], names: list[str]
-) -> dict[str, object]:
+def summarise(rows: dict[bool, dict[str, dict]], names: list[str]) -> dict[str, object]:
     """Cost by loop, loops that were not reached, and whether all deterministic texts are equal."""
     fixed, usual = rows[True], rows[False]
-    cost = {
-        name: 100 * cast(float, fixed[name]["seconds"]) / cast(float, usual[name]["seconds"]) - 100
-        for name in names
-        if name in fixed and name in usual
-    }
-    return {
-        "cost_percent": cost,
-        "all_equal": [fixed.get(name, {}).get("match_rate") for name in names]
-        == [1.0] * len(names),
-        "missing": [
-            f"{mode_name(mode)} {name}" for mode in rows for name in names if name not in rows[mode]
-        ],
-    }
+    both = [name for name in names if name in fixed and name in usual]
+    cost = {name: 100 * fixed[name]["seconds"] / usual[name]["seconds"] - 100 for name in both}
+    left = [(MODE_NAMES[mode], name) for mode in rows for name in names if name not in rows[mode]]
+    equal = all(name in fixed and fixed[name]["match_rate"] == 1.0 for name in names)
+    missing = [f"{mode} {name}" for mode, name in left]
+    return {"cost_percent": cost, "all_equal": equal, "missing": missing}
 
 
-def parse_options() -> argparse.Namespace:
-    """Options by their names."""
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target", help="folder of a target; default random weights of --shape")
-    parser.add_argument("--heads", help="folder of trained heads; default random ones")
-    parser.add_argument("--shape", default="dense_1b", choices=SHAPES)
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-    parser.add_argument("--k", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--prompt-tokens", type=int, default=192, help="of the longest prompt")
-    parser.add_argument("--tokens", type=int, default=256, help="of each output")
-    parser.add_argument("--batch", type=int, default=100)
-    parser.add_argument("--limit-s", type=float, default=95, help="start no loop later than this")
-    parser.add_argument("--compile", action="store_true", help="the usual arithmetic")
+    add = parser.add_argument
+    add("--out", type=Path, required=True)
+    add("--target", help="folder of a target; default random weights of --shape")
+    add("--heads", help="folder of trained heads; default random ones")
+    add("--shape", default="dense_1b", choices=SHAPES)
+    add("--dtype", default="bfloat16", choices=DTYPES)
+    add("--k", type=int, default=3)
+    add("--prompts", type=int, default=200)
+    add("--prompt-tokens", type=int, default=192, help="of the longest prompt")
+    add("--tokens", type=int, default=256, help="of each output")
+    add("--batch", type=int, default=100)
+    add("--limit-s", type=float, default=95, help="start no loop later than this")
+    add("--compile", action="store_true", help="the usual arithmetic")
     return parser.parse_args()
 
 
@@ -159,8 +141,8 @@ def load(options: argparse.Namespace) -> tuple[Target, MTPHeads]:
     if options.target is not None:
         target = load_target(options.target, dtype=options.dtype)
     else:
-        place = resolve_device("auto")
-        target = random_target(options.shape, dtype=DTYPES[options.dtype], device=place)
+        place, dtype = resolve_device("auto"), DTYPES[options.dtype]
+        target = random_target(options.shape, dtype=dtype, device=place)
     if options.heads is not None:
         return target, load_heads(options.heads, target)
     return target, MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).requires_grad_(False)
@@ -168,22 +150,16 @@ def load(options: argparse.Namespace) -> tuple[Target, MTPHeads]:
 
 def make_prompts(target: Target, options: argparse.Namespace) -> list[list[int]]:
     """Shipped prompts, then their first halves; random ones for random weights."""
-    if options.target is None:
-        return random_prompts(target, options)
+    if options.target is None:  # of uneven lengths, so that chunks and batches differ
+        generator, half = torch.Generator().manual_seed(0), max(options.prompt_tokens // 2, 1)
+        lengths = [half + index % (half + 1) for index in range(options.prompts)]
+        size = target.config.vocab_size
+        return [torch.randint(size, (n,), generator=generator).tolist() for n in lengths]
     tokenizer = cast(ChatTokenizer, load_tokenizer(options.target))
     encoded = [encode_prompt(prompt, tokenizer) for prompt in load_prompts(None)]
     whole = [list(token_ids[: options.prompt_tokens]) for token_ids in encoded]
     halves = [token_ids[: max(len(token_ids) // 2, 1)] for token_ids in whole]
     return [*whole, *halves][: options.prompts]
-
-
-def random_prompts(target: Target, options: argparse.Namespace) -> list[list[int]]:
-    """Random prompts of uneven lengths, so that chunks and batches differ."""
-    generator = torch.Generator().manual_seed(0)
-    half = max(options.prompt_tokens // 2, 1)
-    lengths = [half + index % (half + 1) for index in range(options.prompts)]
-    vocab_size = target.config.vocab_size
-    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
 def decode(
@@ -198,22 +174,15 @@ def decode(
     on_gpu = target.device.type == "cuda"
     batch = max(int(options.batch * loop.batch_share), 1)
     engine = EngineConfig(
-        max_num_requests=batch,
-        max_num_batched_tokens=max(4096, batch * (options.k + 1)),
+        **{"max_num_requests": batch, "max_num_batched_tokens": max(4096, batch * (options.k + 1))},
         max_prefill_chunk=int(PREFILL_CHUNK * loop.batch_share),
         max_model_len=options.prompt_tokens + options.tokens + 2,
-        deferred_output=True,
-        cuda_graphs=on_gpu,
         compile=on_gpu and options.compile and not deterministic,
+        **{"deferred_output": True, "cuda_graphs": on_gpu, "audit": False},
         deterministic=deterministic,
-        audit=False,
     )
-    decoder = SpecDecoder(
-        target,
-        heads if loop.num_drafts else None,
-        spec=SpecSettings(policy=loop.policy, num_speculative_tokens=loop.num_drafts),
-        engine=engine,
-    )
+    spec = SpecSettings(policy=loop.policy, num_speculative_tokens=loop.num_drafts)
+    decoder = SpecDecoder(target, heads if loop.num_drafts else None, spec=spec, engine=engine)
     order = list(range(len(prompts)))[:: loop.order]
     decoder.warm_up(SamplingParams())
     run(decoder, prompts, order[:batch], WARM_UP_TOKENS)
@@ -229,9 +198,7 @@ def run(decoder: SpecDecoder, prompts: list[list[int]], order: list[int], num_to
     return {order[int(r.request_id)]: tuple(r.output_token_ids) for r in records}
 
 
-def compare(
-    target: Target, prompts: list[list[int]], base: Decoded, found: Decoded
-) -> dict[str, object]:
+def compare(target: Target, prompts: list[list[int]], base: Decoded, found: Decoded) -> dict:
     """Match rate against the first loop, and the logit gap at up to `MAX_GAPS` divergences."""
     num_equal = sum(base.texts[index] == found.texts[index] for index in range(len(prompts)))
     gaps = divergences(target, prompts, base.texts, found.texts)
@@ -259,12 +226,8 @@ def divergences(
         positions = torch.arange(text.shape[1], device=target.device)[None]
         hidden = target.forward(text, position_ids=positions, context=DenseContext())
         top = target.logits(hidden.post_norm[0, -1]).float().topk(2)
-        yield {
-            "prompt": index,
-            "position": first,
-            "tokens": (expected[index][first], found[index][first]),
-            "logit_gap": float(top.values[0] - top.values[1]),
-        }
+        tokens, gap = (expected[index][first], found[index][first]), top.values[0] - top.values[1]
+        yield {"prompt": index, "position": first, "tokens": tokens, "logit_gap": float(gap)}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import gc
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -48,14 +47,15 @@ LIMIT_S = 150  # of a mode
 def main() -> int:
     """Run the modes one after the other, then compare; the exit status counts the failed modes."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", default="lab_base", help="of conf/model, `large`, or a folder")
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
-    parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--global-batch", type=int, default=64, help="rows of a step, curve")
-    parser.add_argument("--rank-batch", type=int, default=128, help="rows a rank, speed")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--worker", choices=list(MODES), help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--out", type=Path, required=True)
+    add("--model", default="lab_base", help="of conf/model, `large`, or a folder")
+    add("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    add("--seq-len", type=int, default=256)
+    add("--global-batch", type=int, default=64, help="rows of a step, curve")
+    add("--rank-batch", type=int, default=128, help="rows a rank, speed")
+    add("--steps", type=int, default=60)
+    add("--worker", choices=list(MODES), help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.worker:
@@ -95,7 +95,11 @@ def run_mode(args: argparse.Namespace) -> None:
     assert ranks.num_processes == num_ranks, f"{ranks.num_processes} ranks, not {num_ranks}"
     curve_batch = args.global_batch // (num_ranks * num_micro)
     losses, _ = train(args, ranks, parallel, batch_size=curve_batch, num_micro=num_micro)
-    peak_reset()
+    gc.collect()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:  # forget the memory of the curve
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     _, seconds = train(args, ranks, parallel, batch_size=args.rank_batch, num_micro=1)
     if ranks.is_main_process:
         found = {
@@ -105,9 +109,7 @@ def run_mode(args: argparse.Namespace) -> None:
             "rows_per_s": args.rank_batch * num_ranks / seconds,
             "tokens_per_s": args.rank_batch * num_ranks * args.seq_len / seconds,
             "step_ms": 1e3 * seconds,
-            "peak_gb": torch.cuda.max_memory_allocated() / 1e9
-            if torch.cuda.is_available()
-            else None,
+            "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
         }
         (args.out / f"mode_{args.worker}.json").write_text(json.dumps(found))
     if torch.distributed.is_initialized():
@@ -119,29 +121,24 @@ def train(
     args: argparse.Namespace, ranks: Accelerator, parallel: str, *, batch_size: int, num_micro: int
 ) -> tuple[list[float], float]:
     """Losses of `args.steps` steps, and seconds a step over the second half."""
-    trainer = TrainerConfig(
-        parallel=parallel,
-        batch_size=batch_size,
-        gradient_accumulation_steps=num_micro,
-        learning_rate=LEARNING_RATE,
-    )
+    sizes = {"batch_size": batch_size, "gradient_accumulation_steps": num_micro}
+    trainer = TrainerConfig(parallel=parallel, learning_rate=LEARNING_RATE, **sizes)
     shape = Shape(args.model, args.seq_len, batch_size)
     config = run_config(shape, trainer, device=ranks.device.type)
     parts = make_parts(shape, config, ranks)
     parts.heads.train()
-    losses, times = [], []
+    losses = []
     for index in range(args.steps):
         if index == args.steps // 2:
             drain()
             started = time.perf_counter()
-        stats = accumulate_gradients(
-            parts, config=config, ranks=ranks, step=index, stop=StopRequest()
-        )
+        stop = StopRequest()
+        stats = accumulate_gradients(parts, config=config, ranks=ranks, step=index, stop=stop)
         parts.engine.step(learning_rate=LEARNING_RATE)
         losses.append(stats.loss)
     drain()
-    times.append((time.perf_counter() - started) / (args.steps - args.steps // 2))
-    return [float(loss) for loss in losses], statistics.median(times)
+    seconds = (time.perf_counter() - started) / (args.steps - args.steps // 2)
+    return [float(loss) for loss in losses], seconds
 
 
 def report(results: list[dict], *, out: Path) -> None:
@@ -167,17 +164,8 @@ def report(results: list[dict], *, out: Path) -> None:
             f"peak {row['peak_gb'] or 0:.2f} GB a rank"
         )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    (out / "scale.json").write_text(
-        json.dumps({"device": device, "torch": torch.__version__, "rows": rows, "runs": results})
-    )
-
-
-def peak_reset() -> None:
-    """Forget the memory of the curve."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    record = {"device": device, "torch": torch.__version__, "rows": rows, "runs": results}
+    (out / "scale.json").write_text(json.dumps(record))
 
 
 if __name__ == "__main__":

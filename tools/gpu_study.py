@@ -28,20 +28,15 @@ MATRIX = [
 ]
 NUM_PROMPTS = {1: 16, 8: 32, 32: 64, 64: 128}  # by batch size
 # With `--tiny`: so little of everything that a CPU runs all stages in minutes.
-_UNUSED = (
-    *("math", "arith", "python", "code_instruct", "howto"),
-    *("prose", "docs", "qa", "roleplay", "rag"),
-)
+_UNUSED = ["math", "arith", "python", "code_instruct", "howto", "prose", "docs", "qa"]
+_UNUSED += ["roleplay", "rag"]
 TINY = {
     "target": [
         *(f"model.pretrain.{word}" for word in ("max_steps=2", "warmup_steps=0", "batch_size=2")),
         *("model.pretrain.compile=false", "model.pretrain.seq_len=64"),
         *(f"model.pretrain.domain_weights.{name}=0" for name in _UNUSED),
     ],
-    "answers": [
-        *("--self-chat", "12", "--self-text", "12", "--max-prompts", "4"),
-        *("--max-new-tokens", "16"),
-    ],
+    "answers": ["--self-chat=12", "--self-text=12", "--max-prompts=4", "--max-new-tokens=16"],
     "matrix": [
         *("trainer.max_steps=2", "trainer.batch_size=2", "data.eval_documents=6"),
         *("data.max_documents=24", "matrix.num_prompts=4", "matrix.max_new_tokens=12"),

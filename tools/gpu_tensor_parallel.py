@@ -8,10 +8,10 @@
 
 Writes random weights of a shape once, to `--work`, then decodes the same prompts in one process and
 in torchrun's, greedily, with K = 0 and K drafts of random modules. In bfloat16 a sum over ranks
-rounds differently, so texts may part where two logits are all but equal, as those of random weights
-often are: the share of equal texts and the first difference are printed. `--dtype float32` should
-keep them equal. With `--graphs` the step is captured, NCCL's sums included. A world that fails or
-takes too long leaves the rows that it has measured. Without the devices it exits with 4.
+rounds differently, so texts may part where two logits are all but equal: the share of equal texts
+and the first difference are printed. `--dtype float32` should keep them equal. With `--graphs` the
+step is captured, NCCL's sums included. A world that fails or takes too long leaves the rows that it
+has measured. Without the devices it exits with 4.
 """
 
 import argparse
@@ -43,24 +43,19 @@ PROMPT_TOKENS = 32
 PORT = "29631"
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 # NVLink multicast can put GPUs that others share out of service.
-MULTICAST_OFF = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
+MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+MULTICAST_OFF |= {"NVSHMEM_DISABLE_NVLS": "1"}
 
 
 def main() -> int:
     """Run both worlds and compare; exit status 1 when a run failed."""
-    args = parse_options()
+    args = _parse_options()
     args.dtype = args.dtype or DTYPES[args.device]
     model = args.work / f"{args.shape}_{args.dtype}"
     if args.device == "cuda" and torch.cuda.device_count() < (args.world or args.ranks):
-        print(
-            f"error: {args.ranks} CUDA devices are needed, {torch.cuda.device_count()} are visible;"
-            " set --device cpu with --shape tiny or tiny_experts.",
-            file=sys.stderr,
-        )
+        fault = f"{args.ranks} CUDA devices are needed, {torch.cuda.device_count()} are visible"
+        hint = "set --device cpu with --shape tiny or tiny_experts."
+        print(f"error: {fault}; {hint}", file=sys.stderr)
         return EXIT_NO_DEVICE
     if args.world:
         decode(args, model)
@@ -79,8 +74,7 @@ def main() -> int:
     return int(bool(failed))
 
 
-def parse_options() -> argparse.Namespace:
-    """Options by their names."""
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add = parser.add_argument
     add("--out", type=Path, required=True, help="small results")
@@ -130,12 +124,9 @@ def measure(
 ) -> dict[str, object]:
     """Texts and tokens per second of one batch size and number of drafts, second pass of two."""
     engine = EngineConfig(
-        max_num_requests=batch,
-        max_num_batched_tokens=max(512, batch * (k + 1)),
+        **{"max_num_requests": batch, "max_num_batched_tokens": max(512, batch * (k + 1))},
         max_model_len=PROMPT_TOKENS + args.steps + k + 2,
-        deferred_output=args.graphs,
-        cuda_graphs=args.graphs,
-        audit=False,
+        **{"deferred_output": args.graphs, "cuda_graphs": args.graphs, "audit": False},
     )
     decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=k), engine=engine)
     generator = torch.Generator().manual_seed(batch)

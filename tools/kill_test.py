@@ -46,22 +46,13 @@ def main() -> int:
 
 
 def kill_test(args: argparse.Namespace, *, folder: Path) -> int:
-    """See the module."""
+    """Run once, then again with kills, and compare."""
     folder.mkdir(parents=True, exist_ok=True)
     finish(fork(lambda: save_lab(folder)))
-    words = [
-        f"model.path={folder / 'target'}",
-        "model.family=qwen3",
-        f"data.path={folder / 'answers.jsonl'}",
-        "data.seq_len=64",
-        "data.eval_documents=15",
-        "model.device=cpu",
-        f"trainer.max_steps={args.steps}",
-        "trainer.batch_size=4",
-        "trainer.eval_every=5",
-        "trainer.save_every=2",
-        "head.num_mtp_modules=2",
-    ]
+    words = [f"model.path={folder / 'target'}", f"data.path={folder / 'answers.jsonl'}"]
+    words += ["model.family=qwen3", "model.device=cpu", f"trainer.max_steps={args.steps}"]
+    words += ["data.seq_len=64", "data.eval_documents=15", "trainer.batch_size=4"]
+    words += ["trainer.eval_every=5", "trainer.save_every=2", "head.num_mtp_modules=2"]
     started = time.perf_counter()
     code = finish(start(words, folder / "straight"))
     whole_s = time.perf_counter() - started

@@ -6,12 +6,13 @@
 Waves of requests with random lengths, priorities, arrivals and aborts run twice on a random target
 of a few thousand parameters: through a decoder with room for all, and through one whose pool is so
 small that requests preempt each other. Compared are texts and accepted drafts of every round; an
-aborted request must have said a prefix. After every step the invariants are checked, after every
-wave that all blocks are free. Prints figures, then one JSON line; exits with 1 on a violation.
+aborted request must have said a prefix. Every step checks the invariants, every wave that all
+blocks are free. Prints figures, then one JSON line; exits with 1 on a violation.
 """
 
 import argparse
 import json
+import operator
 import random
 import resource
 import sys
@@ -42,7 +43,6 @@ NUM_DRAFTS = 2
 ABORT_CHANCE = 0.1
 MAX_WAITING = 64  # arrivals stop while so many wait
 MAX_SLOPE_KIB = 10.0  # resident memory per 100 requests over the second half: 0.1 KiB a request
-
 
 Records = dict[str, RequestRecord]
 
@@ -81,7 +81,7 @@ class Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the soak; see the module."""
+    """Run the soak and print what it found; 1 if a rule was broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -104,18 +104,12 @@ def soak(args: argparse.Namespace) -> Report:
     started, rng, report = time.perf_counter(), random.Random(args.seed), Report()
     calm = _decoder(args.policy, EngineConfig(block_size=16, max_num_requests=64, audit=False))
     tight = EngineConfig(
-        block_size=4,
-        max_num_requests=24,
-        num_blocks=44,
-        max_num_batched_tokens=96,
-        max_prefill_chunk=9,
+        **{"block_size": 4, "num_blocks": 44, "max_num_requests": 24, "steps_per_priority": 20},
+        **{"max_num_batched_tokens": 96, "max_prefill_chunk": 9, "deferred_output": args.deferred},
         prefix_caching=not args.no_prefix_caching,
-        deferred_output=args.deferred,
-        steps_per_priority=20,
     )
     pressed = _decoder(args.policy, tight)
-    rss: list[tuple[int, float]] = []
-    num_rounds = num_accepted = 0
+    rss, num_rounds, num_accepted = [], 0, 0
     while report.num_requests < args.requests:
         first = report.num_requests
         jobs = [_job(index, rng) for index in range(first, min(first + WAVE, args.requests))]
@@ -145,9 +139,8 @@ def soak(args: argparse.Namespace) -> Report:
 
 def _decoder(policy: str, engine: EngineConfig) -> SpecDecoder:
     """A decoder over the smallest target and heads, always the same, in float64."""
-    target = tiny.tiny_target("qwen3", **SIZES)
-    heads = tiny.tiny_heads(target, num_mtp_modules=NUM_DRAFTS)
-    k = NUM_DRAFTS
+    k, target = NUM_DRAFTS, tiny.tiny_target("qwen3", **SIZES)
+    heads = tiny.tiny_heads(target, num_mtp_modules=k)
     return SpecDecoder(target, heads, policy=policy, num_speculative_tokens=k, engine=engine)
 
 
@@ -172,9 +165,8 @@ def _run(decoder: SpecDecoder, jobs: list[Job], *, rng: random.Random | None) ->
             if rng is not None and len(decoder.scheduler.waiting) >= MAX_WAITING:
                 break
             job = todo.pop()
-            request = decoder.add_request(
-                job.prompt, sampling=job.sampling, request_id=job.name, priority=job.priority
-            )
+            place = {"request_id": job.name, "priority": job.priority}
+            request = decoder.add_request(job.prompt, sampling=job.sampling, **place)
             if rng is not None and job.abort_after is not None:
                 aborts.setdefault(step + job.abort_after, []).append(request)
         for request in aborts.pop(step, []):
@@ -192,14 +184,13 @@ def _compare(jobs: list[Job], records: Records, expected: Records, report: Repor
     """Count requests whose texts or rounds differ, and aborted ones that said something else."""
     for job in jobs:
         found, wanted = records[job.name], expected[job.name]
-        said = found.output_token_ids
         if found.finish_reason == "abort":
             report.num_aborted += 1
+            said = found.output_token_ids
             report.num_different += wanted.output_token_ids[: len(said)] != said
             continue
-        pair = [(r.output_token_ids, r.num_accepted_per_round, r.finish_reason)
-                for r in (found, wanted)]  # fmt: skip
-        report.num_different += pair[0] != pair[1]
+        fields = operator.attrgetter("output_token_ids", "num_accepted_per_round", "finish_reason")
+        report.num_different += fields(found) != fields(wanted)
 
 
 def _judge(report: Report, rss: list[tuple[int, float]]) -> None:
@@ -212,15 +203,14 @@ def _judge(report: Report, rss: list[tuple[int, float]]) -> None:
             report.violations.append(f"{name} is {value}")
     if report.num_preemptions == 0:
         report.violations.append("the pool forced no preemption")
-    is_long = len(later) >= 10  # fewer points say nothing about a slope
-    if is_long and report.rss_slope_kib_per_100_requests > MAX_SLOPE_KIB:
-        report.violations.append(f"memory grows: {report.rss_slope_kib_per_100_requests:.2f} KiB")
+    growth_kib = report.rss_slope_kib_per_100_requests
+    if len(later) >= 10 and growth_kib > MAX_SLOPE_KIB:  # fewer points say nothing about a slope
+        report.violations.append(f"memory grows: {growth_kib:.2f} KiB")
 
 
 def slope(points: list[tuple[int, float]]) -> float:
     """Least-squares slope of y over x; 0 for a single point."""
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
+    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
 

@@ -9,17 +9,17 @@
         --batch-size 2 --steps 3 --compile no                    tiny, on a CPU
 
 Per model, batch size, loss and hidden state source: tokens/s and MFU of the whole step as
-`train.py` runs it (target forward, unroll, loss, backward, AdamW), against a bf16 8192^3 product
-measured in the same run; peak memory; the host's time a step; the split by stage, each stage
-drained, so that its parts add up to more than the step. A table, and all as `train_bench.json`.
-Weights are random unless a folder is given; the text is a noisy permutation of a few tokens, which
-heads learn within tens of steps, so that loss curves have something to show. A trained target with
-experts should read its own text, since the text decides how evenly its experts are used.
+`train.py` runs it, against a bf16 8192^3 product measured in the same run; peak memory; the host's
+time a step; the split by stage, each drained, so that the parts add up to more than the step. A
+table, and all as `train_bench.json`. Weights are random unless a folder is given; the text is a
+noisy permutation of a few tokens, which heads learn within tens of steps. A trained target with
+experts should read its own text, which decides how evenly its experts are used.
 Letters: D hidden, V vocabulary, N modules, k depths, S row length.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import statistics
@@ -42,7 +42,7 @@ from transformers import PreTrainedConfig
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mtp_research.kernels.bench.bench_runner import describe_machine
+from mtp_research.kernels.bench.bench_runner import describe_machine, drain, timed
 
 from mtp_research.config.schema import ModelConfig, TrainConfig
 from mtp_research.config.training_schema import DataConfig, HeadConfig, TrainerConfig
@@ -51,14 +51,8 @@ from mtp_research.models.fresh import new_target
 from mtp_research.models.target import Target, load_target, wrap_target
 from mtp_research.training.documents import HeadDocuments, load_head_documents
 from mtp_research.training.loop import accumulate_gradients
+from mtp_research.training.losses import losses as head_losses
 from mtp_research.training.losses.loss_terms import loss_spec
-from mtp_research.training.losses.losses import (
-    HeadObjective,
-    UnrollSpec,
-    depth_labels,
-    label_counts,
-    run_heads,
-)
 from mtp_research.training.packed_rows import TrainingRows
 from mtp_research.training.parallel.parallel import make_engine, prepare_target
 from mtp_research.training.setup import RunParts, build_heads
@@ -72,64 +66,50 @@ CHOICES = {"no": [False], "yes": [True], "both": [False, True]}
 USED_TOKENS = 256  # of the vocabulary
 # lab_base with the widths of a model that people use: 2.6 G parameters.
 LARGE = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 1024,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "n_routed_experts": 32,
-    "vocab_size": 65536,
+    **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 1024},
+    **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
+    **{"n_routed_experts": 32, "vocab_size": 65536},
 }
 Stages = dict[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained: a model of `conf/model` or a folder, and the size of a step.
-
-    Attributes:
-        documents: file that `data.path` takes; None for made-up text.
-        keeps_hidden: the target's hidden states are computed once and then read, as from a cache.
-        experts: what `model.experts` takes.
-    """
+    """What is trained: a model of `conf/model` or a folder, and the size of a step."""
 
     model: str
     seq_len: int
     batch_size: int
+    loss: str = "ce"
+    documents: str | None = None  # file that `data.path` takes; None for made-up text
+    keeps_hidden: bool = False  # hidden states of the target are computed once, as in a cache
+    experts: str = "auto"  # what `model.experts` takes
     num_mtp_modules: int = 3
     num_depths: int = 3
-    loss: str = "ce"
-    documents: str | None = None
-    keeps_hidden: bool = False
-    experts: str = "auto"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure each shape; one table and one JSON file."""
-    args = parse(argv)
+    args = _parse(argv)
     ranks = Accelerator(cpu=not torch.cuda.is_available())
     ceiling = matmul_tflops(ranks.device)
     machine = describe_machine()
     print(f"device {machine['device']}  bf16 product {ceiling:.1f} TFLOP/s")
     results = []
-    for shape in shapes_of(args):
+    for shape in _shapes_of(args):
         for compiled in CHOICES[args.compile]:
-            trainer = TrainerConfig(
-                batch_size=shape.batch_size, learning_rate=LEARNING_RATE, compile=compiled
-            )
+            sizes = {"batch_size": shape.batch_size, "learning_rate": LEARNING_RATE}
+            trainer = TrainerConfig(**sizes, compile=compiled)
             for result in measure(shape, trainer, ranks, args=args, ceiling=ceiling):
                 results.append(result)
-                show(result)
+                _show(result)
     report = {"machine": machine, "product_tflops": ceiling, "arguments": vars(args)}
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "train_bench.json").write_text(
-        json.dumps(report | {"rows": results}, indent=1, default=str)
-    )
+    text = json.dumps(report | {"rows": results}, indent=1, default=str)
+    (args.out / "train_bench.json").write_text(text)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of the command line."""
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The head training step on one GPU.")
     add = parser.add_argument
     add("--out", type=Path, required=True)
@@ -149,19 +129,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def shapes_of(args: argparse.Namespace) -> list[Shape]:
-    """Every combination that was asked for."""
+def _shapes_of(args: argparse.Namespace) -> list[Shape]:
     every = itertools.product(args.models, args.batch_size, args.losses, args.hidden, args.experts)
     return [
-        Shape(
-            model,
-            args.seq_len,
-            size,
-            loss=loss,
-            documents=args.documents,
-            keeps_hidden=hidden == "kept",
-            experts=experts,
-        )
+        Shape(model, args.seq_len, size, loss, args.documents, hidden == "kept", experts)
         for model, size, loss, hidden, experts in every
     ]
 
@@ -175,6 +146,7 @@ def measure(
     ceiling: float,
 ) -> Iterator[dict[str, object]]:
     """One shape: a result a variant."""
+    on_gpu = torch.cuda.is_available()
     config = run_config(shape, trainer, device=ranks.device.type)
     parts = make_parts(shape, config, ranks)
     parts.heads.train()
@@ -186,46 +158,37 @@ def measure(
     for variant in ("", *args.variants):
         with loss_fields(parts, variant):
             run.seconds(1)
-            if torch.cuda.is_available():
+            if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             rounds = [run.seconds(args.steps) / args.steps for _ in range(NUM_ROUNDS)]
-            peak_gb = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None
             seconds = statistics.median(rounds)
             achieved = sum(flops.values()) * tokens / seconds / 1e12
+            step_ms, spread_ms = 1e3 * seconds, 1e3 * (max(rounds) - min(rounds))
             yield {
                 **vars(shape),
-                "compiled": trainer.compile,
-                "variant": variant,
-                "warm_up_s": round(warm_s, 1),
-                "step_ms": 1e3 * seconds,
-                "step_ms_spread": 1e3 * (max(rounds) - min(rounds)),
+                **{"compiled": trainer.compile, "variant": variant, "warm_up_s": round(warm_s, 1)},
+                **{"step_ms": step_ms, "step_ms_spread": spread_ms},
                 "tokens_per_s": tokens / seconds,
                 "mflop_per_token": {name: value / 1e6 for name, value in flops.items()},
-                "tflops": achieved,
-                "mfu": achieved / ceiling,
-                "host_ms": run.host_ms,
-                "peak_gb": peak_gb,
-                "loss_first": run.losses[0],
-                "loss_last": run.losses[-1],
+                **{"tflops": achieved, "mfu": achieved / ceiling, "host_ms": run.host_ms},
+                "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
+                **{"loss_first": run.losses[0], "loss_last": run.losses[-1]},
                 "split_ms": split(stages, ranks),
                 "kernels": kernels_of(stages, limit=args.profile) if args.profile else {},
             }
 
 
 class StepRunner:
-    """Runs optimizer steps one after the other, as the training loop does.
-
-    Attributes:
-        losses: of every finished step.
-        host_ms: mean time of the last round in which the host prepared and queued a step, the wait
-            for the figures of the step before left out; near the step's own it means a wait inside.
-    """
+    """Runs optimizer steps one after the other, as the training loop does."""
 
     def __init__(self, parts: RunParts, config: TrainConfig, ranks: Accelerator) -> None:
-        """Nothing has run."""
-        self._parts, self._config, self._ranks = parts, config, ranks
-        self._queue, self._stop, self._step = FigureQueue(), StopRequest(), 0
-        self.losses: list[float] = []
+        self._engine, self._queue, self._step = parts.engine, FigureQueue(), 0
+        self._accumulate = functools.partial(
+            accumulate_gradients, parts, config=config, ranks=ranks, stop=StopRequest()
+        )
+        self.losses: list[float] = []  # of every finished step
+        # Mean time of the last round in which the host prepared and queued a step, without the wait
+        # for the figures of the step before; near the step's own it means a wait inside.
         self.host_ms = 0.0
 
     def seconds(self, count: int) -> float:
@@ -233,14 +196,8 @@ class StepRunner:
         drain()
         started, waited = time.perf_counter(), 0.0
         for _ in range(count):
-            stats = accumulate_gradients(
-                self._parts,
-                config=self._config,
-                ranks=self._ranks,
-                step=self._step,
-                stop=self._stop,
-            )
-            norm = self._parts.engine.step(learning_rate=LEARNING_RATE)
+            stats = self._accumulate(step=self._step)
+            norm = self._engine.step(learning_rate=LEARNING_RATE)
             self._queue.push(stats, step=self._step, learning_rate=LEARNING_RATE, grad_norm=norm)
             self._step += 1
             queued = time.perf_counter()
@@ -251,8 +208,7 @@ class StepRunner:
         return time.perf_counter() - started
 
 
-def show(result: dict) -> None:
-    """Two lines a shape."""
+def _show(result: dict) -> None:
     parts = "  ".join(f"{name} {ms:.2f}" for name, ms in result["split_ms"].items())
     peak = "" if result["peak_gb"] is None else f"  peak {result['peak_gb']:.1f} GB"
     hidden = "kept" if result["keeps_hidden"] else "live"
@@ -265,13 +221,10 @@ def show(result: dict) -> None:
         f"host {result['host_ms']:.1f} ms\n    {parts} ms",
         flush=True,
     )
-    show_kernels(result["kernels"])
-
-
-def drain() -> None:
-    """Wait for the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    for stage, kernels in result["kernels"].items():
+        print(f"  {stage}")
+        for row in kernels:
+            print(f"    {row['ms']:8.3f} ms {row['launches']:6.0f} x  {row['kernel']:.84}")
 
 
 def stages_of(parts: RunParts, config: TrainConfig, *, learning_rate: float) -> Stages:
@@ -280,17 +233,15 @@ def stages_of(parts: RunParts, config: TrainConfig, *, learning_rate: float) -> 
     indices = list(range(config.trainer.batch_size))
     batch = parts.rows.batch(indices)
     hidden = parts.rows.hidden(indices)
-    labels = depth_labels(
-        batch.input_ids,
-        document_index=batch.document_index,
-        loss_mask=batch.loss_mask,
-        num_depths=spec.num_depths,
-    )
-    counts = label_counts(labels)
+    marks = {"document_index": batch.document_index, "loss_mask": batch.loss_mask}
+    labels = head_losses.depth_labels(batch.input_ids, **marks, num_depths=spec.num_depths)
+    counts = head_losses.label_counts(labels)
     losses: list[torch.Tensor] = []
     return {
         "target_forward": lambda: parts.rows.hidden(indices),
-        "modules_forward": lambda: run_heads(parts.heads, batch, hidden=hidden, spec=spec),
+        "modules_forward": lambda: head_losses.run_heads(
+            parts.heads, batch, hidden=hidden, spec=spec
+        ),
         "modules_and_loss_forward": lambda: losses.append(
             engine.objective(batch, hidden, labels, counts).loss
         ),
@@ -302,7 +253,9 @@ def stages_of(parts: RunParts, config: TrainConfig, *, learning_rate: float) -> 
 @contextmanager
 def loss_fields(parts: RunParts, fields: str) -> Iterator[None]:
     """Fields of the run's `LossSpec` changed for a while: `chunk_rows=4864,half_logits=true`."""
-    objective = next(m for m in parts.engine.objective.modules() if isinstance(m, HeadObjective))
+    objective = next(
+        m for m in parts.engine.objective.modules() if isinstance(m, head_losses.HeadObjective)
+    )
     before = objective.loss_spec
     pairs = [field.split("=") for field in fields.split(",") if field]
     changes = {name: yaml.safe_load(value) for name, value in pairs}
@@ -314,7 +267,7 @@ def loss_fields(parts: RunParts, fields: str) -> Iterator[None]:
 
 
 def split(stages: Stages, ranks: Accelerator) -> dict[str, float]:
-    """Milliseconds of each stage, drained before and after; median of five."""
+    """Median milliseconds of each stage, drained before and after."""
     times: dict[str, list[float]] = {name: [] for name in stages}
     for _ in range(NUM_SPLITS):
         for name, call in stages.items():
@@ -352,14 +305,6 @@ def kernels_of(stages: Stages, *, limit: int) -> dict[str, list[dict[str, object
     }
 
 
-def show_kernels(found: dict[str, list[dict[str, object]]]) -> None:
-    """A table a stage."""
-    for stage, kernels in found.items():
-        print(f"  {stage}")
-        for row in kernels:
-            print(f"    {row['ms']:8.3f} ms {row['launches']:6.0f} x  {row['kernel']:.84}")
-
-
 def run_config(shape: Shape, trainer: TrainerConfig, *, device: str) -> TrainConfig:
     """The configuration that a run of this shape would have."""
     return TrainConfig(
@@ -390,34 +335,21 @@ def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> RunPart
     config.objective.loss = shape.loss
     heads = build_heads(config, target=target)
     prepare_target(target, trainer=config.trainer, ranks=ranks)
-    spec = UnrollSpec(shape.num_depths, config.objective.unroll, "cycle")
-    objective = HeadObjective(heads, unroll_spec=spec, loss_spec=loss_spec(config.objective))
+    spec = head_losses.UnrollSpec(shape.num_depths, config.objective.unroll, "cycle")
+    objective = head_losses.HeadObjective(
+        heads, unroll_spec=spec, loss_spec=loss_spec(config.objective)
+    )
     engine = make_engine(objective, trainer=config.trainer, ranks=ranks)
     if shape.documents is None:
         documents = HeadDocuments(made_up_documents(shape), [], num_short=0, data_sha256="none")
     else:
-        documents = load_head_documents(
-            config.data,
-            model_path=shape.model,
-            vocab_size=target.config.vocab_size,
-            num_depths=shape.num_depths,
-        )
-    training_rows = TrainingRows(
-        pack_first_fit(documents.train, seq_len=shape.seq_len, pad_id=0),
-        target=target,
-        hidden_source="post_norm",
-        keep_hidden=shape.keeps_hidden,
-    )
-    assert training_rows.keeps_hidden == shape.keeps_hidden, "the rows do not fit in CACHE_BYTES"
-    return RunParts(
-        heads=heads,
-        engine=engine,
-        documents=documents,
-        rows=training_rows,
-        held_out_rows=training_rows,
-        unroll_spec=spec,
-        settings={},
-    )
+        sizes = {"vocab_size": target.config.vocab_size, "num_depths": shape.num_depths}
+        documents = load_head_documents(config.data, model_path=shape.model, **sizes)
+    packed = pack_first_fit(documents.train, seq_len=shape.seq_len, pad_id=0)
+    kept = shape.keeps_hidden
+    rows = TrainingRows(packed, target=target, hidden_source="post_norm", keep_hidden=kept)
+    assert rows.keeps_hidden == kept, "the rows do not fit in CACHE_BYTES"
+    return RunParts(heads, engine, documents, rows, rows, unroll_spec=spec, settings={})
 
 
 def made_up_documents(shape: Shape, *, num_rows: int = 512) -> list[EncodedDocument]:
@@ -443,8 +375,7 @@ def flops_per_token(parts: RunParts, shape: Shape) -> dict[str, float]:
     2 N_act for the target, 6 P_act a depth for the modules, 4 D V a depth for lm_head (logits and
     their way back; it is frozen), 2 D V for the teacher's logits; attention over S / 2 keys.
     """
-    target = parts.heads.target
-    config = target.config
+    target, config = parts.heads.target, parts.heads.target.config
     hidden, vocab = config.hidden_size, config.vocab_size
     width = config.num_attention_heads * config.head_dim
     attention = 4 * width * shape.seq_len / 2  # forward, one layer
@@ -483,17 +414,8 @@ def matmul_tflops(device: torch.device, *, size: int = 8192, repeats: int = 10) 
 
 def time_of(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call, the device drained before and after."""
-    if device.type == "cuda":
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        call()
-        stop.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(stop) / 1e3
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+    drain()
+    return timed(call, on_gpu=device.type == "cuda")[0] / 1e3
 
 
 if __name__ == "__main__":

@@ -24,17 +24,11 @@ from mtp_research.kernels.bench import (
     bench_losses,
     bench_products,
 )
-from mtp_research.kernels.bench.bench_runner import (
-    Bench,
-    Rows,
-    describe_machine,
-    measure_ceilings,
-    write_report,
-)
+from mtp_research.kernels.bench import bench_runner as runner
 from triton.errors import TritonError
 
 EXIT_NO_DEVICE = 4
-BENCHES: dict[str, Bench] = {
+BENCHES: dict[str, runner.Bench] = {
     "attention": bench_attention.ATTENTION,
     "append": bench_append.APPEND,
     "latent": bench_attention.LATENT,
@@ -56,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not on_gpu and (BENCHES[name].needs_gpu or options.all is not None):
         print("error: the kernel benchmark needs a CUDA device; none is visible.", file=sys.stderr)
         return EXIT_NO_DEVICE
-    machine, ceilings = describe_machine(), measure_ceilings() if on_gpu else {}
+    machine, ceilings = runner.describe_machine(), runner.measure_ceilings() if on_gpu else {}
     torch.cuda.empty_cache()
     for key, value in [*machine.items(), *ceilings.items()]:
         print(f"{key:<18}{value}", flush=True)
@@ -65,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         rows = measure_all(ceilings, options.json, names=options.all or list(BENCHES))
     report = {"machine": machine, "ceilings": ceilings, "arguments": words, "rows": rows}
-    write_report(options.json, report)
+    runner.write_report(options.json, report)
     print(json.dumps(report, default=str))
     return int(any("failed" in row for row in rows))
 
@@ -82,12 +76,12 @@ def make_parser(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def measure_all(ceilings: dict[str, float], path: Path | None, *, names: list[str]) -> Rows:
+def measure_all(ceilings: dict[str, float], path: Path | None, *, names: list[str]) -> runner.Rows:
     """Rows of the named benchmarks, each with its name; written after each, for a run cut off."""
     if unknown := sorted(set(names) - set(BENCHES)):
         known = ", ".join(BENCHES)
         raise SystemExit(f"--all must name benchmarks among {known}, got {', '.join(unknown)}.")
-    rows: Rows = []
+    rows: runner.Rows = []
     for name in names:
         bench = BENCHES[name]
         print(f"\n{name} {' '.join(bench.words)}", flush=True)
@@ -99,7 +93,9 @@ def measure_all(ceilings: dict[str, float], path: Path | None, *, names: list[st
             print(f"failed: {found[0]['failed']}", flush=True)
         rows += [{"module": name, **row} for row in found]
         print(f"{name}: {time.perf_counter() - started_s:.0f} s", flush=True)
-        write_report(path, {"machine": describe_machine(), "ceilings": ceilings, "rows": rows})
+        runner.write_report(
+            path, {"machine": runner.describe_machine(), "ceilings": ceilings, "rows": rows}
+        )
         torch.cuda.empty_cache()
     return rows
 

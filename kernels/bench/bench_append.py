@@ -2,10 +2,9 @@
 
 Where it sits: the benchmark `append` of `kernels.bench`. A line per shape: store, attention and
 merge as launches of their own (`two`), and with the store inside the attention programs (`one`).
-Each is first compared with float32 over pages whose new rows hold NaN. `--candidates` times other
-launch shapes for 12 heads a KV head instead. `--rotary` times rotary embeddings instead, always
-with the store inside: in a compiled launch in front (`apart`), in the attention programs
-(`inside`), and none at all (`none`).
+Each is first compared with float32 over pages whose new rows hold NaN. `--rotary` times rotary
+embeddings instead, always with the store inside: in a compiled launch in front (`apart`), in the
+attention programs (`inside`), and none at all (`none`).
 Letters: B requests, q rows a request, P rotary dims.
 """
 
@@ -16,26 +15,17 @@ from collections.abc import Callable
 import torch
 from mtp_research.kernels.attention.attention_launch import LaunchConfig
 from mtp_research.kernels.attention.store_kv import NewRows, rotate_ref, store_kv
+from mtp_research.kernels.bench import bench_runner as runner
 from mtp_research.kernels.bench.bench_attention import (
     AttentionShape,
     LatentShape,
-    make_attention_inputs,
-    make_latent_inputs,
-)
-from mtp_research.kernels.bench.bench_calls import (
     attend_latents,
     attend_pages,
     latent_attention_ref,
     launch_paged_attention,
+    make_attention_inputs,
+    make_latent_inputs,
     paged_attention_ref,
-)
-from mtp_research.kernels.bench.bench_runner import (
-    Bench,
-    Row,
-    Rows,
-    num_rotated,
-    show_row,
-    time_calls,
 )
 from torch import Tensor
 
@@ -44,12 +34,9 @@ Calls = dict[str, list[Callable[[], Tensor]]]
 _GROUP_12 = AttentionShape(8, 8192, 4, num_heads=96, block_size=64)
 # Launch shapes and splits that fill the SMs with one, two or three programs each.
 CANDIDATES = [
-    (LaunchConfig(64, 64, 4, 3), None),
-    (LaunchConfig(64, 64, 8, 2), None),
-    (LaunchConfig(64, 32, 8, 4), None),
-    (LaunchConfig(64, 64, 4, 2), None),
-    (LaunchConfig(64, 32, 4, 3), 6),
-    (LaunchConfig(64, 64, 8, 3), 2),
+    *((LaunchConfig(64, 64, 4, 3), None), (LaunchConfig(64, 64, 8, 2), None)),
+    *((LaunchConfig(64, 32, 8, 4), None), (LaunchConfig(64, 64, 4, 2), None)),
+    *((LaunchConfig(64, 32, 4, 3), 6), (LaunchConfig(64, 64, 8, 3), 2)),
     (LaunchConfig(64, 128, 8, 3), 2),
 ]
 _PAIRS = [AttentionShape(8, 8192, q, 96, block_size=size) for size in (16, 64) for q in (1, 4)]
@@ -71,8 +58,7 @@ ROTARY_SHAPES = [
 ]
 
 
-def measure_append(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
-    """A row a shape."""
+def _measure_append(ceilings: dict[str, float], options: argparse.Namespace) -> runner.Rows:
     copy = ceilings["copy_tb_per_s"]
     if options.candidates:
         return [time_candidate(_GROUP_12, *candidate, copy) for candidate in CANDIDATES]
@@ -81,26 +67,25 @@ def measure_append(ceilings: dict[str, float], options: argparse.Namespace) -> R
             _report(shape, rotary_calls(shape, num_dims), copy, note=f" P={num_dims}")
             for shape, num_dims in ROTARY_SHAPES
         ]
-    rows = [_report(shape, heads_calls(shape), copy) for shape in SHAPES]
+    rows = [_report(shape, store_calls(shape), copy) for shape in SHAPES]
     for one, four in zip(_PAIRS[::2], _PAIRS[1::2], strict=True):
         times = [row["one_us"] for row in rows if row["shape"] in (one.label(), four.label())]
         rows.append({"shape": four.label(), "time_to_one_row": times[1] / times[0]})
         print(f"{four.label()}: {times[1] / times[0]:.3f} of the time of q=1", flush=True)
-    return rows + [_report(shape, latent_calls(shape), copy) for shape in LATENT_SHAPES]
+    return rows + [_report(shape, store_calls(shape), copy) for shape in LATENT_SHAPES]
 
 
-def add_append_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `append`."""
+def _add_append_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--candidates", action="store_true", help="launch shapes for 96/8 heads")
     parser.add_argument("--rotary", action="store_true", help="where rows are rotated")
 
 
-APPEND = Bench(measure_append, add_append_options)
+APPEND = runner.Bench(_measure_append, _add_append_options)
 
 
 def time_candidate(
     shape: AttentionShape, config: LaunchConfig, num_splits: int | None, copy: float
-) -> Row:
+) -> runner.Row:
     """Times attention alone in one launch shape, with its merge."""
     fixed = shape.options() | dict.fromkeys(("sliding_window", "sinks", "positions", "kv_start"))
     calls = [
@@ -109,47 +94,39 @@ def time_candidate(
         )
         for inputs in make_attention_inputs(shape, num_sets=2, device="cuda")
     ]
-    row: Row = {"kernel": f"{tuple(config)} splits={num_splits}", "shape": shape.label()}
+    row: runner.Row = {"kernel": f"{tuple(config)} splits={num_splits}", "shape": shape.label()}
     row |= {"config": tuple(config), "num_splits": num_splits, "bytes": shape.num_bytes()}
-    return show_row(row, time_calls(calls), copy=copy)
+    return runner.show_row(row, runner.time_calls(calls), copy=copy)
 
 
-def heads_calls(shape: AttentionShape) -> Calls:
+def store_calls(shape: AttentionShape | LatentShape) -> Calls:
     """Calls over rotating inputs, by number of launches before the merge; checked."""
-    num_sets = num_rotated(shape.num_bytes(), most=64)
-    fixed = shape.options()
-    row = (shape.num_requests * shape.query_len, shape.num_kv_heads, shape.head_dim)
+    is_latent = isinstance(shape, LatentShape)
+    make, attention, reference = (
+        (make_latent_inputs, attend_latents, latent_attention_ref)
+        if is_latent
+        else (make_attention_inputs, attend_pages, paged_attention_ref)
+    )
+    num_sets, fixed = runner.num_rotated(shape.num_bytes(), most=64), shape.options()
     calls: Calls = {"two": [], "one": []}
-    for inputs in make_attention_inputs(shape, num_sets=num_sets, device="cuda"):
-        pools = (inputs["key_cache"], inputs["value_cache"])
-        new = NewRows(*_random_rows(row, row), _new_slots(inputs, shape))
-        attend = functools.partial(attend_pages, **inputs, **fixed, backend="triton")
-        expected = functools.partial(paged_attention_ref, **inputs, **fixed)
-        _add_calls(calls, attend, expected, new, pools)
-    return calls
-
-
-def latent_calls(shape: LatentShape) -> Calls:
-    """As `heads_calls`, of attention over latents."""
-    num_sets = num_rotated(shape.num_bytes(), most=64)
-    fixed = shape.options()
-    num_rows = shape.num_requests * shape.query_len
-    calls: Calls = {"two": [], "one": []}
-    for inputs in make_latent_inputs(shape, num_sets=num_sets, device="cuda"):
-        latent_dim = inputs["query_latent"].shape[2]
-        cache = inputs["latent_cache"][:, :, None]
-        pools = (cache[..., :latent_dim], cache[..., latent_dim:])
-        rows = [(num_rows, 1, pool.shape[3]) for pool in pools]
+    for inputs in make(shape, num_sets=num_sets, device="cuda"):
+        if is_latent:
+            width, cache = inputs["query_latent"].shape[2], inputs["latent_cache"][:, :, None]
+            pools = (cache[..., :width], cache[..., width:])
+        else:
+            pools = (inputs["key_cache"], inputs["value_cache"])
+        num_rows = shape.num_requests * shape.query_len
+        rows = [(num_rows, *pool.shape[2:]) for pool in pools]
         new = NewRows(*_random_rows(*rows), _new_slots(inputs, shape))
-        attend = functools.partial(attend_latents, **inputs, **fixed, backend="triton")
-        expected = functools.partial(latent_attention_ref, **inputs, **fixed)
+        attend = functools.partial(attention, **inputs, **fixed, backend="triton")
+        expected = functools.partial(reference, **inputs, **fixed)
         _add_calls(calls, attend, expected, new, pools)
     return calls
 
 
 def rotary_calls(shape: AttentionShape, num_dims: int) -> Calls:
     """Calls over rotating inputs, by where their rows are rotated; checked."""
-    num_sets = num_rotated(shape.num_bytes(), most=64)
+    num_sets = runner.num_rotated(shape.num_bytes(), most=64)
     fixed = shape.options() | {"backend": "triton"}
     num_rows = shape.num_requests * shape.query_len
     sizes = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
@@ -218,13 +195,13 @@ def _add_calls(
 
 def _report(
     shape: AttentionShape | LatentShape, calls: Calls, copy: float, *, note: str = ""
-) -> Row:
+) -> runner.Row:
     """One row: time and share of the copy bandwidth of every way."""
     is_latent = isinstance(shape, LatentShape)
-    row: Row = {"shape": f"{'MLA ' * is_latent}{shape.label()}{note}"}
+    row: runner.Row = {"shape": f"{'MLA ' * is_latent}{shape.label()}{note}"}
     parts = []
     for name, variants in calls.items():
-        timing = time_calls(variants)
+        timing = runner.time_calls(variants)
         share = shape.num_bytes() / timing.median_us / 1e6 / copy
         row |= {f"{name}_us": timing.median_us, f"{name}_spread_us": timing.spread_us}
         row[f"{name}_share_of_copy"] = share

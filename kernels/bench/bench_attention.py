@@ -7,31 +7,20 @@ Letters: B requests, H / Hkv heads, D head dim, q rows a request.
 """
 
 import argparse
+import functools
+import itertools
+from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from mtp_research.kernels.attention import attention_launch
+from mtp_research.kernels.attention import paged_attention as pages
 from mtp_research.kernels.attention.attention_launch import LaunchConfig
+from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV, Scoring
 from mtp_research.kernels.attention.store_kv import store_kv
-from mtp_research.kernels.bench.bench_calls import (
-    latent_attention,
-    latent_attention_ref,
-    launch_paged_attention,
-    paged_attention,
-    paged_attention_ref,
-)
-from mtp_research.kernels.bench.bench_peers import import_peers, time_peers
-from mtp_research.kernels.bench.bench_runner import (
-    ROTATED_BYTES,
-    Bench,
-    Row,
-    Rows,
-    compiled,
-    num_rotated,
-    show_row,
-    time_calls,
-    try_calls,
-)
+from mtp_research.kernels.bench import bench_runner as runner
+from mtp_research.kernels.latent import latent_attention as latents
 from mtp_research.kernels.losses.cross_entropy import gather_rows, gather_rows_ref
 from torch import Tensor
 from torch.nn import functional
@@ -53,11 +42,7 @@ class AttentionShape(NamedTuple):
 
     def label(self) -> str:
         """The shape in words for the table."""
-        heads = f"{self.num_heads}/{self.num_kv_heads} d{self.head_dim}"
-        return (
-            f"B={self.num_requests} ctx={self.context} q={self.query_len} {heads} "
-            f"page={self.block_size}"
-        )
+        return _label(self, f"{self.num_heads}/{self.num_kv_heads} d{self.head_dim}")
 
     def num_bytes(self) -> int:
         """Bytes that must move: K and V once, query and output once (bf16)."""
@@ -81,10 +66,7 @@ class LatentShape(NamedTuple):
 
     def label(self) -> str:
         """The shape in words for the table."""
-        return (
-            f"B={self.num_requests} ctx={self.context} q={self.query_len} H={self.num_heads} "
-            f"page={self.block_size}"
-        )
+        return _label(self, f"H={self.num_heads}")
 
     def num_bytes(self) -> int:
         """Bytes that must move: latents once, queries and output once (bf16)."""
@@ -102,6 +84,11 @@ class LatentShape(NamedTuple):
         return {"max_query_len": self.query_len, "scale": (128 + _ROPE_DIM) ** -0.5}
 
 
+def _label(shape: AttentionShape | LatentShape, heads: str) -> str:
+    sizes = f"B={shape.num_requests} ctx={shape.context} q={shape.query_len}"
+    return f"{sizes} {heads} page={shape.block_size}"
+
+
 FULL_SHAPES = [
     *(AttentionShape(8, 8192, q, block_size=size) for size in (16, 64) for q in (1, 4, 8)),
     *(AttentionShape(batch, 1024, q) for batch in (1, 32) for q in (1, 4)),
@@ -109,17 +96,13 @@ FULL_SHAPES = [
 ]
 QUICK_SHAPES = [AttentionShape(8, 8192, 1), AttentionShape(8, 8192, 4), AttentionShape(1, 1024, 4)]
 SWEEP_SHAPES = [AttentionShape(8, 8192, 4), AttentionShape(8, 8192, 4, num_heads=96)]
-LATENT_SHAPES = [
-    LatentShape(batch, 8192, query_len, num_heads)
-    for batch in (1, 32)
-    for num_heads in (16, 20, 128)
-    for query_len in (1, 4)
-]
+_LATENT_SIZES = itertools.product((1, 32), (16, 20, 128), (1, 4))
+LATENT_SHAPES = [LatentShape(batch, 8192, q, num_heads) for batch, num_heads, q in _LATENT_SIZES]
 
 
-def measure_attention(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
+def measure_attention(ceilings: dict[str, float], options: argparse.Namespace) -> runner.Rows:
     """Rows of stores, gathers and attention."""
-    copy, peers = ceilings["copy_tb_per_s"], import_peers()
+    copy, peers = ceilings["copy_tb_per_s"], runner.import_peers()
     rows = [*(bench_store_kv(count, copy) for count in (32, 8192)), bench_gather_rows(copy)]
     shapes = QUICK_SHAPES if options.quick else FULL_SHAPES
     rows += [bench_attention(shape, copy, peers) for shape in shapes]
@@ -128,29 +111,26 @@ def measure_attention(ceilings: dict[str, float], options: argparse.Namespace) -
     return rows
 
 
-def add_attention_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `attention`."""
+def _add_attention_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="three attention shapes only")
     parser.add_argument("--sweep", action="store_true", help="try launch shapes of the attention")
 
 
-def measure_latent(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
-    """A row a shape."""
-    copy, peers = ceilings["copy_tb_per_s"], import_peers()
-    return [bench_latent(shape, copy, peers) for shape in LATENT_SHAPES]
+def _measure_latent(ceilings: dict[str, float], options: argparse.Namespace) -> runner.Rows:
+    copy, peers = ceilings["copy_tb_per_s"], runner.import_peers()
+    return [bench_attention(shape, copy, peers) for shape in LATENT_SHAPES]
 
 
-ATTENTION = Bench(measure_attention, add_attention_options)
-LATENT = Bench(measure_latent)
+ATTENTION = runner.Bench(measure_attention, _add_attention_options)
+LATENT = runner.Bench(_measure_latent)
 
 
-def bench_store_kv(num_rows: int, copy: float) -> Row:
+def bench_store_kv(num_rows: int, copy: float) -> runner.Row:
     """A row for a verify step (32 rows) or a prefill step (8192 rows), 8 heads of 128."""
-    key, value = (
-        torch.randn(num_rows, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)
-    )
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    key, value = (torch.randn(num_rows, 8, 128, **options) for _ in range(2))
     num_bytes = 4 * key.nbytes  # both are read and written
-    num_blocks = max(2 * num_rows // 16, ROTATED_BYTES // (16 * key[0].nbytes))
+    num_blocks = max(2 * num_rows // 16, runner.ROTATED_BYTES // (16 * key[0].nbytes))
     caches = [key.new_zeros(num_blocks, 16, 8, 128) for _ in range(2)]
     slots = torch.randperm(num_blocks * 16, device="cuda").split(num_rows)[:64]
 
@@ -162,16 +142,16 @@ def bench_store_kv(num_rows: int, copy: float) -> Row:
         caches[0].view(-1, 8, 128).index_copy_(0, slot_mapping, key)
         caches[1].view(-1, 8, 128).index_copy_(0, slot_mapping, value)
 
-    ours = time_calls([lambda s=s: run(s) for s in slots])
-    theirs = try_calls([lambda s=s: peer(s) for s in slots])
+    ours = runner.time_calls([lambda s=s: run(s) for s in slots])
+    theirs = runner.try_calls([lambda s=s: peer(s) for s in slots])
     row = {"kernel": "store_kv", "shape": f"T={num_rows} 8 d128", "bytes": num_bytes}
-    return show_row(row, ours, theirs, copy=copy)
+    return runner.show_row(row, ours, theirs, copy=copy)
 
 
-def bench_gather_rows(copy: float) -> Row:
+def bench_gather_rows(copy: float) -> runner.Row:
     """One row: the gradients of 8192 drafts' rows back to their anchors, a quarter without any."""
     num_rows, hidden_size = 8192, 4096
-    sources = ROTATED_BYTES // (2 * hidden_size)
+    sources = runner.ROTATED_BYTES // (2 * hidden_size)
     values = torch.randn(sources, hidden_size, device="cuda", dtype=torch.bfloat16)
     scale = torch.rand(num_rows, device="cuda")
     out = values.new_empty(num_rows, hidden_size)
@@ -183,49 +163,40 @@ def bench_gather_rows(copy: float) -> Row:
     expected = torch.empty_like(out)
     gather_rows_ref(values, index=indices[0], out=expected, scale=scale)
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
-    ours = time_calls([lambda i=i: gather_rows(values, index=i, **fixed) for i in indices])
-    peer = compiled(gather_rows_ref)
-    theirs = try_calls([lambda i=i: peer(values, index=i, **fixed) for i in indices])
+    ours = runner.time_calls([lambda i=i: gather_rows(values, index=i, **fixed) for i in indices])
+    peer = runner.compiled(gather_rows_ref)
+    theirs = runner.try_calls([lambda i=i: peer(values, index=i, **fixed) for i in indices])
     num_bytes = out.nbytes + out.nbytes * 3 // 4  # written whole, three quarters read
     label = f"R={num_rows} D={hidden_size} scaled"
     row = {"kernel": "gather_rows", "shape": label, "bytes": num_bytes}
-    return show_row(row, ours, theirs, copy=copy)
+    return runner.show_row(row, ours, theirs, copy=copy)
 
 
-def bench_attention(shape: AttentionShape, copy: float, peers: dict[str, ModuleType]) -> Row:
+def bench_attention(
+    shape: AttentionShape | LatentShape, copy: float, peers: dict[str, ModuleType]
+) -> runner.Row:
     """One table row: the kernel, and gather + SDPA compiled; checks the result first."""
-    num_sets = num_rotated(shape.num_bytes())
-    sets = make_attention_inputs(shape, num_sets=num_sets, device="cuda")
-    options = shape.options()
-    expected = paged_attention_ref(**sets[0], **options)
-    torch.testing.assert_close(
-        paged_attention(**sets[0], **options), expected, atol=2e-2, rtol=2e-2
-    )
-    ours = time_calls([lambda s=s: paged_attention(**s, **options) for s in sets])
-    peer = compiled(gather_sdpa)
-    theirs = try_calls([lambda s=s: peer(**s) for s in sets])
-    row = {"kernel": "paged_attention", "shape": shape.label(), "bytes": shape.num_bytes()}
-    row = show_row(row, ours, theirs, copy=copy)
-    return row | {"peers": time_peers(peers, sets, expected, **options)}
+    options, num_sets = shape.options(), runner.num_rotated(shape.num_bytes())
+    num_flops, fixed = 0, {}
+    if isinstance(shape, LatentShape):
+        make, attend, reference = make_latent_inputs, latent_attention, latent_attention_ref
+        gather, num_flops = gather_latent_sdpa, shape.num_flops()
+        fixed = {"scale": options["scale"]}
+    else:
+        make, attend, reference = make_attention_inputs, paged_attention, paged_attention_ref
+        gather = gather_sdpa
+    sets = make(shape, num_sets=num_sets, device="cuda")
+    expected = reference(**sets[0], **options)
+    torch.testing.assert_close(attend(**sets[0], **options), expected, atol=2e-2, rtol=2e-2)
+    ours = runner.time_calls([lambda s=s: attend(**s, **options) for s in sets])
+    peer = runner.compiled(gather)
+    theirs = runner.try_calls([lambda s=s: peer(**s, **fixed) for s in sets])
+    row = {"kernel": attend.__name__, "shape": shape.label(), "bytes": shape.num_bytes()}
+    row = runner.show_row(row, ours, theirs, copy=copy, num_flops=num_flops)
+    return row | {"peers": runner.time_peers(peers, sets, expected, **options)}
 
 
-def bench_latent(shape: LatentShape, copy: float, peers: dict[str, ModuleType]) -> Row:
-    """As `bench_attention`, over latents."""
-    sets = make_latent_inputs(shape, num_sets=num_rotated(shape.num_bytes()), device="cuda")
-    options = shape.options()
-    expected = latent_attention_ref(**sets[0], **options)
-    torch.testing.assert_close(
-        latent_attention(**sets[0], **options), expected, atol=2e-2, rtol=2e-2
-    )
-    ours = time_calls([lambda s=s: latent_attention(**s, **options) for s in sets])
-    peer = compiled(gather_latent_sdpa)
-    theirs = try_calls([lambda s=s: peer(**s, scale=options["scale"]) for s in sets])
-    row = {"kernel": "latent_attention", "shape": shape.label(), "bytes": shape.num_bytes()}
-    row = show_row(row, ours, theirs, copy=copy, num_flops=shape.num_flops())
-    return row | {"peers": time_peers(peers, sets, expected, **options)}
-
-
-def sweep_attention(shape: AttentionShape, copy: float) -> Rows:
+def sweep_attention(shape: AttentionShape, copy: float) -> runner.Rows:
     """Rows for other tile sizes, warps, stages and splits of the same shape."""
     sets = make_attention_inputs(shape, num_sets=2, device="cuda")
     block_m = 16 if shape.query_len * shape.num_heads // shape.num_kv_heads <= 16 else 64
@@ -234,50 +205,37 @@ def sweep_attention(shape: AttentionShape, copy: float) -> Rows:
     for block_n, warps, stages in [(32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 8, 2)]:
         for num_splits in (2, 4, 6, 8):
             config = LaunchConfig(block_m, block_n, warps, stages)
-            calls = [
-                lambda s=s, n=num_splits, c=config: launch_paged_attention(
-                    **s, **fixed, num_splits=n, config=c
-                )
-                for s in sets
-            ]
+            launch = functools.partial(launch_paged_attention, **fixed, config=config)
+            calls = [functools.partial(launch, **s, num_splits=num_splits) for s in sets]
             label = f"{shape.label()} {tuple(config)} splits={num_splits}"
             row = {"kernel": "sweep", "shape": label, "bytes": shape.num_bytes()}
-            rows.append(show_row(row, try_calls(calls), copy=copy))
+            rows.append(runner.show_row(row, runner.try_calls(calls), copy=copy))
     return rows
 
 
 def make_attention_inputs(shape: AttentionShape, *, num_sets: int, device: str) -> Inputs:
     """`num_sets` batches over one shuffled random pool, named as arguments of paged_attention."""
-    pages = _page_tables(shape, num_sets=num_sets, device=device)
-    num_blocks = sum(page["block_table"].numel() for page in pages)
+    tables = _page_tables(shape, num_sets=num_sets, device=device)
+    num_blocks = sum(table["block_table"].numel() for table in tables)
     pool = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-    key_cache, value_cache = (
-        torch.randn(pool, device=device, dtype=torch.bfloat16) for _ in range(2)
-    )
+    options = {"device": device, "dtype": torch.bfloat16}
+    caches = {name: torch.randn(pool, **options) for name in ("key_cache", "value_cache")}
     rows = (shape.num_requests * shape.query_len, shape.num_heads, shape.head_dim)
-    return [
-        {
-            "query": torch.randn(rows, device=device, dtype=torch.bfloat16),
-            "key_cache": key_cache,
-            "value_cache": value_cache,
-            **page,
-        }
-        for page in pages
-    ]
+    return [{"query": torch.randn(rows, **options), **caches, **table} for table in tables]
 
 
 def make_latent_inputs(shape: LatentShape, *, num_sets: int, device: str) -> Inputs:
     """Likewise, named as arguments of latent_attention."""
-    pages = _page_tables(shape, num_sets=num_sets, device=device)
-    num_blocks, width = sum(page["block_table"].numel() for page in pages), _LATENT_DIM + _ROPE_DIM
+    tables, width = _page_tables(shape, num_sets=num_sets, device=device), _LATENT_DIM + _ROPE_DIM
+    num_blocks = sum(table["block_table"].numel() for table in tables)
     cache = torch.randn(num_blocks, shape.block_size, width, device=device, dtype=torch.bfloat16)
     rows = (shape.num_requests * shape.query_len, shape.num_heads, width)
     inputs = []
-    for page in pages:
+    for table in tables:
         query = torch.randn(rows, device=device, dtype=torch.bfloat16)
         latent, rope = query.split((_LATENT_DIM, _ROPE_DIM), dim=-1)
         queries = {"query_latent": latent.contiguous(), "query_rope": rope.contiguous()}
-        inputs.append(queries | {"latent_cache": cache} | page)
+        inputs.append(queries | {"latent_cache": cache} | table)
     return inputs
 
 
@@ -343,3 +301,29 @@ def _causal_mask(rows: Tensor, keys: Tensor) -> Tensor:
     query_len, context = rows.shape[2], keys.shape[2]
     visible = torch.ones(query_len, context, dtype=torch.bool, device=rows.device)
     return visible.tril(context - query_len)
+
+
+def _flat(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` with one dictionary of tensors, as its reference and its peers take them."""
+
+    @functools.wraps(function)
+    def call(*operands: Tensor, **keywords: Any) -> Tensor:
+        def taken(fields: tuple[str, ...]) -> dict[str, Any]:
+            return {name: keywords.pop(name) for name in fields if name in keywords}
+
+        keywords["rows"] = AttentionRows(**taken(AttentionRows._fields))
+        if "key_cache" in keywords:
+            keywords["kv"] = PagedKV(keywords.pop("key_cache"), keywords.pop("value_cache"))
+            keywords["scoring"] = Scoring(**taken(Scoring._fields))
+        return function(*operands, **keywords)
+
+    return call
+
+
+paged_attention = _flat(pages.paged_attention)
+paged_attention_ref = _flat(pages.paged_attention_ref)
+attend_pages = _flat(pages.attend_pages)
+launch_paged_attention = _flat(attention_launch.launch_paged_attention)
+latent_attention = _flat(latents.latent_attention)
+latent_attention_ref = _flat(latents.latent_attention_ref)
+attend_latents = _flat(latents.attend_latents)

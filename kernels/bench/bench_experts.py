@@ -1,10 +1,9 @@
 """The fused mixture-of-experts MLP and its router against the same work in compiled PyTorch.
 
 Where it sits: the benchmark `experts` of `kernels.bench`. Every shape is checked against float32
-first; then a line: time, share of the copy bandwidth by the bytes of the experts that were chosen,
-TFLOP/s, and grouped products as transformers' `grouped_mm` experts compute them, compiled.
-`--variants` tries other tile shapes and prints the parts: routing, gate and up, down. Timings go
-over other routings, and other weights where they would stay in L2.
+first; then a line: time, share of the copy bandwidth by the bytes of the chosen experts, TFLOP/s,
+and transformers' `grouped_mm` experts, compiled. `--variants` tries other tile shapes and prints
+the parts. Timings go over other routings, and other weights where they would stay in L2.
 Letters: T tokens, P pairs of a token and an expert, E experts, H hidden size, I inner size.
 """
 
@@ -90,14 +89,13 @@ def measure_experts(ceilings: dict[str, float], options: argparse.Namespace) -> 
     return rows
 
 
-def add_experts_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `experts`."""
+def _add_experts_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", action="store_true", help="try other tile shapes")
     names = sorted({shape.model for shape in SHAPES})
     parser.add_argument("--shapes", nargs="+", choices=names, default=names)
 
 
-EXPERTS = Bench(measure_experts, add_experts_options)
+EXPERTS = Bench(measure_experts, _add_experts_options)
 
 
 def bench_shape(shape: ExpertShape, copy: float, *, variants: bool) -> Rows:
@@ -114,12 +112,8 @@ def bench_shape(shape: ExpertShape, copy: float, *, variants: bool) -> Rows:
     print(f"    {chosen:.1f} experts, error {row['error']:.1e}", flush=True)
     if not variants or shape[:2] not in _WITH_VARIANTS:
         return [row]
-    chosen_config = choose_expert_config(
-        shape.num_tokens * shape.top_k,
-        num_experts=shape.num_experts,
-        inner_size=shape.inner_size,
-        element_bytes=2,
-    )
+    sizes = {"num_experts": shape.num_experts, "inner_size": shape.inner_size}
+    chosen_config = choose_expert_config(shape.num_tokens * shape.top_k, **sizes, element_bytes=2)
     others = TRAINING_VARIANTS if shape.num_tokens > 1024 else ()
     return [row, *(time_parts(sets, config) for config in (chosen_config, *others))]
 
@@ -163,11 +157,9 @@ def make_inputs(shape: ExpertShape, *, device: str) -> list[ExpertInputs]:
     weight_bytes = 6 * num_experts * hidden * inner
     num_weights = max(1, min(_NUM_ROUTINGS, _ROTATED_BYTES // weight_bytes))
     options = {"device": device, "dtype": torch.bfloat16}
+    sizes = ((2 * inner, hidden), (hidden, inner))
     weights = [
-        (
-            torch.randn(num_experts, 2 * inner, hidden, **options).mul_(hidden**-0.5),
-            torch.randn(num_experts, hidden, inner, **options).mul_(inner**-0.5),
-        )
+        [torch.randn(num_experts, *size, **options).mul_(size[1] ** -0.5) for size in sizes]
         for _ in range(num_weights)
     ]
     found = []
@@ -206,15 +198,11 @@ def time_parts(sets: list[ExpertInputs], config: ExpertConfig) -> Row:
         ],
         "sum": [lambda: out.sum(dim=1)] * 4,
     }
-    row: Row = {"config": config} | {
-        name: time_calls(part).median_us for name, part in calls.items()
-    }
-    parts = "  ".join(f"{name} {row[name]:7.1f} us" for name in calls)
-    print(
-        f"    M {config.block_m:<4}{tuple(config.gate_up)} {tuple(config.down)}  {parts}",
-        flush=True,
-    )
-    return row
+    times = {name: time_calls(part).median_us for name, part in calls.items()}
+    parts = "  ".join(f"{name} {us:7.1f} us" for name, us in times.items())
+    tiles = f"M {config.block_m:<4}{tuple(config.gate_up)} {tuple(config.down)}"
+    print(f"    {tiles}  {parts}", flush=True)
+    return {"config": config, **times}
 
 
 def error_of(inputs: ExpertInputs) -> float:

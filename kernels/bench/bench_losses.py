@@ -3,10 +3,8 @@
 Where it sits: the benchmark `distill` of `kernels.bench`. A line per contender and number of
 depths: median time, peak memory above the inputs, and the errors of loss and gradient against
 float64 on some rows. The drafts are the teacher's rows with noise, scaled until a sampled draft is
-accepted with `--alpha`. Contenders: `distill` (here), `liger` (a fused linear call per depth, where
-liger_kernel imports), `liger_kl` (probabilities of all rows made once, then a call per depth) and
-`eager` (logits of all rows, one depth after the other). Without a CUDA device the sizes default to
-tiny ones, times are the host's and there is no memory figure: a test of the command.
+accepted with `--alpha`. Without a CUDA device the sizes default to tiny ones, times are the host's
+and there is no memory figure: a test of the command.
 Letters: T rows, k depths, D hidden, V vocabulary.
 """
 
@@ -17,12 +15,7 @@ from typing import NamedTuple, Self
 
 import torch
 from mtp_research.kernels.bench.bench_runner import Bench, Row, Rows, measure_wall
-from mtp_research.kernels.losses.distill import (
-    _project,
-    default_chunk_rows,
-    distill,
-    summarise_rows,
-)
+from mtp_research.kernels.losses import distill as kernel
 from mtp_research.kernels.losses.distill_rows import Mixture, distill_rows, distill_rows_ref
 from torch import Tensor
 from torch.nn import functional
@@ -40,21 +33,13 @@ _NUM_CALIBRATION_ROWS = 64
 
 
 class Inputs(NamedTuple):
-    """What every contender reads.
+    """What every contender reads."""
 
-    Attributes:
-        rows: k times `[T, D]`.
-        teacher: `[T, D]`.
-        lm_head: `[V, D]`.
-        labels: `[T]` int64.
-        alpha: mean acceptance of a sampled draft, measured.
-    """
-
-    rows: list[Tensor]
-    teacher: Tensor
-    lm_head: Tensor
-    labels: Tensor
-    alpha: float
+    rows: list[Tensor]  # k times [T, D]
+    teacher: Tensor  # [T, D]
+    lm_head: Tensor  # [V, D]
+    labels: Tensor  # [T] int64
+    alpha: float  # mean acceptance of a sampled draft, measured
 
     def depths(self, num_depths: int) -> Self:
         """The first depths only."""
@@ -68,8 +53,7 @@ class Outcome(NamedTuple):
     grads: list[Tensor]
 
 
-def measure_distill(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
-    """A row a contender and number of depths, then sizes and the parts of a chunk."""
+def _measure_distill(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
     defaults = GPU_SIZES if torch.cuda.is_available() else CPU_SIZES
     sizes = {name: getattr(options, name) or default for name, default in defaults.items()}
     inputs = make_inputs(**sizes, num_depths=max(options.depths), alpha=options.alpha, seed=0)
@@ -83,8 +67,7 @@ def measure_distill(ceilings: dict[str, float], options: argparse.Namespace) -> 
     return [*rows, {"alpha": options.alpha, "sizes": sizes, "parts_ms": parts}]
 
 
-def add_distill_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `distill`."""
+def _add_distill_options(parser: argparse.ArgumentParser) -> None:
     for name in GPU_SIZES:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 3, 5])
@@ -95,7 +78,7 @@ def add_distill_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
 
 
-DISTILL = Bench(measure_distill, add_distill_options, words=("--depths", "3"), needs_gpu=False)
+DISTILL = Bench(_measure_distill, _add_distill_options, words=("--depths", "3"), needs_gpu=False)
 
 
 def _compare(inputs: Inputs, *, loss: str, options: argparse.Namespace) -> Rows:
@@ -150,25 +133,22 @@ def _line(row: Row) -> str:
 
 def _parts(inputs: Inputs, *, num_repeats: int) -> dict[str, float]:
     """Milliseconds of each piece of one chunk, to see where the time goes."""
-    chunk = min(default_chunk_rows(inputs.lm_head), len(inputs.teacher))
+    chunk = min(kernel.default_chunk_rows(inputs.lm_head), len(inputs.teacher))
     rows, labels, head = inputs.rows[0][:chunk], inputs.labels[:chunk], inputs.lm_head
-    logits, teacher_logits = (_project(x[:chunk], weight=head) for x in (rows, inputs.teacher))
-    lse, teacher_lse = (summarise_rows(x, labels=labels).lse for x in (logits, teacher_logits))
-    grad, outputs = torch.empty(logits.shape, dtype=head.dtype, device=head.device), rows.clone()
-    divergence = functools.partial(
-        distill_rows,
-        logits,
-        lse=lse,
-        labels=labels,
-        valid=torch.ones_like(labels, dtype=torch.bool),
-        eta=ETA,
-        grad=grad,
-        teacher_logits=teacher_logits,
-        teacher_lse=teacher_lse,
+    logits, teacher_logits = (
+        kernel._project(x[:chunk], weight=head) for x in (rows, inputs.teacher)
     )
+    lse, teacher_lse = (
+        kernel.summarise_rows(x, labels=labels).lse for x in (logits, teacher_logits)
+    )
+    grad, outputs = torch.empty(logits.shape, dtype=head.dtype, device=head.device), rows.clone()
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    teacher = {"teacher_logits": teacher_logits, "teacher_lse": teacher_lse}
+    rest = {"labels": labels, "valid": valid, "eta": ETA, "grad": grad, **teacher}
+    divergence = functools.partial(distill_rows, logits, lse=lse, **rest)
     pieces: dict[str, Callable[[], object]] = {
-        "project": lambda: _project(rows, weight=head),
-        "summarise": lambda: summarise_rows(logits, labels=labels),
+        "project": lambda: kernel._project(rows, weight=head),
+        "summarise": lambda: kernel.summarise_rows(logits, labels=labels),
         "divergence_kl": functools.partial(divergence, mixture=MIXTURES["kl"]),
         "divergence_lk": functools.partial(divergence, mixture=MIXTURES["lk"]),
         "back_project": lambda: torch.mm(grad, head, out=outputs),
@@ -223,17 +203,10 @@ def _reference_rows(
 ) -> tuple[Tensor, Tensor]:
     """Sum of the losses and the gradient in the logits `[C, V]`."""
     lse, grad = logits.logsumexp(-1), torch.empty_like(logits)
-    divergence = distill_rows_ref(
-        logits,
-        lse=lse,
-        labels=labels,
-        valid=torch.ones_like(labels, dtype=torch.bool),
-        mixture=MIXTURES[loss],
-        eta=ETA,
-        grad=grad,
-        teacher_logits=teacher_logits,
-        teacher_lse=teacher_logits.logsumexp(-1),
-    )
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    teacher = {"teacher_logits": teacher_logits, "teacher_lse": teacher_logits.logsumexp(-1)}
+    rest = {"labels": labels, "valid": valid, "eta": ETA, "grad": grad, **teacher}
+    divergence = distill_rows_ref(logits, lse=lse, mixture=MIXTURES[loss], **rest)
     nll = lse - logits.gather(1, labels[:, None])[:, 0]
     return _row_loss(loss, nll=nll, kl=divergence.kl, tv=divergence.tv).sum(), grad
 
@@ -241,7 +214,7 @@ def _reference_rows(
 def run_distill(inputs: Inputs, *, loss: str, chunk_rows: int) -> Outcome:
     """The distillation of this package; the statistics come with it."""
     shape = (len(inputs.rows), len(inputs.labels))
-    result = distill(
+    result = kernel.distill(
         inputs.rows,
         labels=inputs.labels,
         valid=torch.ones(shape, dtype=torch.bool, device=inputs.labels.device),
@@ -290,46 +263,36 @@ def run_liger_kl(inputs: Inputs, *, loss: str, chunk_rows: int) -> Outcome:
     return _by_depth(inputs, mean_of)
 
 
-def _by_depth(inputs: Inputs, mean_of: Callable[[Tensor], Tensor]) -> Outcome:
-    """Losses and gradients by autograd, from the mean loss over the rows of a depth."""
+def _by_depth(inputs: Inputs, losses_of: Callable[[Tensor], Tensor]) -> Outcome:
+    """Losses and gradients by autograd, from the mean loss of a depth or the losses of its rows."""
     losses, grads = [], []
     for rows in inputs.rows:
         leaf = rows.detach().requires_grad_()
-        value = mean_of(leaf)
-        value.backward()
-        losses.append(value.detach())
+        value = losses_of(leaf)
+        value.sum().backward()
+        losses.append(value.mean().detach())
         assert leaf.grad is not None, "backward gives the leaf a gradient"
-        grads.append(leaf.grad.mul_(len(leaf)))
+        grads.append(leaf.grad if value.ndim else leaf.grad.mul_(len(leaf)))
     return Outcome(torch.stack(losses), grads)
 
 
 def run_eager(inputs: Inputs, *, loss: str, chunk_rows: int) -> Outcome:
     """Float32 logits of all rows by autograd, one depth after the other."""
-    losses, grads = [], []
-    for rows in inputs.rows:
-        leaf = rows.detach().requires_grad_()
-        log_draft = (leaf @ inputs.lm_head.T).float().log_softmax(-1)
+
+    def losses_of(rows: Tensor) -> Tensor:
+        log_draft = (rows @ inputs.lm_head.T).float().log_softmax(-1)
         if loss == "ce":
-            value = functional.nll_loss(log_draft, inputs.labels, reduction="none")
-        else:
-            log_teacher = (inputs.teacher @ inputs.lm_head.T).float().log_softmax(-1)
-            kl = functional.kl_div(log_draft, log_teacher, log_target=True, reduction="none")
-            value = kl.sum(-1)
-            if loss == "lk":
-                tv = (log_teacher.exp() - log_draft.exp()).abs().sum(-1) / 2
-                value = _row_loss(loss, nll=value, kl=value, tv=tv)
-        value.sum().backward()
-        losses.append(value.mean().detach())
-        assert leaf.grad is not None, "backward gives the leaf a gradient"
-        grads.append(leaf.grad)
-    return Outcome(torch.stack(losses), grads)
+            return functional.nll_loss(log_draft, inputs.labels, reduction="none")
+        log_teacher = (inputs.teacher @ inputs.lm_head.T).float().log_softmax(-1)
+        kl = functional.kl_div(log_draft, log_teacher, log_target=True, reduction="none").sum(-1)
+        tv = kl if loss == "kl" else (log_teacher.exp() - log_draft.exp()).abs().sum(-1) / 2
+        return _row_loss(loss, nll=kl, kl=kl, tv=tv)
+
+    return _by_depth(inputs, losses_of)
 
 
 CONTENDERS: dict[str, Callable[..., Outcome]] = {
-    "distill": run_distill,
-    "liger": run_liger,
-    "liger_kl": run_liger_kl,
-    "eager": run_eager,
+    **{"distill": run_distill, "liger": run_liger, "liger_kl": run_liger_kl, "eager": run_eager}
 }
 
 

@@ -2,12 +2,10 @@
 
 Where it sits: the benchmarks `few_rows` and `invariant` of `kernels.bench`. `few_rows` tries the
 products of a decode step of three models with a few program shapes for every number of rows, each
-checked against float32 first; our calls overlap the one before. Then comes a chain of whole layers'
-products with the small kernels in between: in a step, memory idles from the last load of one
-product to the first of the next, and the chain shows that, and what launches give back that overlap
-the kernel in front of them (our product's always do, the compiler's where asked for). `invariant`
-times products and attention of `engine.deterministic` beside the usual ones; they are there to be
-reproducible, and the ratio is their price.
+checked against float32 first. Then comes a chain of whole layers' products with the small kernels
+in between: it shows how long memory idles from one product to the next, and what launches give back
+that overlap the kernel in front of them (our product's always do, the compiler's where asked for).
+`invariant` times products and attention of `engine.deterministic` beside the usual ones.
 Letters: T or M rows, N outputs, K depth.
 """
 
@@ -19,8 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 import torch
-from mtp_research.kernels.bench.bench_attention import AttentionShape, make_attention_inputs
-from mtp_research.kernels.bench.bench_calls import paged_attention
+from mtp_research.kernels.bench.bench_attention import (
+    AttentionShape,
+    make_attention_inputs,
+    paged_attention,
+)
 from mtp_research.kernels.bench.bench_runner import (
     ROTATED_BYTES,
     Bench,
@@ -47,21 +48,11 @@ from triton.errors import TritonError
 NUM_ROWS = (1, 4, 8, 16, 32, 64, 128)
 # N, K of the products of a step; equal ones are listed once.
 SHAPES = {
-    "mimo qkv": (6144, 4096),
-    "mimo o": (4096, 4096),
-    "mimo gate_up": (22_016, 4096),
-    "mimo down": (4096, 11_008),
-    "mimo eh_proj": (4096, 8192),
-    "mimo lm_head": (151_680, 4096),
-    "1b qkv": (4096, 2048),
-    "1b o": (2048, 2048),
-    "1b gate_up": (11_264, 2048),
-    "1b down": (2048, 5632),
-    "1b eh_proj": (2048, 4096),
-    "1b lm_head": (32_000, 2048),
-    "glm qkv": (14_336, 4096),
-    "glm o": (4096, 12_288),
-    "glm shared": (2816, 4096),
+    **{"mimo qkv": (6144, 4096), "mimo o": (4096, 4096), "mimo gate_up": (22_016, 4096)},
+    **{"mimo down": (4096, 11_008), "mimo eh_proj": (4096, 8192), "mimo lm_head": (151_680, 4096)},
+    **{"1b qkv": (4096, 2048), "1b o": (2048, 2048), "1b gate_up": (11_264, 2048)},
+    **{"1b down": (2048, 5632), "1b eh_proj": (2048, 4096), "1b lm_head": (32_000, 2048)},
+    **{"glm qkv": (14_336, 4096), "glm o": (4096, 12_288), "glm shared": (2816, 4096)},
     "glm shared_down": (4096, 1408),
 }
 QUICK_SHAPES = ("mimo qkv", "mimo o", "mimo gate_up", "mimo down", "mimo lm_head")
@@ -69,27 +60,16 @@ QUICK_SHAPES = ("mimo qkv", "mimo o", "mimo gate_up", "mimo down", "mimo lm_head
 # descriptor.
 CONFIGS = {
     8: (
-        (16, 256, 1, 6, 0, True),
-        (32, 256, 2, 5, 0),
-        (32, 256, 2, 5, 0, True),
-        (64, 128, 4, 6, 2),
-        (64, 128, 4, 6, 2, True),
-        (64, 256, 4, 5, 1, True),
+        *((16, 256, 1, 6, 0, True), (32, 256, 2, 5, 0), (32, 256, 2, 5, 0, True)),
+        *((64, 128, 4, 6, 2), (64, 128, 4, 6, 2, True), (64, 256, 4, 5, 1, True)),
     ),
     16: (
-        (16, 256, 1, 5, 0),
-        (32, 256, 2, 5, 0),
-        (32, 256, 2, 5, 0, True),
-        (64, 128, 4, 5, 2),
-        (64, 128, 4, 5, 2, True),
-        (128, 128, 8, 5, 1, True),
+        *((16, 256, 1, 5, 0), (32, 256, 2, 5, 0), (32, 256, 2, 5, 0, True)),
+        *((64, 128, 4, 5, 2), (64, 128, 4, 5, 2, True), (128, 128, 8, 5, 1, True)),
     ),
     32: (
-        (64, 128, 4, 7, 1),
-        (64, 128, 4, 7, 1, True),
-        (32, 256, 2, 5, 0, True),
-        (64, 128, 4, 4, 2, True),
-        (128, 128, 4, 4, 1, True),
+        *((64, 128, 4, 7, 1), (64, 128, 4, 7, 1, True), (32, 256, 2, 5, 0, True)),
+        *((64, 128, 4, 4, 2, True), (128, 128, 4, 4, 1, True)),
     ),
     64: ((64, 128, 4, 6, 1, True), (128, 64, 4, 4, 2, True), (128, 128, 8, 4, 1, True)),
     128: ((128, 64, 8, 6, 1, True),),
@@ -118,14 +98,8 @@ class Case(NamedTuple):
         """What a launch is compiled for."""
         tiles = -(-self.num_outputs // self.config.block_n)
         is_split = choose_num_splits(tiles, self.depth, config=self.config) > 1
-        constants = few_rows_constants(
-            self.num_rows,
-            self.depth,
-            dtype=torch.bfloat16,
-            config=self.config,
-            overlaps=True,
-            is_gated=False,
-        )
+        sizes, launch = (self.num_rows, self.depth), {"overlaps": True, "is_gated": False}
+        constants = few_rows_constants(*sizes, dtype=torch.bfloat16, config=self.config, **launch)
         kind = (self.num_rows == 1, self.num_rows % 16 == 0, is_split)
         return (*kind, self.config, *constants.items())
 
@@ -148,8 +122,7 @@ VARIANTS = (
 
 def measure_few_rows(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
     """A row a product and number of rows, then one a chain."""
-    names = QUICK_SHAPES if options.quick else tuple(SHAPES)
-    num_rows = (4, 128) if options.quick else NUM_ROWS
+    names, num_rows = (QUICK_SHAPES, (4, 128)) if options.quick else (tuple(SHAPES), NUM_ROWS)
     read = ceilings["read_tb_per_s"]
     compile_all([case for name in names for case in cases_of(SHAPES[name], num_rows)])
     rows = [row for name in names for row in bench_shape(name, num_rows, read)]
@@ -161,13 +134,11 @@ def measure_few_rows(ceilings: dict[str, float], options: argparse.Namespace) ->
     return [*rows, *chain]
 
 
-def add_few_rows_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `few_rows`."""
+def _add_few_rows_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="five shapes at 4 and 128 rows")
 
 
-def measure_invariant(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
-    """A row a shape."""
+def _measure_invariant(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
     copy = ceilings["copy_tb_per_s"]
     rows = [
         bench_invariant_product(num_rows, num_outputs, depth, copy)
@@ -178,8 +149,8 @@ def measure_invariant(ceilings: dict[str, float], options: argparse.Namespace) -
 
 
 # Under --all: every program shape of every product takes minutes to compile.
-FEW_ROWS = Bench(measure_few_rows, add_few_rows_options, words=("--quick",))
-INVARIANT = Bench(measure_invariant)
+FEW_ROWS = Bench(measure_few_rows, _add_few_rows_options, words=("--quick",))
+INVARIANT = Bench(_measure_invariant)
 
 
 def cases_of(shape: tuple[int, int], num_rows: tuple[int, ...]) -> list[Case]:

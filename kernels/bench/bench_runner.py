@@ -1,12 +1,16 @@
-"""What the kernel benchmarks share: timing, ceilings of the device, rows, and their report.
+"""What the kernel benchmarks share: timing, ceilings, rows, their report, and other libraries.
 
 A timing replays one CUDA graph of many calls whose inputs rotate through more memory than the L2
 cache holds, so that neither the host's launches nor a warm cache is measured. Calls too long for a
-graph are timed one by one (`measure_wall`).
+graph are timed one by one (`measure_wall`). Other libraries' attention over pages is timed in the
+same run where they can be imported: one that is not installed is named once, one that refuses a
+shape gives its reason as the row.
+Letters: B requests, M pages a request.
 """
 
 import argparse
 import functools
+import importlib
 import json
 import platform
 import statistics
@@ -16,15 +20,21 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple, TypeVar
 
 import torch
 from mtp_research.kernels import checks
+from torch import Tensor
 
 ROTATED_BYTES = 512 * 2**20  # ten times the H200's L2
 _COPY_BYTES = 4 * 2**30
 _MATMUL_SIZE = 8192
 _NUM_WARM_UP = 2
+PEERS = {"flashinfer": "flashinfer", "vllm": "vllm.vllm_flash_attn"}
+_WORKSPACE_BYTES = 128 * 2**20
+_NUM_SETS = 8  # a plan has buffers of its own
+_REFUSALS = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
 _FOLDER = str(Path(__file__).parent)
 
 Result = TypeVar("Result")
@@ -33,19 +43,13 @@ Rows = list[Row]
 
 
 class Bench(NamedTuple):
-    """One benchmark of `python -m mtp_research.kernels.bench`.
+    """One benchmark of `python -m mtp_research.kernels.bench`."""
 
-    Attributes:
-        measure: rows from the ceilings (none without a GPU) and the options.
-        add_options: to the parser.
-        words: options under `--all`, where the default takes too long.
-        needs_gpu: the others have tiny sizes for a CPU.
-    """
-
+    # Rows from the ceilings (none without a GPU) and the options.
     measure: Callable[[dict[str, float], argparse.Namespace], Rows]
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
-    words: tuple[str, ...] = ()
-    needs_gpu: bool = True
+    words: tuple[str, ...] = ()  # options under `--all`, where the default takes too long
+    needs_gpu: bool = True  # the others have tiny sizes for a CPU
 
 
 class Timing(NamedTuple):
@@ -118,7 +122,7 @@ def measure_wall(
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        elapsed_ms, result = _timed(call, on_gpu=on_gpu)
+        elapsed_ms, result = timed(call, on_gpu=on_gpu)
         times_ms.append(elapsed_ms)
         if on_gpu:
             peak_bytes = torch.cuda.max_memory_allocated() - before
@@ -126,7 +130,14 @@ def measure_wall(
     return result, Wall(statistics.median(times_ms), max(times_ms) - min(times_ms), peak_bytes)
 
 
-def _timed(call: Callable[[], Result], *, on_gpu: bool) -> tuple[float, Result]:
+def drain() -> None:
+    """Wait for the device, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(call: Callable[[], Result], *, on_gpu: bool) -> tuple[float, Result]:
+    """Milliseconds of one call, and its result."""
     if not on_gpu:
         started_s = time.perf_counter()
         result = call()
@@ -198,12 +209,9 @@ def show_row(
 ) -> Row:
     """Print one line of the table and return its row with the figures.
 
-    Args:
-        row: `kernel`, `shape` and `bytes` that must move, and what else belongs to it.
-        ours: time of the kernel; None where it could not be run.
-        peer: time of the same work elsewhere; None likewise.
-        copy: bandwidth of a copy, TB/s.
-        num_flops: of the products; 0 leaves their rate out.
+    `row` has `kernel`, `shape`, the `bytes` that must move, and what else belongs to it; `ours` and
+    `peer` are None where the kernel or the same work elsewhere could not be run; `copy` is the
+    bandwidth of a copy in TB/s; `num_flops` of 0 leaves the products' rate out.
     """
     text = f"{row['kernel']:<17}{row['shape']:<50}"
     if ours is not None:
@@ -224,3 +232,109 @@ def write_report(path: Path | None, report: dict[str, object]) -> None:
     """Everything that was measured, where a file was asked for."""
     if path is not None:
         path.write_text(json.dumps(report, indent=1, default=str))
+
+
+def import_peers() -> dict[str, ModuleType]:
+    """The libraries that are here; the others are named."""
+    found = {}
+    for name, module in PEERS.items():
+        try:
+            found[name] = importlib.import_module(module)
+        except (ImportError, OSError, RuntimeError):
+            print(f"{name}: not importable", flush=True)
+    return found
+
+
+def time_peers(
+    peers: dict[str, ModuleType],
+    sets: list[dict[str, Tensor]],
+    expected: Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+) -> dict[str, float | str]:
+    """Microseconds of each library over the same inputs, or why there are none.
+
+    `sets` are arguments of `paged_attention` or `latent_attention`, of equal lengths; `expected` is
+    the output of the first.
+    """
+    makers = {"flashinfer": flashinfer_call, "vllm": vllm_call}
+    if "latent_cache" in sets[0]:
+        makers = {"flashinfer": flashinfer_latent_call}
+    found: dict[str, float | str] = {}
+    for name, module in peers.items():
+        if name not in makers:
+            continue
+        make = functools.partial(makers[name], module, scale=scale)
+        try:
+            calls = [make(inputs, max_query_len=max_query_len) for inputs in sets[:_NUM_SETS]]
+            torch.testing.assert_close(calls[0](), expected, atol=2e-2, rtol=2e-2)
+            found[name] = time_calls(calls).median_us
+        except _REFUSALS as error:
+            found[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        print(f"    {name} us: {found[name]}", flush=True)
+    return found
+
+
+def flashinfer_call(
+    module: ModuleType, inputs: dict[str, Tensor], *, scale: float, max_query_len: int
+) -> Callable[[], Tensor]:
+    """FlashInfer's prefill over pages, planned outside the timing."""
+    _, num_heads, head_dim = inputs["query"].shape
+    cache = inputs["key_cache"]
+    page_size, num_kv_heads = cache.shape[1:3]
+    starts, pages, last = _pages(inputs, page_size)
+    wrapper = module.BatchPrefillWithPagedKVCacheWrapper(_workspace(cache), "NHD")
+    tables = (inputs["query_start_loc"], starts, pages, last)
+    sizes = (num_heads, num_kv_heads, head_dim, page_size)
+    dtypes = {"q_data_type": inputs["query"].dtype, "kv_data_type": cache.dtype}
+    wrapper.plan(*tables, *sizes, causal=True, sm_scale=scale, **dtypes)
+    return functools.partial(wrapper.run, inputs["query"], (cache, inputs["value_cache"]))
+
+
+def flashinfer_latent_call(
+    module: ModuleType, inputs: dict[str, Tensor], *, scale: float, max_query_len: int
+) -> Callable[[], Tensor]:
+    """FlashInfer's attention over latents, planned outside the timing."""
+    latent, rope = inputs["query_latent"], inputs["query_rope"]
+    cache = inputs["latent_cache"]
+    parts = cache.split((latent.shape[2], rope.shape[2]), dim=-1)
+    starts, pages, _ = _pages(inputs, cache.shape[1])
+    wrapper = module.mla.BatchMLAPagedAttentionWrapper(_workspace(cache))
+    tables = (inputs["query_start_loc"], starts, pages, inputs["seq_lens"])
+    sizes = (*latent.shape[1:], rope.shape[2], cache.shape[1])
+    is_causal = True
+    wrapper.plan(*tables, *sizes, is_causal, scale, latent.dtype, cache.dtype)
+    return functools.partial(wrapper.run, latent, rope, *parts)
+
+
+def vllm_call(
+    module: ModuleType, inputs: dict[str, Tensor], *, scale: float, max_query_len: int
+) -> Callable[[], Tensor]:
+    """The FlashAttention of vLLM, over block tables like ours."""
+    table = inputs["block_table"]
+    return functools.partial(
+        module.flash_attn_varlen_func,
+        q=inputs["query"],
+        k=inputs["key_cache"],
+        v=inputs["value_cache"],
+        max_seqlen_q=max_query_len,
+        cu_seqlens_q=inputs["query_start_loc"],
+        max_seqlen_k=table.shape[1] * inputs["key_cache"].shape[1],
+        seqused_k=inputs["seq_lens"],
+        softmax_scale=scale,
+        causal=True,
+        block_table=table,
+    )
+
+
+def _pages(inputs: dict[str, Tensor], page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """First page of each request `[B + 1]`, pages `[B * M]`, tokens in the last page `[B]`."""
+    table, seq_lens = inputs["block_table"], inputs["seq_lens"]
+    num_pages = table.shape[1]
+    starts = torch.arange(0, table.numel() + 1, num_pages, device=table.device, dtype=torch.int32)
+    return starts, table.flatten(), seq_lens - (num_pages - 1) * page_size
+
+
+def _workspace(like: Tensor) -> Tensor:
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=like.device)

@@ -4,14 +4,15 @@
     python -m mtp_research.bench.bench_decode --steps 1000 --strict-sync         and no step waits
     python -m mtp_research.bench.bench_decode --split       target, verification, drafts, host
 
-Both sides of a comparison read the same bytes whatever the drafts are, so acceptance is set
-(`--accept`, the chance of a draft given that it is reached) and speed is measured. Every row is
-printed beside the limit of the same run: bytes that a step must read over the measured copy
-bandwidth, for the mean length of its texts while they were timed. `end_to_end` times requests.
+Acceptance is set (`--accept`, the chance of a draft given that it is reached) and speed is
+measured: the bytes read do not depend on the drafts. Every row is printed beside the limit of the
+same run: bytes that a step must read over the measured copy bandwidth, for the mean length of its
+texts while they were timed. `end_to_end` times requests.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -29,25 +30,10 @@ from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, NumericFault
 
 COLUMNS = {
-    "shape": "{}",
-    "batch": "{}",
-    "num_drafts": "{}",
-    "policy": "{}",
-    "num_modules": "{}",
-    "context": "{}",
-    "draft_vocab": "{}",
-    "arithmetic": "{}",
-    "tau": "{:.3f}",
-    "tok_per_s": "{:.0f}",
-    "step_ms": "{:.3f}",
-    "graph_ms": "{:.3f}",
-    "limit_ms": "{:.3f}",
-    "share": "{:.3f}",
-    "host_ms": "{:.3f}",
-    "launches": "{:g}",
-    "syncs": "{}",
-    "experts": "{:.1f}",
-    "ready_s": "{:.0f}",
+    **dict.fromkeys(("shape", "batch", "num_drafts", "policy", "num_modules", "context"), "{}"),
+    **{"draft_vocab": "{}", "arithmetic": "{}", "tau": "{:.3f}", "tok_per_s": "{:.0f}"},
+    **dict.fromkeys(("step_ms", "graph_ms", "limit_ms", "share", "host_ms"), "{:.3f}"),
+    **{"launches": "{:g}", "syncs": "{}", "experts": "{:.1f}", "ready_s": "{:.0f}"},
 }
 
 
@@ -125,10 +111,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _measure_shape(
-    target: Target,
-    shape: str,
-    options: argparse.Namespace,
-    copy_tb_per_s: float | None,
+    target: Target, shape: str, options: argparse.Namespace, copy_tb_per_s: float | None
 ) -> Iterator[dict[str, object]]:
     heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=options.modules)).requires_grad_(False)
     for case in _cases_of(shape, options):
@@ -140,24 +123,14 @@ def _measure_shape(
 def _cases_of(shape: str, options: argparse.Namespace) -> Iterator[Case]:
     """One case for each row of the table, in the order of the options."""
     arithmetic = "invariant" if options.deterministic else "usual"
-    for context in options.context:
-        for batch in options.batch:
-            for num_drafts in options.k:
-                if not num_drafts:  # then there is no policy to choose
-                    policy = options.policy[0]
-                    yield Case(shape, batch, 0, policy, 0, context, arithmetic=arithmetic)
-                    continue
-                for policy in options.policy:
-                    yield Case(
-                        shape,
-                        batch,
-                        num_drafts,
-                        policy,
-                        options.modules,
-                        context,
-                        draft_vocab=options.draft_vocab,
-                        arithmetic=arithmetic,
-                    )
+    for context, batch, k in itertools.product(options.context, options.batch, options.k):
+        if not k:  # then there is no policy to choose
+            policy = options.policy[0]
+            yield Case(shape, batch, 0, policy, 0, context, arithmetic=arithmetic)
+            continue
+        for policy in options.policy:
+            sizes = (options.modules, context, options.draft_vocab)
+            yield Case(shape, batch, k, policy, *sizes, arithmetic=arithmetic)
 
 
 def _print(row: Mapping[str, object], options: argparse.Namespace) -> None:

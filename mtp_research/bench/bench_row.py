@@ -10,30 +10,21 @@ import argparse
 import dataclasses
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor, nn
 
-from mtp_research.bench.bench_bytes import measure_bytes, num_text_tokens
-from mtp_research.bench.bench_split import (
-    NUM_SPLIT_STEPS,
-    Launches,
-    StepSplit,
-    count_launches,
-    kernel_totals,
-    marked_parts,
-    replay_ms,
-    split_steps,
-    split_traces,
-    trace_replay,
-)
+from mtp_research.bench import bench_split
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.verify.verify import VerifyOptions
 from mtp_research.heads.stack import MTPHeads
+from mtp_research.kernels.bench.bench_runner import drain
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, NumericFault
 
@@ -58,19 +49,12 @@ class Case:
 
 
 class StepTimes(NamedTuple):
-    """What the timed steps gave.
+    """What the timed steps gave."""
 
-    Attributes:
-        step_ms: median over the slices of the wall time of a step.
-        num_tokens: emitted.
-        num_steps: that were timed.
-        num_syncs: calls that waited for the device; None where nothing watched.
-    """
-
-    step_ms: float
-    num_tokens: int
+    step_ms: float  # median over the slices of the wall time of a step
+    num_tokens: int  # emitted
     num_steps: int
-    num_syncs: int | None
+    num_syncs: int | None  # calls that waited for the device; None where nothing watched
 
 
 def measure_row(
@@ -80,21 +64,13 @@ def measure_row(
     options: argparse.Namespace,
     copy_tb_per_s: float | None,
 ) -> dict[str, object]:
-    """Figures of one case.
-
-    Args:
-        target: random weights.
-        heads: its modules.
-        case: what is decoded.
-        options: of `bench_decode`.
-        copy_tb_per_s: copy bandwidth of the device; None without a GPU.
-    """
+    """Figures of one case; the copy bandwidth of the device is None without a GPU."""
     started = time.perf_counter()
     decoder = _warm_decoder(target, heads, case, options)
     ready_s = time.perf_counter() - started
     for _ in range(NUM_WARM_UP_STEPS):  # let the clocks settle
         decoder.step()
-    _synchronize()
+    drain()
     stats = decoder.stats
     steps_before, host_before = stats.num_steps, stats.busy_s - stats.wait_s
     tokens_before = num_text_tokens(decoder)
@@ -104,26 +80,21 @@ def measure_row(
     num_tokens = (tokens_before + num_text_tokens(decoder)) / 2
     inside = _look_inside(decoder, options, step_ms=times.step_ms)
     needed = measure_bytes(decoder, heads if case.num_drafts else None, num_tokens=num_tokens)
-    limit_ms = None if copy_tb_per_s is None else needed.total / copy_tb_per_s / 1e9
+    num_bytes = needed.target_weights + needed.draft_weights + needed.keys_values
+    limit_ms = None if copy_tb_per_s is None else num_bytes / copy_tb_per_s / 1e9
     return {
         **dataclasses.asdict(case),
         "tau": times.num_tokens / times.num_steps / case.batch,
         "tok_per_s": times.num_tokens / times.num_steps / times.step_ms * 1e3,
-        "step_ms": times.step_ms,
-        "graph_ms": inside.graph_ms,
-        "limit_ms": limit_ms,
+        **{"step_ms": times.step_ms, "graph_ms": inside.graph_ms, "limit_ms": limit_ms},
         "share": None if limit_ms is None else limit_ms / times.step_ms,
         "host_ms": host_ms,
         "launches": None if inside.launches is None else inside.launches.num_launches,
         "replays": None if inside.launches is None else inside.launches.num_replays,
-        "syncs": times.num_syncs,
-        "num_steps": times.num_steps,
-        "experts": needed.unique_experts,
-        "text_tokens": num_tokens / case.batch,
-        "ready_s": ready_s,
-        "capture_s": decoder.capture_s,
-        "pool_gib": decoder.pool_bytes / 2**30,
-        "bytes": dataclasses.asdict(needed),
+        **{"syncs": times.num_syncs, "num_steps": times.num_steps},
+        **{"experts": needed.unique_experts, "text_tokens": num_tokens / case.batch},
+        **{"ready_s": ready_s, "capture_s": decoder.capture_s},
+        **{"pool_gib": decoder.pool_bytes / 2**30, "bytes": dataclasses.asdict(needed)},
         "split": None if inside.split is None else dataclasses.asdict(inside.split),
         "kernels": inside.kernels,
     }
@@ -132,24 +103,27 @@ def measure_row(
 class _Inside(NamedTuple):
     """What a step is made of, as far as it can be seen; `graph_ms` of one replay."""
 
-    launches: Launches | None = None
+    launches: bench_split.Launches | None = None
     graph_ms: float | None = None
-    split: StepSplit | None = None
+    split: bench_split.StepSplit | None = None
     kernels: list[tuple[str, int, float]] | None = None  # of one replay
 
 
 def _look_inside(decoder: SpecDecoder, options: argparse.Namespace, *, step_ms: float) -> _Inside:
     """Profile more steps; leaves a decoder with graphs unusable."""
-    launches = count_launches(decoder) if decoder.target.device.type == "cuda" else None
+    launches = bench_split.count_launches(decoder) if decoder.target.device.type == "cuda" else None
     captured = decoder.newest_capture
     if captured is None:
-        return _Inside(launches, split=split_steps(decoder) if options.split else None)
-    graph_ms = replay_ms(captured)
-    traces = [trace_replay(captured) for _ in range(NUM_SPLIT_STEPS if options.split else 1)]
+        return _Inside(launches, split=bench_split.split_steps(decoder) if options.split else None)
+    graph_ms = bench_split.replay_ms(captured)
+    traces = [
+        bench_split.trace_replay(captured)
+        for _ in range(bench_split.NUM_SPLIT_STEPS if options.split else 1)
+    ]
     split = None
     if options.split:
-        split = split_traces(traces, graph_ms=graph_ms, step_ms=step_ms)
-    return _Inside(launches, graph_ms, split, kernel_totals(traces[0]))
+        split = bench_split.split_traces(traces, graph_ms=graph_ms, step_ms=step_ms)
+    return _Inside(launches, graph_ms, split, bench_split.kernel_totals(traces[0]))
 
 
 def _warm_decoder(
@@ -159,18 +133,17 @@ def _warm_decoder(
     decoder = _decoder(target, heads, case, options)
     require_blocks(decoder)
     if options.split and decoder.is_captured:
-        decoder.observe(marked_parts)  # before the first capture
+        decoder.observe(bench_split.marked_parts)  # before the first capture
     generator = torch.Generator().manual_seed(case.batch)
+    vocab_size = target.config.vocab_size
     for seed in range(case.batch):
-        prompt = torch.randint(
-            target.config.vocab_size, (case.context,), generator=generator
-        ).tolist()
+        prompt = torch.randint(vocab_size, (case.context,), generator=generator).tolist()
         decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=1 << 20, seed=seed))
     while any(r.is_prefilling for r in decoder.live_requests):
         decoder.step()
     for _ in range(NUM_WARM_UP_STEPS):  # capture
         decoder.step()
-    _synchronize()
+    drain()
     return decoder
 
 
@@ -178,18 +151,17 @@ def _decoder(
     target: Target, heads: MTPHeads, case: Case, options: argparse.Namespace
 ) -> SpecDecoder:
     on_gpu = target.device.type == "cuda"
-    rates = tuple(options.accept ** (step + 1) for step in range(case.num_drafts))
+    limit = context_limit(
+        **{"context": case.context, "num_steps": options.steps, "num_drafts": case.num_drafts},
+        num_positions=target.config.max_position_embeddings,
+    )
+    rates = [options.accept ** (step + 1) for step in range(case.num_drafts)]
     engine = EngineConfig(
         block_size=options.block_size,
         max_num_requests=case.batch,
         max_num_batched_tokens=max(8192, case.batch * (case.num_drafts + 1)),
         max_prefill_chunk=2048,
-        max_model_len=context_limit(
-            context=case.context,
-            num_steps=options.steps,
-            num_drafts=case.num_drafts,
-            num_positions=target.config.max_position_embeddings,
-        ),
+        max_model_len=limit,
         deferred_output=True,
         cuda_graphs=on_gpu and not options.no_graphs,
         compile=on_gpu and not options.no_compile and not options.deterministic,
@@ -199,26 +171,18 @@ def _decoder(
         deterministic=options.deterministic,
         audit=False,
     )
-    return SpecDecoder(
-        target,
-        heads if case.num_drafts else None,
-        spec=SpecSettings(
-            policy=case.policy,
-            num_speculative_tokens=case.num_drafts,
-            draft_token_ids=None if case.draft_vocab is None else range(case.draft_vocab),
-            verify="synthetic" if case.num_drafts else "greedy",
-            verify_options=VerifyOptions(synthetic_rates=list(rates)),
-        ),
-        engine=engine,
+    spec = SpecSettings(
+        policy=case.policy,
+        num_speculative_tokens=case.num_drafts,
+        draft_token_ids=None if case.draft_vocab is None else range(case.draft_vocab),
+        verify="synthetic" if case.num_drafts else "greedy",
+        verify_options=VerifyOptions(synthetic_rates=rates),
     )
+    return SpecDecoder(target, heads if case.num_drafts else None, spec=spec, engine=engine)
 
 
 def context_limit(*, context: int, num_steps: int, num_drafts: int, num_positions: int) -> int:
-    """Tokens that a request can reach: its prompt and K + 1 for every step, measured ones or not.
-
-    Raises:
-        ConfigError: the model has fewer positions than that.
-    """
+    """Tokens that a request can reach: its prompt, and K + 1 for every step, timed or not."""
     longest = context + (num_steps + _NUM_OTHER_STEPS) * (num_drafts + 1)
     if longest > num_positions:
         most = (num_positions - context) // (num_drafts + 1) - _NUM_OTHER_STEPS
@@ -232,8 +196,7 @@ def context_limit(*, context: int, num_steps: int, num_drafts: int, num_position
 def require_blocks(decoder: SpecDecoder) -> None:
     """Refuse a pool in which the batch would be preempted while it is timed (ConfigError)."""
     block_size, batch = decoder.engine.block_size, decoder.engine.max_num_requests
-    needed = batch * -(-decoder.max_model_len // block_size)
-    had = decoder.num_blocks
+    needed, had = batch * -(-decoder.max_model_len // block_size), decoder.num_blocks
     if had < needed:
         raise ConfigError(
             f"--steps and --batch {batch} need {needed} blocks of {block_size} tokens, the free "
@@ -242,20 +205,13 @@ def require_blocks(decoder: SpecDecoder) -> None:
 
 
 def time_steps(decoder: SpecDecoder, *, num_steps: int, strict_sync: bool) -> StepTimes:
-    """Time steps of a batch that only decodes, in slices.
+    """Time steps of a batch that only decodes, in slices of at least one step.
 
-    Args:
-        decoder: warmed up, all requests past their prompts.
-        num_steps: at least one for each slice is made.
-        strict_sync: let a call that waits for the device raise.
-
-    Raises:
-        NumericFault: a step waited for the device; the message says which and where.
+    With `strict_sync` a step that waits for the device raises NumericFault, which says where.
     """
     per_slice = max(num_steps // NUM_SLICES, 1)
     watches = strict_sync and decoder.target.device.type == "cuda"
-    times, first = [], decoder.stats.num_emitted_tokens
-    done = 0
+    times, first, done = [], decoder.stats.num_emitted_tokens, 0
     if watches:
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -275,16 +231,96 @@ def time_steps(decoder: SpecDecoder, *, num_steps: int, strict_sync: bool) -> St
     finally:
         if watches:
             torch.cuda.set_sync_debug_mode("default")
-    if decoder.target.device.type == "cuda":
-        torch.cuda.synchronize()
-    return StepTimes(
-        step_ms=statistics.median(times),
-        num_tokens=decoder.stats.num_emitted_tokens - first,
-        num_steps=done,
-        num_syncs=0 if watches else None,
-    )
+    drain()
+    num_tokens, num_syncs = decoder.stats.num_emitted_tokens - first, 0 if watches else None
+    return StepTimes(statistics.median(times), num_tokens, num_steps=done, num_syncs=num_syncs)
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that one step has to read: the limit that its time is compared with.
+
+    Weights are read once per pass that uses them, experts as often as they are unique in a step,
+    which is counted: the routing of random weights is not uniform. Keys and values once per pass.
+    """
+
+    target_weights: int  # without the embedding table, with lm_head
+    draft_weights: int  # of all K module passes, each with lm_head or the drafted rows of it
+    keys_values: int  # of the target pass and the module passes
+    unique_experts: float | None  # mean per expert layer of the target alone; None without
+
+
+def num_text_tokens(decoder: SpecDecoder) -> int:
+    """Tokens of all running requests, prompts included."""
+    return sum(request.num_tokens for request in decoder.live_requests)
+
+
+def measure_bytes(decoder: SpecDecoder, heads: MTPHeads | None, *, num_tokens: float) -> StepBytes:
+    """Bytes of a decoding step of the running requests; runs one step to see the routing.
+
+    The step happens behind the host's back: the decoder is of no use afterwards. All requests are
+    past their prompts; `num_tokens` of all texts is the mean over the steps compared with.
+    """
+    model, num_drafts = decoder.target.model, decoder.num_speculative_tokens
+    used = _experts_used(decoder, heads)
+    embedding = cast(Tensor, decoder.target.embed_tokens.weight)
+    target = _read_bytes(model, used) - embedding.nbytes
+    if decoder.target.lm_head_weight is embedding:
+        target += decoder.target.lm_head_weight.nbytes
+    drafts = 0
+    if heads is not None:
+        per_module = _read_bytes(heads, used) // heads.spec.num_mtp_modules
+        drafts = num_drafts * (per_module + decoder.draft_head.nbytes)
+    num_target = decoder.target.config.num_hidden_layers
+    per_token = sum(decoder.bytes_per_token(layer) for layer in range(num_target))
+    if heads is not None:
+        per_token += num_drafts * decoder.bytes_per_token(num_target)
+    own = set(model.modules())
+    counts = [found.count for module, found in used.items() if module in own]
+    unique = sum(counts) / len(counts) if counts else None
+    return StepBytes(target, drafts, round(num_tokens * per_token), unique_experts=unique)
+
+
+class _Used(NamedTuple):
+    """Experts of a stack that are used, a mean over the stack's passes in a step."""
+
+    count: float
+    share: float
+
+
+def _read_bytes(model: nn.Module, used: dict[nn.Module, _Used]) -> int:
+    """Bytes of the parameters, those of expert stacks times the share of experts in use."""
+    shares = {id(p): part.share for module, part in used.items() for p in module.parameters()}
+    return sum(int(p.nbytes * shares.get(id(p), 1.0)) for p in model.parameters())
+
+
+def _experts_used(decoder: SpecDecoder, heads: MTPHeads | None) -> dict[nn.Module, _Used]:
+    """What one step uses, by stack of experts."""
+    modules = [*decoder.target.model.modules()]
+    if heads is not None:
+        modules += [*heads.modules()]
+    stacks = [module for module in modules if _expert_weights(module)]
+    counts: dict[nn.Module, list[int]] = {stack: [] for stack in stacks}
+    handles = [stack.register_forward_pre_hook(_note_experts(counts[stack])) for stack in stacks]
+    if handles:
+        decoder.rehearse()
+    for handle in handles:
+        handle.remove()
+    used = {}
+    for stack, passes in counts.items():
+        if passes:  # a stack that no pass ran counts as read whole
+            count = sum(passes) / len(passes)
+            used[stack] = _Used(count, count / _expert_weights(stack)[0].shape[0])
+    return used
+
+
+def _expert_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Weights of all experts in one tensor `[E, out, in]` each; none of any other module."""
+    return [p for p in module.parameters(recurse=False) if p.dim() == 3]
+
+
+def _note_experts(passes: list[int]) -> Callable:
+    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        passes.append(len(torch.unique(inputs[1])))
+
+    return note

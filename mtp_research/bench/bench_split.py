@@ -8,11 +8,9 @@ part reads, in a kernel of its own name. The trace of a replay is cut at these k
     draft: the rest, all K passes
 
 A trace stretches the replay, so the shares of its parts are applied to the replay's own time. The
-compiler may move a small kernel that does not depend on a mark across it, and cannot fuse across
-one: a split step is not quite the step without it, and what the marks take is told apart. Without
-graphs a clock between the parts is read (`StepClock`), whose verification includes the bookkeeping.
-
-Letters: K drafts per step.
+compiler cannot fuse across a mark: a split step is not quite the step without it, and what the
+marks take is told apart. Without graphs a clock between the parts is read (`StepClock`), whose
+verification includes the bookkeeping. Letters: K drafts per step.
 """
 
 import statistics
@@ -40,23 +38,14 @@ PARTS = ("target", "verify", "bookkeeping", "draft")
 
 @dataclass(frozen=True)
 class StepSplit:
-    """Milliseconds of a step by part.
+    """Milliseconds of a step by part."""
 
-    Attributes:
-        target: input rows, target forward and logits.
-        verify: logit processors and the rule; without graphs the bookkeeping too.
-        bookkeeping: texts, lengths and the frontier; None without graphs.
-        draft: all draft passes; None without drafts.
-        marks: what the marks themselves take, in none of the parts.
-        host: the rest of the step's wall time, in which the device has nothing to do.
-    """
-
-    target: float
-    verify: float
-    bookkeeping: float | None
-    draft: float | None
-    marks: float
-    host: float
+    target: float  # input rows, target forward and logits
+    verify: float  # logit processors and the rule; without graphs the bookkeeping too
+    bookkeeping: float | None  # texts, lengths and the frontier; None without graphs
+    draft: float | None  # all draft passes; None without drafts
+    marks: float  # what the marks themselves take, in none of the parts
+    host: float  # the rest of the step's wall time, in which the device has nothing to do
 
 
 class DeviceRun(NamedTuple):
@@ -157,30 +146,17 @@ def kernel_totals(runs: Sequence[DeviceRun]) -> list[tuple[str, int, float]]:
 def split_traces(
     traces: Sequence[Sequence[DeviceRun]], *, graph_ms: float, step_ms: float
 ) -> StepSplit:
-    """Cut traces of a replay at its marks.
+    """Cut traces of a replay, each by the begin of its kernels, at its marks.
 
     A part lasts from the end of the mark before it to the begin of the next one, gaps between its
-    kernels included. Without drafts there may be two marks, and no draft part.
-
-    Args:
-        traces: of some replays, each by the begin of its kernels.
-        graph_ms: time of a replay that is not traced.
-        step_ms: wall time of a step.
-
-    Raises:
-        NumericFault: a trace does not have two or three marks.
+    kernels included. Without drafts there may be two marks, and no draft part. `graph_ms` is the
+    time of a replay that is not traced, `step_ms` the wall time of a step.
     """
     shares = [_shares(runs) for runs in traces]
     mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
-    parts = {name: mean.get(name, 0.0) * graph_ms for name in PARTS}
-    return StepSplit(
-        target=parts["target"],
-        verify=parts["verify"],
-        bookkeeping=parts["bookkeeping"],
-        draft=parts["draft"] if "draft" in mean else None,
-        marks=mean["marks"] * graph_ms,
-        host=max(step_ms - graph_ms, 0.0),
-    )
+    found = {name: share * graph_ms for name, share in mean.items()}
+    draft = found.pop("draft", None)
+    return StepSplit(**found, draft=draft, host=max(step_ms - graph_ms, 0.0))
 
 
 def _shares(runs: Sequence[DeviceRun]) -> dict[str, float]:
@@ -213,35 +189,22 @@ def split_steps(decoder: SpecDecoder) -> StepSplit:
     parts = clock.parts()
     assert parts is not None, "every step was kept"
     to_ms = 1e3 / parts.num_steps
-    return StepSplit(
-        target=parts.target_s * to_ms,
-        verify=parts.verify_s * to_ms,
-        bookkeeping=None,
-        draft=parts.draft_s * to_ms if decoder.num_speculative_tokens else None,
-        marks=0.0,
-        host=parts.host_s * to_ms,
-    )
+    draft = parts.draft_s * to_ms if decoder.num_speculative_tokens else None
+    target, verify, host = (s * to_ms for s in (parts.target_s, parts.verify_s, parts.host_s))
+    return StepSplit(target, verify, bookkeeping=None, draft=draft, marks=0.0, host=host)
 
 
 def model_costs(
     row: Mapping[str, object], rows: Sequence[Mapping[str, object]]
 ) -> dict[str, float] | None:
-    """The acceptance model's c and v, see `speed`; None without a split row of K = 0 to compare.
+    """The acceptance model's c and v of a row, see `speed`.
 
-    Args:
-        row: of drafts.
-        rows: of the same run, among which the same case with K = 0 is looked for.
+    None without a split row of the same case with K = 0 among the rows of the run.
     """
     split, num_drafts = row["split"], cast(int, row["num_drafts"])
     names = ("shape", "batch", "context", "arithmetic")
-    base = next(
-        (
-            other
-            for other in rows
-            if other["num_drafts"] == 0 and all(other[name] == row[name] for name in names)
-        ),
-        None,
-    )
+    same = (other for other in rows if all(other[name] == row[name] for name in names))
+    base = next((other for other in same if other["num_drafts"] == 0), None)
     if split is None or base is None or base["split"] is None or not num_drafts:
         return None
     found, unit = (cast(dict[str, float], r["split"]) for r in (row, base))

@@ -4,11 +4,11 @@
     python -m mtp_research.bench.end_to_end --target FOLDER --heads FOLDER --k 3
     python -m mtp_research.bench.end_to_end --cpu --shape tiny --prompt 16 --output 8
 
-All requests of a pass are there at its start and take a place of the batch as one is free. The
-first pass compiles and captures while requests wait, as a user's does; later ones show the warm
-loop. Random weights of `--shape` come with synthetic acceptance (`--accept`, the chance of a draft
-given that it is reached) and random prompts, a folder's own weights with its head and shipped text.
-Prints a line a pass, and last one JSON line. `bench_decode` times the steps alone.
+All requests of a pass are there at its start. The first pass compiles and captures while requests
+wait, as a user's does; later ones show the warm loop. Random weights of `--shape` come with
+synthetic acceptance (`--accept`, the chance of a draft given that it is reached) and random
+prompts, a folder's own weights with its head and shipped text. Prints a line a pass, and last one
+JSON line. `bench_decode` times the steps alone.
 Letters: K drafts per step.
 """
 
@@ -36,7 +36,7 @@ from mtp_research.decode.verify.verify import VerifyOptions
 from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompt, load_prompts
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_heads
-from mtp_research.kernels.bench.bench_runner import describe_machine
+from mtp_research.kernels.bench.bench_runner import describe_machine, drain
 from mtp_research.models.target import Target, load_target, load_tokenizer
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 
@@ -124,21 +124,15 @@ def _passes(
     for number in range(options.passes):
         prompts = _prompts(target, options, seed=number)
         steps_before = decoder.stats.num_steps
-        _synchronize()
+        drain()
         started = time.perf_counter()
         records = list(decoder.generate(prompts, sampling=sampling))
-        _synchronize()
+        drain()
         wall_s = time.perf_counter() - started
         yield {
-            "shape": options.target or options.shape,
-            "num_drafts": num_drafts,
-            "policy": options.policy,
-            "batch": options.batch,
-            "prompt": options.prompt,
-            "output": options.output,
-            "pass": number + 1,
-            "build_s": build_s,
-            "wall_s": wall_s,
+            **{"shape": options.target or options.shape, "num_drafts": num_drafts},
+            **{name: getattr(options, name) for name in ("policy", "batch", "prompt", "output")},
+            **{"pass": number + 1, "build_s": build_s, "wall_s": wall_s},
             "num_steps": decoder.stats.num_steps - steps_before,
             **_figures(records, wall_s=wall_s),
         }
@@ -151,9 +145,8 @@ def _figures(records: Sequence[RequestRecord], *, wall_s: float) -> dict[str, ob
     """
     num_tokens = sum(len(record.output_token_ids) for record in records)
     counts = count_acceptance(records)
-    gaps = [
-        r.decode_s / (len(r.output_token_ids) - 1) for r in records if len(r.output_token_ids) > 1
-    ]
+    lengths = [(r.decode_s, len(r.output_token_ids)) for r in records]
+    gaps = [decode_s / (length - 1) for decode_s, length in lengths if length > 1]
     return {
         "num_requests": len(records),
         "num_tokens": num_tokens,
@@ -204,18 +197,14 @@ def _decoder(
     )
     is_synthetic = num_drafts > 0 and options.heads is None
     accept = _ACCEPT if options.accept is None else options.accept
-    rates = tuple(accept ** (step + 1) for step in range(num_drafts)) if is_synthetic else ()
-    return SpecDecoder(
-        target,
-        heads if num_drafts else None,
-        spec=SpecSettings(
-            policy=options.policy,
-            num_speculative_tokens=num_drafts,
-            verify="synthetic" if is_synthetic else "greedy",
-            verify_options=VerifyOptions(synthetic_rates=list(rates)),
-        ),
-        engine=engine,
+    rates = [accept ** (step + 1) for step in range(num_drafts)] if is_synthetic else []
+    spec = SpecSettings(
+        policy=options.policy,
+        num_speculative_tokens=num_drafts,
+        verify="synthetic" if is_synthetic else "greedy",
+        verify_options=VerifyOptions(synthetic_rates=rates),
     )
+    return SpecDecoder(target, heads if num_drafts else None, spec=spec, engine=engine)
 
 
 def _line(row: dict[str, object]) -> str:
@@ -230,11 +219,6 @@ def _line(row: dict[str, object]) -> str:
         if found is not None:
             words.append(f"{name} {found['p50']:.2f} ms (p99 {found['p99']:.2f})")
     return "  ".join(words)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

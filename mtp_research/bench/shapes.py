@@ -14,111 +14,49 @@ from mtp_research.models.target import Target, wrap_target
 
 @dataclass(frozen=True)
 class Shape:
-    """A published size.
+    """A published size."""
 
-    Attributes:
-        model_type: of the Hugging Face config.
-        arguments: of the Hugging Face config.
-        note: what differs from the published model.
-    """
-
-    model_type: str
+    model_type: str  # of the Hugging Face config, as the arguments
     arguments: Mapping[str, object]
-    note: str = ""
+    note: str = ""  # what differs from the published model
+
+
+def _sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict:
+    """Arguments that every family calls the same."""
+    return {
+        **{"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner},
+        **{"num_hidden_layers": layers, "num_attention_heads": heads},
+        "num_key_value_heads": kv_heads,
+    }
+
+
+def _experts(count: int, top_k: int, inner: int, scale: float) -> dict:
+    """Arguments of routed experts; the first layer is dense, and there is one group."""
+    return {
+        **{"n_routed_experts": count, "num_experts_per_tok": top_k, "moe_intermediate_size": inner},
+        **{"routed_scaling_factor": scale, "first_k_dense_replace": 1, "n_shared_experts": 1},
+        **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    }
 
 
 _LONG = {"max_position_embeddings": 32_768, "tie_word_embeddings": False}
-_ONE_GROUP = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
-_DENSE_1B = _LONG | {
-    "vocab_size": 32_000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 20,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-}
-_MIMO_7B = _LONG | {
-    "vocab_size": 151_680,
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-}
-_GLM_AIR = {
-    **_LONG,
-    **_ONE_GROUP,
-    "vocab_size": 151_552,
-    "hidden_size": 4096,
-    "intermediate_size": 10_944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "attention_bias": True,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 8,
-    "routed_scaling_factor": 1.0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
-}
-_GLM_FLASH = {
-    **_LONG,
-    **_ONE_GROUP,
-    "vocab_size": 154_880,
-    "hidden_size": 2048,
-    "intermediate_size": 10_240,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 47,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 20,
-    "num_key_value_heads": 20,
-    "q_lora_rank": 768,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 256,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 4,
-    "routed_scaling_factor": 1.8,
-}
-_LAB_BASE = {
-    **_ONE_GROUP,
-    "vocab_size": 16_384,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "moe_intermediate_size": 384,
-    "num_hidden_layers": 12,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "use_qk_norm": True,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 2,
-    "routed_scaling_factor": 1.0,
-    "num_nextn_predict_layers": 0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000, "partial_rotary_factor": 0.5},
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
-_LAB_SMALL = _LAB_BASE | {
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "moe_intermediate_size": 192,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-}
-_TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_HALF_ROTARY = {"rope_type": "default", "partial_rotary_factor": 0.5}
+_DENSE_1B = _LONG | _sizes(32_000, 2048, 5632, 20, 16, 8) | {"head_dim": 128, "rms_norm_eps": 1e-6}
+_MIMO_7B = _LONG | _sizes(151_680, 4096, 11_008, 36, 32, 8) | {"head_dim": 128}
+_MIMO_7B |= {"rms_norm_eps": 1e-5}
+_GLM_AIR = _LONG | _sizes(151_552, 4096, 10_944, 8, 96, 8) | _experts(128, 8, 1408, 1.0)
+_GLM_AIR |= {"head_dim": 128, "attention_bias": True}
+_GLM_AIR |= {"rope_parameters": {**_HALF_ROTARY, "rope_theta": 1e6}}
+_GLM_FLASH = _LONG | _sizes(154_880, 2048, 10_240, 47, 20, 20) | _experts(64, 4, 1536, 1.8)
+_GLM_FLASH |= {"q_lora_rank": 768, "kv_lora_rank": 512}
+_GLM_FLASH |= {"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+_LAB_BASE = _sizes(16_384, 768, 2048, 12, 12, 4) | _experts(16, 2, 384, 1.0) | {"head_dim": 64}
+_LAB_BASE |= {"use_qk_norm": True, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5}
+_LAB_BASE |= {"rope_parameters": {**_HALF_ROTARY, "rope_theta": 10_000}}
+_LAB_BASE |= {"max_position_embeddings": 2048, "tie_word_embeddings": True}
+_LAB_SMALL = _LAB_BASE | _sizes(8192, 512, 1536, 8, 8, 2) | {"moe_intermediate_size": 192}
+_TINY = _sizes(256, 64, 96, 2, 4, 2) | {"head_dim": 16}
+_TINY_EXPERTS = {"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2}
 SHAPES: dict[str, Shape] = {
     "dense_1b": Shape("qwen3", _DENSE_1B, "no published model; 20 layers as in our tables"),
     "mimo_7b": Shape("qwen2", _MIMO_7B, "MiMo-7B, whose layers are Qwen2's"),
@@ -127,14 +65,7 @@ SHAPES: dict[str, Shape] = {
     "lab_base": Shape("glm4_moe", _LAB_BASE, "conf/model/lab_base.yaml, untrained"),
     "lab_small": Shape("glm4_moe", _LAB_SMALL, "conf/model/lab_small.yaml, untrained"),
     "tiny": Shape("qwen3", _DENSE_1B | _TINY, "for trying the commands on a CPU"),
-    "tiny_experts": Shape(
-        "glm4_moe",
-        _GLM_AIR
-        | _TINY
-        | {"moe_intermediate_size": 32, "n_routed_experts": 8}
-        | {"num_experts_per_tok": 2},
-        "likewise, with experts",
-    ),
+    "tiny_experts": Shape("glm4_moe", _GLM_AIR | _TINY | _TINY_EXPERTS, "likewise, with experts"),
 }
 
 

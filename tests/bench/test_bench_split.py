@@ -8,7 +8,7 @@ import pytest
 import torch
 from mtp_research.kernels.checks import MARK_KERNEL_NAME, _part_mark_kernel
 
-from mtp_research.bench import bench_bytes, bench_decode, bench_split
+from mtp_research.bench import bench_decode, bench_row, bench_split
 from mtp_research.bench.bench_split import DeviceRun
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
@@ -126,14 +126,14 @@ def test_unique_experts_are_the_targets_and_a_module_has_all_its_passes_counted(
     for _ in range(4):
         decoder.step()
     passes: list[list[int]] = []
-    note = bench_bytes._note_experts
+    note = bench_row._note_experts
 
     def keep(counts: list[int]) -> Callable:
         passes.append(counts)
         return note(counts)
 
-    monkeypatch.setattr(bench_bytes, "_note_experts", keep)
-    needed = bench_bytes.measure_bytes(decoder, heads, num_tokens=10.5)
+    monkeypatch.setattr(bench_row, "_note_experts", keep)
+    needed = bench_row.measure_bytes(decoder, heads, num_tokens=10.5)
     assert {len(counts) for counts in passes} == {1, 3}  # the target once, the module K times
     counts = [counts[0] for counts in passes if len(counts) == 1]
     assert needed.unique_experts == sum(counts) / len(counts)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 from mtp_research.kernels.attention.store_kv import NewRows, rotate_ref
-from mtp_research.kernels.bench.bench_calls import (
+from mtp_research.kernels.bench.bench_attention import (
     attend_latents,
     attend_pages,
 )

@@ -14,7 +14,7 @@ import torch
 from mtp_research.kernels.attention import attention_launch
 from mtp_research.kernels.attention.attention_rows import AttentionRows
 from mtp_research.kernels.attention.store_kv import store_kv
-from mtp_research.kernels.bench.bench_calls import (
+from mtp_research.kernels.bench.bench_attention import (
     latent_attention,
     launch_paged_attention,
     paged_attention,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mtp_research.kernels.attention.store_kv import NewRows, rotate_ref, store_kv
-from mtp_research.kernels.bench.bench_calls import (
+from mtp_research.kernels.bench.bench_attention import (
     attend_pages,
 )
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mtp_research.kernels.attention.store_kv import store_kv
-from mtp_research.kernels.bench.bench_calls import (
+from mtp_research.kernels.bench.bench_attention import (
     paged_attention,
 )
 from mtp_research.kernels.checks import part_mark

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mtp_research.kernels.bench.bench_calls import (
+from mtp_research.kernels.bench.bench_attention import (
     latent_attention,
     latent_attention_ref,
 )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mtp_research.kernels.bench.bench_calls import (
+from mtp_research.kernels.bench.bench_attention import (
     latent_attention,
     paged_attention,
 )

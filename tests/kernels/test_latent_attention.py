@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mtp_research.kernels.bench import bench_attention
-from mtp_research.kernels.bench.bench_calls import latent_attention
+from mtp_research.kernels.bench.bench_attention import latent_attention
 from mtp_research.kernels.latent.latent_attention import (
     choose_latent_config,
     fits_gluon,

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mtp_research.kernels.bench.bench_calls import (
+from mtp_research.kernels.bench.bench_attention import (
     paged_attention,
     paged_attention_ref,
 )

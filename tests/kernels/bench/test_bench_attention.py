@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from mtp_research.kernels.bench import bench_attention as bench
-from mtp_research.kernels.bench.bench_calls import paged_attention_ref
+from mtp_research.kernels.bench.bench_attention import paged_attention_ref
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from mtp_research.kernels.bench import __main__ as entry
-from mtp_research.kernels.bench import bench_append, bench_attention, bench_peers, bench_runner
-from mtp_research.kernels.bench.bench_calls import latent_attention_ref, paged_attention_ref
+from mtp_research.kernels.bench import bench_append, bench_attention, bench_runner
+from mtp_research.kernels.bench.bench_attention import latent_attention_ref, paged_attention_ref
 from mtp_research.kernels.bench.bench_runner import Bench
 
 CEILINGS = {"copy_tb_per_s": 4.0, "read_tb_per_s": 4.0, "bf16_tflop_per_s": 700.0}
@@ -148,7 +148,7 @@ def fake_peers():
 @pytest.fixture
 def untimed(monkeypatch):
     timing = bench_runner.Timing(5.0, 1.0)
-    monkeypatch.setattr(bench_peers, "time_calls", lambda calls: [c() for c in calls] and timing)
+    monkeypatch.setattr(bench_runner, "time_calls", lambda calls: [c() for c in calls] and timing)
 
 
 def test_peers_over_pages_get_the_lengths_and_pages_of_ours(untimed):
@@ -156,7 +156,7 @@ def test_peers_over_pages_get_the_lengths_and_pages_of_ours(untimed):
     sets = bench_attention.make_attention_inputs(shape, num_sets=2, device="cpu")
     fixed = {"max_query_len": 4, "scale": 0.25}
     expected = paged_attention_ref(**sets[0], **fixed)
-    found = bench_peers.time_peers(fake_peers(), sets, expected, **fixed)
+    found = bench_runner.time_peers(fake_peers(), sets, expected, **fixed)
     assert found == {"flashinfer": 5.0, "vllm": 5.0}
 
 
@@ -165,7 +165,7 @@ def test_peer_over_latents_gets_both_parts_of_the_cache(untimed):
     sets = bench_attention.make_latent_inputs(shape, num_sets=1, device="cpu")
     fixed = {"max_query_len": 1, "scale": 0.1}
     expected = latent_attention_ref(**sets[0], **fixed)
-    found = bench_peers.time_peers(fake_peers(), sets, expected, **fixed)
+    found = bench_runner.time_peers(fake_peers(), sets, expected, **fixed)
     assert found == {"flashinfer": 5.0}
 
 
@@ -173,13 +173,13 @@ def test_peer_that_refuses_gives_its_reason(untimed):
     shape = bench_attention.AttentionShape(1, 32, 1, num_heads=8, num_kv_heads=2, head_dim=16)
     sets = bench_attention.make_attention_inputs(shape, num_sets=1, device="cpu")
     peers = {"vllm": SimpleNamespace()}
-    found = bench_peers.time_peers(peers, sets, sets[0]["query"], scale=1.0, max_query_len=1)
+    found = bench_runner.time_peers(peers, sets, sets[0]["query"], scale=1.0, max_query_len=1)
     assert found["vllm"].startswith("AttributeError: ")
 
 
 def test_missing_peers_are_named_and_nothing_else_happens(monkeypatch, capsys):
     for name in ("flashinfer", "vllm", "vllm.vllm_flash_attn"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert bench_peers.import_peers() == {}
+    assert bench_runner.import_peers() == {}
     printed = capsys.readouterr().out
     assert printed == "flashinfer: not importable\nvllm: not importable\n"
