@@ -20,6 +20,7 @@ import pytest
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run.prompts import (
     SHIPPED_PROMPTS,
     ChatTokenizer,
@@ -178,14 +179,13 @@ def _measure_case(target: Target, encoded: EncodedPrompts, head: str, policy: st
     decoder = SpecDecoder(
         target,
         load_heads(str(_LAB / "heads" / head), target),
-        policy=policy,
-        num_speculative_tokens=NUM_DRAFTS,
+        spec=SpecSettings(policy=policy, num_speculative_tokens=NUM_DRAFTS),
         engine=EngineConfig(max_num_requests=16, audit=False),
     )
     sampling = SamplingParams(max_new_tokens=NUM_TOKENS, stop_token_ids=target.stop_token_ids)
     for prompt, token_ids in zip(encoded.prompts, encoded.token_ids, strict=True):
         decoder.add_request(token_ids, sampling=sampling, request_id=prompt.question_id)
-    while decoder.scheduler.has_work:
+    while decoder.has_work:
         decoder.step()
     records = sorted(decoder.stats.records, key=lambda record: record.request_id)
     statistics = acceptance_statistics(records, num_speculative_tokens=NUM_DRAFTS, seed=0)

@@ -150,7 +150,7 @@ def test_config_dir_adds_groups(tmp_path: Path) -> None:
     ("line", "expected"),
     [
         ("python eval.py sampling=", {"sampling=greedy", "sampling=warm"}),
-        ("python eval.py spec.k=3 timing.", {"timing.passes=", "timing.turns="}),
+        ("python eval.py spec.k=3 timing.", {"timing.passes="}),
     ],
 )
 def test_bash_completion_names_choices_and_keys(

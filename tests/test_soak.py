@@ -28,8 +28,9 @@ def test_soak_finds_blocks_shared_without_regard_to_the_tokens_behind_them(
     class Hasty(PrefixCache):
         """Forgets that module rows look K tokens ahead."""
 
-        def __init__(self, **settings) -> None:
-            super().__init__(**(settings | {"num_following_tokens": 0}))
+        @property
+        def num_following_tokens(self) -> int:
+            return 0
 
     monkeypatch.setattr(build, "PrefixCache", Hasty)
     assert soak.main(["--requests", "100"]) == 1

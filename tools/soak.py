@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord
 from tests import tiny
 
@@ -121,15 +122,14 @@ def soak(args: argparse.Namespace) -> Report:
             num_rounds += len(record.num_accepted_per_round)
             num_accepted += sum(record.num_accepted_per_round)
             report.num_tokens += len(record.output_token_ids)
-        blocks = pressed.scheduler.blocks
-        report.num_leaked_blocks += blocks.num_blocks - blocks.num_free_blocks
+        report.num_leaked_blocks += pressed.num_blocks - pressed.num_free_blocks
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         rss.append((report.num_requests, pages * resource.getpagesize() / 2**20))
     report.num_steps = pressed.stats.num_steps
     report.num_preemptions = pressed.stats.num_preemptions
-    if blocks.prefix_cache is not None:
-        report.num_cached_tokens = blocks.prefix_cache.stats.num_cached_tokens
-        report.num_evicted_blocks = blocks.prefix_cache.stats.num_evicted_blocks
+    if (cached := pressed.prefix_cache_stats) is not None:
+        report.num_cached_tokens = cached.num_cached_tokens
+        report.num_evicted_blocks = cached.num_evicted_blocks
     report.acceptance_length = 1 + num_accepted / max(num_rounds, 1)
     report.num_dirty_rounds = pressed.auditor.num_dirty_rounds if pressed.auditor else 0
     report.seconds = time.perf_counter() - started
@@ -141,7 +141,8 @@ def _decoder(policy: str, engine: EngineConfig) -> SpecDecoder:
     """A decoder over the smallest target and heads, always the same, in float64."""
     k, target = NUM_DRAFTS, tiny.tiny_target("qwen3", **SIZES)
     heads = tiny.tiny_heads(target, num_mtp_modules=k)
-    return SpecDecoder(target, heads, policy=policy, num_speculative_tokens=k, engine=engine)
+    spec = SpecSettings(policy=policy, num_speculative_tokens=k)
+    return SpecDecoder(target, heads, spec=spec, engine=engine)
 
 
 def _job(index: int, rng: random.Random) -> Job:
@@ -159,10 +160,10 @@ def _job(index: int, rng: random.Random) -> Job:
 def _run(decoder: SpecDecoder, jobs: list[Job], *, rng: random.Random | None) -> Records:
     """Decode a wave; with `rng` arrivals are spread and aborts happen."""
     todo, aborts, step = list(reversed(jobs)), {}, 0
-    while todo or decoder.scheduler.has_work:
+    while todo or decoder.has_work:
         num_new = len(todo) if rng is None else rng.randint(0, 8)
         for _ in range(min(num_new, len(todo))):
-            if rng is not None and len(decoder.scheduler.waiting) >= MAX_WAITING:
+            if rng is not None and decoder.num_waiting >= MAX_WAITING:
                 break
             job = todo.pop()
             place = {"request_id": job.name, "priority": job.priority}
@@ -171,9 +172,9 @@ def _run(decoder: SpecDecoder, jobs: list[Job], *, rng: random.Random | None) ->
                 aborts.setdefault(step + job.abort_after, []).append(request)
         for request in aborts.pop(step, []):
             decoder.abort(request)
-        if decoder.scheduler.has_work:
+        if decoder.has_work:
             decoder.step()
-            decoder.scheduler.check_integrity()
+            decoder.check_integrity()
         step += 1
     records = {record.request_id: record for record in decoder.stats.records}
     decoder.stats.records.clear()

@@ -119,15 +119,15 @@ class SpecConfig(VerifyOptions):
 class SamplingOptions:
     """How tokens are chosen: the settings that the command line and a request share."""
 
-    temperature: float = within(0.0, 0.0, 100.0)  # 0 is greedy
+    temperature: float = within(0.0, 0.0, 1e300)  # 0 is greedy
     top_k: int = within(0, 0, 1 << 20)  # 0 is off
     top_p: float = above(1.0, 0.0, 1.0)  # 1 is off
     min_p: float = within(0.0, 0.0, 1.0)  # relative to the best token's probability; 0 is off
-    repetition_penalty: float = above(1.0, 0.0, 100.0)  # 1 is off
+    repetition_penalty: float = above(1.0, 0.0, 1e300)  # 1 is off
     frequency_penalty: float = within(0.0, -2.0, 2.0)  # per occurrence in the output
     presence_penalty: float = within(0.0, -2.0, 2.0)  # once for a token in the output
-    dry_multiplier: float = within(0.0, 0.0, 1e6)  # against repeated sequences; 0 is off
-    dry_base: float = within(1.75, 1.0, 1e6)  # growth of that penalty with each repeated token
+    dry_multiplier: float = within(0.0, 0.0, 1e300)  # against repeated sequences; 0 is off
+    dry_base: float = within(1.75, 1.0, 1e300)  # growth of that penalty with each repeated token
     dry_allowed_length: int = within(2, 1, 32)  # tokens; shorter repetitions are free
     min_tokens: int = within(0, 0, 1 << 20)  # no stop token before so many
     max_new_tokens: int = within(64, 0, 1 << 20)  # per request

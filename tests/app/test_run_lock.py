@@ -36,15 +36,14 @@ def test_run_lock_second_process_is_refused(tmp_path):
 def test_second_run_in_a_folder_exits_2_and_leaves_the_first_s_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def second(config: TrainConfig, output_dir: Path) -> None:
-        before = (output_dir / "config.json").read_text()
-        words = ["seed=2", f"output_dir={output_dir}"]
-        code = run_entry(
-            TrainConfig, lambda config, folder: pytest.fail("must not run"), argv=words
-        )
-        assert code == 2
-        assert (output_dir / "config.json").read_text() == before
+    def ends(config: TrainConfig, folder: Path) -> None:
+        pass
 
-    argv = ["seed=1", f"output_dir={tmp_path}"]
-    assert run_entry(TrainConfig, second, argv=argv) == 0
+    assert run_entry(TrainConfig, ends, argv=["seed=1", f"output_dir={tmp_path}"]) == 0
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    words = ["seed=2", f"output_dir={tmp_path}"]
+    with run_lock(tmp_path):  # as the first run holds it while it works
+        code = run_entry(TrainConfig, lambda *_: pytest.fail("must not run"), argv=words)
+    assert code == 2
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     assert "is in use by another run" in capsys.readouterr().err

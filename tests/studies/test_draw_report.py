@@ -1,7 +1,7 @@
 """The command on the sample results of docs/results: the page, its numbers, and a planted fault."""
 
 import json
-import shutil
+import lzma
 from pathlib import Path
 
 import pandas as pd
@@ -30,7 +30,7 @@ def test_page_opens_with_the_answers_and_keeps_the_verdicts(folder: Path) -> Non
     page = (folder / "report.html").read_text(encoding="utf8")
     text = outline(page).text.replace("\u00a0", " ")
     top = text.partition("Left out")[0]
-    report = read_checked(SPEED / "results.json")
+    report = read_checked(SPEED / "results.json.xz")
     (pair,) = report.paired
     figure = pair.differences["acceptance_length_micro"]
     wanted = f"{pair.condition} {figure.value:+.3f} [{figure.low:+.3f}, {figure.high:+.3f}]"
@@ -44,7 +44,7 @@ def test_page_opens_with_the_answers_and_keeps_the_verdicts(folder: Path) -> Non
 
 def test_figures_are_those_of_the_counters(folder: Path) -> None:
     frame = pd.read_csv(folder / "figures.csv")
-    report = read_checked(SPEED / "results.json")
+    report = read_checked(SPEED / "results.json.xz")
     rows = frame[(frame["run"] == SPEED.name) & (frame["domain"] == "all")]
     for summary in report.summaries:
         own = rows[rows["condition"] == summary.result.label].set_index("figure")
@@ -68,7 +68,7 @@ def test_figures_of_a_matrix_are_the_stored_ones() -> None:
 @pytest.mark.parametrize(
     ("source", "place"),
     [
-        (SPEED / "results.json", ("conditions", 1, "acceptance", "acceptance_rate", "low")),
+        (SPEED / "results.json.xz", ("conditions", 1, "acceptance", "acceptance_rate", "low")),
         (RESULTS / "recycle_norm" / "matrix.json", ("groups", 0, "length", 0)),
         (RESULTS / "fault_price" / "fault_price.json", ("rows", 0, "length", 0)),
     ],
@@ -80,8 +80,9 @@ def test_planted_number_is_refused(
     source: Path,
     place: tuple[str | int, ...],
 ) -> None:
-    copy = Path(shutil.copy(source, tmp_path))
-    stored = json.loads(copy.read_text())
+    packed = source.suffix == ".xz"
+    copy = tmp_path / source.name.removesuffix(".xz")
+    stored = json.loads(lzma.decompress(source.read_bytes()) if packed else source.read_text())
     node = stored["summary"]
     for key in place[:-1]:
         node = node[key]

@@ -127,7 +127,9 @@ def test_stopped_study_keeps_its_conditions(
     (tmp_path / STUDY_FILE).write_text(json.dumps(stored))
     decoders, made = [], fault_price.SpecDecoder
     monkeypatch.setattr(
-        fault_price, "SpecDecoder", lambda *a, **k: decoders.append(k["policy"]) or made(*a, **k)
+        fault_price,
+        "SpecDecoder",
+        lambda *a, **k: decoders.append(k["spec"].policy) or made(*a, **k),
     )
     price_faults(config, tmp_path)
     assert [policy.name for policy in decoders] == [whole[-1]["policy"]]

@@ -361,7 +361,7 @@ def _settings(report: Report) -> dict[str, str]:
         "verification": each(s.verify for s in found),
         "sampling": pairs_text(mapping(config, "sampling"), ("top_k", "top_p", "max_new_tokens")),
         "dtype, seed": f"{report.dtype}, {report.seed}",
-        "passes": each(s.speed.num_passes for s in found),
+        "passes": each(len(s.passes) for s in found),
     })  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from mtp_research.config.schema import LoggerConfig
-from mtp_research.evaluation.report.page import Section, results_sections
 from mtp_research.evaluation.report.stored import RESULTS_FILE, Report, Run
 from mtp_research.evaluation.stats.summary import ConditionSummary
 from mtp_research.runtime.provenance import redact_tree
@@ -32,6 +31,7 @@ def publish_report(report: Report, *, output_dir: Path, settings: LoggerConfig) 
     """`publish` one evaluation."""
 
     def sections() -> "list[Section]":
+        from mtp_research.evaluation.report.page import results_sections
 
         return results_sections([Run(output_dir.name, report)])
 
