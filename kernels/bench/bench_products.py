@@ -194,7 +194,6 @@ def _random_weight(num_outputs: int, depth: int) -> Tensor:
 
 
 def _bench_rows(name: str, x: Tensor, weights: list[Tensor], expected: Tensor, read: float) -> Row:
-    """The row of one number of rows."""
     usual = time_calls([lambda w=w: functional.linear(x, w) for w in weights])
     cases = cases_of(SHAPES[name], (len(x),))
     times = {case.config: _time_config(x, weights, expected, case.config) for case in cases}

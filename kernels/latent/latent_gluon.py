@@ -202,7 +202,6 @@ def _copy_tile(
     rope,  # shared memory [BLOCK_N, P], written
     COPY: gl.constexpr,
 ):
-    """Starts the copy of a tile of keys, a group."""
     dims = gl.arange(0, 512, layout=gl.SliceLayout(0, COPY))
     source = latent_cache + at[:, None]
     async_copy.async_copy_global_to_shared(latent, source + dims[None, :])
@@ -249,7 +248,6 @@ def _tile_maxima(scores, KEYS_FIRST: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon_jit
 def _issue_values(weights, latent, acc, KEYS_FIRST: gl.constexpr, ACC: gl.constexpr):
-    """The value product of a tile, unfinished."""
     if KEYS_FIRST:
         acc = warpgroup_mma(latent.permute((1, 0)), weights, acc, is_async=True)
     else:  # from registers: shared memory bounds the product

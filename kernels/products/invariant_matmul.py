@@ -324,7 +324,6 @@ def _row_sum_kernel(
     stride_row,
     BLOCK_D: tl.constexpr,
 ):
-    """The sum of one row, accumulated in float32."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], tl.float32)

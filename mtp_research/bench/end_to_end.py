@@ -208,7 +208,6 @@ def _decoder(
 
 
 def _line(row: dict[str, object]) -> str:
-    """A pass in words."""
     ttft, gap = (cast(dict[str, float] | None, row[name]) for name in ("ttft_ms", "token_ms"))
     words = [
         f"{row['shape']} K={row['num_drafts']} B={row['batch']} pass {row['pass']}:",

@@ -306,5 +306,4 @@ def _positions(
 
 
 def _known(values: Floats) -> tuple[float | None, ...]:
-    """JSON has no nan."""
     return tuple(value if math.isfinite(value) else None for value in values.tolist())
