@@ -76,7 +76,6 @@ def _number_order(path: Path) -> list[tuple[int, str]]:
 
 
 def _study_sections(files: Sequence[Path]) -> list[Section]:
-    """A section for each; its name is the folder's, and unique."""
     sections: list[Section] = []
     for number, file in enumerate(files, start=1):
         folder = slug(file.resolve().parent.name)
@@ -92,11 +91,7 @@ def _study_sections(files: Sequence[Path]) -> list[Section]:
 
 
 def _require_outputs(sections: Sequence[Section], page: Path) -> None:
-    """Refuse to call a report whole in which a condition has no figure at all.
-
-    Raises:
-        IntegrityError: names the conditions; the report is written all the same.
-    """
+    """Refuse to call a report whole in which a condition has no figure at all."""
     empty = [label for section in sections for label in section.empty]
     if empty:
         raise IntegrityError(

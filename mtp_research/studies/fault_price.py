@@ -102,18 +102,8 @@ class _Asked:
 def price_faults(config: EvalConfig, output_dir: Path) -> dict[str, object]:
     """Decode all conditions, print the tables and write `fault_price.json` after each.
 
-    Args:
-        config: checked configuration; `spec.head` (folders) and `spec.k` may be lists.
-        output_dir: folder of the results. A run that was stopped goes on with what is there.
-
-    Returns:
-        For the last line: numbers of prompts and conditions, and where the results are.
-
-    Raises:
-        ConfigError: no unclean policy, a sampled decoding, a head that is no folder, or a key that
-            a study does not read.
-        IntegrityError: `output_dir` holds another study, a prompt file is damaged, or no generation
-            of a condition finished (the results are written all the same).
+    A run that was stopped goes on with what `output_dir` holds. Returns what the last line shows:
+    numbers of prompts and conditions, and where the results are.
     """
     cells = expand(config).cells
     pairs = [(cell.spec.head, cell.spec.num_speculative_tokens) for cell in cells]
@@ -188,7 +178,6 @@ def _start(
     num_conditions: int,
     output_dir: Path,
 ) -> FaultStudy:
-    """An empty study, or the one that `output_dir` holds, if it asks the same."""
     study = FaultStudy(
         heads=tuple((head_facts(head) or {}) | {"name": name} for head, name in names.items()),
         prompts=asked.encoded.entries,
@@ -223,7 +212,6 @@ def _measure(
     policy: HiddenPolicy,
     num_drafts: int,
 ) -> FaultStudy:
-    """The study with one more condition, unless it has it already."""
     if (name, num_drafts, policy.name) in {condition.key for condition in study.conditions}:
         return study
     began = time.perf_counter()

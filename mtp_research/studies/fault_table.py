@@ -147,11 +147,7 @@ def write_study(folder: Path, study: FaultStudy) -> None:
 
 
 def read_checked_study(folder: Path) -> FaultStudy:
-    """`read_study`, and the figures in the file must be those that its counters give.
-
-    Raises:
-        IntegrityError: see `read_study`; or a stored figure differs.
-    """
+    """`read_study`, and the figures in the file must be those that its counters give."""
     study, path = read_study(folder), folder / STUDY_FILE
     stored = json.loads(path.read_text(encoding="utf8")).get("summary")
     require_stored_figures(path, stored, summary(study))

@@ -71,19 +71,12 @@ def decode_prompts(
 
 
 class CellRounds(NamedTuple):
-    """Accepted drafts of each round of each prompt, rounds whose K tokens are all known.
-
-    Attributes:
-        loop: of the decode loop.
-        clean: of the walk, if the rows of rejected drafts were rerun; None for a clean policy.
-        differing: prompts at which loop and walk differ; none in float32.
-        walks: of the walk under the policy as it is.
-    """
+    """Accepted drafts of each round of each prompt of loop and walks, all K tokens being known."""
 
     loop: tuple[tuple[int, ...], ...]
-    clean: tuple[tuple[int, ...], ...] | None
-    differing: tuple[int, ...]
-    walks: tuple[tuple[int, ...], ...]
+    clean: tuple[tuple[int, ...], ...] | None  # walk, rejected rows rerun; None if clean
+    differing: tuple[int, ...]  # prompts; none in float32
+    walks: tuple[tuple[int, ...], ...]  # under the policy as it is
 
 
 def measure_cell(
@@ -94,15 +87,7 @@ def measure_cell(
     policy: str,
     num_drafts: int,
 ) -> CellRounds:
-    """Compare the loop's rounds with the walk over its own text.
-
-    Args:
-        heads: as they were decoded.
-        records: of the loop, one per prompt, in order.
-        prompts: token ids.
-        policy: what was run.
-        num_drafts: K.
-    """
+    """Compare the loop's rounds with the walk over its own text."""
     documents = [
         EncodedDocument(
             doc_id=record.request_id,
@@ -126,17 +111,11 @@ def measure_cell(
 
 
 class _Walks(NamedTuple):
-    """Accepted drafts of each round of one text.
+    """Accepted drafts of each round of one text."""
 
-    Attributes:
-        exact: of the policy as it is.
-        clean: as if the rows of rejected drafts were rerun; the same for a clean policy.
-        num_anchors: anchors whose K tokens are known.
-    """
-
-    exact: tuple[int, ...]
-    clean: tuple[int, ...]
-    num_anchors: int
+    exact: tuple[int, ...]  # under the policy as it is
+    clean: tuple[int, ...]  # as if the rows of rejected drafts were rerun
+    num_anchors: int  # whose K tokens are known
 
 
 def _known_rounds(accepted: Sequence[int], walk: _Walks) -> tuple[int, ...]:
@@ -153,7 +132,6 @@ def _known_rounds(accepted: Sequence[int], walk: _Walks) -> tuple[int, ...]:
 def _walks(
     heads: MTPHeads, documents: Sequence[EncodedDocument], *, policy: str, num_drafts: int
 ) -> list[_Walks]:
-    """Walks over every text, a few rows at a time."""
     rows = TrainingRows(
         pack_first_fit(documents, seq_len=max(len(text.token_ids) for text in documents)),
         target=heads.target,

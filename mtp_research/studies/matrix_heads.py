@@ -57,11 +57,7 @@ def decoding_config(config: TrainConfig) -> TrainConfig:
 
 
 def train_run(run: HeadRun) -> None:
-    """Train one head, unless its folder says that this was done with this configuration.
-
-    Raises:
-        ConfigError: the folder holds steps of another configuration; the message lists them.
-    """
+    """Train one head, unless its folder says that this was done with this configuration."""
     mark, wanted = run.folder / _MARK, _facts(run.config)
     if mark.is_file() and same_settings(json.loads(mark.read_text())["config"], wanted):
         logger.info("%s is trained", run.folder.name)

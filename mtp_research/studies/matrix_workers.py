@@ -51,18 +51,10 @@ def measure_heads(
     done: Collection[MatrixCell],
     num_workers: int,
 ) -> Iterator[MatrixCell]:
-    """Cells that are missing in `done`, as they are measured; untrained heads are trained.
+    """Cells missing in `done`, as they are measured; untrained heads are trained.
 
-    Args:
-        runs: heads of all seeds.
-        asked: prompts and their plain texts.
-        target: used by this process; workers load their own.
-        done: cells measured before; one whose head has other weights by now counts as missing.
-        num_workers: heads at a time; 1 trains and decodes in this process.
-
-    Raises:
-        NumericFault: too many of a cell's texts or rounds are not those of plain decoding and of
-            the walk.
+    A cell of `done` whose head has other weights by now counts as missing. One of `num_workers` is
+    this process with its `target`; several load their own, a head at a time.
     """
     if num_workers == 1:
         for run in runs:

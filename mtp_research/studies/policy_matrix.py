@@ -53,21 +53,10 @@ TABLE_WIDTH = 160  # characters; log files have no width of their own
 
 
 def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object]:
-    """Train and decode all cells.
+    """Train and decode all cells; `cells` of the result has an entry for all seeds of a cell.
 
-    Args:
-        config: checked configuration; `head`, `objective` and `trainer` hold for all heads but for
-            the unroll, N, the recycled norm and the seed.
-        output_dir: run folder; each head has its own below it, which a repeated call reuses.
-
-    Returns:
-        JSON-serialisable result with one entry a group of cells that differ in the seed.
-
-    Raises:
-        ConfigError: no held-out document has a prompt and an answer.
-        IntegrityError: `output_dir` holds a matrix of other prompts or settings.
-        NumericFault: too many of a cell's texts or rounds are not those of plain decoding and of
-            the walk.
+    `head`, `objective` and `trainer` hold for all heads but for the unroll, N, the recycled norm
+    and the seed. Each head has a folder of its own in `output_dir`, which a repeated call reuses.
     """
     target, documents = load_inputs(decoding_config(config))
     chosen = _prompt_documents(documents.held_out, limit=config.matrix.num_prompts)
@@ -130,7 +119,6 @@ def _group_facts(one: GroupFigures) -> dict[str, object]:
 
 
 def _with_cell(matrix: SeedMatrix, cell: MatrixCell) -> SeedMatrix:
-    """The matrix with this cell, in place of an older one of the same key and seed."""
     others = (c for c in matrix.cells if (c.key, c.seed) != (cell.key, cell.seed))
     return dataclasses.replace(matrix, cells=(*others, cell))
 
@@ -138,7 +126,6 @@ def _with_cell(matrix: SeedMatrix, cell: MatrixCell) -> SeedMatrix:
 def _start(
     config: TrainConfig, output_dir: Path, *, prompts: Iterable[MatrixPrompt], target: Target
 ) -> SeedMatrix:
-    """A matrix without cells, or the one that `output_dir` holds, if it asks the same."""
     asked: dict[str, object] = dataclasses.asdict(config)
     asked["matrix"] = {**vars(config.matrix), "num_workers": None}  # no cell depends on it
     seeds = tuple(config.matrix.seeds or [config.seed])

@@ -107,11 +107,7 @@ class Task:
 
 
 def question_tasks(questions: Sequence[Question], tokenizer: ChatTokenizer) -> list[Task]:
-    """Conversations in the target's chat template, up to where the assistant speaks.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template, or the template refuses a conversation.
-    """
+    """Conversations in the target's chat template, up to where the assistant speaks."""
     if tokenizer.chat_template is None:
         raise ConfigError(
             "--source needs a target whose tokenizer has a chat template, this one has none; use "
@@ -185,17 +181,11 @@ def _sample(
 
 
 class Answered(NamedTuple):
-    """What became of the tasks of one call.
+    """What became of the tasks of one call."""
 
-    Attributes:
-        num_written: lines appended.
-        num_there: tasks that the output held before.
-        num_too_long: prompts that leave no room for a token.
-    """
-
-    num_written: int
-    num_there: int
-    num_too_long: int
+    num_written: int  # lines appended
+    num_there: int  # tasks that the output held before
+    num_too_long: int  # prompts that leave no room for a token
 
 
 def answer(
@@ -208,12 +198,8 @@ def answer(
 ) -> Answered:
     """Append the target's continuation of every task that `output` does not hold yet.
 
-    Args:
-        target: the model whose output is wanted.
-        tasks: prompts; those as long as the context are left out and counted.
-        output: JSONL file; lines are `id`, `domain`, `token_ids`, `num_prompt_tokens`.
-        sampling: of the continuation; its seed is shifted by the task's index.
-        engine: batch settings.
+    Lines are `id`, `domain`, `token_ids`, `num_prompt_tokens`. Prompts as long as the context are
+    left out and counted; the seed of `sampling` is shifted by the task's index.
     """
     done = _existing_ids(output)
     decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
@@ -254,11 +240,7 @@ def write_xz(output: Path) -> None:
 
 
 def _existing_ids(output: Path) -> set[str]:
-    """Ids in the file; a last line cut off by a kill is removed.
-
-    Raises:
-        IntegrityError: another line is not valid.
-    """
+    """Ids in the file; a last line cut off by a kill is removed."""
     if not output.is_file():
         return set()
     lines = output.read_text(encoding="utf8").splitlines(keepends=True)
@@ -279,12 +261,7 @@ def _parse(lines: Sequence[str], path: Path) -> Iterator[dict]:
 
 
 def _check_settings(output: Path, *, target: Target, sampling: SamplingParams) -> None:
-    """Refuse to go on with answers of another target or of other settings; else record them.
-
-    Raises:
-        ConfigError: names what differs.
-        IntegrityError: the record is damaged.
-    """
+    """Refuse to go on with answers of another target or of other settings; else record them."""
     path = output.with_name(f"{output.name}.settings.json")
     settings = target_hashes(target) | {
         "temperature": sampling.temperature,

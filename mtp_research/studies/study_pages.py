@@ -101,11 +101,7 @@ _WALK_NOTE = (
 
 
 def matrix_section(folder: Path, *, name: str) -> Section:
-    """The policy matrix over training seeds in `folder`.
-
-    Raises:
-        IntegrityError: the file cannot be read, or a stored figure is not what its counters give.
-    """
+    """The policy matrix over training seeds in `folder`."""
     matrix = read_checked_matrix(folder)
     done = matrix.done_seeds
     frame = make_frame(list(_matrix_rows(matrix, name)))
@@ -134,11 +130,7 @@ def matrix_section(folder: Path, *, name: str) -> Section:
 
 
 def fault_section(folder: Path, *, name: str) -> Section:
-    """The price of faulty draft slots in `folder`.
-
-    Raises:
-        IntegrityError: the file cannot be read, or a stored figure is not what its counters give.
-    """
+    """The price of faulty draft slots in `folder`."""
     study = read_checked_study(folder)
     frame = make_frame(list(_price_rows(study, name)))
     return Section(
@@ -163,11 +155,7 @@ def fault_section(folder: Path, *, name: str) -> Section:
 
 
 def training_section(file: Path, *, name: str) -> Section:
-    """The curves of a `train.py` folder, from its `metrics.jsonl`.
-
-    Raises:
-        IntegrityError: a line is no JSON or lacks a field.
-    """
+    """The curves of a `train.py` folder, from its `metrics.jsonl`."""
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()]
         kinds = ("train", "eval", "result")
@@ -257,7 +245,6 @@ def _matrix_charts(matrix: SeedMatrix, frame: pd.DataFrame) -> list[Chart | Miss
 
 
 def _difference_chart(matrix: SeedMatrix) -> Chart | Missing:
-    """Every pair of matching cells: the difference with its interval, and each seed's own."""
     title = "Heads for training under training minus heads for eagle under eagle"
     pairs = match_pairs(matrix)
     if not pairs:
@@ -287,7 +274,6 @@ def _pair_tick(pair: MatchPair) -> str:
 
 
 def _matrix_headline(matrix: SeedMatrix) -> str:
-    """The matching cells against each other at the largest difference, and the verdict."""
     pairs = [pair for pair in match_pairs(matrix) if pair.difference.value is not None]
     if not pairs:
         return verdict(matrix) if matrix.done_seeds else ""
@@ -301,7 +287,6 @@ def _matrix_headline(matrix: SeedMatrix) -> str:
 
 
 def _matrix_facts(matrix: SeedMatrix) -> dict[str, str]:
-    """What was trained and decoded."""
     config = mapping(matrix.settings, "config")
     model, trainer, asked = (mapping(config, key) for key in ("model", "trainer", "matrix"))
     data, most = mapping(config, "data"), asked.get("max_new_tokens")
@@ -358,7 +343,6 @@ def _lost_chart(frame: pd.DataFrame) -> Chart | Missing:
 
 
 def _price_headline(study: FaultStudy, frame: pd.DataFrame) -> str:
-    """The largest loss, and the verdict."""
     lost = frame[(frame["figure"] == "lost") & frame["value"].notna()]
     if not len(lost):
         return fault_verdict(study)

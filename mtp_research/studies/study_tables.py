@@ -163,9 +163,6 @@ def read_checked_matrix(folder: Path) -> SeedMatrix:
     """`read_matrix`, and the figures in the file must be those that its counters give.
 
     A file of an unfinished matrix may hold none, an older one fewer of them.
-
-    Raises:
-        IntegrityError: as `read_matrix`; or a stored figure differs.
     """
     matrix, path = read_matrix(folder), folder / MATRIX_FILE
     stored = json.loads(path.read_text(encoding="utf8")).get("summary")
@@ -205,7 +202,6 @@ def _length_grid(groups: Sequence[GroupFigures], what: str, num_prompts: int) ->
 
 
 def _difference_grid(groups: Sequence[GroupFigures]) -> Grid:
-    """Each cell minus the same heads' match, paired over seeds and prompts."""
     lines = [
         (
             row_name(one.key),
@@ -220,7 +216,6 @@ def _difference_grid(groups: Sequence[GroupFigures]) -> Grid:
 
 
 def _match_grid(matrix: SeedMatrix) -> Grid:
-    """Matching cells against each other, over all prompts and by domain."""
     counts: Mapping[str | None, int] = {None: len(matrix.prompts), **prompts_by_domain(matrix)}
     lines = [
         (

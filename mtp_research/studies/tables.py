@@ -134,12 +134,7 @@ _COMMANDS: dict[str, tuple[int | str, Callable[[Sequence[Path]], str]]] = {
 
 
 def compare(ours: Report, theirs: Report) -> dict[str, PairedComparison]:
-    """Paired differences ours - theirs of every condition label that both hold and that drafts.
-
-    Raises:
-        ConfigError: the results differ in prompts, target, dtype, K or the law of the text, or
-            share no such label; the message lists every difference.
-    """
+    """Paired differences ours - theirs of every condition label that both hold and that drafts."""
     require_comparable(ours, theirs)
     references = {condition.label: condition for condition in theirs.conditions}
     return {
@@ -169,10 +164,6 @@ def law_of_text(condition: ConditionResult, config: Mapping[str, object]) -> dic
 
     Those that do nothing are left out: truncation at temperature 0, the rest of DRY without its
     multiplier. All lossless rules have one law. A setting that an old file lacks has its default.
-
-    Args:
-        condition: of a results file.
-        config: the configuration in that file.
     """
     stored = _with_defaults(SamplingConfig(), mapping(config, "sampling"))
     if condition.temperature is not None:  # the file may hold a list of them
@@ -242,12 +233,10 @@ def _draft_differences(ours: Report, theirs: Report) -> list[str]:
 def _with_defaults(
     defaults: SamplingConfig | SpecConfig, stored: Mapping[str, object]
 ) -> dict[str, object]:
-    """The stored values of the keys that this version knows."""
     return {key: stored.get(key, value) for key, value in asdict(defaults).items()}
 
 
 def _law_differences(ours: Report, theirs: Report) -> list[str]:
-    """Each differing setting with both values, and the shared conditions that it is of."""
     references = {condition.label: condition for condition in theirs.conditions}
     found: dict[str, list[str]] = {}
     for condition in ours.conditions:
@@ -264,11 +253,7 @@ def _law_differences(ours: Report, theirs: Report) -> list[str]:
 
 
 def context_rows(report: Report) -> list[tuple[str, ...]]:
-    """One row per bucket and condition, from short to long, cells in the order of the header.
-
-    Raises:
-        ConfigError: several requests were decoded at a time.
-    """
+    """One row per bucket and condition, from short to long; refuses a batch above 1."""
     batch = cast(Mapping[str, object], report.config["engine"])["max_num_requests"]
     if batch != 1:
         raise ConfigError(
@@ -346,11 +331,7 @@ def _rate(records: Sequence[RequestRecord]) -> Ratio:
 
 
 def policy_rows(report: Report) -> list[tuple[str, ...]]:
-    """One row per policy of an evaluation, cells in the order of the header.
-
-    Raises:
-        ConfigError: the head folder that the results name is not there.
-    """
+    """One row per policy of an evaluation, cells in the order of the header."""
     spec = cast(Mapping[str, object], report.config["spec"])
     head = Path(str(spec["head"]))
     num_modules = int(read_head_record(head)["spec"]["num_mtp_modules"])
@@ -389,7 +370,6 @@ def _num_module_rows(summary: ConditionSummary, num_modules: int) -> int:
 
 
 def _fault_percentages(audit: Mapping[str, int] | None) -> tuple[str, ...]:
-    """Share of each fault among the slots looked at."""
     if audit is None or not audit.get("slots"):
         return (UNDEFINED,) * len(_FAULTS)
     return tuple(f"{100 * audit[fault] / audit['slots']:.2f}" for fault in _FAULTS)

@@ -27,12 +27,6 @@ def decode_probe(config: TrainConfig) -> Callable[[MTPHeads], dict[str, object]]
     """A function that decodes `trainer.decode_eval_prompts` prompts greedily with given heads.
 
     It drafts by the policy that the unroll matches, K being the depths of the training.
-
-    Args:
-        config: of the run.
-
-    Returns:
-        heads -> acceptance length, accepted drafts and rounds; None without prompts.
     """
     num_prompts = config.trainer.decode_eval_prompts
     if not num_prompts:

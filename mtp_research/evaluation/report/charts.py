@@ -65,19 +65,12 @@ _PAD = 0.12  # between a bar and its sum, of the width
 
 @dataclass(frozen=True)
 class Chart:
-    """What is shown, the drawing, and what a reader has to know.
+    """What is shown, the drawing, and what a reader has to know."""
 
-    Attributes:
-        title: unique in its section.
-        figure: of matplotlib.
-        note: how to read it.
-        hover: text by the id of a point.
-    """
-
-    title: str
+    title: str  # unique in its section
     figure: Figure
-    note: str = ""
-    hover: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""  # how to read it
+    hover: Mapping[str, str] = field(default_factory=dict)  # text by the id of a point
 
     @property
     def stem(self) -> str:
@@ -144,14 +137,9 @@ def interval_chart(
 ) -> Chart:
     """Points with whiskers from low to high, series side by side at every tick.
 
-    Args:
-        title: of the chart.
-        data: rows with `series`, `tick`, `value`, `low`, `high`; at most `MAX_SERIES` are drawn.
-        x: name of the axis, with its unit.
-        y: likewise.
-        floor: lower end of the y axis; None lets the data decide.
-        is_connected: join the points of a series; False where the order of ticks means nothing.
-        note: see `Chart`.
+    `data` has `series`, `tick`, `value`, `low`, `high`; the first `MAX_SERIES` series are drawn.
+    With `floor` None the data decide where y begins; points of a series are joined if
+    `is_connected`, which an order of ticks that means nothing forbids.
     """
     names = list(dict.fromkeys(data["series"]))[:MAX_SERIES]
     ticks = list(dict.fromkeys(data["tick"]))
@@ -227,12 +215,7 @@ def grouped_bars(title: str, data: pd.DataFrame, *, x: str, y: str, note: str = 
 def heat_map(title: str, cells: pd.DataFrame, *, rows: str, unit: str, note: str = "") -> Chart:
     """A matrix of figures with their intervals; the more colour, the larger the value.
 
-    Args:
-        title: of the chart.
-        cells: rows with `row`, `column`, `value`, `low`, `high`, `is_match` (gets a frame).
-        rows: what the rows are; columns are decode policies.
-        unit: of the values.
-        note: see `Chart`.
+    `cells` has `row`, `column`, `value`, `low`, `high` and `is_match`, which gets a frame.
     """
     names, columns = (list(dict.fromkeys(cells[key])) for key in ("row", "column"))
     values = np.full((len(names), len(columns)), np.nan)

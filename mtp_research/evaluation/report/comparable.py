@@ -131,21 +131,13 @@ class PolicyMatrix:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Conditions that differ in one part of their setting.
-
-    Attributes:
-        part: what differs.
-        shared: the rest in words.
-        values: of that part, ascending.
-        rows: by name of head and policy, the entry at each value; None where there is none.
-        has_parts: values differ in their prompts too, so that acceptance cannot be compared.
-    """
+    """Conditions that differ in one part of their setting."""
 
     part: SweptPart
-    shared: str
-    values: tuple[float, ...]
-    rows: Mapping[str, tuple[Entry | None, ...]]
-    has_parts: bool = False
+    shared: str  # the rest in words
+    values: tuple[float, ...]  # of the part, ascending
+    rows: Mapping[str, tuple[Entry | None, ...]]  # by name of head and policy
+    has_parts: bool = False  # prompts differ too: acceptance cannot be compared
 
     @property
     def members(self) -> list[Entry]:

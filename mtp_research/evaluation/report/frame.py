@@ -231,7 +231,6 @@ def _acceptance(figures: AcceptanceStatistics) -> Iterator[tuple[str, Estimate]]
 
 
 def _counts(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
-    """Prompts, rounds, slots, times, memory, parts of a step, acceptance by context length."""
     summary, speed, report = entry.summary, entry.summary.speed, entry.run.report
     figures: dict[str, float | None] = {
         "num_rounds": summary.acceptance.num_rounds,
@@ -268,7 +267,6 @@ def _counts(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
 
 
 def _speeds(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
-    """Rates of the passes, those of K = 0 in the same run, and the ratio of both."""
     plain, speed = entry.baseline, entry.summary.speed
     shown: Row = {"reference": "" if plain is None else label_text(plain.summary.result.label)}
     none = Estimate(None)

@@ -95,7 +95,6 @@ def _draft_length_note(report: Report) -> Iterator[str]:
 
 
 def _timing_notes(report: Report) -> Iterator[str]:
-    """What a reader of the speeds has to know, warnings first."""
     resumed = [
         printable(condition.label)
         for condition in report.conditions

@@ -75,37 +75,21 @@ _WARNINGS = ("warning:", "skipped:")
 
 @dataclass(frozen=True)
 class Section:
-    """One part of a page.
+    """One part of a page."""
 
-    Attributes:
-        name: unique on the page; file names of its tables and charts start with it.
-        title: heading.
-        charts: charts, and what could not be drawn.
-        grids: tables.
-        frame: every figure; empty for a section that repeats those of others.
-        headline: the answer in one sentence, without its full stop.
-        caption: what all charts share: prompts, dtype, machine.
-        command: how the numbers were made.
-        facts: settings and provenance, by name.
-        warnings: what a reader must know before the figures.
-        notes: definitions; a page shows each once.
-        prompts: ids and hashes.
-        empty: conditions without any finished request; a report with one is not whole.
-    """
-
-    name: str
+    name: str  # unique on the page; files of its tables and charts start with it
     title: str
-    charts: Sequence[Chart | Missing]
+    charts: Sequence[Chart | Missing]  # and what could not be drawn
     grids: Sequence[Grid]
-    frame: pd.DataFrame = field(default_factory=pd.DataFrame)
-    headline: str = ""
-    caption: str = ""
-    command: str = ""
-    facts: Mapping[str, str] = field(default_factory=dict)
-    warnings: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    prompts: Sequence[PromptEntry] = ()
-    empty: Sequence[str] = ()
+    frame: pd.DataFrame = field(default_factory=pd.DataFrame)  # empty if it repeats others
+    headline: str = ""  # the answer in one sentence, without its full stop
+    caption: str = ""  # what all charts share: prompts, dtype, machine
+    command: str = ""  # how the numbers were made
+    facts: Mapping[str, str] = field(default_factory=dict)  # settings and provenance
+    warnings: Sequence[str] = ()  # what a reader must know before the figures
+    notes: Sequence[str] = ()  # definitions; a page shows each once
+    prompts: Sequence[PromptEntry] = ()  # ids and hashes
+    empty: Sequence[str] = ()  # conditions without a finished request: such a report is not whole
 
     @property
     def drawn(self) -> list[Chart]:
@@ -126,11 +110,7 @@ def results_sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def write_report(folder: Path, sections: Sequence[Section]) -> Path:
-    """Write every file of a report; return the path of its page.
-
-    Raises:
-        EnvironmentFault: the folder cannot be written.
-    """
+    """Write every file of a report; return the path of its page."""
     page, drawings = folder / PAGE_FILE, {}
     frames = [section.frame for section in sections if len(section.frame)]
     files: dict[Path, str | bytes] = {folder / "tables.md": _markdown(sections)}
@@ -346,8 +326,6 @@ def _lossless(verdict: str) -> str:
 
 
 def _settings(report: Report) -> dict[str, str]:
-    """What the conditions of a run were decoded with."""
-
     def each(values: Iterable[object]) -> str:
         return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
 
@@ -366,7 +344,6 @@ def _settings(report: Report) -> dict[str, str]:
 
 
 def _markdown(sections: Sequence[Section]) -> str:
-    """Warnings and every table."""
     parts = []
     for section in sections:
         parts += [f"## {clean(section.title)}", *(clean(w, MAX_NOTE) for w in section.warnings)]

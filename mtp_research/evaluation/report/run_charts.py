@@ -209,7 +209,6 @@ def _times(frame: pd.DataFrame) -> Chart | Missing:
 
 
 def _wide(frame: pd.DataFrame, names: dict[str, str]) -> pd.DataFrame:
-    """One row a condition, one column a figure, renamed; conditions in their order."""
     chosen = frame[frame["figure"].isin(list(names))]
     wide = chosen.pivot_table(index="condition", columns="figure", values="value", sort=False)
     return wide.reindex(columns=list(names)).dropna().rename(columns=names)
@@ -221,7 +220,6 @@ def _first_bars(num_conditions: int) -> str:
 
 
 def _sweep_charts(frame: pd.DataFrame, sweep: Sweep, name: str) -> Iterator[Chart]:
-    """Charts of a sweep, which ends their titles as `name`."""
     shared, note = sweep.shared, ""
     if len(sweep.rows) > MAX_SERIES:
         note = f"The first {MAX_SERIES} of {len(sweep.rows)} heads and policies. "

@@ -43,29 +43,17 @@ _PROMPT_TYPES = {"question_id": str, "category": str, "format": str, "sha256": s
 
 @dataclass(frozen=True)
 class Report:
-    """One evaluation: what was asked, what was generated, and the figures.
+    """One evaluation: what was asked, what was generated, and the figures."""
 
-    Attributes:
-        dtype: of the target, such as `float32`.
-        seed: of the bootstrap.
-        prompts: what was asked; the ids are the request ids.
-        conditions: the decodings, with unique labels.
-        summaries: figures of each condition, in the same order.
-        paired: differences of each drafting condition to the reference of its K and group.
-        config: the resolved configuration.
-        run: command, code, versions and machine (`provenance.run_record`).
-        skipped_prompts: ids of prompts that were not asked, because they fill the context.
-    """
-
-    dtype: str
-    seed: int
-    prompts: tuple[PromptEntry, ...]
-    conditions: tuple[ConditionResult, ...]
-    summaries: tuple[ConditionSummary, ...]
-    paired: tuple[PairedComparison, ...]
-    config: Mapping[str, object]
-    run: Mapping[str, object]
-    skipped_prompts: tuple[str, ...] = ()
+    dtype: str  # of the target, such as `float32`
+    seed: int  # of the bootstrap
+    prompts: tuple[PromptEntry, ...]  # the ids are the request ids
+    conditions: tuple[ConditionResult, ...]  # with unique labels
+    summaries: tuple[ConditionSummary, ...]  # of each condition, in the same order
+    paired: tuple[PairedComparison, ...]  # to the reference of equal K and group
+    config: Mapping[str, object]  # resolved
+    run: Mapping[str, object]  # `provenance.run_record`
+    skipped_prompts: tuple[str, ...] = ()  # ids; they fill the context
 
 
 @dataclass(frozen=True)
@@ -86,11 +74,7 @@ def build_report(
     run: Mapping[str, object],
     skipped_prompts: Sequence[str] = (),
 ) -> Report:
-    """Compute every figure; the arguments are the attributes of `Report`.
-
-    Raises:
-        IntegrityError: the counters of a generation contradict each other.
-    """
+    """Compute every figure; the arguments are the attributes of `Report`."""
     labels = [condition.label for condition in conditions]
     assert len(set(labels)) == len(labels), f"condition labels must be unique, got {labels}"
     reference = config.get("reference")
@@ -152,11 +136,7 @@ def write_results(folder: Path, report: Report) -> Path:
 
 
 def recompute(path: Path) -> Report:
-    """Read a `results.json` and compute its figures again from the counters of its generations.
-
-    Raises:
-        IntegrityError: missing, no JSON, of another schema version, or with wrong fields.
-    """
+    """Read a `results.json`, compute its figures again; `IntegrityError` if it cannot be read."""
     try:
         stored = json.loads(_text(path), parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError, lzma.LZMAError, EOFError) as error:
@@ -236,16 +216,7 @@ def read_checked(path: Path) -> Report:
 
 
 def require_stored_figures(path: Path, stored: object, computed: object) -> None:
-    """Hold the figures in a file against those that its counters give.
-
-    Args:
-        path: of the file, for the message.
-        stored: its summary; keys that it lacks, as an older file does, are not looked at.
-        computed: the same from the counters.
-
-    Raises:
-        IntegrityError: names the first that differ.
-    """
+    """Hold a file's figures against those of its counters; it may lack some, as older files do."""
     expected = json.loads(json.dumps(computed))
     _refuse(path, list(_differences(stored, expected, "summary", may_lack=True)))
 

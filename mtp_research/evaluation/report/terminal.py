@@ -55,13 +55,7 @@ class Grid:
 def print_report(
     report: Report, *, width: int | None = None, stored_at: Path | None = None
 ) -> None:
-    """Tables and notes on standard output.
-
-    Args:
-        report: what to print.
-        width: columns; by default `PAGE_WIDTH`, or those of the terminal where it has fewer.
-        stored_at: the results file, named at the end.
-    """
+    """Tables and notes on standard output, by default as wide as it is, at most `PAGE_WIDTH`."""
     if width is None:
         has_screen = sys.stdout.isatty()
         width = min(PAGE_WIDTH, shutil.get_terminal_size().columns) if has_screen else PAGE_WIDTH
@@ -315,7 +309,6 @@ def _length_grid(summaries: Sequence[ConditionSummary], title: str) -> Grid:
 
 
 def _decode_grid(summaries: Sequence[ConditionSummary]) -> Grid:
-    """Speed without prompt rows, and of it with a full batch; empty where nobody had one."""
     speeds = [(label_text(summary.result.label), summary.speed) for summary in summaries]
     if all(speed.full.value is None for _, speed in speeds):
         speeds = []
@@ -334,7 +327,6 @@ def _decode_grid(summaries: Sequence[ConditionSummary]) -> Grid:
 
 
 def _rate(tokens_per_s: Estimate, num_passes: int) -> str:
-    """Tokens per second; with several passes the least and the most of one."""
     is_lone = num_passes == 1
     return number(tokens_per_s.value, ".1f") if is_lone else interval(tokens_per_s, ".1f")
 

@@ -76,17 +76,11 @@ def publish(
     config: Mapping[str, object],
     scalars: Scalars,
 ) -> bool:
-    """Send figures, charts and scalars, where W&B is asked for and this is the first rank.
+    """Send figures, charts and scalars where W&B is asked for; returns whether all was sent.
 
-    Args:
-        make_sections: builds the sections of the report; called only if they are sent.
-        results: the file they were made of; W&B keeps its own files beside it.
-        settings: mode, which `WANDB_MODE` overrides as everywhere, project, tags.
-        config: resolved configuration; secrets are redacted here.
-        scalars: of the run's summary.
-
-    Returns:
-        Whether all was sent.
+    Only the first rank sends, and the sections are made only then. W&B keeps its files beside
+    `results`; `WANDB_MODE` overrides the settings, secrets of `config` are redacted here, `scalars`
+    are the run's summary.
     """
     mode = os.environ.get("WANDB_MODE") or settings.wandb
     is_off = "disabled" in (settings.wandb, mode)
