@@ -210,11 +210,7 @@ def save_progress(
 
 
 def restore_progress(
-    root: Path,
-    *,
-    target: TargetModel,
-    optimizer: MasterWeights,
-    settings: Mapping[str, object],
+    root: Path, *, target: TargetModel, optimizer: MasterWeights, settings: Mapping[str, object]
 ) -> Progress:
     """Put the newest step folder of `root` into target and optimizer, in place; where it stopped.
 

@@ -157,12 +157,7 @@ def _consumed(inputs: RowInputs, *, offset: int) -> Tensor:
 
 
 def _unroll_streams(
-    heads: MTPHeads,
-    inputs: RowInputs,
-    *,
-    policy: HiddenPolicy,
-    modules: list[int],
-    is_drawn: bool,
+    heads: MTPHeads, inputs: RowInputs, *, policy: HiddenPolicy, modules: list[int], is_drawn: bool
 ) -> list[Tensor]:
     """Each depth is its own causal stream at the anchors' positions: `chain`, `independent`."""
     context = DenseContext(inputs.document_index, inputs.cu_seqlens)
