@@ -48,11 +48,7 @@ class TemplateTokenizer(Protocol):
 def encode_for_target(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
 ) -> list[EncodedDocument]:
-    """Token ids and loss masks as the target of this tokenizer reads them.
-
-    Raises:
-        ConfigError: a conversation that the tokenizer's template does not take.
-    """
+    """Token ids and loss masks as the target of this tokenizer reads them."""
     if tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(len(SPECIAL_TOKENS))):
         return list(encode_documents(documents, cast(PreTrainedTokenizerFast, tokenizer)))
     return list(encode_in_template(documents, cast(TemplateTokenizer, tokenizer)))
@@ -65,9 +61,6 @@ def encode_in_template(
 
     The mask is True where the token is the target's own output: the assistant's turns up to the
     end token, and all of a plain text but its first token.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template, or it refuses or rewrites a conversation.
     """
     for document in documents:
         if document.messages is None:

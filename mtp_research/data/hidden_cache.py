@@ -54,15 +54,7 @@ class CacheHeader:
 
 
 class HiddenCacheWriter:
-    """Writes the shards that a cache still lacks.
-
-    Args:
-        folder: of the cache, made if missing.
-        header: of the rows to be written.
-
-    Raises:
-        IntegrityError: the folder holds a cache with another header, or a damaged index.
-    """
+    """Writes the shards that the cache in `folder` (made if missing) still lacks."""
 
     def __init__(self, folder: Path, *, header: CacheHeader) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,12 +74,7 @@ class HiddenCacheWriter:
         ]
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write one shard and enter it in the index.
-
-        Args:
-            number: of the shard.
-            tensors: `[rows of the shard, S, D]` by name.
-        """
+        """Write one shard, `[rows of the shard, S, D]` by name, and enter it in the index."""
         name = shard_name(number)
         path, unfinished = self._folder / name, self._folder / f".{name}.writing"
         content = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
@@ -105,16 +92,7 @@ class HiddenCacheWriter:
 
 
 class HiddenCache:
-    """A whole cache, read row by row; a shard is checked against its sha256 when it is first used.
-
-    Args:
-        folder: of the cache.
-        header: of the rows that are to be read.
-
-    Raises:
-        ConfigError: there is no cache.
-        IntegrityError: another header, a damaged index, or shards that are missing.
-    """
+    """A whole cache, read row by row; a shard is checked by its sha256 when it is first used."""
 
     def __init__(self, folder: Path, *, header: CacheHeader) -> None:
         if not (folder / _INDEX).is_file():
@@ -138,11 +116,7 @@ class HiddenCache:
         self._open: dict[int, safe_open] = {}
 
     def rows(self, name: str, indices: Sequence[int]) -> Tensor:
-        """Rows `[len(indices), S, D]` of a tensor, on the CPU.
-
-        Raises:
-            IntegrityError: a shard is truncated or changed; names it.
-        """
+        """Rows `[len(indices), S, D]` of a tensor, on the CPU."""
         parts = [
             self._shard(index // SHARD_ROWS).get_slice(name)[index % SHARD_ROWS]
             for index in indices
@@ -150,11 +124,7 @@ class HiddenCache:
         return torch.stack(parts)
 
     def open_shard(self, index: int) -> bool:
-        """Check and open the shard that holds row `index`; whether it was closed before.
-
-        Raises:
-            IntegrityError: it is truncated or changed; names it.
-        """
+        """Check and open the shard that holds row `index`; whether it was closed before."""
         was_closed = index // SHARD_ROWS not in self._open
         self._shard(index // SHARD_ROWS)
         return was_closed

@@ -134,11 +134,7 @@ class TokenStream:
 
 
 def build_stream(documents: Iterable[EncodedDocument], *, vocab_size: int) -> TokenStream:
-    """Concatenate documents in the order given; two bytes a token where the vocabulary allows.
-
-    Raises:
-        ConfigError: there is no document.
-    """
+    """Concatenate documents in the order given; two bytes a token where the vocabulary allows."""
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
     pieces = [np.asarray(document.token_ids, dtype=dtype) for document in documents]
     if not pieces:
