@@ -54,15 +54,8 @@ def read_questions(
 ) -> list[Question]:
     """All rows of a source that ask something; others, such as plain documents, are left out.
 
-    Args:
-        source: file, folder or hub name, see the module.
-        field: field of the conversation; None takes the first of `FIELDS`.
-        split: of a `datasets` source.
-
-    Raises:
-        ConfigError: no such source or split, or no row that asks something.
-        IntegrityError: a damaged file; names file and line.
-        EnvironmentFault: the hub is not reachable, or `datasets` is not installed.
+    `field` holds the conversation, None takes the first of `FIELDS`; `split` is of a `datasets`
+    source.
     """
     name = Path(source).name.split(".")[0]
     fields, questions = FIELDS if field is None else (field,), []

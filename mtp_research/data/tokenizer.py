@@ -55,14 +55,9 @@ _SAMPLE_BYTES_PER_DOCUMENT = 20_000
 
 
 def train_tokenizer(documents: Sequence[Document], *, vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE on a sample in which every domain has the same share.
+    """Train byte-level BPE on about 20 MB of documents, in which every domain has the same share.
 
-    Args:
-        documents: training documents; about 20 MB of them are read.
-        vocab_size: tokens in all, at least 262 (256 bytes and 6 special tokens).
-
-    Raises:
-        ConfigError: `vocab_size` is too small.
+    `vocab_size` is at least 262: 256 bytes and 6 special tokens.
     """
     smallest = len(SPECIAL_TOKENS) + len(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < smallest:
@@ -104,11 +99,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer saved in `folder`.
-
-    Raises:
-        ConfigError: no `tokenizer.json`, or its special tokens are not at ids 0 to 5.
-    """
+    """The tokenizer saved in `folder`, whose special tokens must be at ids 0 to 5."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"expected a tokenizer at {path}, which does not exist; fix model.path")
@@ -129,10 +120,6 @@ def encode_documents(
 
     The loss mask is True where the token is the target's own output: the content of an assistant
     turn and the `<|end|>` that closes it; all tokens but `<|bos|>` in plain text.
-
-    Raises:
-        ConfigError: the tokenizer lacks our special tokens, or a role is neither user nor
-        assistant.
     """
     backend = _backend(tokenizer)
     for first in range(0, len(documents), _DOCUMENTS_PER_CALL):

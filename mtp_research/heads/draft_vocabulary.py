@@ -53,9 +53,6 @@ def restrict_vocabulary(heads: MTPHeads, token_ids: Sequence[int]) -> DraftVocab
     """Copy the rows of `heads`' output projections that score some tokens.
 
     `token_ids` are distinct, in [0, V), at least one, in any order.
-
-    Raises:
-        ConfigError: no id, one outside the vocabulary or one given twice.
     """
     weights = heads.output_weights
     vocab_size = weights[0].shape[0]
@@ -71,13 +68,10 @@ def restrict_vocabulary(heads: MTPHeads, token_ids: Sequence[int]) -> DraftVocab
 
 
 def write_ranking(folder: Path, counts: Tensor, *, target: Target, source: str) -> None:
-    """Write `token_ranking.json` into a head folder.
+    """Write `token_ranking.json` into the folder of heads.
 
-    Args:
-        folder: of the heads.
-        counts: `[V]` int64, how often each token was seen; equal counts keep the order of ids.
-        target: whose tokens they are.
-        source: what was counted, for readers.
+    `counts`, `[V]` int64, says how often each token was seen, equal counts keep the order of ids;
+    `source` tells readers what was counted.
     """
     order = torch.argsort(counts, descending=True, stable=True)
     record = {
@@ -93,12 +87,7 @@ def write_ranking(folder: Path, counts: Tensor, *, target: Target, source: str) 
 
 
 def most_frequent(folder: str | Path, *, num_tokens: int, target: Target) -> list[int]:
-    """The first `num_tokens` tokens of a head folder's ranking.
-
-    Raises:
-        ConfigError: no ranking, one of another tokenizer or vocabulary, or more tokens than it has.
-        IntegrityError: the file is not what it claims to be.
-    """
+    """The first `num_tokens` tokens of a head folder's ranking."""
     path = Path(folder) / RANKING_FILE
     if not path.is_file():
         raise ConfigError(

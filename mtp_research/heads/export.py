@@ -160,13 +160,7 @@ def native_tensors(heads: MTPHeads, *, source: TensorIndex | None = None) -> dic
 
 
 def exported_config(heads: MTPHeads, source: Path, names: Iterable[str]) -> dict[str, object]:
-    """The source's configuration, changed where the exported tensors `names` need it.
-
-    Raises:
-        ConfigError: the source is quantised by a method whose list of exceptions is not known here,
-            or says so elsewhere than in its `config.json`.
-        IntegrityError: the configuration cannot be read.
-    """
+    """The source's configuration, changed where the exported tensors `names` need it."""
     path = source / CONFIG_FILE
     try:
         config = json.loads(path.read_text(encoding="utf8"))

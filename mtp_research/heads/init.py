@@ -31,17 +31,9 @@ _MODULES = "mtp_modules"
 
 
 def init_heads(heads: MTPHeads, *, init: Init, path: Path | None = None) -> None:
-    """Initialise freshly built heads in place.
+    """Initialise freshly built heads in place, as the module says.
 
-    Args:
-        heads: as constructed.
-        init: see the module.
-        path: folder of heads with one module, for `replicate`.
-
-    Raises:
-        ConfigError: `native` for a target without MTP layers, with other conventions or another
-            number of modules; `replicate` without a folder of one module.
-        IntegrityError: a file is damaged or its tensors do not fit.
+    `path` is a folder of heads with one module, for `replicate`.
     """
     if init == "target_last_layer":
         _copy_last_layer(heads)
@@ -76,18 +68,10 @@ def replicate_module(heads: MTPHeads, *, path: Path | None) -> None:
 
 
 def freeze_parts(heads: MTPHeads, *, patterns: Sequence[str]) -> list[str]:
-    """Stop training the parameters that match, in place; they are then not in the optimizer.
+    """Stop training the parameters that match, in place, and return their names.
 
-    Args:
-        heads: whose parameters want gradients.
-        patterns: a dotted part of the name, such as `experts` or `mtp_modules.0`, or a shell
-            pattern over the whole name, such as `*.block.self_attn.*`.
-
-    Returns:
-        Names of the frozen parameters.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or nothing is left to train.
+    A pattern is a dotted part of the name, such as `experts` or `mtp_modules.0`, or a shell pattern
+    over the whole name, such as `*.block.self_attn.*`.
     """
     frozen: dict[str, None] = {}
     named = dict(heads.named_parameters())

@@ -42,10 +42,6 @@ def load_native_heads(folder: str | Path, target: Target) -> MTPHeads:
     """MTP modules of a checkpoint folder on `target`: its dtype and device, no gradients.
 
     Conventions are the family's, from `models/families.py`.
-
-    Raises:
-        ConfigError: the folder is missing.
-        IntegrityError: see `read_native`.
     """
     family = target.family
     spec = HeadSpec(
@@ -98,12 +94,7 @@ def has_native_heads(folder: str | Path, target: Target) -> bool:
 
 
 def num_published_modules(folder: str | Path, target: Target) -> int:
-    """How many MTP modules a checkpoint folder of `target` holds.
-
-    Raises:
-        ConfigError: the folder is missing.
-        IntegrityError: none, or another number than its configuration promises.
-    """
+    """How many MTP modules a checkpoint folder of `target` holds."""
     return _count(_published_native(folder), target)
 
 
@@ -113,9 +104,6 @@ def native_views(
     """Every tensor of `heads` by its published name; writing a view writes the heads.
 
     `has_stacked_experts` says whether the published file stacks experts as we do.
-
-    Raises:
-        ConfigError: the layout has names for one module only, and there are several.
     """
     num_modules = heads.spec.num_mtp_modules
     if num_modules > 1 and not _is_numbered(layout):
@@ -173,11 +161,7 @@ class TensorIndex:
     files: Mapping[str, str]  # file name of every tensor
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors on the CPU as they are stored; every shard that is needed is opened once.
-
-        Raises:
-            IntegrityError: a shard is missing or damaged, or lacks a tensor that the index names.
-        """
+        """Tensors on the CPU as they are stored; every shard that is needed is opened once."""
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self.files[name], []).append(name)
@@ -204,11 +188,7 @@ class TensorIndex:
 
 
 def read_index(folder: Path) -> TensorIndex:
-    """The tensors that a checkpoint folder promises, without reading one.
-
-    Raises:
-        IntegrityError: no weights, an invalid index, or one that names files outside the folder.
-    """
+    """The tensors that a checkpoint folder promises, without reading one."""
     files = read_weight_map(folder)
     if files is None:
         return TensorIndex(folder, dict.fromkeys(_names_in(folder / SINGLE_FILE), SINGLE_FILE))

@@ -26,10 +26,6 @@ def read_head_record(folder: Path, *, key: str = "spec.head") -> dict:
     """The parsed `head.json` with its mappings `spec`, `target` and `provenance`.
 
     Messages name the folder by the configuration key `key`.
-
-    Raises:
-        ConfigError: the folder or the file is missing.
-        IntegrityError: the file is not valid JSON, has another format number or lacks a part.
     """
     path = folder / RECORD_FILE
     if not path.is_file():
@@ -65,10 +61,6 @@ def check_head_fits(
 
     `target` is what is known of it: `family`, `hidden_size`, `vocab_size`, and hashes
     (`..._sha256`), which are compared where both sides have them.
-
-    Raises:
-        ConfigError: names every differing fact with both values.
-        IntegrityError: the sizes are the same and a hash differs: another model, or other weights.
     """
     trained_for = record["target"]
     differences = [
@@ -124,10 +116,6 @@ def published_conventions(folder: Path) -> dict[str, object]:
     """Keys of `head` and their values for the modules in a checkpoint folder.
 
     `num_mtp_modules` is left out where the folder holds none.
-
-    Raises:
-        ConfigError: the model's type is not supported.
-        IntegrityError: its configuration or index is damaged.
     """
     # Here, not above: they import torch, which `head.json` does not need.
     from mtp_research.heads.native import native_keys, num_native_modules, read_index

@@ -103,11 +103,7 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
 
 
 def load_head_state(heads: MTPHeads, path: Path) -> None:
-    """Copy the tensors of a safetensors file into `heads`, strictly.
-
-    Raises:
-        IntegrityError: unreadable file; missing, extra or misshaped tensors, by name.
-    """
+    """Copy the tensors of a safetensors file into `heads`, strictly."""
     tensors = _read(path)
     shapes = {name: tensor.shape for name, tensor in heads.state_dict().items()}
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
@@ -129,11 +125,7 @@ def read_head_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def native_folder(path: str | Path, target: Target) -> Path:
-    """The folder with the MTP modules of `path`; those of a hub id are fetched into its cache.
-
-    Raises:
-        ConfigError: a hub id that can be neither fetched nor found in the cache.
-    """
+    """The folder with the MTP modules of `path`; those of a hub id are fetched into its cache."""
     name = str(path)
     if Path(path).exists() or not looks_like_hub_id(name):
         return Path(path)

@@ -136,12 +136,7 @@ class TrainingResult:
 
 
 class TargetRun:
-    """Trains a fresh target in place, from where a stopped run left its step folder in `root`.
-
-    Raises:
-        ConfigError: `root` holds a run with other settings.
-        IntegrityError: what it holds is damaged.
-    """
+    """Trains a fresh target in place, from where a stopped run left its step folder in `root`."""
 
     def __init__(
         self,
@@ -182,12 +177,7 @@ class TargetRun:
         self.first_step = self.step = done.step
 
     def train(self, stop: StopRequest) -> TrainingResult:
-        """Steps until `max_steps` or `max_seconds`.
-
-        Raises:
-            Interrupted: a signal came; the state is saved.
-            NumericFault: a whole log interval had non-finite gradients.
-        """
+        """Steps until `max_steps` or `max_seconds`."""
         while self.step == 0 or self.budget.fraction(self.step) < 1.0:
             self._train_step()
             if stop.name is not None and self.budget.fraction(self.step) < 1.0:

@@ -51,11 +51,7 @@ class PretrainData:
 
 
 def prepare_data(pretrain: PretrainConfig, *, tokenizer_dir: Path) -> PretrainData:
-    """Read the domains of positive weight, train or reuse the tokenizer, encode.
-
-    Raises:
-        ConfigError: no positive weight, a missing folder or domain, or a tokenizer of another size.
-    """
+    """Read the domains of positive weight, train or reuse the tokenizer, encode."""
     weights = _positive_weights(pretrain.domain_weights)
     corpus_dir = resolve_path(pretrain.corpus_dir)
     documents = {domain: _read(corpus_dir, domain=domain, split="train") for domain in weights}

@@ -125,11 +125,7 @@ class TrainingLog:
         imbalance: torch.Tensor | None,
         num_skipped: torch.Tensor,
     ) -> None:
-        """Write one line; waits for the device.
-
-        Raises:
-            NumericFault: every step since the last line had non-finite gradients.
-        """
+        """Write one line; waits for the device."""
         self._take_loss()
         entry = {
             "step": step,
@@ -212,12 +208,7 @@ def save_progress(
 def restore_progress(
     root: Path, *, target: TargetModel, optimizer: MasterWeights, settings: Mapping[str, object]
 ) -> Progress:
-    """Put the newest step folder of `root` into target and optimizer, in place; where it stopped.
-
-    Raises:
-        ConfigError: it is of a run with other settings; names them with both values.
-        IntegrityError: it is damaged, or lacks tensors.
-    """
+    """Put the newest step folder of `root` into target and optimizer, in place; how far it was."""
     checkpoint = newest_checkpoint(root)
     if checkpoint is None:
         return Progress()

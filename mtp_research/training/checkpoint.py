@@ -84,12 +84,9 @@ def save_checkpoint(
     Args:
         root: folder of the run.
         step: optimizer steps done.
-        tensors: file name without suffix -> named tensors.
+        tensors: file name without suffix -> named tensors, all finite.
         state: JSON-serialisable facts.
         keep_last: newest step folders to keep, at least 1.
-
-    Raises:
-        NumericFault: a tensor is not finite.
     """
     for name, members in tensors.items():
         bad = [key for key, tensor in members.items() if not _is_finite(tensor)]
@@ -116,11 +113,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Open a step folder after checking size and sha256 of each of its files.
-
-    Raises:
-        IntegrityError: names the file that is missing, truncated or changed.
-    """
+    """Open a step folder after checking size and sha256 of each of its files."""
     manifest = _read_manifest(folder / _MANIFEST)
     files = manifest["files"]
     for name, facts in files.items():
@@ -143,8 +136,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 def newest_checkpoint(root: Path) -> Checkpoint | None:
     """The newest step folder that verifies; damaged ones are skipped with a warning.
 
-    Raises:
-        IntegrityError: there are step folders and none of them verifies.
+    There is an error if there are step folders and none of them verifies.
     """
     folders = step_folders(root)
     for folder in reversed(folders):
@@ -168,11 +160,7 @@ def step_folders(root: Path) -> list[Path]:
 def check_same_run(
     saved: Mapping[str, object], current: Mapping[str, object], *, allow_drift: Sequence[str] = ()
 ) -> None:
-    """Refuse to resume a run whose settings, by dotted key, changed; `allow_drift` may differ.
-
-    Raises:
-        ConfigError: one line per key with both values.
-    """
+    """Refuse to resume a run whose settings, by dotted key, changed; `allow_drift` may differ."""
     saved = {key: value for key, value in _BEFORE.items() if key in current} | dict(saved)
     keys = sorted(saved.keys() | current.keys())
     wanted = [key for key in keys if key not in allow_drift]

@@ -56,15 +56,8 @@ def load_head_documents(
 ) -> HeadDocuments:
     """Read, encode and split the documents of `data.path`.
 
-    Args:
-        data: which file, how many documents, how many of them held out.
-        model_path: folder of the target, whose tokenizer encodes texts and messages.
-        vocab_size: token ids must lie below it.
-        num_depths: k; a document needs k + 2 tokens to have one anchor with k labels.
-
-    Raises:
-        ConfigError: no such file, or not more documents than are to be held out.
-        IntegrityError: a damaged file, an invalid line, or a token outside the vocabulary.
+    Texts and messages are encoded by the tokenizer of `model_path`; token ids must lie below
+    `vocab_size`. A document needs k + 2 tokens to have one anchor with k labels (`num_depths`).
     """
     path = Path(data.path)
     if not path.is_file():
@@ -99,12 +92,7 @@ def load_head_documents(
 
 
 def _check_tokenizer(path: Path, *, model_path: str) -> None:
-    """Refuse token ids of another tokenizer, by the settings that regeneration leaves beside them.
-
-    Raises:
-        ConfigError: names the command that makes text for this target.
-        IntegrityError: the settings or the tokenizer cannot be read.
-    """
+    """Refuse token ids of another tokenizer, by the settings that regeneration left beside them."""
     beside = path.with_name(f"{path.name.removesuffix('.xz')}.settings.json")
     if not beside.is_file():
         return

@@ -104,11 +104,7 @@ class MasterWeights:
         return found
 
     def restore(self, tensors: Mapping[str, Tensor], *, names: Sequence[str]) -> None:
-        """Put back what `tensors` gave, in place, and copy the masters to the parameters.
-
-        Raises:
-            IntegrityError: tensors are missing, extra or of another shape.
-        """
+        """Put back what `tensors` gave, in place, and copy the masters to the parameters."""
         shapes = {name: m.shape for name, m in zip(names, self.masters, strict=True)}
         check_optimizer_tensors(tensors, shapes=shapes)
         for name, parameter, master in zip(names, self.parameters, self.masters, strict=True):
@@ -154,19 +150,11 @@ def guarded_update(
     grad_clip: float,
     learning_rate: float | None,
 ) -> Tensor:
-    """Clip and step, unless the norm is not finite; decided on the device.
+    """Clip and step, unless the norm is not finite; 0-dim fp32, 1 when the step was skipped.
 
     The fused kernel divides gradients by `grad_scale` and skips the step where `found_inf` is 1:
     the seam that torch's GradScaler uses, which saves a pass over the gradients and a sync.
-
-    Args:
-        optimizer: of `make_adamw`, whose tensors hold gradients.
-        grad_norm: 0-dim global norm of these gradients.
-        grad_clip: largest global norm.
-        learning_rate: rate of this step; None keeps the last one.
-
-    Returns:
-        0-dim fp32, 1 when the step was skipped.
+    `grad_norm` is the 0-dim global norm of the gradients; a `learning_rate` of None keeps the last.
     """
     is_bad = (~torch.isfinite(grad_norm)).float()
     if learning_rate is not None:
@@ -189,11 +177,7 @@ def moment_tensors(
 def check_optimizer_tensors(
     tensors: Mapping[str, Tensor], *, shapes: Mapping[str, torch.Size]
 ) -> None:
-    """Refuse masters and moments (`moment_tensors`) that are not those of these parameters.
-
-    Raises:
-        IntegrityError: tensors are missing, extra or of another shape.
-    """
+    """Refuse masters and moments (`moment_tensors`) that are not those of these parameters."""
     expected = {f"{what}.{name}" for what in ("master", *MOMENTS) for name in shapes}
     if expected != tensors.keys():
         odd = sorted(expected ^ tensors.keys())
@@ -231,9 +215,6 @@ def add_lora(heads: MTPHeads, *, rank: int) -> None:
     """Put trainable updates on all linear layers and freeze everything else, in place.
 
     The updates start at zero: the heads compute what they did.
-
-    Raises:
-        EnvironmentFault: peft is not installed.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model

@@ -60,12 +60,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 def build_run(
     config: TrainConfig, *, accelerator: Accelerator, checkpoint: Checkpoint | None = None
 ) -> RunParts:
-    """Load target and documents, build heads and engine, go on from a checkpoint.
-
-    Raises:
-        ConfigError: settings that do not fit each other, the target, the data or the checkpoint.
-        IntegrityError: a damaged data, head or checkpoint file.
-    """
+    """Load target and documents, build heads and engine, go on from a checkpoint."""
     num_depths = depths_of(config)
     spec = UnrollSpec(
         num_depths, config.objective.unroll, cast(ModuleSchedule, config.head.module_schedule)
@@ -178,11 +173,7 @@ def depths_of(config: TrainConfig) -> int:
 
 
 def cache_hidden(config: TrainConfig) -> dict[str, object]:
-    """`task=cache`: write the hidden states of all rows of a run, see `write_hidden_cache`.
-
-    Raises:
-        ConfigError: several processes, which would write the same files.
-    """
+    """`task=cache`: write the hidden states of all rows of a run, see `write_hidden_cache`."""
     num_processes = make_accelerator(config).num_processes
     if num_processes > 1:
         raise ConfigError(f"task=cache runs in one process, got {num_processes}; launch one.")
@@ -193,12 +184,7 @@ def cache_hidden(config: TrainConfig) -> dict[str, object]:
 
 
 def find_checkpoint(config: TrainConfig, *, output_dir: Path) -> Checkpoint | None:
-    """The checkpoint to continue from, None to start at step 0.
-
-    Raises:
-        ConfigError: `resume=never` in a folder with steps, or a step folder that does not exist.
-        IntegrityError: the step that was asked for, or every step, is damaged.
-    """
+    """The checkpoint to continue from, None to start at step 0."""
     resume = config.trainer.resume
     if resume == "auto":
         return newest_checkpoint(output_dir)

@@ -108,9 +108,6 @@ class WandbRun:
 
     The folder's name is the id of the run, so that a resumed run goes on in the same curves; inside
     a sweep the agent names it.
-
-    Raises:
-        RuntimeError: online without an API key.
     """
 
     def __init__(

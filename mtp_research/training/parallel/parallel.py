@@ -59,11 +59,7 @@ class Engine(Protocol):
         ...
 
     def restore(self, optimizer: Mapping[str, Tensor]) -> None:
-        """Put whole masters and moments back in place, of heads that already hold the weights.
-
-        Raises:
-            IntegrityError: tensors are missing, extra or of another shape.
-        """
+        """Put whole masters and moments back in place, of heads that already hold the weights."""
         ...
 
 
@@ -98,9 +94,6 @@ def prepare_target(target: Target, *, trainer: TrainerConfig, ranks: Accelerator
     """Apply `shard_target` and `compile` to the frozen target's layers, in place.
 
     The embedding and lm_head stay whole on each rank: the modules and the loss read them directly.
-
-    Raises:
-        ConfigError: `shard_target` with one rank, where it only costs.
     """
     layers = list(cast(nn.ModuleList, target.model.base_model.layers))
     if trainer.shard_target:

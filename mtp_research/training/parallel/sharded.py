@@ -35,11 +35,7 @@ from mtp_research.training.optim import (
 
 
 class ShardedEngine:
-    """An `Engine` that shards the modules of `objective.heads` in place.
-
-    Raises:
-        ConfigError: one process only.
-    """
+    """An `Engine` that shards the modules of `objective.heads` in place; needs 2 ranks."""
 
     def __init__(
         self, objective: HeadObjective, *, trainer: TrainerConfig, ranks: Accelerator

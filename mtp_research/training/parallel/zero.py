@@ -35,12 +35,7 @@ _SHARDED_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroEngine:
-    """An `Engine` over DeepSpeed's; stage 3 shards the parameters of `objective.heads` in place.
-
-    Raises:
-        ConfigError: one process only.
-        EnvironmentFault: DeepSpeed is not installed or does not start.
-    """
+    """An `Engine` over DeepSpeed's; stage 3 shards the parameters of `objective.heads` in place."""
 
     def __init__(
         self, objective: HeadObjective, *, trainer: TrainerConfig, ranks: Accelerator

@@ -58,11 +58,7 @@ class SkippedSteps:
     in_a_row: int = 0
 
     def add(self, figures: StepFigures) -> bool:
-        """Count a step; whether it was skipped.
-
-        Raises:
-            NumericFault: it is the tenth in a row.
-        """
+        """Count a step; whether it was skipped. The tenth in a row is a fault."""
         is_skipped = not math.isfinite(figures.grad_norm)
         self.total += is_skipped
         self.in_a_row = self.in_a_row + 1 if is_skipped else 0
