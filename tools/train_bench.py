@@ -56,8 +56,7 @@ from mtp_research.training.losses.loss_terms import loss_spec
 from mtp_research.training.packed_rows import TrainingRows
 from mtp_research.training.parallel.parallel import make_engine, prepare_target
 from mtp_research.training.setup import RunParts, build_heads
-from mtp_research.training.tracking import StopRequest
-from mtp_research.training.walk.training_figures import FigureQueue
+from mtp_research.training.tracking import FigureQueue, StopRequest
 
 WARM_UP_STEPS, NUM_ROUNDS = 3, 3
 NUM_SPLITS, NUM_PROFILED = 5, 2

@@ -3,65 +3,66 @@
 First stage of the data flow: sources -> tokenizer -> packing. A corpus file is
 `DOMAIN.SPLIT.jsonl.xz` or `DOMAIN.SPLIT.N.jsonl.xz` (also uncompressed) with one JSON object a
 line: `id`, `source`, and either `text` or `messages`. The domain `python` has no file; it is read
-from the installed packages, so that nothing has to be shipped.
+from the installed packages, so that nothing has to be shipped. The modules of the standard library
+that evaluation may cut its code prompts from are listed here: no target is ever trained on them.
 """
 
+import hashlib
+import importlib.util
 import re
+import string
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from mtp_research.data.json_lines import JsonLine, read_json_lines
-from mtp_research.data.python_files import HELD_OUT_STDLIB, PYTHON_PACKAGES, python_files
 from mtp_research.runtime.errors import ConfigError, IntegrityError
-
-__all__ = [
-    "HELD_OUT_STDLIB",
-    "PYTHON_DOMAIN",
-    "PYTHON_PACKAGES",
-    "Document",
-    "Split",
-    "corpus_files",
-    "load_corpus",
-    "python_sources",
-    "read_documents",
-]
 
 Split = Literal["train", "dev"]
 
 PYTHON_DOMAIN = "python"
+PYTHON_PACKAGES = ("stdlib", "numpy", "triton", "torch", "transformers")
+# Kept for evaluation by the corpus rules: code completion is measured on packages never trained on.
+RESERVED_PACKAGES = ("jinja2", "mpmath", "networkx", "sympy")
+# For code prompts. All exist as a single top-level file in Python 3.11, 3.12 and 3.13.
+HELD_OUT_STDLIB = (
+    "bisect.py", "calendar.py", "cmd.py", "codeop.py", "colorsys.py", "configparser.py",
+    "contextlib.py", "copy.py", "csv.py", "difflib.py", "filecmp.py", "fnmatch.py", "fractions.py",
+    "functools.py", "getopt.py", "glob.py", "graphlib.py", "heapq.py", "linecache.py", "mailbox.py",
+    "netrc.py", "pprint.py", "queue.py", "random.py", "reprlib.py", "sched.py", "shelve.py",
+    "shlex.py", "statistics.py", "string.py", "textwrap.py", "timeit.py",
+)  # fmt: skip
+MIN_SOURCE_BYTES = 400
+MAX_SOURCE_BYTES = 200_000
+_SKIPPED_FOLDERS = {
+    "__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test",
+    "testing", "tests", "turtledemo", *RESERVED_PACKAGES,
+}  # fmt: skip
+_GENERATED = re.compile(r"@generated|auto-?generated|automatically generated|do not edit", re.I)
+# What readable code is mostly made of; tables of numbers or of escapes are not.
+_CODE_BYTES = (string.ascii_letters + " \n_.,:=()[]\"'").encode()
+_LICENCE_WORDS = ("copyright", "license", "licence")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One unit of text: exactly one of `text` and `messages` is set.
+    """One unit of text: exactly one of `text` and `messages` is set."""
 
-    Attributes:
-        doc_id: unique within its source.
-        domain: corpus domain such as `math`, or `python`.
-        text: plain document.
-        messages: (role, content) pairs of a conversation; roles are `user` and `assistant`.
-    """
-
-    doc_id: str
-    domain: str
-    text: str | None = None
+    doc_id: str  # unique within its source
+    domain: str  # corpus domain such as `math`, or `python`
+    text: str | None = None  # plain document
+    # (role, content) pairs of a conversation; roles are `user` and `assistant`
     messages: tuple[tuple[str, str], ...] | None = None
 
     def __post_init__(self) -> None:
-        """Reject a document that is both a text and a conversation, or neither."""
         if (self.text is None) == (self.messages is None):
             raise ValueError(f"document {self.doc_id!r} needs exactly one of text and messages")
 
 
 def load_corpus(corpus_dir: str | Path, *, domains: Sequence[str], split: Split) -> list[Document]:
-    """Read every shard of `domains` in `split`, in the order of the file names.
-
-    Raises:
-        ConfigError: the folder or a domain's file is missing; names the key to change.
-        IntegrityError: a file is damaged or a line does not follow the schema.
-    """
+    """Read every shard of `domains` in `split`, in the order of the file names."""
     documents: list[Document] = []
     for domain in domains:
         for path in corpus_files(corpus_dir, domain=domain, split=split):
@@ -70,11 +71,7 @@ def load_corpus(corpus_dir: str | Path, *, domains: Sequence[str], split: Split)
 
 
 def corpus_files(corpus_dir: str | Path, *, domain: str, split: Split) -> list[Path]:
-    """The shards of one domain and split, sorted by name.
-
-    Raises:
-        ConfigError: the folder is missing, or has no file of this domain and split.
-    """
+    """The shards of one domain and split, sorted by name."""
     folder = Path(corpus_dir)
     if not folder.is_dir():
         raise ConfigError(
@@ -95,13 +92,8 @@ def corpus_files(corpus_dir: str | Path, *, domain: str, split: Split) -> list[P
 def read_documents(path: str | Path, *, domain: str | None = None) -> Iterator[Document]:
     """Yield the documents of one `.jsonl` or `.jsonl.xz` file of the corpus schema.
 
-    Args:
-        path: file to read.
-        domain: domain of the documents; None takes each record's `domain` field, else the part
-            of the file name before the first dot.
-
-    Raises:
-        IntegrityError: unreadable file, invalid JSON or a missing field; names file and line.
+    A `domain` of None takes each record's `domain` field, else the part of the file name before
+    the first dot.
     """
     path = Path(path)
     for line in read_json_lines(path, key="data.path"):
@@ -145,15 +137,75 @@ def python_sources(
     the standard library is taken whole. Tests, generated files, data tables and held-out modules
     are left out, and so are licence headers. The choice depends on file names and sizes only.
 
-    Args:
-        packages: importable names, or `stdlib`.
-        max_bytes: budget over all packages, before the split.
-        split: `dev` is every 64th file by hash, `train` the others.
-
-    Raises:
-        ConfigError: a package is reserved for evaluation or is not installed.
+    `packages` are importable names, or `stdlib`. `max_bytes` is the budget before the split, of
+    which `dev` is every 64th file by hash, `train` the others.
     """
-    return [
-        Document(doc_id=name, domain=PYTHON_DOMAIN, text=text)
-        for name, text in python_files(packages, max_bytes=max_bytes, split=split)
-    ]
+    readable = [_readable_files(package) for package in packages]
+    readable.sort(key=lambda files: sum(len(file.text or "") for file in files))
+    chosen: list[Document] = []
+    budget = max_bytes
+    for index, files in enumerate(readable):
+        share = budget // (len(readable) - index)
+        for file in sorted(files, key=lambda file: _hash(file.doc_id)):
+            num_bytes = len((file.text or "").encode())
+            if num_bytes <= share:
+                share -= num_bytes
+                budget -= num_bytes
+                chosen.append(file)
+    return [file for file in chosen if _is_dev(file.doc_id) == (split == "dev")]
+
+
+def _readable_files(package: str) -> list[Document]:
+    root = _package_root(package)
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if _is_wanted(relative) and path.stat().st_size <= MAX_SOURCE_BYTES:
+            text = _clean(path)
+            if text is not None:
+                name = f"{package}/{relative.as_posix()}"
+                files.append(Document(doc_id=name, domain=PYTHON_DOMAIN, text=text))
+    return files
+
+
+def _package_root(package: str) -> Path:
+    if package in RESERVED_PACKAGES:
+        raise ConfigError(f"{package} is reserved for evaluation; leave it out of the packages")
+    if package == "stdlib":
+        return Path(sysconfig.get_paths()["stdlib"])
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"package {package!r} is not installed; install it or leave it out")
+    return Path(spec.origin).parent
+
+
+def _is_wanted(relative: Path) -> bool:
+    """Whether a file is neither a test nor held out; `relative` starts inside the package."""
+    if _SKIPPED_FOLDERS & set(relative.parts) or re.match(r"test_|.*_test\.py$", relative.name):
+        return False
+    return relative.name not in HELD_OUT_STDLIB
+
+
+def _clean(path: Path) -> str | None:
+    """Text without its licence header; None for generated files and for data tables."""
+    raw = path.read_bytes()
+    try:
+        text = raw.decode("utf8").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        return None
+    num_odd = len(raw.translate(None, delete=_CODE_BYTES))
+    if num_odd > 0.2 * len(raw) or _GENERATED.search(text[:2000]):
+        return None
+    header = re.match(r"(?:[ \t]*(?:#[^\n]*)?\n)*", text)
+    if header and any(word in header.group().lower() for word in _LICENCE_WORDS):
+        text = text[header.end() :]
+    text = text.strip("\n") + "\n"
+    return text if len(text) >= MIN_SOURCE_BYTES else None
+
+
+def _is_dev(name: str) -> bool:
+    return int(_hash(name)[:8], 16) % 64 == 0
+
+
+def _hash(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()

@@ -16,10 +16,9 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from mtp_research.heads.module import MTPModule
 from mtp_research.heads.native import has_native_heads, num_published_modules, read_native
 from mtp_research.heads.record import CONVENTIONS
-from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.stack import MTPHeads, MTPModule
 from mtp_research.heads.weights import native_folder, read_head_tensors
 from mtp_research.models.block import LayerStack
 from mtp_research.models.target import Target

@@ -30,14 +30,17 @@ from mtp_research.training.losses.losses import depth_labels, label_counts
 from mtp_research.training.optim import cosine_learning_rate, merged_tensors
 from mtp_research.training.packed_rows import Batch, row_indices
 from mtp_research.training.setup import RunParts, build_run, find_checkpoint, make_accelerator
-from mtp_research.training.tracking import ProgressView, StopRequest, Tracker, jsonable
-from mtp_research.training.walk.replay import BestWalk, WalkReport, measure_held_out
-from mtp_research.training.walk.training_figures import (
+from mtp_research.training.tracking import (
     FigureQueue,
+    ProgressView,
     SkippedSteps,
     StepFigures,
     StepStats,
+    StopRequest,
+    Tracker,
+    jsonable,
 )
+from mtp_research.training.walk.replay import BestWalk, WalkReport, measure_held_out
 
 DecodeEval = Callable[[MTPHeads], Mapping[str, object]]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtp_research.runtime.errors import NumericFault
-from mtp_research.training.walk.training_figures import FigureQueue, SkippedSteps, StepStats
+from mtp_research.training.tracking import FigureQueue, SkippedSteps, StepStats
 
 
 def push(queue: FigureQueue, step: int, *, grad_norm: float = 1.0, num_stops: int = 0) -> None:

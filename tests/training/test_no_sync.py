@@ -8,8 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_research.training.loop import accumulate_gradients
 from mtp_research.training.setup import build_run, make_accelerator
-from mtp_research.training.tracking import StopRequest
-from mtp_research.training.walk.training_figures import FigureQueue
+from mtp_research.training.tracking import FigureQueue, StopRequest
 from tests.training.tiny import save_lab
 
 # Each of them makes the host wait on a GPU: reading a scalar, or a shape that values decide.

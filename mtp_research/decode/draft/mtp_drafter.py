@@ -22,8 +22,7 @@ from mtp_research.decode.sampling.sampling import (
 from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.slot_state import KVCache, SlotState, to_device
 from mtp_research.decode.verify.verify import PADDING_TOKEN_ID
-from mtp_research.heads.module import ModuleOutput
-from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.stack import ModuleOutput, MTPHeads
 from mtp_research.models.attention.paged import PagedContext, fusion_barrier
 from mtp_research.policy.audit import Auditor
 from mtp_research.policy.plan import (

@@ -21,8 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from mtp_research.config.training_schema import TrainerConfig
-from mtp_research.heads.module import MTPModule
-from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.stack import MTPHeads, MTPModule
 from mtp_research.models.rewrites.products import merge_projections
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError
