@@ -121,19 +121,12 @@ def _start_copy(value: object) -> object:
 
 
 class Launched(NamedTuple):
-    """A step that the host has not committed yet.
+    """A step that the host has not committed yet."""
 
-    Attributes:
-        entries: what was scheduled.
-        pending: its result, on the way to the host.
-        draft_limit: most drafts that each request was given.
-        num_prompt_rows: prompt rows among those that were scheduled.
-    """
-
-    entries: list[Scheduled]
-    pending: PendingResult
-    draft_limit: int
-    num_prompt_rows: int
+    entries: list[Scheduled]  # what was scheduled
+    pending: PendingResult  # its result, on the way to the host
+    draft_limit: int  # most drafts that each request was given
+    num_prompt_rows: int  # prompt rows among those that were scheduled
 
 
 @dataclass

@@ -26,17 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class PoolNeeds(NamedTuple):
-    """What a decoder wants of its pool.
+    """What a decoder wants of its pool."""
 
-    Attributes:
-        block_bytes: bytes of a block over all layers.
-        num_enough: blocks that all requests together can own, the spare one included.
-        num_least: blocks that the longest request can own, likewise.
-    """
-
-    block_bytes: int
-    num_enough: int
-    num_least: int
+    block_bytes: int  # bytes of a block over all layers
+    num_enough: int  # blocks that all requests together can own, the spare one included
+    num_least: int  # blocks that the longest request can own, likewise
 
 
 def pool_needs(

@@ -30,19 +30,12 @@ from mtp_research.policy.plan import DraftPlan, StepState
 
 
 class StepResult(NamedTuple):
-    """What the host wants to know of a step.
+    """What the host wants to know of a step."""
 
-    Attributes:
-        sampled_token_ids: `[R, K+1]` int64, -1 padded; meaningless where nothing was sampled.
-        is_finite: `[R]` bool.
-        draft_token_ids: `[R, K]` int64.
-        logprobs: of the emitted tokens; None where no request asks.
-    """
-
-    sampled_token_ids: Tensor
-    is_finite: Tensor
-    draft_token_ids: Tensor
-    logprobs: LogprobTensors | None = None
+    sampled_token_ids: Tensor  # `[R, K+1]` int64, -1 padded; meaningless where nothing was sampled
+    is_finite: Tensor  # `[R]` bool
+    draft_token_ids: Tensor  # `[R, K]` int64
+    logprobs: LogprobTensors | None = None  # of the emitted tokens; None where no request asks
 
     @classmethod
     def of(cls, verified: "Verified", drafts: Tensor) -> "StepResult":
@@ -52,15 +45,10 @@ class StepResult(NamedTuple):
 
 
 class TargetRows(NamedTuple):
-    """What the target computed.
+    """What the target computed."""
 
-    Attributes:
-        hidden: hidden states of the step's packed rows, each `[1, T, D]`.
-        logits: `[R, K+1, V]` of the rows that decide tokens.
-    """
-
-    hidden: TargetHidden
-    logits: Tensor
+    hidden: TargetHidden  # hidden states of the step's packed rows, each `[1, T, D]`
+    logits: Tensor  # `[R, K+1, V]` of the rows that decide tokens
 
 
 class Verified(NamedTuple):
@@ -85,28 +73,17 @@ class DeviceParts(NamedTuple):
 
 @dataclass
 class DeviceStep:
-    """One step of the loop on the device.
+    """One step of the loop on the device."""
 
-    Attributes:
-        target: the frozen model.
-        drafter: who proposes; None without drafts.
-        cache: pages of target and draft layers.
-        slot_state: texts, lengths, drafts and recent hidden states by slot.
-        plan: what is drafted.
-        rule: verification rule.
-        options: its settings.
-        backend: kernel backend.
-        parts: what is called; the methods below unless somebody replaced them.
-    """
-
-    target: Target
-    drafter: Drafter | None
-    cache: KVCache
-    slot_state: SlotState
-    plan: DraftPlan
-    rule: Rule
-    options: VerifyOptions = field(default_factory=VerifyOptions)
-    backend: str = "auto"
+    target: Target  # the frozen model
+    drafter: Drafter | None  # who proposes; None without drafts
+    cache: KVCache  # pages of target and draft layers
+    slot_state: SlotState  # texts, lengths, drafts and recent hidden states by slot
+    plan: DraftPlan  # what is drafted
+    rule: Rule  # verification rule
+    options: VerifyOptions = field(default_factory=VerifyOptions)  # its settings
+    backend: str = "auto"  # kernel backend
+    # what is called; the methods below unless somebody replaced them
     parts: DeviceParts = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -44,14 +44,10 @@ class Verdict(StrEnum):
 
 @dataclass
 class LayerLog:
-    """What one draft KV layer holds for one request.
+    """What one draft KV layer holds for one request."""
 
-    Attributes:
-        consumed: `[capacity, K]` int64, tokens of each slot, -1 for none.
-        from_draft: `[capacity]` int8, 1 for a draft's hidden vector, 0 for another, -1 for a hole.
-    """
-
-    consumed: np.ndarray
+    consumed: np.ndarray  # `[capacity, K]` int64, tokens of each slot, -1 for none
+    # `[capacity]` int8, 1 for a draft's hidden vector, 0 for another, -1 for a hole
     from_draft: np.ndarray
 
     @classmethod

@@ -21,60 +21,37 @@ class HiddenKind(IntEnum):
 
 
 class StepState(NamedTuple):
-    """What a step left behind for the draft passes, one entry per request, all `[R]`.
+    """What a step left behind for the draft passes, one entry per request, all `[R]`."""
 
-    Attributes:
-        first_fresh: int64, f: first row whose target hidden state this step computed.
-        frontier: int64, p: last row of the committed text whose target hidden state is known.
-        num_known_tokens: int64, tokens of the text that are committed (or belong to the prompt),
-            bonus included.
-        oldest_hidden: int64, first position whose target hidden state is still at hand (ring or
-            this step).
-        drafting: bool, the request has a sampled token and wants drafts; False inside a chunked
-            prompt.
-        prefilling: bool, the fresh rows are prompt rows rather than verified drafts.
-    """
-
-    first_fresh: Tensor
-    frontier: Tensor
+    first_fresh: Tensor  # int64, f: first row whose target hidden state this step computed
+    frontier: Tensor  # int64, p: last row of the committed text whose target hidden state is known
+    # int64, tokens of the text that are committed (or belong to the prompt), bonus included
     num_known_tokens: Tensor
+    # int64, first position whose target hidden state is still at hand (ring or this step)
     oldest_hidden: Tensor
+    # bool, the request has a sampled token and wants drafts; False inside a chunked prompt
     drafting: Tensor
-    prefilling: Tensor
+    prefilling: Tensor  # bool, the fresh rows are prompt rows rather than verified drafts
 
 
 class PassPlan(NamedTuple):
-    """Rows of one draft pass, packed request by request in rising position.
+    """Rows of one draft pass, packed request by request in rising position."""
 
-    Attributes:
-        draft_step: m.
-        module_idx: module to run.
-        kv_layer: draft KV layer to write and read, 0-based.
-        request_index: `[T]` int64.
-        position: `[T]` int64, slot and rotary position of the row (negative only for padding rows
-            of the static form).
-        token_position: `[T]` int64, absolute index of the token the row consumes; drafts follow the
-            committed text.
-        hidden_kind: `[T]` int64 of `HiddenKind`.
-        hidden_index: `[T]` int64, see `HiddenKind`.
-        writes: `[T]` bool; False for padding rows and for rows whose inputs are not known yet.
-        query_start_loc: `[R + 1]` int32.
-        seq_lens: `[R]` int32, KV length including this pass's rows.
-        max_query_len: most rows of one request.
-    """
-
-    draft_step: int
-    module_idx: int
-    kv_layer: int
-    request_index: Tensor
+    draft_step: int  # m
+    module_idx: int  # module to run
+    kv_layer: int  # draft KV layer to write and read, 0-based
+    request_index: Tensor  # `[T]` int64
+    # `[T]` int64, slot and rotary position of the row (negative only for padding rows of the static
+    # form)
     position: Tensor
+    # `[T]` int64, absolute index of the token the row consumes; drafts follow the committed text
     token_position: Tensor
-    hidden_kind: Tensor
-    hidden_index: Tensor
-    writes: Tensor
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    max_query_len: int
+    hidden_kind: Tensor  # `[T]` int64 of `HiddenKind`
+    hidden_index: Tensor  # `[T]` int64, see `HiddenKind`
+    writes: Tensor  # `[T]` bool; False for padding rows and for rows whose inputs are not known yet
+    query_start_loc: Tensor  # `[R + 1]` int32
+    seq_lens: Tensor  # `[R]` int32, KV length including this pass's rows
+    max_query_len: int  # most rows of one request
 
     @property
     def last_rows(self) -> Tensor:
@@ -109,17 +86,11 @@ def equal_rows(num_rows: int, like: Tensor) -> RowLayout:
 
 
 class BaseRows(NamedTuple):
-    """Base rows of every request, padding included, as far as the host can bound them.
+    """Base rows of every request, padding included, as far as the host can bound them."""
 
-    Attributes:
-        counts: `[R]` int64.
-        total: their sum.
-        longest: their maximum.
-    """
-
-    counts: Tensor
-    total: int
-    longest: int
+    counts: Tensor  # `[R]` int64
+    total: int  # their sum
+    longest: int  # their maximum
 
 
 def bounded_rows(base: BaseRows, num_draft: int) -> RowLayout:

@@ -25,22 +25,15 @@ _FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
 
 @dataclass(frozen=True)
 class Simulation:
-    """Outcome of a simulation.
+    """Outcome of a simulation."""
 
-    Attributes:
-        fault_rates: per KV layer (module under the EAGLE policies, depth under the chain policies),
-            share of the slots <= p with each fault.
-        num_slots: slots <= p of one layer.
-        num_rounds: verify rounds.
-        num_rounds_rejecting_two: rounds with two or more rejected drafts.
-        acceptance_length: mean tokens per round, bonus counted.
-    """
-
+    # per KV layer (module under the EAGLE policies, depth under the chain policies), share of the
+    # slots <= p with each fault
     fault_rates: tuple[dict[Verdict, float], ...]
-    num_slots: int
-    num_rounds: int
-    num_rounds_rejecting_two: int
-    acceptance_length: float
+    num_slots: int  # slots <= p of one layer
+    num_rounds: int  # verify rounds
+    num_rounds_rejecting_two: int  # rounds with two or more rejected drafts
+    acceptance_length: float  # mean tokens per round, bonus counted
 
 
 def simulate(

@@ -29,19 +29,13 @@ _REQUEST = "trace"
 
 @dataclass
 class SymbolicLoop:
-    """One request whose rounds are dictated from outside.
+    """One request whose rounds are dictated from outside."""
 
-    Attributes:
-        plan: what to run.
-        text: committed symbols; single characters when traced, any integers when simulated.
-        frontier: p after the last round.
-        auditor: sees every row.
-    """
-
-    plan: DraftPlan
+    plan: DraftPlan  # what to run
+    # committed symbols; single characters when traced, any integers when simulated
     text: list[int] = field(default_factory=list)
-    frontier: int = -1
-    auditor: Auditor = field(init=False)
+    frontier: int = -1  # p after the last round
+    auditor: Auditor = field(init=False)  # sees every row
 
     def __post_init__(self) -> None:
         """The auditor follows the plan."""

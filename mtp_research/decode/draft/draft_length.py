@@ -55,29 +55,20 @@ _MIN_TIMES = 4  # below this a median says nothing
 
 @dataclass
 class RecentRounds:
-    """Fading counters of verify rounds, and the times of recent steps.
+    """Fading counters of verify rounds, and the times of recent steps."""
 
-    Attributes:
-        plan: whose drafts are counted.
-        half_life_steps: steps after which a round counts half, > 0.
-        prior_acceptance: chance assumed for a draft never seen, given that the ones before it were
-            accepted, in [0, 1]. It is high on purpose: what is believed to be good gets tried, and
-            what is tried gets measured.
-        prior_rounds: rounds that the prior counts as, > 0.
-        num_steps: decode steps seen.
-        reached: per draft position, weight of the rounds that made this draft and accepted all
-            before it.
-        accepted: of these, those that accepted it.
-        step_seconds: latest times of steps that made n drafts after a step that made n.
-    """
-
-    plan: "DraftPlan"
-    half_life_steps: float = 32.0
+    plan: "DraftPlan"  # whose drafts are counted
+    half_life_steps: float = 32.0  # steps after which a round counts half, > 0
+    # chance assumed for a draft never seen, given that the ones before it were accepted, in [0, 1].
+    # It is high on purpose: what is believed to be good gets tried, and what is tried gets
+    # measured.
     prior_acceptance: float = 0.8
-    prior_rounds: float = 2.0
-    num_steps: int = 0
+    prior_rounds: float = 2.0  # rounds that the prior counts as, > 0
+    num_steps: int = 0  # decode steps seen
+    # per draft position, weight of the rounds that made this draft and accepted all before it
     reached: list[float] = field(init=False)
-    accepted: list[float] = field(init=False)
+    accepted: list[float] = field(init=False)  # of these, those that accepted it
+    # latest times of steps that made n drafts after a step that made n
     step_seconds: dict[int, deque[float]] = field(default_factory=dict)
     _last_num_drafts: int | None = None
 

@@ -28,23 +28,14 @@ Heads = MTPHeads | Literal["null", "oracle"] | None
 
 @dataclass(frozen=True)
 class VerifiedStep:
-    """What drafting may use of a step.
+    """What drafting may use of a step."""
 
-    Attributes:
-        inputs: the step's inputs.
-        state: where each request stands after verification.
-        target_hidden: hidden states of the step's packed rows, each `[1, T, D]`.
-        params: sampling parameters of the requests.
-        request_ids: for the auditor.
-        draft_limit: most drafts of each request in this step, 0..K.
-    """
-
-    inputs: StepInputs
-    state: StepState
-    target_hidden: TargetHidden
-    params: SamplingTensors
-    request_ids: list[str]
-    draft_limit: int
+    inputs: StepInputs  # the step's inputs
+    state: StepState  # where each request stands after verification
+    target_hidden: TargetHidden  # hidden states of the step's packed rows, each `[1, T, D]`
+    params: SamplingTensors  # sampling parameters of the requests
+    request_ids: list[str]  # for the auditor
+    draft_limit: int  # most drafts of each request in this step, 0..K
 
 
 class Drafter(Protocol):

@@ -25,13 +25,7 @@ from mtp_research.decode.verify.verify import PADDING_TOKEN_ID
 from mtp_research.heads.stack import ModuleOutput, MTPHeads
 from mtp_research.models.attention.paged import PagedContext, fusion_barrier
 from mtp_research.policy.audit import Auditor
-from mtp_research.policy.plan import (
-    BaseRows,
-    DraftPlan,
-    HiddenKind,
-    PassPlan,
-    StepState,
-)
+from mtp_research.policy.plan import BaseRows, DraftPlan, HiddenKind, PassPlan, StepState
 
 if TYPE_CHECKING:
     from mtp_research.heads.draft_vocabulary import DraftVocabulary
@@ -92,27 +86,16 @@ def choose_drafts(
 
 @dataclass(frozen=True)
 class MTPDrafter:
-    """Runs MTP modules under a hidden-state policy.
+    """Runs MTP modules under a hidden-state policy."""
 
-    Attributes:
-        heads: the modules.
-        plan: rows of every pass, K >= 1.
-        first_kv_layer: index of the first draft layer in the cache.
-        draft_sampling: how a draft is chosen, see `draft_choice`.
-        backend: kernel backend.
-        auditor: records every row, or None.
-        length: how many drafts are made.
-        vocabulary: the tokens that may be drafted; None for all.
-    """
-
-    heads: MTPHeads
-    plan: DraftPlan
-    first_kv_layer: int
-    draft_sampling: DraftSampling = "greedy"
-    backend: str = "auto"
-    auditor: Auditor | None = None
-    length: DraftLength = field(default_factory=FixedLength)
-    vocabulary: "DraftVocabulary | None" = None
+    heads: MTPHeads  # the modules
+    plan: DraftPlan  # rows of every pass, K >= 1
+    first_kv_layer: int  # index of the first draft layer in the cache
+    draft_sampling: DraftSampling = "greedy"  # how a draft is chosen, see `draft_choice`
+    backend: str = "auto"  # kernel backend
+    auditor: Auditor | None = None  # records every row, or None
+    length: DraftLength = field(default_factory=FixedLength)  # how many drafts are made
+    vocabulary: "DraftVocabulary | None" = None  # the tokens that may be drafted; None for all
     num_extra_slots: int = 0
 
     @property

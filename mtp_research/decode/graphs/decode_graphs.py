@@ -91,10 +91,7 @@ class StepGraphs:
         device = step.slot_state.text.device
         self._slots = torch.full((batch_sizes[-1],), self._spare_slot, device=device)
         self._block_table = torch.full(
-            (batch_sizes[-1], num_table_blocks),
-            self._spare_block,
-            dtype=torch.int32,
-            device=device,
+            (batch_sizes[-1], num_table_blocks), self._spare_block, dtype=torch.int32, device=device
         )
         self._tables = BlockTables(
             self._spare_slot,

@@ -30,21 +30,13 @@ _SLOT = 0  # the first of them
 
 
 class MixedShape(NamedTuple):
-    """What a bucket's tensors and launches are sized by.
+    """What a bucket's tensors and launches are sized by."""
 
-    Attributes:
-        num_rows: T.
-        num_requests: R, padding requests included.
-        longest: rows that one request has at most.
-        num_base_rows: base rows of a draft pass.
-        longest_base: of one request.
-    """
-
-    num_rows: int
-    num_requests: int
-    longest: int
-    num_base_rows: int
-    longest_base: int
+    num_rows: int  # T
+    num_requests: int  # R, padding requests included
+    longest: int  # rows that one request has at most
+    num_base_rows: int  # base rows of a draft pass
+    longest_base: int  # of one request
 
     @classmethod
     def of(cls, num_rows: int, *, max_requests: int, max_text: int, num_rerun: int) -> "MixedShape":

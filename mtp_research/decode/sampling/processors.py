@@ -27,33 +27,20 @@ _MAX_DRY_PENALTY = 1e30  # a repetition never makes a token impossible where all
 
 
 class DryTensors(NamedTuple):
-    """DRY settings of a batch; see `SamplingParams`.
+    """DRY settings of a batch; see `SamplingParams`."""
 
-    Attributes:
-        multiplier: `[R]` float32, 0 is off.
-        base: `[R]` float32.
-        allowed_length: `[R]` float32.
-        is_breaker: `[R, V]` bool.
-    """
-
-    multiplier: Tensor
-    base: Tensor
-    allowed_length: Tensor
-    is_breaker: Tensor
+    multiplier: Tensor  # `[R]` float32, 0 is off
+    base: Tensor  # `[R]` float32
+    allowed_length: Tensor  # `[R]` float32
+    is_breaker: Tensor  # `[R, V]` bool
 
 
 class BadWordTensors(NamedTuple):
-    """Bad words of a batch.
+    """Bad words of a batch."""
 
-    Attributes:
-        prefix: `[R, W, P]` int64, each word without its last token, filled up with `_ANY`.
-        last: `[R, W]` int64, its last token; 0 where the request has fewer words.
-        is_word: `[R, W]` bool.
-    """
-
-    prefix: Tensor
-    last: Tensor
-    is_word: Tensor
+    prefix: Tensor  # `[R, W, P]` int64, each word without its last token, filled up with `_ANY`
+    last: Tensor  # `[R, W]` int64, its last token; 0 where the request has fewer words
+    is_word: Tensor  # `[R, W]` bool
 
 
 def bad_word_tensors(
@@ -142,25 +129,15 @@ class PenaltyTensors(NamedTuple):
 
 
 class ProcessorTensors(NamedTuple):
-    """Processors of a batch; each is None where no request uses it, known on the host.
+    """Processors of a batch; each is None where no request uses it, known on the host."""
 
-    Attributes:
-        num_prompt_tokens: `[R]` int64.
-        penalties: repetition, frequency and presence penalty.
-        dry: see `processors_sequence`.
-        bias: `[R, V]` float32, added to every row; -inf forbids a token.
-        bad_words: see `processors_sequence`.
-        min_tokens: `[R]` int64, output tokens before a stop token is allowed.
-        stop_bias: `[R, V]` float32, -inf at stop tokens, added before `min_tokens`.
-    """
-
-    num_prompt_tokens: Tensor
-    penalties: PenaltyTensors | None
-    dry: DryTensors | None
-    bias: Tensor | None
-    bad_words: BadWordTensors | None
-    min_tokens: Tensor
-    stop_bias: Tensor | None
+    num_prompt_tokens: Tensor  # `[R]` int64
+    penalties: PenaltyTensors | None  # repetition, frequency and presence penalty
+    dry: DryTensors | None  # see `processors_sequence`
+    bias: Tensor | None  # `[R, V]` float32, added to every row; -inf forbids a token
+    bad_words: BadWordTensors | None  # see `processors_sequence`
+    min_tokens: Tensor  # `[R]` int64, output tokens before a stop token is allowed
+    stop_bias: Tensor | None  # `[R, V]` float32, -inf at stop tokens, added before `min_tokens`
 
 
 def processor_tensors(

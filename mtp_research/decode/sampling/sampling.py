@@ -29,17 +29,11 @@ from mtp_research.policy.plan import DraftPlan
 
 
 class LogprobsPlan(NamedTuple):
-    """Which log-probabilities a batch reports.
+    """Which log-probabilities a batch reports."""
 
-    Attributes:
-        num_top: most tokens a request wants beside the emitted one.
-        kinds: kinds that requests ask for, known on the host.
-        is_raw: `[R]` bool, the request asks for `raw`.
-    """
-
-    num_top: int
-    kinds: frozenset[str]
-    is_raw: Tensor
+    num_top: int  # most tokens a request wants beside the emitted one
+    kinds: frozenset[str]  # kinds that requests ask for, known on the host
+    is_raw: Tensor  # `[R]` bool, the request asks for `raw`
 
 
 class SamplingTensors(NamedTuple):
@@ -47,32 +41,20 @@ class SamplingTensors(NamedTuple):
 
     The three flags are known on the host: they choose code, and so take part in the key of a
     captured graph. `top_k_bound` is a power of two, so that there are few such keys.
-
-    Attributes:
-        temperature: `[R]` float64, 0 is greedy.
-        top_k: `[R]` int64, 0 keeps all.
-        top_p: `[R]` float64, in (0, 1].
-        min_p: `[R]` float64, in [0, 1].
-        seed: `[R]` int64.
-        all_greedy: no request samples.
-        keeps_all: no request truncates.
-        top_k_bound: no top-k exceeds it; None where a request has a top-p and no top-k.
-        processors: logit processors; None where no request uses any.
-        bitmask: `[R, K+1, W]` int32 of allowed tokens; None where no request has a grammar.
-        logprobs: what to report; None where no request asks.
     """
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    all_greedy: bool
-    keeps_all: bool
-    top_k_bound: int | None
-    processors: ProcessorTensors | None = None
+    temperature: Tensor  # `[R]` float64, 0 is greedy
+    top_k: Tensor  # `[R]` int64, 0 keeps all
+    top_p: Tensor  # `[R]` float64, in (0, 1]
+    min_p: Tensor  # `[R]` float64, in [0, 1]
+    seed: Tensor  # `[R]` int64
+    all_greedy: bool  # no request samples
+    keeps_all: bool  # no request truncates
+    top_k_bound: int | None  # no top-k exceeds it; None where a request has a top-p and no top-k
+    processors: ProcessorTensors | None = None  # logit processors; None where no request uses any
+    # `[R, K+1, W]` int32 of allowed tokens; None where no request has a grammar
     bitmask: Tensor | None = None
-    logprobs: LogprobsPlan | None = None
+    logprobs: LogprobsPlan | None = None  # what to report; None where no request asks
 
     @property
     def is_plain(self) -> bool:
@@ -320,17 +302,11 @@ def _shift_right(state: Tensor, bits: int) -> Tensor:
 
 
 class LogprobTensors(NamedTuple):
-    """Log-probabilities of a step's tokens.
+    """Log-probabilities of a step's tokens."""
 
-    Attributes:
-        emitted: `[R, J]` float32, of the emitted tokens; of token 0 where none was.
-        top_ids: `[R, J, n]` int64, best tokens first.
-        top: `[R, J, n]` float32.
-    """
-
-    emitted: Tensor
-    top_ids: Tensor
-    top: Tensor
+    emitted: Tensor  # `[R, J]` float32, of the emitted tokens; of token 0 where none was
+    top_ids: Tensor  # `[R, J, n]` int64, best tokens first
+    top: Tensor  # `[R, J, n]` float32
 
     def of_request(self, row: int, *, num_tokens: int, num_top: int) -> list[TokenLogprobs]:
         """Copy to the host: the first emitted tokens of one request."""

@@ -26,54 +26,35 @@ from mtp_research.policy.row_layout import BaseRows, bounded_rows, equal_rows
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Inputs of one step.
+    """Inputs of one step."""
 
-    Attributes:
-        input_ids: `[T]` int64.
-        positions: `[T]` int64.
-        request_index: `[T]` int64, row of the batch each token belongs to.
-        query_start_loc: `[R + 1]` int32.
-        seq_lens: `[R]` int32, KV length including this step's rows.
-        block_table: `[R, M]` int32, padded with 0 (never read beyond `seq_lens`).
-        slots: `[R]` int64, request slots of the slot state.
-        first_position: `[R]` int64, position of each request's first row (`num_computed_tokens`).
-        num_rows: `[R]` int64, `num_scheduled_tokens`.
-        row_counts: the same, on the host; empty where a captured step may not depend on it.
-        num_tokens: `[R]` int64, accepted tokens before the step (L).
-        num_drafts: `[R]` int64, drafts among the rows.
-        draft_token_ids: `[R, K]` int64, -1 padded.
-        ends_at_newest_token: `[R]` bool, a token is sampled.
-        ends_recompute: `[R]` bool, the rows end a recompute after a preemption: drafts follow, but
-            the next token is known.
-        prefilling: `[R]` bool, the rows are prompt rows.
-        max_query_len: most rows of one request.
-        block_size: tokens a page.
-        static: every request decodes with K+1 rows, so that all shapes follow from R.
-        is_prefill: `prefilling` on the host, where drafting must not wait for the device to learn
-            the shapes of its passes; else None.
-        base_rows: bounds of the draft passes' base rows, in a captured step with prompt rows.
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    request_index: Tensor
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    slots: Tensor
+    input_ids: Tensor  # `[T]` int64
+    positions: Tensor  # `[T]` int64
+    request_index: Tensor  # `[T]` int64, row of the batch each token belongs to
+    query_start_loc: Tensor  # `[R + 1]` int32
+    seq_lens: Tensor  # `[R]` int32, KV length including this step's rows
+    block_table: Tensor  # `[R, M]` int32, padded with 0 (never read beyond `seq_lens`)
+    slots: Tensor  # `[R]` int64, request slots of the slot state
+    # `[R]` int64, position of each request's first row (`num_computed_tokens`)
     first_position: Tensor
-    num_rows: Tensor
+    num_rows: Tensor  # `[R]` int64, `num_scheduled_tokens`
+    # the same, on the host; empty where a captured step may not depend on it
     row_counts: tuple[int, ...]
-    num_tokens: Tensor
-    num_drafts: Tensor
-    draft_token_ids: Tensor
-    ends_at_newest_token: Tensor
+    num_tokens: Tensor  # `[R]` int64, accepted tokens before the step (L)
+    num_drafts: Tensor  # `[R]` int64, drafts among the rows
+    draft_token_ids: Tensor  # `[R, K]` int64, -1 padded
+    ends_at_newest_token: Tensor  # `[R]` bool, a token is sampled
+    # `[R]` bool, the rows end a recompute after a preemption: drafts follow, but the next token is
+    # known
     ends_recompute: Tensor
-    prefilling: Tensor
-    max_query_len: int
-    block_size: int
-    static: bool
+    prefilling: Tensor  # `[R]` bool, the rows are prompt rows
+    max_query_len: int  # most rows of one request
+    block_size: int  # tokens a page
+    static: bool  # every request decodes with K+1 rows, so that all shapes follow from R
+    # `prefilling` on the host, where drafting must not wait for the device to learn the shapes of
+    # its passes; else None
     is_prefill: tuple[bool, ...] | None = None
+    # bounds of the draft passes' base rows, in a captured step with prompt rows
     base_rows: BaseRows | None = None
 
     @classmethod

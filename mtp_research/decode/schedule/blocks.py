@@ -59,11 +59,7 @@ class PrefixCache:
     """Contents of cached blocks."""
 
     def __init__(
-        self,
-        *,
-        block_size: int,
-        plan: DraftPlan | None = None,
-        watcher: BlockWatcher | None = None,
+        self, *, block_size: int, plan: DraftPlan | None = None, watcher: BlockWatcher | None = None
     ) -> None:
         self.block_size = block_size
         self.plan = plan

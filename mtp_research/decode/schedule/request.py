@@ -33,49 +33,36 @@ class FinishReason(StrEnum):
 
 @dataclass
 class Request:
-    """State of one generation.
+    """State of one generation."""
 
-    Attributes:
-        request_id: unique among the requests of a decoder.
-        prompt_token_ids: the prompt, at least one token.
-        sampling: how to sample and when to stop.
-        priority: smaller is served first; ties by arrival.
-        token_ids: accepted tokens, prompt included.
-        draft_token_ids: drafts for the positions after `token_ids`, at most K; -1 marks a draft
-            that must be rejected.
-        num_computed_tokens: target rows whose KV is in the pages or will be once the scheduled
-            prompt chunks have run; [0, num_tokens - 1] when no step is in flight.
-        num_prefill_tokens: rows below are prompt rows: the prompt, or after a preemption all tokens
-            but the newest.
-        block_ids: pages held, in text order; leading ones may be shared (see `PrefixCache`). The
-            list only grows while the request runs; after that it has a new one.
-        block_keys: content keys of the leading full blocks, as far as they were needed.
-        num_published_blocks: leading blocks that were taken from or offered to the prefix cache.
-        num_cached_tokens: rows whose KV was taken from the prefix cache at the last admission.
-        cache_salt: texts with different salts share no cached block.
-        num_in_flight: scheduled steps that decide tokens or drafts and are not committed yet; at
-            most 1 between steps, and that only with deferred output.
-        slot: row in the slot-addressed state (`SlotState`), None while waiting.
-        matcher: where the output stands in its grammar, None without one.
-        token_logprobs: one entry per output token if `sampling.logprobs` asks for them.
-    """
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    priority: int = 0
-    token_ids: list[int] = field(default_factory=list)
+    request_id: str  # unique among the requests of a decoder
+    prompt_token_ids: tuple[int, ...]  # the prompt, at least one token
+    sampling: SamplingParams  # how to sample and when to stop
+    priority: int = 0  # smaller is served first; ties by arrival
+    token_ids: list[int] = field(default_factory=list)  # accepted tokens, prompt included
+    # drafts for the positions after `token_ids`, at most K; -1 marks a draft that must be rejected
     draft_token_ids: list[int] = field(default_factory=list)
+    # target rows whose KV is in the pages or will be once the scheduled prompt chunks have run; [0,
+    # num_tokens - 1] when no step is in flight
     num_computed_tokens: int = 0
+    # rows below are prompt rows: the prompt, or after a preemption all tokens but the newest
     num_prefill_tokens: int = 0
+    # scheduled steps that decide tokens or drafts and are not committed yet; at most 1 between
+    # steps, and that only with deferred output
     num_in_flight: int = 0
+    # pages held, in text order; leading ones may be shared (see `PrefixCache`). The list only grows
+    # while the request runs; after that it has a new one.
     block_ids: list[int] = field(default_factory=list)
+    # content keys of the leading full blocks, as far as they were needed
     block_keys: list[bytes] = field(default_factory=list)
+    # leading blocks that were taken from or offered to the prefix cache
     num_published_blocks: int = 0
+    # rows whose KV was taken from the prefix cache at the last admission
     num_cached_tokens: int = 0
-    cache_salt: str = ""
-    slot: int | None = None
-    matcher: Matcher | None = None
+    cache_salt: str = ""  # texts with different salts share no cached block
+    slot: int | None = None  # row in the slot-addressed state (`SlotState`), None while waiting
+    matcher: Matcher | None = None  # where the output stands in its grammar, None without one
+    # one entry per output token if `sampling.logprobs` asks for them
     token_logprobs: list[TokenLogprobs] = field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -130,24 +117,16 @@ class Request:
 
 
 class Scheduled(NamedTuple):
-    """One entry of a schedule.
+    """One entry of a schedule."""
 
-    Attributes:
-        request: whose rows.
-        num_scheduled_tokens: rows, at least 1.
-        first_position: position of the first row; for rows that are not prompt rows, as far as the
-            host knows (the device knows the exact one).
-        is_prefill: the rows are prompt rows, or recomputed after a preemption.
-        ends_at_newest_token: the rows reach the end of the accepted text, so a token is sampled.
-        ends_recompute: the rows end a recompute: drafts follow, but the next token is known.
-    """
-
-    request: Request
-    num_scheduled_tokens: int
+    request: Request  # whose rows
+    num_scheduled_tokens: int  # rows, at least 1
+    # position of the first row; for rows that are not prompt rows, as far as the host knows (the
+    # device knows the exact one)
     first_position: int
-    is_prefill: bool
-    ends_at_newest_token: bool
-    ends_recompute: bool
+    is_prefill: bool  # the rows are prompt rows, or recomputed after a preemption
+    ends_at_newest_token: bool  # the rows reach the end of the accepted text, so a token is sampled
+    ends_recompute: bool  # the rows end a recompute: drafts follow, but the next token is known
 
     @property
     def end_position(self) -> int:
@@ -156,21 +135,14 @@ class Scheduled(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """One step's work.
+    """One step's work."""
 
-    Attributes:
-        entries: rows to run.
-        admitted: requests with a fresh slot, whose text must be written before the step.
-        preempted: requests whose pages and slot were taken away.
-        num_prompt_rows: rows of the entries that are prompt rows.
-        started_s: on the host's clock, when scheduling began.
-    """
-
-    entries: list[Scheduled]
+    entries: list[Scheduled]  # rows to run
+    # requests with a fresh slot, whose text must be written before the step
     admitted: list[Request]
-    preempted: list[Request]
-    num_prompt_rows: int
-    started_s: float
+    preempted: list[Request]  # requests whose pages and slot were taken away
+    num_prompt_rows: int  # rows of the entries that are prompt rows
+    started_s: float  # on the host's clock, when scheduling began
 
 
 @dataclass(frozen=True)

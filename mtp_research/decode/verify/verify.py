@@ -40,25 +40,18 @@ PADDING_TOKEN_ID = -1
 
 
 class VerifyInputs(NamedTuple):
-    """What a rule decides on.
+    """What a rule decides on."""
 
-    Attributes:
-        target_logits: `[R, K+1, V]`.
-        draft_token_ids: `[R, K]` int64; ids outside the vocabulary are no valid drafts.
-        draft_probs: `[R, K, V]` distributions the drafts were drawn from; None for one-hot drafts.
-        params: sampling parameters of the requests.
-        positions: `[R, K+1]` int64, position of the token that each row decides; keys the noise.
-        is_thinking: `[R]` bool, the text so far ends between the thinking tokens; None: not asked.
-        options: settings of the lossy rules.
-    """
-
-    target_logits: Tensor
-    draft_token_ids: Tensor
+    target_logits: Tensor  # `[R, K+1, V]`
+    draft_token_ids: Tensor  # `[R, K]` int64; ids outside the vocabulary are no valid drafts
+    # `[R, K, V]` distributions the drafts were drawn from; None for one-hot drafts
     draft_probs: Tensor | None
-    params: SamplingTensors
+    params: SamplingTensors  # sampling parameters of the requests
+    # `[R, K+1]` int64, position of the token that each row decides; keys the noise
     positions: Tensor
+    # `[R]` bool, the text so far ends between the thinking tokens; None: not asked
     is_thinking: Tensor | None = None
-    options: VerifyOptions = VerifyOptions()
+    options: VerifyOptions = VerifyOptions()  # settings of the lossy rules
 
     @property
     def is_valid(self) -> Tensor:
@@ -85,18 +78,13 @@ class VerifyInputs(NamedTuple):
 
 
 class VerifyOutput(NamedTuple):
-    """Result of a verification.
+    """Result of a verification."""
 
-    Attributes:
-        num_accepted: `[R]` int64, 0..K, bonus not counted.
-        sampled_token_ids: `[R, K+1]` int64: accepted drafts, then the recovered or bonus token,
-            then -1.
-        is_finite: `[R]` bool, False where a logit row that decided a token was not finite; such a
-            request emits nothing.
-    """
-
-    num_accepted: Tensor
+    num_accepted: Tensor  # `[R]` int64, 0..K, bonus not counted
+    # `[R, K+1]` int64: accepted drafts, then the recovered or bonus token, then -1
     sampled_token_ids: Tensor
+    # `[R]` bool, False where a logit row that decided a token was not finite; such a request emits
+    # nothing
     is_finite: Tensor
 
 
