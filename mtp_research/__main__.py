@@ -72,7 +72,7 @@ def run_training(config: TrainConfig, output_dir: Path) -> None:
 
         result = run_policy_matrix(config, output_dir)
     else:
-        from mtp_research.studies.training_probe import decode_probe
+        from mtp_research.studies.matrix_cell import decode_probe
         from mtp_research.training.loop import train_heads
 
         result = train_heads(config, output_dir, decode_eval=decode_probe(config))

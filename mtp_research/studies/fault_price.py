@@ -1,9 +1,8 @@
 """What the slots that unclean policies leave behind cost: each against its own clean form.
 
     python eval.py experiment=fault_price             K = 3 and 5, three shipped heads
-    python -m mtp_research.evaluation.fault_table results/fault_price    the table again, from JSON
+    python -m mtp_research tables fault results/fault_price      the table again, from JSON
 
-Heads may be studied side by side, a process and an `output_dir` each: `fault_table` joins them.
 An unclean policy loses acceptance for two reasons: it feeds the modules other vectors than they
 were trained on, and it leaves stale, mixed or missing slots behind. Only the second is a fault. So
 the reference is not the head's best policy but the same procedure without the fault:
@@ -57,7 +56,7 @@ from mtp_research.models.target import Target, load_target, load_tokenizer, targ
 from mtp_research.policy.plan import POLICIES, HiddenPolicy
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import run_record
-from mtp_research.studies.fault_table import markdown_tables, price_rows, write_study
+from mtp_research.studies.study_tables import price_markdown, price_rows, write_study
 
 if TYPE_CHECKING:
     from mtp_research.evaluation.report.page import Section
@@ -125,7 +124,7 @@ def price_faults(config: EvalConfig, output_dir: Path) -> dict[str, object]:
             name = names[str(head)]
             study = _measure(study, asked, heads, name=name, policy=policy, num_drafts=num_drafts)
             write_study(output_dir, study)
-    sys.stdout.write(markdown_tables(study) + "\n")
+    sys.stdout.write(price_markdown(study) + "\n")
     publish(
         lambda: _sections(output_dir),
         results=output_dir / STUDY_FILE,

@@ -1,5 +1,7 @@
-"""One cell of the policy matrix: a decode loop's rounds against the replay walk over its own text.
+"""The decode loop beside the replay walk: a cell of the policy matrix, and the loop in training.
 
+A cell holds the loop's rounds against those of the walk over the loop's own text; `train.py` hands
+the function of `decode_probe` to the training loop, which does not import the decoder.
 Clean policies are replayed from flags of anchors. Under `target_roll`, which never reruns the rows
 of rejected drafts, flags are not enough: pass m runs row q once, with the target's H_q and the
 token x_{q+1+m}. Near the frontier that token is still a draft, and the row stays as it is when the
@@ -11,22 +13,24 @@ carries each pass's rows along, round by round, over a text that is known:
 Letters: K drafts per step, k = K depths, T tokens of the text, P prompt tokens.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from mtp_research.config.schema import EngineConfig
+from mtp_research.config.schema import EngineConfig, TrainConfig
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord
+from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompts, load_prompts
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.attention.attention import AttentionCall, DenseContext, with_sinks
-from mtp_research.models.target import Target
+from mtp_research.models.target import Target, load_tokenizer
 from mtp_research.policy.plan import (
+    MATCHING_POLICY,
     POLICIES,
     HiddenPolicy,
     ModuleSchedule,
@@ -41,6 +45,7 @@ from mtp_research.training.walk.replay import held_out_drafts
 # The unroll that computes what a policy drafts from; with one module it is `ttt` as well.
 WALK_UNROLL = {"training": "chain", "eagle": "shared_context", "target_roll": "independent"}
 _WALK_ROWS = 8
+PROBE_NEW_TOKENS, PROBE_MODEL_LEN = 64, 512
 
 
 def decode_prompts(
@@ -251,3 +256,51 @@ def stale_walk(
         accepted.append(num_depths if all(hits) else hits.index(False))
         first, frontier = frontier + 1, frontier + accepted[-1] + 1
     return tuple(accepted)
+
+
+def decode_probe(config: TrainConfig) -> Callable[[MTPHeads], dict[str, object]] | None:
+    """A function that decodes `trainer.decode_eval_prompts` prompts greedily with given heads.
+
+    It drafts by the policy that the unroll matches, K being the depths of the training.
+    """
+    num_prompts = config.trainer.decode_eval_prompts
+    if not num_prompts:
+        return None
+    engine = EngineConfig(max_num_requests=8, max_model_len=PROBE_MODEL_LEN, audit=False)
+    prompts = load_prompts(None, max_prompts=num_prompts, seed=config.seed)
+    num_drafts = config.objective.num_depths or max(config.head.num_mtp_modules, 3)
+
+    def probe(heads: MTPHeads) -> dict[str, object]:
+        tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))
+        encoded = encode_prompts(prompts, tokenizer, max_model_len=PROBE_MODEL_LEN)
+        decoder = SpecDecoder(
+            heads.target,
+            heads,
+            spec=SpecSettings(
+                policy=MATCHING_POLICY[config.objective.unroll],
+                num_speculative_tokens=num_drafts,
+                verify="greedy",
+                module_schedule=cast(ModuleSchedule, config.head.module_schedule),
+            ),
+            engine=engine,
+        )
+        sampling = SamplingParams(
+            max_new_tokens=PROBE_NEW_TOKENS, stop_token_ids=heads.target.stop_token_ids
+        )
+        for prompt, token_ids in zip(encoded.prompts, encoded.token_ids, strict=True):
+            decoder.add_request(token_ids, sampling=sampling, request_id=prompt.question_id)
+        # Modules that are compiled for the shapes of training would compile again for each step's.
+        with torch.compiler.set_stance("force_eager"):
+            while decoder.has_work:
+                decoder.step()
+        accepted = [
+            count for record in decoder.stats.records for count in record.num_accepted_per_round
+        ]
+        return {
+            "acceptance_length": 1 + sum(accepted) / max(len(accepted), 1),
+            "num_accepted": sum(accepted),
+            "num_rounds": len(accepted),
+            "num_prompts": len(encoded.prompts),
+        }
+
+    return probe

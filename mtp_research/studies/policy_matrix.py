@@ -41,8 +41,13 @@ from mtp_research.models.target import Target, target_hashes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import run_record
 from mtp_research.studies.matrix_cell import decode_prompts
-from mtp_research.studies.matrix_heads import decoding_config, head_runs, same_settings
-from mtp_research.studies.matrix_workers import Asked, measure_heads
+from mtp_research.studies.matrix_workers import (
+    Asked,
+    decoding_config,
+    head_runs,
+    measure_heads,
+    same_settings,
+)
 from mtp_research.studies.study_tables import matrix_grids, write_matrix
 from mtp_research.training.setup import load_inputs
 

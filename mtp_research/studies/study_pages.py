@@ -54,18 +54,16 @@ from mtp_research.evaluation.stats.matrix_seeds import (
 )
 from mtp_research.evaluation.stats.statistics import ACCEPTED_WARNING, FORMULAS
 from mtp_research.runtime.errors import IntegrityError
-from mtp_research.studies.fault_table import (
-    price_grids,
-    price_rows,
-    read_checked_study,
-    split_prices,
-)
 from mtp_research.studies.study_tables import (
     matrix_grids,
+    matrix_verdict,
     matrix_warnings,
+    price_grids,
+    price_rows,
     prompts_by_domain,
     read_checked_matrix,
-    verdict,
+    read_checked_study,
+    split_prices,
 )
 
 _PERCENT = f"{100 * LEVEL:.0f} %"
@@ -276,13 +274,13 @@ def _pair_tick(pair: MatchPair) -> str:
 def _matrix_headline(matrix: SeedMatrix) -> str:
     pairs = [pair for pair in match_pairs(matrix) if pair.difference.value is not None]
     if not pairs:
-        return verdict(matrix) if matrix.done_seeds else ""
+        return matrix_verdict(matrix) if matrix.done_seeds else ""
     pair = max(pairs, key=lambda pair: abs(pair.difference.value or 0.0))
     return (
         f"{row_name(pair.ours)} under {pair.ours.policy} {interval(pair.difference, '+.3f')} "
         f"accepted tokens over {row_name(pair.theirs)} under {pair.theirs.policy}, "
         f"{len(matrix.done_seeds)} seeds, the largest of {len(pairs)} differences; "
-        f"{verdict(matrix)}"
+        f"{matrix_verdict(matrix)}"
     )
 
 
@@ -302,7 +300,7 @@ def _matrix_facts(matrix: SeedMatrix) -> dict[str, str]:
         "training data": " ".join(str(data.get(key) or "") for key in ("name", "path")),
         "dtype": f"decoded in {matrix.settings.get('dtype')}, trained in {model.get('dtype')}",
         "seeds": _listed(matrix.done_seeds),
-        "lossless": verdict(matrix),
+        "lossless": matrix_verdict(matrix),
     })  # fmt: skip
 
 

@@ -1,21 +1,28 @@
-"""Tables, warnings and stored figures of a train unroll x decode policy matrix over training seeds.
+"""Tables, warnings and stored figures of both studies, computed from the counters of their files.
 
-    python train.py experiment=policy_matrix output_dir=runs/matrix
-    python -m mtp_research.studies.study_tables runs/matrix            the tables again, from JSON
+    python -m mtp_research tables seeds runs/matrix             `matrix.json`
+    python -m mtp_research tables fault results/fault_price     `fault_price.json`
 
-Figures are computed by the seed statistics; this file stores them beside the counters, holds stored
-ones against the counters when they are read, and lays them out. Letters: K drafts per step, N MTP
-modules.
+Figures are stored beside the counters and held against them when they are read. Prices:
+
+    share of a fault = slots with it / all slots <= p of all draft layers, prompt included, in %
+    lost             = acceptance length of the clean form - that of the policy, same prompts
+    lost per 1 %     = lost / share of WRONG + MIXED + HOLE
+
+The price belongs to one kind of fault only where a policy leaves one kind. A second table splits it
+by least squares, without intercept, over a head's unclean rows: lost = sum over kinds of price x
+share. It takes prices to add up, which nothing here proves. Shares count as known; intervals are
+over prompts. Letters: K drafts per step, N MTP modules, C conditions.
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mtp_research.evaluation.report.stored import require_stored_figures
+import numpy as np
+
+from mtp_research.evaluation.report.stored import require_stored_figures, write_json
 from mtp_research.evaluation.report.terminal import (
     UNDEFINED,
     Grid,
@@ -23,21 +30,26 @@ from mtp_research.evaluation.report.terminal import (
     markdown_table,
     number,
 )
+from mtp_research.evaluation.stats import fault_study, matrix_seeds
+from mtp_research.evaluation.stats.bootstrap import (
+    Estimate,
+    Lengths,
+    difference,
+    estimate_of,
+    interval_of,
+    lengths,
+    make_draws,
+)
+from mtp_research.evaluation.stats.fault_study import FAULTS, FaultCondition, FaultStudy
 from mtp_research.evaluation.stats.matrix_seeds import (
-    MATRIX_FILE,
-    SCHEMA_VERSION,
     GroupFigures,
-    MatchPair,
     SeedMatrix,
     column_name,
     group_figures,
     match_pairs,
-    read_matrix,
     row_name,
 )
 from mtp_research.evaluation.stats.statistics import MIN_PROMPTS, few_prompts
-from mtp_research.runtime.errors import IntegrityError
-from mtp_research.runtime.files import write_atomically
 
 _NUM_LISTED = 5  # cells with other texts or rounds
 
@@ -84,11 +96,11 @@ def matrix_warnings(matrix: SeedMatrix) -> list[str]:
     if differing:
         listed = ", ".join(differing[:_NUM_LISTED])
         more = f" and {len(differing) - _NUM_LISTED} more" * (len(differing) > _NUM_LISTED)
-        warnings.append(f"{verdict(matrix)}; others in {listed}{more}")
+        warnings.append(f"{matrix_verdict(matrix)}; others in {listed}{more}")
     return warnings
 
 
-def verdict(matrix: SeedMatrix) -> str:
+def matrix_verdict(matrix: SeedMatrix) -> str:
     """How many texts and rounds are what they must be, over all cells."""
     total = len(matrix.cells) * len(matrix.prompts)
     texts = total - sum(cell.num_other_texts for cell in matrix.cells)
@@ -99,25 +111,19 @@ def verdict(matrix: SeedMatrix) -> str:
     )
 
 
-def pair_name(pair: MatchPair) -> str:
-    """Both heads, such as `chain - ttt N=1`."""
-    return f"{pair.ours.unroll} - {row_name(pair.theirs)}"
-
-
 def prompts_by_domain(matrix: SeedMatrix) -> dict[str, int]:
     """Number of prompts of each domain, by name."""
     domains = [prompt.domain for prompt in matrix.prompts]
     return {domain: domains.count(domain) for domain in sorted(set(domains))}
 
 
-def markdown_tables(matrix: SeedMatrix) -> str:
+def matrix_markdown(matrix: SeedMatrix) -> str:
     """Warnings and verdict, then every table as Markdown."""
-    lines = [f"warning: {text}" for text in matrix_warnings(matrix)]
-    tables = (f"{g.title}\n\n{markdown_table(g.header, g.rows)}" for g in matrix_grids(matrix))
-    return "\n\n".join([*lines, verdict(matrix), *tables])
+    tables = [f"{g.title}\n\n{markdown_table(g.header, g.rows)}" for g in matrix_grids(matrix)]
+    return _markdown(matrix_warnings(matrix), matrix_verdict(matrix), tables)
 
 
-def summary(matrix: SeedMatrix) -> dict[str, object]:
+def matrix_summary(matrix: SeedMatrix) -> dict[str, object]:
     """The figures of `matrix.json`, over all prompts and by domain."""
     domains = [None, *sorted({prompt.domain for prompt in matrix.prompts})]
     figures = {domain: group_figures(matrix, domain=domain) for domain in domains}
@@ -148,15 +154,13 @@ def summary(matrix: SeedMatrix) -> dict[str, object]:
 
 def write_matrix(folder: Path, matrix: SeedMatrix, *, figures: bool) -> None:
     """Write `matrix.json`, whole or not at all: what was counted, and a summary of it or null."""
-    folder.mkdir(parents=True, exist_ok=True)
     content = {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": matrix_seeds.SCHEMA_VERSION,
         **asdict(matrix),
         "cells": [{**asdict(cell), "key": cell.key._asdict()} for cell in matrix.cells],
-        "summary": summary(matrix) if figures else None,
+        "summary": matrix_summary(matrix) if figures else None,
     }
-    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    write_atomically(folder / MATRIX_FILE, text + "\n")
+    write_json(folder / matrix_seeds.MATRIX_FILE, content)
 
 
 def read_checked_matrix(folder: Path) -> SeedMatrix:
@@ -164,27 +168,11 @@ def read_checked_matrix(folder: Path) -> SeedMatrix:
 
     A file of an unfinished matrix may hold none, an older one fewer of them.
     """
-    matrix, path = read_matrix(folder), folder / MATRIX_FILE
+    matrix, path = matrix_seeds.read_matrix(folder), folder / matrix_seeds.MATRIX_FILE
     stored = json.loads(path.read_text(encoding="utf8")).get("summary")
     if stored is not None:
-        require_stored_figures(path, stored, summary(matrix))
+        require_stored_figures(path, stored, matrix_summary(matrix))
     return matrix
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `python -m mtp_research.studies.study_tables`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mtp_research.studies.study_tables",
-        description="Print the tables of a policy matrix as Markdown.",
-    )
-    parser.add_argument("folder", type=Path)
-    try:
-        matrix = read_checked_matrix(parser.parse_args(argv).folder)
-    except IntegrityError as fault:
-        sys.stderr.write(f"error: {fault}\n")
-        return fault.exit_code
-    sys.stdout.write(markdown_tables(matrix) + "\n")
-    return 0
 
 
 def _length_grid(groups: Sequence[GroupFigures], what: str, num_prompts: int) -> Grid:
@@ -219,7 +207,7 @@ def _match_grid(matrix: SeedMatrix) -> Grid:
     counts: Mapping[str | None, int] = {None: len(matrix.prompts), **prompts_by_domain(matrix)}
     lines = [
         (
-            pair_name(pair),
+            f"{pair.ours.unroll} - {row_name(pair.theirs)}",
             domain or "all",
             str(num_prompts),
             interval(pair.ours_length),
@@ -270,5 +258,157 @@ def _heat_map(groups: Sequence[GroupFigures], *, domain: str | None) -> dict[str
     }
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+@dataclass(frozen=True)
+class PriceRow:
+    """One line of the first table; lengths and losses in tokens per round."""
+
+    condition: FaultCondition
+    length: Estimate
+    reference_length: Estimate | None = None
+    lost: Estimate | None = None
+    lost_pct: Estimate | None = None  # of the reference's length
+    lost_per_pct: Estimate | None = None  # None without faults
+
+
+@dataclass(frozen=True)
+class SplitPrices:
+    """Tokens per round lost per 1 % of each fault, by least squares over a head's rows."""
+
+    head: str
+    num_rows: int
+    prices: tuple[Estimate, ...]  # in the order of FAULTS
+
+
+def price_rows(study: FaultStudy) -> list[PriceRow]:
+    """A line for each condition, in order."""
+    found = _all_lengths(study)
+    rows = []
+    for condition in study.conditions:
+        own = found[condition.key]
+        reference = found.get((*condition.key[:2], condition.reference or ""))
+        if reference is None:
+            rows.append(PriceRow(condition, estimate_of(own)))
+            continue
+        lost, share = difference(reference, own), condition.shares.sum()
+        rows.append(
+            PriceRow(
+                condition,
+                estimate_of(own),
+                estimate_of(reference),
+                lost,
+                interval_of(
+                    100 * (1 - own.value / reference.value),
+                    100 * (1 - own.draws / reference.draws),
+                ),
+                _scaled(lost, 1 / share) if share else None,
+            )
+        )
+    return rows
+
+
+def split_prices(study: FaultStudy) -> list[SplitPrices]:
+    """Least-squares prices of each head whose rows tell the three kinds apart."""
+    found = _all_lengths(study)
+    made = []
+    for head in dict.fromkeys(condition.head for condition in study.conditions):
+        rows = [c for c in study.conditions if c.head == head and c.reference is not None]
+        pairs = [(found[(*c.key[:2], str(c.reference))], found[c.key]) for c in rows]
+        shares = np.array([c.shares for c in rows]).reshape(-1, len(FAULTS))  # [C, 3]
+        if np.linalg.matrix_rank(shares) < len(FAULTS):
+            continue
+        solve = np.linalg.pinv(shares)  # [3, C]
+        values = solve @ np.array([ref.value - own.value for ref, own in pairs])
+        draws = np.array([ref.draws - own.draws for ref, own in pairs]).T @ solve.T
+        prices = (interval_of(v, d) for v, d in zip(values, draws.T, strict=True))
+        made.append(SplitPrices(head, len(rows), tuple(prices)))
+    return made
+
+
+def price_grids(study: FaultStudy) -> list[Grid]:
+    """Both tables; the second only where some head's rows tell the kinds apart."""
+    header = ("head", "N", "K", "policy", *(f"{fault} %" for fault in FAULTS))
+    header += ("acceptance length", "clean form", "lost", "lost %", "lost per 1 %")
+    rows = tuple(map(_cells, price_rows(study)))
+    grids = [Grid("Price of faulty draft slots", header, rows)]
+    if split := split_prices(study):
+        header = ("head", "rows", *(f"lost per 1 % {fault}" for fault in FAULTS))
+        rows = tuple(
+            (s.head, str(s.num_rows), *(interval(p, "+.4f") for p in s.prices)) for s in split
+        )
+        grids.append(Grid("Price by kind of fault, least squares", header, rows))
+    return grids
+
+
+def price_markdown(study: FaultStudy) -> str:
+    """Warnings and verdict, then both tables as Markdown; intervals are 95 %."""
+    tables = [markdown_table(grid.header, grid.rows) for grid in price_grids(study)]
+    return _markdown(fault_study.study_warnings(study), fault_study.verdict(study), tables)
+
+
+def price_summary(study: FaultStudy) -> dict[str, object]:
+    """The figures of `fault_price.json`."""
+    rows = [asdict(replace(row, condition=_without_counters(row))) for row in price_rows(study)]
+    return {"rows": rows, "split": [asdict(one) for one in split_prices(study)]}
+
+
+def write_study(folder: Path, study: FaultStudy) -> None:
+    """Write `fault_price.json`, whole or not at all, with the figures of its counters."""
+    summary = price_summary(study)
+    content = {"schema_version": fault_study.SCHEMA_VERSION, **asdict(study), "summary": summary}
+    write_json(folder / fault_study.STUDY_FILE, content)
+
+
+def read_checked_study(folder: Path) -> FaultStudy:
+    """`read_study`, and the figures in the file must be those that its counters give."""
+    study, path = fault_study.read_study(folder), folder / fault_study.STUDY_FILE
+    stored = json.loads(path.read_text(encoding="utf8")).get("summary")
+    require_stored_figures(path, stored, price_summary(study))
+    return study
+
+
+def _markdown(warnings: Sequence[str], verdict: str, tables: Sequence[str]) -> str:
+    return "\n\n".join([*(f"warning: {text}" for text in warnings), verdict, *tables])
+
+
+def _all_lengths(study: FaultStudy) -> dict[tuple[str, int, str], Lengths]:
+    # A prompt that did not end somewhere counts nowhere: differences are over the same prompts.
+    indices = range(len(study.prompts))
+    whole = [
+        index
+        for index in indices
+        if all(one.text_sha256[index] != fault_study.UNFINISHED for one in study.conditions)
+    ]
+    whole = whole or list(indices)  # a condition of which nothing ended has no figure anyway
+    draws = make_draws(1, max(len(whole), 1), seed=study.seed)
+    return {
+        condition.key: lengths(
+            [[sum(condition.accepted_per_round[index]) for index in whole]],
+            [[len(condition.accepted_per_round[index]) for index in whole]],
+            draws,
+        )
+        for condition in study.conditions
+    }
+
+
+def _without_counters(row: PriceRow) -> FaultCondition:
+    return replace(row.condition, accepted_per_round=(), text_sha256=())
+
+
+def _scaled(one: Estimate, factor: float) -> Estimate:
+    return Estimate(*(None if x is None else x * factor for x in one))
+
+
+def _cells(row: PriceRow) -> tuple[str, ...]:
+    one = row.condition
+    return (
+        one.head,
+        str(one.num_mtp_modules),
+        str(one.num_speculative_tokens),
+        one.policy,
+        *(f"{share:.2f}" for share in one.shares),
+        interval(row.length),
+        UNDEFINED if row.reference_length is None else str(one.reference),
+        UNDEFINED if row.lost is None else interval(row.lost, "+.3f"),
+        UNDEFINED if row.lost_pct is None else interval(row.lost_pct, "+.1f"),
+        UNDEFINED if row.lost_per_pct is None else interval(row.lost_per_pct, "+.4f"),
+    )

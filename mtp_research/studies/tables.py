@@ -4,16 +4,18 @@
     python -m mtp_research tables context results/context
     python -m mtp_research tables policy results/k3 results/k5
     python -m mtp_research tables fault results/fault_price
+    python -m mtp_research tables seeds runs/matrix
 
 `compare` prints paired differences ours - theirs; results that measure different things are refused
 with every prompt whose hash differs. `context` prints acceptance and speed by context length: every
 round falls into the bucket [2^n, 2^(n+1)) of the text before its first draft; every request falls,
 whole, into that of the text in the middle of its output, with tokens/s = tokens after the first /
 seconds from the first to the last; in a batch those seconds would be shared, so that batches are
-refused. `policy` prints rows per step, audit and acceptance by policy, and `fault` the prices of
-faulty draft slots. All figures are computed again from the stored counters. Exit code 2: the
-results do not fit the question; 3: a file is damaged, of other formulas, or holds figures that its
-own counters do not give. Letters: K drafts per step, N MTP modules.
+refused. `policy` prints rows per step, audit and acceptance by policy, `fault` the prices of faulty
+draft slots, `seeds` a policy matrix over training seeds. All figures are computed again from the
+stored counters. Exit code 2: the results do not fit the question; 3: a file is damaged, of other
+formulas, or holds figures that its own counters do not give. Letters: K drafts per step, N MTP
+modules.
 """
 
 import argparse
@@ -61,7 +63,7 @@ from mtp_research.heads.record import read_head_record
 from mtp_research.policy.audit import Verdict
 from mtp_research.policy.plan import POLICIES, DraftPlan
 from mtp_research.runtime.errors import ConfigError, IntegrityError
-from mtp_research.studies.fault_table import markdown_tables, read_checked_study
+from mtp_research.studies import study_tables
 
 _NUM_LISTED = 5
 _REFERENCE = "training"  # differences of the policy table are to it, prompt by prompt
@@ -121,7 +123,11 @@ def _policy_text(paths: Sequence[Path]) -> str:
 
 
 def _fault_text(paths: Sequence[Path]) -> str:
-    return markdown_tables(read_checked_study(paths[0]))
+    return study_tables.price_markdown(study_tables.read_checked_study(paths[0]))
+
+
+def _seeds_text(paths: Sequence[Path]) -> str:
+    return study_tables.matrix_markdown(study_tables.read_checked_matrix(paths[0]))
 
 
 # By name: how many results it reads, and what makes its text of them.
@@ -130,6 +136,7 @@ _COMMANDS: dict[str, tuple[int | str, Callable[[Sequence[Path]], str]]] = {
     "context": (1, _context_text),
     "policy": ("+", _policy_text),
     "fault": (1, _fault_text),
+    "seeds": (1, _seeds_text),
 }
 
 

@@ -24,7 +24,7 @@ from mtp_research.policy.plan import POLICIES
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.studies import fault_price
 from mtp_research.studies.fault_price import CLEAN_FORM, policies_of, price_faults
-from mtp_research.studies.fault_table import markdown_tables, price_rows, split_prices
+from mtp_research.studies.study_tables import price_markdown, price_rows, split_prices
 from mtp_research.studies.tables import main
 
 WORDS = ["experiment=fault_price", "spec.head=assets/lab_tiny/heads/chain_n3", "spec.k=3"]
@@ -197,7 +197,7 @@ def test_table_from_the_file_is_the_one_printed(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fault", str(folder)]) == 0
-    assert capsys.readouterr().out == markdown_tables(read_study(folder)) + "\n"
+    assert capsys.readouterr().out == price_markdown(read_study(folder)) + "\n"
     text = (folder / STUDY_FILE).read_text().replace('"slots"', '"rows"')
     (tmp_path / STUDY_FILE).write_text(text)
     assert main(["fault", str(tmp_path)]) == 3

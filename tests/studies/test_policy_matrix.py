@@ -16,9 +16,10 @@ from mtp_research.heads.stack import ModuleOutput
 from mtp_research.policy.plan import MATCHING_POLICY
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
 from mtp_research.studies import matrix_cell, matrix_workers
-from mtp_research.studies.matrix_heads import decoded_as, same_settings, unrolls_of
+from mtp_research.studies.matrix_workers import decoded_as, same_settings, unrolls_of
 from mtp_research.studies.policy_matrix import run_policy_matrix
-from mtp_research.studies.study_tables import group_figures, main, matrix_grids, summary
+from mtp_research.studies.study_tables import group_figures, matrix_grids, matrix_summary
+from mtp_research.studies.tables import main
 from tests.tiny import tiny_heads, tiny_target
 from tests.training.tiny import save_lab
 
@@ -106,7 +107,7 @@ def test_killed_matrix_goes_on_in_two_processes(two_seeds, tmp_path, monkeypatch
     assert len(trained) == 2
     assert len(measured) == 4  # no cell was measured in this process
     assert read_matrix(tmp_path / "killed").cells == read_matrix(tmp_path / "whole").cells
-    assert main([str(tmp_path / "killed")]) == 0
+    assert main(["seeds", str(tmp_path / "killed")]) == 0
     assert "2 of 2 seeds" in capsys.readouterr().out
 
 
@@ -130,7 +131,7 @@ def test_matrix_file_gives_its_own_summary_again(two_seeds, tmp_path):
     run_policy_matrix(two_seeds, tmp_path)
     stored = json.loads((tmp_path / MATRIX_FILE).read_text())
     matrix = read_matrix(tmp_path)
-    assert json.loads(json.dumps(summary(matrix))) == stored["summary"]
+    assert json.loads(json.dumps(matrix_summary(matrix))) == stored["summary"]
     match, other = group_figures(matrix)
     assert match.is_match
     assert match.minus_match is None
@@ -147,7 +148,7 @@ def test_matrix_file_gives_its_own_summary_again(two_seeds, tmp_path):
         run_policy_matrix(changed, tmp_path)
     stored["cells"][0]["accepted_per_round"][0][0] = 9
     (tmp_path / MATRIX_FILE).write_text(json.dumps(stored))
-    assert main([str(tmp_path)]) == 3
+    assert main(["seeds", str(tmp_path)]) == 3
 
 
 def test_recycle_norms_are_trained_and_decoded_crosswise(config, tmp_path):

@@ -17,9 +17,8 @@ from mtp_research.evaluation.stats.matrix_seeds import (
     SeedMatrix,
 )
 from mtp_research.studies.draw_report import main
-from mtp_research.studies.fault_table import markdown_tables, write_study
 from mtp_research.studies.study_pages import fault_section, matrix_section, training_section
-from mtp_research.studies.study_tables import write_matrix
+from mtp_research.studies.study_tables import price_markdown, write_matrix, write_study
 from mtp_research.studies.tables import main as tables_main
 from tests.evaluation.report.test_page import outline
 
@@ -210,7 +209,7 @@ def test_unfinished_study_says_so_before_its_table(
 
 def test_few_prompts_and_other_texts_are_warned_of_in_the_price_table() -> None:
     last = dataclasses.replace(study().conditions[1], text_sha256=("a", "other"))
-    lines = markdown_tables(
+    lines = price_markdown(
         dataclasses.replace(study(), conditions=(study().conditions[0], last))
     ).splitlines()
     few = "intervals over fewer than 80 prompts are too narrow"

@@ -20,14 +20,14 @@ from mtp_research.evaluation.stats.matrix_seeds import (
 from mtp_research.runtime.errors import IntegrityError
 from mtp_research.studies.study_pages import matrix_section
 from mtp_research.studies.study_tables import (
-    main,
-    markdown_tables,
     matrix_grids,
+    matrix_markdown,
+    matrix_summary,
     matrix_warnings,
     read_checked_matrix,
-    summary,
     write_matrix,
 )
+from mtp_research.studies.tables import main
 
 # Accepted drafts of the rounds of two prompts, by unroll and policy, at seed 0; seed 1 has one more
 # round, of all K, for the first prompt.
@@ -144,7 +144,7 @@ def test_other_texts_and_rounds_are_counted_on_every_output(
 ) -> None:
     good = matrix()
     line = "16 of 16 texts are plain decoding's; 16 of 16 lists of rounds are the replay walk's"
-    assert line in markdown_tables(good)
+    assert line in matrix_markdown(good)
     first = MatrixCell(**{**vars(good.cells[0]), "num_other_texts": 1, "num_other_rounds": 2})
     bad = matrix(cells=(first, *good.cells[1:]))
     wanted = (
@@ -153,7 +153,7 @@ def test_other_texts_and_rounds_are_counted_on_every_output(
     )
     assert wanted in matrix_warnings(bad)
     write_matrix(tmp_path, bad, figures=True)
-    assert main([str(tmp_path)]) == 0
+    assert main(["seeds", str(tmp_path)]) == 0
     shown = capsys.readouterr().out.splitlines()
     few = "intervals over fewer than 80 prompts are too narrow"
     assert shown[0] == f"warning: only 2 prompts: {few}"
@@ -196,7 +196,7 @@ def test_stored_figures_are_held_against_the_counters(tmp_path: Path) -> None:
         IntegrityError, match=r"1 stored figures .*\(summary.groups\[0\].length\[1\]"
     ):
         read_checked_matrix(tmp_path)
-    assert main([str(tmp_path)]) == 3
+    assert main(["seeds", str(tmp_path)]) == 3
 
 
 def test_seed_without_rounds_has_no_figure_and_the_file_can_be_written(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_seed_without_rounds_has_no_figure_and_the_file_can_be_written(tmp_path:
     empty = matrix(cells=tuple(cells))
     write_matrix(tmp_path, empty, figures=True)
     assert json.loads((tmp_path / MATRIX_FILE).read_text())["summary"] == json.loads(
-        json.dumps(summary(empty))
+        json.dumps(matrix_summary(empty))
     )
     (pair,) = match_pairs(empty)
     assert pair.by_seed == (pytest.approx(1 / 3), None)

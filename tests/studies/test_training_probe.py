@@ -8,8 +8,8 @@ from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
-from mtp_research.studies import training_probe
-from mtp_research.studies.training_probe import decode_probe
+from mtp_research.studies import matrix_cell
+from mtp_research.studies.matrix_cell import decode_probe
 
 LAB_TINY = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny"
 
@@ -19,7 +19,7 @@ def test_no_prompts_means_no_probe() -> None:
 
 
 def test_probe_decodes_with_the_heads_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_probe, "MAX_NEW_TOKENS", 12)
+    monkeypatch.setattr(matrix_cell, "PROBE_NEW_TOKENS", 12)
     probe = decode_probe(compose_config(TrainConfig, ["trainer.decode_eval_prompts=2"]))
     assert probe is not None
     target = load_target(LAB_TINY / "target", device="cpu")

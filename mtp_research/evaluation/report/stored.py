@@ -129,10 +129,15 @@ def to_json(report: Report) -> dict[str, object]:
 
 def write_results(folder: Path, report: Report) -> Path:
     """Write `results.json`, whole or not at all; return its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(to_json(report), allow_nan=False, separators=(",", ":"))
-    write_atomically(folder / RESULTS_FILE, content + "\n")
+    write_json(folder / RESULTS_FILE, to_json(report))
     return folder / RESULTS_FILE
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write a results file on one line, whole or not at all; NaN is refused."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    write_atomically(path, text + "\n")
 
 
 def recompute(path: Path) -> Report:

@@ -1,6 +1,6 @@
 """`fault_price.json`: what each decoding of a price study left behind, read back with checks.
 
-Written by `fault_table`, which computes the figures; filled by `fault_price`, which decodes.
+Written by `study_tables`, which computes the figures; filled by `fault_price`, which decodes.
 Letters: K drafts per step, N MTP modules.
 """
 
