@@ -29,14 +29,7 @@ from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompts, l
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.attention.attention import AttentionCall, DenseContext, with_sinks
 from mtp_research.models.target import Target, load_tokenizer
-from mtp_research.policy.plan import (
-    MATCHING_POLICY,
-    POLICIES,
-    HiddenPolicy,
-    ModuleSchedule,
-    module_index,
-    token_offset,
-)
+from mtp_research.policy import plan
 from mtp_research.training.losses.losses import UnrollSpec
 from mtp_research.training.packed_rows import TrainingRows
 from mtp_research.training.walk.acceptance import replay_walk, response_ranges
@@ -109,7 +102,7 @@ def measure_cell(
     )
     return CellRounds(
         loop=loop,
-        clean=None if POLICIES[policy].clean else tuple(walk.clean for walk in walks),
+        clean=None if plan.POLICIES[policy].clean else tuple(walk.clean for walk in walks),
         differing=tuple(i for i, walk in enumerate(walks) if loop[i] != walk.exact),
         walks=tuple(walk.exact for walk in walks),
     )
@@ -157,11 +150,11 @@ def _walks(
         ((start, stop),) = response_ranges(document.loss_mask, num_depths=num_drafts)
         clean = replay_walk(drafts[index].is_hit, start=start, stop=stop).accepted_per_round
         exact = clean
-        if not POLICIES[policy].clean:
+        if not plan.POLICIES[policy].clean:
             exact = stale_walk(
                 heads,
                 document.token_ids,
-                policy=POLICIES[policy],
+                policy=plan.POLICIES[policy],
                 start=start,
                 stop=stop,
                 num_depths=num_drafts,
@@ -207,11 +200,11 @@ def stale_walk(
     heads: MTPHeads,
     token_ids: Sequence[int],
     *,
-    policy: HiddenPolicy,
+    policy: plan.HiddenPolicy,
     start: int,
     stop: int,
     num_depths: int,
-    schedule: ModuleSchedule = "cycle",
+    schedule: plan.ModuleSchedule = "cycle",
 ) -> tuple[int, ...]:
     """Accepted drafts of each round, in order, as `replay_walk` gives them for clean policies.
 
@@ -239,8 +232,8 @@ def stale_walk(
     while frontier < stop:
         known = list(token_ids[: frontier + 2])  # the drafts of this round follow
         for step in range(num_depths):
-            offset = token_offset(policy, step)
-            module_idx = module_index(schedule, step, heads.spec.num_mtp_modules)
+            offset = plan.token_offset(policy, step)
+            module_idx = plan.module_index(schedule, step, heads.spec.num_mtp_modules)
             output = heads.run_module(
                 module_idx,
                 token_ids=torch.tensor([known[first + offset :]], device=device),
@@ -277,10 +270,10 @@ def decode_probe(config: TrainConfig) -> Callable[[MTPHeads], dict[str, object]]
             heads.target,
             heads,
             spec=SpecSettings(
-                policy=MATCHING_POLICY[config.objective.unroll],
+                policy=plan.MATCHING_POLICY[config.objective.unroll],
                 num_speculative_tokens=num_drafts,
                 verify="greedy",
-                module_schedule=cast(ModuleSchedule, config.head.module_schedule),
+                module_schedule=cast(plan.ModuleSchedule, config.head.module_schedule),
             ),
             engine=engine,
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from mtp_research.evaluation.report import page
 from mtp_research.evaluation.report.charts import (
     MAX_SERIES,
     Chart,
@@ -25,13 +26,6 @@ from mtp_research.evaluation.report.charts import (
 from mtp_research.evaluation.report.comparable import machine_of
 from mtp_research.evaluation.report.frame import ALL, LENGTH, Row, estimate_of, make_frame, row_of
 from mtp_research.evaluation.report.notes import FAULT_WORDS, HEAD_WORDS, LETTERS, POLICY_WORDS
-from mtp_research.evaluation.report.page import (
-    Section,
-    command_of,
-    known_facts,
-    pairs_text,
-    record_facts,
-)
 from mtp_research.evaluation.report.run_charts import (
     FRAMED,
     PROMPT_INTERVAL,
@@ -54,17 +48,7 @@ from mtp_research.evaluation.stats.matrix_seeds import (
 )
 from mtp_research.evaluation.stats.statistics import ACCEPTED_WARNING, FORMULAS
 from mtp_research.runtime.errors import IntegrityError
-from mtp_research.studies.study_tables import (
-    matrix_grids,
-    matrix_verdict,
-    matrix_warnings,
-    price_grids,
-    price_rows,
-    prompts_by_domain,
-    read_checked_matrix,
-    read_checked_study,
-    split_prices,
-)
+from mtp_research.studies import study_tables
 
 _PERCENT = f"{100 * LEVEL:.0f} %"
 _INTERVAL = f"{_PERCENT} two-level bootstrap over seeds and prompts."
@@ -98,23 +82,23 @@ _WALK_NOTE = (
 )
 
 
-def matrix_section(folder: Path, *, name: str) -> Section:
+def matrix_section(folder: Path, *, name: str) -> page.Section:
     """The policy matrix over training seeds in `folder`."""
-    matrix = read_checked_matrix(folder)
+    matrix = study_tables.read_checked_matrix(folder)
     done = matrix.done_seeds
     frame = make_frame(list(_matrix_rows(matrix, name)))
-    return Section(
+    return page.Section(
         name=name,
         title=f"{name}: heads by training unroll and seed, under each decode policy",
         charts=_matrix_charts(matrix, frame),
-        grids=matrix_grids(matrix) if done else [],
+        grids=study_tables.matrix_grids(matrix) if done else [],
         frame=frame,
         headline=_matrix_headline(matrix),
         caption=f"{len(done)} of {len(matrix.seeds)} training seeds, "
         f"{matrix.settings.get('dtype')}, {machine_of(matrix.run)}",
-        command=command_of(matrix.run),
-        facts=record_facts(matrix.run) | _matrix_facts(matrix),
-        warnings=[f"warning: {text}" for text in matrix_warnings(matrix)],
+        command=page.command_of(matrix.run),
+        facts=page.record_facts(matrix.run) | _matrix_facts(matrix),
+        warnings=[f"warning: {text}" for text in study_tables.matrix_warnings(matrix)],
         notes=[
             *(LETTERS, HEAD_WORDS, POLICY_WORDS, *_LENGTH_NOTES, *_SEED_NOTES),
             *([_RERUN_NOTE] if any(cell.clean_per_round for cell in matrix.cells) else []),
@@ -127,20 +111,20 @@ def matrix_section(folder: Path, *, name: str) -> Section:
     )
 
 
-def fault_section(folder: Path, *, name: str) -> Section:
+def fault_section(folder: Path, *, name: str) -> page.Section:
     """The price of faulty draft slots in `folder`."""
-    study = read_checked_study(folder)
+    study = study_tables.read_checked_study(folder)
     frame = make_frame(list(_price_rows(study, name)))
-    return Section(
+    return page.Section(
         name=name,
         title=f"{name}: what faulty draft slots cost",
         charts=[_lost_chart(frame)],
-        grids=price_grids(study),
+        grids=study_tables.price_grids(study),
         frame=frame,
         headline=_price_headline(study, frame),
         caption=f"n = {len(study.prompts)} prompts, {study.dtype}, {machine_of(study.run)}",
-        command=command_of(study.run),
-        facts=record_facts(study.run) | _price_facts(study),
+        command=page.command_of(study.run),
+        facts=page.record_facts(study.run) | _price_facts(study),
         warnings=[f"warning: {text}" for text in study_warnings(study)],
         notes=[LETTERS, HEAD_WORDS, POLICY_WORDS, FAULT_WORDS, *_LENGTH_NOTES, *_PRICE_NOTES],
         prompts=study.prompts,
@@ -152,7 +136,7 @@ def fault_section(folder: Path, *, name: str) -> Section:
     )
 
 
-def training_section(file: Path, *, name: str) -> Section:
+def training_section(file: Path, *, name: str) -> page.Section:
     """The curves of a `train.py` folder, from its `metrics.jsonl`."""
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()]
@@ -170,7 +154,7 @@ def training_section(file: Path, *, name: str) -> Section:
         lengths = (f"{one['acceptance_length']:.3f} at step {one['step']}" for one in
                    (walks[0], best))  # fmt: skip
         headline = f"replay walk: acceptance length {', '.join(lengths)}"
-    return Section(
+    return page.Section(
         name=name,
         title=f"{name}: training",
         charts=charts,
@@ -178,14 +162,17 @@ def training_section(file: Path, *, name: str) -> Section:
         frame=frame,
         headline=headline,
         caption=f"{len(steps)} steps",
-        facts=known_facts(facts),
+        facts=page.known_facts(facts),
         warnings=[] if results else [unfinished],
         notes=[LETTERS, HEAD_WORDS, _WALK_NOTE],
     )
 
 
 def _matrix_rows(matrix: SeedMatrix, name: str) -> Iterator[Row]:
-    counts: Mapping[str | None, int] = {None: len(matrix.prompts), **prompts_by_domain(matrix)}
+    counts: Mapping[str | None, int] = {
+        None: len(matrix.prompts),
+        **study_tables.prompts_by_domain(matrix),
+    }
     for domain, num_prompts in counts.items():
         shown: Row = {"domain": domain or ALL, "n": num_prompts}
         for one in group_figures(matrix, domain=domain):
@@ -274,13 +261,13 @@ def _pair_tick(pair: MatchPair) -> str:
 def _matrix_headline(matrix: SeedMatrix) -> str:
     pairs = [pair for pair in match_pairs(matrix) if pair.difference.value is not None]
     if not pairs:
-        return matrix_verdict(matrix) if matrix.done_seeds else ""
+        return study_tables.matrix_verdict(matrix) if matrix.done_seeds else ""
     pair = max(pairs, key=lambda pair: abs(pair.difference.value or 0.0))
     return (
         f"{row_name(pair.ours)} under {pair.ours.policy} {interval(pair.difference, '+.3f')} "
         f"accepted tokens over {row_name(pair.theirs)} under {pair.theirs.policy}, "
         f"{len(matrix.done_seeds)} seeds, the largest of {len(pairs)} differences; "
-        f"{matrix_verdict(matrix)}"
+        f"{study_tables.matrix_verdict(matrix)}"
     )
 
 
@@ -288,25 +275,25 @@ def _matrix_facts(matrix: SeedMatrix) -> dict[str, str]:
     config = mapping(matrix.settings, "config")
     model, trainer, asked = (mapping(config, key) for key in ("model", "trainer", "matrix"))
     data, most = mapping(config, "data"), asked.get("max_new_tokens")
-    domains = prompts_by_domain(matrix)
-    return known_facts({
+    domains = study_tables.prompts_by_domain(matrix)
+    return page.known_facts({
         "target": " ".join(str(model.get(key) or "") for key in ("name", "path")).strip(),
         "drafts K": _listed(sorted({cell.num_speculative_tokens for cell in matrix.cells})),
         "prompts": f"{len(matrix.prompts)}: "
         + ", ".join(f"{count} {domain}" for domain, count in domains.items()),
         "new tokens": f"at most {most} a prompt" if most else "",
         "sampling": "greedy",
-        "training": pairs_text(trainer, ("max_steps", "batch_size", "learning_rate")),
+        "training": page.pairs_text(trainer, ("max_steps", "batch_size", "learning_rate")),
         "training data": " ".join(str(data.get(key) or "") for key in ("name", "path")),
         "dtype": f"decoded in {matrix.settings.get('dtype')}, trained in {model.get('dtype')}",
         "seeds": _listed(matrix.done_seeds),
-        "lossless": matrix_verdict(matrix),
+        "lossless": study_tables.matrix_verdict(matrix),
     })  # fmt: skip
 
 
 def _price_rows(study: FaultStudy, name: str) -> Iterator[Row]:
     shown: Row = {"n": len(study.prompts)}
-    for row in price_rows(study):
+    for row in study_tables.price_rows(study):
         one = row.condition
         identity: Row = {"run": name, "head": one.head, "policy": one.policy,
                          "K": one.num_speculative_tokens,
@@ -320,7 +307,7 @@ def _price_rows(study: FaultStudy, name: str) -> Iterator[Row]:
         for figure, value in figures.items():
             if value is not None:
                 yield row_of(identity, figure, value, **clean)
-    for split in split_prices(study):
+    for split in study_tables.split_prices(study):
         identity = {"run": name, "head": split.head, "condition": f"{split.head}, all K"}
         for fault, price in zip(FAULTS, split.prices, strict=True):
             yield row_of(identity, f"price_{fault}", price, **shown)
@@ -353,7 +340,7 @@ def _price_headline(study: FaultStudy, frame: pd.DataFrame) -> str:
 
 
 def _price_facts(study: FaultStudy) -> dict[str, str]:
-    return known_facts({
+    return page.known_facts({
         "joined from": "; ".join(map(_part_words, study.parts)),
         "target": _listed(dict.fromkeys(map(_model_words, study.parts or [study.run]))),
         "heads": _listed(head.get("name") for head in study.heads),
@@ -379,7 +366,7 @@ def _part_words(record: Mapping[str, object]) -> str:
     spent = record.get("seconds")
     words = [str(record.get("started_at") or ""), "" if spent is None else f"{spent} s"]
     known = ", ".join(filter(None, words))
-    return f"{command_of(record)} ({known})" if known else command_of(record)
+    return f"{page.command_of(record)} ({known})" if known else page.command_of(record)
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -30,16 +30,7 @@ from mtp_research.evaluation.report.terminal import (
     markdown_table,
     number,
 )
-from mtp_research.evaluation.stats import fault_study, matrix_seeds
-from mtp_research.evaluation.stats.bootstrap import (
-    Estimate,
-    Lengths,
-    difference,
-    estimate_of,
-    interval_of,
-    lengths,
-    make_draws,
-)
+from mtp_research.evaluation.stats import bootstrap, fault_study, matrix_seeds
 from mtp_research.evaluation.stats.fault_study import FAULTS, FaultCondition, FaultStudy
 from mtp_research.evaluation.stats.matrix_seeds import (
     GroupFigures,
@@ -263,11 +254,11 @@ class PriceRow:
     """One line of the first table; lengths and losses in tokens per round."""
 
     condition: FaultCondition
-    length: Estimate
-    reference_length: Estimate | None = None
-    lost: Estimate | None = None
-    lost_pct: Estimate | None = None  # of the reference's length
-    lost_per_pct: Estimate | None = None  # None without faults
+    length: bootstrap.Estimate
+    reference_length: bootstrap.Estimate | None = None
+    lost: bootstrap.Estimate | None = None
+    lost_pct: bootstrap.Estimate | None = None  # of the reference's length
+    lost_per_pct: bootstrap.Estimate | None = None  # None without faults
 
 
 @dataclass(frozen=True)
@@ -276,7 +267,7 @@ class SplitPrices:
 
     head: str
     num_rows: int
-    prices: tuple[Estimate, ...]  # in the order of FAULTS
+    prices: tuple[bootstrap.Estimate, ...]  # in the order of FAULTS
 
 
 def price_rows(study: FaultStudy) -> list[PriceRow]:
@@ -287,16 +278,16 @@ def price_rows(study: FaultStudy) -> list[PriceRow]:
         own = found[condition.key]
         reference = found.get((*condition.key[:2], condition.reference or ""))
         if reference is None:
-            rows.append(PriceRow(condition, estimate_of(own)))
+            rows.append(PriceRow(condition, bootstrap.estimate_of(own)))
             continue
-        lost, share = difference(reference, own), condition.shares.sum()
+        lost, share = bootstrap.difference(reference, own), condition.shares.sum()
         rows.append(
             PriceRow(
                 condition,
-                estimate_of(own),
-                estimate_of(reference),
+                bootstrap.estimate_of(own),
+                bootstrap.estimate_of(reference),
                 lost,
-                interval_of(
+                bootstrap.interval_of(
                     100 * (1 - own.value / reference.value),
                     100 * (1 - own.draws / reference.draws),
                 ),
@@ -319,7 +310,7 @@ def split_prices(study: FaultStudy) -> list[SplitPrices]:
         solve = np.linalg.pinv(shares)  # [3, C]
         values = solve @ np.array([ref.value - own.value for ref, own in pairs])
         draws = np.array([ref.draws - own.draws for ref, own in pairs]).T @ solve.T
-        prices = (interval_of(v, d) for v, d in zip(values, draws.T, strict=True))
+        prices = (bootstrap.interval_of(v, d) for v, d in zip(values, draws.T, strict=True))
         made.append(SplitPrices(head, len(rows), tuple(prices)))
     return made
 
@@ -370,7 +361,7 @@ def _markdown(warnings: Sequence[str], verdict: str, tables: Sequence[str]) -> s
     return "\n\n".join([*(f"warning: {text}" for text in warnings), verdict, *tables])
 
 
-def _all_lengths(study: FaultStudy) -> dict[tuple[str, int, str], Lengths]:
+def _all_lengths(study: FaultStudy) -> dict[tuple[str, int, str], bootstrap.Lengths]:
     # A prompt that did not end somewhere counts nowhere: differences are over the same prompts.
     indices = range(len(study.prompts))
     whole = [
@@ -379,9 +370,9 @@ def _all_lengths(study: FaultStudy) -> dict[tuple[str, int, str], Lengths]:
         if all(one.text_sha256[index] != fault_study.UNFINISHED for one in study.conditions)
     ]
     whole = whole or list(indices)  # a condition of which nothing ended has no figure anyway
-    draws = make_draws(1, max(len(whole), 1), seed=study.seed)
+    draws = bootstrap.make_draws(1, max(len(whole), 1), seed=study.seed)
     return {
-        condition.key: lengths(
+        condition.key: bootstrap.lengths(
             [[sum(condition.accepted_per_round[index]) for index in whole]],
             [[len(condition.accepted_per_round[index]) for index in whole]],
             draws,
@@ -394,8 +385,8 @@ def _without_counters(row: PriceRow) -> FaultCondition:
     return replace(row.condition, accepted_per_round=(), text_sha256=())
 
 
-def _scaled(one: Estimate, factor: float) -> Estimate:
-    return Estimate(*(None if x is None else x * factor for x in one))
+def _scaled(one: bootstrap.Estimate, factor: float) -> bootstrap.Estimate:
+    return bootstrap.Estimate(*(None if x is None else x * factor for x in one))
 
 
 def _cells(row: PriceRow) -> tuple[str, ...]:

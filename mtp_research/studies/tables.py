@@ -30,6 +30,7 @@ import numpy as np
 from mtp_research.config.schema import SamplingConfig, SpecConfig
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
+from mtp_research.evaluation.report import terminal
 from mtp_research.evaluation.report.stored import (
     Report,
     mapping,
@@ -37,14 +38,6 @@ from mtp_research.evaluation.report.stored import (
     read_runs,
     recompute,
     results_file,
-)
-from mtp_research.evaluation.report.terminal import (
-    UNDEFINED,
-    interval,
-    markdown_table,
-    number,
-    paired_grid,
-    plain_text,
 )
 from mtp_research.evaluation.stats.bootstrap import Estimate, Ratio, estimate
 from mtp_research.evaluation.stats.statistics import (
@@ -104,7 +97,7 @@ def _compare_text(paths: Sequence[Path]) -> str:
             sides = " and ".join((digest or "no such prompt")[:16] for digest in hashes)
             lines.append(f"  {printable(name)}: {sides}")
         raise ConfigError("\n".join(lines)) from None
-    grids = [plain_text(paired_grid(pair)) for pair in pairs.values()]
+    grids = [terminal.plain_text(terminal.paired_grid(pair)) for pair in pairs.values()]
     known = (w for s in (*ours.summaries, *theirs.summaries) for w in s.acceptance.warnings)
     grids += [f"warning: {warning}" for warning in dict.fromkeys(known)]
     title = f"{runs[0].name} - {runs[1].name}, {len(ours.prompts)} prompts"
@@ -114,12 +107,16 @@ def _compare_text(paths: Sequence[Path]) -> str:
 def _context_text(paths: Sequence[Path]) -> str:
     report = recompute(results_file(paths[0]))
     rows = context_rows(report)
-    return "\n\n".join([markdown_table(_CONTEXT_HEADER, rows), *context_notes(report, rows)])
+    return "\n\n".join(
+        [terminal.markdown_table(_CONTEXT_HEADER, rows), *context_notes(report, rows)]
+    )
 
 
 def _policy_text(paths: Sequence[Path]) -> str:
     reports = [recompute(results_file(path)) for path in paths]
-    return markdown_table(_POLICY_HEADER, [r for report in reports for r in policy_rows(report)])
+    return terminal.markdown_table(
+        _POLICY_HEADER, [r for report in reports for r in policy_rows(report)]
+    )
 
 
 def _fault_text(paths: Sequence[Path]) -> str:
@@ -318,11 +315,11 @@ def _context_row(
     return (
         f"{low} to {2 * low - 1}",
         label,
-        str(bucket.num_rounds) if bucket else UNDEFINED,
-        interval(bucket.acceptance_length) if bucket else UNDEFINED,
+        str(bucket.num_rounds) if bucket else terminal.UNDEFINED,
+        terminal.interval(bucket.acceptance_length) if bucket else terminal.UNDEFINED,
         str(speed[0]),
-        interval(speed[1], ".1f"),
-        number(own / theirs if own and theirs else None, ".2f"),
+        terminal.interval(speed[1], ".1f"),
+        terminal.number(own / theirs if own and theirs else None, ".2f"),
     )
 
 
@@ -350,10 +347,10 @@ def policy_rows(report: Report) -> list[tuple[str, ...]]:
             str(summary.result.policy),
             str(_num_module_rows(summary, num_modules)),
             *_fault_percentages(summary.result.audit),
-            interval(summary.acceptance.acceptance_length_micro),
+            terminal.interval(summary.acceptance.acceptance_length_micro),
             _difference(report, summary.result.label),
             " ".join(
-                number(rate.value, ".3f")
+                terminal.number(rate.value, ".3f")
                 for rate in summary.acceptance.acceptance_rate_per_position
             ),
         )
@@ -366,9 +363,9 @@ def _difference(report: Report, label: str) -> str:
     """Acceptance length minus the reference's, a dash where there is none."""
     by_label = {condition.label: condition for condition in report.conditions}
     if label == _REFERENCE or _REFERENCE not in by_label:
-        return UNDEFINED
+        return terminal.UNDEFINED
     pair = paired(by_label[label], by_label[_REFERENCE], seed=report.seed)
-    return interval(pair.differences["acceptance_length_micro"], "+.3f")
+    return terminal.interval(pair.differences["acceptance_length_micro"], "+.3f")
 
 
 def _num_module_rows(summary: ConditionSummary, num_modules: int) -> int:
@@ -378,7 +375,7 @@ def _num_module_rows(summary: ConditionSummary, num_modules: int) -> int:
 
 def _fault_percentages(audit: Mapping[str, int] | None) -> tuple[str, ...]:
     if audit is None or not audit.get("slots"):
-        return (UNDEFINED,) * len(_FAULTS)
+        return (terminal.UNDEFINED,) * len(_FAULTS)
     return tuple(f"{100 * audit[fault] / audit['slots']:.2f}" for fault in _FAULTS)
 
 

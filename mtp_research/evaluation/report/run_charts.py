@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
+from mtp_research.evaluation.report import comparable
 from mtp_research.evaluation.report.charts import (
     MAX_SERIES,
     Chart,
@@ -21,16 +22,6 @@ from mtp_research.evaluation.report.charts import (
     heat_map,
     interval_chart,
     stacked_bars,
-)
-from mtp_research.evaluation.report.comparable import (
-    Entry,
-    PolicyMatrix,
-    Sweep,
-    SweptPart,
-    describe,
-    policy_matrices,
-    sweeps,
-    told_apart,
 )
 from mtp_research.evaluation.report.frame import ACCEPTING, ALL, CONTEXT, LENGTH, STEP_PARTS, select
 from mtp_research.evaluation.stats.bootstrap import LEVEL
@@ -42,7 +33,7 @@ _MIN_PROMPTS_OF_BUCKET = 5  # below, an interval over prompts says nothing
 _MAX_BARS = 24
 _MAX_TOGETHER = 6  # more lines in one chart cannot be told apart
 _NO_DRAFTS = "every condition decodes without drafts (K = 0)"
-_SWEPT: dict[SweptPart, tuple[str, str]] = {  # in titles, and on the axis
+_SWEPT: dict[comparable.SweptPart, tuple[str, str]] = {  # in titles, and on the axis
     "batch_size": ("batch size", "batch size R [requests]"),
     "num_speculative_tokens": ("number of drafts", "drafts per step K"),
     "temperature": ("temperature", "sampling temperature"),
@@ -104,23 +95,23 @@ def position_charts(
     return _grouped(title, charts, reason)
 
 
-def sweep_charts(frame: pd.DataFrame, found: Sequence[Entry]) -> list[Chart | Missing]:
+def sweep_charts(frame: pd.DataFrame, found: Sequence[comparable.Entry]) -> list[Chart | Missing]:
     """Policy matrices, then acceptance and tokens/s along every part that is swept."""
     charts: list[Chart | Missing] = []
-    matrices = policy_matrices(found)
-    apart = told_apart([describe(matrix.setting) for matrix in matrices])
+    matrices = comparable.policy_matrices(found)
+    apart = comparable.told_apart([comparable.describe(matrix.setting) for matrix in matrices])
     for matrix, which in zip(matrices, apart, strict=True):
         cells = matrix_cells(frame, matrix)
         framed = f" {FRAMED}" if cells["is_match"].any() else ""
-        note = f"{describe(matrix.setting)}. Below each value: {PROMPT_INTERVAL}{framed}"
+        note = f"{comparable.describe(matrix.setting)}. Below each value: {PROMPT_INTERVAL}{framed}"
         title = f"Acceptance length by head and decode policy{which}"
         charts.append(heat_map(title, cells, rows="heads", unit=TOKENS_PER_ROUND, note=note))
     if not matrices:
         reason = "fewer than two heads decoded the same prompts under one setting"
         charts.append(Missing("Policy matrix", reason))
     for part, (words, _) in _SWEPT.items():
-        made = sweeps(found, part)
-        names = told_apart([sweep.shared for sweep in made])
+        made = comparable.sweeps(found, part)
+        names = comparable.told_apart([sweep.shared for sweep in made])
         for sweep, which in zip(made, names, strict=True):
             charts += _sweep_charts(frame, sweep, f"{words}{which}")
         if not made:
@@ -129,7 +120,7 @@ def sweep_charts(frame: pd.DataFrame, found: Sequence[Entry]) -> list[Chart | Mi
     return charts
 
 
-def matrix_cells(frame: pd.DataFrame, matrix: PolicyMatrix) -> pd.DataFrame:
+def matrix_cells(frame: pd.DataFrame, matrix: comparable.PolicyMatrix) -> pd.DataFrame:
     """The acceptance lengths of a matrix, with `row`, `column` and `is_match`."""
     parts = [
         _of_figure(select(frame, [entry]), LENGTH).assign(
@@ -219,7 +210,7 @@ def _first_bars(num_conditions: int) -> str:
     return f" The first {_MAX_BARS} of {num_conditions} conditions." if is_cut else ""
 
 
-def _sweep_charts(frame: pd.DataFrame, sweep: Sweep, name: str) -> Iterator[Chart]:
+def _sweep_charts(frame: pd.DataFrame, sweep: comparable.Sweep, name: str) -> Iterator[Chart]:
     shared, note = sweep.shared, ""
     if len(sweep.rows) > MAX_SERIES:
         note = f"The first {MAX_SERIES} of {len(sweep.rows)} heads and policies. "
@@ -246,7 +237,7 @@ def _sweep_charts(frame: pd.DataFrame, sweep: Sweep, name: str) -> Iterator[Char
                              note=f"{note}{spread if has_passes else ''}{shared}.")  # fmt: skip
 
 
-def _points(frame: pd.DataFrame, sweep: Sweep) -> pd.DataFrame:
+def _points(frame: pd.DataFrame, sweep: comparable.Sweep) -> pd.DataFrame:
     """The rows of the sweep's conditions, with `series` and `tick`, by ascending tick."""
     parts = [
         select(frame, [entry]).assign(series=name, tick=f"{value:g}")
@@ -257,7 +248,7 @@ def _points(frame: pd.DataFrame, sweep: Sweep) -> pd.DataFrame:
     return pd.concat(parts)
 
 
-def _prompts_by_value(sweep: Sweep) -> str:
+def _prompts_by_value(sweep: comparable.Sweep) -> str:
     """How many prompts each value has, such as `16 at batch size 1, 32 at batch size 8`."""
     counts: dict[float, set[int]] = {value: set() for value in sweep.values}
     for row in sweep.rows.values():
