@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mtp_research.decode.streaming import AsyncDecoder
     from mtp_research.heads.weights import load_heads
     from mtp_research.models.target import load_target
-    from mtp_research.policy.plan import POLICIES
+    from mtp_research.policy.fields import POLICIES
 
 __all__ = [
     "POLICIES",
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "POLICIES": "mtp_research.policy.plan",
+    "POLICIES": "mtp_research.policy.fields",
     "AsyncDecoder": "mtp_research.decode.streaming",
     "EngineConfig": "mtp_research.config.schema",
     "SamplingParams": "mtp_research.decode.sampling.sampling_params",

@@ -22,7 +22,7 @@ COMMANDS = {
     "doctor": ("mtp_research.app.doctor", "main"),
     "export": ("mtp_research.heads.export", "main"),
     "regenerate": ("mtp_research.studies.regenerate", "main"),
-    "trace": ("mtp_research.policy.trace", "main"),
+    "trace": ("mtp_research.policy.simulate", "trace_main"),
     "audit": ("mtp_research.policy.simulate", "main"),
 }
 

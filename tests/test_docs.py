@@ -10,7 +10,7 @@ import pytest
 
 from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import EvalConfig, TrainConfig
-from mtp_research.policy import simulate, trace
+from mtp_research.policy import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 # The log names modules and flags of its own commits.
@@ -21,7 +21,7 @@ PAGES = sorted(
 )
 SCHEMAS = {"train.py": TrainConfig, "eval.py": EvalConfig}
 PRINTERS: dict[str, Callable[[Sequence[str] | None], int]] = {
-    "mtp_research.policy": trace.main,
+    "mtp_research.policy": simulate.trace_main,
     "mtp_research.policy.simulate": simulate.main,
 }
 # A word that stands for another, or a flag that is Hydra's business.

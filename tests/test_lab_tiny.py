@@ -15,7 +15,7 @@ from mtp_research.evaluation.run.prompts import encode_prompt, load_prompts
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target, load_target, load_tokenizer
-from mtp_research.policy.plan import MATCHING_POLICY
+from mtp_research.policy.fields import MATCHING_POLICY
 from mtp_research.training.losses.losses import UnrollSpec
 from mtp_research.training.packed_rows import TrainingRows
 from mtp_research.training.walk.acceptance import replay_walk, response_ranges

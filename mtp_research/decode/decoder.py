@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.decode.build import build_drafter, build_state
+from mtp_research.decode.build import build_drafter, build_products, build_state, kernel_backend
 from mtp_research.decode.draft.draft_length import RecentRounds
-from mtp_research.decode.draft.drafter import Heads, VerifiedStep
-from mtp_research.decode.draft.mtp_drafter import MTPDrafter
-from mtp_research.decode.kernel_support import build_products, kernel_backend
+from mtp_research.decode.draft.drafter import Heads, MTPDrafter, VerifiedStep
 from mtp_research.decode.ledger import Ledger
 from mtp_research.decode.sampling.sampling import BatchSampling, SamplingTensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams

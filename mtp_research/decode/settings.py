@@ -13,8 +13,7 @@ from mtp_research.config.ranges import check_values
 from mtp_research.config.schema import EngineConfig, VerifyOptions
 from mtp_research.config.training_schema import MAX_SPECULATIVE_TOKENS
 from mtp_research.decode.draft.draft_length import DraftLength, FixedLength
-from mtp_research.decode.draft.drafter import Heads
-from mtp_research.decode.draft.mtp_drafter import DRAFT_SAMPLINGS, DraftSampling
+from mtp_research.decode.draft.drafter import DRAFT_SAMPLINGS, DraftSampling, Heads
 from mtp_research.decode.sampling.sampling_params import SamplingParams, check_sampling
 from mtp_research.decode.verify.verify_options import check_options
 from mtp_research.decode.verify.verify_rules import RULES, Rule
@@ -34,7 +33,7 @@ class SpecSettings:
         verify: key of `verify_rules.RULES`, or any `Rule`; `standard` rejection sampling equals
             greedy at temperature 0.
         verify_options: settings of the lossy rules.
-        draft_sampling: `greedy`, `processed` or `sample`, see `mtp_drafter.choose_drafts`.
+        draft_sampling: `greedy`, `processed` or `sample`, see `drafter.choose_drafts`.
         module_schedule: which module runs which draft step.
         draft_length: makes fewer than K drafts where more do not pay.
         draft_token_ids: the tokens that may be drafted, see `heads.draft_vocabulary`; None for all.

@@ -53,7 +53,7 @@ from mtp_research.evaluation.stats.statistics import FINISHED
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target, load_target, load_tokenizer, target_hashes
-from mtp_research.policy.plan import POLICIES, HiddenPolicy
+from mtp_research.policy.fields import POLICIES, HiddenPolicy
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import run_record
 from mtp_research.studies.study_tables import price_markdown, price_rows, write_study

@@ -30,7 +30,7 @@ from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.family import NormPoint
 from mtp_research.models.target import Target
-from mtp_research.policy.plan import MATCHING_POLICY
+from mtp_research.policy.fields import MATCHING_POLICY
 from mtp_research.runtime.errors import NumericFault
 from mtp_research.runtime.files import sha256_of
 from mtp_research.studies.matrix_cell import decode_prompts, measure_cell

@@ -54,7 +54,8 @@ from mtp_research.evaluation.stats.summary import (
 )
 from mtp_research.heads.record import read_head_record
 from mtp_research.policy.audit import Verdict
-from mtp_research.policy.plan import POLICIES, DraftPlan
+from mtp_research.policy.fields import POLICIES
+from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.studies import study_tables
 

@@ -21,7 +21,7 @@ from mtp_research.heads.weights import load_head_state
 from mtp_research.models.family import ConcatOrder, NormPoint
 from mtp_research.models.loading.placement import resolve_device
 from mtp_research.models.target import Target, load_target, warn_of_family
-from mtp_research.policy.plan import ModuleSchedule
+from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.checkpoint import (
     Checkpoint,

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.attention.attention import AttentionCall, DenseContext
-from mtp_research.policy.plan import (
+from mtp_research.policy.fields import (
     MATCHING_POLICY,
     POLICIES,
     HiddenPolicy,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft import mtp_drafter as draft
+from mtp_research.decode.draft import drafter as draft
 from mtp_research.decode.draft.drafter import VerifiedStep
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord

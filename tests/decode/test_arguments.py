@@ -11,7 +11,7 @@ from mtp_research.decode.settings import SpecSettings, rule_name
 from mtp_research.decode.verify.verify import VerifyInputs, VerifyOutput, verify_greedy
 from mtp_research.decode.verify.verify_rules import RULES, Rule
 from mtp_research.models.target import Target
-from mtp_research.policy.plan import POLICIES
+from mtp_research.policy.fields import POLICIES
 from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.decode.loops import PROMPTS, run, texts_of

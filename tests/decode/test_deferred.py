@@ -11,7 +11,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import ConfidenceLength, DraftLength, FixedLength
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.policy.plan import POLICIES
+from mtp_research.policy.fields import POLICIES
 from tests import tiny
 from tests.decode.hashed_loop import VOCAB, HashedLoop
 from tests.decode.loops import poison

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mtp_research.decode.draft.mtp_drafter import DRAFT_SAMPLINGS, choose_drafts
+from mtp_research.decode.draft.drafter import DRAFT_SAMPLINGS, choose_drafts
 from mtp_research.decode.sampling.processors import processor_tensors
 from mtp_research.decode.sampling.sampling import sampling_tensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams

@@ -15,7 +15,8 @@ from mtp_research.decode.draft.draft_length import (
     RecentRounds,
     best_num_drafts,
 )
-from mtp_research.policy.plan import POLICIES, DraftPlan
+from mtp_research.policy.fields import POLICIES
+from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.errors import ConfigError
 
 RATES = st.lists(st.floats(0, 1), min_size=1, max_size=6)

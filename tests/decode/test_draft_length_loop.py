@@ -9,7 +9,7 @@ import torch
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft import mtp_drafter as draft
+from mtp_research.decode.draft import drafter as draft
 from mtp_research.decode.draft.draft_length import (
     NOT_DRAFTED,
     BatchTableLength,
@@ -27,7 +27,8 @@ from mtp_research.decode.verify.verify import (
     verify_standard,
 )
 from mtp_research.policy.audit import Verdict
-from mtp_research.policy.plan import POLICIES, DraftPlan
+from mtp_research.policy.fields import POLICIES
+from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.errors import ConfigError
 from tests import oracle, tiny
 from tests.decode.loops import PROMPTS, draft_rightly, run, texts_of

@@ -7,7 +7,7 @@ import torch
 from mtp_research.kernels import checks
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.decode import build, kernel_support
+from mtp_research.decode import build
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.family import NO_PAGES, LayerGeometry
@@ -30,7 +30,7 @@ def triton_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def require(*layers: LayerGeometry, dtype: torch.dtype = torch.float16, **engine: object) -> None:
-    kernel_support.require_kernel_support(
+    build.require_kernel_support(
         layers or (HEADS,), dtype=dtype, device=CPU, engine=EngineConfig(**engine)
     )
 

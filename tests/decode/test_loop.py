@@ -14,7 +14,7 @@ from mtp_research.decode.schedule.request import FinishReason
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.verify.verify_rules import RULES
 from mtp_research.policy.audit import Verdict
-from mtp_research.policy.plan import POLICIES
+from mtp_research.policy.fields import POLICIES
 from mtp_research.runtime.errors import ConfigError
 from tests import oracle, tiny
 from tests.decode.chi_square import chi_square_p_value

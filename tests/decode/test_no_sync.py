@@ -23,7 +23,8 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import Request
 from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.verify.verify_rules import RULES, text_is_thinking
-from mtp_research.policy.plan import POLICIES, DraftPlan
+from mtp_research.policy.fields import POLICIES
+from mtp_research.policy.plan import DraftPlan
 from tests.decode.test_verify import make_inputs
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.blocks import BlockManager, PrefixCache
 from mtp_research.decode.schedule.request import Request
-from mtp_research.policy.plan import POLICIES, DraftPlan
+from mtp_research.policy.fields import POLICIES
+from mtp_research.policy.plan import DraftPlan
 
 NAMES = ("a", "b", "c")
 # Texts of zeros with at most one 1, so that most of them share a prefix, of any length.

@@ -15,7 +15,7 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import FinishReason, Request, Status
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.attention import paged
-from mtp_research.policy.plan import POLICIES
+from mtp_research.policy.fields import POLICIES
 from mtp_research.runtime.errors import ConfigError
 from tests import tiny, tiny_recurrent
 from tests.decode.loops import poison

@@ -5,7 +5,8 @@ import torch
 from mtp_research.decode.sampling.sampling import BatchSampling
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import Request
-from mtp_research.policy.plan import POLICIES, DraftPlan
+from mtp_research.policy.fields import POLICIES
+from mtp_research.policy.plan import DraftPlan
 from tests.decode.toy_grammar import PAIRS
 
 CPU = torch.device("cpu")

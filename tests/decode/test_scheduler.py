@@ -10,7 +10,8 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.blocks import BlockManager
 from mtp_research.decode.schedule.request import FinishReason, Request, Status
 from mtp_research.decode.schedule.scheduler import Schedule, Scheduler
-from mtp_research.policy.plan import POLICIES, DraftPlan
+from mtp_research.policy.fields import POLICIES
+from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.errors import ConfigError
 
 

@@ -9,7 +9,8 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import Schedule
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.attention import paged
-from mtp_research.policy.plan import POLICIES, DraftPlan
+from mtp_research.policy.fields import POLICIES
+from mtp_research.policy.plan import DraftPlan
 from tests import tiny
 from tests.decode.loops import PROMPTS, draft_rightly, run, small_pool, texts_of
 

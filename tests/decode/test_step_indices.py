@@ -6,7 +6,8 @@ from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.slot_state import KVCache, SlotState
 from mtp_research.models.attention.paged import PagedContext
 from mtp_research.models.family import LayerGeometry
-from mtp_research.policy.plan import POLICIES, DraftPlan
+from mtp_research.policy.fields import POLICIES
+from mtp_research.policy.plan import DraftPlan
 
 
 def test_compiled_target_pass_keeps_its_index_tensors_and_their_values() -> None:

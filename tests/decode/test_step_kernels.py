@@ -15,7 +15,8 @@ from mtp_research.decode.slot_state import KVCache, SlotState
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.decode.verify.verify_rules import RULES
 from mtp_research.models.target import Target, TargetHidden
-from mtp_research.policy.plan import POLICIES, DraftPlan
+from mtp_research.policy.fields import POLICIES
+from mtp_research.policy.plan import DraftPlan
 from tests.inductor_kernels import compile_kernel, generated_kernels
 
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from mtp_research.policy.audit import Auditor, Verdict
-from mtp_research.policy.plan import POLICIES, DraftPlan, HiddenKind, HiddenPolicy, PassPlan
-from mtp_research.policy.simulate import main, simulate
-from mtp_research.policy.trace import SymbolicLoop
+from mtp_research.policy.fields import POLICIES, HiddenPolicy
+from mtp_research.policy.plan import DraftPlan, HiddenKind, PassPlan
+from mtp_research.policy.simulate import SymbolicLoop, main, simulate
 
 FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
 Row = tuple  # (token, hidden); hidden is ("H", position), ("g",) or the Row of the pass before

@@ -4,14 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_research.policy.plan import (
-    MODULE_SCHEDULES,
-    POLICIES,
-    BaseRows,
-    DraftPlan,
-    PassPlan,
-    StepState,
-)
+from mtp_research.policy.fields import MODULE_SCHEDULES, POLICIES
+from mtp_research.policy.plan import BaseRows, DraftPlan, PassPlan, StepState
 from tests.decode.test_no_sync import NoSync
 
 K = 3

@@ -2,13 +2,9 @@
 
 import pytest
 
-from mtp_research.policy.plan import (
-    MATCHING_POLICY,
-    POLICIES,
-    DraftPlan,
-    module_index,
-)
-from mtp_research.policy.trace import SymbolicLoop, trace
+from mtp_research.policy.fields import MATCHING_POLICY, POLICIES, module_index
+from mtp_research.policy.plan import DraftPlan
+from mtp_research.policy.simulate import SymbolicLoop, trace
 
 SCRIPT = "E>FGH 2X>NOP 0K>UVW 3Z>QRS 1J>ijk"
 

@@ -6,7 +6,7 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.policy.plan import POLICIES
+from mtp_research.policy.fields import POLICIES
 from tests import tiny
 from tests.decode.hashed_loop import HashedLoop
 from tests.decode.loops import PROMPTS

@@ -20,7 +20,7 @@ from mtp_research.evaluation.stats.fault_study import (
     read_study,
 )
 from mtp_research.evaluation.stats.outcome import PromptEntry
-from mtp_research.policy.plan import POLICIES
+from mtp_research.policy.fields import POLICIES
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.studies import fault_price
 from mtp_research.studies.fault_price import CLEAN_FORM, policies_of, price_faults

@@ -13,7 +13,7 @@ from mtp_research.config.schema import TrainConfig
 from mtp_research.config.training_schema import MatrixConfig
 from mtp_research.evaluation.stats.matrix_seeds import MATRIX_FILE, read_matrix
 from mtp_research.heads.stack import ModuleOutput
-from mtp_research.policy.plan import MATCHING_POLICY
+from mtp_research.policy.fields import MATCHING_POLICY
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
 from mtp_research.studies import matrix_cell, matrix_workers
 from mtp_research.studies.matrix_workers import decoded_as, same_settings, unrolls_of

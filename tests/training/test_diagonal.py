@@ -16,7 +16,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.attention.attention import DenseContext
-from mtp_research.policy.plan import MATCHING_POLICY, POLICIES, module_index
+from mtp_research.policy.fields import MATCHING_POLICY, POLICIES, module_index
 from mtp_research.training.unroll import MEASURED_UNROLL, UNROLLS, RowInputs, unroll
 from tests import oracle, tiny
 from tests.decode.test_exactness import VOCAB, DictatedLoop

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_research.policy.plan import module_index
+from mtp_research.policy.fields import module_index
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.unroll import UNROLLS, RowInputs, draw_sources, shift_left, unroll
 from tests.training.tiny import documents, make_batch, trainable_heads

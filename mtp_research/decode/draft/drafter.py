@@ -1,29 +1,45 @@
-"""Who proposes the next K tokens: what a drafter is, and the two ends to check evaluations against.
+"""Who proposes the next K tokens: MTP heads, or one of the two ends to check evaluations against.
 
-A drafter gets the verified step and returns K tokens a request. `NullDrafter` gives length 1,
-`OracleDrafter` length K + 1; between them stands `draft.MTPDrafter`.
+A drafter gets the verified step and returns K tokens a request. `MTPDrafter` runs modules over the
+rows that a policy's plan asks for, one pass per draft; `NullDrafter` gives length 1 and
+`OracleDrafter` length K + 1.
 
-Letters: R requests, T packed rows, K drafts per step, D hidden.
+Letters: R requests, T rows of a step or a pass, K drafts per step, D hidden, V vocabulary, V' draft
+vocabulary.
 """
 
 import copy
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from mtp_research.decode.sampling.sampling import SamplingTensors
+from mtp_research.decode.draft.draft_length import NOT_DRAFTED, DraftLength, FixedLength
+from mtp_research.decode.sampling.processors import process_logits
+from mtp_research.decode.sampling.sampling import (
+    SamplingTensors,
+    Stream,
+    sample_from,
+    target_probabilities,
+    uniform_noise,
+)
 from mtp_research.decode.schedule.batch import StepInputs
-from mtp_research.decode.slot_state import KVCache, SlotState
+from mtp_research.decode.slot_state import KVCache, SlotState, to_device
 from mtp_research.decode.verify.verify import PADDING_TOKEN_ID
-from mtp_research.heads.stack import MTPHeads
-from mtp_research.models.attention.paged import PagedContext
+from mtp_research.heads.stack import ModuleOutput, MTPHeads
+from mtp_research.models.attention.paged import PagedContext, fusion_barrier
 from mtp_research.models.recurrent import with_states
 from mtp_research.models.target import Target, TargetHidden
-from mtp_research.policy.plan import DraftPlan, StepState
+from mtp_research.policy.audit import Auditor
+from mtp_research.policy.plan import BaseRows, DraftPlan, HiddenKind, PassPlan, StepState
+
+if TYPE_CHECKING:
+    from mtp_research.heads.draft_vocabulary import DraftVocabulary
 
 Heads = MTPHeads | Literal["null", "oracle"] | None
+DraftSampling = Literal["greedy", "processed", "sample"]
+DRAFT_SAMPLINGS: tuple[DraftSampling, ...] = get_args(DraftSampling)
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,232 @@ class Drafter(Protocol):
         sampled, keeps their distributions.
         """
         ...
+
+
+def choose_drafts(
+    logits: Tensor,
+    step: VerifiedStep,
+    *,
+    draft_step: int,
+    slot_state: SlotState,
+    sampling: DraftSampling,
+    vocabulary: "DraftVocabulary | None",
+) -> Tensor:
+    """Draft tokens `[R]` int64; a non-finite row gives -1.
+
+    For greedy drafts -inf is a mask, as in verification: one look-up finds what is broken.
+
+    Args:
+        logits: `[R, V]`, or `[R, V']` of a draft vocabulary.
+        step: the verified step that is drafted for.
+        draft_step: which draft, 0..K-1.
+        slot_state: has the text with the drafts so far, and keeps distributions of sampled drafts.
+        sampling: how to choose.
+        vocabulary: the tokens that may be drafted; None for all.
+    """
+    if sampling == "greedy":
+        best = fusion_barrier(logits.argmax(dim=-1))
+        finite = torch.isfinite(logits.gather(-1, best[:, None])[:, 0])
+        token_ids = best if vocabulary is None else vocabulary.token_ids[best]
+        return torch.where(finite, token_ids, PADDING_TOKEN_ID)
+    finite = torch.isfinite(logits).all(dim=-1)
+    if vocabulary is not None:
+        logits = vocabulary.spread(logits)
+    if sampling == "processed" and step.params.processors is not None:
+        num_tokens = step.state.num_known_tokens + draft_step
+        logits = process_logits(
+            logits[:, None],
+            step.params.processors,
+            text=slot_state.text[step.inputs.slots],
+            num_tokens=num_tokens[:, None],
+        )[:, 0]
+        finite = finite & (logits.amax(dim=-1) > -torch.inf)  # no token may be left
+    if sampling == "processed":
+        return torch.where(finite, logits.argmax(dim=-1), PADDING_TOKEN_ID)
+    safe = logits.masked_fill(~finite[:, None], 0.0)
+    probs = target_probabilities(safe[:, None], step.params)[:, 0]
+    slot_state.write_draft_probs(step.inputs.slots, draft_step=draft_step, probs=probs)
+    # Keyed by the step too: a later step drafts this position anew (see verify_block).
+    first = step.state.num_known_tokens
+    noise = uniform_noise(step.params.seed, first, Stream.DRAFT, index=draft_step)
+    token_ids = sample_from(probs, noise)
+    return torch.where(finite, token_ids, PADDING_TOKEN_ID)
+
+
+@dataclass(frozen=True)
+class MTPDrafter:
+    """Runs MTP modules under a hidden-state policy."""
+
+    heads: MTPHeads  # the modules
+    plan: DraftPlan  # rows of every pass, K >= 1
+    first_kv_layer: int  # index of the first draft layer in the cache
+    draft_sampling: DraftSampling = "greedy"  # how a draft is chosen, see `draft_choice`
+    backend: str = "auto"  # kernel backend
+    auditor: Auditor | None = None  # records every row, or None
+    length: DraftLength = field(default_factory=FixedLength)  # how many drafts are made
+    vocabulary: "DraftVocabulary | None" = None  # the tokens that may be drafted; None for all
+    num_extra_slots: int = 0
+
+    @property
+    def num_kv_layers(self) -> int:
+        """KV layers the policy needs."""
+        return self.plan.num_kv_layers
+
+    def draft(self, step: VerifiedStep, *, cache: KVCache, slot_state: SlotState) -> Tensor:
+        """See `Drafter.draft`. One module pass per draft, whose rows follow the plan."""
+        target_hidden = self.heads.source(step.target_hidden)[0]  # [T, D]
+        chain: Tensor | None = None  # the previous pass's output, for policies that chain
+        recycled: list[Tensor] = []
+        drafts: list[Tensor] = []
+        num_made = torch.zeros_like(step.state.frontier)
+        base_rows = self._base_rows(step.inputs)
+        for draft_step in range(self.plan.num_speculative_tokens):
+            drafts.append(torch.full_like(num_made, NOT_DRAFTED))
+            is_open = step.state.drafting & (num_made == draft_step)
+            plan = self.plan.pass_plan(
+                self._state(step, is_open),
+                draft_step,
+                static=step.inputs.static,
+                base_rows=base_rows,
+                makes_draft=draft_step < step.draft_limit,
+            )
+            if len(plan.position) > 0:
+                hidden = _gather_hidden(
+                    plan,
+                    step,
+                    target_hidden=target_hidden,
+                    slot_state=slot_state,
+                    chain=chain,
+                    recycled=recycled,
+                )
+                output = self._run(plan, step, hidden=hidden, cache=cache, slot_state=slot_state)
+                own_output = self.heads.recycled(output)[0]
+                chain = own_output if self.plan.policy.hidden == "chain" else None
+                if draft_step < step.draft_limit:
+                    sampled_rows = plan.last_rows.clamp(min=0)
+                    recycled.append(own_output[sampled_rows])
+                    logits = self._logits(output.post_norm[0, sampled_rows], plan.module_idx)
+                    token_ids = choose_drafts(
+                        logits,
+                        step,
+                        draft_step=draft_step,
+                        slot_state=slot_state,
+                        sampling=self.draft_sampling,
+                        vocabulary=self.vocabulary,
+                    )
+                    is_made = is_open & self._keeps(logits)
+                    drafts[-1] = torch.where(is_made, token_ids, NOT_DRAFTED)
+                    num_made = num_made + is_made
+            # Where the step broke, the old drafts must not be fed again; prompts are left alone.
+            slot_state.write_text(
+                step.inputs.slots,
+                positions=(step.state.num_known_tokens + draft_step)[:, None],
+                token_ids=drafts[-1][:, None],
+                keep=(step.inputs.ends_at_newest_token | step.inputs.ends_recompute)[:, None],
+            )
+        _store_ring(step, target_hidden, slot_state)
+        return torch.stack(drafts, dim=1)
+
+    def _run(
+        self,
+        plan: PassPlan,
+        step: VerifiedStep,
+        *,
+        hidden: Tensor,
+        cache: KVCache,
+        slot_state: SlotState,
+    ) -> ModuleOutput:
+        """Run a pass's module over hidden vectors `[T, D]` and the tokens that its rows consume."""
+        token_ids = slot_state.read_text(step.inputs.slots[plan.request_index], plan.token_position)
+        if self.auditor is not None:
+            self.auditor.record(plan, token_ids=token_ids, request_ids=step.request_ids)
+        return self.heads.run_module(
+            plan.module_idx,
+            token_ids=token_ids[None],
+            prev_hidden_states=hidden[None],
+            position_ids=plan.position.clamp(min=0)[None],
+            context=self._context(plan, step.inputs, cache),
+        )
+
+    def _base_rows(self, inputs: StepInputs) -> BaseRows | None:
+        """Bounds of the base rows of a batch with prompt rows; None where they may be read."""
+        if inputs.is_prefill is None:
+            return inputs.base_rows
+        counts = self.plan.max_base_rows(inputs.row_counts, is_prefill=inputs.is_prefill)
+        on_device = to_device(counts, dtype=torch.int64, device=inputs.slots.device)
+        return BaseRows(on_device, total=sum(counts), longest=max(counts))
+
+    def _state(self, step: VerifiedStep, is_open: Tensor) -> StepState:
+        inputs = step.inputs
+        has_bounds = inputs.is_prefill is not None or inputs.base_rows is not None
+        if inputs.static or has_bounds or self.plan.policy.draft_rows == "none":
+            return step.state
+        return step.state._replace(drafting=is_open)
+
+    def _keeps(self, logits: Tensor) -> Tensor | bool:
+        """`[R]` bool, the length rule makes a draft of logits `[R, V]`; NaN makes one, as -1."""
+        if self.length.keeps is None:
+            return True
+        probability = torch.softmax(logits.double(), dim=-1).amax(dim=-1)
+        return self.length.keeps(probability) | probability.isnan()
+
+    def _context(self, plan: PassPlan, inputs: StepInputs, cache: KVCache) -> PagedContext:
+        return PagedContext(
+            pool=cache,
+            slot_mapping=inputs.slot_mapping(plan.request_index, plan.position, writes=plan.writes),
+            block_table=inputs.block_table,
+            seq_lens=plan.seq_lens,
+            query_start_loc=plan.query_start_loc,
+            max_query_len=plan.max_query_len,
+            backend=self.backend,
+            kv_layer=self.first_kv_layer + plan.kv_layer,
+        )
+
+    def _logits(self, post_norm: Tensor, module_idx: int) -> Tensor:
+        """Draft logits of module outputs `[R, D]`: `[R, V]`, or `[R, V']` of the vocabulary."""
+        if self.vocabulary is None:
+            return self.heads.logits(post_norm, module_idx=module_idx)
+        return self.vocabulary.logits(post_norm, module_idx=module_idx)
+
+
+def _gather_hidden(
+    plan: PassPlan,
+    step: VerifiedStep,
+    *,
+    target_hidden: Tensor,
+    slot_state: SlotState,
+    chain: Tensor | None,
+    recycled: list[Tensor],
+) -> Tensor:
+    """Hidden vector `[T, D]` of every row of a pass, from where the plan says."""
+    if chain is not None:
+        return chain[plan.hidden_index]
+    inputs, state = step.inputs, step.state
+    first_fresh = state.first_fresh[plan.request_index]
+    packed = inputs.query_start_loc[plan.request_index].long() + plan.hidden_index - first_fresh
+    fresh = target_hidden[packed.clamp(0, len(target_hidden) - 1)]
+    old = slot_state.read_hidden(inputs.slots[plan.request_index], plan.hidden_index)
+    hidden = torch.where((plan.hidden_index >= first_fresh)[:, None], fresh, old)
+    if not recycled:
+        return hidden
+    outputs = torch.stack(recycled)  # [m, R, D]
+    own = outputs[(plan.hidden_index - 1).clamp(0, len(recycled) - 1), plan.request_index]
+    return torch.where((plan.hidden_kind == HiddenKind.DRAFT.value)[:, None], own, hidden)
+
+
+def _store_ring(step: VerifiedStep, target_hidden: Tensor, slot_state: SlotState) -> None:
+    state = step.state
+    positions = state.frontier[:, None] - torch.arange(
+        slot_state.num_rows, device=state.frontier.device
+    )  # [R, K]
+    keep = positions >= state.first_fresh[:, None]
+    rows = step.inputs.query_start_loc[:-1, None].long() + positions - state.first_fresh[:, None]
+    slot_state.write_hidden(
+        step.inputs.slots,
+        positions=positions.clamp(min=0),
+        hidden=target_hidden[rows.clamp(0, len(target_hidden) - 1)],
+        keep=keep,
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.decode.draft.mtp_drafter import MTPDrafter
+from mtp_research.decode.draft.drafter import MTPDrafter
 from mtp_research.decode.sampling.sampling import SamplingTensors
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.models.experts import expert_stacks

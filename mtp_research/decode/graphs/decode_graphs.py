@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.decode.draft.mtp_drafter import MTPDrafter
+from mtp_research.decode.draft.drafter import MTPDrafter
 from mtp_research.decode.graphs.capture import (
     Captured,
     StaticParams,

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mtp_research.decode.draft.mtp_drafter import MTPDrafter
+from mtp_research.decode.draft.drafter import MTPDrafter
 from mtp_research.decode.graphs.capture import Captured, StaticParams, capture_call
 from mtp_research.decode.sampling.sampling import SamplingTensors
 from mtp_research.decode.schedule.batch import BlockTables, StepInputs, facts_of
 from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.step import DeviceStep, StepResult
-from mtp_research.policy.row_layout import BaseRows
+from mtp_research.policy.plan import BaseRows
 
 MIXED_ROWS = (64, 128, 256, 512, 1024)  # T of the buckets, ascending
 _NUM_FACTS = 6

@@ -21,7 +21,7 @@ from mtp_research.decode.schedule.request import Request, Scheduled
 from mtp_research.decode.slot_state import KVCache, SlotState, to_device
 from mtp_research.models.attention.paged import PagedContext, materialised
 from mtp_research.models.recurrent import RecurrentContext, with_states
-from mtp_research.policy.row_layout import BaseRows, bounded_rows, equal_rows
+from mtp_research.policy.plan import BaseRows, bounded_rows, equal_rows
 
 
 @dataclass(frozen=True)

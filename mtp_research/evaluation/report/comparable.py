@@ -19,7 +19,7 @@ from mtp_research.config.schema import SamplingConfig
 from mtp_research.evaluation.report.stored import PromptEntry, Report, Run, mapping, printable
 from mtp_research.evaluation.stats.speed import MAX_DRIFT
 from mtp_research.evaluation.stats.summary import ConditionSummary
-from mtp_research.policy.plan import MATCHING_POLICY
+from mtp_research.policy.fields import MATCHING_POLICY
 
 SweptPart = Literal["batch_size", "num_speculative_tokens", "temperature"]
 _DIGITS = 12  # of a target's hash

@@ -15,8 +15,7 @@ import torch
 from mtp_research.config.schema import EngineConfig, SpecConfig
 from mtp_research.decode.build import build_drafter
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.draft.drafter import Heads
-from mtp_research.decode.draft.mtp_drafter import DraftSampling
+from mtp_research.decode.draft.drafter import DraftSampling, Heads
 from mtp_research.decode.pool_size import PoolNeeds, pool_needs
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run.conditions import Condition
@@ -26,7 +25,7 @@ from mtp_research.heads.record import RECORD_FILE, read_head_record
 from mtp_research.kernels import checks
 from mtp_research.models.loading.placement import resolve_device
 from mtp_research.models.target import Target
-from mtp_research.policy.plan import ModuleSchedule
+from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import EnvironmentFault
 from mtp_research.runtime.files import sha256_of
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.kernels.losses.cross_entropy import gather_rows
-from mtp_research.policy.plan import ModuleSchedule
+from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.training.losses.loss_terms import LossSpec, combine_terms
 from mtp_research.training.losses.row_losses import (
     LabelPositions,
