@@ -29,7 +29,7 @@ from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompts, l
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.attention.attention import AttentionCall, DenseContext, with_sinks
 from mtp_research.models.target import Target, load_tokenizer
-from mtp_research.policy import plan
+from mtp_research.policy import fields, plan
 from mtp_research.training.losses.losses import UnrollSpec
 from mtp_research.training.packed_rows import TrainingRows
 from mtp_research.training.walk.acceptance import replay_walk, response_ranges
@@ -102,7 +102,7 @@ def measure_cell(
     )
     return CellRounds(
         loop=loop,
-        clean=None if plan.POLICIES[policy].clean else tuple(walk.clean for walk in walks),
+        clean=None if fields.POLICIES[policy].clean else tuple(walk.clean for walk in walks),
         differing=tuple(i for i, walk in enumerate(walks) if loop[i] != walk.exact),
         walks=tuple(walk.exact for walk in walks),
     )
@@ -150,11 +150,11 @@ def _walks(
         ((start, stop),) = response_ranges(document.loss_mask, num_depths=num_drafts)
         clean = replay_walk(drafts[index].is_hit, start=start, stop=stop).accepted_per_round
         exact = clean
-        if not plan.POLICIES[policy].clean:
+        if not fields.POLICIES[policy].clean:
             exact = stale_walk(
                 heads,
                 document.token_ids,
-                policy=plan.POLICIES[policy],
+                policy=fields.POLICIES[policy],
                 start=start,
                 stop=stop,
                 num_depths=num_drafts,
@@ -270,7 +270,7 @@ def decode_probe(config: TrainConfig) -> Callable[[MTPHeads], dict[str, object]]
             heads.target,
             heads,
             spec=SpecSettings(
-                policy=plan.MATCHING_POLICY[config.objective.unroll],
+                policy=fields.MATCHING_POLICY[config.objective.unroll],
                 num_speculative_tokens=num_drafts,
                 verify="greedy",
                 module_schedule=cast(plan.ModuleSchedule, config.head.module_schedule),
