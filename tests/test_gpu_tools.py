@@ -79,7 +79,7 @@ def test_worlds_run_without_multicast_and_weights_stay_out_of_the_results(
 
 
 def test_loops_decode_with_drafts_in_another_batch_and_order_too() -> None:
-    loops = gpu_deterministic.loops_of(3)
+    loops = gpu_deterministic._loops_of(3)
     other = [(loop.num_drafts, loop.policy) for loop in loops if loop.batch_share < 1]
     assert other == [(0, "training"), (3, "training")]
     assert all(loop.order == -1 for loop in loops if loop.batch_share < 1)
