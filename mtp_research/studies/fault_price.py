@@ -75,16 +75,11 @@ _UNCLEAN = [name for name in POLICIES if name not in CLEAN_POLICIES]
 # What a study reads: these sections but for one key, and these keys. All else keeps its default.
 _READ_SECTIONS = ("model", "engine", "prompts", "logger", "seed", "output_dir", "baseline", "task")
 _NOT_READ = "model.tp_plan"
-_READ_KEYS = (
-    "spec.policy",
-    "spec.head",
-    "spec.num_speculative_tokens",
-    "spec.verify",  # checked on its own
-    "grid.head",
-    "grid.num_speculative_tokens",
-    "sampling.temperature",
-    "sampling.max_new_tokens",
-)
+_READ_KEYS = {  # `spec.verify` is checked on its own
+    *("spec.policy", "spec.head", "spec.num_speculative_tokens", "spec.verify"),
+    *("grid.head", "grid.num_speculative_tokens"),
+    *("sampling.temperature", "sampling.max_new_tokens"),
+}
 _FIXED_KEYS = {"engine.audit": True, "engine.audit_every": 1}  # every slot is looked at
 
 
@@ -94,7 +89,7 @@ class _Asked:
 
     target: Target
     encoded: EncodedPrompts
-    max_new_tokens: int
+    sampling: SamplingParams
     engine: EngineConfig
 
 
@@ -166,7 +161,10 @@ def _ask(config: EvalConfig, target: Target) -> _Asked:
     limit = config.engine.max_model_len or target.config.max_position_embeddings
     encoded = encode_prompts(prompts, tokenizer, max_model_len=limit)
     engine = dataclasses.replace(config.engine, audit=True, audit_every=1)
-    return _Asked(target, encoded, config.sampling.max_new_tokens, engine)
+    sampling = SamplingParams(
+        max_new_tokens=config.sampling.max_new_tokens, stop_token_ids=target.stop_token_ids
+    )
+    return _Asked(target, encoded, sampling, engine)
 
 
 def _start(
@@ -182,7 +180,7 @@ def _start(
         prompts=asked.encoded.entries,
         conditions=(),
         dtype=str(asked.target.dtype).removeprefix("torch."),
-        max_new_tokens=asked.max_new_tokens,
+        max_new_tokens=asked.sampling.max_new_tokens,
         seed=config.seed,
         run=run_record()
         | {"num_conditions": num_conditions, "seconds": 0.0, "target": target_hashes(asked.target)},
@@ -191,14 +189,11 @@ def _start(
         return study
     stored = read_study(output_dir)
     if stored.parts:
-        raise IntegrityError(
-            f"{output_dir / STUDY_FILE} was joined from parts; finish those and join them again."
-        )
+        fix = "was joined from parts; finish those and join them again."
+        raise IntegrityError(f"{output_dir / STUDY_FILE} {fix}")
     if dataclasses.replace(stored, conditions=(), run=study.run) != study:
-        raise IntegrityError(
-            f"{output_dir / STUDY_FILE} holds other heads, prompts or settings; "
-            "set another output_dir."
-        )
+        fix = "holds other heads, prompts or settings; set another output_dir."
+        raise IntegrityError(f"{output_dir / STUDY_FILE} {fix}")
     return stored
 
 
@@ -214,19 +209,10 @@ def _measure(
     if (name, num_drafts, policy.name) in {condition.key for condition in study.conditions}:
         return study
     began = time.perf_counter()
-    decoder = SpecDecoder(
-        asked.target,
-        heads,
-        spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts, verify="greedy"),
-        engine=asked.engine,
-    )
-    sampling = SamplingParams(
-        max_new_tokens=asked.max_new_tokens, stop_token_ids=asked.target.stop_token_ids
-    )
-    records = sorted(
-        decoder.generate(asked.encoded.token_ids, sampling=sampling),
-        key=lambda record: int(record.request_id),
-    )
+    spec = SpecSettings(policy=policy, num_speculative_tokens=num_drafts, verify="greedy")
+    decoder = SpecDecoder(asked.target, heads, spec=spec, engine=asked.engine)
+    found = decoder.generate(asked.encoded.token_ids, sampling=asked.sampling)
+    records = sorted(found, key=lambda record: int(record.request_id))
     made = FaultCondition(
         head=name,
         num_mtp_modules=heads.spec.num_mtp_modules,
@@ -236,8 +222,7 @@ def _measure(
         audit=dict(decoder.stats.audit or {}),
         # What a non-finite target left behind is no measurement; the prompt keeps its place.
         accepted_per_round=tuple(
-            record.num_accepted_per_round if record.finish_reason in FINISHED else ()
-            for record in records
+            one.num_accepted_per_round if one.finish_reason in FINISHED else () for one in records
         ),
         text_sha256=tuple(map(_text_hash, records)),
     )
@@ -248,10 +233,8 @@ def _measure(
 
 
 def _text_hash(record: RequestRecord) -> str:
-    if record.finish_reason not in FINISHED:
-        return UNFINISHED
     digest = hashlib.sha256(json.dumps(list(record.output_token_ids)).encode()).hexdigest()
-    return digest[:_NUM_DIGITS]
+    return digest[:_NUM_DIGITS] if record.finish_reason in FINISHED else UNFINISHED
 
 
 def check_asked(config: EvalConfig, pairs: Sequence[tuple[str | None, int]]) -> None:

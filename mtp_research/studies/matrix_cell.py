@@ -58,12 +58,8 @@ def decode_prompts(
         max_prefill_chunk=longest,
         max_model_len=longest + num_new + 1,
     )
-    decoder = SpecDecoder(
-        target,
-        heads,
-        spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts),
-        engine=engine,
-    )
+    spec = SpecSettings(policy=policy, num_speculative_tokens=num_drafts)
+    decoder = SpecDecoder(target, heads, spec=spec, engine=engine)
     records = decoder.generate(prompts, sampling=SamplingParams(max_new_tokens=num_new))
     return sorted(records, key=lambda record: int(record.request_id))
 
@@ -96,10 +92,8 @@ def measure_cell(
         for prompt, record in zip(prompts, records, strict=True)
     ]
     walks = _walks(heads, documents, policy=policy, num_drafts=num_drafts)
-    loop = tuple(
-        _known_rounds(record.num_accepted_per_round, walk)
-        for record, walk in zip(records, walks, strict=True)
-    )
+    pairs = zip(records, walks, strict=True)
+    loop = tuple(_known_rounds(one.num_accepted_per_round, walk) for one, walk in pairs)
     return CellRounds(
         loop=loop,
         clean=None if fields.POLICIES[policy].clean else tuple(walk.clean for walk in walks),
@@ -136,38 +130,24 @@ def _walks(
         hidden_source=heads.spec.hidden_source,
         keep_hidden=False,
     )
-    drafts = held_out_drafts(
-        heads,
-        rows,
-        spec=UnrollSpec(num_drafts, WALK_UNROLL[policy]),
-        row_batches=[
-            range(start, min(start + _WALK_ROWS, len(rows)))
-            for start in range(0, len(rows), _WALK_ROWS)
-        ],
-    )
-    found = []
+    spec, found = UnrollSpec(num_drafts, WALK_UNROLL[policy]), []
+    starts = range(0, len(rows), _WALK_ROWS)
+    batches = [range(start, min(start + _WALK_ROWS, len(rows))) for start in starts]
+    drafts = held_out_drafts(heads, rows, spec=spec, row_batches=batches)
     for index, document in enumerate(documents):
         ((start, stop),) = response_ranges(document.loss_mask, num_depths=num_drafts)
         clean = replay_walk(drafts[index].is_hit, start=start, stop=stop).accepted_per_round
-        exact = clean
-        if not fields.POLICIES[policy].clean:
+        exact, run = clean, fields.POLICIES[policy]
+        if not run.clean:
             exact = stale_walk(
-                heads,
-                document.token_ids,
-                policy=fields.POLICIES[policy],
-                start=start,
-                stop=stop,
-                num_depths=num_drafts,
+                heads, document.token_ids, policy=run, start=start, stop=stop, num_depths=num_drafts
             )
         found.append(_Walks(exact, clean, stop - start))
     return found
 
 
 class StoredRows:
-    """Keys and values of one pass, round after round; new rows read them and one another.
-
-    An `AttentionContext`.
-    """
+    """An `AttentionContext`: keys and values of one pass, which later rounds' rows read too."""
 
     def __init__(self) -> None:
         self._rows: tuple[Tensor, Tensor] | None = None
@@ -184,13 +164,9 @@ class StoredRows:
         mask = mask[:, :, num_keys - num_rows :]
         if sinks is not None:
             key, value, mask = with_sinks(key, value, mask, sinks)
+        is_grouped = query.shape[1] != key.shape[1]
         output = nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped
         )
         return output.transpose(1, 2)
 
@@ -208,14 +184,9 @@ def stale_walk(
 ) -> tuple[int, ...]:
     """Accepted drafts of each round, in order, as `replay_walk` gives them for clean policies.
 
-    Args:
-        heads: the modules.
-        token_ids: `[T]` the target's own greedy text with its prompt.
-        policy: reads the target's hidden states at fresh rows, and has no draft rows.
-        start: first anchor, P - 1.
-        stop: end of the anchors whose k tokens are known, T - k - 1.
-        num_depths: k, drafts a round.
-        schedule: which module runs which pass.
+    `token_ids` `[T]` is the target's own greedy text with its prompt. The policy reads the target's
+    hidden states at fresh rows, and has no draft rows. Anchors are [start, stop): P - 1, and
+    T - k - 1, the end of those whose k = `num_depths` tokens are known.
     """
     assert (policy.rows, policy.hidden, policy.draft_rows) == ("fresh", "target", "none"), (
         f"{policy.name} is replayed from flags or not at all"
@@ -223,9 +194,8 @@ def stale_walk(
     device = heads.target.device
     positions = torch.arange(len(token_ids), device=device)[None]
     text = torch.tensor([list(token_ids)], device=device)
-    hidden = heads.source(
-        heads.target.forward(text, position_ids=positions, context=DenseContext())
-    )
+    output = heads.target.forward(text, position_ids=positions, context=DenseContext())
+    hidden = heads.source(output)
     stored = [StoredRows() for _ in range(num_depths)]
     accepted: list[int] = []
     first, frontier = 0, start
@@ -261,22 +231,17 @@ def decode_probe(config: TrainConfig) -> Callable[[MTPHeads], dict[str, object]]
         return None
     engine = EngineConfig(max_num_requests=8, max_model_len=PROBE_MODEL_LEN, audit=False)
     prompts = load_prompts(None, max_prompts=num_prompts, seed=config.seed)
-    num_drafts = config.objective.num_depths or max(config.head.num_mtp_modules, 3)
+    spec = SpecSettings(
+        policy=fields.MATCHING_POLICY[config.objective.unroll],
+        num_speculative_tokens=config.objective.num_depths or max(config.head.num_mtp_modules, 3),
+        verify="greedy",
+        module_schedule=cast(plan.ModuleSchedule, config.head.module_schedule),
+    )
 
     def probe(heads: MTPHeads) -> dict[str, object]:
         tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))
         encoded = encode_prompts(prompts, tokenizer, max_model_len=PROBE_MODEL_LEN)
-        decoder = SpecDecoder(
-            heads.target,
-            heads,
-            spec=SpecSettings(
-                policy=fields.MATCHING_POLICY[config.objective.unroll],
-                num_speculative_tokens=num_drafts,
-                verify="greedy",
-                module_schedule=cast(plan.ModuleSchedule, config.head.module_schedule),
-            ),
-            engine=engine,
-        )
+        decoder = SpecDecoder(heads.target, heads, spec=spec, engine=engine)
         sampling = SamplingParams(
             max_new_tokens=PROBE_NEW_TOKENS, stop_token_ids=heads.target.stop_token_ids
         )
@@ -286,9 +251,7 @@ def decode_probe(config: TrainConfig) -> Callable[[MTPHeads], dict[str, object]]
         with torch.compiler.set_stance("force_eager"):
             while decoder.has_work:
                 decoder.step()
-        accepted = [
-            count for record in decoder.stats.records for count in record.num_accepted_per_round
-        ]
+        accepted = [n for one in decoder.stats.records for n in one.num_accepted_per_round]
         return {
             "acceptance_length": 1 + sum(accepted) / max(len(accepted), 1),
             "num_accepted": sum(accepted),

@@ -134,15 +134,11 @@ def measure_heads(
         if not Path(str(run.config.data.hidden_cache)).is_dir():
             cache_hidden(run.config)
     context = multiprocessing.get_context("spawn")
-    places = context.SimpleQueue()  # of the workers, one each
+    size, places = min(num_workers, len(runs)), context.SimpleQueue()  # one place each
     for index in range(num_workers):
         places.put(_Place(index, num_workers, torch.cuda.device_count(), os.getpid()))
-    pool = ProcessPoolExecutor(
-        max_workers=min(num_workers, len(runs)),
-        mp_context=context,
-        initializer=_start_worker,
-        initargs=(runs[0].config, asked, places),
-    )
+    shared = (runs[0].config, asked, places)
+    pool = ProcessPoolExecutor(size, context, initializer=_start_worker, initargs=shared)
     with pool:
         futures = [pool.submit(_measure_in_worker, run, tuple(done)) for run in runs]
         try:
@@ -198,26 +194,21 @@ def _missing_cells(
     have = {(cell.key, cell.seed, cell.head_sha256) for cell in done}
     for policy in config.matrix.policies:
         for norm in config.matrix.recycle_norms or [config.head.recycle_norm]:
-            key = GroupKey(
-                config.objective.unroll,
-                config.head.num_mtp_modules,
-                config.head.recycle_norm,
-                policy,
-                norm,
-            )
+            head = (config.head.num_mtp_modules, config.head.recycle_norm)
+            key = GroupKey(config.objective.unroll, *head, policy, norm)
             if (key, config.seed, sha256) not in have:
                 yield _cell(decoded_as(heads, norm), key, asked, run=run, sha256=sha256)
 
 
 def _cell(heads: MTPHeads, key: GroupKey, asked: Asked, *, run: HeadRun, sha256: str) -> MatrixCell:
-    num_drafts = depths_of(run.config)
+    num_drafts, num_new = depths_of(run.config), run.config.matrix.max_new_tokens
     records = decode_prompts(
         heads.target,
         heads,
         asked.prompts,
         policy=key.policy,
         num_drafts=num_drafts,
-        num_new=run.config.matrix.max_new_tokens,
+        num_new=num_new,
     )
     rounds = measure_cell(
         heads, records, prompts=asked.prompts, policy=key.policy, num_drafts=num_drafts
@@ -241,12 +232,12 @@ def _cell(heads: MTPHeads, key: GroupKey, asked: Asked, *, run: HeadRun, sha256:
             f"policy matrix: {where}, prompt {first}: the loop accepted {rounds.loop[first]}, the "
             f"walk {rounds.walks[first]}; {len(rounds.differing)} prompts differ; {fix}."
         )
+    has_own_norm = key.recycle_norm == key.decode_recycle_norm
     return MatrixCell(
         key=key,
         seed=run.config.seed,
         num_speculative_tokens=num_drafts,
-        is_match=MATCHING_POLICY[key.unroll] == key.policy
-        and key.recycle_norm == key.decode_recycle_norm,
+        is_match=MATCHING_POLICY[key.unroll] == key.policy and has_own_norm,
         head_sha256=sha256,
         accepted_per_round=rounds.loop,
         clean_per_round=rounds.clean,

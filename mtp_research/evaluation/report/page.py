@@ -19,18 +19,8 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
+from mtp_research.evaluation.report import comparable, notes
 from mtp_research.evaluation.report.charts import Chart, Missing, chart_files, inline_svg, slug
-from mtp_research.evaluation.report.comparable import (
-    Entry,
-    describe,
-    drafting,
-    drift_warnings,
-    entries,
-    machine_of,
-    policy_matrices,
-    speed_groups,
-    target_hash,
-)
 from mtp_research.evaluation.report.frame import (
     figures_csv,
     frame_of,
@@ -41,17 +31,8 @@ from mtp_research.evaluation.report.frame import (
     speed_tables,
     square,
 )
-from mtp_research.evaluation.report.notes import (
-    FAULT_WORDS,
-    HEAD_WORDS,
-    LETTERS,
-    POLICY_WORDS,
-    RATES,
-    RATIO_NOTE,
-    note_paragraphs,
-)
 from mtp_research.evaluation.report.run_charts import matrix_cells, run_charts, sweep_charts
-from mtp_research.evaluation.report.stored import PromptEntry, Report, Run, mapping
+from mtp_research.evaluation.report.stored import PromptEntry, Report, Run, longest, mapping
 from mtp_research.evaluation.report.terminal import (
     UNDEFINED,
     Grid,
@@ -142,25 +123,15 @@ def write_report(folder: Path, sections: Sequence[Section]) -> Path:
 
 
 def render_page(
-    sections: Sequence[Section],
-    drawings: Mapping[tuple[str, str], str],
-    *,
+    sections: Sequence[Section], drawings: Mapping[tuple[str, str], str], *,
     title: str = "Acceptance report",
-) -> str:
+) -> str:  # fmt: skip
     """The whole page; `drawings` holds inline svg by names of section and chart."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "clean": clean,
-        "prose": _prose,
-        "word_columns": _word_columns,
-        "prompt_grid": _prompt_grid,
-    }
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    named = {"word_columns": _word_columns, "prompt_grid": _prompt_grid}
+    environment.filters |= {"clean": clean, "prose": _prose, **named}
     return environment.get_template("page.html.j2").render(
         title=title,
         sections=sections,
@@ -183,7 +154,6 @@ def clean(text: object, limit: int = MAX_CHARACTERS) -> str:
 
 def headline(report: Report) -> str:
     """The largest paired difference of a run, else its longest acceptance; empty without drafts."""
-    by_label = {summary.result.label: summary for summary in report.summaries}
     pairs = [
         (abs(length.value), pair.condition, pair.reference, length)
         for pair in report.paired
@@ -191,44 +161,31 @@ def headline(report: Report) -> str:
     ]
     if pairs:
         _, label, reference, length = max(pairs)
-        one = by_label[label]
-        answer = (
-            f"{label} {interval(length, '+.3f')} accepted tokens over {reference} "
-            f"at K = {one.result.num_speculative_tokens}"
-        )
-        answer += f", the largest of {len(pairs)} differences" if len(pairs) > 1 else ""
-        return f"{answer}{_lossless(one.result.lossless)}"
-    lengths = [
-        (length, summary)
-        for summary in report.summaries
-        if summary.result.num_speculative_tokens > 0
-        and (length := summary.acceptance.acceptance_length_micro.value) is not None
-    ]
-    if not lengths:
+        one = next(one.result for one in report.summaries if one.result.label == label)
+        difference = f"{label} {interval(length, '+.3f')} accepted tokens over {reference}"
+        more = f", the largest of {len(pairs)} differences" if len(pairs) > 1 else ""
+        return f"{difference} at K = {one.num_speculative_tokens}{more}{_lossless(one.lossless)}"
+    if (best := longest(report)) is None:
         return ""
-    _, one = max(lengths, key=lambda pair: pair[0])
-    answer = (
-        f"{one.result.label}: {interval(one.acceptance.acceptance_length_micro)} tokens a round at "
-        f"K = {one.result.num_speculative_tokens}"
-    )
-    if (ratio := one.speed.ratio_end_to_end) is not None:
+    one, length = best.result, interval(best.acceptance.acceptance_length_micro)
+    answer = f"{one.label}: {length} tokens a round at K = {one.num_speculative_tokens}"
+    if (ratio := best.speed.ratio_end_to_end) is not None:
         answer += f", {number(ratio, '.3f')} times the tokens/s of K = 0"
-    return f"{answer}{_lossless(one.result.lossless)}"
+    return f"{answer}{_lossless(one.lossless)}"
 
 
 def record_facts(record: Mapping[str, object]) -> dict[str, str]:
     """How a run was made, from its record (`provenance.run_record`)."""
     git, versions = mapping(record, "git"), mapping(record, "versions")
     state = " with uncommitted changes" if git.get("dirty") else ""
-    facts = {
+    return known_facts({
         "command": command_of(record),
         "started": str(record.get("started_at") or ""),
         "code": f"{str(git.get('sha'))[:12]}{state}" if git else "",
-        "machine": machine_of(record),
-        "target hash": target_hash(record),
+        "machine": comparable.machine_of(record),
+        "target hash": comparable.target_hash(record),
         "versions": pairs_text(versions, ("python", "torch", "triton", "transformers")),
-    }
-    return known_facts(facts)
+    })  # fmt: skip
 
 
 def known_facts(facts: Mapping[str, str]) -> dict[str, str]:
@@ -247,31 +204,32 @@ def pairs_text(values: Mapping[str, object], names: Iterable[str]) -> str:
 
 
 def _shared_section(runs: Sequence[Run]) -> Section:
-    found = entries(runs)
+    found = comparable.entries(runs)
     frame = frame_of(found)
     speeds, matrices = speed_grids(frame, found), _matrix_grids(frame, found)
     return Section(
         name="all",
         title="All runs",
         charts=sweep_charts(frame, found),
-        grids=[overview(select(frame, drafting(found))), *speeds, *matrices],
-        caption=", ".join(dict.fromkeys(machine_of(run.report.run) for run in runs)),
+        grids=[overview(select(frame, comparable.drafting(found))), *speeds, *matrices],
+        caption=", ".join(dict.fromkeys(comparable.machine_of(run.report.run) for run in runs)),
         command="; ".join(command_of(run.report.run) for run in runs),
-        warnings=drift_warnings(found),
+        warnings=comparable.drift_warnings(found),
         notes=[
-            LETTERS,
+            notes.LETTERS,
             "Conditions share a chart or a matrix only where target, machine, prompts, dtype, "
             "temperature, verification rule, limits of the text, K and batch size agree, but for "
             "the one on the axis. Batch sizes may have prompts of their own: then only speeds "
             "share a chart, each over plain decoding of its own prompts.",
-            *([RATIO_NOTE] if speeds else []),
+            *([notes.RATIO_NOTE] if speeds else []),
         ],
     )
 
 
 def _run_section(run: Run, *, is_alone: bool) -> Section:
-    report, found = run.report, entries([run])
-    frame, paragraphs = frame_of(found), note_paragraphs(run.report)
+    report, found = run.report, comparable.entries([run])
+    frame, paragraphs = frame_of(found), notes.note_paragraphs(run.report)
+    machine = comparable.machine_of(report.run)
     shared = sweep_charts(frame, found) if is_alone else []
     speeds = speed_grids(frame, found) if is_alone else []
     matrices = _matrix_grids(frame, found) if is_alone else []
@@ -282,14 +240,14 @@ def _run_section(run: Run, *, is_alone: bool) -> Section:
         grids=[*report_grids(report), *run_tables(frame), *speeds, *matrices],
         frame=frame,
         headline=headline(report),
-        caption=f"n = {len(report.prompts)} prompts, {report.dtype}, {machine_of(report.run)}",
+        caption=f"n = {len(report.prompts)} prompts, {report.dtype}, {machine}",
         command=command_of(report.run),
         facts=record_facts(report.run) | _settings(report),
         warnings=[text for text in paragraphs if text.startswith(_WARNINGS)],
         notes=[
-            *(LETTERS, HEAD_WORDS, POLICY_WORDS, FAULT_WORDS, RATES),
+            *(notes.LETTERS, notes.HEAD_WORDS, notes.POLICY_WORDS, notes.FAULT_WORDS, notes.RATES),
             *(text for text in paragraphs if not text.startswith(_WARNINGS)),
-            *([RATIO_NOTE] if speeds else []),
+            *([notes.RATIO_NOTE] if speeds else []),
         ],
         prompts=report.prompts,
         empty=[
@@ -300,22 +258,22 @@ def _run_section(run: Run, *, is_alone: bool) -> Section:
     )
 
 
-def speed_grids(frame: pd.DataFrame, found: Sequence[Entry]) -> list[Grid]:
+def speed_grids(frame: pd.DataFrame, found: Sequence[comparable.Entry]) -> list[Grid]:
     """Speed against K = 0 by batch size and K, a table or two for each head and policy."""
-    return [
-        grid
-        for (setting, name), members in speed_groups(found).items()
-        for grid in speed_tables(
-            select(frame, members), name, describe(setting, without="batch_size")
-        )
-    ]
+    grids = []
+    for (setting, name), members in comparable.speed_groups(found).items():
+        shared = comparable.describe(setting, without="batch_size")
+        grids += speed_tables(select(frame, members), name, shared)
+    return grids
 
 
-def _matrix_grids(frame: pd.DataFrame, found: Sequence[Entry]) -> list[Grid]:
+def _matrix_grids(frame: pd.DataFrame, found: Sequence[comparable.Entry]) -> list[Grid]:
     title = "Acceptance length by head and decode policy"
     return [
-        square(matrix_cells(frame, matrix), f"{title} ({describe(matrix.setting)})", "head")
-        for matrix in policy_matrices(found)
+        square(
+            matrix_cells(frame, matrix), f"{title} ({comparable.describe(matrix.setting)})", "head"
+        )
+        for matrix in comparable.policy_matrices(found)
     ]
 
 

@@ -226,6 +226,17 @@ def require_stored_figures(path: Path, stored: object, computed: object) -> None
     _refuse(path, list(_differences(stored, expected, "summary", may_lack=True)))
 
 
+def longest(report: Report) -> ConditionSummary | None:
+    """The condition that drafts with the greatest acceptance length (micro)."""
+    lengths = [
+        (length, summary)
+        for summary in report.summaries
+        if summary.result.num_speculative_tokens > 0
+        and (length := summary.acceptance.acceptance_length_micro.value) is not None
+    ]
+    return max(lengths, key=lambda pair: pair[0])[1] if lengths else None
+
+
 def mapping(parent: Mapping[str, object], key: str) -> Mapping[str, object]:
     """A nested mapping of a configuration or run record; empty if it is absent or no mapping."""
     value = parent.get(key) if isinstance(parent, Mapping) else None

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from mtp_research.evaluation.report.notes import note_paragraphs
 from mtp_research.evaluation.report.stored import Report, printable
 from mtp_research.evaluation.stats.bootstrap import Estimate
-from mtp_research.evaluation.stats.speed import StepCost
 from mtp_research.evaluation.stats.summary import ConditionSummary, PairedComparison
 from mtp_research.runtime.files import write_atomically
 
@@ -31,12 +30,8 @@ FINDINGS = ("WRONG", "MIXED", "HOLE")
 _PER_TABLE = 3  # conditions
 # Rows that are left out where nothing was measured.
 _OPTIONAL = (
-    "  least / most of a pass",
-    "tokens/s, decode only",
-    "  ratio to baseline, decode",
-    "tokens/s, batch full",
-    "  ratio to baseline, full",
-    "device / wall of a pass [s]",
+    *("  least / most of a pass", "tokens/s, decode only", "  ratio to baseline, decode"),
+    *("tokens/s, batch full", "  ratio to baseline, full", "device / wall of a pass [s]"),
     "peak memory [MiB]",
 )
 
@@ -113,11 +108,9 @@ def paired_grid(pair: PairedComparison) -> Grid:
     # p_1/p_0 is p_1
     positions = [name for name in pair.differences if name.startswith("p_") and name != "p_1/p_0"]
     wanted |= {f"  {name}": name for name in sorted(positions, key=lambda name: "/" in name)}
-    return Grid(
-        title="Paired difference over the same prompts",
-        header=("", f"{printable(pair.condition)} - {printable(pair.reference)}"),
-        rows=tuple((row, interval(pair.differences[name], "+.3f")) for row, name in wanted.items()),
-    )
+    rows = ((row, interval(pair.differences[name], "+.3f")) for row, name in wanted.items())
+    header = ("", f"{printable(pair.condition)} - {printable(pair.reference)}")
+    return Grid("Paired difference over the same prompts", header, tuple(rows))
 
 
 def plain_text(grid: Grid) -> str:
@@ -195,11 +188,8 @@ def _metric_grid(summaries: Sequence[ConditionSummary], title: str) -> Grid:
     num_positions = max(summary.result.num_speculative_tokens for summary in summaries)
     metrics = [*_acceptance_rows(num_positions), *_speed_rows(), *_honesty_rows()]
     rows = [(name, *(cell(summary) for summary in summaries)) for name, cell in metrics]
-    return Grid(
-        title=title,
-        header=("", *(_heading(summary) for summary in summaries)),
-        rows=tuple(row for row in rows if row[0] not in _OPTIONAL or set(row[1:]) != {UNDEFINED}),
-    )
+    shown = (row for row in rows if row[0] not in _OPTIONAL or set(row[1:]) != {UNDEFINED})
+    return Grid(title, ("", *map(_heading, summaries)), tuple(shown))
 
 
 def _heading(summary: ConditionSummary) -> str:
@@ -209,22 +199,21 @@ def _heading(summary: ConditionSummary) -> str:
 def _acceptance_rows(num_positions: int) -> list[tuple[str, Cell]]:
     """Lengths, rate, p_1 .. p_K and p_2/p_1 .. p_K/p_{K-1}; p_1/p_0 is p_1."""
 
-    def at(figures: Sequence[Estimate], i: int) -> str:
-        return interval(figures[i - 1]) if i <= len(figures) else UNDEFINED
+    def position(i: int, figures: str) -> Cell:
+        def cell(summary: ConditionSummary) -> str:
+            found: Sequence[Estimate] = getattr(summary.acceptance, figures)
+            return interval(found[i - 1]) if i <= len(found) else UNDEFINED
 
-    def position(i: int) -> Cell:
-        return lambda s: at(s.acceptance.acceptance_rate_per_position, i)
+        return cell
 
-    def conditional(i: int) -> Cell:
-        return lambda s: at(s.acceptance.conditional_acceptance_rate_per_position, i)
-
+    rates, places = "acceptance_rate_per_position", range(1, num_positions + 1)
     return [
         ("prompts finished", lambda s: f"{s.acceptance.num_prompts} of {s.num_prompts}"),
         ("acceptance length (micro)", lambda s: interval(s.acceptance.acceptance_length_micro)),
         ("acceptance length (macro)", lambda s: interval(s.acceptance.acceptance_length_macro)),
         ("acceptance rate", lambda s: interval(s.acceptance.acceptance_rate)),
-        *((f"  p_{i}", position(i)) for i in range(1, num_positions + 1)),
-        *((f"  p_{i}/p_{i - 1}", conditional(i)) for i in range(2, num_positions + 1)),
+        *((f"  p_{i}", position(i, rates)) for i in places),
+        *((f"  p_{i}/p_{i - 1}", position(i, f"conditional_{rates}")) for i in places[1:]),
     ]
 
 
@@ -239,6 +228,9 @@ def _speed_rows() -> list[tuple[str, Cell]]:
     def device(s: ConditionSummary) -> str:
         seconds = (s.speed.device_s, s.speed.first.wall_s)
         return UNDEFINED if s.speed.device_s is None else several(".2f", *seconds)
+
+    def memory(s: ConditionSummary) -> str:
+        return number(s.result.first.peak_memory_bytes, ".0f", scale=2.0**-20)
 
     def inter_token(s: ConditionSummary) -> str:
         return several(".2f", s.speed.inter_token_s_median, s.speed.inter_token_s_p95, scale=1e3)
@@ -256,10 +248,7 @@ def _speed_rows() -> list[tuple[str, Cell]]:
         ("first token [ms], median", lambda s: number(s.speed.ttft_s_median, ".1f", scale=1e3)),
         ("next token [ms], median / p95", inter_token),
         ("rows per target step", lambda s: number(s.result.first.rows_per_step, ".1f")),
-        (
-            "peak memory [MiB]",
-            lambda s: number(s.result.first.peak_memory_bytes, ".0f", scale=2.0**-20),
-        ),
+        ("peak memory [MiB]", memory),
     ]
 
 
@@ -278,52 +267,46 @@ def _audit_cell(summary: ConditionSummary) -> str:
 
 
 def _domain_grid(summaries: Sequence[ConditionSummary]) -> Grid:
-    domains = sorted({domain for summary in summaries for domain in summary.per_domain})
     rows = []
-    for domain in domains:
+    for domain in sorted({domain for summary in summaries for domain in summary.per_domain}):
         figures = [summary.per_domain[domain] for summary in summaries]
         num_prompts = max(figure.num_prompts for figure in figures)
         cells = (interval(figure.acceptance_length_micro) for figure in figures)
         rows.append((printable(domain), str(num_prompts), *cells))
-    return Grid(
-        title="Acceptance length (micro) by domain",
-        header=("domain", "prompts", *map(_heading, summaries)),
-        rows=tuple(rows),
-    )
+    header = ("domain", "prompts", *map(_heading, summaries))
+    return Grid("Acceptance length (micro) by domain", header, tuple(rows))
+
+
+def _row_grid(
+    title: str, columns: Mapping[str, Cell], summaries: Sequence[ConditionSummary]
+) -> Grid:
+    """One row a condition."""
+    cells = columns.values()
+    rows = ((label_text(s.result.label), *(cell(s) for cell in cells)) for s in summaries)
+    return Grid(title, ("condition", *columns), tuple(rows))
 
 
 def _length_grid(summaries: Sequence[ConditionSummary], title: str) -> Grid:
-    rows = [
-        (
-            label_text(summary.result.label),
-            interval(summary.acceptance.acceptance_length_micro),
-            number(summary.acceptance.acceptance_rate.value, ".3f"),
-            _rate(summary.speed.end_to_end, summary.speed.num_passes),
-            number(summary.speed.ratio_end_to_end, ".3f"),
-            printable(summary.result.lossless),
-        )
-        for summary in summaries
-    ]
-    header = ("condition", "acceptance length", "rate", "tokens/s", "ratio", "lossless")
-    return Grid(title, header, tuple(rows))
+    columns: dict[str, Cell] = {
+        "acceptance length": lambda s: interval(s.acceptance.acceptance_length_micro),
+        "rate": lambda s: number(s.acceptance.acceptance_rate.value, ".3f"),
+        "tokens/s": lambda s: _rate(s.speed.end_to_end, s.speed.num_passes),
+        "ratio": lambda s: number(s.speed.ratio_end_to_end, ".3f"),
+        "lossless": lambda s: printable(s.result.lossless),
+    }
+    return _row_grid(title, columns, summaries)
 
 
 def _decode_grid(summaries: Sequence[ConditionSummary]) -> Grid:
-    speeds = [(label_text(summary.result.label), summary.speed) for summary in summaries]
-    if all(speed.full.value is None for _, speed in speeds):
-        speeds = []
-    rows = [
-        (
-            label,
-            _rate(speed.decode, speed.num_passes),
-            number(speed.ratio_decode, ".3f"),
-            _rate(speed.full, speed.num_passes),
-            number(speed.ratio_full, ".3f"),
-        )
-        for label, speed in speeds
-    ]
-    header = ("condition", "decode only", "ratio, decode", "batch full", "ratio, full")
-    return Grid("Tokens/s of steps without prompt rows", header, tuple(rows))
+    has_full = any(summary.speed.full.value is not None for summary in summaries)
+    columns: dict[str, Cell] = {
+        "decode only": lambda s: _rate(s.speed.decode, s.speed.num_passes),
+        "ratio, decode": lambda s: number(s.speed.ratio_decode, ".3f"),
+        "batch full": lambda s: _rate(s.speed.full, s.speed.num_passes),
+        "ratio, full": lambda s: number(s.speed.ratio_full, ".3f"),
+    }
+    title = "Tokens/s of steps without prompt rows"
+    return _row_grid(title, columns, summaries if has_full else ())
 
 
 def _rate(tokens_per_s: Estimate, num_passes: int) -> str:
@@ -372,22 +355,17 @@ def _paired_row_grid(pairs: Sequence[PairedComparison]) -> Grid:
 def _cost_grid(summaries: Sequence[ConditionSummary]) -> Grid:
     """Where a step without prompt rows spends its time, and the speed-up that this predicts."""
 
-    def cells(summary: ConditionSummary, cost: StepCost) -> tuple[str, ...]:
-        parts = (cost.target_s, cost.verify_s, cost.draft_s, cost.host_s)
-        ratio = summary.speed.ratio_decode
-        model = (cost.draft_cost, cost.verify_cost, cost.predicted_ratio, ratio)
-        is_baseline = summary.result.num_speculative_tokens == 0
-        return (
-            label_text(summary.result.label),
-            *(number(part, ".2f", scale=1e3) for part in parts),
-            *(UNDEFINED if is_baseline else number(figure, ".3f") for figure in model),
-        )
+    def seconds(name: str) -> Cell:
+        return lambda s: number(getattr(s.cost, f"{name}_s"), ".2f", scale=1e3)
 
-    return Grid(
-        title="Step without prompt rows [ms], and speed-up = tau / (1 + K c + v)",
-        header=(
-            *("condition", "target", "verify", "draft", "host"),
-            *("c", "v", "predicted", "measured"),
-        ),
-        rows=tuple(cells(one, one.cost) for one in summaries if one.cost is not None),
-    )
+    def model(figure: Callable[[ConditionSummary], float | None]) -> Cell:
+        return lambda s: number(figure(s) if s.result.num_speculative_tokens else None, ".3f")
+
+    columns = {name: seconds(name) for name in ("target", "verify", "draft", "host")} | {
+        "c": model(lambda s: s.cost and s.cost.draft_cost),
+        "v": model(lambda s: s.cost and s.cost.verify_cost),
+        "predicted": model(lambda s: s.cost and s.cost.predicted_ratio),
+        "measured": model(lambda s: s.speed.ratio_decode),
+    }
+    title = "Step without prompt rows [ms], and speed-up = tau / (1 + K c + v)"
+    return _row_grid(title, columns, [one for one in summaries if one.cost is not None])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from mtp_research.config.schema import LoggerConfig
-from mtp_research.evaluation.report.stored import RESULTS_FILE, Report, Run
+from mtp_research.evaluation.report.stored import RESULTS_FILE, Report, Run, longest
 from mtp_research.evaluation.stats.summary import ConditionSummary
 from mtp_research.runtime.provenance import redact_tree
 
@@ -55,14 +55,7 @@ def report_scalars(report: Report) -> dict[str, float | str]:
     for summary in report.summaries:
         found = _main_figures(summary)
         scalars |= {f"{summary.result.label}/{name}": value for name, value in found.items()}
-    drafting = [
-        (length, summary)
-        for summary in report.summaries
-        if summary.result.num_speculative_tokens > 0
-        and (length := summary.acceptance.acceptance_length_micro.value) is not None
-    ]
-    if drafting:
-        _, best = max(drafting, key=lambda pair: pair[0])
+    if best := longest(report):
         scalars["best/condition"] = best.result.label
         scalars |= {f"best/{name}": value for name, value in _main_figures(best).items()}
     return scalars
