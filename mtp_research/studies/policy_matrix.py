@@ -29,7 +29,6 @@ from mtp_research.evaluation.report.wandb_log import publish
 from mtp_research.evaluation.stats.matrix_seeds import (
     MATRIX_FILE,
     GroupFigures,
-    MatrixCell,
     MatrixPrompt,
     SeedMatrix,
     column_name,
@@ -78,7 +77,8 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
         num_workers=config.matrix.num_workers,
     )
     for cell in cells:
-        matrix = _with_cell(matrix, cell)
+        others = (c for c in matrix.cells if (c.key, c.seed) != (cell.key, cell.seed))
+        matrix = dataclasses.replace(matrix, cells=(*others, cell))
         write_matrix(output_dir, matrix, figures=cell.seed in matrix.done_seeds)
     write_matrix(output_dir, matrix, figures=True)
     console = Console(stderr=True, width=max(Console(stderr=True).width, TABLE_WIDTH))
@@ -123,11 +123,6 @@ def _group_facts(one: GroupFigures) -> dict[str, object]:
     }
 
 
-def _with_cell(matrix: SeedMatrix, cell: MatrixCell) -> SeedMatrix:
-    others = (c for c in matrix.cells if (c.key, c.seed) != (cell.key, cell.seed))
-    return dataclasses.replace(matrix, cells=(*others, cell))
-
-
 def _start(
     config: TrainConfig, output_dir: Path, *, prompts: Iterable[MatrixPrompt], target: Target
 ) -> SeedMatrix:
@@ -135,6 +130,7 @@ def _start(
     asked["matrix"] = {**vars(config.matrix), "num_workers": None}  # no cell depends on it
     seeds = tuple(config.matrix.seeds or [config.seed])
     num_norms = max(1, len(config.matrix.recycle_norms))
+    dtype = str(target.dtype).removeprefix("torch.")
     num_heads = len(head_runs(config, output_dir, seed=seeds[0]))
     matrix = SeedMatrix(
         seeds=seeds,
@@ -142,10 +138,7 @@ def _start(
         prompts=tuple(prompts),
         cells=(),
         bootstrap_seed=config.seed,
-        settings={
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "config": json.loads(json.dumps(asked)),
-        },
+        settings={"dtype": dtype, "config": json.loads(json.dumps(asked))},
         run=run_record() | {"target": target_hashes(target)},
     )
     if not (output_dir / MATRIX_FILE).is_file():
@@ -153,10 +146,8 @@ def _start(
     stored = read_matrix(output_dir)
     same = dataclasses.replace(stored, cells=(), run=matrix.run, settings=matrix.settings) == matrix
     if not same or not same_settings(stored.settings, matrix.settings):
-        raise IntegrityError(
-            f"{output_dir / MATRIX_FILE} holds a matrix of other prompts or settings; "
-            "set another output_dir."
-        )
+        fix = "holds a matrix of other prompts or settings; set another output_dir."
+        raise IntegrityError(f"{output_dir / MATRIX_FILE} {fix}")
     return stored
 
 
@@ -164,12 +155,8 @@ def _prompt_documents(
     documents: Sequence[EncodedDocument], *, limit: int
 ) -> list[tuple[tuple[int, ...], EncodedDocument]]:
     """What comes before the first own token of each document, evenly spread over them."""
-    lengths = [
-        (document, document.loss_mask.index(True))
-        for document in documents
-        if any(document.loss_mask)
-    ]
-    found = [(document.token_ids[:n], document) for document, n in lengths if n > 0]
+    lengths = [(one, one.loss_mask.index(True)) for one in documents if any(one.loss_mask)]
+    found = [(one.token_ids[:n], one) for one, n in lengths if n > 0]
     if not found:
         raise ConfigError(
             "data.path must hold documents with a prompt before the target's own tokens, got none "

@@ -234,9 +234,8 @@ def write_xz(output: Path) -> None:
     """Write `OUTPUT.xz`, ordered by id: the same bytes in whatever order requests finished."""
     lines = output.read_text(encoding="utf8").splitlines(keepends=True)
     ordered = sorted(lines, key=lambda line: json.loads(line)["id"])
-    output.with_name(f"{output.name}.xz").write_bytes(
-        lzma.compress("".join(ordered).encode(), preset=9)
-    )
+    packed = lzma.compress("".join(ordered).encode(), preset=9)
+    output.with_name(f"{output.name}.xz").write_bytes(packed)
 
 
 def _existing_ids(output: Path) -> set[str]:
@@ -263,26 +262,18 @@ def _parse(lines: Sequence[str], path: Path) -> Iterator[dict]:
 def _check_settings(output: Path, *, target: Target, sampling: SamplingParams) -> None:
     """Refuse to go on with answers of another target or of other settings; else record them."""
     path = output.with_name(f"{output.name}.settings.json")
-    settings = target_hashes(target) | {
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "seed": sampling.seed,
-        "max_new_tokens": sampling.max_new_tokens,
-    }
+    names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
+    settings = target_hashes(target) | {name: getattr(sampling, name) for name in names}
     if output.is_file() and path.is_file():
         try:
             saved = json.loads(path.read_text(encoding="utf8"))
         except ValueError as fault:
             raise IntegrityError(f"{path}: damaged ({fault}); remove it and {output}.") from fault
-        changed = [
-            f"{key} {saved.get(key)}, now {value}"
-            for key, value in settings.items()
-            if saved.get(key) != value
-        ]
+        changed = [key for key, value in settings.items() if saved.get(key) != value]
         if changed:
+            listed = "; ".join(f"{key} {saved.get(key)}, now {settings[key]}" for key in changed)
             raise ConfigError(
-                f"--output {output} holds answers with other settings ({'; '.join(changed)}); "
+                f"--output {output} holds answers with other settings ({listed}); "
                 "choose another --output or set them back."
             )
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -290,44 +281,31 @@ def _check_settings(output: Path, *, target: Target, sampling: SamplingParams) -
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m mtp_research.studies.regenerate",
-        description="Answers of the target as training text.",
-    )
-    parser.add_argument("--target", required=True, help="folder or hub id of the target")
-    parser.add_argument("--output", type=Path, required=True, help="JSONL file, appended to")
-    parser.add_argument(
-        "--source",
-        action="append",
-        default=[],
-        help="questions: a JSONL file, or a folder or name that `datasets` reads; may be repeated",
-    )
-    parser.add_argument("--field", help="of the conversation in a row; left out: the first known")
-    parser.add_argument("--split", default="train", help="of a `datasets` source")
-    parser.add_argument("--max-prompts", type=int, default=None, help="per source")
-    parser.add_argument(
-        "--self-chat", type=int, default=0, help="user messages that the target invents"
-    )
-    parser.add_argument("--self-text", type=int, default=0, help="documents that the target begins")
-    parser.add_argument("--temperature", type=float, default=0.6, help="0 is greedy")
-    parser.add_argument("--top-p", type=float, default=0.95, help="not read at temperature 0")
-    parser.add_argument("--top-k", type=int, default=20, help="not read at temperature 0")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--batch", type=int, default=32, help="requests decoded at once")
-    parser.add_argument(
-        "--max-model-len",
-        type=int,
-        help="tokens of prompt and answer; default: what the target can",
-    )
-    parser.add_argument(
-        "--graphs", action="store_true", help="replay decode steps as CUDA graphs; a GPU"
-    )
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--xz", action="store_true", help="also write OUTPUT.xz, lines sorted by id"
-    )
+    about = "Answers of the target as training text."
+    name = "python -m mtp_research.studies.regenerate"
+    parser = argparse.ArgumentParser(prog=name, description=about)
+    add = parser.add_argument
+    add("--target", required=True, help="folder or hub id of the target")
+    add("--output", type=Path, required=True, help="JSONL file, appended to")
+    sources = "questions: a JSONL file, or a folder or name that `datasets` reads; may be repeated"
+    add("--source", action="append", default=[], help=sources)
+    add("--field", help="of the conversation in a row; left out: the first known")
+    add("--split", default="train", help="of a `datasets` source")
+    add("--max-prompts", type=int, default=None, help="per source")
+    add("--self-chat", type=int, default=0, help="user messages that the target invents")
+    add("--self-text", type=int, default=0, help="documents that the target begins")
+    add("--temperature", type=float, default=0.6, help="0 is greedy")
+    add("--top-p", type=float, default=0.95, help="not read at temperature 0")
+    add("--top-k", type=int, default=20, help="not read at temperature 0")
+    add("--max-new-tokens", type=int, default=96)
+    add("--batch", type=int, default=32, help="requests decoded at once")
+    most = "tokens of prompt and answer; default: what the target can"
+    add("--max-model-len", type=int, help=most)
+    add("--graphs", action="store_true", help="replay decode steps as CUDA graphs; a GPU")
+    add("--dtype", default="auto")
+    add("--device", default="auto")
+    add("--seed", type=int, default=0)
+    add("--xz", action="store_true", help="also write OUTPUT.xz, lines sorted by id")
     return parser
 
 

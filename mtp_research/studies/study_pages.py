@@ -129,9 +129,9 @@ def fault_section(folder: Path, *, name: str) -> page.Section:
         notes=[LETTERS, HEAD_WORDS, POLICY_WORDS, FAULT_WORDS, *_LENGTH_NOTES, *_PRICE_NOTES],
         prompts=study.prompts,
         empty=[
-            f"{name}: {c.head} K={c.num_speculative_tokens} {c.policy}"
-            for c in study.conditions
-            if not any(c.accepted_per_round)
+            "{}: {} K={} {}".format(name, *one.key)
+            for one in study.conditions
+            if not any(one.accepted_per_round)
         ],
     )
 
@@ -169,11 +169,7 @@ def training_section(file: Path, *, name: str) -> page.Section:
 
 
 def _matrix_rows(matrix: SeedMatrix, name: str) -> Iterator[Row]:
-    counts: Mapping[str | None, int] = {
-        None: len(matrix.prompts),
-        **study_tables.prompts_by_domain(matrix),
-    }
-    for domain, num_prompts in counts.items():
+    for domain, num_prompts in study_tables.prompt_counts(matrix).items():
         shown: Row = {"domain": domain or ALL, "n": num_prompts}
         for one in group_figures(matrix, domain=domain):
             drafts = next(c.num_speculative_tokens for c in matrix.cells if c.key == one.key)
@@ -235,14 +231,12 @@ def _difference_chart(matrix: SeedMatrix) -> Chart | Missing:
     if not pairs:
         return Missing(title, "the matrix has no two matching cells of equal N")
     seeds = matrix.done_seeds[: MAX_SERIES - 1]
-    rows = [
-        {"series": series, "tick": _pair_tick(pair), **one._asdict()}
-        for pair in pairs
-        for series, one in [
-            ("mean over seeds", pair.difference),
-            *((f"seed {seed}", Estimate(pair.by_seed[i])) for i, seed in enumerate(seeds)),
-        ]
-    ]
+    rows = []
+    for pair in pairs:
+        shown = {"mean over seeds": pair.difference}
+        shown |= {f"seed {seed}": Estimate(pair.by_seed[i]) for i, seed in enumerate(seeds)}
+        tick = _pair_tick(pair)
+        rows += [{"series": name, "tick": tick, **one._asdict()} for name, one in shown.items()]
     note = (
         f"n = {len(matrix.prompts)} prompts. Above 0: training is ahead. Same seeds and prompts; "
         f"by domain: in the table. Interval: {_INTERVAL}"

@@ -16,8 +16,8 @@ over prompts. Letters: K drafts per step, N MTP modules, C conditions.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +108,11 @@ def prompts_by_domain(matrix: SeedMatrix) -> dict[str, int]:
     return {domain: domains.count(domain) for domain in sorted(set(domains))}
 
 
+def prompt_counts(matrix: SeedMatrix) -> dict[str | None, int]:
+    """The same, after that of all prompts by None."""
+    return {None: len(matrix.prompts), **prompts_by_domain(matrix)}
+
+
 def matrix_markdown(matrix: SeedMatrix) -> str:
     """Warnings and verdict, then every table as Markdown."""
     tables = [f"{g.title}\n\n{markdown_table(g.header, g.rows)}" for g in matrix_grids(matrix)]
@@ -116,29 +121,16 @@ def matrix_markdown(matrix: SeedMatrix) -> str:
 
 def matrix_summary(matrix: SeedMatrix) -> dict[str, object]:
     """The figures of `matrix.json`, over all prompts and by domain."""
-    domains = [None, *sorted({prompt.domain for prompt in matrix.prompts})]
+    domains = list(prompt_counts(matrix))
     figures = {domain: group_figures(matrix, domain=domain) for domain in domains}
     return {
         "done_seeds": list(matrix.done_seeds),
-        "groups": [
-            {
-                **asdict(one),
-                "key": one.key._asdict(),
-                "row": row_name(one.key),
-                "column": column_name(one.key),
-            }
-            for one in figures[None]
-        ],
+        "groups": [{**asdict(one), **_names(one.key)} for one in figures[None]],
         "heat_maps": [_heat_map(groups, domain=d) for d, groups in figures.items()],
         "match_pairs": [
-            {
-                "domain": domain,
-                **asdict(pair),
-                "ours": pair.ours._asdict(),
-                "theirs": pair.theirs._asdict(),
-            }
-            for domain in domains
-            for pair in match_pairs(matrix, domain=domain)
+            {"domain": d, **asdict(p), "ours": p.ours._asdict(), "theirs": p.theirs._asdict()}
+            for d in domains
+            for p in match_pairs(matrix, domain=d)
         ],
     }
 
@@ -195,7 +187,6 @@ def _difference_grid(groups: Sequence[GroupFigures]) -> Grid:
 
 
 def _match_grid(matrix: SeedMatrix) -> Grid:
-    counts: Mapping[str | None, int] = {None: len(matrix.prompts), **prompts_by_domain(matrix)}
     lines = [
         (
             f"{pair.ours.unroll} - {row_name(pair.theirs)}",
@@ -206,7 +197,7 @@ def _match_grid(matrix: SeedMatrix) -> Grid:
             " ".join(number(value, "+.3f") for value in pair.by_seed),
             interval(pair.difference, "+.3f"),
         )
-        for domain, num_prompts in counts.items()
+        for domain, num_prompts in prompt_counts(matrix).items()
         for pair in match_pairs(matrix, domain=domain)
     ]
     title = "Matching cells: trained for and decoded with training, minus the same with eagle"
@@ -218,17 +209,16 @@ def _match_grid(matrix: SeedMatrix) -> Grid:
 def _position_grid(groups: Sequence[GroupFigures]) -> Grid:
     """p_i of every cell over all prompts; `*` marks the match."""
     most = max((len(one.positions) for one in groups), default=0)
-    lines = [
-        (
-            row_name(one.key),
-            column_name(one.key) + "*" * one.is_match,
-            *(interval(figure) for figure in one.positions),
-            *[UNDEFINED] * (most - len(one.positions)),
-        )
-        for one in groups
-    ]
+    lines = []
+    for one in groups:
+        cells = [*map(interval, one.positions), *[UNDEFINED] * (most - len(one.positions))]
+        lines.append((row_name(one.key), column_name(one.key) + "*" * one.is_match, *cells))
     header = ("heads", "policy", *(f"p_{i}" for i in range(1, most + 1)))
     return Grid("Acceptance by draft position; * the match", header, tuple(lines))
+
+
+def _names(key: matrix_seeds.GroupKey) -> dict[str, object]:
+    return {"key": key._asdict(), "row": row_name(key), "column": column_name(key)}
 
 
 def _heat_map(groups: Sequence[GroupFigures], *, domain: str | None) -> dict[str, object]:
@@ -280,20 +270,12 @@ def price_rows(study: FaultStudy) -> list[PriceRow]:
         if reference is None:
             rows.append(PriceRow(condition, bootstrap.estimate_of(own)))
             continue
+        length, clean = bootstrap.estimate_of(own), bootstrap.estimate_of(reference)
         lost, share = bootstrap.difference(reference, own), condition.shares.sum()
-        rows.append(
-            PriceRow(
-                condition,
-                bootstrap.estimate_of(own),
-                bootstrap.estimate_of(reference),
-                lost,
-                bootstrap.interval_of(
-                    100 * (1 - own.value / reference.value),
-                    100 * (1 - own.draws / reference.draws),
-                ),
-                _scaled(lost, 1 / share) if share else None,
-            )
-        )
+        kept, draws = own.value / reference.value, own.draws / reference.draws
+        percent = bootstrap.interval_of(100 * (1 - kept), 100 * (1 - draws))
+        each = _scaled(lost, 1 / share) if share else None
+        rows.append(PriceRow(condition, length, clean, lost, percent, each))
     return rows
 
 
@@ -338,7 +320,9 @@ def price_markdown(study: FaultStudy) -> str:
 
 def price_summary(study: FaultStudy) -> dict[str, object]:
     """The figures of `fault_price.json`."""
-    rows = [asdict(replace(row, condition=_without_counters(row))) for row in price_rows(study)]
+    rows = [asdict(row) for row in price_rows(study)]
+    for row in rows:
+        row["condition"] |= {"accepted_per_round": (), "text_sha256": ()}
     return {"rows": rows, "split": [asdict(one) for one in split_prices(study)]}
 
 
@@ -363,26 +347,19 @@ def _markdown(warnings: Sequence[str], verdict: str, tables: Sequence[str]) -> s
 
 def _all_lengths(study: FaultStudy) -> dict[tuple[str, int, str], bootstrap.Lengths]:
     # A prompt that did not end somewhere counts nowhere: differences are over the same prompts.
+    texts = [one.text_sha256 for one in study.conditions]
     indices = range(len(study.prompts))
-    whole = [
-        index
-        for index in indices
-        if all(one.text_sha256[index] != fault_study.UNFINISHED for one in study.conditions)
-    ]
+    whole = [i for i in indices if all(own[i] != fault_study.UNFINISHED for own in texts)]
     whole = whole or list(indices)  # a condition of which nothing ended has no figure anyway
     draws = bootstrap.make_draws(1, max(len(whole), 1), seed=study.seed)
     return {
-        condition.key: bootstrap.lengths(
-            [[sum(condition.accepted_per_round[index]) for index in whole]],
-            [[len(condition.accepted_per_round[index]) for index in whole]],
+        one.key: bootstrap.lengths(
+            [[sum(one.accepted_per_round[index]) for index in whole]],
+            [[len(one.accepted_per_round[index]) for index in whole]],
             draws,
         )
-        for condition in study.conditions
+        for one in study.conditions
     }
-
-
-def _without_counters(row: PriceRow) -> FaultCondition:
-    return replace(row.condition, accepted_per_round=(), text_sha256=())
 
 
 def _scaled(one: bootstrap.Estimate, factor: float) -> bootstrap.Estimate:
@@ -390,16 +367,12 @@ def _scaled(one: bootstrap.Estimate, factor: float) -> bootstrap.Estimate:
 
 
 def _cells(row: PriceRow) -> tuple[str, ...]:
-    one = row.condition
+    one, forms = row.condition, {"lost": "+.3f", "lost_pct": "+.1f", "lost_per_pct": "+.4f"}
+    figures = ((getattr(row, name), form) for name, form in forms.items())
     return (
-        one.head,
-        str(one.num_mtp_modules),
-        str(one.num_speculative_tokens),
-        one.policy,
+        *(one.head, str(one.num_mtp_modules), str(one.num_speculative_tokens), one.policy),
         *(f"{share:.2f}" for share in one.shares),
         interval(row.length),
         UNDEFINED if row.reference_length is None else str(one.reference),
-        UNDEFINED if row.lost is None else interval(row.lost, "+.3f"),
-        UNDEFINED if row.lost_pct is None else interval(row.lost_pct, "+.1f"),
-        UNDEFINED if row.lost_per_pct is None else interval(row.lost_per_pct, "+.4f"),
+        *(UNDEFINED if figure is None else interval(figure, form) for figure, form in figures),
     )
