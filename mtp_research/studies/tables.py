@@ -48,7 +48,6 @@ from mtp_research.evaluation.stats.statistics import (
 )
 from mtp_research.evaluation.stats.summary import (
     ConditionResult,
-    ConditionSummary,
     PairedComparison,
     paired,
 )
@@ -59,6 +58,7 @@ from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.studies import study_tables
 
+_Speed = tuple[int, Estimate]  # requests, and their tokens/s
 _NUM_LISTED = 5
 _REFERENCE = "training"  # differences of the policy table are to it, prompt by prompt
 _FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
@@ -108,16 +108,13 @@ def _compare_text(paths: Sequence[Path]) -> str:
 def _context_text(paths: Sequence[Path]) -> str:
     report = recompute(results_file(paths[0]))
     rows = context_rows(report)
-    return "\n\n".join(
-        [terminal.markdown_table(_CONTEXT_HEADER, rows), *context_notes(report, rows)]
-    )
+    notes = context_notes(report, rows)
+    return "\n\n".join([terminal.markdown_table(_CONTEXT_HEADER, rows), *notes])
 
 
 def _policy_text(paths: Sequence[Path]) -> str:
-    reports = [recompute(results_file(path)) for path in paths]
-    return terminal.markdown_table(
-        _POLICY_HEADER, [r for report in reports for r in policy_rows(report)]
-    )
+    rows = [row for path in paths for row in policy_rows(recompute(results_file(path)))]
+    return terminal.markdown_table(_POLICY_HEADER, rows)
 
 
 def _fault_text(paths: Sequence[Path]) -> str:
@@ -141,12 +138,14 @@ _COMMANDS: dict[str, tuple[int | str, Callable[[Sequence[Path]], str]]] = {
 def compare(ours: Report, theirs: Report) -> dict[str, PairedComparison]:
     """Paired differences ours - theirs of every condition label that both hold and that drafts."""
     require_comparable(ours, theirs)
-    references = {condition.label: condition for condition in theirs.conditions}
-    return {
-        condition.label: paired(condition, references[condition.label], seed=ours.seed)
-        for condition in ours.conditions
-        if condition.label in references and condition.num_speculative_tokens > 0
-    }
+    pairs = ((one, other) for one, other in _shared(ours, theirs) if one.num_speculative_tokens)
+    return {one.label: paired(one, other, seed=ours.seed) for one, other in pairs}
+
+
+def _shared(ours: Report, theirs: Report) -> list[tuple[ConditionResult, ConditionResult]]:
+    """The conditions whose label both hold."""
+    references = {one.label: one for one in theirs.conditions}
+    return [(one, references[one.label]) for one in ours.conditions if one.label in references]
 
 
 def require_comparable(ours: Report, theirs: Report) -> None:
@@ -192,12 +191,9 @@ def differing_prompts(ours: Report, theirs: Report) -> dict[str, tuple[str | Non
 
     Texts can differ under one id, such as code that was cut from another Python.
     """
-    our_hashes = {prompt.question_id: prompt.sha256 for prompt in ours.prompts}
-    their_hashes = {prompt.question_id: prompt.sha256 for prompt in theirs.prompts}
-    pairs = {
-        name: (our_hashes.get(name), their_hashes.get(name))
-        for name in sorted(our_hashes.keys() | their_hashes.keys())
-    }
+    mine, other = ({p.question_id: p.sha256 for p in one.prompts} for one in (ours, theirs))
+    names = sorted(mine.keys() | other.keys())
+    pairs = {name: (mine.get(name), other.get(name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -224,15 +220,13 @@ def _target_differences(ours: Report, theirs: Report) -> list[str]:
 
 
 def _draft_differences(ours: Report, theirs: Report) -> list[str]:
-    references = {c.label: c.num_speculative_tokens for c in theirs.conditions}
-    shared = {c.label: c.num_speculative_tokens for c in ours.conditions if c.label in references}
-    if not any(shared.values()):
+    shared = {
+        one.label: (one.num_speculative_tokens, other.num_speculative_tokens)
+        for one, other in _shared(ours, theirs)
+    }
+    if not any(mine for mine, _ in shared.values()):
         return [f"no common condition that drafts ({sorted(shared)} in both)"]
-    return [
-        f"K = {num_drafts} and {references[label]} for {label}"
-        for label, num_drafts in shared.items()
-        if num_drafts != references[label]
-    ]
+    return [f"K = {a} and {b} for {label}" for label, (a, b) in shared.items() if a != b]
 
 
 def _with_defaults(
@@ -242,13 +236,11 @@ def _with_defaults(
 
 
 def _law_differences(ours: Report, theirs: Report) -> list[str]:
-    references = {condition.label: condition for condition in theirs.conditions}
     found: dict[str, list[str]] = {}
-    for condition in ours.conditions:
-        if condition.label not in references or condition.num_speculative_tokens == 0:
+    for condition, reference in _shared(ours, theirs):
+        if condition.num_speculative_tokens == 0:
             continue
-        mine = law_of_text(condition, ours.config)
-        other = law_of_text(references[condition.label], theirs.config)
+        mine, other = law_of_text(condition, ours.config), law_of_text(reference, theirs.config)
         for key in sorted(mine.keys() | other.keys()):
             if mine.get(key) != other.get(key):
                 values = [printable(str(law.get(key, "unused"))) for law in (mine, other)]
@@ -266,7 +258,10 @@ def context_rows(report: Report) -> list[tuple[str, ...]]:
             "set engine.max_num_requests=1."
         )
     speeds = {c.label: speed_by_context(c.records, seed=report.seed) for c in report.conditions}
-    lengths = {c.label: _context_lengths(c, seed=report.seed) for c in report.conditions}
+    lengths = {
+        one.label: {part.low: part for part in acceptance_by_context(one.records, seed=report.seed)}
+        for one in report.conditions
+    }
     baseline = next((c.label for c in report.conditions if c.num_speculative_tokens == 0), None)
     plain = speeds.get(baseline or "", {})
     lows = sorted({low for found in speeds.values() for low in found})
@@ -278,9 +273,7 @@ def context_rows(report: Report) -> list[tuple[str, ...]]:
     ]
 
 
-def speed_by_context(
-    records: Sequence[RequestRecord], *, seed: int
-) -> dict[int, tuple[int, Estimate]]:
+def speed_by_context(records: Sequence[RequestRecord], *, seed: int) -> dict[int, _Speed]:
     """Requests and tokens/s with its interval over requests, by the low end of the bucket."""
     groups: dict[int, list[RequestRecord]] = {}
     for record in records:
@@ -306,11 +299,7 @@ def context_notes(report: Report, rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _context_row(
-    low: int,
-    label: str,
-    bucket: ContextBucket | None,
-    speed: tuple[int, Estimate],
-    plain: tuple[int, Estimate] | None,
+    low: int, label: str, bucket: ContextBucket | None, speed: _Speed, plain: _Speed | None
 ) -> tuple[str, ...]:
     own, theirs = speed[1].value, plain[1].value if plain else None
     return (
@@ -324,15 +313,10 @@ def _context_row(
     )
 
 
-def _context_lengths(condition: ConditionResult, *, seed: int) -> dict[int, ContextBucket]:
-    return {one.low: one for one in acceptance_by_context(condition.records, seed=seed)}
-
-
 def _rate(records: Sequence[RequestRecord]) -> Ratio:
-    return Ratio(
-        np.array([len(record.output_token_ids) - 1 for record in records], dtype=np.float64),
-        np.array([record.decode_s for record in records], dtype=np.float64),
-    )
+    tokens = [len(record.output_token_ids) - 1 for record in records]
+    seconds = [record.decode_s for record in records]
+    return Ratio(np.array(tokens, dtype=np.float64), np.array(seconds, dtype=np.float64))
 
 
 def policy_rows(report: Report) -> list[tuple[str, ...]]:
@@ -340,24 +324,22 @@ def policy_rows(report: Report) -> list[tuple[str, ...]]:
     spec = cast(Mapping[str, object], report.config["spec"])
     head = Path(str(spec["head"]))
     num_modules = int(read_head_record(head)["spec"]["num_mtp_modules"])
-    return [
-        (
-            head.name,
-            str(num_modules),
-            str(summary.result.num_speculative_tokens),
-            str(summary.result.policy),
-            str(_num_module_rows(summary, num_modules)),
-            *_fault_percentages(summary.result.audit),
-            terminal.interval(summary.acceptance.acceptance_length_micro),
-            _difference(report, summary.result.label),
-            " ".join(
-                terminal.number(rate.value, ".3f")
-                for rate in summary.acceptance.acceptance_rate_per_position
-            ),
-        )
-        for summary in report.summaries
-        if summary.result.policy in POLICIES
-    ]
+    rows = []
+    for summary in report.summaries:
+        one, figures = summary.result, summary.acceptance
+        if one.policy not in POLICIES:
+            continue
+        plan = DraftPlan(POLICIES[one.policy], one.num_speculative_tokens, num_modules)
+        rates = figures.acceptance_rate_per_position
+        rows.append((
+            *(head.name, str(num_modules), str(one.num_speculative_tokens), one.policy),
+            str(plan.num_rows_per_step),
+            *_fault_percentages(one.audit),
+            terminal.interval(figures.acceptance_length_micro),
+            _difference(report, one.label),
+            " ".join(terminal.number(rate.value, ".3f") for rate in rates),
+        ))  # fmt: skip
+    return rows
 
 
 def _difference(report: Report, label: str) -> str:
@@ -367,11 +349,6 @@ def _difference(report: Report, label: str) -> str:
         return terminal.UNDEFINED
     pair = paired(by_label[label], by_label[_REFERENCE], seed=report.seed)
     return terminal.interval(pair.differences["acceptance_length_micro"], "+.3f")
-
-
-def _num_module_rows(summary: ConditionSummary, num_modules: int) -> int:
-    policy = POLICIES[str(summary.result.policy)]
-    return DraftPlan(policy, summary.result.num_speculative_tokens, num_modules).num_rows_per_step
 
 
 def _fault_percentages(audit: Mapping[str, int] | None) -> tuple[str, ...]:

@@ -126,15 +126,9 @@ def inline_svg(chart: Chart, svg: bytes) -> str:
 
 
 def interval_chart(
-    title: str,
-    data: pd.DataFrame,
-    *,
-    x: str,
-    y: str,
-    floor: float | None = 0.0,
-    is_connected: bool = True,
-    note: str = "",
-) -> Chart:
+    title: str, data: pd.DataFrame, *, x: str, y: str, floor: float | None = 0.0,
+    is_connected: bool = True, note: str = "",
+) -> Chart:  # fmt: skip
     """Points with whiskers from low to high, series side by side at every tick.
 
     `data` has `series`, `tick`, `value`, `low`, `high`; the first `MAX_SERIES` series are drawn.

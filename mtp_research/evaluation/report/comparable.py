@@ -57,20 +57,20 @@ class Entry:
     @property
     def setting(self) -> Setting:
         """What it shares with the entries that it can be compared with."""
-        report, summary = self.run.report, self.summary
+        report, own = self.run.report, self.summary.result
 
-        def text(own: object, group: str, key: str) -> str:
-            return str(mapping(report.config, group).get(key) if own is None else own)
+        def text(known: object, group: str, key: str) -> str:
+            return str(mapping(report.config, group).get(key) if known is None else known)
 
         return Setting(
-            summary.result.num_speculative_tokens,
+            own.num_speculative_tokens,
             report.dtype,
             len(report.prompts),
             self.prompts_sha256,
-            text(summary.result.temperature, "sampling", "temperature"),
-            text(summary.result.verify, "spec", "verify"),
-            text(summary.result.draft_sampling, "spec", "draft_sampling"),
-            text(summary.result.max_num_requests, "engine", "max_num_requests"),
+            text(own.temperature, "sampling", "temperature"),
+            text(own.verify, "spec", "verify"),
+            text(own.draft_sampling, "spec", "draft_sampling"),
+            text(own.max_num_requests, "engine", "max_num_requests"),
             target_hash(report.run) or str(mapping(report.config, "model").get("path") or ""),
             ", ".join(filter(None, _hardware(report.run))),
             _text_settings(report),
@@ -79,10 +79,8 @@ class Entry:
     @property
     def head_facts(self) -> Mapping[str, object]:
         """What the file tells of the condition's heads; empty where it tells nothing."""
-        record = self.run.report.run
-        return mapping(mapping(record, "heads"), self.summary.result.head or "") or mapping(
-            record, "head"
-        )
+        record, head = self.run.report.run, self.summary.result.head or ""
+        return mapping(mapping(record, "heads"), head) or mapping(record, "head")
 
     @property
     def head_label(self) -> str:
@@ -111,14 +109,11 @@ class Entry:
     @property
     def baseline(self) -> "Entry | None":
         """Plain decoding of the same run at the same batch size and temperature."""
-        found = (
-            other
-            for other in self.run.report.summaries
-            if other.result.num_speculative_tokens == 0
-            and other.result.group == self.summary.result.group
-        )
-        plain = next(found, None)
-        return None if plain is None else replace(self, summary=plain)
+        own = self.summary.result
+        for other in self.run.report.summaries:
+            if other.result.num_speculative_tokens == 0 and other.result.group == own.group:
+                return replace(self, summary=other)
+        return None
 
 
 @dataclass(frozen=True)
@@ -175,12 +170,10 @@ def policy_matrices(found: Sequence[Entry]) -> list[PolicyMatrix]:
             (run, label): label if labels.count(label) == 1 else printable(f"{label}, {run}")
             for run, label in heads
         }
+        by_policy = sorted((str(one.summary.result.policy), i) for i, one in enumerate(members))
         cells = {
-            (
-                names[entry.run.name, entry.head_label],
-                printable(str(entry.summary.result.policy)),
-            ): entry
-            for entry in sorted(members, key=lambda entry: str(entry.summary.result.policy))
+            (names[members[i].run.name, members[i].head_label], printable(policy)): members[i]
+            for policy, i in by_policy
         }
         if len(heads) > 1:
             made.append(PolicyMatrix(setting, cells))
@@ -194,17 +187,13 @@ def sweeps(found: Sequence[Entry], part: SweptPart) -> list[Sweep]:
         if _number(entry, part) is not None:
             groups.setdefault(_without(entry.setting, part), []).append(entry)
     made = [_sweep(setting, members, part) for setting, members in groups.items()]
-    if part != "batch_size":
-        return [sweep for sweep in made if len(sweep.values) > 1]
-    parts: dict[Setting, list[Entry]] = {}
-    for sweep, (setting, members) in zip(made, groups.items(), strict=True):
-        if len(sweep.values) == 1:
-            blank = setting._replace(num_prompts=0, prompts_sha256="")
-            parts.setdefault(blank, []).extend(members)
-    made += [
-        replace(_sweep(setting, members, part), has_parts=True)
-        for setting, members in parts.items()
-    ]
+    if part == "batch_size":
+        parts: dict[Setting, list[Entry]] = {}
+        for sweep, (setting, members) in zip(made, groups.items(), strict=True):
+            if len(sweep.values) == 1:
+                blank = setting._replace(num_prompts=0, prompts_sha256="")
+                parts.setdefault(blank, []).extend(members)
+        made += [replace(_sweep(*one, part), has_parts=True) for one in parts.items()]
     return [sweep for sweep in made if len(sweep.values) > 1]
 
 
@@ -303,13 +292,10 @@ def _text_settings(report: Report) -> str:
     """Length limit, and every other sampling setting that is not the usual one."""
     usual = asdict(SamplingConfig())
     stored = mapping(report.config, "sampling")
-    others = [
-        f"{key} {stored[key]}"
-        for key, value in usual.items()
-        if key not in ("temperature", "max_new_tokens") and stored.get(key, value) != value
-    ]
-    limit = stored.get("max_new_tokens", usual["max_new_tokens"])
-    return ", ".join([f"{limit} new tokens", *others])
+    own = {key: stored.get(key, value) for key, value in usual.items()}
+    others = [f"{key} {value}" for key, value in own.items()
+              if key not in ("temperature", "max_new_tokens") and value != usual[key]]  # fmt: skip
+    return ", ".join([f"{own['max_new_tokens']} new tokens", *others])
 
 
 def _prompts_sha256(prompts: Sequence[PromptEntry]) -> str:

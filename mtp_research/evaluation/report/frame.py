@@ -159,11 +159,8 @@ def speed_tables(frame: pd.DataFrame, title: str, shared: str) -> list[Grid]:
 def square(cells: pd.DataFrame, title: str, corner: str) -> Grid:
     """A matrix of values with intervals from rows with `row` and `column`."""
     at = {(one["row"], one["column"]): interval(estimate_of(one)) for _, one in cells.iterrows()}
-    names = list(dict.fromkeys(cells["column"]))
-    rows = (
-        (row, *(at.get((row, name), UNDEFINED) for name in names))
-        for row in dict.fromkeys(cells["row"])
-    )
+    names, heads = (list(dict.fromkeys(cells[side])) for side in ("column", "row"))
+    rows = ((head, *(at.get((head, name), UNDEFINED) for name in names)) for head in heads)
     return Grid(title, (corner, *names), tuple(rows))
 
 
@@ -178,12 +175,9 @@ def figures_csv(frame: pd.DataFrame) -> str:
 def grid_latex(grid: Grid, *, source: str = "") -> str:
     """The table as a LaTeX `table`: needs the package booktabs; the source is a comment."""
     cells = pd.DataFrame([[_latex(cell) for cell in row] for row in grid.rows])
-    text = cells.to_latex(
-        index=False,
-        header=[_latex(name) for name in grid.header],
-        caption=_latex(grid.title),
-        column_format="l" + "r" * (len(grid.header) - 1),
-    )
+    header, layout = list(map(_latex, grid.header)), "l" + "r" * (len(grid.header) - 1)
+    text = cells.to_latex(index=False, header=header, caption=_latex(grid.title),
+                          column_format=layout)  # fmt: skip
     comment = "".join(c for c in source if c.isprintable())
     return f"% {comment}\n{text}" if comment else text
 
@@ -269,21 +263,12 @@ def _counts(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
 def _speeds(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
     plain, speed = entry.baseline, entry.summary.speed
     shown: Row = {"reference": "" if plain is None else label_text(plain.summary.result.label)}
-    none = Estimate(None)
-    rates = [(speed.end_to_end, none), (speed.decode, none), (speed.full, none)]
-    if plain is not None:
-        base = plain.summary.speed
-        rates = [
-            (speed.end_to_end, base.end_to_end),
-            (speed.decode, base.decode),
-            (speed.full, base.full),
-        ]
-    for suffix, (ours, theirs) in zip(("", "_decode", "_full"), rates, strict=True):
-        ratio = Estimate(
-            divide(ours.value, theirs.value),
-            divide(ours.low, theirs.high),
-            divide(ours.high, theirs.low),
-        )
+    base = None if plain is None else plain.summary.speed
+    for suffix, name in {"": "end_to_end", "_decode": "decode", "_full": "full"}.items():
+        ours: Estimate = getattr(speed, name)
+        theirs: Estimate = Estimate(None) if base is None else getattr(base, name)
+        ends = divide(ours.low, theirs.high), divide(ours.high, theirs.low)
+        ratio = Estimate(divide(ours.value, theirs.value), *ends)
         yield f"tokens_per_s{suffix}", ours, {}
         yield f"baseline_tokens_per_s{suffix}", theirs, shown
         yield f"ratio{suffix}", ratio, shown
@@ -296,9 +281,8 @@ def _differences(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
     for pair in entry.run.report.paired:
         if pair.condition == entry.summary.result.label:
             shown: Row = {"reference": label_text(pair.reference)}
-            yield from (
-                (f"{name}_difference", one, shown) for name, one in pair.differences.items()
-            )
+            for name, one in pair.differences.items():
+                yield f"{name}_difference", one, shown
 
 
 def _cell(at: pd.DataFrame, first: pd.Series, column: Column) -> str:
