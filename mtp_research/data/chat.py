@@ -116,15 +116,11 @@ def _encode_by_prefix(
                     "the assistant's own tokens cannot be found; set data.path to regenerated text."
                 )
             # What follows the end token belongs to the template: the model stops there.
-            while end > start + 1 and _ends_before(whole[start:end], tokenizer.eos_token_id):
+            eos = tokenizer.eos_token_id
+            while end > start + 1 and eos in whole[start:end] and whole[end - 1] != eos:
                 end -= 1
             mask[start:end] = [True] * (end - start)
     return token_ids, mask
-
-
-def _ends_before(span: list[int], end_token_id: int | None) -> bool:
-    """The end token is in the span, and not its last token."""
-    return end_token_id in span and span[-1] != end_token_id
 
 
 def _written(messages: Messages, tokenizer: TemplateTokenizer, *, opens_turn: bool) -> list[int]:

@@ -66,12 +66,7 @@ class HiddenCacheWriter:
 
     def missing(self) -> list[int]:
         """Numbers of the shards that are not written yet, or whose file has gone."""
-        names = [(number, shard_name(number)) for number in range(self._header.num_shards)]
-        return [
-            number
-            for number, name in names
-            if name not in self._shards or not (self._folder / name).is_file()
-        ]
+        return _missing(self._folder, header=self._header, entered=self._shards)
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write one shard, `[rows of the shard, S, D]` by name, and enter it in the index."""
@@ -102,15 +97,10 @@ class HiddenCache:
             )
         saved, self._shards = _read_index(folder)
         _check_header(saved, expected=header, folder=folder)
-        lacking = [
-            shard_name(number)
-            for number in range(header.num_shards)
-            if not (folder / shard_name(number)).is_file() or shard_name(number) not in self._shards
-        ]
-        if lacking:
+        if lacking := _missing(folder, header=header, entered=self._shards):
             raise IntegrityError(
                 f"{folder}: {len(lacking)} of {header.num_shards} shards are missing, the first "
-                f"{lacking[0]}; go on with task=cache."
+                f"{shard_name(lacking[0])}; go on with task=cache."
             )
         self._folder = folder
         self._open: dict[int, safe_open] = {}
@@ -142,6 +132,12 @@ class HiddenCache:
             except SafetensorError as fault:
                 raise IntegrityError(f"cannot read {path}: {fault}") from fault
         return self._open[number]
+
+
+def _missing(folder: Path, *, header: CacheHeader, entered: Mapping[str, object]) -> list[int]:
+    names = [shard_name(number) for number in range(header.num_shards)]
+    is_there = [name in entered and (folder / name).is_file() for name in names]
+    return [number for number, found in enumerate(is_there) if not found]
 
 
 def shard_name(number: int) -> str:

@@ -51,19 +51,11 @@ def pack_first_fit(
     """Pack whole documents into rows of `seq_len` tokens by first-fit decreasing.
 
     The longest document goes first, each into the first row with room; ties keep their order. A
-    document never spans two rows; one longer than a row is cut to it.
+    document never spans two rows; one longer than a row is cut to it. `document_index` has indices
+    into `documents`; those of fewer than `min_tokens` are skipped and counted: 2 is one prediction.
 
     Example:
         Documents of 5, 3, 2 and 4 tokens at `seq_len` 7 give the rows (5, 2) and (4, 3).
-
-    Args:
-        documents: what to pack; indices into it appear in `document_index`.
-        seq_len: S, tokens of a row, at least 1.
-        min_tokens: documents with fewer tokens are skipped and counted; 2 is one prediction.
-        pad_id: fills the rest of a row.
-
-    Raises:
-        ConfigError: no document is long enough to be packed.
     """
     lengths = [min(len(document.token_ids), seq_len) for document in documents]
     chosen = [

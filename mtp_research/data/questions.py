@@ -15,6 +15,7 @@ What the data set's own assistant said is dropped: the target answers in its pla
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -29,16 +30,11 @@ _ID_FIELDS, _DOMAIN_FIELDS = ("id", "question_id"), ("domain", "category")
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation that waits for the assistant.
+    """A conversation that waits for the assistant."""
 
-    Attributes:
-        doc_id: the row's own id; source and row number where it has none, or another row's.
-        domain: the row's domain or category, or the name of the source.
-        messages: (role, content) up to the first turn of the assistant; at least one user's.
-    """
-
-    doc_id: str
-    domain: str
+    doc_id: str  # the row's own; source and row number where it has none, or another row's
+    domain: str  # the row's domain or category, or the name of the source
+    # (role, content) up to the first turn of the assistant; at least one user's
     messages: tuple[tuple[str, str], ...]
 
 
@@ -90,8 +86,7 @@ def _conversation(
     extra = record.get("input")
     if name == "instruction" and isinstance(extra, str) and extra:
         turns = [("user", f"{turns[0][1]}\n\n{extra}")]
-    before = [role for role, _ in turns].index("assistant") if _answers(turns) else len(turns)
-    asked = tuple(turns[:before])
+    asked = tuple(takewhile(lambda turn: turn[0] != "assistant", turns))
     return asked if any(role == "user" for role, _ in asked) else ()
 
 
@@ -107,10 +102,6 @@ def _turns(value: object) -> list[tuple[str, str]]:
             role = str(turn.get("role", turn.get("from", "")))
             turns.append((_ROLES.get(role, role), str(turn.get("content", turn.get("value", "")))))
     return turns
-
-
-def _answers(turns: list[tuple[str, str]]) -> bool:
-    return any(role == "assistant" for role, _ in turns)
 
 
 def _first(record: Mapping[str, object], names: tuple[str, ...]) -> str | None:

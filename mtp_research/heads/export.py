@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -38,6 +38,7 @@ from mtp_research.heads.native import (
     native_views,
     read_index,
 )
+from mtp_research.heads.record import CONVENTIONS
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.loading.source import CONFIG_FILE, INDEX_FILE
@@ -212,15 +213,11 @@ def _modules(names: Iterable[str]) -> list[str]:
 
 def _warn_of_conventions(heads: MTPHeads) -> None:
     """Published names do not say how modules are run: whoever loads them goes by the family."""
-    family = heads.target.family
+    family, spec = heads.target.family, heads.spec
     differing = [
-        f"{name}={got} (the family's: {usual})"
-        for name, got, usual in (
-            ("hidden_source", heads.spec.hidden_source, family.hidden_source),
-            ("recycle_norm", heads.spec.recycle_norm, family.recycle_norm),
-            ("concat_order", heads.spec.concat_order, family.concat_order),
-        )
-        if got != usual
+        f"{name}={getattr(spec, name)} (the family's: {getattr(family, name)})"
+        for name in CONVENTIONS
+        if getattr(spec, name) != getattr(family, name)
     ]
     if differing:
         logger.warning(
@@ -310,13 +307,9 @@ def main(arguments: list[str] | None = None) -> int:
 def in_own_words(message: str) -> str:
     """A message of the loaders with the options of this command for keys of the configuration."""
     for key, option in _OPTIONS.items():
-        message = re.sub(rf"(?<![\w.]){re.escape(key)}(=|\b)", _option(option), message)
+        found = rf"(?<![\w.]){re.escape(key)}"
+        message = re.sub(rf"{found}\b(?!=)", option, re.sub(f"{found}=", f"{option} ", message))
     return message
-
-
-def _option(option: str) -> Callable[[re.Match[str]], str]:
-    """`key=` becomes `--option `, and `key` alone `--option`."""
-    return lambda found: f"{option} " if found[1] == "=" else option
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

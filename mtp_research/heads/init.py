@@ -16,10 +16,15 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from mtp_research.heads.native import has_native_heads, num_published_modules, read_native
+from mtp_research.heads.native import (
+    SINGLE_FILE,
+    has_native_heads,
+    num_published_modules,
+    read_native,
+)
 from mtp_research.heads.record import CONVENTIONS
 from mtp_research.heads.stack import MTPHeads, MTPModule
-from mtp_research.heads.weights import native_folder, read_head_tensors
+from mtp_research.heads.weights import native_folder, read_tensors
 from mtp_research.models.block import LayerStack
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
@@ -48,7 +53,7 @@ def replicate_module(heads: MTPHeads, *, path: Path | None) -> None:
     """Give each module the weights of the one module in `path`, in place."""
     if path is None:
         raise ConfigError("head.init=replicate needs head.path, a folder of heads with one module.")
-    tensors = read_head_tensors(path)
+    tensors = read_tensors(path / SINGLE_FILE)
     first, others = f"{_MODULES}.0.", [n for n in tensors if not n.startswith(f"{_MODULES}.0.")]
     if others:
         raise ConfigError(

@@ -58,12 +58,9 @@ class SharedHead(nn.Module):
 
 
 class MTPModule(nn.Module):
-    """One trained depth.
+    """One trained depth: sizes, norm class and decoder-layer class are the target's.
 
-    Args:
-        target: gives the sizes, the norm class and the decoder-layer class.
-        concat_order: order of the halves of `eh_proj`'s input.
-        owns_lm_head: whether it has an output projection of its own.
+    `owns_lm_head` gives it an output projection of its own.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
 
 def load_head_state(heads: MTPHeads, path: Path) -> None:
     """Copy the tensors of a safetensors file into `heads`, strictly."""
-    tensors = _read(path)
+    tensors = read_tensors(path)
     shapes = {name: tensor.shape for name, tensor in heads.state_dict().items()}
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     misshaped = sorted(
@@ -117,11 +117,6 @@ def load_head_state(heads: MTPHeads, path: Path) -> None:
             f"{missing}, extra {extra}, of another shape {misshaped}."
         )
     heads.load_state_dict(tensors)
-
-
-def read_head_tensors(folder: Path) -> dict[str, Tensor]:
-    """Tensors of a head folder by name, on the CPU."""
-    return _read(folder / SINGLE_FILE)
 
 
 def native_folder(path: str | Path, target: Target) -> Path:
@@ -138,7 +133,8 @@ def native_folder(path: str | Path, target: Target) -> Path:
     return _fetch(name, shards, required=shards) if shards else folder
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file by name, on the CPU."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as fault:

@@ -151,14 +151,12 @@ class ExpertBalancer:
         routers: modules with a buffer `e_score_correction_bias` [E] whose forward returns
             (logits, weights, indices), all with the same E; none for a dense model.
         rate: step of the bias per update, in units of a sigmoid score, >= 0.
-
-    Attributes:
-        loads: per router [E] fp32, tokens seen by each expert since the last `update`.
     """
 
     def __init__(self, routers: Sequence[nn.Module], *, rate: float) -> None:
         self.routers = list(routers)
         self.rate = rate
+        # per router [E] fp32, tokens seen by each expert since the last `update`
         self.loads = [torch.zeros_like(_bias(router)) for router in self.routers]
         self._hooks = [
             router.register_forward_hook(_count_into(load))

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.weights import read_tensors
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
 from mtp_research.runtime.files import sha256_of, sync_to_disk
 
@@ -41,14 +41,9 @@ _BEFORE: Mapping[str, object] = {"objective.half_logits": False}
 _UNFINISHED, _RETIRED = ".writing-", ".retired-"
 # Trainer keys that change neither the weights nor the order of the data.
 _FREE_TRAINER_KEYS = (
-    "eval_every",
-    "save_every",
-    "keep_last",
-    "resume",
-    "allow_drift",
-    "early_stopping_patience",
+    "eval_every", "save_every", "keep_last", "resume", "allow_drift", "early_stopping_patience",
     "decode_eval_prompts",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,11 +59,7 @@ class Checkpoint:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Tensors of `<name>.safetensors`, on the CPU."""
-        path = self.folder / f"{name}.safetensors"
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as fault:
-            raise IntegrityError(f"cannot read {path}: {fault}") from fault
+        return read_tensors(self.folder / f"{name}.safetensors")
 
 
 def save_checkpoint(

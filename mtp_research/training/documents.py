@@ -36,19 +36,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HeadDocuments:
-    """Documents of a run.
-
-    Attributes:
-        train: documents to train on, in file order.
-        held_out: documents of the replay walk, in file order.
-        num_short: training documents left out because they have fewer than k + 2 tokens.
-        data_sha256: of the file.
-    """
+    """Documents of a run, in file order."""
 
     train: list[EncodedDocument]
-    held_out: list[EncodedDocument]
-    num_short: int
-    data_sha256: str
+    held_out: list[EncodedDocument]  # of the replay walk
+    num_short: int  # training documents left out: they have fewer than k + 2 tokens
+    data_sha256: str  # of the file
 
 
 def load_head_documents(
@@ -67,10 +60,8 @@ def load_head_documents(
     _check_tokenizer(path, model_path=model_path)
     documents = _thin_out(_encode(path, model_path=model_path), limit=data.max_documents)
     for document in documents:
-        if (
-            max(document.token_ids, default=0) >= vocab_size
-            or min(document.token_ids, default=0) < 0
-        ):
+        token_ids = document.token_ids or (0,)
+        if max(token_ids) >= vocab_size or min(token_ids) < 0:
             raise IntegrityError(
                 f"{path}: document {document.doc_id!r} has tokens outside the target's vocabulary "
                 f"of {vocab_size}; the file was made with another tokenizer"
@@ -144,19 +135,16 @@ def _encode(path: Path, *, model_path: str) -> list[EncodedDocument]:
 def _trajectory(line: JsonLine, *, path: Path) -> EncodedDocument:
     where, record = line.where, line.record
     token_ids, num_prompt = record.get("token_ids"), record.get("num_prompt_tokens")
-    is_trajectory = (
+    if not (
         isinstance(token_ids, list)
         and all(isinstance(token, int) for token in token_ids)
         and isinstance(num_prompt, int)
         and 0 < num_prompt <= len(token_ids)
-    )
-    if not is_trajectory:
+    ):
         raise IntegrityError(
             f"{where}: expected `token_ids` (a list of integers) and `num_prompt_tokens` in "
             f"[1, number of tokens], as in the first line; fix the line"
         )
-    assert token_ids is not None, f"{where} was checked to be a trajectory"
-    assert num_prompt is not None, f"{where} was checked to be a trajectory"
     return EncodedDocument(
         doc_id=str(record.get("id", where)),
         domain=str(record.get("domain") or path.name.split(".")[0]),

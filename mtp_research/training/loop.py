@@ -26,9 +26,9 @@ from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import save_heads
 from mtp_research.runtime.errors import Interrupted
 from mtp_research.training.checkpoint import clear_leftovers, save_checkpoint, step_seed
-from mtp_research.training.losses.losses import depth_labels, label_counts
+from mtp_research.training.losses.losses import batch_labels, label_counts
 from mtp_research.training.optim import cosine_learning_rate, merged_tensors
-from mtp_research.training.packed_rows import Batch, row_indices
+from mtp_research.training.packed_rows import row_indices
 from mtp_research.training.setup import RunParts, build_run, find_checkpoint, make_accelerator
 from mtp_research.training.tracking import (
     FigureQueue,
@@ -270,13 +270,11 @@ class TrainingRun:
 def accumulate_gradients(
     parts: RunParts, *, config: TrainConfig, ranks: Accelerator, step: int, stop: StopRequest
 ) -> StepStats:
-    """Forward and backward of all micro-batches of a step.
+    """Forward and backward of all micro-batches of step `step`, counted from 0.
 
     Labels are counted over the whole step first, so that each token weighs the same however the
-    step is cut into micro-batches and ranks.
-
-    Gradients are left in the parameters of `parts.heads`; `step` counts optimizer steps done
-    before, and `stop` is read after the last backward.
+    step is cut into micro-batches and ranks. Gradients are left in the parameters of `parts.heads`;
+    `stop` is read after the last backward.
     """
     num_micro = config.trainer.gradient_accumulation_steps
     chosen = [
@@ -284,7 +282,7 @@ def accumulate_gradients(
         for micro in range(num_micro)
     ]
     batches = [parts.rows.batch(indices) for indices in chosen]
-    labels = [_labels(batch, num_depths=parts.unroll_spec.num_depths) for batch in batches]
+    labels = [batch_labels(batch, num_depths=parts.unroll_spec.num_depths) for batch in batches]
     counts = _sum_over(ranks, torch.stack([label_counts(micro) for micro in labels]).sum(dim=0))
 
     loss, num_correct = torch.zeros((), device=counts.device), torch.zeros_like(counts[:-1])
@@ -337,15 +335,6 @@ def repeatable_sums(device: torch.device) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before)
         torch.utils.deterministic.fill_uninitialized_memory = fills
-
-
-def _labels(batch: Batch, *, num_depths: int) -> list[Tensor]:
-    return depth_labels(
-        batch.input_ids,
-        document_index=batch.document_index,
-        loss_mask=batch.loss_mask,
-        num_depths=num_depths,
-    )
 
 
 def _sum_over(ranks: Accelerator, tensor: Tensor) -> Tensor:

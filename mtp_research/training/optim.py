@@ -27,23 +27,17 @@ _ADAPTER = "default"  # peft's own name for the only one
 
 
 class MasterWeights:
-    """fp32 masters of a set of parameters with AdamW behind them; one call is one step.
+    """fp32 masters of the parameters that require gradients, with AdamW; one call is one step.
 
     Nothing in `step` waits for the device: the clip factor and the decision to skip a step with
     non-finite gradients stay on it.
 
     Args:
-        parameters: those that require gradients are trained, the others ignored.
+        parameters: of any floating dtype, written in place by `step`.
         learning_rate: peak rate, > 0; `step` may override it.
         betas: decay of first and second moments.
         weight_decay: for tensors of two or more dimensions, per step times the rate.
         grad_clip: largest global gradient norm, > 0.
-
-    Attributes:
-        parameters: compute parameters, any floating dtype, written in place by `step`.
-        masters: fp32 copies in the same order; checkpoints save these.
-        optimizer: AdamW over the masters.
-        num_skipped: 0-dim fp32 tensor, steps skipped because of non-finite gradients.
     """
 
     def __init__(
@@ -58,21 +52,21 @@ class MasterWeights:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         if not self.parameters:
             raise ConfigError("expected parameters that require gradients, got none")
+        # fp32 copies in the order of `parameters`; checkpoints save these
         self.masters = [p.detach().to(torch.float32, copy=True) for p in self.parameters]
         self.grad_clip = grad_clip
         self.optimizer = make_adamw(
             self.masters, learning_rate=learning_rate, betas=betas, weight_decay=weight_decay
         )
+        # 0-dim fp32: steps skipped because of non-finite gradients
         self.num_skipped = torch.zeros((), device=self.masters[0].device)
 
     @torch.no_grad()
     def step(self, *, learning_rate: float | None = None) -> Tensor:
         """Clip, update the masters, copy them to the parameters and clear the gradients, in place.
 
-        A non-finite gradient norm leaves masters, moments and parameters as they were.
-
-        Args:
-            learning_rate: rate of this step; None keeps the last one.
+        A non-finite gradient norm leaves masters, moments and parameters as they were. A
+        `learning_rate` of None keeps the last one.
 
         Returns:
             0-dim fp32 gradient norm before clipping, on the device.
@@ -131,16 +125,11 @@ def make_adamw(
     decayed = [master for master in masters if master.ndim >= 2]
     plain = [master for master in masters if master.ndim < 2]
     groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": members, "weight_decay": decay}
+        for members, decay in ((decayed, weight_decay), (plain, 0.0))
+        if members
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=learning_rate,
-        betas=betas,
-        eps=1e-8,
-        fused=True,
-    )
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=1e-8, fused=True)
 
 
 def guarded_update(
@@ -170,8 +159,7 @@ def moment_tensors(
     name: str, *, master: Tensor, moments: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Master and moments of one parameter as `<what>.<parameter name>`."""
-    tensors = {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
-    return {f"master.{name}": master, **tensors}
+    return {f"master.{name}": master, **{f"{what}.{name}": moments[what] for what in MOMENTS}}
 
 
 def check_optimizer_tensors(
@@ -193,17 +181,10 @@ def check_optimizer_tensors(
 def cosine_learning_rate(
     fraction: float, *, step: int, peak: float, warmup_steps: int, min_ratio: float
 ) -> float:
-    """Linear warm-up over `warmup_steps`, times a cosine from 1 to `min_ratio` over the budget.
+    """Linear warm-up over `warmup_steps`, times a cosine from `peak` to `min_ratio` of it.
 
-    The cosine follows the spent fraction of the budget, not the step, so that a run that ends by
-    the clock still reaches the smallest rate.
-
-    Args:
-        fraction: spent part of the budget; clamped to [0, 1].
-        step: steps done before this one, >= 0.
-        peak: largest rate, whose last value is `min_ratio` of it.
-        warmup_steps: steps until the warm-up factor is 1.
-        min_ratio: in [0, 1].
+    The cosine follows the spent `fraction` of the budget, clamped to [0, 1], not the `step`s done
+    before, so that a run that ends by the clock still reaches the smallest rate.
     """
     fraction = min(max(fraction, 0.0), 1.0)
     cosine = min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * fraction))

@@ -66,12 +66,12 @@ class BatchHidden(NamedTuple):
 
 
 class TrainingRows:
-    """Rows of packed documents with their target hidden states.
+    """Rows of packed documents with their target hidden states, at the point that the heads read.
 
     Args:
         packed: the rows.
         target: the frozen model.
-        hidden_source: the point that the heads read.
+        hidden_source: the point.
         keep_hidden: hold hidden states once computed, if all of them fit in `CACHE_BYTES`.
         cache: hidden states of these rows on disk; the target then computes only samples.
         checks_cache: compare a row of each shard with the target's own.
@@ -193,8 +193,7 @@ def num_row_labels(packed: PackedRows) -> np.ndarray:
 def row_indices(position: int, *, count: int, num_rows: int, seed: int) -> list[int]:
     """Rows [position, position + count) of an endless stream: one shuffled epoch after another.
 
-    `position` counts rows consumed before, over all ranks, `num_rows` those of an epoch; `seed`
-    shuffles.
+    `position` counts rows consumed before, over all ranks.
     """
     wanted = range(position, position + count)
     orders = {
@@ -249,8 +248,7 @@ def write_hidden_cache(
 ) -> dict[str, object]:
     """Write what is missing of `data.hidden_cache`; a repeated call continues a stopped one.
 
-    Returns:
-        JSON-serialisable result: rows, tokens, bytes, shards written now, seconds.
+    The JSON-serialisable result has rows, tokens, bytes, shards written now and seconds.
     """
     started_s = time.perf_counter()
     assert config.data.hidden_cache is not None, "validation asks for data.hidden_cache"

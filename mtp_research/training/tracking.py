@@ -48,13 +48,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Tracker:
     """Writes metrics of one run; use as a context manager.
 
-    Args:
-        output_dir: folder of `metrics.jsonl`.
-        settings: mode, project and tags of W&B.
-        config: resolved configuration, for W&B; secrets are redacted here.
-        first_step: steps already done when the run is resumed; later lines of an interrupted
-            attempt are dropped, so that a step appears once.
-        is_writer: False on all ranks but one, which then write nothing.
+    `config` is for W&B; secrets are redacted here. When a run is resumed at `first_step`, later
+    lines of an interrupted attempt are dropped, so that a step appears once. Only the rank that
+    is the writer writes.
     """
 
     def __init__(
@@ -207,12 +203,9 @@ def _drop_after(path: Path, *, step: int) -> None:
 
 
 class ProgressView:
-    """Progress of one run; use as a context manager.
+    """Progress of one run; use as a context manager, shown by one rank only.
 
-    Args:
-        num_steps: optimizer steps of the run.
-        first_step: steps done before, when resumed.
-        is_shown: False on all ranks but one.
+    `first_step` steps were done before, when resumed.
     """
 
     def __init__(self, *, num_steps: int, first_step: int, is_shown: bool) -> None:

@@ -49,33 +49,21 @@ MEASURED_UNROLL = {"mixed": "chain"}
 
 
 class DepthOutput(NamedTuple):
-    """Rows (t, d) of one depth.
+    """Rows (t, d) of one depth."""
 
-    Attributes:
-        post_norm: `[B, S, D]` output after the module's own norm; logits = lm_head(post_norm).
-        valid: `[B, S]` bool, t and t + d lie in the same document; other rows hold no meaning.
-    """
-
-    post_norm: Tensor
-    valid: Tensor
+    post_norm: Tensor  # `[B, S, D]` after the module's own norm; logits = lm_head(post_norm)
+    valid: Tensor  # `[B, S]` bool, t and t + d lie in one document; other rows hold no meaning
 
 
 class RowInputs(NamedTuple):
-    """What all depths of a batch share.
+    """What all depths of a batch share."""
 
-    Attributes:
-        input_ids: `[B, S]` int64, packed documents.
-        hidden: `[B, S, D]` target hidden states, already `heads.source(...)`.
-        position_ids: `[B, S]` int64, counted from 0 in each document.
-        document_index: `[B, S]` int, document of each token, -1 for padding.
-        cu_seqlens: where the same documents end in the flattened batch, for the GPU's attention
-            without a mask; see `DenseContext`.
-    """
-
-    input_ids: Tensor
-    hidden: Tensor
-    position_ids: Tensor
-    document_index: Tensor
+    input_ids: Tensor  # `[B, S]` int64, packed documents
+    hidden: Tensor  # `[B, S, D]` target hidden states, already `heads.source(...)`
+    position_ids: Tensor  # `[B, S]` int64, counted from 0 in each document
+    document_index: Tensor  # `[B, S]` int, document of each token, -1 for padding
+    # where the same documents end in the flattened batch, for the GPU's attention without a mask;
+    # see `DenseContext`
     cu_seqlens: Tensor | None = None
 
 
@@ -233,11 +221,7 @@ class ModuleRows:
 
     An `AttentionContext`. Row t of the n-th draft pass sees context rows s <= t of its document and
     the draft rows 1..n of the same anchor. Two attentions, merged by log-sum-exp: only the first is
-    quadratic in S, and it is the one a fused kernel can take over.
-
-    Args:
-        document_index: `[B, S]` int, document of each token, -1 for padding.
-        cu_seqlens: of `DenseContext`, for the context rows.
+    quadratic in S, and it is the one a fused kernel can take over. Arguments as in `DenseContext`.
     """
 
     def __init__(self, document_index: Tensor, cu_seqlens: Tensor | None = None) -> None:
@@ -264,14 +248,8 @@ class ModuleRows:
         query = query.unflatten(1, (key.shape[1], groups))  # [B, Hkv, H / Hkv, S, Dk]
         allowed = self._context_mask(sliding_window)
         output, lse = masked_attention(query, *self._context, allowed=allowed, scale=scale)
-        window = (
-            self.num_draft_rows
-            if sliding_window is None
-            else min(sliding_window, self.num_draft_rows)
-        )
-        output = merge_draft_rows(
-            output, lse, query=query, drafts=self._drafts[-window:], scale=scale, sinks=sinks
-        )
+        drafts = self._drafts if sliding_window is None else self._drafts[-sliding_window:]
+        output = merge_draft_rows(output, lse, query=query, drafts=drafts, scale=scale, sinks=sinks)
         return output.flatten(1, 2).transpose(1, 2)
 
     def _context_mask(self, sliding_window: int | None) -> Tensor:

@@ -57,10 +57,7 @@ class DepthLoss(NamedTuple):
 
 
 class HeadObjective(nn.Module):
-    """Loss of a micro-batch as one module, which is what data parallelism wraps.
-
-    Its parameters are those of the heads.
-    """
+    """Loss of a micro-batch as one module, which is what data parallelism wraps."""
 
     def __init__(self, heads: MTPHeads, *, unroll_spec: UnrollSpec, loss_spec: LossSpec) -> None:
         super().__init__()
@@ -158,6 +155,16 @@ def depth_labels(
         wanted = same_document(document_index, offset=depth + 1) & is_own_output
         labels.append(torch.where(wanted, label, -1))
     return labels
+
+
+def batch_labels(batch: Batch, *, num_depths: int) -> list[Tensor]:
+    """`depth_labels` of a batch."""
+    return depth_labels(
+        batch.input_ids,
+        document_index=batch.document_index,
+        loss_mask=batch.loss_mask,
+        num_depths=num_depths,
+    )
 
 
 def label_counts(labels: Sequence[Tensor]) -> Tensor:

@@ -67,12 +67,10 @@ class LabelPositions(NamedTuple):
 def label_positions(
     labels: Sequence[Tensor], *, num_positions: int | None = None
 ) -> LabelPositions:
-    """Positions of `depth_labels`.
+    """Positions of `depth_labels`, k times `[B, S]` int64.
 
-    Args:
-        labels: k times `[B, S]` int64, label of each anchor, -1 where there is none.
-        num_positions: U, if the host knows it: the device is not waited for then. It is the number
-            of labels at depth 1, since a position that a deeper one needs has an anchor there too.
+    `num_positions` is U, if the host knows it: the device is not waited for then. It is the number
+    of labels at depth 1, since a position that a deeper one needs has an anchor there too.
     """
     by_anchor = torch.stack(list(labels))  # [k, B, S]
     num_depths, num_rows, length = by_anchor.shape
@@ -113,14 +111,9 @@ def cross_entropy_losses(
     spec: LossSpec,
     wants_grad: bool,
 ) -> RowLosses:
-    """Positions of all depths as one list, each visited once.
+    """Positions of all depths as one list, each visited once; for a `spec` that needs no teacher.
 
-    Args:
-        positions: those with labels.
-        outputs: k times `[B, S, D]`.
-        lm_head: `[V, D]`.
-        spec: without a term that needs the teacher.
-        wants_grad: whether gradients are made.
+    `outputs` are k times `[B, S, D]`, `lm_head` is `[V, D]`.
     """
     num_depths, num_rows = positions.valid.shape
     is_half = spec.half_logits and lm_head.is_cuda and lm_head.dtype.itemsize == 2

@@ -104,11 +104,9 @@ class ZeroEngine:
         check_optimizer_tensors(optimizer, shapes=self._shapes)
         num_steps = next(t for name, t in optimizer.items() if name.startswith("step."))
         for master in self._flat_masters():
-            self._zero.optimizer.state[master] = {
-                "step": num_steps.to(master.device, copy=True),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
+            moments = {moment: torch.zeros_like(master) for moment in _SHARDED_MOMENTS}
+            num_done = num_steps.to(master.device, copy=True)
+            self._zero.optimizer.state[master] = {"step": num_done, **moments}
         self._link_moments()
         for name, parameter in self._named.items():
             self._set(parameter, optimizer[f"master.{name}"], moment=None)

@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.kernels.losses.distill import distill
-from mtp_research.training.losses.losses import UnrollSpec, depth_labels, run_heads
+from mtp_research.training.losses.losses import UnrollSpec, batch_labels, run_heads
 from mtp_research.training.losses.row_losses import label_positions
 from mtp_research.training.packed_rows import TrainingRows
 from mtp_research.training.setup import RunParts
@@ -151,15 +151,8 @@ def held_out_drafts(
         batch, hidden = rows.batch(indices), rows.hidden(indices)
         outputs = run_heads(heads, batch, hidden=hidden, spec=spec)
         # Prompt rows are never anchors; their logits would be most of the cost.
-        chosen = label_positions(
-            depth_labels(
-                batch.input_ids,
-                document_index=batch.document_index,
-                loss_mask=batch.loss_mask,
-                num_depths=spec.num_depths,
-            ),
-            num_positions=batch.num_labels,
-        )
+        labels = batch_labels(batch, num_depths=spec.num_depths)
+        chosen = label_positions(labels, num_positions=batch.num_labels)
         result = distill(
             [chosen.gather(out.post_norm, depth=d) for d, out in enumerate(outputs, start=1)],
             labels=chosen.label,
