@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mtp_research.runtime.errors import ConfigError, IntegrityError
-from mtp_research.runtime.files import sha256_of, sync_to_disk
+from mtp_research.runtime.files import sha256_of, sync_to_disk, write_atomically
 
 SCHEMA = 1
 SHARD_ROWS = 64
@@ -79,10 +79,7 @@ class HiddenCacheWriter:
         unfinished.replace(path)
         self._shards[name] = facts
         index = {"header": dataclasses.asdict(self._header), "shards": self._shards}
-        temporary = self._folder / f".{_INDEX}.writing"
-        temporary.write_text(json.dumps(index, indent=1), encoding="utf8")
-        sync_to_disk(temporary)
-        temporary.replace(self._folder / _INDEX)
+        write_atomically(self._folder / _INDEX, json.dumps(index, indent=1))
         sync_to_disk(self._folder)
 
 

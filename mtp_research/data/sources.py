@@ -60,6 +60,11 @@ class Document:
         if (self.text is None) == (self.messages is None):
             raise ValueError(f"document {self.doc_id!r} needs exactly one of text and messages")
 
+    @property
+    def texts(self) -> list[str]:
+        """The text, or what each turn says."""
+        return [self.text or ""] if self.messages is None else [text for _, text in self.messages]
+
 
 def load_corpus(corpus_dir: str | Path, *, domains: Sequence[str], split: Split) -> list[Document]:
     """Read every shard of `domains` in `split`, in the order of the file names."""
@@ -141,13 +146,13 @@ def python_sources(
     which `dev` is every 64th file by hash, `train` the others.
     """
     readable = [_readable_files(package) for package in packages]
-    readable.sort(key=lambda files: sum(len(file.text or "") for file in files))
+    readable.sort(key=lambda files: sum(len(file.texts[0]) for file in files))
     chosen: list[Document] = []
     budget = max_bytes
     for index, files in enumerate(readable):
         share = budget // (len(readable) - index)
-        for file in sorted(files, key=lambda file: _hash(file.doc_id)):
-            num_bytes = len((file.text or "").encode())
+        for file in sorted(files, key=lambda file: hash_of(file.doc_id)):
+            num_bytes = len(file.texts[0].encode())
             if num_bytes <= share:
                 share -= num_bytes
                 budget -= num_bytes
@@ -204,8 +209,9 @@ def _clean(path: Path) -> str | None:
 
 
 def _is_dev(name: str) -> bool:
-    return int(_hash(name)[:8], 16) % 64 == 0
+    return int(hash_of(name)[:8], 16) % 64 == 0
 
 
-def _hash(name: str) -> str:
+def hash_of(name: str) -> str:
+    """Hexadecimal sha256 of a name: an order and a split that depend on nothing else."""
     return hashlib.sha256(name.encode()).hexdigest()

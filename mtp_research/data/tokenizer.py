@@ -7,7 +7,6 @@ conversation becomes `<|bos|><|user|>CONTENT<|end|><|assistant|>CONTENT<|end|>..
 Source: byte-level BPE as in GPT-2; digits split singly as in Llama; our own split pattern below.
 """
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from mtp_research.data.packing import EncodedDocument
-from mtp_research.data.sources import Document
+from mtp_research.data.sources import Document, hash_of
 from mtp_research.runtime.errors import ConfigError
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -124,10 +123,10 @@ def encode_documents(
     backend = _backend(tokenizer)
     for first in range(0, len(documents), _DOCUMENTS_PER_CALL):
         chunk = documents[first : first + _DOCUMENTS_PER_CALL]
-        texts = [text for document in chunk for text in _texts(document)]
+        texts = [text for document in chunk for text in document.texts]
         encodings = iter(_encode_texts(texts, backend))
         for document in chunk:
-            yield _assemble(document, [next(encodings) for _ in _texts(document)])
+            yield _assemble(document, [next(encodings) for _ in document.texts])
 
 
 def prompt_ids(messages: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[int]:
@@ -144,12 +143,6 @@ def _encode_texts(texts: list[str], backend: Tokenizer) -> list[list[int]]:
     finally:
         backend.encode_special_tokens = was_plain
     return [encoding.ids for encoding in encodings]
-
-
-def _texts(document: Document) -> list[str]:
-    if document.messages is None:
-        return [document.text or ""]
-    return [content for _, content in document.messages]
 
 
 def _assemble(document: Document, pieces: list[list[int]]) -> EncodedDocument:
@@ -195,21 +188,17 @@ def _balanced_sample(documents: Sequence[Document]) -> Iterable[str]:
     for document in documents:
         by_domain[document.domain].append(document)
     sizes = {
-        domain: sum(len(text) for document in members for text in _texts(document))
+        domain: sum(len(text) for document in members for text in document.texts)
         for domain, members in by_domain.items()
     }
     budget = _SAMPLE_BYTES
     for index, domain in enumerate(sorted(sizes, key=lambda name: (sizes[name], name))):
         share = budget // (len(sizes) - index)
-        for document in sorted(by_domain[domain], key=_shuffle_key):
-            for text in _texts(document):
+        for document in sorted(by_domain[domain], key=lambda document: hash_of(document.doc_id)):
+            for text in document.texts:
                 piece = text[: min(share, _SAMPLE_BYTES_PER_DOCUMENT)]
                 share -= len(piece)
                 budget -= len(piece)
                 yield piece
             if share <= 0:
                 break
-
-
-def _shuffle_key(document: Document) -> bytes:
-    return hashlib.sha256(document.doc_id.encode()).digest()

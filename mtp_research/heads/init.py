@@ -114,7 +114,8 @@ def _copy_last_layer(heads: MTPHeads) -> None:
     for module in cast(Iterable[MTPModule], heads.mtp_modules):
         if isinstance(module.block, LayerStack):
             for layer in module.block.layers:
-                _copy_matching(_last_of(layers, layer.block_type), layer)
+                alike = [other for other in layers if other.block_type == layer.block_type]
+                _copy_matching(alike[-1], layer)
         else:
             _copy_matching(_last_like_block(heads.target), module.block)
         if module.shared_head is not None:
@@ -132,10 +133,6 @@ def _last_like_block(target: Target) -> nn.Module:
     wanted = target.family.block_overrides.get("layer_types", [None])
     alike = [layer for layer, kind in zip(layers, kinds or (), strict=False) if [kind] == wanted]
     return (alike or layers)[-1]
-
-
-def _last_of(layers: Iterable[nn.Module], block_type: object) -> nn.Module:
-    return [layer for layer in layers if layer.block_type == block_type][-1]
 
 
 def _copy_matching(source: nn.Module, block: nn.Module) -> None:

@@ -106,7 +106,8 @@ def native_views(
     `has_stacked_experts` says whether the published file stacks experts as we do.
     """
     num_modules = heads.spec.num_mtp_modules
-    if num_modules > 1 and not _is_numbered(layout):
+    is_numbered = any("{" in layout.prefix + there for _, there in layout.names)
+    if num_modules > 1 and not is_numbered:
         raise ConfigError(
             f"the published names of family {heads.target.family_name!r} ({layout.prefix}*) hold "
             f"one MTP module, got {num_modules}; keep these heads in our own format."
@@ -330,10 +331,6 @@ def _published(own: str, layout: NativeLayout, module_idx: int, heads: MTPHeads)
 
 def _numbered(template: str, module_idx: int, num_layers: int) -> str:
     return template.format(module=module_idx, layer=num_layers + module_idx)
-
-
-def _is_numbered(layout: NativeLayout) -> bool:
-    return any("{" in layout.prefix + there for _, there in layout.names)
 
 
 def _pattern(template: str) -> str:

@@ -79,7 +79,10 @@ def prepare_data(pretrain: PretrainConfig, *, tokenizer_dir: Path) -> PretrainDa
         weights=weights,
         dev_documents=dev_documents,
         sha256=_file_hashes(corpus_dir, documents),
-        num_bytes={domain: sum(map(_num_bytes, members)) for domain, members in documents.items()},
+        num_bytes={
+            domain: sum(len(text.encode()) for document in members for text in document.texts)
+            for domain, members in documents.items()
+        },
     )
 
 
@@ -170,9 +173,3 @@ def _file_hashes(corpus_dir: str, documents: Mapping[str, list[Document]]) -> di
             for path in corpus_files(corpus_dir, domain=domain, split=split):
                 hashes[path.name] = sha256_of(path)
     return hashes
-
-
-def _num_bytes(document: Document) -> int:
-    if document.messages is None:
-        return len((document.text or "").encode())
-    return sum(len(content.encode()) for _, content in document.messages)

@@ -29,7 +29,7 @@ from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import read_tensors
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
-from mtp_research.runtime.files import sha256_of, sync_to_disk
+from mtp_research.runtime.files import sha256_of, sync_to_disk, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,8 @@ def save_checkpoint(
         final.rename(root / f"{_RETIRED}{final.name}-{os.getpid()}")
     folder.rename(final)
     sync_to_disk(root)
-    _point_latest(root, final.name)
+    write_atomically(root / _LATEST, f"{final.name}\n")
+    sync_to_disk(root)
     _rotate(root, keep_last=keep_last)
     return final
 
@@ -190,14 +191,6 @@ def _read_manifest(path: Path) -> dict:
     if body["schema"] != SCHEMA:
         raise IntegrityError(f"{path}: schema must be {SCHEMA}, got {body['schema']!r}")
     return body
-
-
-def _point_latest(root: Path, name: str) -> None:
-    pointer = root / f"{_LATEST}.tmp"
-    pointer.write_text(f"{name}\n")
-    sync_to_disk(pointer)
-    pointer.replace(root / _LATEST)
-    sync_to_disk(root)
 
 
 def _rotate(root: Path, *, keep_last: int) -> None:

@@ -14,7 +14,6 @@ measured on the same held-out documents.
 Source: training on the target's own output FastMTP (arXiv:2509.18362).
 """
 
-import hashlib
 import json
 import logging
 from collections import defaultdict
@@ -26,7 +25,7 @@ from mtp_research.config.training_schema import DataConfig
 from mtp_research.data.chat import encode_for_target
 from mtp_research.data.json_lines import JsonLine, read_json_lines
 from mtp_research.data.packing import EncodedDocument
-from mtp_research.data.sources import read_documents
+from mtp_research.data.sources import hash_of, read_documents
 from mtp_research.models.target import hash_tokenizer, load_tokenizer
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.files import sha256_of
@@ -103,7 +102,7 @@ def _check_tokenizer(path: Path, *, model_path: str) -> None:
 def held_out_indices(documents: Sequence[EncodedDocument], *, num_documents: int) -> set[int]:
     """Indices of the held-out documents: by hash of the id, one domain after the other in turn."""
     by_domain: dict[str, list[int]] = defaultdict(list)
-    for index in sorted(range(len(documents)), key=lambda index: _hash(documents[index].doc_id)):
+    for index in sorted(range(len(documents)), key=lambda index: hash_of(documents[index].doc_id)):
         by_domain[documents[index].domain].append(index)
     chosen: set[int] = set()
     queues = [by_domain[domain] for domain in sorted(by_domain)]
@@ -118,7 +117,7 @@ def _thin_out(documents: list[EncodedDocument], *, limit: int | None) -> list[En
     """At most `limit` documents, chosen by hash, in file order."""
     if limit is None or len(documents) <= limit:
         return documents
-    order = sorted(range(len(documents)), key=lambda index: _hash(documents[index].doc_id))
+    order = sorted(range(len(documents)), key=lambda index: hash_of(documents[index].doc_id))
     return [documents[index] for index in sorted(order[:limit])]
 
 
@@ -151,7 +150,3 @@ def _trajectory(line: JsonLine, *, path: Path) -> EncodedDocument:
         token_ids=tuple(token_ids),
         loss_mask=tuple(index >= num_prompt for index in range(len(token_ids))),
     )
-
-
-def _hash(doc_id: str) -> str:
-    return hashlib.sha256(doc_id.encode()).hexdigest()

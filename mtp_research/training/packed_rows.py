@@ -219,28 +219,22 @@ def build_rows(
     rows_read = trainer.max_steps * trainer.batch_size * trainer.gradient_accumulation_steps
     # Ranks that share the target's layers run it together or wait for one another for ever.
     may_keep = not trainer.shard_target
-    caches: dict[str, HiddenCache] = {}
-    if config.data.hidden_cache is not None:
-        root = Path(config.data.hidden_cache)
-        caches = {
-            name: HiddenCache(
-                root / name, header=cache_header(rows, target=target, hidden_source=source)
-            )
-            for name, rows in packed.items()
-        }
-    return RunRows(
-        *(
-            TrainingRows(
-                packed[name],
-                target=target,
-                hidden_source=source,
-                keep_hidden=may_keep and (name == HELD_OUT or rows_read > len(rows.token_ids)),
-                cache=caches.get(name),
-                checks_cache=may_keep,
-            )
-            for name, rows in packed.items()
+    root, found = config.data.hidden_cache, []
+    for name, rows in packed.items():
+        cache = None
+        if root is not None:
+            header = cache_header(rows, target=target, hidden_source=source)
+            cache = HiddenCache(Path(root) / name, header=header)
+        part = TrainingRows(
+            rows,
+            target=target,
+            hidden_source=source,
+            keep_hidden=may_keep and (name == HELD_OUT or rows_read > len(rows.token_ids)),
+            cache=cache,
+            checks_cache=may_keep,
         )
-    )
+        found.append(part)
+    return RunRows(*found)
 
 
 def write_hidden_cache(
