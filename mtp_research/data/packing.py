@@ -143,9 +143,7 @@ def pack_stream(stream: TokenStream, *, seq_len: int, seed: int, epoch: int) -> 
     A row starts at every document and at every `seq_len` tokens inside a long one, so that each
     token is read at least once an epoch and every document is also read from position 0, as at
     decoding time. A row runs on into the documents that follow; attention is not cut between them.
-
-    Returns:
-        [num_rows] int64 offsets into the stream, a pure function of the arguments.
+    The [num_rows] int64 offsets into the stream are a pure function of the arguments.
     """
     bounds = np.append(stream.document_starts, len(stream.token_ids))
     num_rows = np.maximum(-(-np.diff(bounds) // seq_len), 1)  # per document, rounded up
@@ -163,13 +161,10 @@ def sample_rows(
     seq_len: int,
     seed: int,
 ) -> Iterator[np.ndarray]:
-    """Endless batches of row starts, each row from a domain drawn with its weight.
+    """Endless batches of row starts, [B] int64, each row from a domain drawn with its weight.
 
     The offsets index the concatenation of all streams in the order of `streams`. Inside a domain
     rows come without replacement, epoch after epoch.
-
-    Yields:
-        [B] int64.
     """
     names = list(streams)
     probabilities = np.array([weights[name] for name in names], dtype=np.float64)

@@ -45,7 +45,7 @@ def load_native_heads(folder: str | Path, target: Target) -> MTPHeads:
     """
     family = target.family
     spec = HeadSpec(
-        num_mtp_modules=_count(_published_native(folder), target),
+        num_mtp_modules=num_published_modules(folder, target),
         hidden_source=family.hidden_source,
         recycle_norm=family.recycle_norm,
         concat_order=family.concat_order,
@@ -59,11 +59,8 @@ def load_native_heads(folder: str | Path, target: Target) -> MTPHeads:
 def read_native(heads: MTPHeads, *, folder: str | Path) -> None:
     """Put the MTP modules of a checkpoint folder into `heads`, in place.
 
-    `heads` have as many modules as the checkpoint, and its conventions.
-
-    Raises:
-        IntegrityError: the files lack modules, hold missing, extra or misshaped tensors, copies
-            that differ from the target's, or two equal modules.
+    `heads` have as many modules as the checkpoint, and its conventions. Every tensor must be there,
+    known and of the right shape, copies equal to the target's, and no two modules alike.
     """
     index, target = _published_native(folder), heads.target
     layout = target.family.native
@@ -94,8 +91,23 @@ def has_native_heads(folder: str | Path, target: Target) -> bool:
 
 
 def num_published_modules(folder: str | Path, target: Target) -> int:
-    """How many MTP modules a checkpoint folder of `target` holds."""
-    return _count(_published_native(folder), target)
+    """How many MTP modules a checkpoint folder of `target` holds.
+
+    Its configuration must promise as many, where it has a field for it.
+    """
+    index = _published_native(folder)
+    layout = target.family.native
+    keys = native_keys(index.files, layout, num_layers=target.config.num_hidden_layers)
+    num_modules = num_native_modules(keys, layout)
+    promised = _promised(index.folder, layout.count_field)
+    if num_modules == 0 or (promised is not None and promised != num_modules):
+        said = "" if promised is None else f" ({layout.count_field} promises {promised})"
+        place = layout.prefix.format(layer=target.config.num_hidden_layers, module=0)
+        raise IntegrityError(
+            f"{index.folder} must hold MTP modules, the first under {place}*, got {num_modules}"
+            f"{said}; fetch the model again, or train heads (head.init=target_last_layer)."
+        )
+    return num_modules
 
 
 def native_views(
@@ -216,22 +228,6 @@ def _published_native(folder: str | Path) -> TensorIndex:
             "download the model and set the path to its folder."
         )
     return read_index(folder)
-
-
-def _count(index: TensorIndex, target: Target) -> int:
-    """Modules in the files, which the configuration must promise where it has a field for it."""
-    layout = target.family.native
-    keys = native_keys(index.files, layout, num_layers=target.config.num_hidden_layers)
-    num_modules = num_native_modules(keys, layout)
-    promised = _promised(index.folder, layout.count_field)
-    if num_modules == 0 or (promised is not None and promised != num_modules):
-        said = "" if promised is None else f" ({layout.count_field} promises {promised})"
-        place = layout.prefix.format(layer=target.config.num_hidden_layers, module=0)
-        raise IntegrityError(
-            f"{index.folder} must hold MTP modules, the first under {place}*, got {num_modules}"
-            f"{said}; fetch the model again, or train heads (head.init=target_last_layer)."
-        )
-    return num_modules
 
 
 def _promised(folder: Path, count_field: str | None) -> int | None:

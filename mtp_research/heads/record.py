@@ -90,13 +90,9 @@ def check_head_fits(
 def adopt_conventions(head: HeadConfig, *, path: str, typed: Collection[str]) -> dict[str, object]:
     """Set what a checkpoint's own modules need, in place, where nobody has set it.
 
-    Args:
-        head: with `init=native`; a value other than the default counts as set.
-        path: `model.path`. What is no folder here, such as a hub id, is left to `init_heads`.
-        typed: keys of `head` that the command line names.
-
-    Returns:
-        The keys that were changed, with their new values.
+    `head` has `init=native`; what is not its default or is among the `typed` keys counts as set. A
+    `path` (`model.path`) that is no folder here, such as a hub id, is left to `init_heads`. Returns
+    the keys that were changed, with their new values.
     """
     folder = Path(path)
     if not (folder / CONFIG_FILE).is_file():

@@ -44,12 +44,8 @@ def save_heads(
 ) -> None:
     """Write the head folder (created if missing; each file is replaced at once).
 
-    Args:
-        heads: what to write.
-        folder: destination.
-        provenance: JSON-serialisable facts to record under `provenance`.
-        dtype: dtype of floating tensors in the file; None keeps the current one.
-        tensors: the whole tensors of heads that are sharded over ranks; None takes their own.
+    `provenance` are JSON-serialisable facts to record. Floating tensors are written in `dtype`,
+    None for their own. `tensors` are the whole ones of heads that are sharded over ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     whole = {

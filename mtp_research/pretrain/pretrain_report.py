@@ -168,10 +168,8 @@ class ExpertBalancer:
         """Move every bias by one step and clear the counters, in place, without a sync.
 
         A `scale` of the rate that follows the learning rate lets the biases come to rest with it.
-
-        Returns:
-            0-dim fp32 imbalance, largest load / mean load of the worst router (1 is perfect), on
-            the device; None without routers.
+        Gives the 0-dim fp32 imbalance, largest load / mean load of the worst router (1 is perfect),
+        on the device; None without routers.
         """
         if not self.routers:
             return None

@@ -72,12 +72,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `root/step_XXXXXX` so that a crash at any moment leaves older steps usable.
 
-    Args:
-        root: folder of the run.
-        step: optimizer steps done.
-        tensors: file name without suffix -> named tensors, all finite.
-        state: JSON-serialisable facts.
-        keep_last: newest step folders to keep, at least 1.
+    `tensors` are named ones, all finite, by file name without suffix; `state` is JSON-serialisable.
+    The `keep_last` newest step folders stay, at least 1.
     """
     for name, members in tensors.items():
         bad = [key for key, tensor in members.items() if not _is_finite(tensor)]
@@ -126,10 +122,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 
 def newest_checkpoint(root: Path) -> Checkpoint | None:
-    """The newest step folder that verifies; damaged ones are skipped with a warning.
-
-    There is an error if there are step folders and none of them verifies.
-    """
+    """The newest step folder that verifies, None if there is none; damaged ones cost a warning."""
     folders = step_folders(root)
     for folder in reversed(folders):
         try:

@@ -68,13 +68,9 @@ class BatchHidden(NamedTuple):
 class TrainingRows:
     """Rows of packed documents with their target hidden states, at the point that the heads read.
 
-    Args:
-        packed: the rows.
-        target: the frozen model.
-        hidden_source: the point.
-        keep_hidden: hold hidden states once computed, if all of them fit in `CACHE_BYTES`.
-        cache: hidden states of these rows on disk; the target then computes only samples.
-        checks_cache: compare a row of each shard with the target's own.
+    `keep_hidden` holds hidden states once computed, if all of them fit in `CACHE_BYTES`. With a
+    `cache` on disk the target computes only samples: for `checks_cache`, a row of each shard is
+    compared with the target's own.
     """
 
     def __init__(

@@ -316,6 +316,5 @@ def merge_draft_rows(
     return merged.to(output.dtype)
 
 
-def _wide(scores: Tensor) -> Tensor:
-    """At least float32."""
+def _wide(scores: Tensor) -> Tensor:  # at least float32
     return scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -149,5 +149,4 @@ def _like(parameter: DTensor, local: Tensor) -> DTensor:
 
 
 def _shard(parameter: DTensor, whole: Tensor) -> Tensor:
-    """This rank's part of `whole`."""
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements).to_local()

@@ -176,7 +176,6 @@ class ZeroEngine:
         return engine
 
     def _settings(self, trainer: TrainerConfig) -> dict[str, object]:
-        """DeepSpeed's own configuration."""
         is_bf16 = self._heads.target.dtype is torch.bfloat16
         return {
             "train_micro_batch_size_per_gpu": trainer.batch_size,
