@@ -21,7 +21,6 @@ from mtp_research.decode.slot_state import KVCache, SlotState
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.paged_attention_triton import attention_kernel
-from mtp_research.kernels.checks import INVARIANT
 from mtp_research.models.attention.paged import require_exact_length
 from mtp_research.models.family import LayerGeometry
 from mtp_research.models.recurrent import RecurrentStates
@@ -34,13 +33,6 @@ if TYPE_CHECKING:
     from mtp_research.models.rewrites.invariant import InvariantProducts
 
 
-class DraftParts(NamedTuple):
-    """Who drafts and who watches; both None without drafts."""
-
-    drafter: Drafter | None
-    auditor: Auditor | None
-
-
 class LoopState(NamedTuple):
     """The state of a loop beside its requests."""
 
@@ -51,15 +43,15 @@ class LoopState(NamedTuple):
 
 def build_drafter(
     target: Target, heads: Heads, *, spec: SpecSettings, engine: EngineConfig
-) -> DraftParts:
+) -> tuple[Drafter | None, Auditor | None]:
     """Drafter of `heads`, and its auditor where the engine asks for one; see `SpecDecoder`."""
     plan, backend = spec.plan(heads), kernel_backend(engine)
     if spec.num_speculative_tokens == 0 or heads is None:
-        return DraftParts(None, None)
+        return None, None
     if heads == "null":
-        return DraftParts(NullDrafter(plan), None)
+        return NullDrafter(plan), None
     if heads == "oracle":
-        return DraftParts(OracleDrafter(target, plan, backend=backend), None)
+        return OracleDrafter(target, plan, backend=backend), None
     auditor = Auditor(plan, num_requests_per_watched=engine.audit_every) if engine.audit else None
     vocabulary = None
     if spec.draft_token_ids is not None:
@@ -76,7 +68,7 @@ def build_drafter(
         length=spec.draft_length,
         vocabulary=vocabulary,
     )
-    return DraftParts(drafter, auditor)
+    return drafter, auditor
 
 
 def build_state(
@@ -87,11 +79,7 @@ def build_state(
     engine: EngineConfig,
     max_model_len: int,
 ) -> LoopState:
-    """Allocate the page pool and the slots' state, and set up the scheduler.
-
-    Raises:
-        ConfigError: the target is not what the kernels or the pool can hold.
-    """
+    """Allocate the page pool and the slots' state, and set up the scheduler."""
     require_exact_length(max_model_len, limit=target.max_exact_tokens)
     layers = pool_layers(target, drafter)
     require_kernel_support(layers, dtype=target.dtype, device=target.device, engine=engine)
@@ -144,7 +132,6 @@ def build_state(
 def _build_prefix_cache(
     target: Target, drafter: Drafter | None, *, engine: EngineConfig
 ) -> PrefixCache | None:
-    """The prefix cache that the engine asks for."""
     if not engine.prefix_caching:
         return None
     if target.has_recurrent_state:
@@ -165,17 +152,13 @@ def _build_prefix_cache(
 
 def kernel_backend(engine: EngineConfig) -> str:
     """The backend that attention kernels are called with."""
-    return INVARIANT if engine.deterministic else engine.backend
+    return checks.INVARIANT if engine.deterministic else engine.backend
 
 
 def build_products(
     target: Target, heads: object, *, engine: EngineConfig
 ) -> "InvariantProducts | None":
-    """The mode that a deterministic step runs in; None for the usual arithmetic.
-
-    Raises:
-        ConfigError: settings or a target whose arithmetic follows the batch.
-    """
+    """The mode that a deterministic step runs in; None for the usual arithmetic."""
     if not engine.deterministic:
         return None
     if engine.compile:
@@ -207,12 +190,7 @@ def require_kernel_support(
     device: torch.device,
     engine: EngineConfig,
 ) -> None:
-    """Refuse a target whose attention the backend's kernels do not compute.
-
-    Raises:
-        ConfigError: the backend resolves to Triton and a dtype, head size or page size is outside
-            what its kernels support; names the key, the value and the supported set.
-    """
+    """Refuse a target whose attention the backend's kernels do not compute."""
     backend, pool = kernel_backend(engine), torch.empty(0, dtype=dtype, device=device)
     try:
         resolved = checks.resolve_backend(backend, tensor=pool, kernel=attention_kernel)

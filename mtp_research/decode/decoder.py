@@ -170,11 +170,7 @@ class SpecDecoder:
         sampling: SamplingParams | None = None,
         request_id: str = "request",
     ) -> Request:
-        """The request that `add_request` would queue: to be asked before minutes of capture.
-
-        Raises:
-            ConfigError: see `add_request`.
-        """
+        """The request that `add_request` would queue or refuse: to be asked before a capture."""
         sampling = sampling or SamplingParams()
         check_request(
             prompt_token_ids,
@@ -389,7 +385,6 @@ class SpecDecoder:
         return self.graphs.run(entries, params)
 
     def _inputs(self, schedule: Schedule) -> StepInputs:
-        """Lay out the scheduled rows."""
         return build_inputs(
             schedule.entries,
             slot_state=self.slot_state,

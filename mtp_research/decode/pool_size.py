@@ -90,14 +90,7 @@ def plan_side_by_side(
     """Blocks that each of several decoders gets if all live at once; None where memory is no limit.
 
     Planned one after the other, each would take its fraction of what the ones before it left.
-
-    Args:
-        needs: of each.
-        free: bytes of device memory that are free before any of them is built; None for no limit.
-        memory_fraction: share of the free bytes that all pools together may take.
-
-    Raises:
-        ConfigError: see `plan_num_blocks`.
+    Before any of them is built `free` bytes are free.
     """
     if free is None:
         return None
@@ -117,16 +110,9 @@ def plan_num_blocks(
     For example 1000 blocks of 1 MiB would be enough, 800 MiB are free and a fraction of 0.5 may be
     taken: the pool gets 400 blocks, and requests that do not fit wait.
 
-    Args:
-        needs: of the decoder.
-        asked: `engine.num_blocks`, taken as it is if there is room; None for what is enough.
-        free: bytes of device memory that are free; None where that is no limit.
-        memory_fraction: share of the free bytes that the pool may take; the rest is left to
-            activations, graphs and compilation.
-
-    Raises:
-        ConfigError: there is no room for the blocks asked for, or not for one longest request;
-            says what is needed and what there is.
+    `asked` is `engine.num_blocks`, taken as it is if there is room; None means what is enough.
+    `free` are bytes of device memory, None where that is no limit; the pool may take
+    `memory_fraction` of them, the rest is left to activations, graphs and compilation.
     """
     block_bytes = needs.block_bytes
     wanted = needs.num_enough if asked is None else asked

@@ -52,7 +52,6 @@ class SpecSettings:
     draft_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        """Check names and ranges."""
         if isinstance(self.policy, str):
             _check_choice("spec.policy", self.policy, POLICIES)
         if isinstance(self.verify, str):
@@ -87,11 +86,7 @@ class SpecSettings:
 
 
 def check_heads(heads: Heads, *, spec: SpecSettings, engine: EngineConfig) -> None:
-    """Refuse heads that do not fit the settings, and engine settings out of range.
-
-    Raises:
-        ConfigError: names the key and the values it takes.
-    """
+    """Refuse heads that do not fit the settings, and engine settings out of range."""
     check_values(engine, section="engine")
     if isinstance(heads, str):
         _check_choice("spec.head", heads, ("null", "oracle"))

@@ -31,9 +31,7 @@ class KVCache:
         device: torch.device,
         recurrent: RecurrentStates | None = None,
     ) -> None:
-        self.recurrent = recurrent
-        self.block_size = block_size
-        self.num_blocks = num_blocks
+        self.recurrent, self.block_size, self.num_blocks = recurrent, block_size, num_blocks
         self._pools: list[Tensor] = []
         self._pages: dict[int, KVPages] = {}
         for geometry in dict.fromkeys(layers):
@@ -79,17 +77,8 @@ class SlotState:
     proposed, so that a step needs nothing from the host but slots and block tables.
     `hidden[slot, q mod K]` is the target hidden state of row q for the last K rows, but of none
     before `first_row[slot]`: those rows came from the prefix cache. One slot more than requests
-    takes the writes that are not wanted: masking them would wait for the device.
-
-    Args:
-        num_slots: S.
-        max_model_len: longest text in tokens.
-        plan: what a step drafts.
-        hidden_size: D.
-        vocab_size: V.
-        keep_draft_probs: drafts are sampled, and their distributions must be kept for verification.
-        dtype: dtype of the hidden states.
-        device: where they live.
+    takes the writes that are not wanted: masking them would wait for the device. Distributions of
+    drafts are kept where `keep_draft_probs`: drafts are sampled, and verification asks for them.
     """
 
     def __init__(
@@ -153,13 +142,8 @@ class SlotState:
     ) -> Tensor:
         """Tokens `[T]` of target rows; in place of a draft that is no token, the newest token.
 
-        A stand-in must not break the rows beside it, and the newest token is needed anyway.
-
-        Args:
-            slots: `[R]`.
-            request_index: `[T]` int64, row of the batch each token belongs to.
-            positions: `[T]` int64.
-            drafts: `[R, K]` int64 as proposed.
+        A stand-in must not break the rows beside it, and the newest token is needed anyway. Row t
+        is of request `request_index[t]` at `positions[t]`, both `[T]`; drafts `[R, K]` as proposed.
         """
         text = self.read_text(slots[request_index], positions)
         if drafts.shape[1] == 0:

@@ -84,19 +84,12 @@ def record_of(request: Request) -> RequestRecord:
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
-    """Integer sums behind the acceptance figures; position i is at index i - 1.
+    """Integer sums behind the acceptance figures; position i is at index i - 1."""
 
-    Attributes:
-        num_rounds: verify rounds that had drafts.
-        num_drafted: per position, rounds that made this draft.
-        num_reached: per position, rounds that made it and accepted all before it.
-        num_accepted: per position, rounds that accepted it and all before it.
-    """
-
-    num_rounds: int
-    num_drafted: tuple[int, ...]
-    num_reached: tuple[int, ...]
-    num_accepted: tuple[int, ...]
+    num_rounds: int  # verify rounds that had drafts
+    num_drafted: tuple[int, ...]  # per position, rounds that made this draft
+    num_reached: tuple[int, ...]  # per position, rounds that made it and accepted all before it
+    num_accepted: tuple[int, ...]  # per position, rounds that accepted it and all before it
 
 
 def count_acceptance(records: Iterable[RequestRecord]) -> AcceptanceCounts:
@@ -120,38 +113,25 @@ class DecodeStats:
     """Counters since the decoder was built; the module docstring has the formulas.
 
     Rates are None, or leave out a position, where their denominator is 0.
-
-    Attributes:
-        num_steps: steps of the loop.
-        num_target_rows: packed rows of all target passes.
-        num_prompt_rows: those that were prompt rows.
-        num_launched_prompt_rows: prompt rows of all steps that were started; ahead of
-            `num_prompt_rows` by the step in flight where the host is one step late.
-        num_entries: requests of each step, summed over the steps; a request that ended while its
-            step ran counts, because it held its place.
-        num_launched_entries: the same of all steps that were started.
-        num_cached_tokens: tokens of admitted texts whose rows came from the prefix cache instead.
-        num_emitted_tokens: tokens that requests kept.
-        num_preemptions: requests whose pages were taken away.
-        busy_s: wall seconds spent in steps.
-        wait_s: those of them spent waiting for the device's results.
-        records: finished requests in the order they finished.
-        auditor: watches the draft KV, or None.
     """
 
-    num_steps: int = 0
-    num_target_rows: int = 0
-    num_prompt_rows: int = 0
+    num_steps: int = 0  # steps of the loop
+    num_target_rows: int = 0  # packed rows of all target passes
+    num_prompt_rows: int = 0  # those that were prompt rows
+    # prompt rows of all steps that were started; ahead of `num_prompt_rows` by the step in flight
+    # where the host is one step late
     num_launched_prompt_rows: int = 0
+    # requests of each step, summed over the steps; a request that ended while its step ran counts,
+    # because it held its place
     num_entries: int = 0
-    num_launched_entries: int = 0
-    num_cached_tokens: int = 0
-    num_emitted_tokens: int = 0
-    num_preemptions: int = 0
-    busy_s: float = 0.0
-    wait_s: float = 0.0
-    records: list[RequestRecord] = field(default_factory=list)
-    auditor: Auditor | None = field(default=None, repr=False)
+    num_launched_entries: int = 0  # the same of all steps that were started
+    num_cached_tokens: int = 0  # of admitted texts, whose rows came from the prefix cache
+    num_emitted_tokens: int = 0  # tokens that requests kept
+    num_preemptions: int = 0  # requests whose pages were taken away
+    busy_s: float = 0.0  # wall seconds spent in steps
+    wait_s: float = 0.0  # those of them spent waiting for the device's results
+    records: list[RequestRecord] = field(default_factory=list)  # in the order they finished
+    auditor: Auditor | None = field(default=None, repr=False)  # watches the draft KV, or None
 
     @property
     def acceptance(self) -> AcceptanceCounts:

@@ -87,7 +87,6 @@ class DeviceStep:
     parts: DeviceParts = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Nobody has replaced a part."""
         self.parts = DeviceParts(self._target, self._verify, self._advance, self._draft)
 
     def run(

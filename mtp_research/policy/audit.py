@@ -42,6 +42,9 @@ class Verdict(StrEnum):
     PROVISIONAL = "PROVISIONAL"
 
 
+FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
+
+
 @dataclass
 class LayerLog:
     """What one draft KV layer holds for one request."""
@@ -69,15 +72,7 @@ class LayerLog:
 def judge_layer(
     log: LayerLog, *, policy: HiddenPolicy, layer: int, text: np.ndarray, slots: np.ndarray
 ) -> Counter:
-    """Verdict counts of some slots of one layer.
-
-    Args:
-        log: what was written.
-        policy: what was run.
-        layer: KV layer, 0-based among the draft layers.
-        text: committed tokens from position `slots[0]` on, int64.
-        slots: rising run of slots that ends at the frontier p, int64.
-    """
+    """Verdict counts of some slots of one layer."""
     columns = _columns(policy, layer)
     consumed = log.consumed[slots][:, columns]
     shift = np.asarray(columns) if policy.shift_tokens else 0
@@ -91,13 +86,8 @@ def judge_layer(
     offset = layer if policy.hidden == "shifted_target" else 0
     is_draft_made = (log.from_draft[slots] == 1) & (slots + offset <= slots[-1])
     mixed = ~hole & ~wrong & ~provisional & is_draft_made
-    counts = {
-        Verdict.WRONG: wrong,
-        Verdict.MIXED: mixed,
-        Verdict.HOLE: hole,
-        Verdict.PROVISIONAL: provisional,
-    }
-    return Counter({verdict: int(mask.sum()) for verdict, mask in counts.items()})
+    masks = zip(Verdict, (wrong, mixed, hole, provisional), strict=True)
+    return Counter({verdict: int(mask.sum()) for verdict, mask in masks})
 
 
 def _columns(policy: HiddenPolicy, layer: int) -> list[int]:
@@ -117,25 +107,16 @@ class _Written(NamedTuple):
 
 @dataclass
 class Auditor:
-    """Symbolic shadow of the draft KV layers.
+    """Symbolic shadow of the draft KV layers."""
 
-    Attributes:
-        plan: what is being run.
-        num_requests_per_watched: n, about one request in n is watched, >= 1.
-        num_requests: watched requests that ended.
-        num_rounds: drafting rounds checked.
-        num_dirty_rounds: rounds after which some checked slot was WRONG, MIXED or HOLE.
-        totals: per layer, verdict counts over all slots <= p of finished watched requests.
-        num_slots: slots counted in `totals`, per layer.
-    """
-
-    plan: DraftPlan
-    num_requests_per_watched: int = 1
-    num_requests: int = 0
-    num_rounds: int = 0
-    num_dirty_rounds: int = 0
+    plan: DraftPlan  # what is being run
+    num_requests_per_watched: int = 1  # n, about one request in n is watched, >= 1
+    num_requests: int = 0  # watched requests that ended
+    num_rounds: int = 0  # drafting rounds checked
+    num_dirty_rounds: int = 0  # rounds after which some checked slot was WRONG, MIXED or HOLE
+    # per layer, verdict counts over all slots <= p of finished watched requests
     totals: list[Counter] = field(default_factory=list)
-    num_slots: int = 0
+    num_slots: int = 0  # slots counted in `totals`, per layer
     _logs: dict[str, list[LayerLog]] = field(default_factory=dict, repr=False)
     _blocks: dict[int, list[LayerLog]] = field(default_factory=dict, repr=False)
     _left_out: set[str] = field(default_factory=set, repr=False)
@@ -143,7 +124,6 @@ class Auditor:
     _pending: list[_Written | None] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        """One counter a layer."""
         self.totals = [Counter() for _ in range(self.plan.num_kv_layers)]
 
     def watches(self, request_id: str) -> bool:
@@ -152,13 +132,7 @@ class Auditor:
         return is_chosen and request_id not in self._left_out
 
     def record(self, plan: PassPlan, *, token_ids: Tensor, request_ids: list[str]) -> None:
-        """Note what a pass writes; nothing is copied to the host before `apply_step`.
-
-        Args:
-            plan: the executed plan.
-            token_ids: `[T]` tokens its rows consumed.
-            request_ids: ids of the batch rows.
-        """
+        """Note what a pass writes; nothing is copied to the host before `apply_step`."""
         if any(self.watches(request_id) for request_id in request_ids):
             self._pending.append(_Written(plan, token_ids, request_ids))
 
@@ -168,13 +142,8 @@ class Auditor:
             return
         first = max(0, frontier - 2 * self.plan.num_speculative_tokens - 1)
         counts = self.inspect(request_id, token_ids, frontier=frontier, first=first)
-        faults = sum(
-            count[verdict]
-            for count in counts
-            for verdict in (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
-        )
         self.num_rounds += 1
-        self.num_dirty_rounds += faults > 0
+        self.num_dirty_rounds += any(count[fault] for count in counts for fault in FAULTS)
 
     def finish(self, request_id: str, token_ids: list[int], *, frontier: int) -> None:
         """Count every slot <= p of a watched request that ends, and forget it."""

@@ -39,12 +39,9 @@ class StepState(NamedTuple):
 
     first_fresh: Tensor  # int64, f: first row whose target hidden state this step computed
     frontier: Tensor  # int64, p: last row of the committed text whose target hidden state is known
-    # int64, tokens of the text that are committed (or belong to the prompt), bonus included
-    num_known_tokens: Tensor
-    # int64, first position whose target hidden state is still at hand (ring or this step)
-    oldest_hidden: Tensor
-    # bool, the request has a sampled token and wants drafts; False inside a chunked prompt
-    drafting: Tensor
+    num_known_tokens: Tensor  # int64, committed tokens (or of the prompt), bonus included
+    oldest_hidden: Tensor  # int64, first position whose target hidden state is still at hand
+    drafting: Tensor  # bool, it has a sampled token and wants drafts; False inside a chunked prompt
     prefilling: Tensor  # bool, the fresh rows are prompt rows rather than verified drafts
 
 
@@ -55,11 +52,8 @@ class PassPlan(NamedTuple):
     module_idx: int  # module to run
     kv_layer: int  # draft KV layer to write and read, 0-based
     request_index: Tensor  # `[T]` int64
-    # `[T]` int64, slot and rotary position of the row (negative only for padding rows of the static
-    # form)
-    position: Tensor
-    # `[T]` int64, absolute index of the token the row consumes; drafts follow the committed text
-    token_position: Tensor
+    position: Tensor  # `[T]` int64, slot and rotary position; negative only for static padding
+    token_position: Tensor  # `[T]` int64, of the token the row consumes; drafts follow the text
     hidden_kind: Tensor  # `[T]` int64 of `HiddenKind`
     hidden_index: Tensor  # `[T]` int64, see `HiddenKind`
     writes: Tensor  # `[T]` bool; False for padding rows and for rows whose inputs are not known yet
@@ -131,19 +125,12 @@ def ragged_rows(counts: Tensor) -> RowLayout:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What every step drafts: the one value that a decoder's parts take K, N and the policy from.
+    """What every step drafts; all parts of a decoder take K, N and the policy from."""
 
-    Attributes:
-        policy: the procedure.
-        num_speculative_tokens: K; 0 drafts nothing.
-        num_mtp_modules: N; 1 where no module drafts.
-        schedule: which module runs which pass.
-    """
-
-    policy: HiddenPolicy
-    num_speculative_tokens: int
-    num_mtp_modules: int
-    schedule: ModuleSchedule = "cycle"
+    policy: HiddenPolicy  # the procedure
+    num_speculative_tokens: int  # K; 0 drafts nothing
+    num_mtp_modules: int  # N; 1 where no module drafts
+    schedule: ModuleSchedule = "cycle"  # which module runs which pass
 
     @property
     def num_kv_layers(self) -> int:
@@ -177,12 +164,7 @@ class DraftPlan:
         return num_tokens + num_steps_in_flight * (drafted + 1) + max(drafted, 2 * drafted - 1)
 
     def max_base_rows(self, row_counts: Sequence[int], *, is_prefill: Sequence[bool]) -> list[int]:
-        """Most base rows of each request in a pass, from what the host knows of its step.
-
-        Args:
-            row_counts: rows of each request's verify step or prompt chunk.
-            is_prefill: whether they are prompt rows.
-        """
+        """Most base rows of each request in a pass, from what the host knows of its step."""
         # A chunk reruns at most the K rows before it; a decoding request has the static form's.
         rerun = 0 if self.policy.rows == "fresh" else self.num_speculative_tokens
         return [

@@ -27,13 +27,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mtp_research.policy.audit import Auditor, Verdict
+from mtp_research.policy.audit import FAULTS, Auditor, Verdict
 from mtp_research.policy.fields import MODULE_SCHEDULES, POLICIES
 from mtp_research.policy.plan import DraftPlan, HiddenKind, PassPlan, StepState
 from mtp_research.runtime.errors import ConfigError
 
 _REQUEST = "trace"
-_FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
 
 
 @dataclass
@@ -47,17 +46,12 @@ class SymbolicLoop:
     auditor: Auditor = field(init=False)  # sees every row
 
     def __post_init__(self) -> None:
-        """The auditor follows the plan."""
         self.auditor = Auditor(self.plan)
 
     def run_round(
         self, emitted: Sequence[int], drafts: Sequence[int]
     ) -> list[tuple[PassPlan, list[int]]]:
-        """Commit the tokens of a verify step, then draft.
-
-        Returns:
-            The plan of every pass with the tokens its rows consume.
-        """
+        """Commit the tokens of a verify step, then draft."""
         first_fresh, num_drafts = self.frontier + 1, self.plan.num_speculative_tokens
         is_prompt = not self.text
         self.text.extend(emitted)
@@ -127,11 +121,7 @@ def format_passes(
 
 
 def trace(loop: SymbolicLoop, *, prompt: str, script: str) -> list[str]:
-    """Lines of a scripted history.
-
-    Raises:
-        ConfigError: an item of the script does not parse, or does not fit K.
-    """
+    """Lines of a scripted history."""
     lines = []
     drafts, num_drafts = "", loop.plan.num_speculative_tokens
     for round_index, item in enumerate(script.split()):
@@ -149,25 +139,16 @@ def trace(loop: SymbolicLoop, *, prompt: str, script: str) -> list[str]:
             )
         emitted = (drafts[:num_accepted] if round_index else prompt) + match[2]
         drafts = match[3]
-        passes = loop.run_round(
-            [ord(symbol) for symbol in emitted], [ord(symbol) for symbol in drafts]
-        )
-        lines += format_passes(
-            loop, passes, [ord(symbol) for symbol in drafts], round_index=round_index
-        )
+        draft_ids = [ord(symbol) for symbol in drafts]
+        passes = loop.run_round([ord(symbol) for symbol in emitted], draft_ids)
+        lines += format_passes(loop, passes, draft_ids, round_index=round_index)
         lines.append(f"R{round_index} audit  {loop.audit_line()}")
     return lines
 
 
 def trace_main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m mtp_research.policy`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mtp_research.policy", description="Print the rows a policy runs."
-    )
-    parser.add_argument("--policy", choices=sorted(POLICIES), default="training")
-    parser.add_argument("--k", type=int, default=3, help="drafts per step")
-    parser.add_argument("--modules", type=int, default=None, help="MTP modules (default: k)")
-    parser.add_argument("--schedule", choices=MODULE_SCHEDULES, default="cycle")
+    parser = _parser("python -m mtp_research.policy", "Print the rows a policy runs.")
     parser.add_argument("--prompt", default="ABCD")
     parser.add_argument("--script", default="E>FGH 2X>NOP 0K>UVW 3Z>QRS 1J>ijk")
     args = parser.parse_args(argv)
@@ -186,8 +167,7 @@ def trace_main(argv: Sequence[str] | None = None) -> int:
 class Simulation:
     """Outcome of a simulation."""
 
-    # per KV layer (module under the EAGLE policies, depth under the chain policies), share of the
-    # slots <= p with each fault
+    # per KV layer (a module, or a depth under the chain policies), share of the slots <= p by fault
     fault_rates: tuple[dict[Verdict, float], ...]
     num_slots: int  # slots <= p of one layer
     num_rounds: int  # verify rounds
@@ -198,14 +178,7 @@ class Simulation:
 def simulate(
     plan: DraftPlan, *, acceptance_chance: float, num_rounds: int, seed: int
 ) -> Simulation:
-    """Run `num_rounds` verify rounds after a prompt of one token.
-
-    Args:
-        plan: what to run, K >= 1.
-        acceptance_chance: of every draft whose predecessors were accepted, in [0, 1].
-        num_rounds: >= 1.
-        seed: of the acceptance history.
-    """
+    """Run `num_rounds` verify rounds after a prompt of one token."""
     rng = random.Random(seed)
     symbols = itertools.count()
     loop, num_drafts = SymbolicLoop(plan), plan.num_speculative_tokens
@@ -221,8 +194,7 @@ def simulate(
     num_slots = loop.frontier + 1
     return Simulation(
         fault_rates=tuple(
-            {fault: verdicts[fault] / num_slots for fault in _FAULTS}
-            for verdicts in loop.verdicts()
+            {fault: verdicts[fault] / num_slots for fault in FAULTS} for verdicts in loop.verdicts()
         ),
         num_slots=num_slots,
         num_rounds=num_rounds,
@@ -233,14 +205,8 @@ def simulate(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m mtp_research.policy.simulate`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mtp_research.policy.simulate",
-        description="Faults that a policy leaves in the draft KV at a given acceptance.",
-    )
-    parser.add_argument("--policy", choices=sorted(POLICIES), default="training")
-    parser.add_argument("--k", type=int, default=3, help="drafts per step")
-    parser.add_argument("--modules", type=int, default=None, help="MTP modules (default: k)")
-    parser.add_argument("--schedule", choices=MODULE_SCHEDULES, default="cycle")
+    description = "Faults that a policy leaves in the draft KV at a given acceptance."
+    parser = _parser("python -m mtp_research.policy.simulate", description)
     parser.add_argument("--accept", type=float, default=0.8, help="chance that a draft is accepted")
     parser.add_argument("--rounds", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -270,10 +236,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _parser(prog: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--policy", choices=sorted(POLICIES), default="training")
+    parser.add_argument("--k", type=int, default=3, help="drafts per step")
+    parser.add_argument("--modules", type=int, default=None, help="MTP modules (default: k)")
+    parser.add_argument("--schedule", choices=MODULE_SCHEDULES, default="cycle")
+    return parser
+
+
 def _table(outcome: Simulation) -> list[str]:
-    lines = ["module" + "".join(f"{f'{fault} %':>9}" for fault in _FAULTS)]
+    lines = ["module" + "".join(f"{f'{fault} %':>9}" for fault in FAULTS)]
     for layer, rates in enumerate(outcome.fault_rates):
-        lines.append(f"{f'M{layer + 1}':6}" + "".join(f"{100 * rates[f]:9.2f}" for f in _FAULTS))
+        lines.append(f"{f'M{layer + 1}':6}" + "".join(f"{100 * rates[f]:9.2f}" for f in FAULTS))
     return lines
 
 

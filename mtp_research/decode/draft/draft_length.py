@@ -73,7 +73,6 @@ class RecentRounds:
     _last_num_drafts: int | None = None
 
     def __post_init__(self) -> None:
-        """Nothing seen yet."""
         self.reached = [0.0] * self.plan.num_speculative_tokens
         self.accepted = [0.0] * self.plan.num_speculative_tokens
 
@@ -175,7 +174,6 @@ class ConfidenceLength:
     p_min: float
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if not 0.0 <= self.p_min <= 1.0:
             raise ConfigError(
                 f"spec.draft_p_min must be in [0, 1], got {self.p_min}; set spec.draft_p_min=0.3."
@@ -203,7 +201,6 @@ class BatchTableLength:
     keeps = None
 
     def __post_init__(self) -> None:
-        """Check the table."""
         sizes = [size for size, _ in self.table]
         rising = all(low < high for low, high in itertools.pairwise(sizes))
         if sizes[:1] != [1] or not rising or min(n for _, n in self.table) < 0:
@@ -236,7 +233,6 @@ class ExpectedGainLength:
     keeps = None
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if self.cost_ratio is not None and not self.cost_ratio >= 0.0:
             raise ConfigError(
                 f"spec.draft_cost_ratio must be >= 0, got {self.cost_ratio}; "

@@ -55,21 +55,16 @@ class VerifiedStep:
 
 
 class Drafter(Protocol):
-    """Proposes K tokens a request.
-
-    Attributes:
-        num_kv_layers: KV layers it needs beside the target's.
-        num_extra_slots: positions it writes beyond `policy.num_slots_needed`.
-    """
+    """Proposes K tokens a request."""
 
     @property
     def num_kv_layers(self) -> int:
-        """See the class."""
+        """KV layers it needs beside the target's."""
         ...
 
     @property
     def num_extra_slots(self) -> int:
-        """See the class."""
+        """Positions it writes beyond `DraftPlan.num_slots_needed`."""
         ...
 
     def draft(self, step: VerifiedStep, *, cache: KVCache, slot_state: SlotState) -> Tensor:
@@ -90,17 +85,9 @@ def choose_drafts(
     sampling: DraftSampling,
     vocabulary: "DraftVocabulary | None",
 ) -> Tensor:
-    """Draft tokens `[R]` int64; a non-finite row gives -1.
+    """Draft tokens `[R]` int64 of logits `[R, V]`, or `[R, V']` of a vocabulary; -1 if not finite.
 
     For greedy drafts -inf is a mask, as in verification: one look-up finds what is broken.
-
-    Args:
-        logits: `[R, V]`, or `[R, V']` of a draft vocabulary.
-        step: the verified step that is drafted for.
-        draft_step: which draft, 0..K-1.
-        slot_state: has the text with the drafts so far, and keeps distributions of sampled drafts.
-        sampling: how to choose.
-        vocabulary: the tokens that may be drafted; None for all.
     """
     if sampling == "greedy":
         best = fusion_barrier(logits.argmax(dim=-1))
@@ -334,9 +321,7 @@ class OracleDrafter:
     plan: DraftPlan
     backend: str = "auto"
     num_kv_layers: int = 0
-    num_extra_slots: int = (
-        1  # its last pass reads the draft before the last one, a row that no module ever runs
-    )
+    num_extra_slots: int = 1  # its last pass reads the draft before the last, which no module runs
 
     def draft(self, step: VerifiedStep, *, cache: KVCache, slot_state: SlotState) -> Tensor:
         """See `Drafter.draft`."""

@@ -105,12 +105,7 @@ _STACK_DIM = 3  # of the weights of a layer's experts, [E, out, in]
 
 
 def require_capturable(step: DeviceStep, *, engine: EngineConfig) -> None:
-    """Refuse targets, machines and settings with which `engine.cuda_graphs=true` cannot work.
-
-    Raises:
-        ConfigError: a layer that reads the host, or settings that a captured step cannot follow.
-        EnvironmentFault: there is no GPU.
-    """
+    """Refuse targets, machines and settings with which `engine.cuda_graphs=true` cannot work."""
     target = step.target
     if target.has_recurrent_state:
         raise ConfigError(
@@ -139,9 +134,6 @@ def require_no_host_loop(models: Sequence[nn.Module], *, family_name: str) -> No
     """Refuse experts that the library runs in a loop of its own and in no other way.
 
     The loop asks the device which experts were chosen, and a graph cannot answer.
-
-    Raises:
-        ConfigError: names the family and the class.
     """
     for model in models:
         known = {id(stack) for stack in expert_stacks(model)}
@@ -157,11 +149,7 @@ def require_no_host_loop(models: Sequence[nn.Module], *, family_name: str) -> No
 
 
 def require_grouped_experts(models: Sequence[nn.Module], *, dtype: str) -> None:
-    """Refuse the loop over experts where the library has a grouped product as well.
-
-    Raises:
-        ConfigError: names the dtype.
-    """
+    """Refuse the loop over experts where the library has a grouped product as well."""
     for stack in (stack for model in models for stack in expert_stacks(model)):
         if stack.config._experts_implementation == "eager":
             raise ConfigError(

@@ -46,12 +46,7 @@ _MAX_COMPILED_VERSIONS = 64
 
 
 def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) -> "StepGraphs":
-    """Captured steps; with `engine.compile` the modules are rewritten in place.
-
-    Raises:
-        ConfigError: a target or settings that a captured step cannot follow.
-        EnvironmentFault: there is no GPU.
-    """
+    """Captured steps; with `engine.compile` the modules are rewritten in place."""
     require_capturable(step, engine=engine)
     # What an oracle or nobody drafts is not planned on the device.
     has_modules = step.drafter is None or isinstance(step.drafter, MTPDrafter)

@@ -156,22 +156,16 @@ def processor_tensors(
         device=device,
     )
     rows = [_request_rows(p, vocab_size=vocab_size, device=device) for p in params]
+    is_biased = any(p.logit_bias or p.allowed_token_ids is not None for p in params)
+    has_minimum = any(p.min_tokens for p in params)
     return ProcessorTensors(
         num_prompt_tokens=counts[:, 0],
         penalties=_penalty_tensors(params, device),
         dry=_dry_tensors(params, rows),
-        bias=(
-            torch.stack([row.bias for row in rows])
-            if any(p.logit_bias or p.allowed_token_ids is not None for p in params)
-            else None
-        ),
+        bias=torch.stack([row.bias for row in rows]) if is_biased else None,
         bad_words=bad_word_tensors([p.bad_words for p in params], device=device),
         min_tokens=counts[:, 1],
-        stop_bias=(
-            torch.stack([row.stop_bias for row in rows])
-            if any(p.min_tokens for p in params)
-            else None
-        ),
+        stop_bias=torch.stack([row.stop_bias for row in rows]) if has_minimum else None,
     )
 
 

@@ -66,9 +66,7 @@ class BatchSampling:
     """Makes the tensors of a batch, and hands them out again while the batch stays the same."""
 
     def __init__(self, plan: DraftPlan, *, vocab_size: int, device: torch.device) -> None:
-        self._plan = plan
-        self._vocab_size = vocab_size
-        self._device = device
+        self._plan, self._vocab_size, self._device = plan, vocab_size, device
         self._requests: list[Request] = []
         self._tensors: SamplingTensors | None = None
         self._have_grammars = False
@@ -331,13 +329,9 @@ def step_logprobs(
     sampled_token_ids: Tensor,
     params: SamplingTensors,
 ) -> LogprobTensors | None:
-    """Log-probabilities of a step in float32; None where no request asks.
+    """Log-probabilities of a step's tokens `[R, J]`, -1 where nothing was emitted, in float32.
 
-    Args:
-        raw_logits: `[R, J, V]`.
-        processed_logits: `[R, J, V]`, after the processors.
-        sampled_token_ids: `[R, J]` int64, -1 where nothing was emitted.
-        params: one entry per request.
+    Logits `[R, J, V]` are those before and after the processors. None where no request asks.
     """
     if params.logprobs is None:
         return None

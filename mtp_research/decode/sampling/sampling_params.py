@@ -36,7 +36,6 @@ class Matcher(Protocol):
 
         Bit b of word w stands for token 32 w + b. May only be asked before termination.
         """
-        ...
 
     def accept_token(self, token_id: int) -> bool:
         """Move on by one token; False, and nothing changes, if it may not come next."""
@@ -44,7 +43,6 @@ class Matcher(Protocol):
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens."""
-        ...
 
 
 class Grammar(Protocol):
@@ -183,12 +181,7 @@ class SamplingParams(SamplingOptions):
 
 
 def check_sampling(params: SamplingParams, *, vocab_size: int, deferred: bool) -> None:
-    """Refuse what a decoder cannot do for a request.
-
-    Raises:
-        ConfigError: a token id outside the vocabulary, more log-probabilities than tokens, or a
-            grammar with deferred output.
-    """
+    """Refuse what a decoder cannot do for a request."""
     named = {
         "logit_bias": [token_id for token_id, _ in params.logit_bias],
         "allowed_token_ids": params.allowed_token_ids or (),

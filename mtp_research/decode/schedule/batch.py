@@ -35,24 +35,19 @@ class StepInputs:
     seq_lens: Tensor  # `[R]` int32, KV length including this step's rows
     block_table: Tensor  # `[R, M]` int32, padded with 0 (never read beyond `seq_lens`)
     slots: Tensor  # `[R]` int64, request slots of the slot state
-    # `[R]` int64, position of each request's first row (`num_computed_tokens`)
-    first_position: Tensor
+    first_position: Tensor  # `[R]` int64, of each request's first row (`num_computed_tokens`)
     num_rows: Tensor  # `[R]` int64, `num_scheduled_tokens`
-    # the same, on the host; empty where a captured step may not depend on it
-    row_counts: tuple[int, ...]
+    row_counts: tuple[int, ...]  # the same on the host; empty where a graph may not depend on it
     num_tokens: Tensor  # `[R]` int64, accepted tokens before the step (L)
     num_drafts: Tensor  # `[R]` int64, drafts among the rows
     draft_token_ids: Tensor  # `[R, K]` int64, -1 padded
     ends_at_newest_token: Tensor  # `[R]` bool, a token is sampled
-    # `[R]` bool, the rows end a recompute after a preemption: drafts follow, but the next token is
-    # known
-    ends_recompute: Tensor
+    ends_recompute: Tensor  # `[R]` bool, after a preemption: drafts follow, the next token is known
     prefilling: Tensor  # `[R]` bool, the rows are prompt rows
     max_query_len: int  # most rows of one request
     block_size: int  # tokens a page
     static: bool  # every request decodes with K+1 rows, so that all shapes follow from R
-    # `prefilling` on the host, where drafting must not wait for the device to learn the shapes of
-    # its passes; else None
+    # `prefilling` on the host, where drafting must not wait for the shapes of its passes; else None
     is_prefill: tuple[bool, ...] | None = None
     # bounds of the draft passes' base rows, in a captured step with prompt rows
     base_rows: BaseRows | None = None
@@ -69,16 +64,9 @@ class StepInputs:
         block_size: int,
         base_rows: BaseRows | None = None,
     ) -> "StepInputs":
-        """Inputs of a step with prompt rows, made on the device.
+        """Inputs of a step with prompt rows, made on the device from facts `[R, 6]` (`facts_of`).
 
-        Args:
-            facts: `[R, 6]` int64, see `schedule_inputs.facts_of`.
-            block_table: `[R, M]` int32.
-            slot_state: state of the request slots.
-            total: T, rows of all requests.
-            longest: at least the rows of any one request.
-            block_size: tokens a page.
-            base_rows: bounds of the draft passes' base rows, if they are known.
+        T is `total`; no request has more rows than `longest`.
         """
         slots, first_position, num_rows, *flags = facts.unbind(dim=1)
         prefilling, ends_at_newest_token, ends_recompute = (flag.bool() for flag in flags)
@@ -116,14 +104,7 @@ class StepInputs:
     def decoding(
         cls, slots: Tensor, block_table: Tensor, *, slot_state: SlotState, block_size: int
     ) -> "StepInputs":
-        """Inputs of a step in which every request decodes with K+1 rows, made on the device.
-
-        Args:
-            slots: `[R]` int64.
-            block_table: `[R, M]` int32.
-            slot_state: state of the request slots.
-            block_size: tokens a page.
-        """
+        """Inputs of a step in which every request decodes with K+1 rows, made on the device."""
         num_requests, num_drafts = len(slots), slot_state.draft_token_ids.shape[1]
         rows_each = num_drafts + 1
         layout = equal_rows(rows_each, slots)
@@ -170,11 +151,8 @@ class StepInputs:
         slots = self.slot_mapping(self.request_index, self.positions)
         seq_lens, query_start_loc = self.seq_lens, self.query_start_loc
         if torch.compiler.is_compiling():  # every layer reads them
-            slots, seq_lens, query_start_loc = (
-                materialised(slots),
-                materialised(seq_lens),
-                materialised(query_start_loc),
-            )
+            slots, seq_lens = materialised(slots), materialised(seq_lens)
+            query_start_loc = materialised(query_start_loc)
         paged = PagedContext(
             pool=cache,
             slot_mapping=slots,

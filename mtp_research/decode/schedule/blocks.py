@@ -20,50 +20,30 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from mtp_research.decode.schedule.request import Request
+from mtp_research.policy.audit import Auditor
 from mtp_research.policy.plan import DraftPlan
 
 KEY_BYTES = 32
 
 
-class BlockWatcher(Protocol):
-    """Told when a block's content gets a key, and when a request takes cached blocks over."""
-
-    def keep_block(self, block_id: int, *, request_id: str, first_slot: int, size: int) -> None:
-        """Slots `[first_slot, first_slot + size)` of the request became cached as `block_id`."""
-        ...
-
-    def take_blocks(self, request_id: str, block_ids: Sequence[int], *, size: int) -> None:
-        """The request starts with these cached blocks of `size` slots each."""
-        ...
-
-
 @dataclass
 class CacheStats:
-    """Counters since the cache was built.
+    """Counters since the cache was built."""
 
-    Attributes:
-        num_queried_tokens: tokens of all texts looked up at admission.
-        num_cached_tokens: those whose KV was found.
-        num_evicted_blocks: cached blocks that were needed for something else.
-    """
-
-    num_queried_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_evicted_blocks: int = 0
+    num_queried_tokens: int = 0  # tokens of all texts looked up at admission
+    num_cached_tokens: int = 0  # those whose KV was found
+    num_evicted_blocks: int = 0  # cached blocks that were needed for something else
 
 
 class PrefixCache:
     """Contents of cached blocks."""
 
     def __init__(
-        self, *, block_size: int, plan: DraftPlan | None = None, watcher: BlockWatcher | None = None
+        self, *, block_size: int, plan: DraftPlan | None = None, watcher: Auditor | None = None
     ) -> None:
-        self.block_size = block_size
-        self.plan = plan
-        self.watcher = watcher
+        self.block_size, self.plan, self.watcher = block_size, plan, watcher
         self.stats = CacheStats()
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -171,20 +151,12 @@ class PrefixCache:
 
 
 class BlockManager:
-    """Free list and per-block holders.
-
-    Args:
-        num_blocks: pages in the pool, >= 1.
-        block_size: tokens a page.
-        prefix_cache: keeps contents for sharing; None shares nothing.
-    """
+    """Free list and per-block holders."""
 
     def __init__(
         self, num_blocks: int, *, block_size: int, prefix_cache: PrefixCache | None = None
     ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.prefix_cache = prefix_cache
+        self.num_blocks, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
         self._empty: deque[int] = deque(range(num_blocks))
         self._holders: dict[int, set[str]] = {}
 

@@ -40,30 +40,25 @@ class Request:
     sampling: SamplingParams  # how to sample and when to stop
     priority: int = 0  # smaller is served first; ties by arrival
     token_ids: list[int] = field(default_factory=list)  # accepted tokens, prompt included
-    # drafts for the positions after `token_ids`, at most K; -1 marks a draft that must be rejected
+    # for the positions after `token_ids`, at most K; -1 marks a draft that must be rejected
     draft_token_ids: list[int] = field(default_factory=list)
     # target rows whose KV is in the pages or will be once the scheduled prompt chunks have run; [0,
     # num_tokens - 1] when no step is in flight
     num_computed_tokens: int = 0
     # rows below are prompt rows: the prompt, or after a preemption all tokens but the newest
     num_prefill_tokens: int = 0
-    # scheduled steps that decide tokens or drafts and are not committed yet; at most 1 between
-    # steps, and that only with deferred output
+    # scheduled steps not committed yet; at most 1 between steps, and that with deferred output only
     num_in_flight: int = 0
     # pages held, in text order; leading ones may be shared (see `PrefixCache`). The list only grows
     # while the request runs; after that it has a new one.
     block_ids: list[int] = field(default_factory=list)
-    # content keys of the leading full blocks, as far as they were needed
-    block_keys: list[bytes] = field(default_factory=list)
-    # leading blocks that were taken from or offered to the prefix cache
-    num_published_blocks: int = 0
-    # rows whose KV was taken from the prefix cache at the last admission
-    num_cached_tokens: int = 0
+    block_keys: list[bytes] = field(default_factory=list)  # of leading full blocks, once needed
+    num_published_blocks: int = 0  # leading ones, taken from or offered to the prefix cache
+    num_cached_tokens: int = 0  # rows whose KV came from the prefix cache at the last admission
     cache_salt: str = ""  # texts with different salts share no cached block
     slot: int | None = None  # row in the slot-addressed state (`SlotState`), None while waiting
     matcher: Matcher | None = None  # where the output stands in its grammar, None without one
-    # one entry per output token if `sampling.logprobs` asks for them
-    token_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of outputs, if asked for
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     num_accepted_per_round: list[int] = field(default_factory=list)

@@ -37,11 +37,7 @@ class Rank(NamedTuple):
 
 
 class WaitingQueue:
-    """Requests that wait, and the ranks of all live ones.
-
-    Args:
-        steps_per_priority: head start of one level of priority, in steps, >= 1.
-    """
+    """Requests that wait, and the ranks of all live ones; a level of priority is >= 1 steps."""
 
     def __init__(self, *, steps_per_priority: int) -> None:
         self.steps_per_priority = steps_per_priority
@@ -121,15 +117,8 @@ class Scheduler:
     """Queues, slots and blocks.
 
     With `engine.deferred_output` the host commits a step after the next one was scheduled. A
-    decoding request then always has K+1 rows, because the host does not know its drafts.
-
-    Args:
-        blocks: owner of the pages.
-        plan: what a step drafts, K above all.
-        engine: slots, budgets and timing of the loop; `max_num_batched_tokens` must be at least
-            `max_num_requests * (K + 1)`, so that decoding never starves.
-        max_model_len: longest text.
-        num_extra_slots: positions the drafter writes beyond `plan.num_slots_needed`.
+    decoding request then always has K+1 rows, because the host does not know its drafts. A drafter
+    writes `num_extra_slots` positions beyond `plan.num_slots_needed`.
     """
 
     def __init__(
@@ -169,12 +158,7 @@ class Scheduler:
         self.waiting.arrive(request, step=self._num_steps)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could not be queued.
-
-        Raises:
-            ConfigError: empty prompt, id in use, prompt beyond the context, or a text that can
-                never fit into the pool.
-        """
+        """Refuse a request that could not be queued."""
         name, num_prompt = request.request_id, request.num_prompt_tokens
         if self.waiting.knows(name):
             raise ConfigError(f"request_id must be unique among live requests, {name!r} is taken.")

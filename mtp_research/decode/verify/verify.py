@@ -132,20 +132,13 @@ def count_leading(accepted: Tensor) -> Tensor:
 def emit(
     inputs: VerifyInputs, *, num_accepted: Tensor, decided: Tensor, largest: Tensor | None = None
 ) -> VerifyOutput:
-    """Accepted drafts, then the token decided at the row after them.
+    """`num_accepted` `[R]` drafts, then the token `decided` `[R, K+1]` at the row after them.
 
-    Args:
-        inputs: what was decided on.
-        num_accepted: `[R]` int64.
-        decided: `[R, K+1]` int64, token that each row emits if it is the first without an
-            accepted draft.
-        largest: `[R, K+1]` of the logits, where they are at hand.
+    `largest` `[R, K+1]` of the logits is found here where it is not at hand.
     """
     if largest is None:
-        largest, decided = (
-            fusion_barrier(inputs.target_logits.amax(dim=-1)),
-            fusion_barrier(decided),
-        )
+        largest = fusion_barrier(inputs.target_logits.amax(dim=-1))
+        decided = fusion_barrier(decided)
     column = torch.arange(decided.shape[1], device=decided.device)
     drafts = torch.nn.functional.pad(inputs.draft_token_ids, (0, 1), value=PADDING_TOKEN_ID)
     sampled = torch.where(column < num_accepted[:, None], drafts, decided)

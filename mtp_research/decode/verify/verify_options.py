@@ -16,11 +16,7 @@ LengthSchedule = Literal["minimum_variance", "geometric"]
 
 
 def check_options(name: str, options: VerifyOptions, *, num_speculative_tokens: int) -> None:
-    """Refuse settings out of range, settings that the rule would ignore, and those it misses.
-
-    Raises:
-        ConfigError: names the setting.
-    """
+    """Refuse settings out of range, settings that the rule would ignore, and those it misses."""
     check_values(options, section="spec")
     thinking, rates = options.relaxed_thinking_token_ids, options.synthetic_rates
     if thinking is not None and len(thinking) != 2:
@@ -52,11 +48,7 @@ def check_options(name: str, options: VerifyOptions, *, num_speculative_tokens: 
 
 
 def synthetic_rates(options: VerifyOptions, *, num_speculative_tokens: int) -> tuple[float, ...]:
-    """Chance that drafts 1..j are all accepted, for j = 1..K, given as such or as a mean length.
-
-    Raises:
-        ConfigError: neither or both are given, not K rates, or a length outside [1, K + 1].
-    """
+    """Chance that drafts 1..j are all accepted, for j = 1..K, given as such or as a mean length."""
     if options.synthetic_length is None:
         if len(options.synthetic_rates) == num_speculative_tokens:
             return tuple(options.synthetic_rates)
@@ -89,9 +81,6 @@ def rates_of_length(
 
     Returns:
         Chance that drafts 1..j are all accepted, for j = 1..K; they sum to the length minus one.
-
-    Raises:
-        ConfigError: the length is out of range.
 
     Example:
         length 2.5, K = 3: `minimum_variance` gives (1, 0.5, 0), lengths 2 and 3 half the time each.

@@ -124,17 +124,11 @@ def _conditional(rates: tuple[float, ...]) -> list[float]:
 
 
 class Rule(NamedTuple):
-    """A verification rule.
+    """A verification rule."""
 
-    Attributes:
-        function: the rule.
-        lossless: the text is the target's: the argmax, or distributed exactly as its samples.
-        samples: a temperature above 0 means something to it; otherwise it is refused.
-    """
-
-    function: Callable[[VerifyInputs], VerifyOutput]
-    lossless: bool
-    samples: bool
+    function: Callable[[VerifyInputs], VerifyOutput]  # the rule
+    lossless: bool  # the text is the target's: the argmax, or distributed exactly as its samples
+    samples: bool  # a temperature above 0 means something to it; otherwise it is refused
 
 
 RULES: dict[str, Rule] = {
