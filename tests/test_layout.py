@@ -62,8 +62,13 @@ NOT_NEEDED_TO_DECODE = (
 )
 LIBRARY_PROBE = """
 import importlib, sys
+from pathlib import Path
 for name in {blocked!r}:
     sys.modules[name] = None
+import mtp_research.decode.decoder
+own = [module for name, module in sys.modules.items() if name.split(".")[0] == "mtp_research"]
+files = [Path(module.__file__) for module in own if getattr(module, "__file__", None)]
+print(*sorted(str(file) for file in files if file.stat().st_size))
 for name in {modules!r}:
     importlib.import_module(name)
 # transformers looks for a package `kernels` and meets our folder as an empty namespace, which it
@@ -222,13 +227,15 @@ def test_nothing_imports_a_top_level_kernels() -> None:
         assert "kernels" not in tops, f"{relative(path)} must import mtp_research.kernels"
 
 
-def test_reused_parts_import_without_the_training_stack() -> None:
+def test_decode_loop_loads_few_modules_and_no_reused_part_the_training_stack() -> None:
     modules = [module_name(path) for path in REUSED if path.stem != "__main__"]
     probe = LIBRARY_PROBE.format(blocked=NOT_NEEDED_TO_DECODE, modules=["transformers", *modules])
-    done = subprocess.run(
+    done = subprocess.run(  # one process: what it imports takes seconds
         [sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    files = done.stdout.splitlines()[0].split()
+    assert 30 < len(files) <= MAX_LOADED, f"{len(files)} modules: {files}"
 
 
 def test_build_lists_every_package_folder() -> None:
@@ -261,14 +268,6 @@ SCHEMA_OR_RESULT = {
 MAX_LOADED = 70
 MAX_ARGUMENTS = 8
 CALLED_BY_LIBRARIES = {"attention_forward"}  # transformers calls it with all of its own
-COUNT_LOADED = """
-import sys
-from pathlib import Path
-import mtp_research.decode.decoder
-own = [module for name, module in sys.modules.items() if name.split(".")[0] == "mtp_research"]
-files = [Path(module.__file__) for module in own if getattr(module, "__file__", None)]
-print(*sorted(str(file) for file in files if file.stat().st_size))
-"""
 INTERNALS = {"scheduler", "graphs", "device_step", "cache", "drafter", "slot_state", "recent"}
 
 
@@ -307,14 +306,6 @@ def num_arguments(function: ast.FunctionDef) -> int:
 def is_registered_op(function: ast.FunctionDef) -> bool:
     decorators = " ".join(ast.unparse(one) for one in function.decorator_list)
     return "custom_op" in decorators or "register_fake" in decorators
-
-
-def test_importing_the_decode_loop_loads_few_modules() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT_LOADED], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    files = done.stdout.split()
-    assert len(files) <= MAX_LOADED, f"{len(files)} modules: {files}"
 
 
 def test_few_classes_hold_the_number_of_drafts() -> None:
