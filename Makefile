@@ -27,6 +27,7 @@ help:
 venv: $(STAMP)
 
 # uv reads neither pip.conf nor PIP_* variables, so pip's sources are handed over; pip is the fallback.
+# Compiled once here: where Python may not write bytecode, every process would compile torch anew (8 s of a core).
 define UV_FROM_PIP
 pip_setting() { $(PY) -m pip config get "global.$$1" 2>/dev/null || true; }; \
 export UV_FIND_LINKS="$$(echo $${PIP_FIND_LINKS:-$$(pip_setting find-links)} | tr ' ' ',')"; \
@@ -40,7 +41,7 @@ $(STAMP): requirements.lock
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet "$$(grep '^uv==' requirements.lock)" || echo "uv is not to be had; pip installs alone"
 	@$(UV_FROM_PIP); \
-	$(PY) -m uv pip install --python $(PY) --quiet -r requirements.lock \
+	$(PY) -m uv pip install --python $(PY) --quiet --compile-bytecode -r requirements.lock \
 		|| $(PY) -m pip install --quiet -r requirements.lock
 	touch $@
 

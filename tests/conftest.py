@@ -1,5 +1,6 @@
 """Settings that must stand before torch or transformers is imported, and the GPU marker."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,3 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    # What was imported stays; without this each full collection walks all of torch again.
+    gc.collect()
+    gc.freeze()
