@@ -198,7 +198,6 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (EvalConfig, "engine.graph_batch_sizes=[4]", "must be null for engine.cuda_graphs=false"),
         (EvalConfig, "engine.capture_mixed=true", "must be false for engine.cuda_graphs=false"),
         (EvalConfig, "engine.compile=true", "must be false for engine.cuda_graphs=false"),
-        (EvalConfig, "sampling.temperature=0.5", "must be 0 for spec.verify=greedy"),
         (EvalConfig, "sampling.top_k=5", "must be 0 at temperature 0"),
         (EvalConfig, "sampling.min_p=0.5", "must be 0 at temperature 0"),
         (EvalConfig, "spec.draft_length=adaptive", "| fixed, got adaptive"),

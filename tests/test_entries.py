@@ -180,7 +180,7 @@ def test_many_runs_have_a_folder_each_and_the_worst_exit_code(
         if config.spec.num_speculative_tokens == 1:
             raise errors.IntegrityError("damaged")
 
-    words = ["-m", "spec.k=1,99,3", "sampling.temperature=0,0.6", "spec.verify=auto"]
+    words = ["-m", "spec.k=1,99,3", "sampling.temperature=0,0.6"]
     assert run_entry(EvalConfig, run, argv=[*words, *EVAL_WORDS, f"output_dir={tmp_path}"]) == 3
     settings = [(1, 0.0), (1, 0.6), (3, 0.0), (3, 0.6)]
     folders = [tmp_path / name for name in "0145"]

@@ -99,7 +99,7 @@ class SpecConfig(VerifyOptions):
     module_schedule: str = one_of("cycle", *MODULE_SCHEDULES)
     # standard: rejection sampling; block: the same, drafts judged together; the others are lossy.
     # auto: greedy at temperature 0, standard above.
-    verify: str = one_of("greedy", "auto", *VERIFY_RULES)
+    verify: str = one_of("auto", "auto", *VERIFY_RULES)
     # processed: the argmax after the request's own logit processors (penalties, masks).
     draft_sampling: str = one_of("greedy", "greedy", "processed", "sample")
     # fixed: always K drafts. The others make fewer where more do not pay, see decode/draft_length.

