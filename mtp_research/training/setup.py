@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.init import Init, freeze_parts, init_heads
-from mtp_research.heads.record import read_head_record
+from mtp_research.heads.record import read_head_record, recorded_schedule
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_head_state
 from mtp_research.models.family import ConcatOrder, NormPoint
@@ -108,6 +108,7 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
             concat_order=cast(ConcatOrder, head.concat_order),
             zero_position_0=head.zero_position_0,
             unroll=config.objective.unroll,
+            module_schedule=cast(ModuleSchedule, head.module_schedule),
         ),
     )
     path = None if head.path is None else Path(head.path)
@@ -116,7 +117,8 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
     if path is not None and head.init != "replicate":
         load_head_state(heads, path / "model.safetensors")
     else:
-        init_heads(heads, init=cast(Init, head.init), path=path)
+        start = cast(Init, head.init)
+        init_heads(heads, init=start, path=path, noise=head.init_noise, seed=config.seed)
     if head.lora_rank:
         add_lora(heads, rank=head.lora_rank)
     freeze_parts(heads, patterns=head.freeze)
@@ -125,13 +127,15 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
 
 def _check_conventions(spec: HeadSpec, *, path: Path, is_copied: bool) -> None:
     """A head read under other conventions trains on, and nothing but acceptance shows it."""
-    saved = dataclasses.asdict(HeadSpec(**read_head_record(path)["spec"]))
+    record = read_head_record(path)
+    saved = dataclasses.asdict(HeadSpec(**record["spec"]))
+    saved["module_schedule"] = recorded_schedule(record) or spec.module_schedule
     if saved["owns_lm_head"]:
         raise ConfigError(
             f"head.path {str(path)!r} has output projections of its own, which are decoded with "
             "and not trained; set head.path to heads that share the target's lm_head."
         )
-    free = {"unroll", "num_mtp_modules"} if is_copied else {"unroll"}
+    free = {"unroll", "num_mtp_modules", "module_schedule"} if is_copied else {"unroll"}
     for name, new in dataclasses.asdict(spec).items():
         if name not in free and saved[name] != new:
             raise ConfigError(

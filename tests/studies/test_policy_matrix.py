@@ -207,3 +207,54 @@ def test_unrolls_of_leaves_out_the_twin(num_mtp_modules, expected):
 def test_matrix_of_impossible_heads_is_refused(words):
     with pytest.raises(ConfigError, match=r"must (lie in|be at least|hold at least)"):
         compose_config(TrainConfig, ["experiment=policy_matrix_tiny", *words])
+
+
+@pytest.mark.parametrize("policy", ["training", "target_roll"])
+def test_cell_counts_no_round_behind_the_stop_token(policy):
+    target = tiny_target("qwen3", dtype=torch.float32)
+    heads = tiny_heads(target, num_mtp_modules=2)
+    prompts = [(9, 17, 33, 5, 64), (70, 71, 8, 99, 23, 40)]
+    decoded = {"policy": policy, "num_drafts": 3}
+    records = matrix_cell.decode_prompts(target, heads, prompts, **decoded, num_new=32)
+    whole = matrix_cell.measure_cell(heads, records, prompts=prompts, **decoded)
+    text = records[0].output_token_ids
+    stop = next(at for at in range(12, 32) if text[at] not in text[:at])
+    target.model.generation_config.eos_token_id = [text[stop]]
+    ended = matrix_cell.measure_cell(heads, records, prompts=prompts, **decoded)
+    newest, wanted = 0, []  # index of the newest token of a round in the answer
+    for count in records[0].num_accepted_per_round:
+        if newest < stop:
+            wanted.append(count)
+        newest += count + 1
+    assert ended.loop[0] == tuple(wanted)
+    assert len(ended.loop[0]) < len(whole.loop[0])
+    assert ended.differing == ()
+
+
+def test_rounds_that_repeat_six_tokens_are_counted():
+    text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 7, 9]
+    # Rounds know 7 tokens, 12 (1..5 follows 7, new), 13 (1..6 again) and 14 (2..7 again).
+    assert matrix_cell.num_repeated_rounds(text, (4, 0, 0, 0), start=5) == 2
+    assert matrix_cell.num_repeated_rounds(text, (4, 0), start=5) == 0
+
+
+def test_heads_trained_with_another_schedule_are_walked_and_decoded_with_it(config, tmp_path):
+    config = dataclasses.replace(config)
+    config.head = dataclasses.replace(config.head, module_schedule="last")
+    config.matrix = MatrixConfig(
+        num_mtp_modules=[2],
+        unrolls=["chain"],
+        policies=["training", "target_roll"],
+        num_prompts=4,
+        max_new_tokens=32,
+    )
+    result = run_policy_matrix(config, tmp_path)  # the walk's rounds are the loop's, or it raises
+    head = tmp_path / "chain_n2_s0" / "head"
+    assert json.loads((head / "head.json").read_text())["spec"]["module_schedule"] == "last"
+    # Module 0 in place of module 1 for the third draft: other rounds.
+    record = json.loads((head / "head.json").read_text())
+    record["spec"]["module_schedule"] = "cycle"
+    (head / "head.json").write_text(json.dumps(record))
+    (tmp_path / MATRIX_FILE).unlink()
+    cycled = run_policy_matrix(config, tmp_path)
+    assert [c["num_rounds"] for c in cycled["cells"]] != [c["num_rounds"] for c in result["cells"]]

@@ -66,12 +66,17 @@ class MatrixCell:
     num_speculative_tokens: int  # K
     is_match: bool  # policy and recycled norm are those the head was trained for
     head_sha256: str  # of the head's weights
-    accepted_per_round: Rounds  # of the loop, rounds whose K tokens are all known, prompt by prompt
+    # Of the loop, prompt by prompt: rounds that start before the stop token and whose K tokens are
+    # all known
+    accepted_per_round: Rounds
     # The same if the rows of rejected drafts were rerun, by the replay walk; None for a policy that
     # reruns them
     clean_per_round: Rounds | None
     num_other_texts: int  # prompts whose text is not the one of plain decoding
     num_other_rounds: int  # prompts whose rounds are not those of the replay walk
+    # Rounds whose newest six tokens occurred before in the request; None in files of versions that
+    # also counted the rounds behind the stop token
+    num_repeated_rounds: int | None = None
 
 
 @dataclass(frozen=True)
