@@ -18,6 +18,7 @@ from mtp_research.heads.init import Init, freeze_parts, init_heads
 from mtp_research.heads.record import read_head_record, recorded_schedule
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_head_state
+from mtp_research.models.experts import ExpertLoads
 from mtp_research.models.family import ConcatOrder, NormPoint
 from mtp_research.models.loading.placement import resolve_device
 from mtp_research.models.target import Target, load_target, warn_of_family
@@ -50,6 +51,7 @@ class RunParts:
     held_out_rows: TrainingRows  # packed held-out rows
     unroll_spec: UnrollSpec  # how the heads are run
     settings: dict[str, object]  # what a resumed run must share, see `checkpoint.run_settings`
+    expert_loads: ExpertLoads | None = None  # of the modules' routers; None for dense modules
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
@@ -80,6 +82,7 @@ def build_run(
         check_same_run(checkpoint.state["settings"], settings, allow_drift=drift)
         load_head_state(heads, checkpoint.folder / "head.safetensors")
     objective = HeadObjective(heads, unroll_spec=spec, loss_spec=loss_spec(config.objective))
+    loads = ExpertLoads(heads)
     engine = make_engine(objective, trainer=config.trainer, ranks=accelerator)
     if checkpoint is not None:
         engine.restore(checkpoint.tensors("optimizer"))
@@ -92,6 +95,7 @@ def build_run(
         held_out_rows=rows.held_out,
         unroll_spec=spec,
         settings=settings,
+        expert_loads=loads if loads.counts else None,
     )
 
 
