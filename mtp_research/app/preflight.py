@@ -36,7 +36,9 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
     if isinstance(config, TrainConfig):
         if config.task == "target":  # model.path and data.path are not read
             return
-        _require_paths(("data.path", config.data.path), ("head.path", config.head.path))
+        prompts = config.matrix.prompts if config.task == "matrix" else []
+        files = [("data.path", config.data.path), *(("matrix.prompts", path) for path in prompts)]
+        _require_paths(*files, ("head.path", config.head.path))
         _check_cache(config)
         config_file = check_source(config.model.path)
         _check_head(config.head.path, key="head.path", config_file=config_file)

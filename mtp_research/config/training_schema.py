@@ -156,7 +156,10 @@ class MatrixConfig:
     # Share of the prompts of a cell whose text or rounds may differ from plain decoding and from
     # the walk, for rounding; in float32 on a CPU none does.
     max_differing_share: float = within(0.0, 0.0, 1.0)
-    num_prompts: int = within(12, 1, 10**6)  # held-out prompts that are decoded
+    num_prompts: int = within(12, 1, 10**6)  # prompts that are decoded
+    # Files like data.path whose prompts are decoded, such as texts that the target was not trained
+    # on; empty: the held-out documents of data.path.
+    prompts: list[str] = field(default_factory=list)
     # Per prompt; rounds behind the stop token are decoded and not counted.
     max_new_tokens: int = within(48, 1, 1 << 20)
     num_workers: int = within(1, 1, 64)  # heads trained and decoded at a time on this machine

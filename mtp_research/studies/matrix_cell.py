@@ -16,6 +16,7 @@ Letters: K drafts per step, k = K depths, T tokens of the text, P prompt tokens.
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -81,6 +82,8 @@ class CellRounds(NamedTuple):
     differing: tuple[int, ...]  # prompts; none in float32
     walks: tuple[tuple[int, ...], ...]  # under the policy as it is
     num_repeated: int  # the loop's rounds whose newest six tokens occurred before in the request
+    # `[K]` share of the anchors, the same for all policies, whose first i drafts are all right
+    anchor_rates: tuple[float, ...]
 
 
 def measure_cell(
@@ -105,6 +108,7 @@ def measure_cell(
     pairs = zip(records, walks, strict=True)
     loop = tuple(_known_rounds(one.num_accepted_per_round, walk) for one, walk in pairs)
     texts = zip(prompts, documents, loop, strict=True)
+    hits = np.sum([walk.prefix_hits for walk in walks], axis=0)
     return CellRounds(
         loop=loop,
         clean=None if fields.POLICIES[policy].clean else tuple(walk.clean for walk in walks),
@@ -114,6 +118,7 @@ def measure_cell(
             num_repeated_rounds(text.token_ids, rounds, start=len(prompt) - 1)
             for prompt, text, rounds in texts
         ),
+        anchor_rates=tuple((hits / max(sum(walk.num_anchors for walk in walks), 1)).tolist()),
     )
 
 
@@ -141,6 +146,7 @@ class _Walks(NamedTuple):
     exact: tuple[int, ...]  # under the policy as it is
     clean: tuple[int, ...]  # as if the rows of rejected drafts were rerun
     num_anchors: int  # before the stop token, whose K tokens are known
+    prefix_hits: np.ndarray  # `[K]` anchors whose first i drafts are right, rejected rows rerun
 
 
 def _known_rounds(accepted: Sequence[int], walk: _Walks) -> tuple[int, ...]:
@@ -170,7 +176,7 @@ def _walks(
     drafts = held_out_drafts(heads, rows, spec=spec, row_batches=batches)
     for index, document in enumerate(documents):
         ((start, stop),) = response_ranges(document.loss_mask, num_depths=num_drafts)
-        stop = min(stop, _stop_position(document, heads.target.stop_token_ids) - 1)
+        stop = max(start, min(stop, _stop_position(document, heads.target.stop_token_ids) - 1))
         clean = replay_walk(drafts[index].is_hit, start=start, stop=stop).accepted_per_round
         exact, run = clean, fields.POLICIES[policy]
         if not run.clean:
@@ -183,7 +189,8 @@ def _walks(
                 num_depths=num_drafts,
                 schedule=schedule,
             )
-        found.append(_Walks(exact, clean, stop - start))
+        prefixes = np.cumprod(drafts[index].is_hit[start:stop], axis=1).sum(axis=0)
+        found.append(_Walks(exact, clean, stop - start, prefixes))
     return found
 
 

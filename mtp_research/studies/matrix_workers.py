@@ -245,6 +245,7 @@ def _cell(heads: MTPHeads, key: GroupKey, asked: Asked, *, run: HeadRun, sha256:
         num_other_texts=len(texts),
         num_other_rounds=len(rounds.differing),
         num_repeated_rounds=rounds.num_repeated,
+        anchor_rates=rounds.anchor_rates,
     )
 
 

@@ -207,13 +207,16 @@ def _match_grid(matrix: SeedMatrix) -> Grid:
 
 
 def _position_grid(groups: Sequence[GroupFigures]) -> Grid:
-    """p_i of every cell over all prompts; `*` marks the match."""
+    """p_i of every cell over all prompts, hits at fixed anchors beside them; `*` is the match."""
     most = max((len(one.positions) for one in groups), default=0)
     lines = []
     for one in groups:
         cells = [*map(interval, one.positions), *[UNDEFINED] * (most - len(one.positions))]
+        cells.append(" ".join(number(rate, ".3f") for rate in one.anchor_rates) or UNDEFINED)
+        cells.append(number(one.repeated_share, ".1%"))
         lines.append((row_name(one.key), column_name(one.key) + "*" * one.is_match, *cells))
     header = ("heads", "policy", *(f"p_{i}" for i in range(1, most + 1)))
+    header += ("the same at fixed anchors", "repeated rounds")
     return Grid("Acceptance by draft position; * the match", header, tuple(lines))
 
 

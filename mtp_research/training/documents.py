@@ -125,6 +125,11 @@ def load_head_documents(
     )
 
 
+def read_texts(paths: Iterable[str], *, model_path: str) -> list[EncodedDocument]:
+    """All documents of files as `data.path` takes them, encoded by the tokenizer of the target."""
+    return [document for path in paths for document in _encode(Path(path), model_path=model_path)]
+
+
 def unseen(
     held_out: Sequence[EncodedDocument], *, train: Iterable[EncodedDocument]
 ) -> list[EncodedDocument]:

@@ -1,5 +1,6 @@
 """The train-unroll x decode-policy matrix on a tiny target: all cells, and the checks in them."""
 
+import copy
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from mtp_research.studies.matrix_workers import decoded_as, same_settings, unrol
 from mtp_research.studies.policy_matrix import run_policy_matrix
 from mtp_research.studies.study_tables import group_figures, matrix_grids, matrix_summary
 from mtp_research.studies.tables import main
+from mtp_research.training.setup import load_inputs
 from tests.tiny import tiny_heads, tiny_target
 from tests.training.tiny import save_lab
 
@@ -171,7 +173,16 @@ def test_recycle_norms_are_trained_and_decoded_crosswise(config, tmp_path):
     ]
     record = json.loads((tmp_path / "chain_n2_pre_norm_s0" / "head" / "head.json").read_text())
     assert record["spec"]["recycle_norm"] == "pre_norm"
-    (grid, *_) = matrix_grids(read_matrix(tmp_path))
+    (grid, *_, positions) = [
+        grid
+        for grid in matrix_grids(read_matrix(tmp_path))
+        if not grid.title.startswith("Acceptance length, c")
+        and not grid.title.startswith("Acceptance length, m")
+    ]
+    assert positions.header[-2:] == ("the same at fixed anchors", "repeated rounds")
+    (group, *_) = group_figures(read_matrix(tmp_path))
+    assert positions.rows[0][-2] == " ".join(f"{rate:.3f}" for rate in group.anchor_rates)
+    assert positions.rows[0][-1] == f"{group.repeated_share:.1%}"
     assert [row[0] for row in grid.rows] == ["chain N=2", "chain N=2 pre_norm"]
     assert grid.header == ("heads", "training", "training as pre_norm", "training as post_norm")
 
@@ -229,6 +240,10 @@ def test_cell_counts_no_round_behind_the_stop_token(policy):
     assert ended.loop[0] == tuple(wanted)
     assert len(ended.loop[0]) < len(whole.loop[0])
     assert ended.differing == ()
+    # The text is one for all policies, and so are the anchors: module 1 drafts the same everywhere.
+    other = matrix_cell.measure_cell(heads, records, prompts=prompts, policy="eagle", num_drafts=3)
+    assert ended.anchor_rates[0] == other.anchor_rates[0] > 0
+    assert list(ended.anchor_rates) == sorted(ended.anchor_rates, reverse=True)
 
 
 def test_rounds_that_repeat_six_tokens_are_counted():
@@ -241,6 +256,7 @@ def test_rounds_that_repeat_six_tokens_are_counted():
 def test_heads_trained_with_another_schedule_are_walked_and_decoded_with_it(config, tmp_path):
     config = dataclasses.replace(config)
     config.head = dataclasses.replace(config.head, module_schedule="last")
+    config.trainer = dataclasses.replace(config.trainer, max_steps=40, learning_rate=5e-3)
     config.matrix = MatrixConfig(
         num_mtp_modules=[2],
         unrolls=["chain"],
@@ -248,13 +264,34 @@ def test_heads_trained_with_another_schedule_are_walked_and_decoded_with_it(conf
         num_prompts=4,
         max_new_tokens=32,
     )
-    result = run_policy_matrix(config, tmp_path)  # the walk's rounds are the loop's, or it raises
+    run_policy_matrix(config, tmp_path)  # the walk's rounds are the loop's, or it raises
+    last = read_matrix(tmp_path).cells
     head = tmp_path / "chain_n2_s0" / "head"
     assert json.loads((head / "head.json").read_text())["spec"]["module_schedule"] == "last"
-    # Module 0 in place of module 1 for the third draft: other rounds.
+    # Module 0 in place of module 1 for the third draft.
     record = json.loads((head / "head.json").read_text())
     record["spec"]["module_schedule"] = "cycle"
     (head / "head.json").write_text(json.dumps(record))
     (tmp_path / MATRIX_FILE).unlink()
-    cycled = run_policy_matrix(config, tmp_path)
-    assert [c["num_rounds"] for c in cycled["cells"]] != [c["num_rounds"] for c in result["cells"]]
+    run_policy_matrix(config, tmp_path)
+    for cell, other in zip(last, read_matrix(tmp_path).cells, strict=True):
+        assert cell.anchor_rates[:2] == other.anchor_rates[:2]
+        assert cell.anchor_rates[2] != other.anchor_rates[2]
+
+
+def test_prompts_of_other_files_are_decoded_unless_training_has_them(two_seeds, tmp_path):
+    trained = load_inputs(two_seeds).documents.train[0]
+    lines = [{"id": "seen", "token_ids": list(trained.token_ids), "num_prompt_tokens": 6}]
+    lines += [
+        {"id": f"new{index}", "token_ids": [7, index, 11, 90, 5, 6, 7], "num_prompt_tokens": 5}
+        for index in (20, 30)
+    ]
+    lines.append({"id": "plain", "token_ids": [1, 20, 30, 40], "num_prompt_tokens": 1})
+    path = tmp_path / "dev.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = dataclasses.replace(two_seeds, data=copy.deepcopy(two_seeds.data))
+    config.matrix = dataclasses.replace(two_seeds.matrix, prompts=[str(path)], seeds=[3])
+    run_policy_matrix(config, tmp_path / "run")
+    matrix = read_matrix(tmp_path / "run")
+    assert [prompt.id for prompt in matrix.prompts] == ["new20", "new30"]
+    assert matrix.settings["config"]["matrix"]["prompts"] == [str(path)]
