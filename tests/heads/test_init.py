@@ -119,11 +119,12 @@ def test_block_of_two_layers_starts_from_the_last_layer_of_each_type() -> None:
 def test_training_seed_chooses_the_weights_to_start_from(init: str, tmp_path: Path) -> None:
     config = save_lab(tmp_path, num_documents=8)
     target = load_target(config.model.path, device="cpu")
-    config.head = HeadConfig(num_mtp_modules=2, init=init)
+    config.head = HeadConfig(num_mtp_modules=2, init=init, module_schedule="last")
     assert config.objective.unroll == "chain"
 
     def start(seed: int) -> dict[str, torch.Tensor]:
         heads = build_heads(replace(config, seed=seed), target=target)
+        assert heads.spec.module_schedule == "last"
         return {name: tensor for name, tensor in heads.named_parameters() if tensor.dim() > 1}
 
     first, again, other = start(0), start(0), start(1)

@@ -14,6 +14,8 @@ from mtp_research.config.schema import TrainConfig
 from mtp_research.config.training_schema import MatrixConfig
 from mtp_research.evaluation.stats.matrix_seeds import MATRIX_FILE, read_matrix
 from mtp_research.heads.stack import ModuleOutput
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.target import load_target
 from mtp_research.policy.fields import MATCHING_POLICY
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
 from mtp_research.studies import matrix_cell, matrix_workers
@@ -253,30 +255,19 @@ def test_rounds_that_repeat_six_tokens_are_counted():
     assert matrix_cell.num_repeated_rounds(text, (4, 0), start=5) == 0
 
 
-def test_heads_trained_with_another_schedule_are_walked_and_decoded_with_it(config, tmp_path):
-    config = dataclasses.replace(config)
-    config.head = dataclasses.replace(config.head, module_schedule="last")
-    config.trainer = dataclasses.replace(config.trainer, max_steps=40, learning_rate=5e-3)
-    config.matrix = MatrixConfig(
-        num_mtp_modules=[2],
-        unrolls=["chain"],
-        policies=["training", "target_roll"],
-        num_prompts=4,
-        max_new_tokens=32,
-    )
-    run_policy_matrix(config, tmp_path)  # the walk's rounds are the loop's, or it raises
-    last = read_matrix(tmp_path).cells
-    head = tmp_path / "chain_n2_s0" / "head"
-    assert json.loads((head / "head.json").read_text())["spec"]["module_schedule"] == "last"
-    # Module 0 in place of module 1 for the third draft.
-    record = json.loads((head / "head.json").read_text())
-    record["spec"]["module_schedule"] = "cycle"
-    (head / "head.json").write_text(json.dumps(record))
-    (tmp_path / MATRIX_FILE).unlink()
-    run_policy_matrix(config, tmp_path)
-    for cell, other in zip(last, read_matrix(tmp_path).cells, strict=True):
-        assert cell.anchor_rates[:2] == other.anchor_rates[:2]
-        assert cell.anchor_rates[2] != other.anchor_rates[2]
+def test_heads_of_another_schedule_are_walked_and_decoded_with_it():
+    target = load_target("assets/lab_tiny/target", dtype="float32", device="cpu")
+    heads = load_heads("assets/lab_tiny/heads/chain_n3", target)
+    prompts = [tuple(range(200, 212)), tuple(range(900, 908))]
+    decoded = {"policy": "training", "num_drafts": 5}
+    cells = []
+    for schedule in ("cycle", "last"):
+        heads.spec = dataclasses.replace(heads.spec, module_schedule=schedule)
+        records = matrix_cell.decode_prompts(target, heads, prompts, **decoded, num_new=40)
+        cells.append(matrix_cell.measure_cell(heads, records, prompts=prompts, **decoded))
+        assert cells[-1].differing == ()  # the walk's rounds are the loop's
+    assert cells[0].anchor_rates[:3] == cells[1].anchor_rates[:3]
+    assert cells[0].loop != cells[1].loop  # drafts 4 and 5 are module 2's in place of 0's and 1's
 
 
 def test_prompts_of_other_files_are_decoded_unless_training_has_them(two_seeds, tmp_path):
