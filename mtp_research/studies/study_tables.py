@@ -41,6 +41,7 @@ from mtp_research.evaluation.stats.matrix_seeds import (
     row_name,
 )
 from mtp_research.evaluation.stats.statistics import MIN_PROMPTS, few_prompts
+from mtp_research.policy.fields import MATCHING_POLICY
 
 _NUM_LISTED = 5  # cells with other texts or rounds
 
@@ -297,6 +298,32 @@ def split_prices(study: FaultStudy) -> list[SplitPrices]:
         draws = np.array([ref.draws - own.draws for ref, own in pairs]).T @ solve.T
         prices = (bootstrap.interval_of(v, d) for v, d in zip(values, draws.T, strict=True))
         made.append(SplitPrices(head, len(rows), tuple(prices)))
+    return made
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """What the other clean policy costs heads that were trained for one of the two."""
+
+    head: str
+    num_speculative_tokens: int  # K
+    lost: bootstrap.Estimate  # length under the other minus that under their own, paired
+    percent: bootstrap.Estimate  # the same, of their own
+
+
+def policy_losses(study: FaultStudy) -> list[PolicyLoss]:
+    """For each head and K; heads trained for neither `training` nor `eagle` are left out."""
+    found, made = _all_lengths(study), []
+    others = {"training": "eagle", "eagle": "training"}
+    for head in study.heads:
+        own = MATCHING_POLICY.get(str(head.get("unroll")), "")
+        for name, num_drafts, policy in found:
+            if name == head["name"] and policy == own and own in others:
+                ours, theirs = found[name, num_drafts, own], found[name, num_drafts, others[own]]
+                kept, draws = theirs.value / ours.value, theirs.draws / ours.draws
+                percent = bootstrap.interval_of(100 * (kept - 1), 100 * (draws - 1))
+                lost = bootstrap.difference(theirs, ours)
+                made.append(PolicyLoss(name, num_drafts, lost, percent))
     return made
 
 
