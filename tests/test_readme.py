@@ -83,13 +83,13 @@ def wrong_policy() -> Iterator[tuple[str, tuple[str, ...]]]:
     at_three = []
     for target in TARGETS:
         own = {g.key.head: g.length.value or 0.0 for g in groups(target) if g.is_match}
-        others = [g for g in groups(target) if g.minus_match is not None]
-        at_three += [-100 * (g.minus_match.value or 0.0) / own[g.key.head] for g in others]
+        lost = [(g.key.head, g.minus_match) for g in groups(target)]
+        at_three += [-100 * (one.value or 0.0) / own[head] for head, one in lost if one is not None]
     at_five = [
         -(loss.percent.value or 0.0)
         for target in TARGETS
-        for loss in policy_losses(read_study(RESULTS / f"{target}_prices"))
-        if loss.num_speculative_tokens == 5
+        for (_, num_drafts), loss in policy_losses(read_study(RESULTS / f"{target}_prices")).items()
+        if num_drafts == 5
     ]
     texts = [
         f"{value:.0f}" for losses in (at_three, at_five) for value in (min(losses), max(losses))
@@ -219,3 +219,37 @@ def test_every_number_of_the_readme_is_computed_again() -> None:
 def test_a_number_that_is_changed_or_added_is_seen(old: str, new: str) -> None:
     assert old in TEXT
     assert len(accounted(TEXT.replace(old, new, 1))) > len(accounted(TEXT))
+
+
+def test_tables_of_the_wrong_policy_in_results_are_computed_again() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
+    names = {"chain_n3": "chain, N = 3", "chain_n1": "chain, N = 1", "ttt_n1": "ttt, N = 1"}
+    folders = {"lab_tiny": "fault_price", "lab_base": "lab_base_prices"}
+    folders |= {"lab_small": "lab_small_prices"}
+    for target, folder in folders.items():
+        losses = policy_losses(read_study(RESULTS / folder))
+        for name, shown in names.items():
+            (head,) = {head for head, _ in losses if name in head}
+            own = "eagle" if name.startswith("ttt") else "training"
+            cells = [f"| {target} | {shown} | {own} "]
+            for num_drafts in (3, 5):
+                one = losses[head, num_drafts]
+                low, high = one.lost.low, one.lost.high
+                cells.append(f"| {one.lost.value:+.3f} [{low:+.3f}, {high:+.3f}] ")
+                cells.append(f"| {one.percent.value:.1f} ")
+            assert "".join(cells) + "|\n" in page
+
+
+def test_table_of_the_policy_matrix_in_results_is_computed_again() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
+    rows: dict[str, list[str]] = {}
+    for target in TARGETS:
+        for one in groups(target):
+            value, low, high = texts_of(one.length)
+            value = f"**{value}**" if one.is_match else value
+            rows.setdefault(one.key.head.replace(" N=", ", N = "), []).append(
+                f"{value} [{low}, {high}]"
+            )
+    assert len(rows) == 6
+    for name, cells in rows.items():
+        assert f"| {name} | {' | '.join(cells)} |\n" in page

@@ -305,15 +305,13 @@ def split_prices(study: FaultStudy) -> list[SplitPrices]:
 class PolicyLoss:
     """What the other clean policy costs heads that were trained for one of the two."""
 
-    head: str
-    num_speculative_tokens: int  # K
     lost: bootstrap.Estimate  # length under the other minus that under their own, paired
     percent: bootstrap.Estimate  # the same, of their own
 
 
-def policy_losses(study: FaultStudy) -> list[PolicyLoss]:
-    """For each head and K; heads trained for neither `training` nor `eagle` are left out."""
-    found, made = _all_lengths(study), []
+def policy_losses(study: FaultStudy) -> dict[tuple[str, int], PolicyLoss]:
+    """By head and K; heads trained for neither `training` nor `eagle` are left out."""
+    found, made = _all_lengths(study), {}
     others = {"training": "eagle", "eagle": "training"}
     for head in study.heads:
         own = MATCHING_POLICY.get(str(head.get("unroll")), "")
@@ -323,7 +321,7 @@ def policy_losses(study: FaultStudy) -> list[PolicyLoss]:
                 kept, draws = theirs.value / ours.value, theirs.draws / ours.draws
                 percent = bootstrap.interval_of(100 * (kept - 1), 100 * (draws - 1))
                 lost = bootstrap.difference(theirs, ours)
-                made.append(PolicyLoss(name, num_drafts, lost, percent))
+                made[name, num_drafts] = PolicyLoss(lost, percent)
     return made
 
 
