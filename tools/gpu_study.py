@@ -102,6 +102,9 @@ def stages_of(options: argparse.Namespace) -> list[Stage]:
 
     trained = [model, f"model.path={target}"]
     words = [train, "experiment=policy_matrix", *trained, f"data.path={answers}", *MATRIX]
+    if options.corpus:  # questions that neither the target nor the heads have seen
+        files = [f"{options.corpus}/{name}.dev.jsonl.xz" for name in QUESTIONS]
+        words.append(f"matrix.prompts=[{','.join(files)}]")
     words += [f"output_dir={out}/matrix", *tiny("matrix")]
     stages.append(Stage("matrix", words, out / "matrix" / "matrix.json"))
 

@@ -6,18 +6,26 @@ only in tensors, or in a model still to be downloaded, is left to the loaders.
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 from mtp_research.config.rules import expand
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.evaluation.run.prompt_files import read_prompt_files
 from mtp_research.evaluation.run.settings_check import check_settings
-from mtp_research.heads.record import RECORD_FILE, check_head_fits, read_head_record
+from mtp_research.heads.record import (
+    RECORD_FILE,
+    check_head_fits,
+    decoded_schedule,
+    read_head_record,
+    recorded_schedule,
+)
 from mtp_research.models.loading.source import (
     CONFIG_FILE,
     check_source,
     looks_like_hub_id,
     read_sizes,
 )
+from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 SPECIAL_HEADS = (None, "oracle")
@@ -28,7 +36,9 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
     if isinstance(config, TrainConfig):
         if config.task == "target":  # model.path and data.path are not read
             return
-        _require_paths(("data.path", config.data.path), ("head.path", config.head.path))
+        prompts = config.matrix.prompts if config.task == "matrix" else []
+        files = [("data.path", config.data.path), *(("matrix.prompts", path) for path in prompts)]
+        _require_paths(*files, ("head.path", config.head.path))
         _check_cache(config)
         config_file = check_source(config.model.path)
         _check_head(config.head.path, key="head.path", config_file=config_file)
@@ -43,7 +53,8 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
         if head is not None and not Path(head).exists():
             check_source(head, key="spec.head")  # a checkpoint on the hub
         else:
-            _check_head(head, key="spec.head", config_file=config_file)
+            schedule = config.spec.module_schedule
+            _check_head(head, key="spec.head", config_file=config_file, schedule=schedule)
     if config.prompts.path is not None:
         read_prompt_files(Path(config.prompts.path))
     if config.engine.cuda_graphs:
@@ -84,8 +95,12 @@ def _check_cache(config: TrainConfig) -> None:
         )
 
 
-def _check_head(folder: str | None, *, key: str, config_file: Path | None) -> None:
+def _check_head(
+    folder: str | None, *, key: str, config_file: Path | None, schedule: str | None = None
+) -> None:
     """Compare a head's target with the model's sizes, if its `config.json` is at hand.
+
+    `schedule`, spec.module_schedule, must be the one that the head was trained with.
 
     A folder with a `config.json` in place of `head.json` is a published checkpoint, whose MTP
     modules the loader checks against the target.
@@ -95,6 +110,8 @@ def _check_head(folder: str | None, *, key: str, config_file: Path | None) -> No
     if not (Path(folder) / RECORD_FILE).exists() and (Path(folder) / CONFIG_FILE).is_file():
         return
     record = read_head_record(Path(folder), key=key)
+    asked = cast(ModuleSchedule | None, schedule)
+    decoded_schedule(asked, recorded=recorded_schedule(record))
     if config_file is not None:
         sizes = read_sizes(config_file)._asdict()
         check_head_fits(record, folder=Path(folder), target=sizes, key=key)

@@ -21,6 +21,7 @@ ALIASES = {"spec.k": "spec.num_speculative_tokens"}
 
 Field = dataclasses.Field[object]
 Number = TypeVar("Number", int, float, int | None, float | None)
+Choice = TypeVar("Choice", str, str | None)
 
 
 def within(default: Number, low: float, high: float) -> Number:
@@ -33,8 +34,8 @@ def above(default: float, low: float, high: float) -> float:
     return field(default=default, metadata={"low": low, "high": high, "open_low": True})
 
 
-def one_of(default: str, *choices: str) -> str:
-    """A key that takes one of the choices."""
+def one_of(default: Choice, *choices: str) -> Choice:
+    """A key that takes one of the choices; None is legal where the annotation allows it."""
     return field(default=default, metadata={"choices": tuple(sorted(choices))})
 
 

@@ -23,6 +23,7 @@ from mtp_research.config.schema import (
 )
 from mtp_research.config.training_schema import (
     MAX_SPECULATIVE_TOKENS,
+    HeadConfig,
     ObjectiveConfig,
     PretrainConfig,
     TrainerConfig,
@@ -99,6 +100,11 @@ def _heads_faults(config: TrainConfig) -> Iterator[str]:
     if head.init == "replicate" and head.path is None:
         expected = "must be set for head.init=replicate"
         yield rule_line("head.path", expected, "nothing", "head.path=PATH")
+    is_copy = head.init == "target_last_layer" and head.path is None
+    if not is_copy and head.init_noise not in (0, HeadConfig.init_noise):
+        key = "head.init_noise"
+        expected = "must be left alone for heads that do not start from the target's last layer"
+        yield rule_line(key, expected, head.init_noise, f"{key}={HeadConfig.init_noise}")
     if seq_len < num_depths + 2:
         key = "data.seq_len"
         expected = f"must be at least objective.num_depths + 2 = {num_depths + 2}"

@@ -95,8 +95,9 @@ class SpecConfig(VerifyOptions):
     )
     # Folder of trained heads. null: every draft is wrong; oracle: every draft is right.
     head: str | None = "assets/lab_tiny/heads/chain_n3"
-    # The module of draft step i: cycle is i mod N, first is 0, last is min(i, N - 1).
-    module_schedule: str = one_of("cycle", *MODULE_SCHEDULES)
+    # The module of draft step i, as head.module_schedule; None: what head.json records, and trained
+    # heads take no other.
+    module_schedule: str | None = one_of(None, *MODULE_SCHEDULES)
     # standard: rejection sampling; block: the same, drafts judged together; the others are lossy.
     # auto: greedy at temperature 0, standard above.
     verify: str = one_of("auto", "auto", *VERIFY_RULES)

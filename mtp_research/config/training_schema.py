@@ -63,6 +63,9 @@ class HeadConfig:
     # native: the target's own MTP layers, N and the conventions below from its files where they are
     # not typed; replicate: the one module of head.path, N times.
     init: str = one_of("target_last_layer", "native", "random", "replicate", "target_last_layer")
+    # init=target_last_layer: noise on the copied matrices, as a share of their root mean square. It
+    # is drawn by `seed`, so that seeds and modules 1..N start apart; 0: exact copies.
+    init_noise: float = within(0.02, 0.0, 1.0)
     path: str | None = None  # heads to start from, or the one module of init=replicate
     # Parts that stay as they start: a dotted part of a parameter's name (experts) or a pattern.
     freeze: list[str] = field(default_factory=list)
@@ -72,7 +75,8 @@ class HeadConfig:
     # What eh_proj reads first.
     concat_order: str = one_of("embedding_first", "embedding_first", "hidden_first")
     zero_position_0: bool = False  # zero the embedding at position 0, as some families do
-    # The module of draft step i: cycle is i mod N, first is 0, last is min(i, N - 1).
+    # The module of draft step i: cycle is i mod N, first is 0, last is min(i, N - 1). Recorded in
+    # head.json, and decoded with.
     module_schedule: str = one_of("cycle", *MODULE_SCHEDULES)
 
 
@@ -152,8 +156,12 @@ class MatrixConfig:
     # Share of the prompts of a cell whose text or rounds may differ from plain decoding and from
     # the walk, for rounding; in float32 on a CPU none does.
     max_differing_share: float = within(0.0, 0.0, 1.0)
-    num_prompts: int = within(12, 1, 10**6)  # held-out prompts that are decoded
-    max_new_tokens: int = within(48, 1, 1 << 20)  # per prompt; stop tokens do not end it
+    num_prompts: int = within(12, 1, 10**6)  # prompts that are decoded
+    # Files like data.path whose prompts are decoded, such as texts that the target was not trained
+    # on; empty: the held-out documents of data.path.
+    prompts: list[str] = field(default_factory=list)
+    # Per prompt; rounds behind the stop token are decoded and not counted.
+    max_new_tokens: int = within(48, 1, 1 << 20)
     num_workers: int = within(1, 1, 64)  # heads trained and decoded at a time on this machine
     # Dtype in which cells are decoded; auto: that of the training. In float32 the loop equals the
     # walk, and training takes a fraction of its time in bfloat16.

@@ -17,7 +17,8 @@ from mtp_research.decode.draft.drafter import DRAFT_SAMPLINGS, DraftSampling, He
 from mtp_research.decode.sampling.sampling_params import SamplingParams, check_sampling
 from mtp_research.decode.verify.verify_options import check_options
 from mtp_research.decode.verify.verify_rules import RULES, Rule
-from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.record import decoded_schedule
+from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.policy.fields import MODULE_SCHEDULES, POLICIES, HiddenPolicy, ModuleSchedule
 from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.errors import ConfigError
@@ -34,7 +35,7 @@ class SpecSettings:
             greedy at temperature 0.
         verify_options: settings of the lossy rules.
         draft_sampling: `greedy`, `processed` or `sample`, see `drafter.choose_drafts`.
-        module_schedule: which module runs which draft step.
+        module_schedule: which module runs which draft step; None: as the heads were trained.
         draft_length: makes fewer than K drafts where more do not pay.
         draft_token_ids: the tokens that may be drafted, see `heads.draft_vocabulary`; None for all.
 
@@ -47,7 +48,7 @@ class SpecSettings:
     verify: str | Rule = "standard"
     verify_options: VerifyOptions = field(default_factory=VerifyOptions)
     draft_sampling: DraftSampling = "greedy"
-    module_schedule: ModuleSchedule = "cycle"
+    module_schedule: ModuleSchedule | None = None
     draft_length: DraftLength = field(default_factory=FixedLength)
     draft_token_ids: Sequence[int] | None = None
 
@@ -57,7 +58,8 @@ class SpecSettings:
         if isinstance(self.verify, str):
             _check_choice("spec.verify", self.verify, RULES)
         _check_choice("spec.draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS)
-        _check_choice("spec.module_schedule", self.module_schedule, MODULE_SCHEDULES)
+        if self.module_schedule is not None:
+            _check_choice("spec.module_schedule", self.module_schedule, MODULE_SCHEDULES)
         if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
                 f"spec.k must be in 0..{MAX_SPECULATIVE_TOKENS}, got "
@@ -79,10 +81,11 @@ class SpecSettings:
         return RULES[self.verify] if isinstance(self.verify, str) else self.verify
 
     def plan(self, heads: Heads) -> DraftPlan:
-        """What a decoder with these heads drafts."""
+        """What a decoder with these heads drafts; ConfigError for an order they do not know."""
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
-        num_modules = heads.spec.num_mtp_modules if isinstance(heads, MTPHeads) else 1
-        return DraftPlan(policy, self.num_speculative_tokens, num_modules, self.module_schedule)
+        spec = heads.spec if isinstance(heads, MTPHeads) else HeadSpec(num_mtp_modules=1)
+        schedule = decoded_schedule(self.module_schedule, recorded=spec.module_schedule)
+        return DraftPlan(policy, self.num_speculative_tokens, spec.num_mtp_modules, schedule)
 
 
 def check_heads(heads: Heads, *, spec: SpecSettings, engine: EngineConfig) -> None:

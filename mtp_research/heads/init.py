@@ -34,13 +34,18 @@ Init = Literal["native", "random", "replicate", "target_last_layer"]
 _MODULES = "mtp_modules"
 
 
-def init_heads(heads: MTPHeads, *, init: Init, path: Path | None = None) -> None:
+def init_heads(
+    heads: MTPHeads, *, init: Init, path: Path | None = None, noise: float = 0.0, seed: int = 0
+) -> None:
     """Initialise freshly built heads in place, as the module says.
 
-    `path` is a folder of heads with one module, for `replicate`.
+    `path` is a folder of heads with one module, for `replicate`. `noise`, for `target_last_layer`,
+    is the standard deviation of what is added to each matrix, relative to its root mean square.
     """
     if init == "target_last_layer":
         _copy_last_layer(heads)
+        if noise:
+            _add_noise(heads, relative_std=noise, seed=seed)
     elif init == "native":
         folder = native_folder(heads.target.path, heads.target)
         _check_native_conventions(heads, folder)
@@ -124,6 +129,17 @@ def _copy_last_layer(heads: MTPHeads) -> None:
         half = torch.eye(len(weight), dtype=weight.dtype, device=weight.device) / 2
         with torch.no_grad():
             weight.copy_(torch.cat((half, half), dim=1))
+
+
+@torch.no_grad()
+def _add_noise(heads: MTPHeads, *, relative_std: float, seed: int) -> None:
+    """Set modules and seeds apart; norms and biases, which are small and scale all, stay."""
+    generator = torch.Generator().manual_seed(seed)  # on the CPU, so that devices start alike
+    for parameter in heads.parameters():
+        if parameter.dim() > 1:
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            rms = parameter.float().square().mean().sqrt()
+            parameter.copy_(parameter.float() + relative_std * rms * noise)
 
 
 def _last_like_block(target: Target) -> nn.Module:

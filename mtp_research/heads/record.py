@@ -8,15 +8,18 @@ it is, and `init.init_heads` refuses what contradicts the family.
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
 from mtp_research.config.training_schema import HeadConfig
 from mtp_research.models.loading.source import CONFIG_FILE
+from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 HEAD_FORMAT = 1
 RECORD_FILE = "head.json"
+DEFAULT_SCHEDULE: ModuleSchedule = "cycle"  # of heads whose record does not name one
 CONVENTIONS = ("hidden_source", "recycle_norm", "concat_order")
 _HASH = "_sha256"  # ending of facts that folders of older versions lack
 _NUM_DIGITS = 12  # of a hash in a message
@@ -85,6 +88,34 @@ def check_head_fits(
             f"{', '.join(changed)}: another model of the same sizes; set {key} to a head of this "
             "model, or start from this one in training, with head.path."
         )
+
+
+def recorded_schedule(record: Mapping) -> ModuleSchedule | None:
+    """The order of modules in training; None where its writer did not know it.
+
+    Older files have it among the settings of the training, or nowhere, and count as `cycle`.
+    """
+    with suppress(KeyError, TypeError):
+        return record["spec"]["module_schedule"]
+    with suppress(KeyError, TypeError):
+        return record["provenance"]["config"]["head"]["module_schedule"]
+    return DEFAULT_SCHEDULE
+
+
+def decoded_schedule(
+    asked: ModuleSchedule | None, *, recorded: ModuleSchedule | None
+) -> ModuleSchedule:
+    """The order of modules that a head is decoded in: that of its training, where it is known.
+
+    `asked` is `spec.module_schedule`; another order than the recorded one changes no text and costs
+    acceptance, so it is refused.
+    """
+    if asked is not None and recorded is not None and asked != recorded:
+        raise ConfigError(
+            f"spec.module_schedule must be {recorded}, by the head's {RECORD_FILE}, got "
+            f"{asked}: an order that it was not trained in; set spec.module_schedule=null."
+        )
+    return asked or recorded or DEFAULT_SCHEDULE
 
 
 def adopt_conventions(head: HeadConfig, *, path: str, typed: Collection[str]) -> dict[str, object]:

@@ -22,6 +22,7 @@ from mtp_research.models.attention.attention import AttentionContext
 from mtp_research.models.block import build_block
 from mtp_research.models.family import ConcatOrder, NormPoint
 from mtp_research.models.target import Target, TargetHidden
+from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError
 
 
@@ -36,6 +37,8 @@ class HeadSpec:
     zero_position_0: bool = False  # no embedding at position 0, a habit of one serving engine
     owns_lm_head: bool = False  # each module has an output head of its own, not the target's
     unroll: str | None = None  # of training, for reports; None for weights of unknown origin
+    # Which module ran which depth in training; None: unknown, decoded as `cycle` or as asked.
+    module_schedule: ModuleSchedule | None = None
 
 
 class ModuleOutput(NamedTuple):

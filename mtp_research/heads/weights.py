@@ -8,6 +8,7 @@ the shards with modules are fetched: the others are the target's, which is loade
 
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,12 +27,20 @@ from mtp_research.heads.native import (
     native_keys,
     read_index,
 )
-from mtp_research.heads.record import HEAD_FORMAT, RECORD_FILE, check_head_fits, read_head_record
+from mtp_research.heads.record import (
+    HEAD_FORMAT,
+    RECORD_FILE,
+    check_head_fits,
+    read_head_record,
+    recorded_schedule,
+)
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.loading.source import CONFIG_FILE, looks_like_hub_id
 from mtp_research.models.target import Target, target_hashes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.files import write_atomically
+
+logger = logging.getLogger(__name__)
 
 
 def save_heads(
@@ -93,6 +102,11 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
         spec = HeadSpec(**record["spec"])
     except TypeError as fault:
         raise IntegrityError(f"{folder / RECORD_FILE}: spec has other fields: {fault}.") from fault
+    if "module_schedule" not in record["spec"]:  # written by an older version
+        spec = dataclasses.replace(spec, module_schedule=recorded_schedule(record))
+        if spec.num_mtp_modules > 1:
+            path, name = folder / RECORD_FILE, spec.module_schedule
+            logger.warning("%s lacks spec.module_schedule; the head counts as %s", path, name)
     heads = MTPHeads(target, spec=spec)
     load_head_state(heads, folder / SINGLE_FILE)
     return heads.eval().requires_grad_(False)

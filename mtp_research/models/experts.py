@@ -25,7 +25,7 @@ Source: permutation and its inverse as in Megatron's token dispatcher.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import NamedTuple, cast
 
@@ -105,6 +105,44 @@ def route_experts(model: PreTrainedModel, *, experts: str = "auto") -> None:
 def expert_stacks(model: nn.Module) -> list[nn.Module]:
     """The modules whose forward transformers dispatches by name."""
     return [module for module in model.modules() if hasattr(module, "is_transposed")]
+
+
+class ExpertLoads:
+    """Counts the rows that each expert of `model` gets while it trains; padding is a row too.
+
+    Made before the model is compiled: the counters are hooks, which become part of the graph.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.counts: list[Tensor] = []  # per stack `[E]` float32, since the last `take`
+        for stack in expert_stacks(model):
+            weights = next(p for p in stack.parameters() if p.dim() > 2)  # [E, out, in]
+            count = torch.zeros(weights.shape[0], dtype=torch.float32, device=weights.device)
+            stack.register_forward_pre_hook(_count_into(count))
+            self.counts.append(count)
+
+    def take(self) -> Tensor:
+        """All counts one after the other, `[sum of E]`, and begin again; does not wait."""
+        taken = torch.cat(self.counts)
+        for count in self.counts:
+            count.zero_()
+        return taken
+
+    def spread(self, taken: Tensor) -> Tensor:
+        """Largest and smallest load / mean load, `[2]`, each of the stack where it is worst."""
+        stacks = taken.split([len(count) for count in self.counts])
+        loads = [stack / stack.mean() for stack in stacks]
+        most, least = [load.max() for load in loads], [load.min() for load in loads]
+        return torch.stack([torch.stack(most).max(), torch.stack(least).min()])
+
+
+def _count_into(count: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if module.training:
+            chosen = inputs[1].detach().reshape(-1)
+            count.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=count.dtype))
+
+    return add
 
 
 def why_not_fused(stack: nn.Module) -> str | None:

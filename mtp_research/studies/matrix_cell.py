@@ -13,9 +13,10 @@ carries each pass's rows along, round by round, over a text that is known:
 Letters: K drafts per step, k = K depths, T tokens of the text, P prompt tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompts, load_prompts
+from mtp_research.heads.record import DEFAULT_SCHEDULE
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.attention.attention import AttentionCall, DenseContext, with_sinks
 from mtp_research.models.target import Target, load_tokenizer
@@ -38,6 +40,7 @@ from mtp_research.training.walk.replay import held_out_drafts
 # The unroll that computes what a policy drafts from; with one module it is `ttt` as well.
 WALK_UNROLL = {"training": "chain", "eagle": "shared_context", "target_roll": "independent"}
 _WALK_ROWS = 8
+_NUM_NEWEST = 6  # tokens whose earlier occurrence makes a round a repeated one
 PROBE_NEW_TOKENS, PROBE_MODEL_LEN = 64, 512
 
 
@@ -50,7 +53,11 @@ def decode_prompts(
     num_drafts: int,
     num_new: int,
 ) -> list[RequestRecord]:
-    """Greedy text of a fixed length, every prompt read whole in its first step."""
+    """Greedy text of a fixed length, every prompt read whole in its first step.
+
+    It goes on behind a stop token, so that the round which holds it is known; `measure_cell` counts
+    no later one.
+    """
     longest, total = max(map(len, prompts)), sum(map(len, prompts))
     engine = EngineConfig(
         max_num_requests=len(prompts),
@@ -65,12 +72,18 @@ def decode_prompts(
 
 
 class CellRounds(NamedTuple):
-    """Accepted drafts of each round of each prompt of loop and walks, all K tokens being known."""
+    """Accepted drafts of each round of each prompt of loop and walks.
+
+    Rounds start before the text's first stop token, and all their K tokens are known.
+    """
 
     loop: tuple[tuple[int, ...], ...]
     clean: tuple[tuple[int, ...], ...] | None  # walk, rejected rows rerun; None if clean
     differing: tuple[int, ...]  # prompts; none in float32
     walks: tuple[tuple[int, ...], ...]  # under the policy as it is
+    num_repeated: int  # the loop's rounds whose newest six tokens occurred before in the request
+    # `[K]` share of the anchors, the same for all policies, whose first i drafts are all right
+    anchor_rates: tuple[float, ...]
 
 
 def measure_cell(
@@ -94,12 +107,37 @@ def measure_cell(
     walks = _walks(heads, documents, policy=policy, num_drafts=num_drafts)
     pairs = zip(records, walks, strict=True)
     loop = tuple(_known_rounds(one.num_accepted_per_round, walk) for one, walk in pairs)
+    texts = zip(prompts, documents, loop, strict=True)
+    hits = np.sum([walk.prefix_hits for walk in walks], axis=0)
     return CellRounds(
         loop=loop,
         clean=None if fields.POLICIES[policy].clean else tuple(walk.clean for walk in walks),
         differing=tuple(i for i, walk in enumerate(walks) if loop[i] != walk.exact),
         walks=tuple(walk.exact for walk in walks),
+        num_repeated=sum(
+            num_repeated_rounds(text.token_ids, rounds, start=len(prompt) - 1)
+            for prompt, text, rounds in texts
+        ),
+        anchor_rates=tuple((hits / max(sum(walk.num_anchors for walk in walks), 1)).tolist()),
     )
+
+
+def num_repeated_rounds(token_ids: Sequence[int], accepted: Sequence[int], *, start: int) -> int:
+    """Rounds whose newest tokens occurred before in the same order; copying makes drafting easy.
+
+    The first round has the anchor `start`; one at anchor t knows the tokens up to x_{t+1}.
+    """
+    ends = range(_NUM_NEWEST, len(token_ids) + 1)
+    newest = {end: tuple(token_ids[end - _NUM_NEWEST : end]) for end in ends}
+    first_end: dict[tuple[int, ...], int] = {}
+    for end, gram in newest.items():
+        first_end.setdefault(gram, end)
+    num_known, count = start + 2, 0
+    for num_accepted in accepted:
+        if num_known in newest:
+            count += first_end[newest[num_known]] < num_known
+        num_known += num_accepted + 1
+    return count
 
 
 class _Walks(NamedTuple):
@@ -107,11 +145,12 @@ class _Walks(NamedTuple):
 
     exact: tuple[int, ...]  # under the policy as it is
     clean: tuple[int, ...]  # as if the rows of rejected drafts were rerun
-    num_anchors: int  # whose K tokens are known
+    num_anchors: int  # before the stop token, whose K tokens are known
+    prefix_hits: np.ndarray  # `[K]` anchors whose first i drafts are right, rejected rows rerun
 
 
 def _known_rounds(accepted: Sequence[int], walk: _Walks) -> tuple[int, ...]:
-    """The loop's rounds that start at an anchor whose K tokens are known."""
+    """The loop's rounds that start at an anchor of the walk."""
     known, anchor = [], 0
     for count in accepted:
         if anchor >= walk.num_anchors:
@@ -130,20 +169,36 @@ def _walks(
         hidden_source=heads.spec.hidden_source,
         keep_hidden=False,
     )
-    spec, found = UnrollSpec(num_drafts, WALK_UNROLL[policy]), []
+    schedule = heads.spec.module_schedule or DEFAULT_SCHEDULE
+    spec, found = UnrollSpec(num_drafts, WALK_UNROLL[policy], schedule), []
     starts = range(0, len(rows), _WALK_ROWS)
     batches = [range(start, min(start + _WALK_ROWS, len(rows))) for start in starts]
     drafts = held_out_drafts(heads, rows, spec=spec, row_batches=batches)
     for index, document in enumerate(documents):
         ((start, stop),) = response_ranges(document.loss_mask, num_depths=num_drafts)
+        stop = max(start, min(stop, _stop_position(document, heads.target.stop_token_ids) - 1))
         clean = replay_walk(drafts[index].is_hit, start=start, stop=stop).accepted_per_round
         exact, run = clean, fields.POLICIES[policy]
         if not run.clean:
             exact = stale_walk(
-                heads, document.token_ids, policy=run, start=start, stop=stop, num_depths=num_drafts
+                heads,
+                document.token_ids,
+                policy=run,
+                start=start,
+                stop=stop,
+                num_depths=num_drafts,
+                schedule=schedule,
             )
-        found.append(_Walks(exact, clean, stop - start))
+        prefixes = np.cumprod(drafts[index].is_hit[start:stop], axis=1).sum(axis=0)
+        found.append(_Walks(exact, clean, stop - start, prefixes))
     return found
+
+
+def _stop_position(document: EncodedDocument, stop_token_ids: Collection[int]) -> int:
+    """Of the answer's first stop token; the end of the text without one."""
+    pairs = enumerate(zip(document.token_ids, document.loss_mask, strict=True))
+    stops = (at for at, (token, is_own) in pairs if is_own and token in stop_token_ids)
+    return next(stops, len(document.token_ids))
 
 
 class StoredRows:
@@ -235,7 +290,6 @@ def decode_probe(config: TrainConfig) -> Callable[[MTPHeads], dict[str, object]]
         policy=fields.MATCHING_POLICY[config.objective.unroll],
         num_speculative_tokens=config.objective.num_depths or max(config.head.num_mtp_modules, 3),
         verify="greedy",
-        module_schedule=cast(plan.ModuleSchedule, config.head.module_schedule),
     )
 
     def probe(heads: MTPHeads) -> dict[str, object]:

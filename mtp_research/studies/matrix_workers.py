@@ -123,7 +123,8 @@ def measure_heads(
 ) -> Iterator[MatrixCell]:
     """Cells missing in `done`, as they are measured; untrained heads are trained.
 
-    A cell of `done` whose head has other weights by now counts as missing. One of `num_workers` is
+    A cell of `done` whose head has other weights by now counts as missing, and so does one of a
+    version that counted rounds behind the stop token. One of `num_workers` is
     this process with its `target`; several load their own, a head at a time.
     """
     if num_workers == 1:
@@ -191,7 +192,7 @@ def _missing_cells(
     config = run.config
     heads = load_heads(run.folder / "head", target)
     sha256 = sha256_of(run.folder / "head" / "model.safetensors")
-    have = {(cell.key, cell.seed, cell.head_sha256) for cell in done}
+    have = {(c.key, c.seed, c.head_sha256) for c in done if c.num_repeated_rounds is not None}
     for policy in config.matrix.policies:
         for norm in config.matrix.recycle_norms or [config.head.recycle_norm]:
             head = (config.head.num_mtp_modules, config.head.recycle_norm)
@@ -243,6 +244,8 @@ def _cell(heads: MTPHeads, key: GroupKey, asked: Asked, *, run: HeadRun, sha256:
         clean_per_round=rounds.clean,
         num_other_texts=len(texts),
         num_other_rounds=len(rounds.differing),
+        num_repeated_rounds=rounds.num_repeated,
+        anchor_rates=rounds.anchor_rates,
     )
 
 

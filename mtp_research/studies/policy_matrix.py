@@ -48,6 +48,7 @@ from mtp_research.studies.matrix_workers import (
     same_settings,
 )
 from mtp_research.studies.study_tables import matrix_grids, write_matrix
+from mtp_research.training.documents import held_out_indices, read_texts, unseen
 from mtp_research.training.setup import load_inputs
 
 if TYPE_CHECKING:
@@ -63,7 +64,10 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
     and the seed. Each head has a folder of its own in `output_dir`, which a repeated call reuses.
     """
     target, documents = load_inputs(decoding_config(config))
-    chosen = _prompt_documents(documents.held_out, limit=config.matrix.num_prompts)
+    asked = documents.held_out
+    if config.matrix.prompts:
+        asked = _other_documents(config, training=documents.train)
+    chosen = _prompt_documents(asked, limit=config.matrix.num_prompts)
     prompts = [prompt for prompt, _ in chosen]
     plain = decode_prompts(
         target, None, prompts, policy="training", num_drafts=0, num_new=config.matrix.max_new_tokens
@@ -151,6 +155,17 @@ def _start(
     return stored
 
 
+def _other_documents(
+    config: TrainConfig, *, training: Sequence[EncodedDocument]
+) -> list[EncodedDocument]:
+    """Documents of `matrix.prompts` that are in no training document, as many of each domain."""
+    found = unseen(read_texts(config.matrix.prompts, model_path=config.model.path), train=training)
+    # Plain text begins with one token that is not the target's own, and asks nothing.
+    asked = [one for one in found if any(one.loss_mask) and not any(one.loss_mask[:2])]
+    num_documents = min(config.matrix.num_prompts, len(asked))
+    return [asked[index] for index in sorted(held_out_indices(asked, num_documents=num_documents))]
+
+
 def _prompt_documents(
     documents: Sequence[EncodedDocument], *, limit: int
 ) -> list[tuple[tuple[int, ...], EncodedDocument]]:
@@ -159,8 +174,8 @@ def _prompt_documents(
     found = [(one.token_ids[:n], one) for one, n in lengths if n > 0]
     if not found:
         raise ConfigError(
-            "data.path must hold documents with a prompt before the target's own tokens, got none "
-            "among those held out; set data=lab_regenerated."
+            "data.path or matrix.prompts must hold documents with a prompt before the target's own "
+            "tokens, got none; set data=lab_regenerated."
         )
     return found[:: max(1, len(found) // limit)][:limit]
 

@@ -41,6 +41,7 @@ from mtp_research.evaluation.stats.matrix_seeds import (
     row_name,
 )
 from mtp_research.evaluation.stats.statistics import MIN_PROMPTS, few_prompts
+from mtp_research.policy.fields import MATCHING_POLICY
 
 _NUM_LISTED = 5  # cells with other texts or rounds
 
@@ -207,13 +208,16 @@ def _match_grid(matrix: SeedMatrix) -> Grid:
 
 
 def _position_grid(groups: Sequence[GroupFigures]) -> Grid:
-    """p_i of every cell over all prompts; `*` marks the match."""
+    """p_i of every cell over all prompts, hits at fixed anchors beside them; `*` is the match."""
     most = max((len(one.positions) for one in groups), default=0)
     lines = []
     for one in groups:
         cells = [*map(interval, one.positions), *[UNDEFINED] * (most - len(one.positions))]
+        cells.append(" ".join(number(rate, ".3f") for rate in one.anchor_rates) or UNDEFINED)
+        cells.append(number(one.repeated_share, ".1%"))
         lines.append((row_name(one.key), column_name(one.key) + "*" * one.is_match, *cells))
     header = ("heads", "policy", *(f"p_{i}" for i in range(1, most + 1)))
+    header += ("the same at fixed anchors", "repeated rounds")
     return Grid("Acceptance by draft position; * the match", header, tuple(lines))
 
 
@@ -294,6 +298,30 @@ def split_prices(study: FaultStudy) -> list[SplitPrices]:
         draws = np.array([ref.draws - own.draws for ref, own in pairs]).T @ solve.T
         prices = (bootstrap.interval_of(v, d) for v, d in zip(values, draws.T, strict=True))
         made.append(SplitPrices(head, len(rows), tuple(prices)))
+    return made
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """What the other clean policy costs heads that were trained for one of the two."""
+
+    lost: bootstrap.Estimate  # length under the other minus that under their own, paired
+    percent: bootstrap.Estimate  # the same, of their own
+
+
+def policy_losses(study: FaultStudy) -> dict[tuple[str, int], PolicyLoss]:
+    """By head and K; heads trained for neither `training` nor `eagle` are left out."""
+    found, made = _all_lengths(study), {}
+    others = {"training": "eagle", "eagle": "training"}
+    for head in study.heads:
+        own = MATCHING_POLICY.get(str(head.get("unroll")), "")
+        for name, num_drafts, policy in found:
+            if name == head["name"] and policy == own and own in others:
+                ours, theirs = found[name, num_drafts, own], found[name, num_drafts, others[own]]
+                kept, draws = theirs.value / ours.value, theirs.draws / ours.draws
+                percent = bootstrap.interval_of(100 * (kept - 1), 100 * (draws - 1))
+                lost = bootstrap.difference(theirs, ours)
+                made[name, num_drafts] = PolicyLoss(lost, percent)
     return made
 
 

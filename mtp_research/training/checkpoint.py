@@ -37,7 +37,7 @@ SCHEMA = 1
 _MANIFEST, _STATE, _LATEST = "manifest.json", "state.json", "latest"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 # What runs did before the key was there.
-_BEFORE: Mapping[str, object] = {"objective.half_logits": False}
+_BEFORE: Mapping[str, object] = {"head.init_noise": 0.0, "objective.half_logits": False}
 _UNFINISHED, _RETIRED = ".writing-", ".retired-"
 # Trainer keys that change neither the weights nor the order of the data.
 _FREE_TRAINER_KEYS = (

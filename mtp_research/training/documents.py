@@ -9,17 +9,24 @@ Input is a `.jsonl` or `.jsonl.xz` file, one document a line: `id`, optional `do
     text                            a plain document
 
 The split is a function of document ids alone, so that runs with other k, seeds or lengths are
-measured on the same held-out documents.
+measured on the same held-out documents. Those whose prompt or answer is that of a training document
+are dropped: the walk must not be measured on what was learnt. How far the answers of the others
+repeat training answers in parts is counted in runs of 13 tokens.
 
 Source: training on the target's own output FastMTP (arXiv:2509.18362).
 """
 
+import itertools
 import json
 import logging
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from mtp_research.config.training_schema import DataConfig
 from mtp_research.data.chat import encode_for_target
@@ -31,6 +38,9 @@ from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.files import sha256_of
 
 logger = logging.getLogger(__name__)
+GRAM_TOKENS = 13  # of a run that counts as copied
+# Settings of regeneration under which a text is a draw from the target's own distribution.
+SAMPLED_LAW = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,28 @@ class HeadDocuments:
     held_out: list[EncodedDocument]  # of the replay walk
     num_short: int  # training documents left out: they have fewer than k + 2 tokens
     data_sha256: str  # of the file
+    num_seen: int = 0  # held-out documents dropped, whose prompt or answer is in training
+    overlap_13: float = math.nan  # share of held-out answers' 13-grams in training answers
+    # Why the expected length of sampled drafts cannot be measured on this text; None where it can
+    not_sampled: str | None = None
+
+    def facts(self) -> dict[str, object]:
+        """What a result records of the data."""
+        return {
+            "num_held_out_dropped": self.num_seen,
+            "held_out_13gram_overlap": self.overlap_13,
+            "sampled_length_not_measured": self.not_sampled,
+        }
+
+    def line(self) -> str:
+        """The same for people, on one line."""
+        text = (
+            f"data: {len(self.train)} training and {len(self.held_out)} held-out documents, "
+            f"{self.num_seen} more dropped, whose prompt or answer is in training; "
+            f"{self.overlap_13:.1%} of the 13-grams of held-out answers occur in training answers"
+        )
+        unmeasured = f"; sampled_acceptance_length is nan: {self.not_sampled}"
+        return text + unmeasured * (self.not_sampled is not None)
 
 
 def load_head_documents(
@@ -56,7 +88,8 @@ def load_head_documents(
         raise ConfigError(f"data.path must be a .jsonl or .jsonl.xz file, got {data.path!r}.")
     if data.kind == "original":
         logger.warning("data.kind=original: heads learn text that the target itself did not write")
-    _check_tokenizer(path, model_path=model_path)
+    settings = _answer_settings(path)
+    _check_tokenizer(settings, path=path, model_path=model_path)
     documents = _thin_out(_encode(path, model_path=model_path), limit=data.max_documents)
     for document in documents:
         token_ids = document.token_ids or (0,)
@@ -73,24 +106,108 @@ def load_head_documents(
     chosen = held_out_indices(documents, num_documents=data.eval_documents)
     rest = [document for index, document in enumerate(documents) if index not in chosen]
     train = [document for document in rest if len(document.token_ids) >= num_depths + 2]
+    asked = [documents[index] for index in sorted(chosen)]
+    held_out = unseen(asked, train=train)
+    if not held_out:
+        raise ConfigError(
+            f"data.path must hold documents that differ from each other, got {len(asked)} held-out "
+            "ones whose prompt or answer is that of a training document; remove the copies, or set "
+            "data.path to a file with more texts."
+        )
     return HeadDocuments(
         train=train,
-        held_out=[documents[index] for index in sorted(chosen)],
+        held_out=held_out,
         num_short=len(rest) - len(train),
         data_sha256=sha256_of(path),
+        num_seen=len(asked) - len(held_out),
+        overlap_13=overlap(held_out, train=train),
+        not_sampled=_why_not_sampled(settings),
     )
 
 
-def _check_tokenizer(path: Path, *, model_path: str) -> None:
-    """Refuse token ids of another tokenizer, by the settings that regeneration left beside them."""
+def read_texts(paths: Iterable[str], *, model_path: str) -> list[EncodedDocument]:
+    """All documents of files as `data.path` takes them, encoded by the tokenizer of the target."""
+    return [document for path in paths for document in _encode(Path(path), model_path=model_path)]
+
+
+def unseen(
+    held_out: Sequence[EncodedDocument], *, train: Iterable[EncodedDocument]
+) -> list[EncodedDocument]:
+    """The held-out documents that share neither their whole prompt nor answer with training."""
+    parts = list(map(_parts, train))
+    prompts = {one.prompt for one in parts if len(one.prompt) > 1}  # plain text has its first token
+    answers = {one.answer for one in parts if one.answer}
+    pairs = [(document, _parts(document)) for document in held_out]
+    return [d for d, own in pairs if own.prompt not in prompts and own.answer not in answers]
+
+
+class _Parts(NamedTuple):
+    """Token ids of a document: before the target's first own token, and the own ones."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def _parts(document: EncodedDocument) -> _Parts:
+    token_ids, is_own = document.token_ids, document.loss_mask
+    num_prompt = is_own.index(True) if True in is_own else len(token_ids)
+    return _Parts(token_ids[:num_prompt], tuple(itertools.compress(token_ids, is_own)))
+
+
+def overlap(held_out: Iterable[EncodedDocument], *, train: Iterable[EncodedDocument]) -> float:
+    """Share of the 13-grams of held-out answers that occur in training answers; nan without any.
+
+    Compared by 64-bit hashes, as text by text there are too many to keep.
+    """
+    found = [_gram_hashes(_parts(document).answer) for document in held_out]
+    wanted = np.concatenate([*found, np.zeros(0, np.uint64)])
+    if not len(wanted):
+        return math.nan
+    known = np.unique(wanted)
+    is_seen = np.zeros(len(known), dtype=bool)
+    for document in train:
+        hashes = _gram_hashes(_parts(document).answer)
+        at = np.searchsorted(known, hashes).clip(max=len(known) - 1)
+        is_seen[at[known[at] == hashes]] = True
+    return float(is_seen[np.searchsorted(known, wanted)].mean())
+
+
+def _gram_hashes(token_ids: Sequence[int]) -> np.ndarray:
+    """A hash of each 13 tokens in a row, `[n - 12]`."""
+    if len(token_ids) < GRAM_TOKENS:
+        return np.zeros(0, np.uint64)
+    factors = np.random.default_rng(0).integers(1 << 63, size=GRAM_TOKENS, dtype=np.uint64)
+    grams = np.lib.stride_tricks.sliding_window_view(np.array(token_ids, np.uint64), GRAM_TOKENS)
+    return (grams * (2 * factors + 1)).sum(axis=1, dtype=np.uint64)  # modulo 2^64
+
+
+def _why_not_sampled(settings: Mapping[str, object]) -> str | None:
+    """Replay of rejection sampling takes the text for a draw from the target's distribution."""
+    law = {name: settings.get(name) for name in SAMPLED_LAW}
+    if law == SAMPLED_LAW:
+        return None
+    got = "of unknown sampling"
+    if any(value is not None for value in law.values()):
+        got = "at " + ", ".join(f"{name} {value}" for name, value in law.items())
+    wanted = ", ".join(f"{name} {value:g}" for name, value in SAMPLED_LAW.items())
+    return f"it needs text sampled at {wanted}, got text {got}"
+
+
+def _answer_settings(path: Path) -> dict:
+    """The settings that regeneration left beside its answers; empty without them."""
     beside = path.with_name(f"{path.name.removesuffix('.xz')}.settings.json")
     if not beside.is_file():
-        return
+        return {}
     try:
-        theirs = json.loads(beside.read_text(encoding="utf8")).get("tokenizer_sha256")
-    except (OSError, ValueError, AttributeError) as fault:
+        return dict(json.loads(beside.read_text(encoding="utf8")))
+    except (OSError, ValueError, TypeError) as fault:
         raise IntegrityError(f"{beside} must be settings in JSON, got {fault}.") from None
-    ours = hash_tokenizer(model_path)
+
+
+def _check_tokenizer(settings: Mapping[str, object], *, path: Path, model_path: str) -> None:
+    """Refuse token ids of another tokenizer."""
+    theirs = settings.get("tokenizer_sha256")
+    ours = hash_tokenizer(model_path) if theirs is not None else None
     if theirs is not None and ours is not None and theirs != ours:
         raise ConfigError(
             f"data.path must hold token ids of this target, {str(path)!r} was made with another "

@@ -128,6 +128,7 @@ class TrainingRun:
     ) -> dict[str, object]:
         """Steps until the run is finished, then the final report and checkpoint."""
         trainer, started_s = self.config.trainer, time.perf_counter()
+        view.note(self.parts.documents.line())
         if self.first_walk is None:
             self.first_walk = self._measure(tracker, view, decode_eval=decode_eval)
         while not self.is_finished:
@@ -185,6 +186,7 @@ class TrainingRun:
                 "grad_norm": figures.grad_norm,
                 "learning_rate": figures.learning_rate,
                 "num_tokens": figures.num_tokens,
+                **figures.expert_loads,
             }
             tracker.log("train", step=figures.step, values=values)
             view.step(figures.step, loss=figures.loss, accuracy=figures.accuracy)
@@ -220,6 +222,7 @@ class TrainingRun:
             "config": dataclasses.asdict(self.config),
             "data_sha256": self.parts.documents.data_sha256,
             "data_kind": self.config.data.kind,
+            "data": self.parts.documents.facts(),
             "step": self.best.step,
             "held_out_walk": dataclasses.asdict(self.best.report),
         }
@@ -260,6 +263,7 @@ class TrainingRun:
             "num_steps": self.step,
             "num_skipped": self.skips.total,
             "num_short_documents": self.parts.documents.num_short,
+            **self.parts.documents.facts(),
             "best_step": self.best.step,
             "acceptance_length_before": self.first_walk.acceptance_length,
             "acceptance_length_last": self.best.newest_length,
@@ -300,6 +304,7 @@ def accumulate_gradients(
     num_tokens = torch.stack([(batch.document_index >= 0).sum() for batch in batches]).sum()
     num_stops = num_tokens.new_full((), int(stop.name is not None))
     totals = _sum_over(ranks, torch.cat([num_correct, torch.stack([num_tokens, num_stops])]))
+    loads = parts.expert_loads
     return StepStats(
         loss=_sum_over(ranks, loss),
         num_correct=totals[:-2],
@@ -307,6 +312,7 @@ def accumulate_gradients(
         num_labels=counts[:-1],
         num_tokens=totals[-2],
         num_stops=totals[-1],
+        expert_loads=loads and loads.spread(_sum_over(ranks, loads.take())),
     )
 
 

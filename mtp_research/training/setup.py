@@ -15,9 +15,10 @@ from accelerate import Accelerator
 
 from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.init import Init, freeze_parts, init_heads
-from mtp_research.heads.record import read_head_record
+from mtp_research.heads.record import read_head_record, recorded_schedule
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_head_state
+from mtp_research.models.experts import ExpertLoads
 from mtp_research.models.family import ConcatOrder, NormPoint
 from mtp_research.models.loading.placement import resolve_device
 from mtp_research.models.target import Target, load_target, warn_of_family
@@ -50,6 +51,7 @@ class RunParts:
     held_out_rows: TrainingRows  # packed held-out rows
     unroll_spec: UnrollSpec  # how the heads are run
     settings: dict[str, object]  # what a resumed run must share, see `checkpoint.run_settings`
+    expert_loads: ExpertLoads | None = None  # of the modules' routers; None for dense modules
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
@@ -80,6 +82,7 @@ def build_run(
         check_same_run(checkpoint.state["settings"], settings, allow_drift=drift)
         load_head_state(heads, checkpoint.folder / "head.safetensors")
     objective = HeadObjective(heads, unroll_spec=spec, loss_spec=loss_spec(config.objective))
+    loads = ExpertLoads(heads)
     engine = make_engine(objective, trainer=config.trainer, ranks=accelerator)
     if checkpoint is not None:
         engine.restore(checkpoint.tensors("optimizer"))
@@ -92,6 +95,7 @@ def build_run(
         held_out_rows=rows.held_out,
         unroll_spec=spec,
         settings=settings,
+        expert_loads=loads if loads.counts else None,
     )
 
 
@@ -108,6 +112,7 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
             concat_order=cast(ConcatOrder, head.concat_order),
             zero_position_0=head.zero_position_0,
             unroll=config.objective.unroll,
+            module_schedule=cast(ModuleSchedule, head.module_schedule),
         ),
     )
     path = None if head.path is None else Path(head.path)
@@ -116,7 +121,8 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
     if path is not None and head.init != "replicate":
         load_head_state(heads, path / "model.safetensors")
     else:
-        init_heads(heads, init=cast(Init, head.init), path=path)
+        start = cast(Init, head.init)
+        init_heads(heads, init=start, path=path, noise=head.init_noise, seed=config.seed)
     if head.lora_rank:
         add_lora(heads, rank=head.lora_rank)
     freeze_parts(heads, patterns=head.freeze)
@@ -125,13 +131,15 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
 
 def _check_conventions(spec: HeadSpec, *, path: Path, is_copied: bool) -> None:
     """A head read under other conventions trains on, and nothing but acceptance shows it."""
-    saved = dataclasses.asdict(HeadSpec(**read_head_record(path)["spec"]))
+    record = read_head_record(path)
+    saved = dataclasses.asdict(HeadSpec(**record["spec"]))
+    saved["module_schedule"] = recorded_schedule(record) or spec.module_schedule
     if saved["owns_lm_head"]:
         raise ConfigError(
             f"head.path {str(path)!r} has output projections of its own, which are decoded with "
             "and not trained; set head.path to heads that share the target's lm_head."
         )
-    free = {"unroll", "num_mtp_modules"} if is_copied else {"unroll"}
+    free = {"unroll", "num_mtp_modules", "module_schedule"} if is_copied else {"unroll"}
     for name, new in dataclasses.asdict(spec).items():
         if name not in free and saved[name] != new:
             raise ConfigError(

@@ -316,6 +316,8 @@ class StepStats(NamedTuple):
     num_labels: Tensor  # `[k]`
     num_tokens: Tensor  # 0-dim, tokens read, padding not counted
     num_stops: Tensor  # 0-dim, ranks that got a signal
+    # `[2]` largest and smallest load of a module's expert over the mean; None without experts
+    expert_loads: Tensor | None = None
 
 
 class StepFigures(NamedTuple):
@@ -331,6 +333,7 @@ class StepFigures(NamedTuple):
     acceptance: list[float]
     num_tokens: int  # see `StepStats`
     is_stop_requested: bool  # some rank got a signal
+    expert_loads: dict[str, float]  # those of `StepStats` by name; empty without experts
 
     @property
     def diagnosis(self) -> str:
@@ -376,8 +379,10 @@ class FigureQueue:
         scalars = torch.stack(
             [value.double() for value in (stats.loss, grad_norm, stats.num_tokens, stats.num_stops)]
         )
+        loads = stats.expert_loads
+        loads = scalars.new_full((2,), math.nan) if loads is None else loads
         counts = (stats.num_labels, stats.num_correct, stats.sum_acceptance)
-        values = torch.cat([scalars, *(count.double() for count in counts)])
+        values = torch.cat([scalars, loads.double(), *(count.double() for count in counts)])
         is_copied = None
         if values.is_cuda:
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -400,7 +405,8 @@ class FigureQueue:
 def _read(pending: _Pending) -> StepFigures:
     if pending.is_copied is not None:
         pending.is_copied.synchronize()
-    loss, grad_norm, num_tokens, num_stops, *counts = pending.values.tolist()
+    loss, grad_norm, num_tokens, num_stops, most, least, *counts = pending.values.tolist()
+    loads = {"expert_load_max": most, "expert_load_min": least}
     num_depths = len(counts) // 3
     labels = [max(count, 1) for count in counts[:num_depths]]
     means = [total / labels[index % num_depths] for index, total in enumerate(counts)]
@@ -413,4 +419,5 @@ def _read(pending: _Pending) -> StepFigures:
         acceptance=means[2 * num_depths :],
         num_tokens=int(num_tokens),
         is_stop_requested=num_stops > 0,
+        expert_loads={} if math.isnan(most) else loads,
     )

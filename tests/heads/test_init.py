@@ -1,16 +1,20 @@
 """What modules start from: copies, replicas; which parts are frozen."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from mtp_research.config.training_schema import HeadConfig
 from mtp_research.heads import init
 from mtp_research.heads.init import freeze_parts, init_heads
 from mtp_research.heads.weights import save_heads
-from mtp_research.models.target import Target
+from mtp_research.models.target import Target, load_target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.training.setup import build_heads
 from tests.tiny import tiny_heads, tiny_target
+from tests.training.tiny import save_lab
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +113,39 @@ def test_block_of_two_layers_starts_from_the_last_layer_of_each_type() -> None:
     assert [layer.block_type for layer in layers] == kinds
     assert torch.equal(block.layers[0].mixer.q_proj.weight, layers[2].mixer.q_proj.weight)
     assert torch.equal(block.mlp.experts.up_proj, layers[3].mixer.experts.up_proj)
+
+
+@pytest.mark.parametrize("init", ["random", "target_last_layer"])
+def test_training_seed_chooses_the_weights_to_start_from(init: str, tmp_path: Path) -> None:
+    config = save_lab(tmp_path, num_documents=8)
+    target = load_target(config.model.path, device="cpu")
+    config.head = HeadConfig(num_mtp_modules=2, init=init, module_schedule="last")
+    assert config.objective.unroll == "chain"
+
+    def start(seed: int) -> dict[str, torch.Tensor]:
+        heads = build_heads(replace(config, seed=seed), target=target)
+        assert heads.spec.module_schedule == "last"
+        return {name: tensor for name, tensor in heads.named_parameters() if tensor.dim() > 1}
+
+    first, again, other = start(0), start(0), start(1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+    twins = [name for name in first if name.startswith("mtp_modules.0.")]
+    assert not any(
+        torch.equal(first[name], first[name.replace("mtp_modules.0.", "mtp_modules.1.")])
+        for name in twins
+    )
+
+
+def test_init_noise_is_relative_to_each_matrix_and_zero_copies() -> None:
+    target = tiny_target("glm4_moe", dtype=torch.float32)
+    exact, noisy = tiny_heads(target), tiny_heads(target)
+    init_heads(exact, init="target_last_layer")
+    init_heads(noisy, init="target_last_layer", noise=0.1)
+    pairs = zip(exact.named_parameters(), noisy.parameters(), strict=True)
+    for (name, before), after in pairs:
+        if before.dim() == 1:
+            assert torch.equal(before, after), name
+        else:
+            rms = before.square().mean().sqrt()
+            assert float((after - before).std() / rms) == pytest.approx(0.1, rel=0.2), name

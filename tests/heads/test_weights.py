@@ -3,12 +3,15 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads, save_heads
 from mtp_research.models.target import Target, load_target, target_hashes
@@ -164,3 +167,36 @@ def test_cut_off_file_is_refused(heads: MTPHeads, target: Target, tmp_path: Path
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(IntegrityError, match="cannot read"):
         load_heads(tmp_path, target)
+
+
+def test_head_is_decoded_in_the_order_of_its_training(target: Target, tmp_path: Path) -> None:
+    save_heads(tiny_heads(target, num_mtp_modules=2, module_schedule="last"), tmp_path)
+    heads = load_heads(tmp_path, target)
+    assert SpecSettings(num_speculative_tokens=3).plan(heads).schedule == "last"
+    typed = SpecSettings(num_speculative_tokens=3, module_schedule="last")
+    assert typed.plan(heads).schedule == "last"
+    wrong = r"spec\.module_schedule must be last, .* got cycle: .* set spec\.module_schedule=null"
+    with pytest.raises(ConfigError, match=wrong):
+        SpecDecoder(target, heads, spec=replace(typed, module_schedule="cycle"))
+
+
+@pytest.mark.parametrize(("num_mtp_modules", "num_lines"), [(1, 0), (2, 1)])
+def test_head_of_an_older_version_counts_as_cycle(
+    num_mtp_modules: int,
+    num_lines: int,
+    target: Target,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    save_heads(tiny_heads(target, num_mtp_modules=num_mtp_modules), tmp_path)
+    record = json.loads((tmp_path / "head.json").read_text())
+    del record["spec"]["module_schedule"]
+    (tmp_path / "head.json").write_text(json.dumps(record))
+    heads = load_heads(tmp_path, target)
+    assert heads.spec.module_schedule == "cycle"
+    assert caplog.text.count("lacks spec.module_schedule; the head counts as cycle") == num_lines
+    with pytest.raises(ConfigError, match=r"spec\.module_schedule must be cycle"):
+        SpecSettings(module_schedule="first").plan(heads)
+    record["provenance"] = {"config": {"head": {"module_schedule": "last"}}}
+    (tmp_path / "head.json").write_text(json.dumps(record))
+    assert load_heads(tmp_path, target).spec.module_schedule == "last"

@@ -14,6 +14,7 @@ from mtp_research.models import experts as every_expert
 from mtp_research.models.experts import (
     EVERY_EXPERT_NAME,
     EXPERTS_NAME,
+    ExpertLoads,
     expert_stacks,
     experts_forward,
     fuse_routers,
@@ -248,3 +249,23 @@ def test_fused_router_on_gpu_decides_as_the_class_does(is_trained):
     expected = expected_weights.gather(1, expected_order)
     torch.testing.assert_close(weights.gather(1, order), expected, atol=1e-4, rtol=1e-4)
     assert weights.requires_grad == is_trained
+
+
+def test_expert_loads_are_counted_in_training_alone() -> None:
+    config = AutoConfig.for_model("glm4_moe", **GLM)
+    model = AutoModelForCausalLM.from_config(config)
+    loads, chosen = ExpertLoads(model), []
+    (stack,) = expert_stacks(model)
+    stack.register_forward_pre_hook(lambda module, inputs: chosen.append(inputs[1]))
+    token_ids = torch.arange(24).view(2, 12)
+    model.eval()(token_ids)
+    assert loads.take().tolist() == [0, 0, 0, 0]
+    model.train()(token_ids)
+    model(token_ids)
+    expected = torch.bincount(torch.cat(chosen[1:]).flatten(), minlength=4).float()
+    taken = loads.take()
+    assert taken.tolist() == expected.tolist()
+    assert sum(expected) == 2 * 24 * 2
+    spread = [expected.max() / expected.mean(), expected.min() / expected.mean()]
+    assert loads.spread(taken).tolist() == pytest.approx([float(x) for x in spread])
+    assert loads.take().tolist() == [0, 0, 0, 0]

@@ -1,5 +1,6 @@
 """The train-unroll x decode-policy matrix on a tiny target: all cells, and the checks in them."""
 
+import copy
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from mtp_research.config.schema import TrainConfig
 from mtp_research.config.training_schema import MatrixConfig
 from mtp_research.evaluation.stats.matrix_seeds import MATRIX_FILE, read_matrix
 from mtp_research.heads.stack import ModuleOutput
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.target import load_target
 from mtp_research.policy.fields import MATCHING_POLICY
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
 from mtp_research.studies import matrix_cell, matrix_workers
@@ -20,6 +23,7 @@ from mtp_research.studies.matrix_workers import decoded_as, same_settings, unrol
 from mtp_research.studies.policy_matrix import run_policy_matrix
 from mtp_research.studies.study_tables import group_figures, matrix_grids, matrix_summary
 from mtp_research.studies.tables import main
+from mtp_research.training.setup import load_inputs
 from tests.tiny import tiny_heads, tiny_target
 from tests.training.tiny import save_lab
 
@@ -171,7 +175,16 @@ def test_recycle_norms_are_trained_and_decoded_crosswise(config, tmp_path):
     ]
     record = json.loads((tmp_path / "chain_n2_pre_norm_s0" / "head" / "head.json").read_text())
     assert record["spec"]["recycle_norm"] == "pre_norm"
-    (grid, *_) = matrix_grids(read_matrix(tmp_path))
+    (grid, *_, positions) = [
+        grid
+        for grid in matrix_grids(read_matrix(tmp_path))
+        if not grid.title.startswith("Acceptance length, c")
+        and not grid.title.startswith("Acceptance length, m")
+    ]
+    assert positions.header[-2:] == ("the same at fixed anchors", "repeated rounds")
+    (group, *_) = group_figures(read_matrix(tmp_path))
+    assert positions.rows[0][-2] == " ".join(f"{rate:.3f}" for rate in group.anchor_rates)
+    assert positions.rows[0][-1] == f"{group.repeated_share:.1%}"
     assert [row[0] for row in grid.rows] == ["chain N=2", "chain N=2 pre_norm"]
     assert grid.header == ("heads", "training", "training as pre_norm", "training as post_norm")
 
@@ -207,3 +220,69 @@ def test_unrolls_of_leaves_out_the_twin(num_mtp_modules, expected):
 def test_matrix_of_impossible_heads_is_refused(words):
     with pytest.raises(ConfigError, match=r"must (lie in|be at least|hold at least)"):
         compose_config(TrainConfig, ["experiment=policy_matrix_tiny", *words])
+
+
+@pytest.mark.parametrize("policy", ["training", "target_roll"])
+def test_cell_counts_no_round_behind_the_stop_token(policy):
+    target = tiny_target("qwen3", dtype=torch.float32)
+    heads = tiny_heads(target, num_mtp_modules=2)
+    prompts = [(9, 17, 33, 5, 64), (70, 71, 8, 99, 23, 40)]
+    decoded = {"policy": policy, "num_drafts": 3}
+    records = matrix_cell.decode_prompts(target, heads, prompts, **decoded, num_new=32)
+    whole = matrix_cell.measure_cell(heads, records, prompts=prompts, **decoded)
+    text = records[0].output_token_ids
+    stop = next(at for at in range(12, 32) if text[at] not in text[:at])
+    target.model.generation_config.eos_token_id = [text[stop]]
+    ended = matrix_cell.measure_cell(heads, records, prompts=prompts, **decoded)
+    newest, wanted = 0, []  # index of the newest token of a round in the answer
+    for count in records[0].num_accepted_per_round:
+        if newest < stop:
+            wanted.append(count)
+        newest += count + 1
+    assert ended.loop[0] == tuple(wanted)
+    assert len(ended.loop[0]) < len(whole.loop[0])
+    assert ended.differing == ()
+    # The text is one for all policies, and so are the anchors: module 1 drafts the same everywhere.
+    other = matrix_cell.measure_cell(heads, records, prompts=prompts, policy="eagle", num_drafts=3)
+    assert ended.anchor_rates[0] == other.anchor_rates[0] > 0
+    assert list(ended.anchor_rates) == sorted(ended.anchor_rates, reverse=True)
+
+
+def test_rounds_that_repeat_six_tokens_are_counted():
+    text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 7, 9]
+    # Rounds know 7 tokens, 12 (1..5 follows 7, new), 13 (1..6 again) and 14 (2..7 again).
+    assert matrix_cell.num_repeated_rounds(text, (4, 0, 0, 0), start=5) == 2
+    assert matrix_cell.num_repeated_rounds(text, (4, 0), start=5) == 0
+
+
+def test_heads_of_another_schedule_are_walked_and_decoded_with_it():
+    target = load_target("assets/lab_tiny/target", dtype="float32", device="cpu")
+    heads = load_heads("assets/lab_tiny/heads/chain_n3", target)
+    prompts = [tuple(range(200, 212)), tuple(range(900, 908))]
+    decoded = {"policy": "training", "num_drafts": 5}
+    cells = []
+    for schedule in ("cycle", "last"):
+        heads.spec = dataclasses.replace(heads.spec, module_schedule=schedule)
+        records = matrix_cell.decode_prompts(target, heads, prompts, **decoded, num_new=40)
+        cells.append(matrix_cell.measure_cell(heads, records, prompts=prompts, **decoded))
+        assert cells[-1].differing == ()  # the walk's rounds are the loop's
+    assert cells[0].anchor_rates[:3] == cells[1].anchor_rates[:3]
+    assert cells[0].loop != cells[1].loop  # drafts 4 and 5 are module 2's in place of 0's and 1's
+
+
+def test_prompts_of_other_files_are_decoded_unless_training_has_them(two_seeds, tmp_path):
+    trained = load_inputs(two_seeds).documents.train[0]
+    lines = [{"id": "seen", "token_ids": list(trained.token_ids), "num_prompt_tokens": 6}]
+    lines += [
+        {"id": f"new{index}", "token_ids": [7, index, 11, 90, 5, 6, 7], "num_prompt_tokens": 5}
+        for index in (20, 30)
+    ]
+    lines.append({"id": "plain", "token_ids": [1, 20, 30, 40], "num_prompt_tokens": 1})
+    path = tmp_path / "dev.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = dataclasses.replace(two_seeds, data=copy.deepcopy(two_seeds.data))
+    config.matrix = dataclasses.replace(two_seeds.matrix, prompts=[str(path)], seeds=[3])
+    run_policy_matrix(config, tmp_path / "run")
+    matrix = read_matrix(tmp_path / "run")
+    assert [prompt.id for prompt in matrix.prompts] == ["new20", "new30"]
+    assert matrix.settings["config"]["matrix"]["prompts"] == [str(path)]

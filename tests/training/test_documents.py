@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import math
 import shutil
 
 import pytest
@@ -13,7 +14,7 @@ from mtp_research.data.tokenizer import END_ID, EOS_ID, save_tokenizer, train_to
 from mtp_research.models.target import load_tokenizer
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
-from mtp_research.training.documents import held_out_indices, load_head_documents
+from mtp_research.training.documents import held_out_indices, load_head_documents, overlap
 
 LAB_TARGET = REPOSITORY_ROOT / "assets" / "lab_tiny" / "target"
 LAB_CONFIG = LAB_TARGET / "config.json"
@@ -23,9 +24,14 @@ def trajectory(index: int, *, num_tokens: int = 12) -> dict:
     return {
         "id": f"d{index}",
         "domain": ("code", "math", "prose")[index % 3],
-        "token_ids": list(range(6, 6 + num_tokens)),
+        "token_ids": [6 + (index * 4 + place) % 120 for place in range(num_tokens)],
         "num_prompt_tokens": 4,
     }
+
+
+def numbered(turns: list[dict], index: int) -> list[dict]:
+    """The conversation with other words, since documents that occur in training are dropped."""
+    return [turn | {"content": f"{turn['content']}{index}"} for turn in turns]
 
 
 def load(path, *, eval_documents=3, max_documents=None, model_path="", vocab_size=128):
@@ -50,7 +56,7 @@ def test_load_head_documents_token_ids_are_taken_as_they_are(tmp_path, name):
     assert len(documents.train) == 6
     assert len(documents.held_out) == 3
     document = documents.train[0]
-    assert document.token_ids == tuple(range(6, 18))
+    assert list(document.token_ids) == trajectory(int(document.doc_id[1:]))["token_ids"]
     assert document.loss_mask == (False,) * 4 + (True,) * 8
     assert len(documents.data_sha256) == 64
 
@@ -105,8 +111,11 @@ def test_load_head_documents_messages_and_text_are_encoded(tmp_path):
     save_tokenizer(tokenizer, tmp_path / "target")
     shutil.copy(LAB_CONFIG, tmp_path / "target")
     turns = [{"role": "user", "content": "words?"}, {"role": "assistant", "content": texts[0]}]
-    records = [{"id": f"m{index}", "source": "own", "messages": turns} for index in range(4)]
-    records += [{"id": f"t{index}", "source": "own", "text": texts[1]} for index in range(4)]
+    records = [
+        {"id": f"m{index}", "source": "own", "messages": numbered(turns, index)}
+        for index in range(4)
+    ]
+    records += [{"id": f"t{i}", "source": "own", "text": texts[1] + str(i)} for i in range(4)]
     path = write(tmp_path / "mixed.jsonl", records)
     documents = load(path, model_path=tmp_path / "target", vocab_size=280)
     every = {d.doc_id: d for d in (*documents.train, *documents.held_out)}
@@ -126,12 +135,18 @@ def test_load_head_documents_of_another_tokenizer_go_through_its_chat_template(t
         text = (folder / name).read_text()
         (folder / name).write_text(text.replace("<|user|>", "<|person|>"))
     turns = [{"role": "user", "content": "words?"}, {"role": "assistant", "content": "So be it."}]
-    records = [{"id": f"m{index}", "source": "own", "messages": turns} for index in range(5)]
+    records = [
+        {"id": f"m{index}", "source": "own", "messages": numbered(turns, index)}
+        for index in range(5)
+    ]
     documents = load(write(tmp_path / "x.jsonl", records), model_path=folder, vocab_size=4096)
     chat = documents.train[0]
     pairs = zip(chat.token_ids, chat.loss_mask, strict=True)
     tokenizer = load_tokenizer(folder)
-    assert tokenizer.decode([token for token, is_own in pairs if is_own]) == "So be it.<|end|>"
+    assert (
+        tokenizer.decode([token for token, is_own in pairs if is_own])
+        == f"So be it.{chat.doc_id[1:]}<|end|>"
+    )
     assert "<|user|>words?" in tokenizer.decode(chat.token_ids)  # the template's text, spelt out
 
 
@@ -190,3 +205,60 @@ def test_token_ids_of_another_tokenizer_are_refused(tmp_path) -> None:
     beside.write_text(json.dumps(settings | {"tokenizer_sha256": "0" * 64}))
     with pytest.raises(ConfigError, match="another tokenizer; run python -m"):
         load()
+
+
+@pytest.mark.parametrize(("part", "first"), [("prompt", 0), ("answer", 4)])
+def test_held_out_document_whose_prompt_or_answer_is_in_training_is_dropped(tmp_path, part, first):
+    records = [trajectory(index) for index in range(30)]
+    before = load(write(tmp_path / "a.jsonl", records), eval_documents=6)
+    assert before.num_seen == 0
+    held, trained = (int(d[0].doc_id[1:]) for d in (before.held_out, before.train))
+    last = first + (4 if part == "prompt" else 8)
+    records[held]["token_ids"][first:last] = records[trained]["token_ids"][first:last]
+    after = load(write(tmp_path / "a.jsonl", records), eval_documents=6)
+    assert [d.doc_id for d in after.held_out] == [d.doc_id for d in before.held_out[1:]]
+    assert len(after.train) == len(before.train)
+    assert after.num_seen == after.facts()["num_held_out_dropped"] == 1
+    assert "5 held-out documents, 1 more dropped" in after.line()
+
+
+def test_held_out_documents_that_all_occur_in_training_are_refused(tmp_path):
+    same = [trajectory(0) | {"id": f"d{index}"} for index in range(9)]
+    with pytest.raises(ConfigError, match=r"data\.path must hold documents that differ"):
+        load(write(tmp_path / "a.jsonl", same))
+
+
+def test_overlap_counts_runs_of_thirteen_tokens():
+    def answer(name: str, token_ids: list[int]) -> EncodedDocument:
+        return EncodedDocument(name, "a", (1, *token_ids), (False,) + (True,) * len(token_ids))
+
+    known = list(range(100, 120))
+    held_out = [answer("h", [5, *known[:15], 6])]  # 17 tokens, 5 runs of 13, 3 of them known
+    assert overlap(held_out, train=[answer("t", [7, *known])]) == pytest.approx(3 / 5)
+    assert overlap(held_out, train=[answer("t", known[::-1])]) == 0
+    prompt = EncodedDocument("t", "a", tuple(known), (False,) * len(known))
+    assert overlap(held_out, train=[prompt]) == 0
+    assert math.isnan(overlap([answer("h", known[:12])], train=held_out))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"temperature": 1.0, "top_p": 1.0, "top_k": 0}, None),
+        ({"temperature": 0.0, "top_p": 1.0, "top_k": 0}, "got text at temperature 0.0"),
+        ({"temperature": 1.0, "top_p": 0.95, "top_k": 0}, "top_p 0.95"),
+        ({"temperature": 1.0, "top_p": 1.0, "top_k": 20}, "top_k 20"),
+        (None, "of unknown sampling"),
+    ],
+)
+def test_sampled_length_needs_text_of_temperature_one(tmp_path, settings, reason):
+    path = write(tmp_path / "answers.jsonl.xz", [trajectory(index) for index in range(9)])
+    if settings is not None:
+        (tmp_path / "answers.jsonl.settings.json").write_text(json.dumps(settings))
+    documents = load(path)
+    if reason is None:
+        assert documents.not_sampled is None
+        assert "sampled" not in documents.line()
+    else:
+        assert reason in str(documents.not_sampled)
+        assert "sampled_acceptance_length is nan: it needs text sampled at" in documents.line()

@@ -334,6 +334,27 @@ def test_train_heads_frozen_parts_are_bit_identical_and_not_optimised(tmp_path):
     assert not [name for name in trained if ".experts." in name]
     optimizer = load_file(tmp_path / "run" / "step_000006" / "optimizer.safetensors")
     assert not [name for name in optimizer if ".experts." in name]
+    for line in metrics(tmp_path / "run", "train"):
+        assert line["expert_load_max"] > 1 > line["expert_load_min"] >= 0
+
+
+def test_sampled_length_is_measured_on_sampled_text_alone(tmp_path, capsys):
+    config = save_lab(tmp_path, num_documents=24)
+    config = changed(config, trainer__max_steps=1, head__num_mtp_modules=1)
+    beside = tmp_path / "answers.jsonl.settings.json"
+    for temperature, is_measured in ((0.0, False), (1.0, True)):
+        beside.write_text(json.dumps({"temperature": temperature, "top_p": 1.0, "top_k": 0}))
+        result = train_heads(config, tmp_path / f"run_{temperature}")
+        (last, *_) = reversed(metrics(tmp_path / f"run_{temperature}", "eval"))
+        assert (last["sampled_acceptance_length"] is not None) == is_measured
+        assert (result["sampled_length_not_measured"] is None) == is_measured
+        printed = capsys.readouterr().err
+        assert ("sampled_acceptance_length is nan" in " ".join(printed.split())) != is_measured
+        assert "data: 18 training and" in printed
+    assert "expert_load_max" not in metrics(tmp_path / "run_1.0", "train")[0]
+    record = read_head_record(tmp_path / "run_0.0" / "head")
+    assert record["provenance"]["data"]["num_held_out_dropped"] == 0
+    assert record["provenance"]["config"]["head"]["init_noise"] > 0
 
 
 def test_train_heads_replicates_one_trained_module(lab, tmp_path):

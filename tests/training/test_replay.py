@@ -49,6 +49,16 @@ def test_walk_report_sampled_length_follows_the_acceptance_alone():
     assert report.sampled_acceptance_length == pytest.approx(1.5)
 
 
+def test_walk_report_of_text_that_was_not_sampled_has_no_sampled_length():
+    documents = [document("a", "code", [0] + [1] * 9)]
+    half = AnchorDrafts(np.ones((10, 1), dtype=bool), np.full((10, 1), 0.5))
+    report = walk_report({0: half}, documents=documents, num_depths=1, is_sampled=False)
+    assert report.acceptance_length == 2
+    assert math.isnan(report.sampled_acceptance_length)
+    assert math.isnan(report.sampled_standard_error)
+    assert math.isnan(report.sampled_length_by_domain["code"])
+
+
 def test_walk_report_documents_without_rounds_have_no_length():
     documents = [document("a", "code", [0, 1, 1])]
     report = walk_report({0: drafts_of(np.zeros((3, 2)))}, documents=documents, num_depths=2)

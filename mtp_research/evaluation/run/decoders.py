@@ -47,7 +47,7 @@ def spec_settings(
         verify=spec.verify,
         verify_options=spec,
         draft_sampling=cast(DraftSampling, spec.draft_sampling),  # checked
-        module_schedule=cast(ModuleSchedule, spec.module_schedule),  # checked
+        module_schedule=cast(ModuleSchedule | None, spec.module_schedule),  # checked
         draft_length=length,
         draft_token_ids=draft_token_ids,
     )
@@ -115,7 +115,7 @@ def reference_note(engine: EngineConfig, device: str) -> str | None:
     )
 
 
-_SPEC_FACTS = ("unroll", "num_mtp_modules", "hidden_source", "recycle_norm")
+_SPEC_FACTS = ("unroll", "num_mtp_modules", "module_schedule", "hidden_source", "recycle_norm")
 
 
 def head_facts(head: str | None) -> dict[str, object] | None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mtp_research.evaluation.stats.bootstrap import (
     Draws,
     Estimate,
@@ -66,12 +68,20 @@ class MatrixCell:
     num_speculative_tokens: int  # K
     is_match: bool  # policy and recycled norm are those the head was trained for
     head_sha256: str  # of the head's weights
-    accepted_per_round: Rounds  # of the loop, rounds whose K tokens are all known, prompt by prompt
+    # Of the loop, prompt by prompt: rounds that start before the stop token and whose K tokens are
+    # all known
+    accepted_per_round: Rounds
     # The same if the rows of rejected drafts were rerun, by the replay walk; None for a policy that
     # reruns them
     clean_per_round: Rounds | None
     num_other_texts: int  # prompts whose text is not the one of plain decoding
     num_other_rounds: int  # prompts whose rounds are not those of the replay walk
+    # Rounds whose newest six tokens occurred before in the request; None in files of versions that
+    # also counted the rounds behind the stop token
+    num_repeated_rounds: int | None = None
+    # Share of the anchors of the texts, the same ones for every policy, whose first i = 1 .. K
+    # drafts are all right, rejected rows rerun; None in older files
+    anchor_rates: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,11 +133,12 @@ def read_matrix(folder: Path) -> SeedMatrix:
 
 
 def _cell(stored: dict[str, Any]) -> MatrixCell:  # Any: as json.loads returns it
-    clean = stored["clean_per_round"]
+    clean, rates = stored["clean_per_round"], stored.get("anchor_rates")
     fields = {
         "key": GroupKey(**stored["key"]),
         "accepted_per_round": _rounds(stored["accepted_per_round"]),
         "clean_per_round": None if clean is None else _rounds(clean),
+        "anchor_rates": None if rates is None else tuple(rates),
     }
     cell = MatrixCell(**{**stored, **fields})
     counts = {count for rounds in cell.accepted_per_round for count in rounds}
@@ -174,6 +185,10 @@ class GroupFigures:
     # p_1 .. p_K, mean over seeds of rounds with at least i accepted drafts / rounds; length = 1 +
     # their sum.
     positions: tuple[Estimate, ...]
+    # Mean over seeds of `MatrixCell.anchor_rates`, comparable between policies as p_i is not; empty
+    # for one domain and where a cell has none
+    anchor_rates: tuple[float, ...]
+    repeated_share: float | None  # of the rounds, over all prompts; None where a cell lacks it
 
 
 @dataclass(frozen=True)
@@ -214,6 +229,8 @@ def group_figures(matrix: SeedMatrix, *, domain: str | None = None) -> list[Grou
                 clean_length=estimate_of(_lengths(reruns, chosen, draws)) if reruns else None,
                 minus_match=None if match == key else difference(own[key], own[match]),
                 positions=_positions(cells, chosen, draws),
+                anchor_rates=() if domain else _anchor_rates(cells),
+                repeated_share=None if domain else _repeated_share(cells),
             )
         )
     return made
@@ -303,6 +320,19 @@ def _positions(
         one = _lengths(reached, chosen, draws)
         made.append(interval_of(one.value - 1, one.draws - 1))
     return tuple(made)
+
+
+def _anchor_rates(cells: Sequence[MatrixCell]) -> tuple[float, ...]:
+    found = [cell.anchor_rates for cell in cells]
+    if None in found:
+        return ()
+    return tuple(np.mean(np.array(found), axis=0).tolist())
+
+
+def _repeated_share(cells: Sequence[MatrixCell]) -> float | None:
+    repeated = [cell.num_repeated_rounds for cell in cells if cell.num_repeated_rounds is not None]
+    num_rounds = sum(len(rounds) for cell in cells for rounds in cell.accepted_per_round)
+    return sum(repeated) / num_rounds if len(repeated) == len(cells) and num_rounds else None
 
 
 def _known(values: Floats) -> tuple[float | None, ...]:

@@ -2,7 +2,7 @@
 
 Sits between the training loop, which asks for a report and keeps the best, and `acceptance`, which
 defines the walk of a greedy loop and the expectation of a sampled one. The text should be the
-target's own, greedy for the first and sampled at temperature 1 for the second.
+target's own: greedy for the first; sampled at temperature 1 for the second, which is nan elsewhere.
 
 Letters: T tokens of a document, k depths, B batch rows, S row length.
 """
@@ -53,7 +53,7 @@ class WalkReport:
     acceptance_rate_per_position: tuple[float, ...]
     product_of_marginals: float  # what others log; assumes uniform round starts
     uniform_joint_prefix: float  # what others log; assumes uniform round starts
-    # micro, of rejection sampling at temperature 1, in expectation
+    # micro, of rejection sampling at temperature 1, in expectation; nan for text of another law
     sampled_acceptance_length: float
     sampled_standard_error: float  # bootstrap over documents
     length_by_domain: dict[str, float]  # acceptance length of each domain
@@ -134,6 +134,7 @@ def measure_held_out(parts: RunParts, *, ranks: Accelerator, batch_size: int) ->
         dict(gather_object(list(drafts.items()))),
         documents=parts.documents.held_out,
         num_depths=parts.unroll_spec.num_depths,
+        is_sampled=parts.documents.not_sampled is None,
     )
 
 
@@ -170,9 +171,17 @@ def held_out_drafts(
 
 
 def walk_report(
-    drafts: dict[int, AnchorDrafts], *, documents: Sequence[EncodedDocument], num_depths: int
+    drafts: dict[int, AnchorDrafts],
+    *,
+    documents: Sequence[EncodedDocument],
+    num_depths: int,
+    is_sampled: bool = True,
 ) -> WalkReport:
-    """Walk over every response of every document; `drafts` by document index."""
+    """Walk over every response of every document; `drafts` by document index.
+
+    Unless the text `is_sampled` from the target at temperature 1, untruncated, the figures of
+    rejection sampling are nan: on other text the expectation is of no loop.
+    """
     greedy, sampled = np.zeros((2, len(documents))), np.zeros((2, len(documents)))
     per_position = np.zeros(num_depths)
     anchors: list[np.ndarray] = []
@@ -188,6 +197,8 @@ def walk_report(
     pooled = np.concatenate(anchors or [np.zeros((0, num_depths), dtype=bool)])
     proxies = others_proxies(pooled, ranges=[AnchorRange(0, len(pooled))])
     num_rounds = int(greedy[1].sum())
+    if not is_sampled:
+        sampled[:] = np.nan
     return WalkReport(
         acceptance_length=pooled_length(*greedy),
         standard_error=bootstrap_error(*greedy),

@@ -1,0 +1,255 @@
+"""Every number of README.md is computed again from stored rounds and shipped files.
+
+A *claim* is a pattern with groups and the texts that the groups must have. What is no measurement
+is listed with its reason. A number in neither place fails, so that none goes stale unseen.
+"""
+
+import json
+import lzma
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import TrainConfig
+from mtp_research.evaluation.report.stored import Report, recompute
+from mtp_research.evaluation.report.terminal import report_grids
+from mtp_research.evaluation.stats import bootstrap, matrix_seeds
+from mtp_research.evaluation.stats.fault_study import read_study
+from mtp_research.evaluation.stats.matrix_seeds import GroupFigures, SeedMatrix, group_figures
+from mtp_research.models.families import FAMILIES
+from mtp_research.studies.study_tables import policy_losses
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+TEXT = (ROOT / "README.md").read_text(encoding="utf8")
+# A number is no part of a name such as chain_n3, H200 or p_1.
+NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
+INTERVAL = r"(\d\.\d{3}) \[(\d\.\d{3}), (\d\.\d{3})\]"
+TARGETS = ("lab_base", "lab_small")
+
+# Numbers that measure nothing: pattern, reason.
+SETTINGS = {
+    r"K = (0) is plain decoding": "meaning of a setting",
+    r"\(K=(\d)\)": "settings named by the table's header",
+    r"spec\.k=(3)": "a setting of the shown command",
+    r"num_speculative_tokens=(3)": "a setting of the example",
+    r"max_new_tokens=(64)": "a setting of the example",
+    r"\[\[(0), (3), (56), (91)\], \[(0), (3), (77)\]\]": "token ids of the example",
+    r"rounds with r >= (2)": "name of a row",
+    r"module (2)|module (1)": "names of modules in the picture's text",
+    r"Apache-(2\.0)": "name of the licence",
+}
+
+
+@cache
+def matrix(target: str) -> SeedMatrix:
+    return matrix_seeds.read_matrix(RESULTS / target)
+
+
+@cache
+def groups(target: str) -> list[GroupFigures]:
+    return group_figures(matrix(target))
+
+
+@cache
+def shipped() -> Report:
+    return recompute(RESULTS / "lab_tiny" / "results.json.xz")
+
+
+def texts_of(one: bootstrap.Estimate) -> tuple[str, ...]:
+    return tuple(f"{value:.3f}" for value in (one.value, one.low, one.high))
+
+
+def matrix_rows() -> Iterator[tuple[str, tuple[str, ...]]]:
+    found = {(g.key.unroll, g.key.num_mtp_modules, g.key.policy): g for g in groups("lab_base")}
+    for unroll, count in [("chain", 3), ("shared_context", 3), ("chain", 1), ("ttt", 1)]:
+        both = [found[unroll, count, policy] for policy in ("training", "eagle")]
+        cells = [rf"{'[*]{2}' * g.is_match}(\d\.\d+){'[*]{2}' * g.is_match}" for g in both]
+        cells = [rf"{cell} \[(\d\.\d+), (\d\.\d+)\]" for cell in cells]
+        name = rf"\| `{unroll}`, ({count}) modules? \| "
+        texts = [str(count), *texts_of(both[0].length), *texts_of(both[1].length)]
+        yield name + r" \| ".join(cells) + r" \|", tuple(texts)
+
+
+def wrong_policy() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The range of what the other policy costs, in whole percent, at K = 3 and at K = 5."""
+    at_three = []
+    for target in TARGETS:
+        own = {g.key.head: g.length.value or 0.0 for g in groups(target) if g.is_match}
+        lost = [(g.key.head, g.minus_match) for g in groups(target)]
+        at_three += [-100 * (one.value or 0.0) / own[head] for head, one in lost if one is not None]
+    at_five = [
+        -(loss.percent.value or 0.0)
+        for target in TARGETS
+        for (_, num_drafts), loss in policy_losses(read_study(RESULTS / f"{target}_prices")).items()
+        if num_drafts == 5
+    ]
+    texts = [
+        f"{value:.0f}" for losses in (at_three, at_five) for value in (min(losses), max(losses))
+    ]
+    yield r"loses (\d) to (\d) % at K = 3, and (\d) to (\d+) % at K = 5", tuple(texts)
+    counts = {cell.num_speculative_tokens for t in TARGETS for cell in matrix(t).cells}
+    assert counts == {3}
+    yield r"% at K = (3), and \d to \d+ % at K = (5)", ("3", "5")
+    yield r"difference was found at K = (3)", ("3",)
+    for target in TARGETS:  # "no difference": the interval of every pair holds 0
+        for pair in matrix_seeds.match_pairs(matrix(target)):
+            assert (pair.difference.low or 0.0) < 0 < (pair.difference.high or 0.0)
+
+
+def quickstart() -> Iterator[tuple[str, tuple[str, ...]]]:
+    (grid, *_) = report_grids(shipped())
+    block = TEXT[TEXT.index("                                 baseline (K=0)") :]
+    shown = [line for line in block[: block.index("```")].splitlines()[1:] if line.strip()]
+    rows = {row[0]: row[1:] for row in grid.rows}
+    for line in shown:
+        label = line[:27].rstrip()
+        yield re.escape(label) + r" +" + r" {2,}".join(["(.+?)"] * 3) + r"\n", tuple(rows[label])
+    config = shipped().config
+    assert config["spec"]["num_speculative_tokens"] == 3
+    new_tokens = str(config["sampling"]["max_new_tokens"])
+    yield r"\(CPU, float32, (\d+) new tokens, greedy", (new_tokens,)
+    yield r"the shipped heads, (\d+) prompts", (str(len(shipped().prompts)),)
+
+
+def speed_ratio(target: str, batch: int, name: str) -> float:
+    path = RESULTS / f"{target}_speed" / f"batch_{batch}_k3" / "results.json.xz"
+    stored = json.loads(lzma.decompress(path.read_bytes()))
+    (one,) = [c for c in stored["summary"]["conditions"] if c["label"] == "training"]
+    return one["speed"][name]
+
+
+def speeds() -> Iterator[tuple[str, tuple[str, ...]]]:
+    ratios = [speed_ratio("lab_base", 1, f"ratio_{name}") for name in ("end_to_end", "decode")]
+    texts = [f"{ratio:.2f}" for ratio in ratios]
+    yield (
+        r"is (\d\.\d+) times as fast end to end at batch 1 with K = 3 \((\d\.\d+) times",
+        (*texts,),
+    )
+    yield r"end to end at batch (1) with K = (3)", ("1", "3")
+    sizes = (1, 8, 32, 64)
+    losing = [n for n in sizes if speed_ratio("lab_base", n, "ratio_end_to_end") < 1]
+    assert losing == [n for n in sizes if n >= losing[0]]
+    yield r"speculation loses from batch (\d+) on", (str(losing[0]),)
+
+
+def sizes() -> Iterator[tuple[str, tuple[str, ...]]]:
+    folder = ROOT / "assets" / "lab_tiny" / "target"
+    with safe_open(folder / "model.safetensors", "np") as file:
+        tensors = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    tiny = sum(_product(shape) for shape in tensors)
+    for pattern in (r"shipped (\S+) M target", r"On a CPU the (\S+) M", r"\| (\S+) M-parameter"):
+        yield pattern, (f"{tiny / 1e6:.1f}",)
+    base, small = (parameters(name) for name in TARGETS)
+    for pattern in (r"lab_base has (\d+) M parameters", r"On one H200 a (\d+) M target"):
+        yield pattern, (f"{base / 1e6:.0f}",)
+    yield r"a target of (\d+) M", (f"{small / 1e6:.0f}",)
+    yield r"(\d+) model families", (str(len(FAMILIES)),)
+    own = matrix("lab_base")
+    yield r"trained in (\d) data orders", (str(len(own.done_seeds)),)
+    yield r"\n(\d+) prompts, K = (\d), greedy", (str(len(own.prompts)), "3")
+    yield r"\((\d+) % interval", (f"{100 * bootstrap.LEVEL:.0f}",)
+
+
+def _product(shape: list[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def parameters(name: str) -> int:
+    """Of a lab target, from its configuration."""
+    model = compose_config(TrainConfig, ["task=target", f"model={name}"]).model
+    sizes = {**model.architecture, "vocab_size": model.pretrain.vocab_size}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model.family, **sizes))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@cache
+def claims() -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Every pattern with the texts that its groups must have."""
+    sources = (matrix_rows, wrong_policy, quickstart, speeds, sizes)
+    return tuple(claim for source in sources for claim in source())
+
+
+def accounted(text: str) -> list[str]:
+    """What is wrong with the numbers of a text; empty if all of them are computed or listed."""
+    faults, spans = [], []
+    for pattern, wanted in claims():
+        found = list(re.finditer(pattern, text))
+        if len(found) != 1:
+            faults.append(f"{pattern} is there {len(found)} times")
+            continue
+        got = found[0].groups()
+        if got != wanted:
+            faults.append(f"{got} must be {wanted}")
+        spans += [found[0].span(index + 1) for index in range(len(got))]
+    for pattern in SETTINGS:
+        for found in re.finditer(pattern, text):
+            spans += [found.span(i + 1) for i in range(len(found.groups())) if found.group(i + 1)]
+    for number in NUMBER.finditer(text):
+        if not any(start <= number.start() and number.end() <= end for start, end in spans):
+            line = text[: number.start()].count("\n") + 1
+            faults.append(f"README.md:{line}: {number.group()} has no source")
+    return faults
+
+
+def test_every_number_of_the_readme_is_computed_again() -> None:
+    assert accounted(TEXT) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("**2.259**", "**2.260**"),
+        ("1.48 times", "1.68 times"),
+        ("2730", "2731"),
+        ("## Words", "## 12 words"),
+    ],
+)
+def test_a_number_that_is_changed_or_added_is_seen(old: str, new: str) -> None:
+    assert old in TEXT
+    assert len(accounted(TEXT.replace(old, new, 1))) > len(accounted(TEXT))
+
+
+def test_tables_of_the_wrong_policy_in_results_are_computed_again() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
+    names = {"chain_n3": "chain, N = 3", "chain_n1": "chain, N = 1", "ttt_n1": "ttt, N = 1"}
+    folders = {"lab_tiny": "fault_price", "lab_base": "lab_base_prices"}
+    folders |= {"lab_small": "lab_small_prices"}
+    for target, folder in folders.items():
+        losses = policy_losses(read_study(RESULTS / folder))
+        for name, shown in names.items():
+            (head,) = {head for head, _ in losses if name in head}
+            own = "eagle" if name.startswith("ttt") else "training"
+            cells = [f"| {target} | {shown} | {own} "]
+            for num_drafts in (3, 5):
+                one = losses[head, num_drafts]
+                low, high = one.lost.low, one.lost.high
+                cells.append(f"| {one.lost.value:+.3f} [{low:+.3f}, {high:+.3f}] ")
+                cells.append(f"| {one.percent.value:.1f} ")
+            assert "".join(cells) + "|\n" in page
+
+
+def test_table_of_the_policy_matrix_in_results_is_computed_again() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
+    rows: dict[str, list[str]] = {}
+    for target in TARGETS:
+        for one in groups(target):
+            value, low, high = texts_of(one.length)
+            value = f"**{value}**" if one.is_match else value
+            rows.setdefault(one.key.head.replace(" N=", ", N = "), []).append(
+                f"{value} [{low}, {high}]"
+            )
+    assert len(rows) == 6
+    for name, cells in rows.items():
+        assert f"| {name} | {' | '.join(cells)} |\n" in page
