@@ -50,7 +50,7 @@ from mtp_research.runtime.errors import (
     NumericFault,
 )
 from mtp_research.runtime.files import run_lock
-from mtp_research.runtime.provenance import REPOSITORY_ROOT, redact, resolve_path, write_run_folder
+from mtp_research.runtime.provenance import REPOSITORY_ROOT, check_kind, redact, resolve_path
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -338,7 +338,10 @@ def _resolve_paths(config: TrainConfig | EvalConfig) -> None:
 
 @contextmanager
 def _run_folder(config: TrainConfig | EvalConfig) -> Iterator[Path]:
-    """Hold the folder of a run and write what the run is; ranks above 0 of a training only read."""
+    """Hold the folder of a run, which the run itself describes once it knows that it can go on.
+
+    Ranks above 0 of a training only read.
+    """
     folder = _output_dir(config)
     is_writer = _rank() == "0"
     if isinstance(config, EvalConfig) and not is_writer:  # with model.tp_plan all ranks decode
@@ -346,12 +349,12 @@ def _run_folder(config: TrainConfig | EvalConfig) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     with run_lock(folder) if is_writer else nullcontext():
         if is_writer:
-            if isinstance(config, EvalConfig):
-                # Other settings may not overwrite an unfinished evaluation. Imports torch.
-                from mtp_research.evaluation.run.journal import check_resumable
+            check_kind(folder, config)
+        if is_writer and isinstance(config, EvalConfig):
+            # Other settings may not overwrite an evaluation. Imports torch.
+            from mtp_research.evaluation.run.journal import check_resumable
 
-                check_resumable(folder, config)
-            write_run_folder(folder, config)
+            check_resumable(folder, config)
         yield folder
 
 
