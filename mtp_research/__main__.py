@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from mtp_research.config.schema import EvalConfig, TrainConfig
-from mtp_research.runtime.provenance import write_run_folder
+from mtp_research.runtime.provenance import write_error, write_run_folder
+from mtp_research.runtime.threads import wait_passively
 
 # The command -> the module and the function that it is, imported when it is asked for.
 COMMANDS = {
@@ -31,6 +32,7 @@ COMMANDS = {
 
 def main() -> int:
     """Run the command that the first word names; 2 when it names none."""
+    wait_passively()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     listed = f"usage: python -m mtp_research {' | '.join(COMMANDS)} [--help] ..."
     if name in ("-h", "--help"):
@@ -38,7 +40,7 @@ def main() -> int:
         return 0
     if name not in COMMANDS:
         near = "".join(f"; nearest: {word}" for word in get_close_matches(name, COMMANDS, n=1))
-        sys.stderr.write(f"error: {name or 'nothing'} is not a command{near}; {listed}\n")
+        write_error(f"{name or 'nothing'} is not a command{near}; {listed}")
         return 2
     module, function = COMMANDS[name]
     sys.argv = [f"python -m mtp_research {name}", *sys.argv[2:]]
@@ -47,6 +49,7 @@ def main() -> int:
 
 def train() -> int:
     """`train.py`: heads, a small target, cached hidden states or a matrix, by `task`."""
+    wait_passively()
     from mtp_research.app.cli import run_entry
 
     return run_entry(TrainConfig, run_training)
@@ -54,6 +57,7 @@ def train() -> int:
 
 def evaluate() -> int:
     """`eval.py`: decode the prompts under each condition, or price faulty slots, by `task`."""
+    wait_passively()
     from mtp_research.app.cli import run_entry
 
     return run_entry(EvalConfig, run_evaluation)

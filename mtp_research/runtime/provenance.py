@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtp_research.runtime.errors import ConfigError, EnvironmentFault
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, escaped
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
@@ -102,6 +102,12 @@ def _kind(config: Mapping[str, object]) -> str:
     """The entry of a configuration, and the task where tasks leave different results."""
     is_training = "trainer" in config
     return "train.py" if is_training else f"eval.py task={config.get('task', 'evaluate')}"
+
+
+def write_error(text: str) -> None:
+    """Print the lines of a failure on stderr, each as `error: ...`; the one place that does."""
+    for line in redact(text).splitlines():
+        sys.stderr.write(f"error: {escaped(line)}\n")
 
 
 def redact(text: str) -> str:

@@ -176,7 +176,7 @@ def test_header_that_was_changed_and_unknown_prompts_are_refused(
     inputs = json.loads(journal_lines[0])["inputs"]
     path = tmp_path / JOURNAL_FILE
     path.write_bytes(b"".join(journal_lines))
-    with pytest.raises(IntegrityError, match="holds prompt '.*', which is not asked here; set"):
+    with pytest.raises(IntegrityError, match=r"holds prompt '.*', which is not asked here; set"):
         open_journal(tmp_path, config, inputs=inputs, prompt_ids=["other"])
     path.write_bytes(b"".join(journal_lines).replace(b'"seed":0', b'"seed":1', 1))
     with pytest.raises(IntegrityError, match="line 1: not as it was written"):

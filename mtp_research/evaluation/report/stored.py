@@ -27,7 +27,7 @@ from mtp_research.evaluation.stats.summary import (
     read_condition,
     summarise,
 )
-from mtp_research.runtime.errors import IntegrityError
+from mtp_research.runtime.errors import IntegrityError, escaped
 from mtp_research.runtime.files import write_atomically
 
 SCHEMA_VERSION = 2
@@ -255,7 +255,7 @@ def mapping(parent: Mapping[str, object], key: str) -> Mapping[str, object]:
 
 def printable(text: str, *, limit: int = MAX_NAME_CHARACTERS) -> str:
     """A name from a file or an override: control characters escaped, at most `limit` characters."""
-    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    shown = escaped(text)
     return shown[: limit - 3] + "..." if len(shown) > limit else shown
 
 
