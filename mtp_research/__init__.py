@@ -16,8 +16,11 @@ top-level folder `kernels/`, which is imported as `mtp_research.kernels`.
 """
 
 import importlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from mtp_research.runtime.threads import wait_passively_as_command
 
 if TYPE_CHECKING:
     from mtp_research.config.schema import EngineConfig
@@ -57,6 +60,9 @@ _HOMES = {
 _PACKAGE_DIR = Path(__file__).resolve().parent
 if not (_PACKAGE_DIR / "kernels").is_dir():
     __path__.append(str(_PACKAGE_DIR.parent))
+
+
+wait_passively_as_command(sys.argv, sys.orig_argv)
 
 
 def __getattr__(name: str) -> object:

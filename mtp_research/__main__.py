@@ -9,9 +9,12 @@ import json
 import os
 import sys
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from mtp_research.config.schema import EvalConfig, TrainConfig
+from mtp_research.runtime.provenance import write_error, write_run_folder
+from mtp_research.runtime.threads import wait_passively
 
 # The command -> the module and the function that it is, imported when it is asked for.
 COMMANDS = {
@@ -29,6 +32,7 @@ COMMANDS = {
 
 def main() -> int:
     """Run the command that the first word names; 2 when it names none."""
+    wait_passively()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     listed = f"usage: python -m mtp_research {' | '.join(COMMANDS)} [--help] ..."
     if name in ("-h", "--help"):
@@ -36,7 +40,7 @@ def main() -> int:
         return 0
     if name not in COMMANDS:
         near = "".join(f"; nearest: {word}" for word in get_close_matches(name, COMMANDS, n=1))
-        sys.stderr.write(f"error: {name or 'nothing'} is not a command{near}; {listed}\n")
+        write_error(f"{name or 'nothing'} is not a command{near}; {listed}")
         return 2
     module, function = COMMANDS[name]
     sys.argv = [f"python -m mtp_research {name}", *sys.argv[2:]]
@@ -45,6 +49,7 @@ def main() -> int:
 
 def train() -> int:
     """`train.py`: heads, a small target, cached hidden states or a matrix, by `task`."""
+    wait_passively()
     from mtp_research.app.cli import run_entry
 
     return run_entry(TrainConfig, run_training)
@@ -52,6 +57,7 @@ def train() -> int:
 
 def evaluate() -> int:
     """`eval.py`: decode the prompts under each condition, or price faulty slots, by `task`."""
+    wait_passively()
     from mtp_research.app.cli import run_entry
 
     return run_entry(EvalConfig, run_evaluation)
@@ -59,38 +65,53 @@ def evaluate() -> int:
 
 def run_training(config: TrainConfig, output_dir: Path) -> None:
     """Train, then print one JSON line."""
+    describe = partial(_describe, config, output_dir)
     if config.task == "target":
         from mtp_research.pretrain.pretrain import pretrain_target
 
-        result = pretrain_target(config.model, output_dir=output_dir, seed=config.seed)
+        result = pretrain_target(
+            config.model,
+            output_dir=output_dir,
+            seed=config.seed,
+            on_start=describe,
+        )
     elif config.task == "cache":
         from mtp_research.training.setup import cache_hidden
 
+        describe()
         result = cache_hidden(config)
     elif config.task == "matrix":
         from mtp_research.studies.policy_matrix import run_policy_matrix
 
-        result = run_policy_matrix(config, output_dir)
+        result = run_policy_matrix(config, output_dir, on_start=describe)
     else:
         from mtp_research.studies.matrix_cell import decode_probe
         from mtp_research.training.loop import train_heads
 
-        result = train_heads(config, output_dir, decode_eval=decode_probe(config))
+        probe = decode_probe(config)
+        result = train_heads(config, output_dir, decode_eval=probe, on_start=describe)
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(f"{json.dumps(result)}\n")
 
 
 def run_evaluation(config: EvalConfig, output_dir: Path) -> None:
     """Evaluate; the last printed line is one JSON object."""
+    describe = partial(_describe, config, output_dir)
     if config.task == "fault_price":
         from mtp_research.studies.fault_price import price_faults
 
-        result = price_faults(config, output_dir)
+        result = price_faults(config, output_dir, on_start=describe)
     else:
         from mtp_research.evaluation.run.evaluate import evaluate as measure
 
-        result = measure(config, output_dir)
+        result = measure(config, output_dir, on_start=describe)
     sys.stdout.write(f"{json.dumps(result)}\n")
+
+
+def _describe(config: TrainConfig | EvalConfig, output_dir: Path) -> None:
+    """Write what the run is; ranks share the folder of the first."""
+    if os.environ.get("RANK", "0") == "0":
+        write_run_folder(output_dir, config)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 from hypothesis import settings
 
+from mtp_research.runtime.threads import wait_passively
+
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+wait_passively()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

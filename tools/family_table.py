@@ -14,6 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mtp_research.runtime.threads import wait_passively
+
+wait_passively()
+
 from mtp_research.models.families import FAMILIES, REFUSED, REFUSED_FIELDS
 from mtp_research.models.family import Family
 from tests.decode.test_exactness import ALL_TESTED, FAMILIES_TESTED

@@ -22,9 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, cast
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mtp_research.runtime.threads import wait_passively
+
+wait_passively()
+
+import torch
 from mtp_research.kernels.bench.bench_runner import describe_machine
 
 from mtp_research.bench.shapes import SHAPES, random_target

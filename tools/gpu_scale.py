@@ -20,11 +20,14 @@ import sys
 import time
 from pathlib import Path
 
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (0, 1)]
+
+from mtp_research.runtime.threads import wait_passively
+
+wait_passively()
+
 import torch
 from accelerate import Accelerator
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from train_bench import Shape, drain, make_parts, run_config
 
 from mtp_research.config.training_schema import TrainerConfig

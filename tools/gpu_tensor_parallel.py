@@ -24,10 +24,13 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from mtp_research.runtime.threads import wait_passively
+
+wait_passively()
+
+import torch
 from mtp_research.kernels.bench.bench_runner import describe_machine
 
 from mtp_research.bench.shapes import SHAPES, random_target

@@ -24,6 +24,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from mtp_research.runtime.threads import wait_passively
+
+wait_passively()
+
 import torch
 
 from mtp_research.__main__ import run_training

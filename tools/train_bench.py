@@ -31,18 +31,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mtp_research.runtime.threads import wait_passively
+
+wait_passively()
+
 import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator
+from mtp_research.kernels.bench.bench_runner import describe_machine, drain, timed
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from mtp_research.kernels.bench.bench_runner import describe_machine, drain, timed
 
 from mtp_research.config.schema import ModelConfig, TrainConfig
 from mtp_research.config.training_schema import DataConfig, HeadConfig, TrainerConfig

@@ -27,6 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from mtp_research.app import preflight
 from mtp_research.app.overrides import (
     CONF_DIR,
     ENTRIES,
@@ -48,9 +49,17 @@ from mtp_research.runtime.errors import (
     IntegrityError,
     Interrupted,
     NumericFault,
+    escape_warnings,
+    escaped,
 )
 from mtp_research.runtime.files import run_lock
-from mtp_research.runtime.provenance import REPOSITORY_ROOT, redact, resolve_path, write_run_folder
+from mtp_research.runtime.provenance import (
+    REPOSITORY_ROOT,
+    check_kind,
+    redact,
+    resolve_path,
+    write_error,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -98,6 +107,7 @@ def run_entry(
         sys.stdout.write(f"{help_text(schema)}\n")
         return 0
     is_traced = "--traceback" in words
+    escape_warnings()
     return _exit_code(lambda: _Command(schema, run, read_flags(words)).start(), is_traced)
 
 
@@ -172,7 +182,7 @@ class _Command(Generic[ConfigT]):
             typed = list(hydra.overrides.task)
             words = [word for word in typed if word.partition("=")[0] in swept]
             place = f"job {hydra.job.num} ({' '.join(words)}): "
-            sys.stderr.write(f"{redact(place)}starts\n")
+            sys.stderr.write(f"{escaped(redact(place))}starts\n")
             code = self._exit_code(lambda: self._run_job(composed, typed, overrides), place=place)
             codes.append(code)
             jobs.append({"job": words, "folder": hydra.runtime.output_dir, "exit_code": code})
@@ -196,6 +206,7 @@ class _Command(Generic[ConfigT]):
         config = _checked(self.schema, composed, typed)
         if not any(word.startswith("output_dir=") for word in overrides.swept):
             config.output_dir = str(HydraConfig.get().runtime.output_dir)
+            preflight.require_inside(HydraConfig.get().sweep.dir, config.output_dir)
         check_inputs(config)
         if not _is_submitted(config, typed, self.flags):
             with _run_folder(config) as folder:
@@ -239,11 +250,10 @@ def _exit_code(work: Callable[[], int | None], is_traced: bool, place: str = "")
     except (ConfigError, IntegrityError, EnvironmentFault, NumericFault, Interrupted) as fault:
         if is_traced:
             traceback.print_exc()
-        for line in redact(str(fault)).splitlines():
-            sys.stderr.write(f"error: {redact(place)}{line}\n")
+        write_error("\n".join(f"{place}{line}" for line in str(fault).splitlines()))
         return fault.exit_code
     except KeyboardInterrupt:
-        sys.stderr.write(f"error: {redact(place)}stopped by Ctrl-C.\n")
+        write_error(f"{place}stopped by Ctrl-C.")
         return CTRL_C_EXIT_CODE
 
 
@@ -322,6 +332,7 @@ def _compose_fault(schema: type, fault: Exception, overrides: Sequence[str]) -> 
 
 
 def _resolve_paths(config: TrainConfig | EvalConfig) -> None:
+    preflight.require_possible_paths(config)
     config.model.path = resolve_path(config.model.path)
     config.model.pretrain.corpus_dir = resolve_path(config.model.pretrain.corpus_dir)
     if isinstance(config, TrainConfig):
@@ -338,7 +349,10 @@ def _resolve_paths(config: TrainConfig | EvalConfig) -> None:
 
 @contextmanager
 def _run_folder(config: TrainConfig | EvalConfig) -> Iterator[Path]:
-    """Hold the folder of a run and write what the run is; ranks above 0 of a training only read."""
+    """Hold the folder of a run, which the run itself describes once it knows that it can go on.
+
+    Ranks above 0 of a training only read.
+    """
     folder = _output_dir(config)
     is_writer = _rank() == "0"
     if isinstance(config, EvalConfig) and not is_writer:  # with model.tp_plan all ranks decode
@@ -346,12 +360,12 @@ def _run_folder(config: TrainConfig | EvalConfig) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     with run_lock(folder) if is_writer else nullcontext():
         if is_writer:
-            if isinstance(config, EvalConfig):
-                # Other settings may not overwrite an unfinished evaluation. Imports torch.
-                from mtp_research.evaluation.run.journal import check_resumable
+            check_kind(folder, config)
+        if is_writer and isinstance(config, EvalConfig):
+            # Other settings may not overwrite an evaluation. Imports torch.
+            from mtp_research.evaluation.run.journal import check_resumable
 
-                check_resumable(folder, config)
-            write_run_folder(folder, config)
+            check_resumable(folder, config)
         yield folder
 
 
@@ -416,7 +430,9 @@ def _resolve_head(head: str | None) -> str | None:
 
 def _output_dir(config: TrainConfig | EvalConfig) -> Path:
     if config.output_dir is not None:
+        preflight.require_possible("output_dir", config.output_dir)
         return Path(config.output_dir)
+    preflight.require_file_name("model.name", config.model.name)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     if isinstance(config, TrainConfig):
         return Path("runs") / f"{config.task}-{config.model.name}-{stamp}"

@@ -145,10 +145,16 @@ def _default(item: dataclasses.Field) -> str:
 def _fault(schema: Schema, word: str, groups: dict[str, list[str]], *, is_many: bool) -> str | None:
     key, has_value, value = word.lstrip("+~").partition("=")
     if key.startswith(("hydra.", "hydra/")):
+        if key == "hydra.sweep.subdir" and (value.startswith("/") or ".." in value):
+            return f"{key} must stay below output_dir, got {value}; set output_dir=A,B."
         fixed = next((name for name in _OUTPUT_KEYS if key == name), None)
         return fixed and f"{fixed} follows output_dir, got {value}; set output_dir={value}."
     if not has_value and not word.startswith("~"):
         return f"an argument must read NAME=VALUE, got {word}; --help lists the names."
+    if value.startswith("{") and any(name.startswith(f"{key}.") for name in schema_keys(schema)):
+        first = re.match(r"\{\s*([\w.]+)\s*:\s*([^,}]*)", value)
+        example = f"{key}.{first[1]}={first[2].strip()}" if first else f"{key}.NAME=VALUE"
+        return f"{key} is a section, got {value}; set its keys one by one: {example}."
     if fault := _name_fault(schema, key, groups):
         return fault
     values = _parts(schema, key, value)
@@ -278,7 +284,10 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
     flags, unknown = parser.parse_known_intermixed_args(spelled)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
-        word = unknown[0]
+        word, name = unknown[0], unknown[0].lstrip("-")
+        if re.match(r"[\w.+~/]+=", name) or "." in name:
+            value = "" if "=" in name else "=VALUE"
+            raise ConfigError(f"{word} is not a flag; drop the dashes: {name}{value}.")
         raise ConfigError(f"{word} is not a flag{nearest(word, known)}; --help lists the flags.")
     if (flags.resolve or flags.package) and not flags.cfg:
         raise ConfigError("--resolve and --package go with --cfg, got no --cfg; add --cfg job.")

@@ -4,6 +4,8 @@ Values and rules between keys were checked by `config.rules`; here are the files
 only in tensors, or in a model still to be downloaded, is left to the loaders.
 """
 
+import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -29,6 +31,9 @@ from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 SPECIAL_HEADS = (None, "oracle")
+_MAX_NAME_BYTES = 255
+_MAX_PATH_BYTES = 4096 - 256  # the system's limit, and room for our own files
+_NUM_SHOWN = 60
 
 
 def check_inputs(config: TrainConfig | EvalConfig) -> None:
@@ -59,6 +64,62 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
         read_prompt_files(Path(config.prompts.path))
     if config.engine.cuda_graphs:
         _require_gpu(config.model.device)
+
+
+def require_possible_paths(config: TrainConfig | EvalConfig) -> None:
+    """Refuse paths that no system call takes, before the first one does."""
+    paths = {
+        "output_dir": config.output_dir,
+        "model.path": config.model.path,
+        "model.pretrain.corpus_dir": config.model.pretrain.corpus_dir,
+    }
+    if isinstance(config, TrainConfig):
+        paths |= {
+            "data.path": config.data.path,
+            "data.hidden_cache": config.data.hidden_cache,
+            "head.path": config.head.path,
+            "trainer.resume": config.trainer.resume,
+        }
+    else:
+        paths |= {"prompts.path": config.prompts.path, "spec.head": config.spec.head}
+        paths |= {f"grid.head.{number}": path for number, path in enumerate(config.grid.head)}
+    for key, path in paths.items():
+        if path is not None:
+            require_possible(key, path)
+
+
+def require_possible(key: str, path: str) -> None:
+    """Refuse a path with a NUL, or one that is too long with the names of our files behind it."""
+    try:
+        names = os.fsencode(Path(path).absolute()).split(b"/")
+        longest, total = max(map(len, names)), sum(map(len, names)) + len(names)
+        is_possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        is_possible, longest, total = False, 0, 0
+    if not is_possible or longest > _MAX_NAME_BYTES or total > _MAX_PATH_BYTES:
+        shown = path if len(path) <= _NUM_SHOWN else f"{path[:_NUM_SHOWN]}..."
+        raise ConfigError(
+            f"{key} must be text without NUL, at most {_MAX_NAME_BYTES} bytes a name and "
+            f"{_MAX_PATH_BYTES} in all, got {shown!r} ({len(path)} characters); set {key}=PATH."
+        )
+
+
+def require_file_name(key: str, name: str) -> None:
+    """Refuse a name that would lead out of the folder that is called after it."""
+    if not re.fullmatch(r"\w[\w.+ -]{0,99}", name):
+        raise ConfigError(
+            f"{key} must be at most 100 letters, digits, spaces, . _ + and - for the default "
+            f"output_dir, got {name[:_NUM_SHOWN]!r}; set {key}=NAME or output_dir=FOLDER."
+        )
+
+
+def require_inside(root: str, folder: str) -> None:
+    """Refuse a job's folder outside that of the sweep, as `hydra.sweep.subdir` can make it."""
+    if not Path(folder).resolve().is_relative_to(Path(root).resolve()):
+        raise ConfigError(
+            f"hydra.sweep.subdir must stay below output_dir {root!r}, got {folder!r}; "
+            "leave it out, or set output_dir=A,B."
+        )
 
 
 def _require_gpu(device: str) -> None:

@@ -28,6 +28,7 @@ from mtp_research.kernels.bench.bench_runner import describe_machine, measure_ce
 from mtp_research.models.experts import EXPERTS
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, NumericFault
+from mtp_research.runtime.provenance import write_error
 
 COLUMNS = {
     **dict.fromkeys(("shape", "batch", "num_drafts", "policy", "num_modules", "context"), "{}"),
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(options)
     except (ConfigError, EnvironmentFault, NumericFault) as fault:
-        sys.stderr.write(f"error: {fault}\n")
+        write_error(str(fault))
         return fault.exit_code
 
 

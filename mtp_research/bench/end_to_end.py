@@ -39,6 +39,7 @@ from mtp_research.heads.weights import load_heads
 from mtp_research.kernels.bench.bench_runner import describe_machine, drain
 from mtp_research.models.target import Target, load_target, load_tokenizer
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.runtime.provenance import write_error
 
 _ACCEPT = 0.8
 _ROOM_TOKENS = 64  # beyond prompt and output
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(options)
     except (ConfigError, EnvironmentFault, IntegrityError) as fault:
-        sys.stderr.write(f"error: {fault}\n")
+        write_error(str(fault))
         return fault.exit_code
 
 

@@ -44,6 +44,7 @@ from mtp_research.heads.weights import load_heads
 from mtp_research.models.loading.source import CONFIG_FILE, INDEX_FILE
 from mtp_research.models.target import load_target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.runtime.provenance import write_error
 
 logger = logging.getLogger(__name__)
 
@@ -295,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
         write = export_heads if options.alone else stitch_heads
         written = write(heads, options.out, source=options.model)
     except (ConfigError, IntegrityError, EnvironmentFault) as fault:
-        print(f"error: {in_own_words(str(fault))}", file=sys.stderr)
+        write_error(in_own_words(str(fault)))
         return fault.exit_code
     print(
         f"{written.folder}: {heads.spec.num_mtp_modules} MTP modules of family "

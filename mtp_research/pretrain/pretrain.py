@@ -56,11 +56,12 @@ from mtp_research.pretrain.pretrain_state import (
 )
 from mtp_research.runtime.errors import ConfigError, Interrupted
 from mtp_research.runtime.provenance import run_record
-from mtp_research.training.checkpoint import clear_leftovers
+from mtp_research.training.checkpoint import clear_leftovers, step_folders
 from mtp_research.training.optim import MasterWeights, cosine_learning_rate
 from mtp_research.training.tracking import StopRequest
 
 TARGET_FOLDER = "target"
+PROVENANCE_FILE = "PROVENANCE.json"
 
 
 def _write_line(line: str) -> None:
@@ -69,7 +70,12 @@ def _write_line(line: str) -> None:
 
 
 def pretrain_target(
-    model: ModelConfig, *, output_dir: Path, seed: int, report: Report = _write_line
+    model: ModelConfig,
+    *,
+    output_dir: Path,
+    seed: int,
+    report: Report = _write_line,
+    on_start: Callable[[], object] | None = None,
 ) -> dict[str, object]:
     """Train `model.architecture` on `model.pretrain` and save the result as a target folder.
 
@@ -79,18 +85,25 @@ def pretrain_target(
             is already there is reused.
         seed: of initialisation and data order.
         report: takes progress lines; standard output by default.
+        on_start: called when nothing of the folder speaks against the run.
 
     Returns:
         The content of PROVENANCE.json: command, versions, data hashes, losses, figures, samples.
 
     Raises:
-        ConfigError: architecture, corpus or domain weights are wrong; names the key.
+        ConfigError: architecture, corpus or domain weights are wrong; names the key. Or the folder
+            holds a target that is finished, or one of other settings that was stopped.
         Interrupted: SIGTERM or SIGINT; the state is saved, and the same call continues.
     """
     started = time.monotonic()
     record = run_record()
     device = resolve_device(model.device)
     target_dir = output_dir / TARGET_FOLDER
+    if (target_dir / PROVENANCE_FILE).is_file() and not step_folders(output_dir):
+        raise ConfigError(
+            f"output_dir {str(output_dir)!r} holds a finished target; set output_dir=FOLDER, or "
+            f"remove {target_dir} to train it anew."
+        )
     target_dir.mkdir(parents=True, exist_ok=True)
     architecture, dtype = _architecture(model), _dtype(model, device)
     data = prepare_data(model.pretrain, tokenizer_dir=target_dir)
@@ -100,6 +113,8 @@ def pretrain_target(
     prepared = time.monotonic()
     with StopRequest() as stop:  # after the last step a signal only waits for the end
         run = TargetRun(target, data, model, seed=seed, root=output_dir, report=report)
+        if on_start is not None:
+            on_start()
         result = run.train(stop)
         finish_training(target, stop_ids=STOP_IDS, bos_id=BOS_ID, pad_id=PAD_ID)
         num_bytes = save_target(target, target_dir)
@@ -118,7 +133,7 @@ def pretrain_target(
         **data_record(data),
     }
     text = json.dumps(provenance, indent=2)
-    (target_dir / "PROVENANCE.json").write_text(f"{text}\n", encoding="utf8")
+    (target_dir / PROVENANCE_FILE).write_text(f"{text}\n", encoding="utf8")
     remove_progress(output_dir)
     return provenance
 
@@ -148,7 +163,6 @@ class TargetRun:
         root: Path,
         report: Report,
     ) -> None:
-        clear_leftovers(root)
         self.target, self.root = target, root
         self.pretrain = pretrain = model.pretrain
         device = target.device
@@ -164,6 +178,7 @@ class TargetRun:
         done = restore_progress(
             root, target=target, optimizer=self.optimizer, settings=self.settings
         )
+        clear_leftovers(root)
         if done.step:
             report(f"goes on after step {done.step}, with {done.spent_s:.0f} s spent")
         self.loss_of = _loss_function(target, data, pretrain)

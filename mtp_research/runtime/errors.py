@@ -4,6 +4,8 @@ Exit codes: 0 fine, 2 configuration, 3 integrity, 4 environment, 5 numeric, 75 r
 says what was expected, what was got and which key or call fixes it.
 """
 
+import logging
+
 
 class ConfigError(ValueError):
     """A configuration or argument is wrong."""
@@ -33,6 +35,25 @@ class Interrupted(RuntimeError):
     """The run was asked to stop, saved its state and can be resumed."""
 
     exit_code = 75
+
+
+def escaped(text: str) -> str:
+    r"""Text of a file or an override for a terminal: control characters as `\x1b`."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+class _Escaping(logging.Formatter):
+    """What a terminal gets of a log record, which may have several lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's text."""
+        return "\n".join(map(escaped, super().format(record).splitlines()))
+
+
+def escape_warnings() -> None:
+    """Escape what Python prints of a warning where no logging is set up: they quote files too."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Escaping())
 
 
 def rule_line(key: str, expected: str, got: object, fix: str) -> str:

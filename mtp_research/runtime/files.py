@@ -2,13 +2,14 @@
 
 import hashlib
 import os
+import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
-LOCK_FILE = ".lock"
+LOCK_FILE, OWNER_FILE = ".lock", ".lock-owner"
 
 
 def sha256_of(path: Path) -> str:
@@ -54,14 +55,28 @@ def run_lock(root: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout as fault:
         raise ConfigError(
-            f"output_dir {str(root)!r} is in use by another run; set output_dir=FOLDER."
+            f"output_dir {str(root)!r} is in use by another run{_holder(root)}; "
+            "set output_dir=FOLDER."
         ) from fault
     except OSError as fault:
         raise EnvironmentFault(
             f"output_dir must be a writable folder, got {root} ({fault.strerror}); "
             "set output_dir=PATH."
         ) from fault
+    owner = root / OWNER_FILE
+    with suppress(OSError):  # it is only told to others
+        owner.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf8")
     try:
         yield
     finally:
+        with suppress(OSError):
+            owner.unlink(missing_ok=True)
         lock.release()
+
+
+def _holder(root: Path) -> str:
+    """Who holds the lock, as written beside it: opening the lock file itself empties it."""
+    try:
+        return f" ({(root / OWNER_FILE).read_text(encoding='utf8')[:100]})"
+    except (OSError, ValueError):
+        return ""

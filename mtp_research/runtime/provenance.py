@@ -15,12 +15,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtp_research.runtime.errors import EnvironmentFault
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, escaped
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
@@ -29,6 +30,7 @@ REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy",
             "accelerate", "deepspeed", "datasets", "hydra-core", "wandb")  # fmt: skip
 RECORD_SCHEMA = 1
+RUN_FILES = ("config.json", "run.json", "git.diff")
 HIDDEN = "[redacted]"
 
 _SECRET_WORD = r"(?:api_?key|key|token|secret|password|passwd|credentials?|authorization)"
@@ -67,17 +69,45 @@ def write_run_folder(output_dir: Path, config: object) -> dict[str, object]:
     assert dataclasses.is_dataclass(config), f"config must be a dataclass, got {type(config)}"
     assert not isinstance(config, type), f"config must be an instance, got the class {config}"
     record = run_record()
+    config_file, record_file, diff_file = (output_dir / name for name in RUN_FILES)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        _write_json(output_dir / "config.json", dataclasses.asdict(config))
-        _write_json(output_dir / "run.json", record)
-        (output_dir / "git.diff").write_text(_redact_values(_git_diff()), encoding="utf8")
+        _write_json(config_file, dataclasses.asdict(config))
+        _write_json(record_file, record)
+        diff_file.write_text(_redact_values(_git_diff()), encoding="utf8")
     except OSError as fault:
         raise EnvironmentFault(
             f"output_dir must be a writable folder, got {output_dir} ({fault.strerror}); "
             "set output_dir=PATH."
         ) from fault
     return record
+
+
+def check_kind(output_dir: Path, config: object) -> None:
+    """Refuse a folder that holds the run of another entry, by the sections of its `config.json`."""
+    try:
+        stored = json.loads((output_dir / RUN_FILES[0]).read_text(encoding="utf8"))
+        theirs = _kind(stored)
+    except (OSError, ValueError, AttributeError):  # nothing there that says what it is
+        return
+    ours = _kind(vars(config))
+    if theirs != ours:
+        raise ConfigError(
+            f"output_dir {str(output_dir)!r} holds a run of {theirs}, got {ours}; "
+            "set output_dir=FOLDER."
+        )
+
+
+def _kind(config: Mapping[str, object]) -> str:
+    """The entry of a configuration, and the task where tasks leave different results."""
+    is_training = "trainer" in config
+    return "train.py" if is_training else f"eval.py task={config.get('task', 'evaluate')}"
+
+
+def write_error(text: str) -> None:
+    """Print the lines of a failure on stderr, each as `error: ...`; the one place that does."""
+    for line in redact(text).splitlines():
+        sys.stderr.write(f"error: {escaped(line)}\n")
 
 
 def redact(text: str) -> str:

@@ -22,7 +22,7 @@ from mtp_research.evaluation.report.stored import PACKED_FILE, RESULTS_FILE, rea
 from mtp_research.evaluation.stats.fault_study import STUDY_FILE
 from mtp_research.evaluation.stats.matrix_seeds import MATRIX_FILE
 from mtp_research.runtime.errors import EnvironmentFault, IntegrityError
-from mtp_research.runtime.provenance import redact
+from mtp_research.runtime.provenance import write_error
 from mtp_research.studies.study_pages import fault_section, matrix_section, training_section
 from mtp_research.training.tracking import METRICS_FILE
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         page = write_report(folder, sections)
         _require_outputs(sections, page)
     except (IntegrityError, EnvironmentFault) as fault:
-        sys.stderr.write(f"error: {redact(str(fault))}\n")
+        write_error(str(fault))
         return fault.exit_code
     sys.stdout.write(f"report: {page}\n")
     return 0

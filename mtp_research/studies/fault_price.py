@@ -20,7 +20,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -93,10 +93,13 @@ class _Asked:
     engine: EngineConfig
 
 
-def price_faults(config: EvalConfig, output_dir: Path) -> dict[str, object]:
+def price_faults(
+    config: EvalConfig, output_dir: Path, *, on_start: Callable[[], object] | None = None
+) -> dict[str, object]:
     """Decode all conditions, print the tables and write `fault_price.json` after each.
 
-    A run that was stopped goes on with what `output_dir` holds. Returns what the last line shows:
+    A run that was stopped goes on with what `output_dir` holds; `on_start` is called when that is
+    known to be no study of other settings. Returns what the last line shows:
     numbers of prompts and conditions, and where the results are.
     """
     cells = expand(config).cells
@@ -113,6 +116,8 @@ def price_faults(config: EvalConfig, output_dir: Path) -> dict[str, object]:
     names = {head: name for head, name in head_names(cells).items() if head and name}
     num_conditions = len(pairs) * len(policies_of(config.spec.policy))
     study = _start(config, asked, names=names, num_conditions=num_conditions, output_dir=output_dir)
+    if on_start is not None:
+        on_start()
     for head, num_drafts in pairs:
         heads = load_heads(str(head), target)
         for policy in policies_of(config.spec.policy):

@@ -16,7 +16,7 @@ Letters: N MTP modules, K drafts per step.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,9 +57,12 @@ if TYPE_CHECKING:
 TABLE_WIDTH = 160  # characters; log files have no width of their own
 
 
-def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object]:
+def run_policy_matrix(
+    config: TrainConfig, output_dir: Path, *, on_start: Callable[[], object] | None = None
+) -> dict[str, object]:
     """Train and decode all cells; `cells` of the result has an entry for all seeds of a cell.
 
+    `on_start` is called when the folder is known to hold no matrix of other settings.
     `head`, `objective` and `trainer` hold for all heads but for the unroll, N, the recycled norm
     and the seed. Each head has a folder of its own in `output_dir`, which a repeated call reuses.
     """
@@ -73,6 +76,8 @@ def run_policy_matrix(config: TrainConfig, output_dir: Path) -> dict[str, object
         target, None, prompts, policy="training", num_drafts=0, num_new=config.matrix.max_new_tokens
     )
     matrix = _start(config, output_dir, prompts=map(_prompt_facts, chosen), target=target)
+    if on_start is not None:
+        on_start()
     cells = measure_heads(
         [run for seed in matrix.seeds for run in head_runs(config, output_dir, seed=seed)],
         Asked(prompts, plain),

@@ -16,7 +16,6 @@ keeps a run with other settings from mixing its answers in.
 import argparse
 import json
 import lzma
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run.prompts import ChatTokenizer, begin_of_text
 from mtp_research.models.target import Target, load_target, load_tokenizer, target_hashes
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.runtime.provenance import write_error
 
 _BEGINNINGS = ("def ", "class ", "import ", "from ", '"""', "#", "The ", "A ", "In ", "I ", "He ")
 _MESSAGE_TOKENS, _BEGINNING_TOKENS = 96, 24
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(_parser().parse_args(argv))
     except (ConfigError, IntegrityError, EnvironmentFault) as fault:
-        sys.stderr.write(f"error: {fault}\n")
+        write_error(str(fault))
         return fault.exit_code
     return 0
 

@@ -56,6 +56,7 @@ from mtp_research.policy.audit import Verdict
 from mtp_research.policy.fields import POLICIES
 from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.provenance import write_error
 from mtp_research.studies import study_tables
 
 _Speed = tuple[int, Estimate]  # requests, and their tokens/s
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sys.stdout.write(_COMMANDS[options.command][1](options.paths) + "\n")
     except (ConfigError, IntegrityError) as fault:
-        sys.stderr.write(f"error: {fault}\n")
+        write_error(str(fault))
         return fault.exit_code
     return 0
 

@@ -126,13 +126,27 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
     folders = step_folders(root)
     for folder in reversed(folders):
         try:
-            return load_checkpoint(folder)
+            checkpoint = load_checkpoint(folder)
+            _warn_of_latest(root, folder)
+            return checkpoint
         except IntegrityError as fault:
             logger.warning("skipped checkpoint %s: %s", folder.name, fault)
             damage = fault
     if folders:
         raise IntegrityError(f"{root}: no step folder can be used; the oldest fails with: {damage}")
     return None
+
+
+def _warn_of_latest(root: Path, found: Path) -> None:
+    """`latest` may lag by a step after a kill; it never names a step that is not there."""
+    try:
+        named = (root / _LATEST).read_text(encoding="utf8").strip()
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError):
+        named = ""
+    if not named or not (root / named).is_dir():
+        logger.warning("%s names no step (%r); goes on from %s", root / _LATEST, named, found.name)
 
 
 def step_folders(root: Path) -> list[Path]:

@@ -104,7 +104,14 @@ def load_head_documents(
             f"got {len(documents)}; set data.eval_documents={max(1, len(documents) // 5)}."
         )
     chosen = held_out_indices(documents, num_documents=data.eval_documents)
-    rest = [document for index, document in enumerate(documents) if index not in chosen]
+    held_out_ids = {documents[index].doc_id for index in chosen}
+    rest = [document for document in documents if document.doc_id not in held_out_ids]
+    if num_twins := len(documents) - len(chosen) - len(rest):
+        logger.warning(
+            "%s: %d documents have the id of a held-out one and are left out of training",
+            path,
+            num_twins,
+        )
     train = [document for document in rest if len(document.token_ids) >= num_depths + 2]
     asked = [documents[index] for index in sorted(chosen)]
     held_out = unseen(asked, train=train)

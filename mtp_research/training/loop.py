@@ -46,7 +46,11 @@ DecodeEval = Callable[[MTPHeads], Mapping[str, object]]
 
 
 def train_heads(
-    config: TrainConfig, output_dir: Path, *, decode_eval: DecodeEval | None = None
+    config: TrainConfig,
+    output_dir: Path,
+    *,
+    decode_eval: DecodeEval | None = None,
+    on_start: Callable[[], object] | None = None,
 ) -> dict[str, object]:
     """Train heads, or go on where `output_dir` stopped, and write the best to `output_dir/head`.
 
@@ -57,6 +61,8 @@ def train_heads(
         output_dir: run folder: step folders, `metrics.jsonl`, `head/`. Rank 0's is everyone's.
         decode_eval: runs the real decode loop on the heads and returns its figures; called on the
             main process at each evaluation.
+        on_start: called on the main process when nothing of the folder speaks against the run; a
+            run that is refused has written nothing.
 
     Returns:
         JSON-serialisable result: acceptance length before and at best, per depth and domain, time.
@@ -72,9 +78,12 @@ def train_heads(
     output_dir = Path(broadcast_object_list([str(output_dir)])[0])
     if is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
-        clear_leftovers(output_dir)
     with StopRequest() as stop:
         run = TrainingRun(config, output_dir=output_dir, accelerator=accelerator, stop=stop)
+        if is_main:
+            clear_leftovers(output_dir)
+            if on_start is not None:
+                on_start()
         tracker = Tracker(
             output_dir,
             settings=config.logger,

@@ -20,6 +20,7 @@ from mtp_research.data.packing import EncodedDocument
 from mtp_research.heads.draft_vocabulary import RANKING_FILE, write_ranking
 from mtp_research.models.target import load_target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.provenance import write_error
 from mtp_research.training.documents import load_head_documents
 
 _SIZES = (256, 1024, 4096, 16384, 32768)
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         counts = count_answer_tokens(documents.train, vocab_size=vocab_size)
         write_ranking(args.head, counts, target=target, source=Path(args.data).name)
     except (ConfigError, IntegrityError) as fault:
-        sys.stderr.write(f"error: {fault}\n")
+        write_error(str(fault))
         return fault.exit_code
     covered = counts.sort(descending=True).values.cumsum(0) / max(int(counts.sum()), 1)
     for size in (size for size in _SIZES if size <= vocab_size):

@@ -189,17 +189,24 @@ def _flatten(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _drop_after(path: Path, *, step: int) -> None:
-    """Keep the lines of steps <= `step`; a line cut off by a crash is dropped too."""
+    """Keep the lines of a run up to checkpoint `step`, none at 0; what comes now is left out.
+
+    The result is written again at the end. A line cut off by a crash is dropped, too.
+    """
     if not path.is_file():
         return
-    lines = []
-    for line in path.read_text(encoding="utf8").splitlines():
+    kept, damaged = [], []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
         try:
-            if json.loads(line)["step"] <= step:
-                lines.append(line + "\n")
-        except (ValueError, KeyError):
-            continue
-    write_atomically(path, "".join(lines))
+            fields = json.loads(line.decode("utf8"))
+            if 0 <= fields["step"] <= step and step > 0 and fields["kind"] != "result":
+                kept.append(line.decode("utf8") + "\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            damaged += [number] if number < len(lines) or not line.startswith(b'{"kind') else []
+    if damaged:
+        logger.warning("%s: dropped what is no line of metrics, at line %s", path, damaged[:5])
+    write_atomically(path, "".join(kept))
 
 
 class ProgressView:
@@ -408,6 +415,8 @@ def _read(pending: _Pending) -> StepFigures:
     loss, grad_norm, num_tokens, num_stops, most, least, *counts = pending.values.tolist()
     loads = {"expert_load_max": most, "expert_load_min": least}
     num_depths = len(counts) // 3
+    if not any(counts[:num_depths]):  # a mean over nothing
+        loss = math.nan
     labels = [max(count, 1) for count in counts[:num_depths]]
     means = [total / labels[index % num_depths] for index, total in enumerate(counts)]
     return StepFigures(

@@ -35,6 +35,23 @@ def test_rows_before_a_fault_are_yielded(tmp_path: Path) -> None:
         list(lines)
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "nested too deeply"),
+        (b'{"x": ' + b"7" * 5000 + b"}", "a number of too many digits"),
+        (b'{"x": "' + b"7" * 8_000_000 + b'"}', "longer than 8000000 bytes"),
+        (b'{"x": "\xff"}', "not UTF-8"),
+    ],
+    ids=["nested", "digits", "long", "bytes"],
+)
+def test_line_that_is_refused_is_named(line: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"x": 1}\n' * 6 + line + b"\n")
+    with pytest.raises(IntegrityError, match=rf"a\.jsonl:7: .*{reason}"):
+        list(read_json_lines(path, key="data.path"))
+
+
 def test_file_that_cannot_be_opened_names_the_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.path .* cannot be read: No such file"):
         next(read_json_lines(tmp_path / "none.jsonl", key="data.path"))

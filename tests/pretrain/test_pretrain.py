@@ -327,6 +327,9 @@ def test_stopped_run_goes_on_bit_identical(
         for record in (whole, resumed)
     ]
     assert facts[0] == facts[1]
+    with pytest.raises(ConfigError, match="holds a finished target; set output_dir=FOLDER, or rem"):
+        run_in(stopped, corpus, seed=3)
+    assert outcome(stopped) == outcome(straight)
     assert not list(stopped.glob("step_*"))  # the target is written
     assert not (stopped / "latest").exists()
 

@@ -104,6 +104,19 @@ def test_newest_checkpoint_skips_a_damaged_step(tmp_path, caplog):
     assert "optimizer.safetensors" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("latest", "is_warned"), [("step_000099", True), ("", True), ("step_000001", False)]
+)
+def test_newest_checkpoint_warns_of_a_latest_that_names_no_step(
+    latest, is_warned, tmp_path, caplog
+):
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "latest").write_text(latest)
+    assert newest_checkpoint(tmp_path).step == 2
+    assert ("goes on from step_000002" in caplog.text) == is_warned
+
+
 def test_newest_checkpoint_without_steps_is_none(tmp_path):
     assert newest_checkpoint(tmp_path / "nowhere") is None
     (tmp_path / ".writing-step_000001-99").mkdir()

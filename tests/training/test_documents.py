@@ -61,6 +61,15 @@ def test_load_head_documents_token_ids_are_taken_as_they_are(tmp_path, name):
     assert len(documents.data_sha256) == 64
 
 
+def test_load_head_documents_with_the_id_of_a_held_out_one_are_not_trained_on(tmp_path, caplog):
+    records = [trajectory(index) for index in range(9)]
+    documents = load(write(tmp_path / "a.jsonl", [*records, *records]))
+    held_out = {document.doc_id for document in documents.held_out}
+    assert not held_out & {document.doc_id for document in documents.train}
+    assert len(documents.train) + len(documents.held_out) < 18
+    assert "documents have the id of a held-out one and are left out of training" in caplog.text
+
+
 def test_load_head_documents_held_out_covers_every_domain(tmp_path):
     path = write(tmp_path / "answers.jsonl", [trajectory(index) for index in range(30)])
     documents = load(path, eval_documents=6)

@@ -9,12 +9,19 @@ from mtp_research.runtime.errors import NumericFault
 from mtp_research.training.tracking import FigureQueue, SkippedSteps, StepStats
 
 
-def push(queue: FigureQueue, step: int, *, grad_norm: float = 1.0, num_stops: int = 0) -> None:
+def push(
+    queue: FigureQueue,
+    step: int,
+    *,
+    grad_norm: float = 1.0,
+    num_stops: int = 0,
+    num_labels: int = 4,
+) -> None:
     stats = StepStats(
         loss=torch.tensor(0.5 * step),
         num_correct=torch.tensor([2, 0]),
         sum_acceptance=torch.tensor([1.0, 3.0]),
-        num_labels=torch.tensor([4, 0]),
+        num_labels=torch.tensor([num_labels, 0]),
         num_tokens=torch.tensor(9),
         num_stops=torch.tensor(num_stops),
     )
@@ -49,6 +56,15 @@ def test_tenth_skipped_step_in_a_row_raises() -> None:
     with pytest.raises(NumericFault, match=r"10 steps in a row .* at step 20"):
         any(skips.add(figures) and False for figures in queue.drain())
     assert skips == SkippedSteps(total=11, in_a_row=10)
+
+
+def test_step_without_labels_has_no_loss() -> None:
+    queue = FigureQueue()
+    push(queue, 1, num_labels=0)
+    push(queue, 2, num_labels=1)
+    without, with_one = queue.drain()
+    assert math.isnan(without.loss)
+    assert with_one.loss == 1.0
 
 
 @pytest.mark.gpu

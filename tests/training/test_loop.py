@@ -54,6 +54,10 @@ def fingerprint(folder) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+def contents(folder) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def metrics(folder, kind: str) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]
@@ -205,12 +209,22 @@ def test_train_heads_signal_saves_and_resumes(lab, tmp_path, monkeypatch, number
 
 def test_train_heads_changed_setting_is_refused_with_a_diff(lab, tmp_path):
     train_heads(lab, tmp_path)
+    (tmp_path / ".writing-step_000009-1").mkdir()  # which a crash left
+    (tmp_path / ".writing-step_000009-1" / "head.safetensors").write_bytes(b"")
+    before, described = contents(tmp_path), []
     with pytest.raises(ConfigError) as fault:
-        train_heads(changed(lab, seed=5, trainer__max_steps=9), tmp_path)
+        train_heads(
+            changed(lab, seed=5, trainer__max_steps=9),
+            tmp_path,
+            on_start=lambda: described.append("refused"),
+        )
+    assert (contents(tmp_path), described) == (before, [])
     assert "seed: checkpoint 0, now 5" in str(fault.value)
     assert "trainer.max_steps: checkpoint 6, now 9" in str(fault.value)
     with pytest.raises(ConfigError, match=r"trainer\.resume"):
         train_heads(changed(lab, trainer__resume="never"), tmp_path)
+    train_heads(lab, tmp_path, on_start=lambda: described.append("taken"))
+    assert described == ["taken"]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,38 @@ def test_tracker_resumed_run_drops_later_and_torn_lines(tmp_path):
     ]
 
 
+def test_tracker_of_a_run_without_a_checkpoint_starts_anew(tmp_path):
+    for loss in (1.0, 2.0):
+        with tracker(tmp_path, first_step=0) as log:
+            log.log("eval", step=0, values={"loss": loss})
+    assert [line["loss"] for line in lines(tmp_path)] == [2.0]
+
+
+def test_tracker_of_a_finished_run_writes_its_result_once(tmp_path):
+    for first_step in (0, 3):
+        with tracker(tmp_path, first_step=first_step) as log:
+            if not first_step:
+                log.log("train", step=3, values={})
+            log.result(step=3, values={"best_step": 2}, head=tmp_path)
+    assert [line["kind"] for line in lines(tmp_path)] == ["train", "result"]
+
+
+def test_tracker_drops_bytes_that_are_no_line_and_names_them(tmp_path, caplog):
+    with tracker(tmp_path) as log:
+        for step in (1, 2):
+            log.log("train", step=step, values={})
+    path = tmp_path / "metrics.jsonl"
+    odd = [b"\xff\xfe", b"[]", b'{"kind": "train", "step": "1"}', b"[" * 5000]
+    path.write_bytes(b"\n".join([*odd, path.read_bytes(), b'{"kind": "tr']))
+    with tracker(tmp_path, first_step=2):
+        pass
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    (record,) = caplog.records
+    assert (
+        "metrics.jsonl: dropped what is no line of metrics, at line [1, 2, 3, 4" in record.message
+    )
+
+
 def test_tracker_other_ranks_write_nothing(tmp_path):
     with tracker(tmp_path, is_writer=False) as log:
         log.log("train", step=1, values={"loss": 1.0})

@@ -27,7 +27,7 @@ from mtp_research.evaluation.stats.summary import (
     read_condition,
     summarise,
 )
-from mtp_research.runtime.errors import IntegrityError
+from mtp_research.runtime.errors import IntegrityError, escaped
 from mtp_research.runtime.files import write_atomically
 
 SCHEMA_VERSION = 2
@@ -142,10 +142,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 def recompute(path: Path) -> Report:
     """Read a `results.json`, compute its figures again; `IntegrityError` if it cannot be read."""
-    try:
-        stored = json.loads(_text(path), parse_constant=_refuse_constant)
-    except (OSError, ValueError, RecursionError, lzma.LZMAError, EOFError) as error:
-        raise IntegrityError(f"{path} is not a readable results file: {error}.") from None
+    stored = _load(path)
     version = stored.get("schema_version") if isinstance(stored, dict) else None
     if version != SCHEMA_VERSION:
         raise IntegrityError(
@@ -168,6 +165,19 @@ def recompute(path: Path) -> Report:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise IntegrityError(f"{path} lacks or misnames a field: {error}.") from None
+
+
+def _load(path: Path) -> object:
+    try:
+        return json.loads(_text(path), parse_constant=_refuse_constant)
+    except (OSError, ValueError, RecursionError, lzma.LZMAError, EOFError) as error:
+        raise IntegrityError(f"{path} is not a readable results file: {error}.") from None
+
+
+def stored_config(path: Path) -> Mapping[str, object]:
+    """The resolved configuration in a results file; empty if it has none."""
+    stored = _load(path)
+    return mapping(stored, "config") if isinstance(stored, dict) else {}
 
 
 def results_file(folder: Path) -> Path:
@@ -245,7 +255,7 @@ def mapping(parent: Mapping[str, object], key: str) -> Mapping[str, object]:
 
 def printable(text: str, *, limit: int = MAX_NAME_CHARACTERS) -> str:
     """A name from a file or an override: control characters escaped, at most `limit` characters."""
-    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    shown = escaped(text)
     return shown[: limit - 3] + "..." if len(shown) > limit else shown
 
 

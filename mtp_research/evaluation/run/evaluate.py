@@ -5,10 +5,9 @@ The flow itself: prompts -> decode loop (same prompts, same order for each condi
 """
 
 import dataclasses
-import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -16,7 +15,13 @@ from mtp_research.config.rules import expand
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.build import Heads
 from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
-from mtp_research.evaluation.report.stored import Report, build_report, last_line, write_results
+from mtp_research.evaluation.report.stored import (
+    Report,
+    build_report,
+    last_line,
+    results_file,
+    write_results,
+)
 from mtp_research.evaluation.report.terminal import print_report, write_table
 from mtp_research.evaluation.report.wandb_log import publish_report
 from mtp_research.evaluation.run.conditions import Condition, conditions_of
@@ -26,7 +31,13 @@ from mtp_research.evaluation.run.decoders import (
     ranking_sha256,
     reference_note,
 )
-from mtp_research.evaluation.run.journal import JOURNAL_FILE, open_journal
+from mtp_research.evaluation.run.journal import (
+    JOURNAL_FILE,
+    clear_folder,
+    finished_report,
+    open_journal,
+    prompts_sha256,
+)
 from mtp_research.evaluation.run.passes import Workload, run_group
 from mtp_research.evaluation.run.prompts import (
     ChatTokenizer,
@@ -47,11 +58,14 @@ from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import run_record
 
 
-def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
+def evaluate(
+    config: EvalConfig, output_dir: Path, *, on_start: Callable[[], object] | None = None
+) -> dict[str, object]:
     """Run an evaluation, print its tables and write `results.json` and `table.txt`.
 
-    An evaluation that was killed in `output_dir` goes on. Returns the main figures, as printed on
-    the last line.
+    An evaluation that was killed in `output_dir` goes on, one that is finished there is shown
+    again. `on_start` is called when the folder is known to take this one. Returns the main figures,
+    as printed on the last line.
     """
     conditions = conditions_of(config)
     prompts = load_prompts(
@@ -73,9 +87,13 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
     tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
     encoded = encode_prompts(prompts, tokenizer, max_model_len=_context_length(config, target))
     inputs = _inputs(conditions, encoded, target)
+    if finished := finished_report(output_dir, config, inputs=inputs):
+        print_report(finished, stored_at=results_file(output_dir))
+        sys.stderr.write("already finished in this folder; overwrite=true runs it anew\n")
+        return _last_line(finished, output_dir)
     heads = cast(dict[str, object], inputs["heads"])
     report = build_report(
-        _decode(config, conditions, encoded, target, inputs=inputs, output_dir=output_dir),
+        _decode(config, conditions, encoded, target, inputs, output_dir, on_start=on_start),
         prompts=encoded.entries,
         dtype=str(target.dtype).removeprefix("torch."),
         seed=config.seed,
@@ -85,6 +103,7 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
             "head": next(iter(heads.values())) if len(heads) == 1 else None,
             "heads": heads,
             "target": inputs["target"],
+            "inputs": {key: inputs[key] for key in inputs.keys() - {"prompts", "heads", "target"}},
             "skipped_conditions": list(expand(config).skipped),
         },
         skipped_prompts=encoded.skipped,
@@ -94,6 +113,10 @@ def evaluate(config: EvalConfig, output_dir: Path) -> dict[str, object]:
     (output_dir / JOURNAL_FILE).unlink()  # the results hold all of it
     print_report(report, stored_at=path)
     publish_report(report, output_dir=output_dir, settings=config.logger)
+    return _last_line(report, output_dir)
+
+
+def _last_line(report: Report, output_dir: Path) -> dict[str, object]:
     _require_outputs(report, output_dir)
     _require_equal_passes(report, output_dir)
     return json.loads(last_line(report, folder=output_dir))
@@ -104,14 +127,19 @@ def _decode(
     conditions: Sequence[Condition],
     encoded: EncodedPrompts,
     target: Target,
-    *,
     inputs: Mapping[str, object],
     output_dir: Path,
+    *,
+    on_start: Callable[[], object] | None,
 ) -> list[ConditionResult]:
     heads = _load_heads(conditions, target)
+    clear_folder(output_dir, config, inputs=inputs)
+    if on_start is not None:
+        on_start()
     if config.model.tp_plan != "none":  # ranks must decode alike, and were not killed alike
         (output_dir / JOURNAL_FILE).unlink(missing_ok=True)
-    journal = open_journal(output_dir, config, inputs=inputs)
+    asked = [prompt.question_id for prompt in encoded.prompts]
+    journal = open_journal(output_dir, config, inputs=inputs, prompt_ids=asked)
     if note := reference_note(config.engine, config.model.device):
         sys.stderr.write(f"{note}\n")
     try:
@@ -139,7 +167,6 @@ def _inputs(
     conditions: Sequence[Condition], encoded: EncodedPrompts, target: Target
 ) -> dict[str, object]:
     """Hashes of everything that the configuration only points to; facts of the heads."""
-    asked = [(prompt.question_id, prompt.sha256) for prompt in encoded.prompts]
     folders = {c.head: c.config.spec for c in conditions if c.head is not None}
     rankings = {
         name: ranking_sha256(spec.head)
@@ -147,7 +174,7 @@ def _inputs(
         if spec.draft_vocabulary_size is not None
     }
     return {
-        "prompts": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
+        "prompts": prompts_sha256(encoded.entries),
         "heads": {name: head_facts(spec.head) for name, spec in folders.items()},
         "target": target_hashes(target),
         "dtype": str(target.dtype),

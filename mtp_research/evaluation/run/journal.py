@@ -1,34 +1,57 @@
-"""Finished prompts of a running evaluation on disk, so that a killed one goes on where it was.
+"""What the folder of an evaluation holds: finished prompts while it runs, its results at the end.
 
 `finished.jsonl` in the run folder: a header line with everything that the figures depend on, then
 one line per group of finished prompts and one per finished pass. Lines are appended and forced to
 disk about once a second, between steps and outside the clock. When `results.json` is written the
-file is deleted: it holds nothing more. A line that a kill cut off is dropped; its prompts are
-decoded again.
+file is deleted: it holds nothing more. Each line ends with its checksum; a line that a kill cut
+off, that was changed or that is there twice is dropped, and its prompts are decoded again.
 
 A pass that was interrupted has no times, because they would be of two processes.
+
+An evaluation of other settings or inputs, finished or not, is refused; `overwrite=true` removes it,
+`results.json` and journal first, so that no kill leaves results beside the record of another run.
 """
 
 import dataclasses
+import hashlib
 import json
+import logging
 import os
+import re
 import time
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, cast
 
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.evaluation.report.stored import plain
-from mtp_research.evaluation.stats.outcome import PassRecord
+from mtp_research.evaluation.report.stored import (
+    PACKED_FILE,
+    RESULTS_FILE,
+    Report,
+    plain,
+    read_checked,
+    results_file,
+    stored_config,
+)
+from mtp_research.evaluation.report.terminal import TABLE_FILE
+from mtp_research.evaluation.stats.outcome import PassRecord, PromptEntry
 from mtp_research.evaluation.stats.summary import read_pass, read_record
 from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.files import write_atomically
+from mtp_research.runtime.provenance import RUN_FILES, redact_tree
+
+logger = logging.getLogger(__name__)
 
 JOURNAL_FILE = "finished.jsonl"
 SYNC_EVERY_S = 1.0
-_NOT_COMPARED = ("output_dir", "logger")
+_SCHEMA = 2  # lines of 1 have no checksum
+_CHECKSUM = re.compile(rb',"crc32":"([0-9a-f]{8})"\}$')
+_NOT_COMPARED = ("output_dir", "overwrite", "logger")
 _NUM_LISTED = 8
+_OTHER = "set output_dir=FOLDER, or overwrite=true to replace it"
 
 
 class StoredPass(NamedTuple):
@@ -87,46 +110,120 @@ class Journal:
         self._file.close()
 
     def _write(self, line: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n")
+        text = json.dumps(line, allow_nan=False, separators=(",", ":"))
+        self._file.write(f'{text[:-1]},"crc32":"{zlib.crc32(text.encode()):08x}"}}\n')
 
 
 def check_resumable(folder: Path, config: EvalConfig) -> None:
-    """Refuse a folder with an unfinished evaluation of another configuration; names the keys."""
-    path = folder / JOURNAL_FILE
-    if path.is_file():
-        lines = _whole_lines(path)
-        if len(lines) > 1:
-            _require_equal(path, _header(path, lines).get("settings"), _settings(config), "keys")
+    """Refuse a folder with an evaluation of another configuration; names the keys."""
+    lines = _whole_lines(folder)
+    if config.overwrite:
+        return
+    if len(lines) > 1:
+        _require_equal(folder, _header(folder, lines).get("settings"), _settings(config), "keys")
+    elif results_file(folder).is_file():
+        theirs = _compared(stored_config(results_file(folder)))
+        _require_equal(folder, theirs, _settings(config), "keys", state="a finished")
 
 
-def open_journal(folder: Path, config: EvalConfig, *, inputs: Mapping[str, object]) -> Journal:
+def finished_report(
+    folder: Path, config: EvalConfig, *, inputs: Mapping[str, object]
+) -> Report | None:
+    """The results that the same command left in the folder, None if there is work to do.
+
+    `inputs` are hashes of what the configuration only points to. An evaluation of other settings or
+    inputs is refused, by name, unless it is to be replaced. Changes nothing.
+    """
+    check_resumable(folder, config)
+    if config.overwrite:
+        return None
+    lines = _whole_lines(folder)
+    if len(lines) > 1:
+        _require_equal(folder, _header(folder, lines).get("inputs"), inputs, "inputs")
+        return None
+    if not results_file(folder).is_file():
+        return None
+    report = read_checked(results_file(folder))
+    theirs = {
+        "prompts": prompts_sha256(report.prompts),
+        "heads": report.run.get("heads"),
+        "target": report.run.get("target"),
+        **cast(Mapping[str, object], report.run.get("inputs") or {}),
+    }
+    _require_equal(folder, theirs, inputs, "inputs", state="a finished")
+    if config.model.tp_plan != "none":  # a rank that has no results would wait for this one
+        raise ConfigError(
+            f"output_dir {str(folder)!r} holds this evaluation, finished; set output_dir=FOLDER, "
+            "or overwrite=true to run it anew."
+        )
+    return report
+
+
+def clear_folder(folder: Path, config: EvalConfig, *, inputs: Mapping[str, object]) -> None:
+    """Remove what `overwrite` replaces; an unfinished evaluation of this very kind is kept."""
+    if not config.overwrite:
+        return
+    try:
+        kept = dataclasses.replace(config, overwrite=False)
+        is_begun = len(_whole_lines(folder)) > 1
+        if is_begun and finished_report(folder, kept, inputs=inputs) is None:
+            return
+    except (ConfigError, IntegrityError):
+        pass
+    for name in (RESULTS_FILE, PACKED_FILE, JOURNAL_FILE, TABLE_FILE, *RUN_FILES):
+        (folder / name).unlink(missing_ok=True)
+
+
+def prompts_sha256(prompts: Iterable[PromptEntry]) -> str:
+    """Hash of what is asked, in order."""
+    asked = [(prompt.question_id, prompt.sha256) for prompt in prompts]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+def open_journal(
+    folder: Path,
+    config: EvalConfig,
+    *,
+    inputs: Mapping[str, object],
+    prompt_ids: Collection[str] | None = None,
+) -> Journal:
     """Open the journal of a run folder, new or left by a process that was killed.
 
-    `inputs` are hashes of what the configuration only points to. Other settings or inputs than
-    those of the journal are refused, by name.
+    Other settings or inputs (see `finished_report`) than those of the journal are refused, by name,
+    and so are records of prompts that are not among `prompt_ids`.
     """
     path = folder / JOURNAL_FILE
     folder.mkdir(parents=True, exist_ok=True)
-    lines = _whole_lines(path) if path.is_file() else []
+    lines = _whole_lines(folder)
     settings = _settings(config)
     if len(lines) < 2:  # nothing was decoded
         journal = Journal(path.open("w", encoding="utf8"), {})
-        journal._write({"schema": 1, "settings": settings, "inputs": inputs})
+        journal._write({"schema": _SCHEMA, "settings": settings, "inputs": inputs})
         journal.sync()
         return journal
-    header = _header(path, lines)
-    _require_equal(path, header.get("settings"), settings, "keys")
-    _require_equal(path, header.get("inputs"), json.loads(json.dumps(inputs)), "inputs")
-    passes = _read_passes(path, lines[1:])
-    file = path.open("r+", encoding="utf8")
-    file.truncate(sum(len(line) + 1 for line in lines))  # without what a kill cut off
-    file.seek(0, os.SEEK_END)
-    return Journal(file, passes)
+    header = _header(folder, lines)
+    _require_equal(folder, header.get("settings"), settings, "keys")
+    _require_equal(folder, header.get("inputs"), inputs, "inputs")
+    rows = _read_rows(path, lines, is_checked=header["schema"] == _SCHEMA)
+    kept = _complete(rows, None if prompt_ids is None else frozenset(prompt_ids), path=path)
+    if len(kept) < len(lines) - 1:
+        logger.warning(
+            "%s: %d lines, changed or doubled, are dropped; what they held is decoded again",
+            path,
+            len(lines) - 1 - len(kept),
+        )
+    # Without what a kill cut off, too.
+    write_atomically(path, "".join(f"{one.decode()}\n" for one in (lines[0], *kept)))
+    return Journal(path.open("a", encoding="utf8"), _passes(kept.values()))
 
 
 def _settings(config: EvalConfig) -> dict[str, object]:
-    """Dotted keys and values, as JSON gives them back."""
-    fields: dict[str, object] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return _compared(dataclasses.asdict(config))
+
+
+def _compared(config: Mapping[str, object]) -> dict[str, object]:
+    """Dotted keys and values, as JSON gives them back, without secrets."""
+    fields: dict[str, object] = json.loads(json.dumps(redact_tree(dict(config))))
     return {
         key: value
         for key, value in _flat(fields, "")
@@ -142,53 +239,118 @@ def _flat(value: Mapping[str, object], prefix: str) -> Iterable[tuple[str, objec
             yield f"{prefix}{key}", member
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    """Lines that end with a line break: a kill may have cut off the last."""
-    return path.read_bytes().split(b"\n")[:-1]
+def _whole_lines(folder: Path) -> list[bytes]:
+    """Lines of the journal that end with a line break: a kill may have cut off the last."""
+    path = folder / JOURNAL_FILE
+    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 
 
-def _header(path: Path, lines: Sequence[bytes]) -> Mapping[str, object]:
+def _header(folder: Path, lines: Sequence[bytes]) -> Mapping[str, object]:
+    path = folder / JOURNAL_FILE
     header = _parse(path, 1, lines[0])
-    if header.get("schema") != 1:
+    if header.get("schema") not in (1, _SCHEMA):
         raise IntegrityError(
-            f"{path}: expected schema 1, got {header.get('schema')!r}; delete it or set "
-            "output_dir=FOLDER."
+            f"{path}: expected schema {_SCHEMA}, got {header.get('schema')!r}; {_OTHER}."
         )
+    if header["schema"] == _SCHEMA and not _is_whole(lines[0]):
+        raise IntegrityError(f"{path}, line 1: not as it was written (checksum); {_OTHER}.")
     return header
 
 
-def _require_equal(path: Path, stored: object, ours: Mapping[str, object], what: str) -> None:
-    theirs = stored if isinstance(stored, Mapping) else {}
+def _is_whole(line: bytes) -> bool:
+    """Whether a line is what `Journal` wrote, by its checksum."""
+    found = _CHECKSUM.search(line)
+    return found is not None and int(found[1], 16) == zlib.crc32(line[: found.start()] + b"}")
+
+
+def _require_equal(
+    folder: Path,
+    stored: object,
+    ours: Mapping[str, object],
+    what: str,
+    *,
+    state: str = "an unfinished",
+) -> None:
+    theirs = redact_tree(stored) if isinstance(stored, Mapping) else {}
+    assert isinstance(theirs, dict), "a copy of a mapping is one"
+    ours = json.loads(json.dumps(ours))
     keys = sorted(k for k in theirs.keys() | ours.keys() if theirs.get(k) != ours.get(k))
     if keys:
         shown = "; ".join(f"{k} {theirs.get(k)} -> {ours.get(k)}" for k in keys[:_NUM_LISTED])
         more = f"; {len(keys) - _NUM_LISTED} more" if len(keys) > _NUM_LISTED else ""
         raise ConfigError(
-            f"output_dir {str(path.parent)!r} holds an unfinished evaluation with other {what}: "
-            f"{shown}{more}; repeat its command with the version that began it, or set "
-            "output_dir=FOLDER. A key that is None there is newer than the evaluation."
+            f"output_dir {str(folder)!r} holds {state} evaluation with other {what}: "
+            f"{shown}{more}; repeat its command with the version that began it, or {_OTHER}. "
+            "A key that is None there is newer than the evaluation."
         )
 
 
-def _read_passes(path: Path, lines: Sequence[bytes]) -> dict[tuple[str, int], StoredPass]:
-    passes: dict[tuple[str, int], StoredPass] = {}
-    for number, line in enumerate(lines, start=2):
+class _Row(NamedTuple):
+    """A line of the journal: its pass, and either finished prompts or the pass's end."""
+
+    key: tuple[str, int]
+    records: tuple[RequestRecord, ...]
+    audit: dict[str, int] | None
+    times: PassRecord | None
+
+
+def _read_rows(path: Path, lines: Sequence[bytes], *, is_checked: bool) -> dict[bytes, _Row]:
+    """The rows behind the header, by line, but for those that are damaged."""
+    rows: dict[bytes, _Row] = {}
+    for number, line in enumerate(lines[1:], start=2):
+        if is_checked and not _is_whole(line):
+            continue
         fields = _parse(path, number, line)
         try:
-            key = (fields["condition"], fields["pass"])
-            known = passes.get(key, StoredPass())
-            if "outcome" in fields:
-                passes[key] = known._replace(times=read_pass(fields["outcome"]))
-                continue
-            records = tuple(read_record(stored) for stored in fields["records"])
-            passes[key] = known._replace(
-                records=(*known.records, *records), audit=add_audits(known.audit, fields["audit"])
+            is_end = "outcome" in fields
+            records = () if is_end else map(read_record, fields["records"])
+            rows[line] = _Row(
+                key=(fields["condition"], fields["pass"]),
+                records=tuple(records),
+                audit=None if is_end else fields["audit"],
+                times=read_pass(fields["outcome"]) if is_end else None,
             )
         except (KeyError, TypeError, AttributeError) as fault:
             raise IntegrityError(
-                f"{path}, line {number}: not a line of this evaluation ({fault}); delete the file "
-                "or set output_dir=FOLDER."
+                f"{path}, line {number}: not a line of this evaluation ({fault}); {_OTHER}."
             ) from None
+    return rows
+
+
+def _complete(
+    rows: Mapping[bytes, _Row], prompt_ids: frozenset[str] | None, *, path: Path
+) -> dict[bytes, _Row]:
+    """The rows that say something new; no pass has ended that lacks one of the prompts."""
+    known: dict[tuple[str, int], set[str]] = {}
+    ended: set[tuple[str, int]] = set()
+    kept: dict[bytes, _Row] = {}
+    for line, row in rows.items():
+        ids = [record.request_id for record in row.records]
+        unknown = [] if prompt_ids is None else sorted(set(ids) - prompt_ids)
+        if unknown:
+            raise IntegrityError(
+                f"{path}: holds prompt {unknown[0]!r}, which is not asked here; {_OTHER}."
+            )
+        seen = known.setdefault(row.key, set())
+        if len({*ids, *seen}) < len(ids) + len(seen) or (row.times and row.key in ended):
+            continue
+        seen.update(ids)
+        if row.times:
+            ended.add(row.key)
+        kept[line] = row
+    lacking = {key for key, ids in known.items() if prompt_ids is not None and ids != prompt_ids}
+    return {line: row for line, row in kept.items() if not (row.times and row.key in lacking)}
+
+
+def _passes(rows: Iterable[_Row]) -> dict[tuple[str, int], StoredPass]:
+    passes: dict[tuple[str, int], StoredPass] = {}
+    for row in rows:
+        known = passes.get(row.key, StoredPass())
+        passes[row.key] = StoredPass(
+            (*known.records, *row.records),
+            add_audits(known.audit, row.audit),
+            row.times or known.times,
+        )
     return passes
 
 
@@ -206,10 +368,8 @@ def add_audits(
 def _parse(path: Path, number: int, line: bytes) -> dict:
     try:
         fields = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        raise IntegrityError(
-            f"{path}, line {number}: not a JSON object; delete the file or set output_dir=FOLDER."
-        )
+        raise IntegrityError(f"{path}, line {number}: not a JSON object; {_OTHER}.")
     return fields
