@@ -55,21 +55,25 @@ MODEL = [
 ]
 SPEC = [
     _row("spec.num_speculative_tokens", 2, "drafted", "texts labels"),
-    _row("spec.policy", ["eagle"], "labels rounds", "drafted"),
+    _row("spec.policy", ["eagle"], "labels rounds"),
     _row("spec.policy", ["training", "eagle"], "labels rounds paired"),
     _row("spec.head", _TTT, "rounds said", "texts labels"),
     _row("spec.head", "oracle", "labels rounds"),
     _row("spec.head", None, "labels rounds"),
-    _row(
-        "spec.module_schedule", "last", "rounds", "texts", base={"spec.num_speculative_tokens": 5}
-    ),
+    _row("spec.module_schedule", "first", "rounds", "texts"),
     _row("spec.verify", "relaxed", "texts said lossless"),
     _row("spec.verify", "block", "said rounds", "prompts", base=_SAMPLED_DRAFTS),
     _rule("relaxed_top_n", 1, "relaxed"),
     _rule("relaxed_delta", 0.0, "relaxed"),
-    _rule("relaxed_thinking_token_ids", [0, 1], "relaxed"),
+    _rule("relaxed_thinking_token_ids", [3000, 3001], "relaxed"),
     _rule("typical_epsilon", 1.0, "typical", typical_delta=1.0),
-    _rule("typical_delta", 1e-6, "typical"),
+    _row(
+        "spec.typical_delta",
+        1e-6,
+        "rounds",
+        "said",
+        base={"sampling.temperature": 1.0, "spec.verify": "typical"},
+    ),
     _rule("synthetic_rates", [0.0, 0.0, 0.0], "synthetic", synthetic_rates=[1.0, 1.0, 1.0]),
     _rule("synthetic_length", 3.9, "synthetic", synthetic_length=1.1),
     _rule("synthetic_schedule", "geometric", "synthetic", synthetic_length=2.5),
@@ -97,7 +101,7 @@ SPEC = [
         "texts",
         base={"spec.draft_length": "expected_gain", "spec.draft_cost_ratio": 0.0},
     ),
-    _row("spec.draft_vocabulary_size", 16, "rounds", "texts drafted"),
+    _row("spec.draft_vocabulary_size", 16, "rounds", "texts"),
     _price("spec.num_speculative_tokens", 2, "conditions rounds", "texts"),
     _price("spec.policy", ["target_roll"], "conditions rounds", "prompts"),
     _price("spec.head", _TTT, "conditions rounds", "texts"),
@@ -120,9 +124,9 @@ SAMPLING = [
     _row(
         "sampling.dry_allowed_length", 1, "texts", base={"sampling.dry_multiplier": 50.0, **_LONG}
     ),
-    _row("sampling.min_tokens", 60, "texts finished", base={"sampling.max_new_tokens": 60}),
+    _row("sampling.min_tokens", 8, "texts finished", base={"model.path": "stopping target"}),
     _row("sampling.max_new_tokens", 5, "texts", "labels"),
-    _row("sampling.ignore_eos", True, "texts finished", base={"sampling.max_new_tokens": 60}),
+    _row("sampling.ignore_eos", True, "texts finished", base={"model.path": "stopping target"}),
     _price("sampling.max_new_tokens", 5, "texts", "conditions"),
     _price("sampling.temperature", 1.0, "fault", shows=fault("sampling.temperature must be 0")),
     _price("sampling.ignore_eos", True, "fault", shows=fault("sampling.ignore_eos must be false")),
@@ -140,7 +144,7 @@ ENGINE = [
         base={"engine.max_num_batched_tokens": 512},
     ),
     _row("engine.max_prefill_chunk", 4, "steps", "texts rounds"),
-    _row("engine.max_model_len", 26, "pools skipped prompts"),
+    _row("engine.max_model_len", 16, "pools skipped prompts"),
     _row("engine.backend", "triton", "fault", shows=fault("needs a CUDA GPU"), reason=GPU),
     _row(
         "engine.prefix_caching",
@@ -156,8 +160,11 @@ ENGINE = [
         "order",
         reason="requests of eval.py have no priority",
     ),
-    _row("engine.deferred_output", True, "pools", "texts rounds"),
-    _graphs("cuda_graphs", False, "graphs"),
+    _row("engine.deferred_output", True, "", "texts rounds"),
+    Row("engine.deferred_output", True, "priorities", "known", "order"),
+    Row(
+        "engine.cuda_graphs", False, "graphs", "graphs", base={"engine.compile": False}, reason=GPU
+    ),
     _graphs("compile", False, "graphs merged rotated"),
     _graphs("few_rows_kernel", False, "merged", "graphs rotated"),
     _graphs("rotary_in_attention", False, "rotated", "graphs merged"),
@@ -212,4 +219,6 @@ REST = [
     _row("timing.passes", 2, "num_passes", "texts rounds"),
     _row("reference", "eagle", "paired", "texts", base={"spec.policy": ["training", "eagle"]}),
 ]
+# `task=target` of train.py alone reads them; the files of conf/model serve both entries.
+UNREAD = ("model.architecture", "model.pretrain.")
 EVAL_ROWS = [*MODEL, *SPEC, *SAMPLING, *ENGINE, *PROMPTS, *GRID, *REST]

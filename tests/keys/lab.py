@@ -24,15 +24,15 @@ from safetensors.torch import load_file, save_file
 from mtp_research.__main__ import run_evaluation, run_training
 from mtp_research.app.cli import compose_config, run_entry
 from mtp_research.config.rules import validate
-from mtp_research.config.schema import EngineConfig, EvalConfig, TrainConfig
+from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.config.training_schema import MatrixConfig
+from mtp_research.decode import build
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.graphs import decode_graphs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.decode import build
-from mtp_research.decode.graphs import decode_graphs
-from mtp_research.models.rewrites import apply_rewrites
 from mtp_research.evaluation.run import passes
+from mtp_research.models.rewrites import apply_rewrites
 from mtp_research.pretrain import pretrain
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from mtp_research.studies import matrix_cell
@@ -47,7 +47,9 @@ PROMPTS = [
     {"id": "code", "category": "code", "prompt": "def add(a, b):\n    return a + b\n\n\ndef add(a"},
     {"id": "tea", "category": "howto", "question": "How do I make tea?"},
 ]
-_IDS = [f"q{number}" for number in range(9)]
+_EARLY_TOKEN = 435  # third of the greedy answer to the first prompt
+_LONG_PROMPT = {"category": "code", "prompt": "def add(a, b):\n    return a + b\n\n\n" * 3}
+_MANY = [{"id": f"q{n}", "category": "arith", "question": f"What is {n}?"} for n in range(9)]
 Changes = Mapping[str, object]
 Config = TypeVar("Config", TrainConfig, EvalConfig)
 
@@ -86,8 +88,11 @@ class Lab:
         # What a row names, made when it is asked for.
         self.known: dict[str, Callable[[], object]] = {
             "other prompts": lambda: self._prompts("other", PROMPTS[:1]),
-            "same prompts": lambda: self._prompts("same", [{**PROMPTS[1], "id": i} for i in "abc"]),
-            "many prompts": lambda: self._prompts("many", [{**PROMPTS[1], "id": i} for i in _IDS]),
+            "same prompts": lambda: self._prompts(
+                "same", [_LONG_PROMPT | {"id": i} for i in "abc"]
+            ),
+            "many prompts": lambda: self._prompts("many", _MANY),
+            "stopping target": self._stopping_target,
             "copied target": self._copied_target,
             "other documents": self._other_documents,
             "other target": lambda: str(self._other_target()),
@@ -100,7 +105,7 @@ class Lab:
 
     def parts(self, run: str, changes: Changes) -> Parts:
         """Parts of a run with the keys of `changes` set."""
-        name = json.dumps([run, dict(changes)], sort_keys=True)
+        name = json.dumps([run, dict(changes)], sort_keys=True, default=repr)
         if name not in self._kept:
             self._num_runs += 1
             folder = self.root / f"run{self._num_runs}"
@@ -131,6 +136,14 @@ class Lab:
         weights = load_file(folder / "model.safetensors")
         weights["model.embed_tokens.weight"] = -weights["model.embed_tokens.weight"]
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return str(folder)
+
+    def _stopping_target(self) -> str:
+        """The shipped target, which ends at a token that it writes early."""
+        folder = self.root / "stopping"
+        shutil.copytree(LAB_TINY / "target", folder, dirs_exist_ok=True)
+        path = folder / "generation_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [_EARLY_TOKEN]}))
         return str(folder)
 
     def _other_documents(self) -> str:
@@ -385,11 +398,11 @@ def _graphs(lab: Lab, folder: Path, changes: Changes) -> Parts:
 
 
 def _small_gpu(lab: Lab, folder: Path, changes: Changes) -> Parts:
-    """The pool of a decoder on a device with a megabyte of free memory."""
+    """The pool of a decoder on a device with two megabytes of free memory."""
     config = with_keys(lab.eval, changes)
     target = lab.targets.load(str(LAB_TINY / "target"), dtype="float32", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "free_bytes", lambda _: 1 << 20)
+        patch.setattr(build, "free_bytes", lambda _: 1 << 21)
         SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=config.engine)
     return {}
 
@@ -406,9 +419,11 @@ def _priorities(lab: Lab, folder: Path, changes: Changes) -> Parts:
             decoder.step()
             decoder.step()
         decoder.add_request((7, 8, 9), sampling=sampling, request_id=name, priority=priority)
+    known = []
     while decoder.has_work:
         decoder.step()
-    return {"order": [record.request_id for record in decoder.stats.records]}
+        known.append(decoder.stats.num_emitted_tokens)
+    return {"order": [one.request_id for one in decoder.stats.records], "known": known}
 
 
 PREPARED: dict[str, Callable[[Lab], Parts]] = {"again": _finished}

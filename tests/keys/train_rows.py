@@ -44,7 +44,7 @@ MODEL = [
     _target("architecture", "one layer", "start weights num_parameters", "rows"),
 ]
 PRETRAIN = [
-    _target("pretrain.vocab_size", 300, "rows start weights num_parameters"),
+    _target("pretrain.vocab_size", 264, "rows start weights num_parameters"),
     _target("pretrain.seq_len", 16, "rows weights num_tokens", "start"),
     _target("pretrain.batch_size", 2, "rows weights num_tokens", "start"),
     _target("pretrain.max_steps", 3, "rows rates weights num_steps", "start"),
@@ -252,6 +252,7 @@ MATRIX = [
         "num_workers",
         2,
         "workers fault",
+        base={"matrix.seeds": [0, 1]},
         shows=fault("2 processes"),
         reason="processes, which tests/studies/test_policy_matrix.py has",
     ),

@@ -10,21 +10,17 @@ import hashlib
 import json
 import logging
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.evaluation.run import evaluate as evaluate_module
-from mtp_research.heads.init import freeze_parts
-from mtp_research.heads.weights import load_heads
 from mtp_research.models.rewrites.invariant import InvariantProducts
 from mtp_research.models.target import Target, load_target
 from mtp_research.pretrain import pretrain
@@ -109,7 +105,7 @@ class Watch:
         forward, logits = HeadObjective.forward, pretrain.next_token_logits
         make, recompute = setup.make_engine, parallel.checkpoint
 
-        def objective(self_: HeadObjective, batch, hidden, *rest):  # noqa: ANN001, ANN202
+        def objective(self_: HeadObjective, batch, hidden, *rest):
             if self.parts["start"] is None:
                 self.parts["start"] = digests(self_.heads.state_dict())
                 self.parts["loss_spec"] = dataclasses.asdict(self_.loss_spec)
@@ -124,12 +120,12 @@ class Watch:
             self._list("rows").append((tuple(input_ids.shape), digest(input_ids)))
             return logits(model, input_ids)
 
-        def made(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+        def made(*args, **kwargs):
             engine = make(*args, **kwargs)
             self.parts["engine"] = type(engine).__name__
             return engine
 
-        def recomputed(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+        def recomputed(*args, **kwargs):
             self._count("num_recomputed")
             return recompute(*args, **kwargs)
 
@@ -146,22 +142,22 @@ class Watch:
         build, add = SpecDecoder.__init__, SpecDecoder.add_request
         run, products = Target.forward, InvariantProducts.__init__
 
-        def built(decoder: SpecDecoder, *args, **kwargs) -> None:  # noqa: ANN002, ANN003
+        def built(decoder: SpecDecoder, *args, **kwargs) -> None:
             build(decoder, *args, **kwargs)
             pool = (decoder.num_blocks, decoder.cache.block_size, decoder.pool_bytes)
             self._list("pools").append((*pool, decoder.max_model_len))
 
-        def added(decoder: SpecDecoder, *args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+        def added(decoder: SpecDecoder, *args, **kwargs):
             seeds = self.parts["seeds"]
             assert isinstance(seeds, dict)
             seeds[kwargs.get("request_id")] = kwargs["sampling"].seed
             return add(decoder, *args, **kwargs)
 
-        def forwarded(target: Target, *args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+        def forwarded(target: Target, *args, **kwargs):
             self._count("num_forwards")
             return run(target, *args, **kwargs)
 
-        def invariant(mode: InvariantProducts, *args, **kwargs) -> None:  # noqa: ANN002, ANN003
+        def invariant(mode: InvariantProducts, *args, **kwargs) -> None:
             self._count("num_products")
             products(mode, *args, **kwargs)
 
