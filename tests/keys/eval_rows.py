@@ -102,7 +102,7 @@ SPEC = [
         base={"spec.draft_length": "expected_gain", "spec.draft_cost_ratio": 0.0},
     ),
     _row("spec.draft_vocabulary_size", 16, "rounds", "texts"),
-    _price("spec.num_speculative_tokens", 2, "conditions rounds", "texts"),
+    _price("spec.num_speculative_tokens", 1, "conditions rounds", "texts"),
     _price("spec.policy", ["target_roll"], "conditions rounds", "prompts"),
     _price("spec.head", _TTT, "conditions rounds", "texts"),
     _price(

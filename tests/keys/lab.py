@@ -8,6 +8,7 @@ parts that `watch` notes and those that it reads from the folder it wrote.
 
 import copy
 import dataclasses
+import functools
 import json
 import lzma
 import shutil
@@ -32,11 +33,12 @@ from mtp_research.decode.graphs import decode_graphs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run import passes
+from mtp_research.evaluation.run.prompts import load_prompts
 from mtp_research.models.rewrites import apply_rewrites
 from mtp_research.pretrain import pretrain
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from mtp_research.studies import matrix_cell
-from tests.keys.watch import Parts, Targets, Watch, digests
+from tests.keys.watch import Models, Parts, Watch, digests
 from tests.pretrain.test_pretrain import ARCHITECTURES, make_config, write_corpus
 from tests.tiny import tiny_target
 from tests.training.tiny import save_lab
@@ -73,7 +75,7 @@ class Lab:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.targets = Targets()
+        self.models = Models()
         self._kept: dict[str, Parts] = {}
         self._num_runs = 0
         (root / "lab").mkdir()
@@ -112,7 +114,7 @@ class Lab:
             folder.mkdir()
             changes = {key: self._named(value) for key, value in changes.items()}
             PREPARED.get(run, lambda _: None)(self)
-            watch = Watch(self.targets)
+            watch = Watch(self.models)
             with watch.around():
                 try:
                     own = RUNS[run](self, folder, changes)
@@ -178,7 +180,11 @@ EVAL_WORDS = [
 
 
 def _heads(lab: Lab, folder: Path, changes: Changes) -> Parts:
-    run_training(with_keys(lab.train, changes), folder)
+    prompts = functools.partial(load_prompts, lab.eval.prompts.path)
+    with pytest.MonkeyPatch.context() as patch:  # the shipped prompts take a second to make
+        patch.setattr(matrix_cell, "load_prompts", lambda _, **asked: prompts(**asked))
+        patch.setattr(matrix_cell, "PROBE_NEW_TOKENS", 4)
+        run_training(with_keys(lab.train, changes), folder)
     return _trained(folder)
 
 
@@ -387,7 +393,7 @@ def _graphs(lab: Lab, folder: Path, changes: Changes) -> Parts:
     asked: Parts = {"merged": [], "rotated": [], "graphs": None}
     merge = lambda _, **options: cast(list, asked["merged"]).append(options)  # noqa: E731
     rotate = lambda *_, **options: cast(list, asked["rotated"]).append(options)  # noqa: E731
-    target = lab.targets.load(str(LAB_TINY / "target"), dtype="float32", device="cpu")
+    target = lab.models.target(str(LAB_TINY / "target"), dtype="float32", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_graphs, "require_capturable", lambda *_, **__: None)
         patch.setattr(decode_graphs, "StepGraphs", lambda _, **sizes: asked.update(graphs=sizes))
@@ -400,7 +406,7 @@ def _graphs(lab: Lab, folder: Path, changes: Changes) -> Parts:
 def _small_gpu(lab: Lab, folder: Path, changes: Changes) -> Parts:
     """The pool of a decoder on a device with two megabytes of free memory."""
     config = with_keys(lab.eval, changes)
-    target = lab.targets.load(str(LAB_TINY / "target"), dtype="float32", device="cpu")
+    target = lab.models.target(str(LAB_TINY / "target"), dtype="float32", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "free_bytes", lambda _: 1 << 21)
         SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=config.engine)
@@ -410,7 +416,7 @@ def _small_gpu(lab: Lab, folder: Path, changes: Changes) -> Parts:
 def _priorities(lab: Lab, folder: Path, changes: Changes) -> Parts:
     """Who is served first: one that came early, or one of a better priority two steps later."""
     config = with_keys(lab.eval, {"engine.max_num_requests": 1} | dict(changes))
-    target = lab.targets.load(str(LAB_TINY / "target"), dtype="float32", device="cpu")
+    target = lab.models.target(str(LAB_TINY / "target"), dtype="float32", device="cpu")
     spec = SpecSettings(num_speculative_tokens=0)
     decoder = SpecDecoder(target, spec=spec, engine=config.engine)
     sampling = SamplingParams(max_new_tokens=4)

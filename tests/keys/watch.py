@@ -6,9 +6,10 @@ is read from the run folder are the *parts* of a run, which the rows name.
 """
 
 import dataclasses
+import functools
 import hashlib
-import json
 import logging
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,10 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.evaluation.run import evaluate as evaluate_module
+from mtp_research.heads.weights import load_heads
 from mtp_research.models.rewrites.invariant import InvariantProducts
-from mtp_research.models.target import Target, load_target
+from mtp_research.models.target import Target, load_target, load_tokenizer
 from mtp_research.pretrain import pretrain
-from mtp_research.studies import fault_price, matrix_workers
+from mtp_research.runtime.provenance import run_record
+from mtp_research.studies import fault_price, matrix_workers, policy_matrix
 from mtp_research.training import setup
 from mtp_research.training.losses.losses import HeadObjective
 from mtp_research.training.parallel import parallel
@@ -46,26 +49,28 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in tensors.items()}
 
 
-class Targets:
-    """Loads each target once; what `load_target` was asked for is noted all the same."""
+class Models:
+    """Loads each target, head and tokenizer once."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Target] = {}
-        self.asked: list[dict[str, str]] = []
+        self._targets: dict[str, Target] = {}
+        self.heads = functools.cache(load_heads)
+        self.tokenizer = functools.cache(load_tokenizer)
+        self.record = functools.cache(run_record)
 
-    def load(self, path: str, **asked: object) -> Target:
-        self.asked.append({name: str(value) for name, value in asked.items()})
-        key = json.dumps([path, self.asked[-1]], sort_keys=True)
-        if key not in self._kept:
-            self._kept[key] = load_target(path, **asked)  # type: ignore[arg-type]
-        return self._kept[key]
+    def target(self, path: str, **asked: object) -> Target:
+        """The target at `path`, placed as asked."""
+        key = f"{path} {asked}"
+        if key not in self._targets:
+            self._targets[key] = load_target(path, **asked)  # type: ignore[arg-type]
+        return self._targets[key]
 
 
 class Watch:
     """Notes of one run."""
 
-    def __init__(self, targets: Targets) -> None:
-        self.targets = targets
+    def __init__(self, models: Models) -> None:
+        self.models = models
         self.parts: Parts = {name: [] for name in ("rows", "noise", "hidden", "rates", "pools")}
         self.parts |= {"seeds": {}, "warnings": [], "loaded": [], "start": None, "loss_spec": None}
         self.parts |= {"compiled": [], "num_recomputed": 0, "num_forwards": 0, "num_products": 0}
@@ -170,23 +175,26 @@ class Watch:
         """Models that are kept, W&B and worker processes that only note what they are asked for."""
 
         def load(path: str, **asked: object) -> Target:
-            self.targets.asked.clear()
-            target = self.targets.load(str(path), **asked)
-            self._list("loaded").append(self.targets.asked[-1])
-            return target
+            self._list("loaded").append(asked)
+            return self.models.target(str(path), **asked)
 
         def load_anew(path: str, **asked: object) -> Target:  # training rewrites targets in place
-            self._list("loaded").append({name: str(value) for name, value in asked.items()})
+            self._list("loaded").append(asked)
             return load_target(path, **asked)  # type: ignore[arg-type]
 
-        patch.setattr(evaluate_module, "load_target", load)
-        patch.setattr(fault_price, "load_target", load)
+        for place in (evaluate_module, fault_price):
+            patch.setattr(place, "load_target", load)
+            patch.setattr(place, "load_heads", self.models.heads)
+            patch.setattr(place, "load_tokenizer", self.models.tokenizer)
+        for place in (evaluate_module, fault_price, policy_matrix, pretrain):
+            patch.setattr(place, "run_record", lambda: dict(self.models.record()))
+        patch.setattr(evaluate_module, "print_report", lambda *_, **__: None)
         patch.setattr(setup, "load_target", load_anew)
         service = MagicMock()
         service.init.side_effect = lambda **asked: self._list("wandb").append(asked) or MagicMock()
-        patch.setitem(__import__("sys").modules, "wandb", service)
+        patch.setitem(sys.modules, "wandb", service)
         for name in ("evaluation.report.page", "studies.study_pages", "evaluation.report.charts"):
-            patch.setitem(__import__("sys").modules, f"mtp_research.{name}", _no_charts())
+            patch.setitem(sys.modules, f"mtp_research.{name}", _no_charts())
         patch.delenv("WANDB_MODE", raising=False)
 
         def pool(size: int, *_: object, **__: object) -> None:
