@@ -73,7 +73,7 @@ CLEAN_FORM: dict[str, HiddenPolicy] = {
 }
 _UNCLEAN = [name for name in POLICIES if name not in CLEAN_POLICIES]
 # What a study reads: these sections but for one key, and these keys. All else keeps its default.
-_READ_SECTIONS = ("model", "engine", "prompts", "logger", "seed", "output_dir", "baseline", "task")
+_READ_SECTIONS = ("model", "engine", "prompts", "logger", "seed", "output_dir", "task")
 _NOT_READ = "model.tp_plan"
 _READ_KEYS = {  # `spec.verify` is checked on its own
     *("spec.policy", "spec.head", "spec.num_speculative_tokens", "spec.verify"),

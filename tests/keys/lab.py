@@ -1,0 +1,450 @@
+"""Small runs of every task, each watched: one change of the configuration in, parts of it out.
+
+    Lab.parts("heads", {"trainer.batch_size": 2})   parts of a training of two steps
+
+A baseline is run once for all rows that start from it. `RUNS` names the runs; each returns the
+parts that `watch` notes and those that it reads from the folder it wrote.
+"""
+
+import copy
+import dataclasses
+import functools
+import json
+import lzma
+import shutil
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtp_research.__main__ import run_evaluation, run_training
+from mtp_research.app.cli import compose_config, run_entry
+from mtp_research.config.rules import validate
+from mtp_research.config.schema import EvalConfig, TrainConfig
+from mtp_research.config.training_schema import MatrixConfig
+from mtp_research.decode import build
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.graphs import decode_graphs
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.evaluation.run import passes
+from mtp_research.evaluation.run.prompts import load_prompts
+from mtp_research.models.rewrites import apply_rewrites
+from mtp_research.pretrain import pretrain
+from mtp_research.runtime.provenance import REPOSITORY_ROOT
+from mtp_research.studies import matrix_cell
+from tests.keys.watch import Models, Parts, Watch, digests
+from tests.pretrain.test_pretrain import ARCHITECTURES, make_config, write_corpus
+from tests.tiny import tiny_target
+from tests.training.tiny import save_lab
+
+LAB_TINY = REPOSITORY_ROOT / "assets" / "lab_tiny"
+PROMPTS = [
+    {"id": "sum", "category": "arith", "question": "What is 48 + 37?"},
+    {"id": "code", "category": "code", "prompt": "def add(a, b):\n    return a + b\n\n\ndef add(a"},
+    {"id": "tea", "category": "howto", "question": "How do I make tea?"},
+]
+_EARLY_TOKEN = 435  # third of the greedy answer to the first prompt
+_LONG_PROMPT = {"category": "code", "prompt": "def add(a, b):\n    return a + b\n\n\n" * 3}
+_MANY = [{"id": f"q{n}", "category": "arith", "question": f"What is {n}?"} for n in range(9)]
+Changes = Mapping[str, object]
+Config = TypeVar("Config", TrainConfig, EvalConfig)
+
+
+def with_keys(config: Config, changes: Changes) -> Config:
+    """A checked copy with dotted keys set."""
+    config = copy.deepcopy(config)
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        holder: object = config
+        for section in sections:
+            holder = getattr(holder, section)
+        assert hasattr(holder, name), key
+        setattr(holder, name, copy.deepcopy(value))
+    validate(config)
+    return config
+
+
+class Lab:
+    """Targets, documents, prompts and finished runs on disk, and the parts of each baseline."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.models = Models()
+        self._kept: dict[str, Parts] = {}
+        self._num_runs = 0
+        (root / "lab").mkdir()
+        self.train = save_lab(root / "lab", num_documents=40)
+        self.train.trainer.max_steps = 2
+        self.train.head.num_mtp_modules = 1
+        matrix = {"num_mtp_modules": [1], "unrolls": ["chain"], "policies": ["training"]}
+        self.train.matrix = MatrixConfig(**matrix, num_prompts=2, max_new_tokens=16)  # type: ignore[arg-type]
+        self.eval = compose_config(EvalConfig, EVAL_WORDS)
+        self.eval.prompts.path = self._prompts("prompts", PROMPTS)
+
+        # What a row names, made when it is asked for.
+        self.known: dict[str, Callable[[], object]] = {
+            "other prompts": lambda: self._prompts("other", PROMPTS[:1]),
+            "same prompts": lambda: self._prompts(
+                "same", [_LONG_PROMPT | {"id": i} for i in "abc"]
+            ),
+            "many prompts": lambda: self._prompts("many", _MANY),
+            "stopping target": self._stopping_target,
+            "copied target": self._copied_target,
+            "other documents": self._other_documents,
+            "other target": lambda: str(self._other_target()),
+            "other corpus": self._other_corpus,
+            "written cache": lambda: f"{_cached(self)['folder']}/cache",
+            "finished heads": lambda: f"{_finished(self)['folder']}/head",
+            "one layer": lambda: {**ARCHITECTURES["glm4_moe"], "num_hidden_layers": 1},
+        }
+        self.corpus = write_corpus(root / "corpus")
+
+    def parts(self, run: str, changes: Changes) -> Parts:
+        """Parts of a run with the keys of `changes` set."""
+        name = json.dumps([run, dict(changes)], sort_keys=True, default=repr)
+        if name not in self._kept:
+            self._num_runs += 1
+            folder = self.root / f"run{self._num_runs}"
+            folder.mkdir()
+            changes = {key: self._named(value) for key, value in changes.items()}
+            PREPARED.get(run, lambda _: None)(self)
+            watch = Watch(self.models)
+            with watch.around():
+                try:
+                    own = RUNS[run](self, folder, changes)
+                except (ValueError, RuntimeError, ZeroDivisionError, OSError) as fault:
+                    own = {"fault": f"{type(fault).__name__}: {fault}"}
+            self._kept[name] = watch.parts | own
+        return self._kept[name]
+
+    def _named(self, value: object) -> object:
+        return self.known[value]() if isinstance(value, str) and value in self.known else value
+
+    def _prompts(self, name: str, prompts: Iterable[Changes]) -> str:
+        path = self.root / f"{name}.jsonl"
+        path.write_text("".join(f"{json.dumps(one)}\n" for one in prompts))
+        return str(path)
+
+    def _copied_target(self) -> str:
+        """The shipped target with one matrix of its weights turned round."""
+        folder = self.root / "copied"
+        shutil.copytree(LAB_TINY / "target", folder, dirs_exist_ok=True)
+        weights = load_file(folder / "model.safetensors")
+        weights["model.embed_tokens.weight"] = -weights["model.embed_tokens.weight"]
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return str(folder)
+
+    def _stopping_target(self) -> str:
+        """The shipped target, which ends at a token that it writes early."""
+        folder = self.root / "stopping"
+        shutil.copytree(LAB_TINY / "target", folder, dirs_exist_ok=True)
+        path = folder / "generation_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [_EARLY_TOKEN]}))
+        return str(folder)
+
+    def _other_documents(self) -> str:
+        """The same, read backwards."""
+        path = self.root / "other_answers.jsonl"
+        lines = Path(self.train.data.path).read_text().splitlines(keepends=True)
+        path.write_text("".join(reversed(lines)))
+        return str(path)
+
+    def _other_target(self) -> Path:
+        if not (self.root / "target2").exists():
+            tiny_target("qwen3", dtype=torch.float32, seed=5).model.save_pretrained(
+                self.root / "target2"
+            )
+        return self.root / "target2"
+
+    def _other_corpus(self) -> str:
+        """The same without the last document of a domain."""
+        other = self.root / "corpus2"
+        shutil.copytree(self.corpus, other, dirs_exist_ok=True)
+        path = other / "arith.train.jsonl.xz"
+        lines = lzma.decompress(path.read_bytes()).splitlines(keepends=True)
+        path.write_bytes(lzma.compress(b"".join(lines[:-1])))
+        return str(other)
+
+
+EVAL_WORDS = [
+    *("model.dtype=float32", "model.device=cpu", "spec.k=3", "spec.policy=training"),
+    *("baseline=false", "sampling.max_new_tokens=8", "engine.max_num_requests=3"),
+    *("engine.max_model_len=256", "prompts.max_prompts=null"),
+]
+
+
+def _heads(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    prompts = functools.partial(load_prompts, lab.eval.prompts.path)
+    with pytest.MonkeyPatch.context() as patch:  # the shipped prompts take a second to make
+        patch.setattr(matrix_cell, "load_prompts", lambda _, **asked: prompts(**asked))
+        patch.setattr(matrix_cell, "PROBE_NEW_TOKENS", 4)
+        run_training(with_keys(lab.train, changes), folder)
+    return _trained(folder)
+
+
+def _trained(folder: Path) -> Parts:
+    """What a training left in its folder."""
+    steps = sorted(path for path in folder.glob("step_*") if path.is_dir())
+    found: Parts = {"folder": str(folder), "saved": [path.name for path in steps]}
+    if not (folder / "metrics.jsonl").is_file():
+        return found | {"files": sorted(path.name for path in folder.iterdir())}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    by_kind = {
+        kind: [line for line in lines if line["kind"] == kind]
+        for kind in ("train", "eval", "decode")
+    }
+    weights = load_file(steps[-1] / "head.safetensors")
+    state = json.loads((steps[-1] / "state.json").read_text())
+    record = json.loads((folder / "head" / "head.json").read_text())
+    return found | {
+        "weights": digests(weights),
+        "moments": digests(load_file(steps[-1] / "optimizer.safetensors")),
+        "dtype": str(next(iter(weights.values())).dtype),
+        "loss": [line["loss"] for line in by_kind["train"]],
+        "measured": [line["step"] for line in by_kind["eval"]],
+        "walk": by_kind["eval"],
+        "decoded": by_kind["decode"],
+        "spec": record["spec"],
+        "config": record["provenance"]["config"],
+        "data_kind": record["provenance"]["data_kind"],
+        "settings": state["settings"],
+    }
+
+
+def _again(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    """The same command in the folder of a run that has saved both of its steps."""
+    finished = Path(str(_finished(lab)["folder"]))
+    shutil.copytree(finished, folder, dirs_exist_ok=True)
+    changes = {"trainer.save_every": 1} | dict(changes)
+    if str(changes.get("trainer.resume", "")).startswith("step"):
+        changes["trainer.resume"] = str(folder / str(changes["trainer.resume"]))
+    run_training(with_keys(lab.train, changes), folder)
+    return _trained(folder)
+
+
+def _cache(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    wanted = {"task": "cache", "data.hidden_cache": str(folder / "cache")} | dict(changes)
+    config = with_keys(lab.train, wanted)
+    run_training(config, folder)
+    files = sorted((folder / "cache").rglob("*.safetensors"))
+    return {
+        "folder": str(folder),
+        "cache": {path.parent.name + path.name: digests(load_file(path)) for path in files},
+        "files": sorted(path.name for path in folder.iterdir()),
+    }
+
+
+def _matrix(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    run_training(with_keys(lab.train, {"task": "matrix"} | dict(changes)), folder)
+    stored = json.loads((folder / "matrix.json").read_text())
+    return {
+        "cells": [[*cell["key"].values(), cell["seed"]] for cell in stored["cells"]],
+        "depths": [cell["num_speculative_tokens"] for cell in stored["cells"]],
+        "rounds": [cell["accepted_per_round"] for cell in stored["cells"]],
+        "heads": [cell["head_sha256"] for cell in stored["cells"]],
+        "prompts": stored["prompts"],
+        "dtype": stored["settings"]["dtype"],
+        "draws": stored["bootstrap_seed"],
+    }
+
+
+def _broken_matrix(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    """A matrix whose walk is that of another policy, so that the rounds of its cells differ."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(matrix_cell.WALK_UNROLL, "training", "independent")
+        return _matrix(lab, folder, {"matrix.num_prompts": 4} | dict(changes))
+
+
+def _target(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    """`task=target`: two steps on a corpus of two domains."""
+    sizes = {"max_steps": 2, "warmup_steps": 1, "batch_size": 4, "log_every": 9}
+    model = make_config(lab.corpus, **sizes, max_seconds=1e9)
+    config = dataclasses.replace(lab.train, model=model, task="target")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "evaluate_target", lambda *_, **__: {})
+        run_training(with_keys(config, changes), folder)
+    record = json.loads((folder / "target" / "PROVENANCE.json").read_text())
+    lines = (folder / pretrain.LOG_FILE).read_text().splitlines()
+    weights = load_file(folder / "target" / "model.safetensors")
+    return {
+        "weights": digests(weights),
+        "dtype": str(next(iter(weights.values())).dtype),
+        "bias": digests({n: t for n, t in weights.items() if "correction" in n}),
+        "num_parameters": record["num_parameters"],
+        "num_steps": record["training"]["num_steps"],
+        "num_tokens": record["training"]["num_tokens"],
+        "data": record["data_sha256"],
+        "logged": len(lines),
+        "model": record["model"],
+    }
+
+
+def _finished(lab: Lab) -> Parts:
+    return lab.parts("heads", {"trainer.save_every": 1})
+
+
+def _cached(lab: Lab) -> Parts:
+    return lab.parts("cache", {})
+
+
+def _evaluate(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "warm_up", lambda *_, **__: 1)
+        run_evaluation(with_keys(lab.eval, changes), folder)
+    if changes.get("task") == "fault_price":
+        return {"conditions": [path.name for path in folder.glob("fault_price.json")]}
+    stored = json.loads((folder / "results.json").read_text())
+    by_label = {one["label"]: one for one in stored["conditions"]}
+
+    def of_records(name: str) -> dict[str, dict[str, object]]:
+        return {
+            label: {record["request_id"]: record[name] for record in one["records"]}
+            for label, one in by_label.items()
+        }
+
+    def of_conditions(*names: str) -> list[list[object]]:
+        return [[one[name] for name in names] for one in stored["conditions"]]
+
+    return {
+        "labels": list(by_label),
+        "texts": of_records("output_token_ids"),
+        "rounds": of_records("num_accepted_per_round"),
+        "drafted": of_records("num_drafted_per_round"),
+        "finished": of_records("finish_reason"),
+        "steps": of_conditions("num_steps", "rows_per_step"),
+        "said": of_conditions("verify", "draft_sampling", "head", "max_num_requests"),
+        "audit": of_conditions("audit"),
+        "lossless": of_conditions("lossless"),
+        "num_passes": [1 + len(one["repeats"]) for one in stored["conditions"]],
+        "prompts": [one["question_id"] for one in stored["prompts"]],
+        "skipped": stored["skipped_prompts"],
+        "paired": [one["reference"] for one in stored["summary"].get("paired", [])],
+        "draws": stored["seed"],
+        "dtype": stored["dtype"],
+        "hashes": stored["run"]["target"],
+        "config": stored["config"],
+    }
+
+
+def _price(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    """`task=fault_price`, of one unclean policy and its clean form."""
+    wanted = {"task": "fault_price", "spec.policy": ["window"], "baseline": True} | dict(changes)
+    run_evaluation(with_keys(lab.eval, wanted), folder)
+    stored = json.loads((folder / "fault_price.json").read_text())
+    conditions = stored["conditions"]
+    return {
+        "conditions": [[c["head"], c["num_speculative_tokens"], c["policy"]] for c in conditions],
+        "rounds": [one["accepted_per_round"] for one in conditions],
+        "texts": [one["text_sha256"] for one in conditions],
+        "prompts": stored["prompts"],
+        "draws": stored["seed"],
+        "dtype": stored["dtype"],
+    }
+
+
+def _train_entry(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    paths = {"model.path": lab.train.model.path, "data.path": lab.train.data.path}
+    return _entry(TrainConfig, folder, paths | dict(changes))
+
+
+def _eval_entry(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    return _entry(EvalConfig, folder, {"prompts.path": lab.eval.prompts.path} | dict(changes))
+
+
+def _entry(schema: type[Config], folder: Path, changes: Changes) -> Parts:
+    """A command line up to where the work starts or is submitted."""
+    found: Parts = {"started_in": None, "job": {}}
+
+    class Executor:
+        def __init__(self, *, folder: str, cluster: str) -> None:
+            found["job"] = {"cluster": cluster}
+
+        def update_parameters(self, **asked: object) -> None:
+            found["job"] = cast(dict, found["job"]) | asked | {"name": None}
+
+        def submit(self, command: list[str]) -> types.SimpleNamespace:
+            found["job"] = cast(dict, found["job"]) | {"sizes": command[4:6]}
+            return types.SimpleNamespace(job_id="1")
+
+    def start(_: Config, place: Path) -> None:
+        found["started_in"] = str(place).replace(str(folder), "")[:20]
+
+    service = types.SimpleNamespace(AutoExecutor=Executor)
+    service.helpers = types.SimpleNamespace(CommandFunction=list)
+    words = [f"{key}={value}" for key, value in changes.items()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "submitit", service)
+        patch.chdir(folder)
+        code = run_entry(schema, start, argv=words)
+    return found | {"code": code}
+
+
+def _graphs(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    """What a decoder asks of captured and compiled steps; nothing is captured without a GPU."""
+    wanted = {"cuda_graphs": True, "deferred_output": True, "audit": False, "compile": True}
+    engine = {f"engine.{name}": value for name, value in wanted.items()} | dict(changes)
+    config = with_keys(lab.eval, engine)
+    asked: Parts = {"merged": [], "rotated": [], "graphs": None}
+    merge = lambda _, **options: cast(list, asked["merged"]).append(options)  # noqa: E731
+    rotate = lambda *_, **options: cast(list, asked["rotated"]).append(options)  # noqa: E731
+    target = lab.models.target(str(LAB_TINY / "target"), dtype="float32", device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_graphs, "require_capturable", lambda *_, **__: None)
+        patch.setattr(decode_graphs, "StepGraphs", lambda _, **sizes: asked.update(graphs=sizes))
+        patch.setattr(apply_rewrites, "merge_projections", merge)
+        patch.setattr(apply_rewrites, "leave_rotary_to_attention", rotate)
+        SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=config.engine)
+    return asked
+
+
+def _small_gpu(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    """The pool of a decoder on a device with two megabytes of free memory."""
+    config = with_keys(lab.eval, changes)
+    target = lab.models.target(str(LAB_TINY / "target"), dtype="float32", device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "free_bytes", lambda _: 1 << 21)
+        SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=config.engine)
+    return {}
+
+
+def _priorities(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    """Who is served first: one that came early, or one of a better priority two steps later."""
+    config = with_keys(lab.eval, {"engine.max_num_requests": 1} | dict(changes))
+    target = lab.models.target(str(LAB_TINY / "target"), dtype="float32", device="cpu")
+    spec = SpecSettings(num_speculative_tokens=0)
+    decoder = SpecDecoder(target, spec=spec, engine=config.engine)
+    sampling = SamplingParams(max_new_tokens=4)
+    for name, priority in (("running", 0), ("early", 1), ("late", 0)):
+        if name == "late":
+            decoder.step()
+            decoder.step()
+        decoder.add_request((7, 8, 9), sampling=sampling, request_id=name, priority=priority)
+    known = []
+    while decoder.has_work:
+        decoder.step()
+        known.append(decoder.stats.num_emitted_tokens)
+    return {"order": [one.request_id for one in decoder.stats.records], "known": known}
+
+
+PREPARED: dict[str, Callable[[Lab], Parts]] = {"again": _finished}
+RUNS: dict[str, Callable[[Lab, Path, Changes], Parts]] = {
+    "heads": _heads,
+    "again": _again,
+    "cache": _cache,
+    "matrix": _matrix,
+    "broken_matrix": _broken_matrix,
+    "target": _target,
+    "evaluate": _evaluate,
+    "price": _price,
+    "train_entry": _train_entry,
+    "eval_entry": _eval_entry,
+    "graphs": _graphs,
+    "small_gpu": _small_gpu,
+    "priorities": _priorities,
+}
