@@ -63,6 +63,8 @@ def build_run(
     config: TrainConfig, *, accelerator: Accelerator, checkpoint: Checkpoint | None = None
 ) -> RunParts:
     """Load target and documents, build heads and engine, go on from a checkpoint."""
+    if checkpoint is not None and "head.init_noise" not in checkpoint.state["settings"]:
+        config.head.init_noise = 0.0  # begun before the key: from exact copies
     num_depths = depths_of(config)
     spec = UnrollSpec(
         num_depths, config.objective.unroll, cast(ModuleSchedule, config.head.module_schedule)

@@ -60,7 +60,8 @@ SPEC = [
     _row("spec.head", _TTT, "rounds said", "texts labels"),
     _row("spec.head", "oracle", "labels rounds"),
     _row("spec.head", None, "labels rounds"),
-    _row("spec.module_schedule", "first", "rounds", "texts"),
+    _row("spec.module_schedule", "first", "fault", shows=fault("spec.module_schedule must be")),
+    _row("spec.head", "head of module 0", "rounds said", "texts labels"),
     _row("spec.verify", "relaxed", "texts said lossless"),
     _row("spec.verify", "block", "said rounds", "prompts", base=_SAMPLED_DRAFTS),
     _rule("relaxed_top_n", 1, "relaxed"),
@@ -106,7 +107,7 @@ SPEC = [
     _price("spec.policy", ["target_roll"], "conditions rounds", "prompts"),
     _price("spec.head", _TTT, "conditions rounds", "texts"),
     _price(
-        "spec.module_schedule", "last", "fault", shows=fault("spec.module_schedule must be cycle")
+        "spec.module_schedule", "last", "fault", shows=fault("spec.module_schedule must be null")
     ),
     _price("spec.verify", "standard", "fault", shows=fault("spec.verify must be greedy")),
 ]
@@ -213,6 +214,13 @@ REST = [
         "seed", 3, "prompts draws", base={"prompts.max_prompts": 1, "prompts.path": "many prompts"}
     ),
     Row("output_dir", "mine", "eval_entry", "started_in", "code"),
+    Row(
+        "overwrite",
+        True,
+        "evaluate_again",
+        "fault drafted",
+        shows=lambda a, b: "finished evaluation" in a["fault"] and b["fault"] is None,
+    ),
     _row("baseline", True, "labels lossless"),
     _price("baseline", False, "fault", shows=fault("baseline must be true")),
     _row("task", "fault_price", "conditions", base={"spec.policy": ["window"], "baseline": True}),

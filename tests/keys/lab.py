@@ -96,6 +96,7 @@ class Lab:
             "many prompts": lambda: self._prompts("many", _MANY),
             "stopping target": self._stopping_target,
             "copied target": self._copied_target,
+            "head of module 0": self._head_of_module_0,
             "other documents": self._other_documents,
             "other target": lambda: str(self._other_target()),
             "other corpus": self._other_corpus,
@@ -124,6 +125,8 @@ class Lab:
         return self._kept[name]
 
     def _named(self, value: object) -> object:
+        if isinstance(value, list):
+            return [self._named(one) for one in value]
         return self.known[value]() if isinstance(value, str) and value in self.known else value
 
     def _prompts(self, name: str, prompts: Iterable[Changes]) -> str:
@@ -138,6 +141,15 @@ class Lab:
         weights = load_file(folder / "model.safetensors")
         weights["model.embed_tokens.weight"] = -weights["model.embed_tokens.weight"]
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return str(folder)
+
+    def _head_of_module_0(self) -> str:
+        """The shipped heads, recorded as trained with their first module alone."""
+        folder = self.root / "module_0"
+        shutil.copytree(LAB_TINY / "heads" / "chain_n3", folder, dirs_exist_ok=True)
+        record = json.loads((folder / "head.json").read_text())
+        record["spec"]["module_schedule"] = "first"
+        (folder / "head.json").write_text(json.dumps(record))
         return str(folder)
 
     def _stopping_target(self) -> str:
@@ -332,6 +344,12 @@ def _evaluate(lab: Lab, folder: Path, changes: Changes) -> Parts:
     }
 
 
+def _evaluate_again(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    """Other settings in the folder of a finished evaluation."""
+    _evaluate(lab, folder, {})
+    return _evaluate(lab, folder, {"spec.num_speculative_tokens": 2} | dict(changes))
+
+
 def _price(lab: Lab, folder: Path, changes: Changes) -> Parts:
     """`task=fault_price`, of one unclean policy and its clean form."""
     wanted = {"task": "fault_price", "spec.policy": ["window"], "baseline": True} | dict(changes)
@@ -441,6 +459,7 @@ RUNS: dict[str, Callable[[Lab, Path, Changes], Parts]] = {
     "broken_matrix": _broken_matrix,
     "target": _target,
     "evaluate": _evaluate,
+    "evaluate_again": _evaluate_again,
     "price": _price,
     "train_entry": _train_entry,
     "eval_entry": _eval_entry,

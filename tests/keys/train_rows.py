@@ -112,6 +112,7 @@ HEAD = [
             for name, old in after["start"].items()
         ),
     ),
+    _heads("head.init_noise", 0.2, "start weights", "rows"),
     _heads("head.hidden_source", "pre_norm", "hidden weights spec", "rows start"),
     _heads("head.recycle_norm", "pre_norm", "weights spec walk", "rows hidden start"),
     _heads("head.concat_order", "hidden_first", "weights spec", "rows hidden"),
@@ -247,6 +248,7 @@ MATRIX = [
         shows=lambda a, b: "NumericFault" in a["fault"] and b["fault"] is None,
     ),
     _matrix("num_prompts", 3, "prompts rounds", "heads"),
+    _matrix("prompts", ["other documents"], "prompts rounds", "heads"),
     _matrix("max_new_tokens", 24, "rounds", "heads prompts"),
     _matrix(
         "num_workers",
