@@ -16,7 +16,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -263,7 +263,7 @@ def _broken_matrix(lab: Lab, folder: Path, changes: Changes) -> Parts:
 
 def _target(lab: Lab, folder: Path, changes: Changes) -> Parts:
     """`task=target`: two steps on a corpus of two domains."""
-    sizes = {"max_steps": 2, "warmup_steps": 1, "batch_size": 4, "log_every": 9}
+    sizes: dict[str, Any] = {"max_steps": 2, "warmup_steps": 1, "batch_size": 4, "log_every": 9}
     model = make_config(lab.corpus, **sizes, max_seconds=1e9)
     config = dataclasses.replace(lab.train, model=model, task="target")
     with pytest.MonkeyPatch.context() as patch:

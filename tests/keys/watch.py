@@ -13,12 +13,14 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import PreTrainedModel
 
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.evaluation.run import evaluate as evaluate_module
@@ -32,7 +34,7 @@ from mtp_research.training import setup
 from mtp_research.training.losses.losses import HeadObjective
 from mtp_research.training.parallel import parallel
 
-Parts = dict[str, object]
+Parts = dict[str, Any]  # what a run shows of itself, by name
 
 
 def digest(*tensors: Tensor) -> str:
@@ -119,7 +121,7 @@ class Watch:
             self._list("hidden").append(digest(hidden.source))
             return forward(self_, batch, hidden, *rest)
 
-        def predicted(model: torch.nn.Module, input_ids: Tensor) -> Tensor:
+        def predicted(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
             if self.parts["start"] is None:
                 self.parts["start"] = digests(model.state_dict())
             self._list("rows").append((tuple(input_ids.shape), digest(input_ids)))
