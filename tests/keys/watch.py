@@ -73,7 +73,9 @@ class Watch:
 
     def __init__(self, models: Models) -> None:
         self.models = models
-        self.parts: Parts = {name: [] for name in ("rows", "noise", "hidden", "rates", "pools")}
+        self.parts: Parts = {
+            name: [] for name in ("rows", "noise", "hidden", "rates", "pools", "speculated")
+        }
         self.parts |= {"seeds": {}, "warnings": [], "loaded": [], "start": None, "loss_spec": None}
         self.parts |= {"compiled": [], "num_recomputed": 0, "num_forwards": 0, "num_products": 0}
         self.parts |= {"wandb": [], "fault": None, "workers": 1, "engine": None}
@@ -153,6 +155,9 @@ class Watch:
             build(decoder, *args, **kwargs)
             pool = (decoder.num_blocks, decoder.cache.block_size, decoder.pool_bytes)
             self._list("pools").append((*pool, decoder.max_model_len))
+            spec = decoder.spec
+            drafts = (spec.policy, spec.num_speculative_tokens, spec.module_schedule)
+            self._list("speculated").append(drafts)
 
         def added(decoder: SpecDecoder, *args, **kwargs):
             seeds = self.parts["seeds"]
