@@ -52,6 +52,7 @@ class ModelConfig:
     experts: str = one_of("auto", "auto", "fused", "grouped_mm")
     # Arguments of the family's Hugging Face config; read by task=target only.
     architecture: dict[str, Any] = field(default_factory=dict)
+    # Read by task=target only; eval.py takes it because both entries share the files of conf/model.
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
 
 
@@ -159,7 +160,8 @@ class EngineConfig:
     backend: str = one_of("auto", "auto", "reference", "triton")
     # Keep the KV of finished texts and share it with texts that start alike; changes no output.
     prefix_caching: bool = False
-    steps_per_priority: int = within(1000, 1, 1 << 30)  # head start of one level of priority
+    # Head start of one level of priority; for the library, as requests of eval.py have none.
+    steps_per_priority: int = within(1000, 1, 1 << 30)
     # The host learns a step's tokens while the next one runs; changes no output.
     deferred_output: bool = False
     # Replay decode steps as CUDA graphs; wants deferred_output and no audit.

@@ -6,7 +6,6 @@ A baseline is run once for all rows that start from it. `RUNS` names the runs; e
 parts that `watch` notes and those that it reads from the folder it wrote.
 """
 
-import copy
 import dataclasses
 import functools
 import json
@@ -14,9 +13,9 @@ import lzma
 import shutil
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from safetensors.torch import load_file, save_file
 
 from mtp_research.__main__ import run_evaluation, run_training
 from mtp_research.app.cli import compose_config, run_entry
-from mtp_research.config.rules import validate
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.config.training_schema import MatrixConfig
 from mtp_research.decode import build
@@ -38,6 +36,7 @@ from mtp_research.models.rewrites import apply_rewrites
 from mtp_research.pretrain import pretrain
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from mtp_research.studies import matrix_cell
+from tests.keys.row import Changes, Config, with_keys
 from tests.keys.watch import Models, Parts, Watch, digests
 from tests.pretrain.test_pretrain import ARCHITECTURES, make_config, write_corpus
 from tests.tiny import tiny_target
@@ -52,22 +51,6 @@ PROMPTS = [
 _EARLY_TOKEN = 435  # third of the greedy answer to the first prompt
 _LONG_PROMPT = {"category": "code", "prompt": "def add(a, b):\n    return a + b\n\n\n" * 3}
 _MANY = [{"id": f"q{n}", "category": "arith", "question": f"What is {n}?"} for n in range(9)]
-Changes = Mapping[str, object]
-Config = TypeVar("Config", TrainConfig, EvalConfig)
-
-
-def with_keys(config: Config, changes: Changes) -> Config:
-    """A checked copy with dotted keys set."""
-    config = copy.deepcopy(config)
-    for key, value in changes.items():
-        *sections, name = key.split(".")
-        holder: object = config
-        for section in sections:
-            holder = getattr(holder, section)
-        assert hasattr(holder, name), key
-        setattr(holder, name, copy.deepcopy(value))
-    validate(config)
-    return config
 
 
 class Lab:
@@ -200,6 +183,23 @@ def _heads(lab: Lab, folder: Path, changes: Changes) -> Parts:
     return _trained(folder)
 
 
+def _probe(lab: Lab, folder: Path, changes: Changes) -> Parts:
+    """The decoder of `trainer.decode_eval_prompts`, built and run on the shipped heads."""
+    shipped: dict[str, Any] = {
+        "trainer.decode_eval_prompts": 1,
+        "model.path": str(LAB_TINY / "target"),
+    }
+    target = lab.models.target(shipped["model.path"], dtype="float32", device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        prompts = load_prompts(lab.eval.prompts.path)[:1]
+        patch.setattr(matrix_cell, "load_prompts", lambda *_, **__: prompts)
+        patch.setattr(matrix_cell, "PROBE_NEW_TOKENS", 2)
+        probe = matrix_cell.decode_probe(with_keys(lab.train, shipped | dict(changes)))
+        assert probe is not None
+        probe(lab.models.heads(LAB_TINY / "heads" / "chain_n3", target))
+    return {}
+
+
 def _trained(folder: Path) -> Parts:
     """What a training left in its folder."""
     steps = sorted(path for path in folder.glob("step_*") if path.is_dir())
@@ -275,7 +275,7 @@ def _broken_matrix(lab: Lab, folder: Path, changes: Changes) -> Parts:
 
 def _target(lab: Lab, folder: Path, changes: Changes) -> Parts:
     """`task=target`: two steps on a corpus of two domains."""
-    sizes = {"max_steps": 2, "warmup_steps": 1, "batch_size": 4, "log_every": 9}
+    sizes: dict[str, Any] = {"max_steps": 2, "warmup_steps": 1, "batch_size": 4, "log_every": 9}
     model = make_config(lab.corpus, **sizes, max_seconds=1e9)
     config = dataclasses.replace(lab.train, model=model, task="target")
     with pytest.MonkeyPatch.context() as patch:
@@ -451,19 +451,8 @@ def _priorities(lab: Lab, folder: Path, changes: Changes) -> Parts:
 
 
 PREPARED: dict[str, Callable[[Lab], Parts]] = {"again": _finished}
+_OF_TRAINING = (_heads, _again, _cache, _matrix, _broken_matrix, _target, _train_entry, _probe)
+_OF_DECODING = (_evaluate, _evaluate_again, _price, _eval_entry, _graphs, _small_gpu, _priorities)
 RUNS: dict[str, Callable[[Lab, Path, Changes], Parts]] = {
-    "heads": _heads,
-    "again": _again,
-    "cache": _cache,
-    "matrix": _matrix,
-    "broken_matrix": _broken_matrix,
-    "target": _target,
-    "evaluate": _evaluate,
-    "evaluate_again": _evaluate_again,
-    "price": _price,
-    "train_entry": _train_entry,
-    "eval_entry": _eval_entry,
-    "graphs": _graphs,
-    "small_gpu": _small_gpu,
-    "priorities": _priorities,
+    run.__name__.removeprefix("_"): run for run in (*_OF_TRAINING, *_OF_DECODING)
 }

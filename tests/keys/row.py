@@ -1,9 +1,16 @@
 """A row of the table of keys: change this key alone, and these parts of the run differ."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from mtp_research.config.rules import validate
+from mtp_research.config.schema import EvalConfig, TrainConfig
 from tests.keys.watch import Parts
+
+Changes = Mapping[str, object]
+Config = TypeVar("Config", TrainConfig, EvalConfig)
 
 
 @dataclass(frozen=True)
@@ -28,3 +35,17 @@ class Row:
 def fault(text: str) -> Callable[[Parts, Parts], object]:
     """The run is refused with a line that holds `text`; the baseline is not."""
     return lambda before, after: before["fault"] is None and text in str(after["fault"])
+
+
+def with_keys(config: Config, changes: Changes) -> Config:
+    """A checked copy with dotted keys set."""
+    config = copy.deepcopy(config)
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        holder: object = config
+        for section in sections:
+            holder = getattr(holder, section)
+        assert hasattr(holder, name), key
+        setattr(holder, name, copy.deepcopy(value))
+    validate(config)
+    return config

@@ -44,26 +44,30 @@ def test_equal_prompts_of_one_evaluation_are_sampled_apart_and_again_alike(lab: 
     assert lab.parts("evaluate", again)["seeds"] == parts["seeds"]  # across conditions
 
 
-def answers(folder: Path, *words: str) -> dict[str, list[int]]:
+def documents(folder: Path, *words: str) -> dict[str, tuple[list[int], list[int]]]:
+    """Prompt and answer of each document that a regeneration writes."""
     output = folder / "answers.jsonl"
     target = ["--target", str(LAB_TINY / "target"), "--output", str(output), "--dtype", "float32"]
     sizes = ["--max-new-tokens", "6", "--max-model-len", "256", "--device", "cpu"]
     assert regenerate.main([*target, *sizes, *words]) == 0
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    return {line["id"]: line["token_ids"][line["num_prompt_tokens"] :] for line in lines}
+    cuts = {line["id"]: (line["token_ids"], line["num_prompt_tokens"]) for line in lines}
+    return {name: (tokens[:cut], tokens[cut:]) for name, (tokens, cut) in cuts.items()}
 
 
 def test_regeneration_seed_reaches_answers_and_what_the_target_invents(
     lab: Lab, tmp_path: Path
 ) -> None:
-    words = ["--source", lab.known["same prompts"](), "--self-text", "3", "--temperature", "1"]
-    words += ["--top-k", "0", "--top-p", "1"]
-    found = [answers(tmp_path / str(seed), *words, "--seed", str(seed)) for seed in (0, 1)]
-    again = answers(tmp_path / "again", *words, "--seed", "1")
-    assert again == found[1]
-    asked = [{k: v for k, v in one.items() if "self-text" not in k} for one in found]
+    words = ["--source", str(lab.known["same prompts"]()), "--self-text", "3"]
+    words += ["--temperature", "1", "--top-k", "0", "--top-p", "1"]
+    found = [
+        documents(tmp_path / str(n), *words, "--seed", str(seed))
+        for n, seed in enumerate((0, 1, 1))
+    ]
+    assert found[2] == found[1]
+    asked = [{k: v[1] for k, v in one.items() if "self-text" not in k} for one in found]
     assert asked[0].keys() == asked[1].keys()
     assert all(asked[0][name] != asked[1][name] for name in asked[0])  # another seed
     assert len(set(map(tuple, asked[0].values()))) == 3  # one seed, equal prompts
-    invented = [sorted(tuple(v) for k, v in one.items() if "self-text" in k) for one in found]
+    invented = [sorted(v[0] for k, v in one.items() if "self-text" in k) for one in found]
     assert invented[0] != invented[1]

@@ -234,6 +234,12 @@ TRAINER = [
     _heads("trainer.activation_checkpointing", True, "num_recomputed", "weights loss"),
     _heads("trainer.compile", True, "compiled", "weights", reason=GPU),
 ]
+PROBE = [
+    Row("objective.unroll", "ttt", "probe", "speculated"),
+    Row("objective.num_depths", 2, "probe", "speculated"),
+    Row("head.num_mtp_modules", 4, "probe", "speculated"),
+    Row("head.module_schedule", "last", "probe", "speculated"),
+]
 MATRIX = [
     _matrix("num_mtp_modules", [2], "cells heads"),
     _matrix("unrolls", ["ttt"], "cells heads"),
@@ -288,4 +294,4 @@ REST = [
     Row("output_dir", "mine", "train_entry", "started_in", "code"),
     _heads("task", "cache", "files", base={"data.hidden_cache": "written cache"}),
 ]
-TRAIN_ROWS = [*MODEL, *PRETRAIN, *DATA, *HEAD, *OBJECTIVE, *TRAINER, *MATRIX, *REST]
+TRAIN_ROWS = [*MODEL, *PRETRAIN, *DATA, *HEAD, *OBJECTIVE, *TRAINER, *PROBE, *MATRIX, *REST]

@@ -13,12 +13,14 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import PreTrainedModel
 
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.evaluation.run import evaluate as evaluate_module
@@ -32,7 +34,7 @@ from mtp_research.training import setup
 from mtp_research.training.losses.losses import HeadObjective
 from mtp_research.training.parallel import parallel
 
-Parts = dict[str, object]
+Parts = dict[str, Any]  # what a run shows of itself, by name
 
 
 def digest(*tensors: Tensor) -> str:
@@ -71,7 +73,9 @@ class Watch:
 
     def __init__(self, models: Models) -> None:
         self.models = models
-        self.parts: Parts = {name: [] for name in ("rows", "noise", "hidden", "rates", "pools")}
+        self.parts: Parts = {
+            name: [] for name in ("rows", "noise", "hidden", "rates", "pools", "speculated")
+        }
         self.parts |= {"seeds": {}, "warnings": [], "loaded": [], "start": None, "loss_spec": None}
         self.parts |= {"compiled": [], "num_recomputed": 0, "num_forwards": 0, "num_products": 0}
         self.parts |= {"wandb": [], "fault": None, "workers": 1, "engine": None}
@@ -119,7 +123,7 @@ class Watch:
             self._list("hidden").append(digest(hidden.source))
             return forward(self_, batch, hidden, *rest)
 
-        def predicted(model: torch.nn.Module, input_ids: Tensor) -> Tensor:
+        def predicted(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
             if self.parts["start"] is None:
                 self.parts["start"] = digests(model.state_dict())
             self._list("rows").append((tuple(input_ids.shape), digest(input_ids)))
@@ -151,6 +155,9 @@ class Watch:
             build(decoder, *args, **kwargs)
             pool = (decoder.num_blocks, decoder.cache.block_size, decoder.pool_bytes)
             self._list("pools").append((*pool, decoder.max_model_len))
+            spec = decoder.spec
+            drafts = (spec.policy, spec.num_speculative_tokens, spec.module_schedule)
+            self._list("speculated").append(drafts)
 
         def added(decoder: SpecDecoder, *args, **kwargs):
             seeds = self.parts["seeds"]
