@@ -148,8 +148,8 @@ def test_matcher_after_every_step_stands_at_the_output(target, heads, monkeypatc
     while decoder.scheduler.has_work:
         decoder.step()
         for request in requests:
-            assert isinstance(request.matcher, ToyMatcher)
-            assert len(request.matcher.history) == 1 + len(request.output_token_ids)
+            assert isinstance(request.matcher.matcher, ToyMatcher)
+            assert len(request.matcher.matcher.history) == 1 + len(request.output_token_ids)
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
