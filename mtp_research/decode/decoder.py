@@ -5,6 +5,7 @@ K = 0 is the plain autoregressive baseline through the same loop.
 Letters: K drafts per step, V' draft vocabulary, D hidden.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from mtp_research.decode.build import build_drafter, build_products, build_state
 from mtp_research.decode.draft.draft_length import RecentRounds
 from mtp_research.decode.draft.drafter import Heads, MTPDrafter, VerifiedStep
 from mtp_research.decode.ledger import Ledger
+from mtp_research.decode.sampling.arguments import plain_text, token_ids, whole_number
+from mtp_research.decode.sampling.grammar import start_matcher
 from mtp_research.decode.sampling.sampling import BatchSampling, SamplingTensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.batch import StepInputs, build_inputs, start_texts
@@ -34,13 +37,29 @@ from mtp_research.decode.settings import SpecSettings, check_heads, check_reques
 from mtp_research.decode.stats import DecodeStats, RequestRecord
 from mtp_research.decode.step import DeviceParts, DeviceStep, StepResult
 from mtp_research.models.target import Target
-from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError, DecoderClosed
 
 if TYPE_CHECKING:  # loaded where steps are captured
     from mtp_research.decode.graphs.capture import Captured
     from mtp_research.decode.graphs.decode_graphs import StepGraphs
 
 _MAX_NEW_TOKENS = 256  # where the caller names none
+
+
+def _closing_on_error(step: "Callable[[SpecDecoder], None]") -> "Callable[[SpecDecoder], None]":
+    """A step whose exception closes the decoder: requests may have been moved on by half."""
+
+    @functools.wraps(step)
+    def guarded(self: "SpecDecoder") -> None:
+        if self._fault is not None:
+            self._reopen()
+        try:
+            step(self)
+        except BaseException as error:
+            self._fault = f"{type(error).__name__}: {error}"
+            raise
+
+    return guarded
 
 
 class SpecDecoder:
@@ -106,12 +125,17 @@ class SpecDecoder:
         self.recent = RecentRounds(plan)
         self._ledger = Ledger(self.scheduler, self.stats, self.recent, self.auditor)
         self._numbers = itertools.count()
+        self._fault: str | None = None  # of the step that closed the decoder
 
+    @_closing_on_error
     @torch.inference_mode()
     def step(self) -> None:
         """One step: every scheduled request gets a prompt chunk done or 1..K+1 tokens.
 
         With deferred output the tokens of a step are known to the host at the end of the next call.
+
+        Raises:
+            DecoderClosed: a step failed before, and requests that were live then still are.
         """
         schedule = self.scheduler.schedule()
         if not schedule.entries:
@@ -150,14 +174,20 @@ class SpecDecoder:
             cache_salt: with prefix caching, texts with different salts share nothing.
 
         Raises:
-            ConfigError: an empty prompt, one that can never fit, an id in use, a token id outside
-                the vocabulary, or a temperature that the rule ignores.
+            ConfigError: an argument of another type, an empty prompt, one that can never fit, an id
+                in use or outside the vocabulary, or a temperature or grammar that does not fit.
+            DecoderClosed: see `step`.
         """
+        if self._fault is not None:
+            self._reopen()
         name = f"request-{next(self._numbers)}" if request_id is None else request_id
-        request = self.check(prompt_token_ids, sampling=sampling, request_id=name)
-        request.priority, request.cache_salt = priority, cache_salt
-        if (grammar := request.sampling.grammar) is not None:
-            request.matcher = grammar.start(stop_token_ids=request.sampling.stop_token_ids)
+        request = self.check(
+            prompt_token_ids,
+            sampling=sampling,
+            request_id=name,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
         self.scheduler.add(request)
         if request.sampling.max_new_tokens == 0:
             self._ledger.finish(request, FinishReason.LENGTH)
@@ -169,18 +199,29 @@ class SpecDecoder:
         *,
         sampling: SamplingParams | None = None,
         request_id: str = "request",
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> Request:
         """The request that `add_request` would queue or refuse: to be asked before a capture."""
-        sampling = sampling or SamplingParams()
+        sampling = SamplingParams() if sampling is None else sampling
+        vocab_size = self.target.config.vocab_size
+        prompt = token_ids(prompt_token_ids, key="the prompt")
         check_request(
-            prompt_token_ids,
+            prompt,
             sampling,
             rule=self.spec.rule,
-            vocab_size=self.target.config.vocab_size,
+            vocab_size=vocab_size,
             deferred=self.engine.deferred_output,
         )
-        request = Request(request_id, tuple(prompt_token_ids), sampling)
+        request = Request(
+            plain_text(request_id, key="request_id"),
+            prompt,
+            sampling.with_seed(),
+            priority=whole_number(priority, key="priority"),
+            cache_salt=plain_text(cache_salt, key="cache_salt"),
+        )
         self.scheduler.check(request)
+        request.matcher = start_matcher(sampling, vocab_size=vocab_size)
         return request
 
     def abort(self, request: Request) -> None:
@@ -368,6 +409,23 @@ class SpecDecoder:
     def check_integrity(self) -> None:
         """Assert the invariants of requests, blocks and slots that hold between steps."""
         self.scheduler.check_integrity()
+
+    def _reopen(self) -> None:
+        """Go on after a failed step once none of its requests is left.
+
+        New requests start from their prompts, in slots and blocks of which all are free. Captured
+        steps hold state of their own, of which the host cannot tell.
+        """
+        closed = f"decoder closed after an error in step() ({self._fault}): build a new one"
+        if self.graphs is not None or self.has_work:
+            way = "." if self.graphs is not None else ", or abort all of its requests."
+            raise DecoderClosed(f"{closed}{way}")
+        try:
+            self.check_integrity()
+        except AssertionError as error:
+            raise DecoderClosed(f"{closed}.") from error
+        self._ledger.drop_in_flight()
+        self._fault = None
 
     def _begin(self, schedule: Schedule) -> tuple[SamplingTensors, int]:
         """Give admitted requests their texts; sampling tensors and draft limit of the step."""

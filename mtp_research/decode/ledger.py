@@ -80,9 +80,7 @@ def note_emitted(
     """Move the grammar on, and keep the log-probabilities."""
     kept = request.token_ids[since:]
     if request.matcher is not None:
-        for token_id in kept:
-            accepted = request.matcher.accept_token(token_id)
-            assert accepted, f"request {request.request_id} emitted {token_id} against its grammar"
+        request.matcher.follow(kept)
     if logprobs is not None and request.sampling.logprobs is not None:
         request.token_logprobs += logprobs.of_request(
             row, num_tokens=len(kept), num_top=request.sampling.logprobs
@@ -186,6 +184,8 @@ class Ledger:
             num_target_rows += entry.num_scheduled_tokens
             if request.status is Status.FINISHED:
                 continue  # it ended while the step ran
+            if request.matcher is not None and self._has_failed(request):
+                continue  # its masks could not be made
             num_tokens, num_rounds = len(request.token_ids), len(request.num_drafted_per_round)
             commit_entry(
                 self.scheduler,
@@ -198,6 +198,8 @@ class Ledger:
             if result.logprobs is not None or request.matcher is not None:
                 note_emitted(request, since=num_tokens, logprobs=result.logprobs, row=row)
             num_emitted += len(request.token_ids) - num_tokens
+            if request.matcher is not None and self._has_failed(request):
+                continue
             if self.auditor is not None or request.status is Status.FINISHED:
                 self._after_commit(entry)
         self.stats.num_target_rows += num_target_rows
@@ -221,10 +223,26 @@ class Ledger:
         )
         self.recent.end_step(num_drafts=launched.draft_limit, seconds=seconds if is_alike else None)
 
+    def drop_in_flight(self) -> None:
+        """Forget the step that runs: none of its requests is live."""
+        self.in_flight = None
+        if self.auditor is not None:
+            self.auditor.drop_steps()
+
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a live request from outside a step."""
         self.scheduler.finish(request, reason)
         self._retire(request)
+
+    def _has_failed(self, request: Request) -> bool:
+        """End a live request whose grammar raised; whether it did."""
+        if request.matcher is None or request.matcher.error is None:
+            return False
+        if request.status is Status.FINISHED:
+            return False  # by its last token, which no mask follows
+        request.error = f"the grammar raised {request.matcher.error}"
+        self.finish(request, FinishReason.ERROR)
+        return True
 
     def _after_commit(self, entry: Scheduled) -> None:
         request = entry.request

@@ -118,6 +118,11 @@ def check_request(
     deferred: bool,
 ) -> None:
     """Refuse a prompt or sampling parameters that a decoder cannot follow."""
+    if not isinstance(sampling, SamplingParams):
+        raise ConfigError(
+            f"sampling must be SamplingParams or None, got {type(sampling).__name__}; "
+            "set sampling=SamplingParams(...)."
+        )
     outside = [token for token in prompt_token_ids if not 0 <= token < vocab_size]
     if outside:
         raise ConfigError(

@@ -46,6 +46,7 @@ class RequestRecord:
         ttft_s: wall seconds from arrival to the first token.
         decode_s: wall seconds from the first token to the end.
         token_logprobs: one entry per output token; None where the request did not ask.
+        error: what a request that ended with `error` was told; None for all others.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class RequestRecord:
     ttft_s: float
     decode_s: float
     token_logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
 
 
 def record_of(request: Request) -> RequestRecord:
@@ -79,6 +81,7 @@ def record_of(request: Request) -> RequestRecord:
         token_logprobs=(
             None if request.sampling.logprobs is None else tuple(request.token_logprobs)
         ),
+        error=request.error,
     )
 
 

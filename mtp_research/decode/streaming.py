@@ -19,9 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling.arguments import token_ids, whole_number
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import Request, RequestFeed, StreamEvent
-from mtp_research.runtime.errors import ConfigError, EnvironmentFault
+from mtp_research.runtime.errors import ConfigError, DecoderClosed, EnvironmentFault
 
 
 @dataclass(eq=False)
@@ -73,6 +74,8 @@ class AsyncDecoder:
     """
 
     def __init__(self, decoder: SpecDecoder, *, max_num_live: int | None = None) -> None:
+        if max_num_live is not None:
+            max_num_live = whole_number(max_num_live, key="max_num_live")
         if max_num_live is not None and max_num_live < 1:
             raise ConfigError(
                 f"max_num_live must be >= 1 or None, got {max_num_live}; set max_num_live."
@@ -110,7 +113,8 @@ class AsyncDecoder:
         are free before the next step.
         """
         self._check_usable()
-        stream = _Stream(tuple(prompt_token_ids), sampling, request_id, priority)
+        prompt = token_ids(prompt_token_ids, key="the prompt")
+        stream = _Stream(prompt, sampling, request_id, priority)
         if self._places is not None:
             await self._places.acquire()
         try:
@@ -138,7 +142,7 @@ class AsyncDecoder:
 
     def _check_usable(self) -> None:
         if self._fault is not None:
-            raise EnvironmentFault(
+            raise DecoderClosed(
                 f"a decode step failed before: {self._fault}; build a new decoder."
             ) from self._fault
         if self._is_closed:
@@ -182,10 +186,11 @@ class AsyncDecoder:
             if (stream.has_left or self._is_closed) and stream.request is not None:
                 self._decoder.abort(stream.request)
         self._live = [stream for stream in self._live if not stream.has_left]
-        arriving, self._arriving = self._arriving, []
-        for stream in arriving:
+        while self._arriving:
+            stream = self._arriving[0]
             if not stream.has_left:
                 self._admit(stream)
+            del self._arriving[0]  # whoever is not admitted when the driver ends is told so
 
     def _admit(self, stream: _Stream) -> None:
         try:
@@ -196,7 +201,7 @@ class AsyncDecoder:
                 request_id=stream.request_id,
                 priority=stream.priority,
             )
-        except (TypeError, ValueError, EnvironmentFault) as error:
+        except Exception as error:  # whatever it is, it is this reader's and nobody else's
             stream.fail(error)
             return
         stream.feed = RequestFeed(stream.request)
@@ -215,5 +220,9 @@ def _merged(first: StreamEvent, second: StreamEvent) -> StreamEvent:
     if first.logprobs is not None and second.logprobs is not None:
         logprobs = first.logprobs + second.logprobs
     return StreamEvent(
-        first.request_id, first.token_ids + second.token_ids, second.finish_reason, logprobs
+        first.request_id,
+        first.token_ids + second.token_ids,
+        second.finish_reason,
+        logprobs,
+        second.error,
     )

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,8 +63,10 @@ class Target:
     model: PreTrainedModel  # Hugging Face causal LM in eval mode, no parameter requires a gradient
     family_name: str  # key of `families.FAMILIES`
     path: str = ""  # folder or hub id it was loaded from; empty for models built in memory
-    # Where the hook on the final norm leaves its input during `forward`.
-    captured: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    # Where the hook on the final norm leaves its input during `forward`: a place for each thread,
+    # since decoders of several may share a target, and one for what `torch.compile` traces.
+    captured: threading.local = field(default_factory=threading.local, repr=False, compare=False)
+    traced: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def family(self) -> Family:
@@ -177,7 +180,10 @@ class Target:
             attention_context=context,
         )
         last = output.last_hidden_state
-        return TargetHidden(self.captured.pop("pre_norm").to(last.device), last)
+        return TargetHidden(self._seen().pop("pre_norm").to(last.device), last)
+
+    def _seen(self) -> dict[str, Tensor]:
+        return self.traced if torch.compiler.is_compiling() else vars(self.captured)
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """Next-token logits `[..., V]` of hidden states `[..., D]` taken after the final norm."""
@@ -208,7 +214,7 @@ def wrap_target(
     # transformers 5.17 returns post-norm states only; a pre-hook gives the raw ones everywhere, and
     # one that stays can be compiled.
     norm.register_forward_pre_hook(
-        lambda _module, inputs: target.captured.update(pre_norm=inputs[0])
+        lambda _module, inputs: target._seen().update(pre_norm=inputs[0])
     )
     route_mixers(target.mixers.values())
     if target.family.sparse_attention:

@@ -227,6 +227,10 @@ class Auditor:
         while self._pending and (written := self._pending.pop(0)) is not None:
             self._apply(written)
 
+    def drop_steps(self) -> None:
+        """Forget the steps that were not applied."""
+        self._pending.clear()
+
     def _apply(self, written: _Written) -> None:
         plan, policy = written.plan, self.plan.policy
         num_drafts = self.plan.num_speculative_tokens

@@ -25,6 +25,10 @@ class EnvironmentFault(RuntimeError):
     exit_code = 4
 
 
+class DecoderClosed(EnvironmentFault):
+    """A step of the decoder failed before; what its live requests hold cannot be trusted."""
+
+
 class NumericFault(RuntimeError):
     """Training met non-finite values too many times in a row."""
 

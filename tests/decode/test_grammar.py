@@ -148,8 +148,8 @@ def test_matcher_after_every_step_stands_at_the_output(target, heads, monkeypatc
     while decoder.scheduler.has_work:
         decoder.step()
         for request in requests:
-            assert isinstance(request.matcher, ToyMatcher)
-            assert len(request.matcher.history) == 1 + len(request.output_token_ids)
+            assert isinstance(request.matcher.matcher, ToyMatcher)
+            assert len(request.matcher.matcher.history) == 1 + len(request.output_token_ids)
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
@@ -215,6 +215,26 @@ def test_xgrammar_finished_outputs_match_their_expression(target, heads, compile
         assert record.finish_reason == "stop"
         text = bytes(record.output_token_ids[:-1]).decode()
         assert re.fullmatch("[a-f]{2}[01]{3}", text)
+
+
+@pytest.mark.parametrize("vocab_size", [64, 127, 256])
+def test_xgrammar_of_another_vocabulary_is_refused_with_both_sizes(target, vocab_size) -> None:
+    pytest.importorskip("xgrammar")
+    vocabulary = [bytes([token]) if token > 2 else b"" for token in range(vocab_size)]
+    foreign = XGrammarCompiler(vocabulary, stop_token_ids=STOP).regex("[0-9]+")
+    decoder = SpecDecoder(target, "null")
+    with pytest.raises(
+        ConfigError, match=f"the 128 logits of the target, got one for {vocab_size}"
+    ):
+        decoder.add_request([5], sampling=_sampling(foreign))
+    assert not decoder.has_work
+
+
+def test_xgrammar_stop_token_outside_its_vocabulary_is_refused_alone(target, compiler) -> None:
+    decoder = SpecDecoder(target, "null")
+    with pytest.raises(ConfigError, match=r"sampling\.grammar must start and give a mask, got Run"):
+        decoder.add_request([5], sampling=_sampling(compiler.regex("a"), stop_token_ids=(500,)))
+    assert not decoder.has_work
 
 
 def test_xgrammar_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,11 +164,9 @@ def test_async_bad_request_fails_alone(decoder, baseline) -> None:
     async def main() -> None:
         async with AsyncDecoder(decoder) as service:
             good = asyncio.create_task(collect(service.generate(PROMPTS[0], sampling=TEN)))
-            for bad in ([], [128], list(range(100)) * 3):
+            for bad in ([], [128], list(range(100)) * 3, ["text"]):
                 with pytest.raises(ConfigError):
                     await collect(service.generate(bad))
-            with pytest.raises(TypeError):
-                await collect(service.generate(["text"]))
             assert tokens_of(await good) == baseline["0"]
 
     asyncio.run(main())

@@ -16,20 +16,111 @@ Letters: R requests, K drafts per step, V vocabulary, W = ceil(V / 32) words of 
 Source: xgrammar (Dong et al., arXiv:2411.15100), whose bit layout and protocol these are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from mtp_research.decode.sampling.sampling_params import Matcher
-from mtp_research.runtime.errors import EnvironmentFault
+from mtp_research.decode.sampling.sampling_params import Matcher, SamplingParams
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
     import xgrammar
 
 BITS_PER_WORD = 32
+_MAX_ERROR = 300  # characters of an exception's text that are kept
+Answer = TypeVar("Answer")
+
+
+@runtime_checkable
+class ForVocabulary(Protocol):
+    """A grammar that knows the vocabulary it was compiled for."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of the models that it fits."""
+        ...
+
+
+def start_matcher(sampling: SamplingParams, *, vocab_size: int) -> "GuardedMatcher | None":
+    """The matcher of a request, asked once for a mask; None without a grammar.
+
+    Raises:
+        ConfigError: the grammar is another vocabulary's, or raises.
+    """
+    grammar = sampling.grammar
+    if grammar is None:
+        return None
+    if isinstance(grammar, ForVocabulary) and grammar.vocab_size != vocab_size:
+        raise ConfigError(
+            f"sampling.grammar must be compiled for the {vocab_size} logits of the target, got one "
+            f"for {grammar.vocab_size}; set XGrammarCompiler(vocab_size={vocab_size})."
+        )
+    try:
+        matcher = GuardedMatcher(grammar.start(stop_token_ids=sampling.stop_token_ids))
+    except Exception as error:  # not our code: whatever it raises is the request's own fault
+        raise _cannot_start(_said(error)) from error
+    step_bitmask([matcher], [()], num_speculative_tokens=0, vocab_size=vocab_size)
+    if matcher.error is not None:
+        raise _cannot_start(matcher.error)
+    return matcher
+
+
+def _cannot_start(error: str) -> ConfigError:
+    return ConfigError(
+        f"sampling.grammar must start and give a mask, got {error}; "
+        "compile it for this target's vocabulary and stop tokens."
+    )
+
+
+class GuardedMatcher:
+    """A matcher whose first exception is kept, to end its own request and no other.
+
+    From then on it says that it is terminated and is asked nothing more.
+    """
+
+    def __init__(self, matcher: Matcher) -> None:
+        self.matcher = matcher
+        self.error: str | None = None
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the output has ended, or the matcher failed."""
+        return self._ask(lambda: bool(self.matcher.is_terminated), otherwise=True)
+
+    def fill_bitmask(self, bitmask: Tensor, *, row: int) -> None:
+        """See `Matcher`."""
+        self._ask(lambda: self.matcher.fill_bitmask(bitmask, row=row), otherwise=None)
+
+    def accept_token(self, token_id: int) -> bool:
+        """See `Matcher`; False after a failure."""
+        return self._ask(lambda: bool(self.matcher.accept_token(token_id)), otherwise=False)
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `Matcher`."""
+        self._ask(lambda: self.matcher.rollback(num_tokens), otherwise=None)
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Move on by emitted tokens; one that the grammar forbids is a failure."""
+        for token_id in token_ids:
+            if not self.accept_token(token_id):
+                self.error = self.error or f"the output holds {token_id} against its grammar"
+                return
+
+    def _ask(self, question: Callable[[], Answer], *, otherwise: Answer) -> Answer:
+        if self.error is not None:
+            return otherwise
+        try:
+            return question()
+        except Exception as error:  # not our code
+            self.error = _said(error)
+            return otherwise
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_ERROR]}"
 
 
 def step_bitmask(
@@ -81,6 +172,11 @@ class XGrammar:
     """A compiled grammar; made by `XGrammarCompiler`."""
 
     compiled: "xgrammar.CompiledGrammar"
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of the models that it fits."""
+        return self.compiled.tokenizer_info.vocab_size
 
     def start(self, *, stop_token_ids: tuple[int, ...]) -> Matcher:
         """A matcher at the start of an output."""

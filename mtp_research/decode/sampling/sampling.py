@@ -108,7 +108,7 @@ def sampling_tensors(params: Sequence[SamplingParams], *, device: torch.device) 
         [(p.temperature, p.top_p, p.min_p) for p in params], dtype=torch.float64, device=device
     )
     whole = to_device(
-        [(p.top_k, _signed(p.seed)) for p in params], dtype=torch.int64, device=device
+        [(p.top_k, _signed(p.seed or 0)) for p in params], dtype=torch.int64, device=device
     )
     temperature, top_p, min_p = facts.unbind(dim=1)
     top_k, seed = whole.unbind(dim=1)

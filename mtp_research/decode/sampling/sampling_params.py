@@ -9,11 +9,15 @@ Letters: V vocabulary.
 """
 
 import math
-from dataclasses import FrozenInstanceError, dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import Field, FrozenInstanceError, dataclass, field, fields, replace
+from types import NoneType
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
-from mtp_research.config.ranges import check_values, within
+from mtp_research.config.ranges import check_values, legal_values, within
 from mtp_research.config.schema import SamplingOptions
+from mtp_research.decode.sampling.arguments import real_number, token_ids, whole_number
 from mtp_research.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # values of this module are read where torch is not wanted
@@ -21,6 +25,7 @@ if TYPE_CHECKING:  # values of this module are read where torch is not wanted
 
 LogprobsKind = Literal["raw", "processed"]
 MAX_DRY_MATCH = 32  # longer repetitions count as this long: 1.75 ** 30 already ends all doubt
+_NUM_SEED_BITS = 63
 
 
 class Matcher(Protocol):
@@ -45,6 +50,7 @@ class Matcher(Protocol):
         """Take back the last accepted tokens."""
 
 
+@runtime_checkable
 class Grammar(Protocol):
     """A compiled grammar, shared by requests and never changed by them; hashable."""
 
@@ -75,7 +81,8 @@ class SamplingParams(SamplingOptions):
     `dry_multiplier * dry_base ** (n - dry_allowed_length)`.
 
     Attributes:
-        seed: noise seed of this request; equal seeds give equal noise whatever the batch.
+        seed: noise seed of this request; equal seeds give equal noise whatever the batch. None
+            draws a fresh one for each request, which its `sampling.seed` then tells.
         stop_token_ids: tokens that end the request; the stop token itself is emitted.
         dry_breaker_token_ids: no repetition reaches across these, and none of them is penalised.
         logit_bias: (token id, finite amount added to its logit) pairs, each id once.
@@ -92,7 +99,7 @@ class SamplingParams(SamplingOptions):
         ConfigError: names the field, the range and the value.
     """
 
-    seed: int = 0
+    seed: int | None = 0
     stop_token_ids: tuple[int, ...] = ()
     dry_breaker_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -104,13 +111,15 @@ class SamplingParams(SamplingOptions):
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check ranges and the fields that need each other, and close the value."""
+        """Read the fields, check ranges and the fields that need each other, close the value."""
+        for item in fields(self):
+            if item.init:
+                setattr(self, item.name, _read(item, getattr(self, item.name)))
         try:
             value = hash(tuple(vars(self).values()))
         except TypeError as error:
             raise ConfigError(
-                f"sampling must hold tuples wherever it holds sequences, got an {error}; "
-                "convert it with tuple()."
+                f"sampling.grammar must be hashable, got an {error}; give its class a __hash__."
             ) from error
         check_values(self, section="sampling")
         for name, holds, expected in self._checks():
@@ -137,6 +146,12 @@ class SamplingParams(SamplingOptions):
         """Parameters of a request with the settings of the command line."""
         shared = {name: getattr(options, name) for name in SamplingOptions.__dataclass_fields__}
         return cls(**shared, seed=seed, stop_token_ids=stop_token_ids)
+
+    def with_seed(self) -> "SamplingParams":
+        """These parameters; with a fresh seed where there is none."""
+        if self.seed is not None:
+            return self
+        return replace(self, seed=secrets.randbits(_NUM_SEED_BITS))
 
     def _checks(self) -> tuple[tuple[str, bool, str], ...]:
         biased = [token_id for token_id, _ in self.logit_bias]
@@ -180,6 +195,74 @@ class SamplingParams(SamplingOptions):
         )
 
 
+def _read(item: "Field[object]", value: object) -> object:
+    """A field's value in plain types; what it may be apart from its type is checked later."""
+    key = f"sampling.{item.name}"
+    if value is None and NoneType in get_args(item.type):
+        return None
+    if (read := _READERS.get(item.name)) is not None:
+        return read(value, key)
+    if item.type is float:
+        return real_number(value, key=key, expected=legal_values(item))
+    if item.type is int or int in get_args(item.type):
+        return whole_number(value, key=key, expected=legal_values(item))
+    return value
+
+
+def _read_bias(value: object, key: str) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = [(token_id, amount) for token_id, amount in _members(value, key)]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{key} must be (token id, finite amount) pairs, got a {type(value).__name__} of "
+            "something else; set sampling.logit_bias=((token_id, amount), ...)."
+        ) from None
+    return tuple(
+        (whole_number(token_id, key=f"a token id of {key}"), real_number(amount, key=key))
+        for token_id, amount in pairs
+    )
+
+
+def _read_words(value: object, key: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(token_ids(word, key=f"each of {key}") for word in _members(value, key))
+
+
+def _members(value: object, key: str) -> Iterable:
+    if isinstance(value, list | tuple):
+        return value
+    raise ConfigError(f"{key} must be a tuple, got {type(value).__name__}; convert it.")
+
+
+def _read_grammar(value: object, key: str) -> object:
+    if isinstance(value, Grammar):
+        return value
+    raise ConfigError(
+        f"{key} must be a compiled grammar with a method start(), got {type(value).__name__}; "
+        "see decode.sampling.grammar."
+    )
+
+
+def _read_kind(value: object, key: str) -> object:
+    if isinstance(value, str):
+        return value
+    raise ConfigError(f"{key} must be processed | raw, got {type(value).__name__}; set {key}=raw.")
+
+
+def _read_ids(value: object, key: str) -> tuple[int, ...]:
+    return token_ids(value, key=key)
+
+
+_READERS: dict[str, Callable[[object, str], object]] = {
+    "stop_token_ids": _read_ids,
+    "dry_breaker_token_ids": _read_ids,
+    "allowed_token_ids": _read_ids,
+    "logit_bias": _read_bias,
+    "bad_words": _read_words,
+    "grammar": _read_grammar,
+    "logprobs_kind": _read_kind,
+}
+
+
 def check_sampling(params: SamplingParams, *, vocab_size: int, deferred: bool) -> None:
     """Refuse what a decoder cannot do for a request."""
     named = {
@@ -190,8 +273,8 @@ def check_sampling(params: SamplingParams, *, vocab_size: int, deferred: bool) -
         # A stop token that cannot occur does no harm, but it cannot be masked either.
         "stop_token_ids": params.stop_token_ids if params.min_tokens else (),
     }
-    for name, token_ids in named.items():
-        outside = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+    for name, ids in named.items():
+        outside = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
         if outside:
             raise ConfigError(
                 f"sampling.{name} must hold token ids in [0, {vocab_size}), got {outside[:5]}; "

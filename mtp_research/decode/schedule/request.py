@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from mtp_research.decode.sampling.sampling_params import Matcher, SamplingParams, TokenLogprobs
+from mtp_research.decode.sampling.grammar import GuardedMatcher
+from mtp_research.decode.sampling.sampling_params import SamplingParams, TokenLogprobs
 
 
 class Status(StrEnum):
@@ -29,6 +30,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_new_tokens or the context limit was reached
     NON_FINITE = "non_finite"  # the target's logits were not finite, or masks left no token
     ABORT = "abort"
+    ERROR = "error"  # its grammar raised; `error` of the record has the text
 
 
 @dataclass
@@ -57,10 +59,11 @@ class Request:
     num_cached_tokens: int = 0  # rows whose KV came from the prefix cache at the last admission
     cache_salt: str = ""  # texts with different salts share no cached block
     slot: int | None = None  # row in the slot-addressed state (`SlotState`), None while waiting
-    matcher: Matcher | None = None  # where the output stands in its grammar, None without one
+    matcher: GuardedMatcher | None = None  # the output's place in its grammar, None without one
     token_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of outputs, if asked for
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
+    error: str | None = None  # why it ended with `FinishReason.ERROR`
     num_accepted_per_round: list[int] = field(default_factory=list)
     num_drafted_per_round: list[int] = field(default_factory=list)
     num_target_forwards: int = 0
@@ -149,12 +152,14 @@ class StreamEvent:
         token_ids: new tokens, in order; at least one unless this is the last event.
         finish_reason: see `FinishReason`; None while the request goes on.
         logprobs: of each new token; None unless the request asked for them.
+        error: what went wrong, in the last event of a request that ends with `error`.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
 
 
 class RequestFeed:
@@ -178,4 +183,4 @@ class RequestFeed:
         self._num_read += len(token_ids)
         self._has_ended = is_finished
         reason = request.finish_reason.value if request.finish_reason is not None else None
-        return StreamEvent(request.request_id, token_ids, reason, logprobs)
+        return StreamEvent(request.request_id, token_ids, reason, logprobs, request.error)

@@ -144,6 +144,7 @@ class Scheduler:
         self.deferred = engine.deferred_output
         self.running: list[Request] = []  # by rank
         self.waiting = WaitingQueue(steps_per_priority=engine.steps_per_priority)
+        self.max_num_requests = engine.max_num_requests
         self._free_slots = list(range(engine.max_num_requests))
         self._num_steps = 0
 
@@ -236,7 +237,7 @@ class Scheduler:
         slots = [request.slot for request in self.running if request.slot is not None]
         assert len(slots) == len(self.running), "a running request has no slot"
         known = [*slots, *self._free_slots]
-        assert sorted(known) == list(range(len(known))), f"slots in use: {slots}"
+        assert sorted(known) == list(range(self.max_num_requests)), f"slots in use: {slots}"
         for request in self.running:
             name, num_computed = request.request_id, request.num_computed_tokens
             assert min(request.token_ids) >= 0, f"{name} holds a placeholder token"
