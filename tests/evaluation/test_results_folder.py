@@ -11,6 +11,7 @@ from mtp_research.app.cli import compose_config, run_entry
 from mtp_research.config.schema import EvalConfig
 from mtp_research.evaluation.report.stored import recompute
 from mtp_research.evaluation.run import evaluate as evaluate_module
+from mtp_research.evaluation.run import journal
 from mtp_research.evaluation.run.journal import JOURNAL_FILE, Journal, open_journal
 from mtp_research.evaluation.stats.outcome import PassRecord
 from mtp_research.runtime.errors import IntegrityError
@@ -44,6 +45,7 @@ def journal_lines(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     """What the journal of a whole evaluation holds before it is removed."""
     folder = tmp_path_factory.mktemp("kept")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "SYNC_EVERY_S", 0.0)  # a line for each prompt
         patch.setattr(evaluate_module, "write_results", _raise)
         with pytest.raises(Decoded):
             run(folder)
@@ -188,10 +190,10 @@ def test_header_that_was_changed_and_unknown_prompts_are_refused(
 
 def test_pass_without_prompts_of_its_own_keeps_its_end(tmp_path: Path) -> None:
     config = compose_config(EvalConfig, WORDS)
-    journal: Journal = open_journal(tmp_path, config, inputs={})
-    journal.end_pass("training", 0, PassRecord(wall_s=1.0))
-    journal.end_pass("training", 0, PassRecord(wall_s=2.0))
-    journal.close()
+    kept: Journal = open_journal(tmp_path, config, inputs={})
+    kept.end_pass("training", 0, PassRecord(wall_s=1.0))
+    kept.end_pass("training", 0, PassRecord(wall_s=2.0))
+    kept.close()
     again = open_journal(tmp_path, config, inputs={})
     assert again.stored("training", 0).times == PassRecord(wall_s=1.0)
     again.close()
