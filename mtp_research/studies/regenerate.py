@@ -172,7 +172,7 @@ def _sample(
 ) -> list[tuple[int, ...]]:
     decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
     for index, prompt in enumerate(prompts):
-        params = replace(sampling, seed=sampling.seed + seed * _SEED_STRIDE + index)
+        params = replace(sampling, seed=(sampling.seed or 0) + seed * _SEED_STRIDE + index)
         decoder.add_request(prompt, sampling=params, request_id=str(index))
     while decoder.has_work:
         decoder.step()
@@ -211,7 +211,7 @@ def answer(
         elif len(task.prompt) >= decoder.max_model_len:
             num_too_long += 1
         else:
-            params = replace(sampling, seed=sampling.seed + index)
+            params = replace(sampling, seed=(sampling.seed or 0) + index)
             decoder.add_request(task.prompt, sampling=params, request_id=task.doc_id)
     with output.open("a", encoding="utf8") as file:
         while decoder.has_work:

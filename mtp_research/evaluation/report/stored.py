@@ -144,7 +144,7 @@ def recompute(path: Path) -> Report:
     """Read a `results.json`, compute its figures again; `IntegrityError` if it cannot be read."""
     stored = _load(path)
     version = stored.get("schema_version") if isinstance(stored, dict) else None
-    if version != SCHEMA_VERSION:
+    if not isinstance(stored, dict) or version != SCHEMA_VERSION:
         raise IntegrityError(
             f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; evaluate again."
         )
