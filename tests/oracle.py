@@ -6,6 +6,9 @@ page, one pass after the other, over the whole text each time.
 Letters: K drafts per step, N MTP modules, p frontier row, L tokens of the text, D hidden.
 """
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,3 +99,43 @@ def eagle_drafts(
 
 
 DRAFTS = {"training": training_drafts, "eagle": eagle_drafts}
+
+
+class NaiveDifference(NamedTuple):
+    """A difference of acceptance lengths, and the 2.5 and 97.5 % points of its draws."""
+
+    value: float
+    low: float
+    high: float
+
+
+def paired_length_difference(
+    ours: list[list[list[int]]], theirs: list[list[list[int]]], *, seed: int, num_draws: int
+) -> NaiveDifference:
+    """Two-level bootstrap of accepted drafts `[seed][prompt][round]`, one draw after the other.
+
+    Both sides see the same drawn prompts and seeds. The draws come from the generator of
+    `bootstrap.make_draws`; all the rest is loops.
+    """
+    num_seeds, num_prompts = len(ours), len(ours[0])
+    generator = np.random.default_rng(seed)
+    prompts, seeds = (
+        generator.multinomial(size, np.full(size, 1 / size), size=num_draws).tolist()
+        for size in (num_prompts, num_seeds)
+    )
+
+    def length(cell: list[list[int]], times: list[int]) -> float:
+        accepted = sum(sum(rounds) * n for rounds, n in zip(cell, times, strict=True))
+        return 1 + accepted / sum(len(rounds) * n for rounds, n in zip(cell, times, strict=True))
+
+    def mean(side: list[list[list[int]]], seed_times: list[int], times: list[int]) -> float:
+        drawn = [cell for cell, n in zip(side, seed_times, strict=True) for _ in range(n)]
+        return sum(length(cell, times) for cell in drawn) / len(drawn)
+
+    draws = [
+        mean(ours, seed_times, times) - mean(theirs, seed_times, times)
+        for seed_times, times in zip(seeds, prompts, strict=True)
+    ]
+    once = [1] * num_seeds, [1] * num_prompts
+    low, high = np.quantile(draws, (0.025, 0.975))
+    return NaiveDifference(mean(ours, *once) - mean(theirs, *once), float(low), float(high))

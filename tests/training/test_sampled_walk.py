@@ -1,4 +1,4 @@
-"""The walk's sampled length against the sampled loop, and what a head trained as `mixed` measures."""
+"""The walk's sampled length against the sampled loop's; `mixed` is measured as a chain."""
 
 from pathlib import Path
 
