@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -47,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 def read_mutants() -> list[Mutant]:
-    """The list; `faults_of` checks it."""
+    """The list; see `faults_of`."""
     return json.loads(LIST.read_text(encoding="utf8"))
 
 
@@ -65,11 +66,8 @@ def faults_of(mutants: list[Mutant], root: Path = ROOT) -> list[str]:
 
 def copy_tree(folder: Path) -> None:
     """What git tracks or would track."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    ).stdout  # fmt: skip
-    for name in filter(None, listed.split("\0")):
+    command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
+    for name in subprocess.check_output(command, text=True).strip("\0").split("\0"):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
@@ -118,12 +116,12 @@ def run_tests(tests: list[str], tree: Path) -> tuple[int | None, str]:
 
 def summary(found: dict[str, Outcome]) -> str:
     """Counts, the parts of the suite that caught something, and what survived, as Markdown."""
-    states = [outcome.state for outcome in found.values()]
-    parts = [one.by.split("/")[1] for one in found.values() if one.by.startswith("tests/")]
+    states = Counter(one.state for one in found.values())
+    parts = Counter(one.by.split("::")[0] for one in found.values() if one.state == "caught")
     lines = ["| state | mutants |", "|---|---|"]
-    lines += [f"| {state} | {states.count(state)} |" for state in sorted(set(states))]
+    lines += [f"| {state} | {count} |" for state, count in sorted(states.items())]
     lines += ["", "| caught first by | mutants |", "|---|---|"]
-    lines += [f"| tests/{part} | {parts.count(part)} |" for part in sorted(set(parts))]
+    lines += [f"| `{part}` | {count} |" for part, count in sorted(parts.items())]
     left = [f"- {one.state}: {name}" for name, one in found.items() if one.state != "caught"]
     return "\n".join([*lines, "", *left]) + "\n"
 
@@ -148,10 +146,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy_tree(Path(folder))
         for mutant in chosen:
-            if mutant["name"] not in found:
-                found[mutant["name"]] = outcome = try_mutant(mutant, Path(folder))
-                sys.stdout.write(f"{outcome.state:9}{outcome.seconds:6.0f} s  {mutant['name']}\n")
-                sys.stdout.flush()
+            if mutant["name"] in found:
+                continue
+            found[mutant["name"]] = one = try_mutant(mutant, Path(folder))
+            print(f"{one.state:9}{one.seconds:6.0f} s  {mutant['name']}", flush=True)
             kept = {name: outcome._asdict() for name, outcome in found.items()}
             args.out.write_text(json.dumps(kept, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(summary(found))
