@@ -11,12 +11,13 @@ export TOKENIZERS_PARALLELISM := false
 NEWEST_TRANSFORMERS := 5.23.0
 NEWEST_SITE := $(CURDIR)/build/transformers-$(NEWEST_TRANSFORMERS)
 
-.PHONY: help venv demo test test-transformers-523 accept-guard lint docs format bench lock clean
+.PHONY: help venv demo test test-transformers-523 accept-guard mutants lint docs format bench lock clean
 help:
 	@echo "make demo    train heads on the lab target, then compare both policies (prints a results folder)"
 	@echo "make test    the whole suite on CPU"
 	@echo "make test-transformers-523  what depends on transformers, with the newest version that is allowed"
 	@echo "make accept-guard  acceptance of the shipped heads against recorded intervals (under a minute)"
+	@echo "make mutants  plant bugs one by one and see which tests catch them (docs/mutants.md; not in CI)"
 	@echo "make lint    ruff, codespell, pyright, and the documents built with every link checked"
 	@echo "make docs    the documents as a site in build/site"
 	@echo "make format  ruff format and safe fixes"
@@ -66,6 +67,9 @@ $(NEWEST_SITE)/transformers-$(NEWEST_TRANSFORMERS).dist-info: | $(STAMP)
 
 accept-guard: $(STAMP)
 	$(PY) -m pytest -q tests/test_accept_guard.py
+
+mutants: $(STAMP)
+	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(PY) tools/mutants.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

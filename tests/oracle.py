@@ -6,12 +6,15 @@ page, one pass after the other, over the whole text each time.
 Letters: K drafts per step, N MTP modules, p frontier row, L tokens of the text, D hidden.
 """
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.stack import ModuleOutput, MTPHeads
 from mtp_research.models.attention.attention import DenseContext
-from mtp_research.models.target import Target
+from mtp_research.models.target import Target, TargetHidden
 
 
 def greedy_text(target: Target, prompt: list[int], num_new: int) -> list[int]:
@@ -35,6 +38,15 @@ def _hidden(target: Target, text: list[int]):
         )
 
 
+def _source(heads: MTPHeads, text: list[int]) -> Tensor:
+    """What the first pass reads, `[L, D]`, by the record of the heads and not by their methods."""
+    return _at(_hidden(heads.target, text), heads.spec.hidden_source)
+
+
+def _at(output: TargetHidden | ModuleOutput, norm: str) -> Tensor:
+    return {"pre_norm": output.pre_norm, "post_norm": output.post_norm}[norm][0]
+
+
 def _run(heads: MTPHeads, module: int, tokens: list[int], hidden: Tensor):
     positions = torch.arange(len(tokens))[None]
     with torch.no_grad():
@@ -55,8 +67,7 @@ def training_drafts(
     Pass m runs rows 0..p; row q consumes token q + 1 + m of the text followed by the drafts so far,
     and reads the output of pass m - 1 at the same row.
     """
-    target = heads.target
-    hidden = heads.source(_hidden(target, text[:-1]))[0]  # rows 0..p
+    hidden = _source(heads, text[:-1])  # rows 0..p
     known, logits = list(text), []
     for m in range(num_drafts):
         tokens = known[1 + m : 1 + m + len(hidden)]
@@ -64,7 +75,7 @@ def training_drafts(
         output = _run(heads, module_idx, tokens, hidden)
         logits.append(heads.logits(output.post_norm[0, -1], module_idx=module_idx))
         known.append(int(logits[-1].argmax()))
-        hidden = heads.recycled(output)[0]
+        hidden = _at(output, heads.spec.recycle_norm)
     return known[len(text) :], logits
 
 
@@ -76,16 +87,55 @@ def eagle_drafts(
     Pass m runs its module over rows 0..p with the target's hidden states, followed by the draft
     rows p+1..p+m, whose hidden vectors are the outputs of the earlier passes at their sampled rows.
     """
-    target = heads.target
-    hidden = heads.source(_hidden(target, text[:-1]))[0]
+    hidden = _source(heads, text[:-1])
     known, logits = list(text), []
     for m in range(num_drafts):
         module_idx = m % heads.spec.num_mtp_modules
         output = _run(heads, module_idx, known[1:], hidden)
         logits.append(heads.logits(output.post_norm[0, -1], module_idx=module_idx))
         known.append(int(logits[-1].argmax()))
-        hidden = torch.cat([hidden, heads.recycled(output)[0, -1:]])
+        hidden = torch.cat([hidden, _at(output, heads.spec.recycle_norm)[-1:]])
     return known[len(text) :], logits
 
 
 DRAFTS = {"training": training_drafts, "eagle": eagle_drafts}
+
+
+class NaiveDifference(NamedTuple):
+    """A difference of acceptance lengths, and the 2.5 and 97.5 % points of its draws."""
+
+    value: float
+    low: float
+    high: float
+
+
+def paired_length_difference(
+    ours: list[list[list[int]]], theirs: list[list[list[int]]], *, seed: int, num_draws: int
+) -> NaiveDifference:
+    """Two-level bootstrap of accepted drafts `[seed][prompt][round]`, one draw after the other.
+
+    Both sides see the same drawn prompts and seeds. The draws come from the generator of
+    `bootstrap.make_draws`; all the rest is loops.
+    """
+    num_seeds, num_prompts = len(ours), len(ours[0])
+    generator = np.random.default_rng(seed)
+    prompts, seeds = (
+        generator.multinomial(size, np.full(size, 1 / size), size=num_draws).tolist()
+        for size in (num_prompts, num_seeds)
+    )
+
+    def length(cell: list[list[int]], times: list[int]) -> float:
+        accepted = sum(sum(rounds) * n for rounds, n in zip(cell, times, strict=True))
+        return 1 + accepted / sum(len(rounds) * n for rounds, n in zip(cell, times, strict=True))
+
+    def mean(side: list[list[list[int]]], seed_times: list[int], times: list[int]) -> float:
+        drawn = [cell for cell, n in zip(side, seed_times, strict=True) for _ in range(n)]
+        return sum(length(cell, times) for cell in drawn) / len(drawn)
+
+    draws = [
+        mean(ours, seed_times, times) - mean(theirs, seed_times, times)
+        for seed_times, times in zip(seeds, prompts, strict=True)
+    ]
+    once = [1] * num_seeds, [1] * num_prompts
+    low, high = np.quantile(draws, (0.025, 0.975))
+    return NaiveDifference(mean(ours, *once) - mean(theirs, *once), float(low), float(high))

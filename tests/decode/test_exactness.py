@@ -111,9 +111,9 @@ class DictatedLoop:
 
 
 def _assert_drafts_equal_full_recompute(
-    target, *, policy: str, num_modules: int, chunk: int
+    target, *, policy: str, num_modules: int, chunk: int, **spec: str
 ) -> None:
-    heads = tiny.tiny_heads(target, num_mtp_modules=num_modules)
+    heads = tiny.tiny_heads(target, num_mtp_modules=num_modules, **spec)
     rng = random.Random(chunk * 10 + num_modules)
     engine = EngineConfig(max_num_requests=3, max_prefill_chunk=chunk)
     loop = DictatedLoop(
@@ -144,6 +144,22 @@ def test_drafts_equal_full_recompute_for_any_history(
 ) -> None:
     _assert_drafts_equal_full_recompute(
         dense_target, policy=policy, num_modules=num_modules, chunk=chunk
+    )
+
+
+@pytest.mark.parametrize("recycle_norm", ["pre_norm", "post_norm"])
+@pytest.mark.parametrize("hidden_source", ["pre_norm", "post_norm"])
+@pytest.mark.parametrize(("policy", "num_modules"), [("training", 2), ("eagle", 1), ("eagle", 3)])
+def test_drafts_read_the_norms_that_the_head_records(
+    dense_target, policy: str, num_modules: int, hidden_source: str, recycle_norm: str
+) -> None:
+    _assert_drafts_equal_full_recompute(
+        dense_target,
+        policy=policy,
+        num_modules=num_modules,
+        chunk=3,  # histories that are read from the ring, too
+        hidden_source=hidden_source,
+        recycle_norm=recycle_norm,
     )
 
 

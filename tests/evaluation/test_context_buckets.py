@@ -15,6 +15,12 @@ def test_rounds_fall_where_their_text_ended() -> None:
     assert later.acceptance_length.value == pytest.approx(1 + 4 / 3)
 
 
+def test_round_at_a_power_of_two_opens_the_next_bucket() -> None:
+    # Rounds at 6 and, after a draft and the bonus, at 8.
+    buckets = acceptance_by_context([generation("q0", [1, 0])], seed=0)
+    assert [(bucket.low, bucket.num_rounds) for bucket in buckets] == [(4, 1), (8, 1)]
+
+
 def test_buckets_add_up_to_all_rounds_of_finished_generations() -> None:
     records = [generation(f"q{i}", [i % 4] * 30) for i in range(6)]
     aborted = dataclasses.replace(records[0], request_id="gone", finish_reason="abort")

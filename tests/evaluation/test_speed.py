@@ -156,6 +156,20 @@ def test_ratio_is_to_the_baseline_of_the_same_batch_and_temperature() -> None:
     assert alone.summaries[1].speed.ratio_end_to_end is None
 
 
+def test_each_ratio_is_of_two_rates_of_one_kind() -> None:
+    plain, speed, _ = (item.speed for item in report(three_conditions(90)).summaries)
+    for ratio, ours, theirs in (
+        (speed.ratio_end_to_end, speed.end_to_end, plain.end_to_end),
+        (speed.ratio_decode, speed.decode, plain.decode),
+        (speed.ratio_full, speed.full, plain.full),
+    ):
+        assert ours.value is not None
+        assert theirs.value is not None
+        assert ratio == pytest.approx(ours.value / theirs.value)
+    rates = {plain.end_to_end.value, plain.decode.value, plain.full.value}
+    assert len(rates) > 1  # a mixed ratio would differ
+
+
 def test_pairs_join_equal_k_batch_and_temperature_only() -> None:
     _, eagle, training = three_conditions(90)
     other = dataclasses.replace(training, label="training R=8", max_num_requests=8)

@@ -16,7 +16,7 @@ def target(request: pytest.FixtureRequest) -> Target:
     return tiny_target(request.param, dtype=torch.float32)
 
 
-def run_first_module(heads: MTPHeads) -> torch.Tensor:
+def run_first_module(heads: MTPHeads, *, first_position: int = 0) -> torch.Tensor:
     token_ids = torch.tensor([[5, 6, 7, 8]])
     hidden = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -24,7 +24,7 @@ def run_first_module(heads: MTPHeads) -> torch.Tensor:
             0,
             token_ids=token_ids,
             prev_hidden_states=hidden,
-            position_ids=torch.arange(4)[None],
+            position_ids=torch.arange(4)[None] + first_position,
             context=DenseContext(),
         ).post_norm
 
@@ -59,6 +59,14 @@ def test_each_convention_changes_the_output(
     plain = run_first_module(tiny_heads(target))
     assert not torch.allclose(plain, run_first_module(tiny_heads(target, **convention)))
     assert torch.equal(plain, run_first_module(tiny_heads(target)))
+
+
+def test_zero_position_0_leaves_every_other_position_alone(target: Target) -> None:
+    outputs = [
+        run_first_module(tiny_heads(target, zero_position_0=zero), first_position=1)
+        for zero in (False, True)
+    ]
+    assert torch.equal(*outputs)
 
 
 def test_heads_need_a_module(target: Target) -> None:

@@ -1,12 +1,15 @@
 """A seed matrix: matching cells against each other, positions, verdicts, checks on reading."""
 
 import json
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mtp_research.evaluation.report.charts import Chart, Missing
+from mtp_research.evaluation.stats import bootstrap
 from mtp_research.evaluation.stats.matrix_seeds import (
     MATRIX_FILE,
     GroupKey,
@@ -28,6 +31,7 @@ from mtp_research.studies.study_tables import (
     write_matrix,
 )
 from mtp_research.studies.tables import main
+from tests import oracle
 
 # Accepted drafts of the rounds of two prompts, by unroll and policy, at seed 0; seed 1 has one more
 # round, of all K, for the first prompt.
@@ -107,6 +111,50 @@ def test_chart_of_matching_cells_has_the_interval_and_every_seed(tmp_path: Path)
     assert tick.get_text() == "N=3 shared_context"
     assert "seed 0, N=3 shared_context: 0.3333" in chart.hover.values()
     assert "n = 2 prompts. Above 0: training is ahead." in chart.note
+
+
+@pytest.mark.parametrize("domain", [None, "math", "chat"])
+def test_paired_differences_equal_a_loop_over_draws(
+    domain: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = random.Random(5)
+    prompts = [MatrixPrompt(f"p{i}", ("math", "chat")[i % 3 == 0], f"{i}" * 64) for i in range(12)]
+    made = {
+        (unroll, policy, seed): [
+            [generator.choice((0, 1, 1, 3)) for _ in range(generator.randint(1, 6))]
+            for _ in prompts
+        ]
+        for unroll, policy in ROUNDS
+        for seed in (4, 9, 2)
+    }
+    cells = [
+        replace(matrix().cells[0], key=GroupKey(unroll, 3, "post_norm", policy, "post_norm"),
+                seed=seed, is_match=MATCHES[unroll] == policy,
+                accepted_per_round=tuple(map(tuple, rounds)))
+        for (unroll, policy, seed), rounds in made.items()
+    ]  # fmt: skip
+    generator.shuffle(cells)
+    monkeypatch.setattr(bootstrap.make_draws, "__kwdefaults__", {"num_draws": 200})
+    found = matrix(seeds=(4, 9, 2), prompts=tuple(prompts), cells=tuple(cells), bootstrap_seed=3)
+
+    def expected(ours: tuple[str, str], theirs: tuple[str, str]) -> oracle.NaiveDifference:
+        chosen = [i for i, prompt in enumerate(prompts) if domain in (None, prompt.domain)]
+        sides = [[[made[*of, s][i] for i in chosen] for s in (4, 9, 2)] for of in (ours, theirs)]
+        return oracle.paired_length_difference(*sides, seed=3, num_draws=200)
+
+    (pair,) = match_pairs(found, domain=domain)
+    match = ("chain", "training"), ("shared_context", "eagle")
+    assert pair.difference == pytest.approx(expected(*match))
+    others = {
+        (g.key.unroll, g.key.policy): g.minus_match for g in group_figures(found, domain=domain)
+    }
+    for unroll, policy in ROUNDS:
+        minus_match = others[unroll, policy]
+        if policy == MATCHES[unroll]:
+            assert minus_match is None
+        else:
+            own = (unroll, MATCHES[unroll])
+            assert minus_match == pytest.approx(expected((unroll, policy), own))
 
 
 def test_only_cells_of_equal_n_and_norm_are_paired(tmp_path: Path) -> None:
