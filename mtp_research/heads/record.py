@@ -7,21 +7,28 @@ it is, and `init.init_heads` refuses what contradicts the family.
 """
 
 import json
+import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
-from mtp_research.config.training_schema import HeadConfig
+from mtp_research.config.training_schema import MAX_SPECULATIVE_TOKENS, HeadConfig
 from mtp_research.models.loading.source import CONFIG_FILE
 from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.files import sha256_of
+
+logger = logging.getLogger(__name__)
 
 HEAD_FORMAT = 1
 RECORD_FILE = "head.json"
 DEFAULT_SCHEDULE: ModuleSchedule = "cycle"  # of heads whose record does not name one
 CONVENTIONS = ("hidden_source", "recycle_norm", "concat_order")
+WEIGHTS_HASH = "weights_sha256"  # of the weights file beside `head.json`
 _HASH = "_sha256"  # ending of facts that folders of older versions lack
+_SWITCHES = ("zero_position_0", "owns_lm_head")
+_UNKNOWN = {"module_schedule": (None,)}  # legal beside the choices of the configuration
 _NUM_DIGITS = 12  # of a hash in a message
 
 
@@ -50,7 +57,49 @@ def read_head_record(folder: Path, *, key: str = "spec.head") -> dict:
     lacking = [part for part in ("spec", "target") if not isinstance(record.get(part), dict)]
     if lacking:
         raise IntegrityError(f"{path} must hold the mappings spec and target, lacks {lacking}.")
+    _check_spec(record["spec"], path=path)
     return record
+
+
+def _check_spec(spec: Mapping[str, object], *, path: Path) -> None:
+    """Refuse a value that is none of its field's: it would silently mean another convention."""
+    choices = {
+        item.name: item.metadata["choices"]
+        for item in fields(HeadConfig)
+        if "choices" in item.metadata
+    }
+    for name, value in {"num_mtp_modules": None, **spec}.items():
+        expected = None
+        if name in choices and value not in (*choices[name], *_UNKNOWN.get(name, ())):
+            expected = f"one of {', '.join(choices[name])}"
+        elif name in _SWITCHES and not isinstance(value, bool):
+            expected = "true or false"
+        elif name == "num_mtp_modules" and (
+            type(value) is not int or not 1 <= value <= MAX_SPECULATIVE_TOKENS
+        ):
+            expected = f"an integer in 1..{MAX_SPECULATIVE_TOKENS}"
+        if expected is not None:
+            raise IntegrityError(
+                f"{path}: spec.{name} must be {expected}, got {json.dumps(value)}; correct it, or "
+                "write the head again."
+            )
+
+
+def check_weights(folder: Path, record: Mapping[str, object], *, file: str) -> None:
+    """Compare the weights `file` of a head folder with the hash that its record holds.
+
+    Heads of other projects and older versions have none: one line says that nothing was compared.
+    """
+    expected = record.get(WEIGHTS_HASH)
+    if expected is None:
+        line = "%s lacks %s; a changed weight would not be noticed"
+        logger.warning(line, folder / RECORD_FILE, WEIGHTS_HASH)
+    elif (got := sha256_of(folder / file)) != expected:
+        raise IntegrityError(
+            f"{folder / file} must have the sha256 {str(expected)[:_NUM_DIGITS]} of its "
+            f"{RECORD_FILE}, got {got[:_NUM_DIGITS]}: the weights were changed or damaged; copy "
+            "the head again."
+        )
 
 
 def check_head_fits(

@@ -30,7 +30,9 @@ from mtp_research.heads.native import (
 from mtp_research.heads.record import (
     HEAD_FORMAT,
     RECORD_FILE,
+    WEIGHTS_HASH,
     check_head_fits,
+    check_weights,
     read_head_record,
     recorded_schedule,
 )
@@ -38,7 +40,8 @@ from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.loading.source import CONFIG_FILE, looks_like_hub_id
 from mtp_research.models.target import Target, target_hashes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
-from mtp_research.runtime.files import write_atomically
+from mtp_research.runtime.files import sha256_of, write_atomically
+from mtp_research.runtime.provenance import redact_tree
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +71,8 @@ def save_heads(
         "format": HEAD_FORMAT,
         "spec": dataclasses.asdict(heads.spec),
         "target": _target_facts(heads.target),
-        "provenance": provenance or {},
+        WEIGHTS_HASH: sha256_of(folder / SINGLE_FILE),
+        "provenance": redact_tree(provenance or {}),
     }
     write_atomically(folder / RECORD_FILE, json.dumps(record, indent=2) + "\n")
 
@@ -85,7 +89,8 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
         ConfigError: nothing is there, or the head belongs to another family, hidden size or
             vocabulary.
         IntegrityError: the head belongs to another target of these sizes; a tensor is missing,
-            extra or of another shape; or a file cannot be read.
+            extra or of another shape; the weights are not those of the recorded hash; or a file
+            cannot be read.
     """
     folder = native_folder(folder, target)
     if not (folder / RECORD_FILE).exists() and (folder / CONFIG_FILE).is_file():
@@ -109,6 +114,7 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
             logger.warning("%s lacks spec.module_schedule; the head counts as %s", path, name)
     heads = MTPHeads(target, spec=spec)
     load_head_state(heads, folder / SINGLE_FILE)
+    check_weights(folder, record, file=SINGLE_FILE)
     return heads.eval().requires_grad_(False)
 
 

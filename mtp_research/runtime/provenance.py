@@ -33,7 +33,10 @@ RECORD_SCHEMA = 1
 RUN_FILES = ("config.json", "run.json", "git.diff")
 HIDDEN = "[redacted]"
 
-_SECRET_WORD = r"(?:api_?key|key|token|secret|password|passwd|credentials?|authorization)"
+_SECRET_WORD = (
+    r"(?:api_?key|key|token|secret|(?:pg)?pass(?:word|wd|phrase)?|pwd|pat|credentials?"
+    r"|authorization)"
+)
 # A name whose last word is a secret word: HF_TOKEN, api-key, but not max_new_tokens or top_k.
 _SECRET_NAME = re.compile(rf"(?:^|[._-]){_SECRET_WORD}$", re.IGNORECASE)
 _SECRET_OPTION = re.compile(rf"(\b(?:[\w.-]*[._-])?{_SECRET_WORD}=)\S+", re.IGNORECASE)

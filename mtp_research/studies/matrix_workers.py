@@ -33,6 +33,7 @@ from mtp_research.models.target import Target
 from mtp_research.policy.fields import MATCHING_POLICY
 from mtp_research.runtime.errors import NumericFault
 from mtp_research.runtime.files import sha256_of
+from mtp_research.runtime.provenance import redact_tree
 from mtp_research.studies.matrix_cell import decode_prompts, measure_cell
 from mtp_research.training.loop import train_heads
 from mtp_research.training.setup import cache_hidden, depths_of, load_inputs
@@ -266,4 +267,4 @@ def _run_of(
 def _facts(config: TrainConfig) -> dict[str, object]:
     """What the head depends on, as JSON gives it back."""
     fields: dict[str, object] = dataclasses.asdict(config)
-    return json.loads(json.dumps({name: fields[name] for name in _SECTIONS}))
+    return json.loads(json.dumps(redact_tree({name: fields[name] for name in _SECTIONS})))

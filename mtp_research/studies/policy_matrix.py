@@ -38,7 +38,7 @@ from mtp_research.evaluation.stats.matrix_seeds import (
 )
 from mtp_research.models.target import Target, target_hashes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
-from mtp_research.runtime.provenance import run_record
+from mtp_research.runtime.provenance import redact_tree, run_record
 from mtp_research.studies.matrix_cell import decode_prompts
 from mtp_research.studies.matrix_workers import (
     Asked,
@@ -147,7 +147,7 @@ def _start(
         prompts=tuple(prompts),
         cells=(),
         bootstrap_seed=config.seed,
-        settings={"dtype": dtype, "config": json.loads(json.dumps(asked))},
+        settings={"dtype": dtype, "config": json.loads(json.dumps(redact_tree(asked)))},
         run=run_record() | {"target": target_hashes(target)},
     )
     if not (output_dir / MATRIX_FILE).is_file():

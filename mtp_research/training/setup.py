@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.init import Init, freeze_parts, init_heads
-from mtp_research.heads.record import read_head_record, recorded_schedule
+from mtp_research.heads.record import check_weights, read_head_record, recorded_schedule
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_head_state
 from mtp_research.models.experts import ExpertLoads
@@ -134,6 +134,7 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
 def _check_conventions(spec: HeadSpec, *, path: Path, is_copied: bool) -> None:
     """A head read under other conventions trains on, and nothing but acceptance shows it."""
     record = read_head_record(path)
+    check_weights(path, record, file="model.safetensors")
     saved = dataclasses.asdict(HeadSpec(**record["spec"]))
     saved["module_schedule"] = recorded_schedule(record) or spec.module_schedule
     if saved["owns_lm_head"]:

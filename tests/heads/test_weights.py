@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,3 +201,65 @@ def test_head_of_an_older_version_counts_as_cycle(
     record["provenance"] = {"config": {"head": {"module_schedule": "last"}}}
     (tmp_path / "head.json").write_text(json.dumps(record))
     assert load_heads(tmp_path, target).spec.module_schedule == "last"
+
+
+def rewrite(folder: Path, change: Callable[[dict], None]) -> None:
+    record = json.loads((folder / "head.json").read_text())
+    change(record)
+    (folder / "head.json").write_text(json.dumps(record))
+
+
+def test_one_changed_bit_of_the_weights_is_refused(
+    heads: MTPHeads, target: Target, tmp_path: Path
+) -> None:
+    save_heads(heads, tmp_path)
+    path = tmp_path / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 0x40
+    path.write_bytes(content)
+    with pytest.raises(IntegrityError, match=r"model\.safetensors must have the sha256 \w{12} of"):
+        load_heads(tmp_path, target)
+
+
+def test_heads_without_a_hash_load_with_one_line(
+    heads: MTPHeads, target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_heads(heads, tmp_path)
+    load_heads(tmp_path, target)
+    assert caplog.text == ""
+    rewrite(tmp_path, lambda record: record.pop("weights_sha256"))
+    load_heads(tmp_path, target)
+    assert caplog.text.count("lacks weights_sha256") == len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("hidden_source", "pre-norm", 'one of post_norm, pre_norm, got "pre-norm"'),
+        ("recycle_norm", None, "one of post_norm, pre_norm, got null"),
+        ("concat_order", "hidden-first", "one of embedding_first, hidden_first"),
+        ("module_schedule", "round", "one of cycle, first, last"),
+        ("zero_position_0", "false", 'true or false, got "false"'),
+        ("owns_lm_head", 0, "true or false, got 0"),
+        ("num_mtp_modules", 10**6, "an integer in 1..64, got 1000000"),
+        ("num_mtp_modules", "3", "an integer in 1..64"),
+        ("num_mtp_modules", True, "an integer in 1..64, got true"),
+    ],
+)
+def test_value_that_its_field_does_not_have_is_refused(
+    field: str, value: object, expected: str, heads: MTPHeads, target: Target, tmp_path: Path
+) -> None:
+    save_heads(heads, tmp_path)
+    rewrite(tmp_path, lambda record: record["spec"].update({field: value}))
+    with pytest.raises(IntegrityError, match=f"spec.{field} must be {re.escape(expected)}"):
+        load_heads(tmp_path, target)
+
+
+def test_secrets_of_a_training_are_not_in_the_record(heads: MTPHeads, tmp_path: Path) -> None:
+    secret = "hf_" + "A" * 24
+    tags = {"config": {"logger": {"tags": [secret], "project": "https://me:word@host/x"}}}
+    save_heads(heads, tmp_path, provenance=tags)
+    text = (tmp_path / "head.json").read_text()
+    assert secret not in text
+    assert "word@" not in text
+    assert "[redacted]" in text

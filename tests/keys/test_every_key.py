@@ -51,3 +51,24 @@ def test_keys_that_eval_does_not_read_change_nothing(lab: Lab) -> None:
     changes = {"model.architecture": {}, "model.pretrain": PretrainConfig(vocab_size=300)}
     before, after = lab.parts("evaluate", {}), lab.parts("evaluate", changes)
     assert [name for name in before if before[name] != after[name]] == ["config"]
+
+
+@pytest.mark.parametrize("run", ["heads", "matrix", "evaluate", "price"])
+def test_no_file_of_a_run_holds_a_secret(
+    run: str, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("PGPASSWORD", "GITHUB_PAT", "DB_PASS")
+    secrets = ["hf_" + "A" * 24, *(f"swordfish-{name.lower()}" for name in names)]
+    for name, secret in zip(names, secrets[1:], strict=True):
+        monkeypatch.setenv(name, secret)
+    password = "-".join(("open", "sesame"))  # this very text is in the diff of a run
+    project = f"https://user:{password}@host/x"
+    found = lab.parts(run, {"logger.tags": secrets, "logger.project": project})
+    assert found["fault"] is None
+    folder = max(lab.root.glob("run*"), key=lambda path: path.stat().st_mtime_ns)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} >= {".json"}
+    for path in files:
+        content = path.read_bytes()
+        held = [one for one in (*secrets, password) if one.encode() in content]
+        assert not held, f"{path} holds {held}"

@@ -55,7 +55,7 @@ from mtp_research.models.target import (
     warn_of_family,
 )
 from mtp_research.runtime.errors import ConfigError, IntegrityError
-from mtp_research.runtime.provenance import run_record
+from mtp_research.runtime.provenance import redact_tree, run_record
 
 
 def evaluate(
@@ -97,7 +97,7 @@ def evaluate(
         prompts=encoded.entries,
         dtype=str(target.dtype).removeprefix("torch."),
         seed=config.seed,
-        config=dataclasses.asdict(config),
+        config=cast(dict[str, object], redact_tree(dataclasses.asdict(config))),
         run=run_record()
         | {
             "head": next(iter(heads.values())) if len(heads) == 1 else None,
