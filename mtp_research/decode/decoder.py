@@ -111,7 +111,8 @@ class SpecDecoder:
     def step(self) -> None:
         """One step: every scheduled request gets a prompt chunk done or 1..K+1 tokens.
 
-        With deferred output the tokens of a step are known to the host at the end of the next call.
+        With deferred output the tokens of a step are known to the host at the end of the next call,
+        and those of a step that moves a grammar at the end of its own.
         """
         schedule = self.scheduler.schedule()
         if not schedule.entries:
@@ -177,7 +178,6 @@ class SpecDecoder:
             sampling,
             rule=self.spec.rule,
             vocab_size=self.target.config.vocab_size,
-            deferred=self.engine.deferred_output,
         )
         request = Request(request_id, tuple(prompt_token_ids), sampling)
         self.scheduler.check(request)

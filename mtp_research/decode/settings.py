@@ -112,7 +112,6 @@ def check_request(
     *,
     rule: Rule,
     vocab_size: int,
-    deferred: bool,
 ) -> None:
     """Refuse a prompt or sampling parameters that a decoder cannot follow."""
     outside = [token for token in prompt_token_ids if not 0 <= token < vocab_size]
@@ -121,7 +120,7 @@ def check_request(
             f"prompt token ids must be in [0, {vocab_size}), got {outside[:5]}; "
             "check the tokenizer."
         )
-    check_sampling(sampling, vocab_size=vocab_size, deferred=deferred)
+    check_sampling(sampling, vocab_size=vocab_size)
     if sampling.temperature > 0 and not rule.samples:
         raise ConfigError(
             f"sampling.temperature must be 0 for spec.verify={rule_name(rule)}, "
