@@ -103,6 +103,16 @@ def test_steps_with_prompt_rows_decode_what_the_plain_loop_decodes(lab, head, po
 
 
 @pytest.mark.usefixtures("without_gpu")
+def test_steps_of_one_kind_decode_what_the_plain_loop_decodes(lab) -> None:
+    _, *plain = _decode(lab["chain_n3"], "training")
+    decoder, *captured = _decode(
+        lab["chain_n3"], "training", cuda_graphs=True, capture_mixed=True, mixed_batches=False
+    )
+    assert captured == plain
+    assert _replays(decoder) >= 4
+
+
+@pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize("policy", ["eagle", "training"])
 def test_steps_with_a_grammar_run_beside_captured_ones(lab, policy) -> None:
     grammar = SamplingParams(grammar=PAIRS, stop_token_ids=(1, 2), max_new_tokens=9)
