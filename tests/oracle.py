@@ -3,6 +3,8 @@
 Nothing here imports the row plan, the pages or the loop; it follows the definitions of the policies
 page, one pass after the other, over the whole text each time.
 
+`axis_positions` `[axes, L + K]` are the rotary positions of every row where they differ by axis.
+
 Letters: K drafts per step, N MTP modules, p frontier row, L tokens of the text, D hidden.
 """
 
@@ -27,16 +29,24 @@ def target_logits(target: Target, text: list[int]) -> Tensor:
     return target.logits(_hidden(target, text).post_norm[0])
 
 
-def _hidden(target: Target, text: list[int]):
-    ids = torch.tensor([text])
+def _hidden(target: Target, text: list[int], axis_positions: Tensor | None = None):
+    ids, positions = torch.tensor([text]), torch.arange(len(text))[None]
+    if axis_positions is not None:
+        positions = axis_positions[:, None, : len(text)]
     with torch.no_grad():
-        return target.forward(
-            ids, position_ids=torch.arange(len(text))[None], context=DenseContext()
-        )
+        return target.forward(ids, position_ids=positions, context=DenseContext())
 
 
-def _run(heads: MTPHeads, module: int, tokens: list[int], hidden: Tensor):
+def _run(
+    heads: MTPHeads,
+    module: int,
+    tokens: list[int],
+    hidden: Tensor,
+    axis_positions: Tensor | None = None,
+):
     positions = torch.arange(len(tokens))[None]
+    if axis_positions is not None:
+        axis_positions = axis_positions[:, None, : len(tokens)]
     with torch.no_grad():
         return heads.run_module(
             module,
@@ -44,11 +54,12 @@ def _run(heads: MTPHeads, module: int, tokens: list[int], hidden: Tensor):
             prev_hidden_states=hidden[None],
             position_ids=positions,
             context=DenseContext(),
+            axis_positions=axis_positions,
         )
 
 
 def training_drafts(
-    heads: MTPHeads, text: list[int], num_drafts: int
+    heads: MTPHeads, text: list[int], num_drafts: int, axis_positions: Tensor | None = None
 ) -> tuple[list[int], list[Tensor]]:
     """Drafts and draft logits of the chain policy at the frontier p = L - 2.
 
@@ -56,12 +67,12 @@ def training_drafts(
     and reads the output of pass m - 1 at the same row.
     """
     target = heads.target
-    hidden = heads.source(_hidden(target, text[:-1]))[0]  # rows 0..p
+    hidden = heads.source(_hidden(target, text[:-1], axis_positions))[0]  # rows 0..p
     known, logits = list(text), []
     for m in range(num_drafts):
         tokens = known[1 + m : 1 + m + len(hidden)]
         module_idx = m % heads.spec.num_mtp_modules
-        output = _run(heads, module_idx, tokens, hidden)
+        output = _run(heads, module_idx, tokens, hidden, axis_positions)
         logits.append(heads.logits(output.post_norm[0, -1], module_idx=module_idx))
         known.append(int(logits[-1].argmax()))
         hidden = heads.recycled(output)[0]
@@ -69,7 +80,7 @@ def training_drafts(
 
 
 def eagle_drafts(
-    heads: MTPHeads, text: list[int], num_drafts: int
+    heads: MTPHeads, text: list[int], num_drafts: int, axis_positions: Tensor | None = None
 ) -> tuple[list[int], list[Tensor]]:
     """Drafts and draft logits of the EAGLE policy at the frontier p = L - 2.
 
@@ -77,11 +88,11 @@ def eagle_drafts(
     rows p+1..p+m, whose hidden vectors are the outputs of the earlier passes at their sampled rows.
     """
     target = heads.target
-    hidden = heads.source(_hidden(target, text[:-1]))[0]
+    hidden = heads.source(_hidden(target, text[:-1], axis_positions))[0]
     known, logits = list(text), []
     for m in range(num_drafts):
         module_idx = m % heads.spec.num_mtp_modules
-        output = _run(heads, module_idx, known[1:], hidden)
+        output = _run(heads, module_idx, known[1:], hidden, axis_positions)
         logits.append(heads.logits(output.post_norm[0, -1], module_idx=module_idx))
         known.append(int(logits[-1].argmax()))
         hidden = torch.cat([hidden, heads.recycled(output)[0, -1:]])

@@ -30,7 +30,12 @@ from mtp_research.decode.schedule.request import (
     Status,
     StreamEvent,
 )
-from mtp_research.decode.settings import SpecSettings, check_heads, check_request
+from mtp_research.decode.settings import (
+    SpecSettings,
+    check_heads,
+    check_positions,
+    check_request,
+)
 from mtp_research.decode.stats import DecodeStats, RequestRecord
 from mtp_research.decode.step import DeviceParts, DeviceStep, StepResult
 from mtp_research.models.target import Target
@@ -140,6 +145,7 @@ class SpecDecoder:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        position_ids: Tensor | Sequence[Sequence[int]] | None = None,
     ) -> Request:
         """Queue a prompt; `max_new_tokens=0` ends at once with no output.
 
@@ -149,14 +155,25 @@ class SpecDecoder:
             request_id: unique among live requests; default `request-<number>`.
             priority: smaller is served first, see `WaitingQueue` for how far that reaches.
             cache_salt: with prefix caching, texts with different salts share nothing.
+            position_ids: `[axes, prompt]` rotary positions of the prompt, for a target whose
+                positions have several axes (M-RoPE). Generated tokens follow the greatest of them
+                by 1 each, on every axis. None: 0, 1, 2, ... on all axes.
 
         Raises:
             ConfigError: an empty prompt, one that can never fit, an id in use, a token id outside
-                the vocabulary, or a temperature that the rule ignores.
+                the vocabulary, a temperature that the rule ignores, or positions that do not fit.
         """
         name = f"request-{next(self._numbers)}" if request_id is None else request_id
         request = self.check(prompt_token_ids, sampling=sampling, request_id=name)
         request.priority, request.cache_salt = priority, cache_salt
+        if position_ids is not None:
+            request.axis_positions = check_positions(
+                position_ids,
+                num_axes=self.target.family.num_position_axes,
+                num_prompt_tokens=request.num_prompt_tokens,
+                max_model_len=self.max_model_len,
+                engine=self.engine,
+            )
         if (grammar := request.sampling.grammar) is not None:
             request.matcher = grammar.start(stop_token_ids=request.sampling.stop_token_ids)
         self.scheduler.add(request)

@@ -1,4 +1,4 @@
-"""`engine.mixed_batches=false`: no step has both kinds of rows, and the texts stay what they are."""
+"""`engine.mixed_batches=false`: no step has both kinds of rows, and the texts stay the same."""
 
 import pytest
 
