@@ -26,7 +26,13 @@ from mtp_research.heads.native import (
     native_keys,
     read_index,
 )
-from mtp_research.heads.record import HEAD_FORMAT, RECORD_FILE, check_head_fits, read_head_record
+from mtp_research.heads.record import (
+    HEAD_FORMAT,
+    RECORD_FILE,
+    check_head_fits,
+    conventions_phrase,
+    read_head_record,
+)
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.loading.source import CONFIG_FILE, looks_like_hub_id
 from mtp_research.models.target import Target, target_hashes
@@ -55,9 +61,11 @@ def save_heads(
     unfinished = folder / f".{SINGLE_FILE}.tmp"
     save_file(whole, unfinished, metadata={"format": "pt"})
     unfinished.replace(folder / SINGLE_FILE)
+    spec = dataclasses.asdict(heads.spec)
     record = {
         "format": HEAD_FORMAT,
-        "spec": dataclasses.asdict(heads.spec),
+        "conventions": conventions_phrase(spec),  # for readers; loading goes by `spec`
+        "spec": spec,
         "target": _target_facts(heads.target),
         "provenance": provenance or {},
     }
