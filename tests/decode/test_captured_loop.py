@@ -41,12 +41,17 @@ class Recalled:
         self.num_replays += 1
 
 
-@pytest.fixture
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `engine.cuda_graphs` work on a CPU, by calling the step again."""
     for module in (graphs, mixed_graphs):
         monkeypatch.setattr(module, "capture_call", lambda call, pool: Recalled(call))
     monkeypatch.setattr(graphs, "require_capturable", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_graphs(monkeypatch)
 
 
 @pytest.fixture(scope="module")
