@@ -3,6 +3,8 @@
 Nothing here imports the row plan, the pages or the loop; it follows the definitions of the policies
 page, one pass after the other, over the whole text each time.
 
+`axis_positions` `[axes, L + K]` are the rotary positions of every row where they differ by axis.
+
 Letters: K drafts per step, N MTP modules, p frontier row, L tokens of the text, D hidden.
 """
 
@@ -30,25 +32,33 @@ def target_logits(target: Target, text: list[int]) -> Tensor:
     return target.logits(_hidden(target, text).post_norm[0])
 
 
-def _hidden(target: Target, text: list[int]):
-    ids = torch.tensor([text])
+def _hidden(target: Target, text: list[int], axis_positions: Tensor | None = None):
+    ids, positions = torch.tensor([text]), torch.arange(len(text))[None]
+    if axis_positions is not None:
+        positions = axis_positions[:, None, : len(text)]
     with torch.no_grad():
-        return target.forward(
-            ids, position_ids=torch.arange(len(text))[None], context=DenseContext()
-        )
+        return target.forward(ids, position_ids=positions, context=DenseContext())
 
 
-def _source(heads: MTPHeads, text: list[int]) -> Tensor:
+def _source(heads: MTPHeads, text: list[int], axis_positions: Tensor | None) -> Tensor:
     """What the first pass reads, `[L, D]`, by the record of the heads and not by their methods."""
-    return _at(_hidden(heads.target, text), heads.spec.hidden_source)
+    return _at(_hidden(heads.target, text, axis_positions), heads.spec.hidden_source)
 
 
 def _at(output: TargetHidden | ModuleOutput, norm: str) -> Tensor:
     return {"pre_norm": output.pre_norm, "post_norm": output.post_norm}[norm][0]
 
 
-def _run(heads: MTPHeads, module: int, tokens: list[int], hidden: Tensor):
+def _run(
+    heads: MTPHeads,
+    module: int,
+    tokens: list[int],
+    hidden: Tensor,
+    axis_positions: Tensor | None = None,
+):
     positions = torch.arange(len(tokens))[None]
+    if axis_positions is not None:
+        axis_positions = axis_positions[:, None, : len(tokens)]
     with torch.no_grad():
         return heads.run_module(
             module,
@@ -56,23 +66,24 @@ def _run(heads: MTPHeads, module: int, tokens: list[int], hidden: Tensor):
             prev_hidden_states=hidden[None],
             position_ids=positions,
             context=DenseContext(),
+            axis_positions=axis_positions,
         )
 
 
 def training_drafts(
-    heads: MTPHeads, text: list[int], num_drafts: int
+    heads: MTPHeads, text: list[int], num_drafts: int, axis_positions: Tensor | None = None
 ) -> tuple[list[int], list[Tensor]]:
     """Drafts and draft logits of the chain policy at the frontier p = L - 2.
 
     Pass m runs rows 0..p; row q consumes token q + 1 + m of the text followed by the drafts so far,
     and reads the output of pass m - 1 at the same row.
     """
-    hidden = _source(heads, text[:-1])  # rows 0..p
+    hidden = _source(heads, text[:-1], axis_positions)  # rows 0..p
     known, logits = list(text), []
     for m in range(num_drafts):
         tokens = known[1 + m : 1 + m + len(hidden)]
         module_idx = m % heads.spec.num_mtp_modules
-        output = _run(heads, module_idx, tokens, hidden)
+        output = _run(heads, module_idx, tokens, hidden, axis_positions)
         logits.append(heads.logits(output.post_norm[0, -1], module_idx=module_idx))
         known.append(int(logits[-1].argmax()))
         hidden = _at(output, heads.spec.recycle_norm)
@@ -80,18 +91,18 @@ def training_drafts(
 
 
 def eagle_drafts(
-    heads: MTPHeads, text: list[int], num_drafts: int
+    heads: MTPHeads, text: list[int], num_drafts: int, axis_positions: Tensor | None = None
 ) -> tuple[list[int], list[Tensor]]:
     """Drafts and draft logits of the EAGLE policy at the frontier p = L - 2.
 
     Pass m runs its module over rows 0..p with the target's hidden states, followed by the draft
     rows p+1..p+m, whose hidden vectors are the outputs of the earlier passes at their sampled rows.
     """
-    hidden = _source(heads, text[:-1])
+    hidden = _source(heads, text[:-1], axis_positions)
     known, logits = list(text), []
     for m in range(num_drafts):
         module_idx = m % heads.spec.num_mtp_modules
-        output = _run(heads, module_idx, known[1:], hidden)
+        output = _run(heads, module_idx, known[1:], hidden, axis_positions)
         logits.append(heads.logits(output.post_norm[0, -1], module_idx=module_idx))
         known.append(int(logits[-1].argmax()))
         hidden = torch.cat([hidden, _at(output, heads.spec.recycle_norm)[-1:]])

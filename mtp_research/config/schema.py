@@ -160,6 +160,9 @@ class EngineConfig:
     backend: str = one_of("auto", "auto", "reference", "triton")
     # Keep the KV of finished texts and share it with texts that start alike; changes no output.
     prefix_caching: bool = False
+    # Prompt rows and decoding rows share steps; false: a step has one kind, by turns where both
+    # wait. Changes no output.
+    mixed_batches: bool = True
     # Head start of one level of priority; for the library, as requests of eval.py have none.
     steps_per_priority: int = within(1000, 1, 1 << 30)
     # The host learns a step's tokens while the next one runs; changes no output.

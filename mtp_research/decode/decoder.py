@@ -33,7 +33,12 @@ from mtp_research.decode.schedule.request import (
     Status,
     StreamEvent,
 )
-from mtp_research.decode.settings import SpecSettings, check_heads, check_request
+from mtp_research.decode.settings import (
+    SpecSettings,
+    check_heads,
+    check_positions,
+    check_request,
+)
 from mtp_research.decode.stats import DecodeStats, RequestRecord
 from mtp_research.decode.step import DeviceParts, DeviceStep, StepResult
 from mtp_research.models.target import Target
@@ -132,7 +137,8 @@ class SpecDecoder:
     def step(self) -> None:
         """One step: every scheduled request gets a prompt chunk done or 1..K+1 tokens.
 
-        With deferred output the tokens of a step are known to the host at the end of the next call.
+        With deferred output the tokens of a step are known to the host at the end of the next call,
+        and those of a step that moves a grammar at the end of its own.
 
         Raises:
             DecoderClosed: a step failed before, and requests that were live then still are.
@@ -163,6 +169,7 @@ class SpecDecoder:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        position_ids: Tensor | Sequence[Sequence[int]] | None = None,
     ) -> Request:
         """Queue a prompt; `max_new_tokens=0` ends at once with no output.
 
@@ -172,10 +179,14 @@ class SpecDecoder:
             request_id: unique among live requests; default `request-<number>`.
             priority: smaller is served first, see `WaitingQueue` for how far that reaches.
             cache_salt: with prefix caching, texts with different salts share nothing.
+            position_ids: `[axes, prompt]` rotary positions of the prompt, for a target whose
+                positions have several axes (M-RoPE). Generated tokens follow the greatest of them
+                by 1 each, on every axis. None: 0, 1, 2, ... on all axes.
 
         Raises:
             ConfigError: an argument of another type, an empty prompt, one that can never fit, an id
-                in use or outside the vocabulary, or a temperature or grammar that does not fit.
+                in use or outside the vocabulary, or a temperature, grammar or positions that do not
+                fit.
             DecoderClosed: see `step`.
         """
         if self._fault is not None:
@@ -188,6 +199,14 @@ class SpecDecoder:
             priority=priority,
             cache_salt=cache_salt,
         )
+        if position_ids is not None:
+            request.axis_positions = check_positions(
+                position_ids,
+                num_axes=self.target.family.num_position_axes,
+                num_prompt_tokens=request.num_prompt_tokens,
+                max_model_len=self.max_model_len,
+                engine=self.engine,
+            )
         self.scheduler.add(request)
         if request.sampling.max_new_tokens == 0:
             self._ledger.finish(request, FinishReason.LENGTH)
@@ -211,7 +230,6 @@ class SpecDecoder:
             sampling,
             rule=self.spec.rule,
             vocab_size=vocab_size,
-            deferred=self.engine.deferred_output,
         )
         request = Request(
             plain_text(request_id, key="request_id"),

@@ -2,7 +2,8 @@
 
 Beside the scheduler nobody else moves a request on. A step's result comes to the host in one copy,
 which is started when the step is launched. With deferred output the ledger holds the step that runs
-and applies the one before it.
+and applies the one before it; a step that moves a grammar on is applied at once, because the host
+makes the next masks of its tokens.
 
 Letters: K drafts per step.
 """
@@ -126,12 +127,22 @@ class Launched(NamedTuple):
     draft_limit: int  # most drafts that each request was given
     num_prompt_rows: int  # prompt rows among those that were scheduled
 
+    @property
+    def moves_a_grammar(self) -> bool:
+        """Whether the masks of the next step depend on what this one decides or drafts."""
+        return any(
+            entry.request.matcher is not None
+            and (entry.ends_at_newest_token or entry.ends_recompute)
+            for entry in self.entries
+        )
+
 
 @dataclass
 class Ledger:
     """Applies the results of steps to requests and counters.
 
-    With deferred output `commit` applies the step before the one that it is handed.
+    With deferred output `commit` applies the step before the one that it is handed, and that one
+    too if it moves a grammar.
     """
 
     scheduler: Scheduler
@@ -160,12 +171,17 @@ class Ledger:
             )
             if self.auditor is not None:
                 self.auditor.end_step()
+        started = launched
         if self.scheduler.deferred:
             launched, self.in_flight = self.in_flight, launched
         assert launched or self.in_flight or not self.scheduler.has_work, "no request can go on"
-        if launched is not None:
-            self.apply(launched)
-        self._end_step(launched, seconds=time.perf_counter() - schedule.started_s)
+        committed = [launched] if launched is not None else []
+        if self.in_flight is not None and self.in_flight.moves_a_grammar:
+            committed.append(self.in_flight)
+            self.in_flight = None
+        for step in committed:
+            self.apply(step)
+        self._end_step(committed, started, seconds=time.perf_counter() - schedule.started_s)
 
     def apply(self, launched: Launched) -> None:
         """Wait for the one device-to-host copy of a step, and apply it."""
@@ -205,23 +221,26 @@ class Ledger:
         self.stats.num_target_rows += num_target_rows
         self.stats.num_emitted_tokens += num_emitted
 
-    def _end_step(self, launched: Launched | None, *, seconds: float) -> None:
-        """Account for the seconds of a call of the loop that committed `launched`, or nothing.
+    def _end_step(
+        self, committed: list[Launched], started: Launched | None, *, seconds: float
+    ) -> None:
+        """Account for the seconds of a call of the loop that started one step and committed some.
 
         Steps with prompt rows say nothing about drafts. Where the host is one step late, a call
         commits a step and starts the next one, so that its time is that of n drafts only if both
-        made n and neither had prompt rows.
+        made n and neither had prompt rows. A call that commits two times neither.
         """
         self.stats.busy_s += seconds
-        if launched is None or launched.num_prompt_rows:
-            return
-        started = self.in_flight if self.scheduler.deferred else launched
-        is_alike = (
-            started is not None
-            and not started.num_prompt_rows
-            and started.draft_limit == launched.draft_limit
-        )
-        self.recent.end_step(num_drafts=launched.draft_limit, seconds=seconds if is_alike else None)
+        for step in committed:
+            if step.num_prompt_rows:
+                continue
+            is_alike = (
+                started is not None
+                and len(committed) == 1
+                and not started.num_prompt_rows
+                and started.draft_limit == step.draft_limit
+            )
+            self.recent.end_step(num_drafts=step.draft_limit, seconds=seconds if is_alike else None)
 
     def drop_in_flight(self) -> None:
         """Forget the step that runs: none of its requests is live."""

@@ -9,6 +9,9 @@ place of a name. Letters: K drafts per step, N MTP modules.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from mtp_research.config.ranges import check_values
 from mtp_research.config.schema import EngineConfig, VerifyOptions
 from mtp_research.config.training_schema import MAX_SPECULATIVE_TOKENS
@@ -115,7 +118,6 @@ def check_request(
     *,
     rule: Rule,
     vocab_size: int,
-    deferred: bool,
 ) -> None:
     """Refuse a prompt or sampling parameters that a decoder cannot follow."""
     if not isinstance(sampling, SamplingParams):
@@ -129,12 +131,50 @@ def check_request(
             f"prompt token ids must be in [0, {vocab_size}), got {outside[:5]}; "
             "check the tokenizer."
         )
-    check_sampling(sampling, vocab_size=vocab_size, deferred=deferred)
+    check_sampling(sampling, vocab_size=vocab_size)
     if sampling.temperature > 0 and not rule.samples:
         raise ConfigError(
             f"sampling.temperature must be 0 for spec.verify={rule_name(rule)}, "
             f"got {sampling.temperature}; set spec.verify=standard."
         )
+
+
+def check_positions(
+    position_ids: Tensor | Sequence[Sequence[int]],
+    *,
+    num_axes: int,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    engine: EngineConfig,
+) -> tuple[tuple[int, ...], ...]:
+    """Positions of a prompt by axis, or a refusal of what a decoder cannot follow."""
+    if num_axes == 1:
+        raise ConfigError(
+            "position_ids needs a target whose rotary positions have several axes, got a family "
+            "with one; leave position_ids out."
+        )
+    if engine.prefix_caching:
+        raise ConfigError(
+            "position_ids needs engine.prefix_caching=false, got true: cached blocks are found by "
+            "their tokens alone; set engine.prefix_caching=false."
+        )
+    try:
+        given = torch.as_tensor(position_ids)
+    except (TypeError, ValueError, RuntimeError) as fault:  # lists of several lengths, no numbers
+        raise ConfigError(f"position_ids must be a table of integers: {fault}.") from None
+    shape = (num_axes, num_prompt_tokens)
+    if tuple(given.shape) != shape or given.is_floating_point() or given.dtype is torch.bool:
+        raise ConfigError(
+            f"position_ids must be integers [axes, prompt tokens] = {list(shape)}, got "
+            f"{list(given.shape)} of {given.dtype}; give one row per axis."
+        )
+    low, high = int(given.min()), int(given.max())
+    if low < 0 or high >= max_model_len:
+        raise ConfigError(
+            f"position_ids must be in [0, {max_model_len}), got {low}..{high}; "
+            "give positions of the prompt or raise engine.max_model_len."
+        )
+    return tuple(map(tuple, given.tolist()))
 
 
 def rule_name(rule: Rule) -> str:

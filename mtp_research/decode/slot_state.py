@@ -79,6 +79,8 @@ class SlotState:
     before `first_row[slot]`: those rows came from the prefix cache. One slot more than requests
     takes the writes that are not wanted: masking them would wait for the device. Distributions of
     drafts are kept where `keep_draft_probs`: drafts are sampled, and verification asks for them.
+    `axis_positions[slot, axis, j]` are rotary positions, from the first request on whose prompt has
+    positions that differ by axis.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class SlotState:
         self.first_row = torch.zeros(rows, **ints)
         self.draft_token_ids = torch.full((rows, num_drafts), -1, **ints)
         self.hidden = torch.zeros(rows, max(num_drafts, 1), hidden_size, dtype=dtype, device=device)
+        self.axis_positions: Tensor | None = None
         self.draft_probs: Tensor | None = None
         self._vocab_size = vocab_size
         if keep_draft_probs:
@@ -120,6 +123,29 @@ class SlotState:
         self.num_tokens[slot] = len(token_ids)
         self.first_row[slot] = first_row
         self.draft_token_ids[slot] = -1
+
+    def start_positions(self, slot: int, positions: Tensor | None) -> None:
+        """Give a slot the rotary positions of its prompt `[axes, prompt]`; None is j on all axes.
+
+        Tokens behind the prompt follow its greatest position by 1 each, on every axis.
+        """
+        width, device = self.text.shape[1], self.text.device
+        if self.axis_positions is None:
+            if positions is None:
+                return
+            shape = (len(self.text), len(positions), width)
+            self.axis_positions = torch.arange(width, device=device).expand(shape).contiguous()
+        column, given = torch.arange(width, device=device), 0
+        if positions is not None:
+            given = positions.shape[1]
+            self.axis_positions[slot, :, :given] = positions
+            column = column + (positions.amax() + 1 - given)
+        self.axis_positions[slot, :, given:] = column[given:]
+
+    def read_positions(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Rotary positions `[axes, T]` of rows at absolute positions `[T]`."""
+        assert self.axis_positions is not None, "no request has positions that differ by axis"
+        return self.axis_positions[slots, :, positions.clamp(0, self.text.shape[1] - 1)].T
 
     def write_text(
         self, slots: Tensor, *, positions: Tensor, token_ids: Tensor, keep: Tensor

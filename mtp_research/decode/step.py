@@ -107,8 +107,11 @@ class DeviceStep:
     def _target(self, inputs: StepInputs) -> TargetRows:
         """Run the target over the step's rows; writes its KV pages."""
         context = inputs.target_context(self.cache, backend=self.backend)
+        position_ids = inputs.positions[None]
+        if inputs.axis_positions is not None:
+            position_ids = inputs.axis_positions[:, None]
         hidden = self.target.forward(
-            inputs.input_ids[None], position_ids=inputs.positions[None], context=context
+            inputs.input_ids[None], position_ids=position_ids, context=context
         )
         rows = inputs.logits_indices(self.plan.num_speculative_tokens)
         return TargetRows(hidden, self.target.logits(hidden.post_norm[0, rows]))

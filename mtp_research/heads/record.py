@@ -102,6 +102,21 @@ def check_weights(folder: Path, record: Mapping[str, object], *, file: str) -> N
         )
 
 
+def conventions_phrase(spec: Mapping[str, object]) -> str:
+    """How modules of this `spec` are to be run, as every table that names a head says it.
+
+    For example `3 modules, reads post_norm, recycles post_norm, embedding_first, position 0 kept`.
+    What the spec of an older file lacks has its default.
+    """
+    known = {item.name: item.default for item in fields(HeadConfig)} | dict(spec)
+    count = known["num_mtp_modules"]
+    return (
+        f"{count} module{'s' * (count != 1)}, reads {known['hidden_source']}, "
+        f"recycles {known['recycle_norm']}, {known['concat_order']}, "
+        f"position 0 {'zeroed' if known['zero_position_0'] else 'kept'}"
+    )
+
+
 def check_head_fits(
     record: Mapping[str, Mapping[str, object]],
     *,

@@ -164,6 +164,7 @@ class MTPHeads(nn.Module):
         prev_hidden_states: Tensor,
         position_ids: Tensor,
         context: AttentionContext,
+        axis_positions: Tensor | None = None,
     ) -> ModuleOutput:
         """Run one module over rows.
 
@@ -173,14 +174,16 @@ class MTPHeads(nn.Module):
             prev_hidden_states: `[B, T, D]`.
             position_ids: `[B, T]` int64, position of the row's hidden state.
             context: what the rows attend to.
+            axis_positions: `[axes, B, T]` int64, the rotary positions where they differ by axis.
         """
         embeds = self.target.embed_tokens(token_ids)
         if self.spec.zero_position_0:
             embeds = torch.where((position_ids == 0)[..., None], torch.zeros_like(embeds), embeds)
+        rotary = position_ids if axis_positions is None else axis_positions
         return self.mtp_modules[module_idx](
             embeds,
             prev_hidden_states=prev_hidden_states,
-            position_embeddings=self.target.position_embeddings(embeds, position_ids),
+            position_embeddings=self.target.position_embeddings(embeds, rotary),
             position_ids=position_ids,
             context=context,
         )

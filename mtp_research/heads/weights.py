@@ -33,6 +33,7 @@ from mtp_research.heads.record import (
     WEIGHTS_HASH,
     check_head_fits,
     check_weights,
+    conventions_phrase,
     read_head_record,
     recorded_schedule,
 )
@@ -67,9 +68,11 @@ def save_heads(
     unfinished = folder / f".{SINGLE_FILE}.tmp"
     save_file(whole, unfinished, metadata={"format": "pt"})
     unfinished.replace(folder / SINGLE_FILE)
+    spec = dataclasses.asdict(heads.spec)
     record = {
         "format": HEAD_FORMAT,
-        "spec": dataclasses.asdict(heads.spec),
+        "conventions": conventions_phrase(spec),  # for readers; loading goes by `spec`
+        "spec": spec,
         "target": _target_facts(heads.target),
         WEIGHTS_HASH: sha256_of(folder / SINGLE_FILE),
         "provenance": redact_tree(provenance or {}),

@@ -37,6 +37,7 @@ from mtp_research.runtime.errors import IntegrityError
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
+_NUM_TEXT_DIMS = 2  # of `[B, T]` positions that are the same on every axis
 _NUM_HASHED_ROWS = 1024  # of each matrix; all of a large vocabulary would cost seconds
 # Sizes that every version of transformers calls the same. No rotary settings: a longer context
 # changes them, and the head stays the model's.
@@ -145,14 +146,14 @@ class Target:
 
         Args:
             hidden: any `[B, T, D]`; gives dtype and device.
-            position_ids: `[B, T]` int64 text positions.
+            position_ids: `[B, T]` int64, or `[axes, B, T]` where they differ by axis.
         """
         rotary_emb = getattr(self.model.base_model, "rotary_emb", None)
         if rotary_emb is None:  # a family whose attention knows no positions
             nothing = hidden.new_empty(*hidden.shape[:-1], 0)
             return nothing, nothing
         axes, layer_type = self.family.num_position_axes, self.family.block_layer_type
-        if axes > 1:
+        if axes > 1 and position_ids.dim() == _NUM_TEXT_DIMS:
             position_ids = position_ids.expand(axes, *position_ids.shape)
         if layer_type is None:
             return rotary_emb(hidden, position_ids)
@@ -165,7 +166,7 @@ class Target:
 
         Args:
             input_ids: `[B, T]` int64.
-            position_ids: `[B, T]` int64.
+            position_ids: `[B, T]` int64, or `[axes, B, T]` where they differ by axis.
             context: what the rows attend to; a `PagedContext` also receives the new keys and
                 values.
 

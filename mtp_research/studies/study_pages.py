@@ -272,6 +272,7 @@ def _matrix_facts(matrix: SeedMatrix) -> dict[str, str]:
     domains = study_tables.prompts_by_domain(matrix)
     return page.known_facts({
         "target": " ".join(str(model.get(key) or "") for key in ("name", "path")).strip(),
+        "head conventions": "; ".join(study_tables.matrix_conventions(matrix)),
         "drafts K": _listed(sorted({cell.num_speculative_tokens for cell in matrix.cells})),
         "prompts": f"{len(matrix.prompts)}: "
         + ", ".join(f"{count} {domain}" for domain, count in domains.items()),
@@ -338,6 +339,7 @@ def _price_facts(study: FaultStudy) -> dict[str, str]:
         "joined from": "; ".join(map(_part_words, study.parts)),
         "target": _listed(dict.fromkeys(map(_model_words, study.parts or [study.run]))),
         "heads": _listed(head.get("name") for head in study.heads),
+        "head conventions": "; ".join(study_tables.price_head_lines(study)),
         "drafts K": _listed(sorted({c.num_speculative_tokens for c in study.conditions})),
         "prompts": str(len(study.prompts)),
         "new tokens": f"at most {study.max_new_tokens} a prompt",

@@ -22,7 +22,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mtp_research.evaluation.report.stored import require_stored_figures, write_json
+from mtp_research.evaluation.report.stored import (
+    mapping,
+    printable,
+    require_stored_figures,
+    write_json,
+)
 from mtp_research.evaluation.report.terminal import (
     UNDEFINED,
     Grid,
@@ -41,6 +46,7 @@ from mtp_research.evaluation.stats.matrix_seeds import (
     row_name,
 )
 from mtp_research.evaluation.stats.statistics import MIN_PROMPTS, few_prompts
+from mtp_research.heads.record import conventions_phrase
 from mtp_research.policy.fields import MATCHING_POLICY
 
 _NUM_LISTED = 5  # cells with other texts or rounds
@@ -340,9 +346,28 @@ def price_grids(study: FaultStudy) -> list[Grid]:
     return grids
 
 
+def matrix_conventions(matrix: SeedMatrix) -> list[str]:
+    """How the heads of a matrix were trained to be run, each kind once."""
+    head = mapping(mapping(matrix.settings, "config"), "head")
+    keys = [cell.key for cell in matrix.cells]
+    kinds = dict.fromkeys((key.num_mtp_modules, key.recycle_norm) for key in keys)
+    return [
+        conventions_phrase({**head, "num_mtp_modules": count, "recycle_norm": norm})
+        for count, norm in kinds
+    ]
+
+
+def price_head_lines(study: FaultStudy) -> list[str]:
+    """Conventions of each head, where the study has them."""
+    known = [head for head in study.heads if head.get("conventions")]
+    return [f"{printable(str(head['name']))}: {head['conventions']}" for head in known]
+
+
 def price_markdown(study: FaultStudy) -> str:
     """Warnings and verdict, then both tables as Markdown; intervals are 95 %."""
     tables = [markdown_table(grid.header, grid.rows) for grid in price_grids(study)]
+    if lines := price_head_lines(study):
+        tables.append("\n".join(f"heads {line}  " for line in lines))
     return _markdown(fault_study.study_warnings(study), fault_study.verdict(study), tables)
 
 

@@ -51,7 +51,7 @@ from mtp_research.evaluation.stats.summary import (
     PairedComparison,
     paired,
 )
-from mtp_research.heads.record import read_head_record
+from mtp_research.heads.record import conventions_phrase, read_head_record
 from mtp_research.policy.audit import Verdict
 from mtp_research.policy.fields import POLICIES
 from mtp_research.policy.plan import DraftPlan
@@ -114,8 +114,14 @@ def _context_text(paths: Sequence[Path]) -> str:
 
 
 def _policy_text(paths: Sequence[Path]) -> str:
-    rows = [row for path in paths for row in policy_rows(recompute(results_file(path)))]
-    return terminal.markdown_table(_POLICY_HEADER, rows)
+    reports = [recompute(results_file(path)) for path in paths]
+    rows = [row for report in reports for row in policy_rows(report)]
+    heads = dict.fromkeys(map(_head_folder, reports))
+    lines = [
+        f"heads {folder.name}: {conventions_phrase(read_head_record(folder)['spec'])}"
+        for folder in heads
+    ]
+    return "\n".join([terminal.markdown_table(_POLICY_HEADER, rows), "", *lines])
 
 
 def _fault_text(paths: Sequence[Path]) -> str:
@@ -322,8 +328,7 @@ def _rate(records: Sequence[RequestRecord]) -> Ratio:
 
 def policy_rows(report: Report) -> list[tuple[str, ...]]:
     """One row per policy of an evaluation, cells in the order of the header."""
-    spec = cast(Mapping[str, object], report.config["spec"])
-    head = Path(str(spec["head"]))
+    head = _head_folder(report)
     num_modules = int(read_head_record(head)["spec"]["num_mtp_modules"])
     rows = []
     for summary in report.summaries:
@@ -341,6 +346,10 @@ def policy_rows(report: Report) -> list[tuple[str, ...]]:
             " ".join(terminal.number(rate.value, ".3f") for rate in rates),
         ))  # fmt: skip
     return rows
+
+
+def _head_folder(report: Report) -> Path:
+    return Path(str(cast(Mapping[str, object], report.config["spec"])["head"]))
 
 
 def _difference(report: Report, label: str) -> str:

@@ -20,7 +20,8 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.step import StepResult
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
-from tests.decode.loops import PROMPTS, run
+from tests.decode.loops import PROMPTS, run, texts_of
+from tests.decode.toy_grammar import PAIRS
 
 LAB = "assets/lab_tiny"
 
@@ -40,12 +41,17 @@ class Recalled:
         self.num_replays += 1
 
 
-@pytest.fixture
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `engine.cuda_graphs` work on a CPU, by calling the step again."""
     for module in (graphs, mixed_graphs):
         monkeypatch.setattr(module, "capture_call", lambda call, pool: Recalled(call))
     monkeypatch.setattr(graphs, "require_capturable", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_graphs(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +105,42 @@ def test_steps_with_prompt_rows_decode_what_the_plain_loop_decodes(lab, head, po
     assert captured == plain
     assert _replays(decoder) >= 4
     assert sum(map(sum, plain[1].values())) > 0, "without accepted drafts this shows little"
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_steps_of_one_kind_decode_what_the_plain_loop_decodes(lab) -> None:
+    _, *plain = _decode(lab["chain_n3"], "training")
+    decoder, *captured = _decode(
+        lab["chain_n3"], "training", cuda_graphs=True, capture_mixed=True, mixed_batches=False
+    )
+    assert captured == plain
+    assert _replays(decoder) >= 4
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize("policy", ["eagle", "training"])
+def test_steps_with_a_grammar_run_beside_captured_ones(lab, policy) -> None:
+    grammar = SamplingParams(grammar=PAIRS, stop_token_ids=(1, 2), max_new_tokens=9)
+    plain = SamplingParams(max_new_tokens=30)
+    sampling = [plain, grammar, grammar, plain]
+    target, heads = lab["chain_n3"]
+    expected = texts_of(
+        run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0)), sampling=sampling)
+    )
+    decoder = SpecDecoder(
+        target,
+        heads,
+        spec=SpecSettings(policy=policy),
+        engine=EngineConfig(
+            max_num_requests=3,
+            deferred_output=True,
+            audit=False,
+            cuda_graphs=True,
+            capture_mixed=True,
+        ),
+    )
+    assert texts_of(run(decoder, sampling=sampling)) == expected
+    assert sum(one.num_replays for one in decoder.graphs._graphs.values()) >= 5
 
 
 @pytest.mark.usefixtures("without_gpu")

@@ -16,7 +16,9 @@ from mtp_research.decode.sampling.grammar import (
     step_bitmask,
 )
 from mtp_research.decode.sampling.sampling_params import Grammar, SamplingParams
+from mtp_research.decode.schedule.request import Schedule
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.policy.fields import POLICIES
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from tests import tiny
 from tests.decode.loops import PROMPTS, draft_rightly, run, small_pool, texts_of
@@ -162,14 +164,55 @@ def test_grammar_that_allows_nothing_ends_its_request_alone(target, heads, num_d
     assert len(records["1"].output_token_ids) == 10
 
 
-def test_grammar_with_deferred_output_is_refused(target) -> None:
-    decoder = SpecDecoder(
-        target,
-        spec=SpecSettings(num_speculative_tokens=0),
-        engine=EngineConfig(deferred_output=True),
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_deferred_output_any_policy_equals_baseline_in_mixed_company(
+    target, heads, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The plain request outlives the grammars: its steps are deferred again at the end.
+    params = [_sampling(PAIRS), _sampling(None, max_new_tokens=48), _sampling(WORD)]
+    params.append(_sampling(PAIRS, min_tokens=6))
+    expected = texts_of(
+        run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0)), sampling=params)
     )
-    with pytest.raises(ConfigError, match=r"set engine\.deferred_output=false"):
-        decoder.add_request([3], sampling=_sampling(PAIRS))
+    draft_rightly(monkeypatch, expected, chance=0.7)
+    # Three slots: the last grammar starts beside a step in flight.
+    engine = EngineConfig(deferred_output=True, max_num_requests=3, max_prefill_chunk=4)
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(policy=policy), engine=engine)
+    were_late: list[bool] = []
+    step = decoder.step
+
+    def observed() -> None:
+        step()
+        were_late.append(decoder._ledger.in_flight is not None)
+
+    monkeypatch.setattr(decoder, "step", observed)
+    assert texts_of(run(decoder, sampling=params)) == expected
+    assert decoder.stats.acceptance_length > 1.2
+    assert were_late.count(True) >= 3, "a step without a grammar was not deferred"
+    assert were_late.count(False) >= 5
+
+
+def test_deferred_output_preempted_grammar_keeps_its_place(
+    target, heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The victim is the only grammar: nobody else's tokens bring its drafts to the host in time.
+    params = [_sampling(None)] * 3 + [_sampling(PAIRS, min_tokens=9)]
+    expected = texts_of(
+        run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0)), sampling=params)
+    )
+    draft_rightly(monkeypatch, expected, chance=0.8)
+    engine = small_pool(8, deferred_output=True)
+    decoder = SpecDecoder(target, heads, engine=engine)
+    preempted: list[tuple[str, int]] = []
+    begin = decoder._ledger.begin
+
+    def observed(schedule: Schedule) -> None:
+        preempted.extend((r.request_id, len(r.output_token_ids)) for r in schedule.preempted)
+        begin(schedule)
+
+    monkeypatch.setattr(decoder._ledger, "begin", observed)
+    assert texts_of(run(decoder, sampling=params)) == expected
+    assert any(name == "3" and num_outputs > 0 for name, num_outputs in preempted)
 
 
 def test_grammar_without_a_stop_token_is_refused() -> None:

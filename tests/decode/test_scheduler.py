@@ -126,9 +126,44 @@ def test_schedule_budget_serves_decoding_before_prompts() -> None:
     assert _rows(scheduler.schedule()) == {"a": 4, "b": 4, "long": 8}
 
 
-def test_schedule_never_exceeds_budget_for_random_arrivals() -> None:
+def test_separate_steps_take_turns_and_starve_nobody() -> None:
+    scheduler = _scheduler(mixed_batches=False, max_prefill_chunk=4)
+    decoding = _request("decoding", max_new_tokens=40)
+    scheduler.add(decoding)
+    _commit(scheduler, scheduler.schedule())
+    long = _request("long", prompt=40, max_new_tokens=2)
+    scheduler.add(long)
+    steps: list[set[str]] = []
+    while not long.output_token_ids:
+        # Each of these ends with its prompt: were prompts always first, nobody would decode.
+        scheduler.add(_request(f"short{len(steps)}", max_new_tokens=1))
+        schedule = scheduler.schedule()
+        kinds = {entry.is_prefill for entry in schedule.entries}
+        assert len(kinds) == 1, "prompt rows and decoding rows in one step"
+        steps.append(set(_rows(schedule)))
+        _commit(scheduler, schedule)
+    assert ["decoding" in names for names in steps] == [index % 2 == 0 for index in range(20)]
+    assert ["long" in names for names in steps] == [index % 2 == 1 for index in range(20)]
+
+
+def test_separate_steps_of_the_only_kind_follow_each_other() -> None:
+    scheduler = _scheduler(mixed_batches=False, max_prefill_chunk=4)
+    request = _request("a", prompt=12, max_new_tokens=4)
+    scheduler.add(request)
+    kinds = []
+    while scheduler.has_work:
+        schedule = scheduler.schedule()
+        kinds += [entry.is_prefill for entry in schedule.entries]
+        _commit(scheduler, schedule)
+    assert kinds == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_schedule_never_exceeds_budget_for_random_arrivals(mixed: bool) -> None:
     rng = random.Random(0)
-    scheduler = _scheduler(max_num_requests=5, max_num_batched_tokens=21, num_blocks=24)
+    scheduler = _scheduler(
+        max_num_requests=5, max_num_batched_tokens=21, num_blocks=24, mixed_batches=mixed
+    )
     requests = [
         _request(str(i), prompt=rng.randint(1, 30), max_new_tokens=rng.randint(1, 12))
         for i in range(40)

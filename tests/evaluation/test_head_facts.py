@@ -11,6 +11,7 @@ def test_trained_heads_tell_their_unroll_and_hash() -> None:
     assert facts is not None
     assert (facts["name"], facts["unroll"], facts["num_mtp_modules"]) == ("ttt_n1", "ttt", 1)
     assert len(str(facts["sha256"])) == 64
+    assert str(facts["conventions"]).startswith("1 module, reads post_norm, recycles post_norm, ")
     assert facts["sha256"] != (head_facts(str(HEADS / "chain_n1")) or {})["sha256"]
 
 

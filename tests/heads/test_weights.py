@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.heads.record import conventions_phrase
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads, save_heads
 from mtp_research.models.target import Target, load_target, target_hashes
@@ -30,6 +31,36 @@ def target() -> Target:
 @pytest.fixture
 def heads(target: Target) -> MTPHeads:
     return tiny_heads(target, num_mtp_modules=2, recycle_norm="pre_norm", unroll="chain")
+
+
+def test_phrase_names_every_convention_and_an_older_spec_has_defaults() -> None:
+    odd = {
+        "num_mtp_modules": 1,
+        "hidden_source": "pre_norm",
+        "recycle_norm": "pre_norm",
+        "concat_order": "hidden_first",
+        "zero_position_0": True,
+    }
+    assert conventions_phrase(odd) == (
+        "1 module, reads pre_norm, recycles pre_norm, hidden_first, position 0 zeroed"
+    )
+    assert conventions_phrase({"num_mtp_modules": 3}) == (
+        "3 modules, reads post_norm, recycles post_norm, embedding_first, position 0 kept"
+    )
+
+
+def test_head_json_says_how_it_is_run_and_older_ones_load_without(
+    heads: MTPHeads, target: Target, tmp_path: Path
+) -> None:
+    save_heads(heads, tmp_path)
+    file = tmp_path / "head.json"
+    record = json.loads(file.read_text(encoding="utf8"))
+    assert record["conventions"] == (
+        "2 modules, reads post_norm, recycles pre_norm, embedding_first, position 0 kept"
+    )
+    del record["conventions"]
+    file.write_text(json.dumps(record), encoding="utf8")
+    assert load_heads(tmp_path, target).spec == heads.spec
 
 
 def test_saved_heads_come_back_with_their_conventions(

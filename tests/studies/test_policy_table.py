@@ -12,6 +12,7 @@ from mtp_research.studies.tables import policy_rows as table_rows
 from tests.evaluation.generations import some_prompts, three_conditions
 
 HEAD = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny" / "heads" / "chain_n3"
+CONVENTIONS = "3 modules, reads post_norm, recycles post_norm, embedding_first, position 0 kept"
 AUDIT = {"WRONG": 3, "MIXED": 1, "HOLE": 0, "PROVISIONAL": 7, "slots": 400}
 
 
@@ -47,8 +48,9 @@ def test_main_prints_one_table_of_all_folders(
         write_results(tmp_path / name, report(audit=AUDIT))
     assert main(["policy", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 4
-    assert {line.count("|") for line in lines} == {lines[0].count("|")}
+    assert len(lines) == 2 + 4 + 2
+    assert {line.count("|") for line in lines[:6]} == {lines[0].count("|")}
+    assert lines[6:] == ["", f"heads chain_n3: {CONVENTIONS}"]
 
 
 def test_main_refuses_missing_results_and_heads(

@@ -205,12 +205,17 @@ class MTPDrafter:
         token_ids = slot_state.read_text(step.inputs.slots[plan.request_index], plan.token_position)
         if self.auditor is not None:
             self.auditor.record(plan, token_ids=token_ids, request_ids=step.request_ids)
+        axis_positions = None
+        if step.inputs.axis_positions is not None:
+            slots = step.inputs.slots[plan.request_index]
+            axis_positions = slot_state.read_positions(slots, plan.position)[:, None]
         return self.heads.run_module(
             plan.module_idx,
             token_ids=token_ids[None],
             prev_hidden_states=hidden[None],
             position_ids=plan.position.clamp(min=0)[None],
             context=self._context(plan, step.inputs, cache),
+            axis_positions=axis_positions,
         )
 
     def _base_rows(self, inputs: StepInputs) -> BaseRows | None:
@@ -350,8 +355,11 @@ class OracleDrafter:
                 num_rows=(1,) * len(rows),
             )
             token_ids = slot_state.read_text(inputs.slots, positions)
+            position_ids = positions[None]
+            if inputs.axis_positions is not None:
+                position_ids = slot_state.read_positions(inputs.slots, positions)[:, None]
             hidden = self.target.forward(
-                token_ids[None], position_ids=positions[None], context=context
+                token_ids[None], position_ids=position_ids, context=context
             )
             if states is not None:
                 states.select(inputs.slots, num_rows=one_row, num_kept=one_row)

@@ -7,8 +7,8 @@ it, and reads the tokens while the next one runs. Batches are padded to a bucket
 live in the spare slot and the pool's spare block.
 
 Steps with few prompt rows can have graphs of their own (`mixed_graphs`). Everything else (large
-prompt chunks, logit processors, grammars, log-probabilities, draft limits) runs the same
-`DeviceStep` without a graph.
+prompt chunks, logit processors, grammars, log-probabilities, draft limits, positions by axis) runs
+the same `DeviceStep` without a graph.
 
 Letters: R requests, B bucket, M blocks per table, K drafts per step.
 """
@@ -35,7 +35,7 @@ from mtp_research.decode.graphs.mixed_graphs import MixedGraphs
 from mtp_research.decode.pool_size import blocks_per_request
 from mtp_research.decode.sampling.sampling import SamplingTensors, sampling_tensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
-from mtp_research.decode.schedule.batch import BlockTables, StepInputs
+from mtp_research.decode.schedule.batch import BlockTables, StepInputs, have_axis_positions
 from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.step import DeviceStep, StepResult
@@ -135,6 +135,8 @@ class StepGraphs:
     ) -> bool:
         """Whether the step of these entries can be replayed."""
         if not params.is_plain or draft_limit != self._step.plan.num_speculative_tokens:
+            return False
+        if have_axis_positions(entries):
             return False
         if not _has_prompt_rows(entries):
             return True

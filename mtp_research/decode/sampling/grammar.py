@@ -6,7 +6,8 @@ logits, so that every verification rule rejects it; the rows after it are never 
 wound back after the masks are made and moves on only by emitted tokens.
 
 The masks are made on the host, before the step runs: a request with a grammar needs its tokens and
-drafts there, so it cannot be decoded with the host one step late.
+drafts there. So a step that decides a token of such a request is committed before the next one is
+prepared, deferred output or not, and it is not replayed as a graph.
 
 Letters: R requests, K drafts per step, V vocabulary, W = ceil(V / 32) words of a mask.
 

@@ -263,7 +263,7 @@ _READERS: dict[str, Callable[[object, str], object]] = {
 }
 
 
-def check_sampling(params: SamplingParams, *, vocab_size: int, deferred: bool) -> None:
+def check_sampling(params: SamplingParams, *, vocab_size: int) -> None:
     """Refuse what a decoder cannot do for a request."""
     named = {
         "logit_bias": [token_id for token_id, _ in params.logit_bias],
@@ -284,9 +284,4 @@ def check_sampling(params: SamplingParams, *, vocab_size: int, deferred: bool) -
         raise ConfigError(
             f"sampling.logprobs must be at most the {vocab_size} tokens of the vocabulary, "
             f"got {params.logprobs}; lower it."
-        )
-    if params.grammar is not None and deferred:
-        raise ConfigError(
-            "sampling.grammar needs every token on the host before the next step, which "
-            "engine.deferred_output=true gives up; set engine.deferred_output=false."
         )

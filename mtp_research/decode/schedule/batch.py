@@ -51,6 +51,8 @@ class StepInputs:
     is_prefill: tuple[bool, ...] | None = None
     # bounds of the draft passes' base rows, in a captured step with prompt rows
     base_rows: BaseRows | None = None
+    # `[axes, T]` rotary positions where some request's differ by axis; None: `positions`
+    axis_positions: Tensor | None = None
 
     @classmethod
     def mixed(
@@ -182,17 +184,38 @@ class StepInputs:
 
 
 def start_texts(admitted: Iterable[Request], *, slot_state: SlotState) -> None:
-    """Write the texts of admitted requests into their slots."""
+    """Write the texts of admitted requests, and their positions, into their slots."""
+    device = slot_state.text.device
     for request in admitted:
         assert request.slot is not None, f"{request.request_id} was admitted without a slot"
-        tokens = to_device(request.token_ids, dtype=torch.int64, device=slot_state.text.device)
+        tokens = to_device(request.token_ids, dtype=torch.int64, device=device)
         slot_state.start(request.slot, tokens, first_row=request.num_cached_tokens)
+        given = request.axis_positions
+        slot_state.start_positions(
+            request.slot,
+            None if given is None else to_device(list(given), dtype=torch.int64, device=device),
+        )
 
 
 def build_inputs(
     scheduled: list[Scheduled], *, slot_state: SlotState, block_size: int, deferred: bool
 ) -> StepInputs:
     """Lay out the rows of a schedule; the slot state already holds texts, lengths and drafts."""
+    inputs = _rows_of(scheduled, slot_state=slot_state, block_size=block_size, deferred=deferred)
+    if not have_axis_positions(scheduled):
+        return inputs
+    slots = inputs.slots[inputs.request_index]
+    return replace(inputs, axis_positions=slot_state.read_positions(slots, inputs.positions))
+
+
+def have_axis_positions(scheduled: Iterable[Scheduled]) -> bool:
+    """Whether the rotary positions of some request differ by axis."""
+    return any(entry.request.axis_positions is not None for entry in scheduled)
+
+
+def _rows_of(
+    scheduled: list[Scheduled], *, slot_state: SlotState, block_size: int, deferred: bool
+) -> StepInputs:
     device = slot_state.text.device
     requests = [entry.request for entry in scheduled]
     block_table = _block_table(requests, device=device)

@@ -57,6 +57,8 @@ class Request:
     block_keys: list[bytes] = field(default_factory=list)  # of leading full blocks, once needed
     num_published_blocks: int = 0  # leading ones, taken from or offered to the prefix cache
     num_cached_tokens: int = 0  # rows whose KV came from the prefix cache at the last admission
+    # one list of the prompt's positions per rotary axis; None: the same on all, counted from 0
+    axis_positions: tuple[tuple[int, ...], ...] | None = None
     cache_salt: str = ""  # texts with different salts share no cached block
     slot: int | None = None  # row in the slot-addressed state (`SlotState`), None while waiting
     matcher: GuardedMatcher | None = None  # the output's place in its grammar, None without one

@@ -1,6 +1,8 @@
 """Who runs in the next step: admission, chunks, decoding, preemption.
 
 Requests that decode come first, then prompt chunks, then admissions, all under one token budget.
+With `engine.mixed_batches=false` a step has either decoding rows or prompt rows: where both wait,
+the kind goes that the last step did not have, so that neither waits for more than one step.
 What a step did to them is applied by the ledger.
 
 A request of priority p that arrived at step s has rank `s + p * steps_per_priority`; the smaller
@@ -141,12 +143,13 @@ class Scheduler:
         self.max_prefill_chunk = engine.max_prefill_chunk
         self.max_model_len = max_model_len
         self.num_extra_slots = num_extra_slots
-        self.deferred = engine.deferred_output
+        self.deferred, self.mixed_batches = engine.deferred_output, engine.mixed_batches
         self.running: list[Request] = []  # by rank
         self.waiting = WaitingQueue(steps_per_priority=engine.steps_per_priority)
         self.max_num_requests = engine.max_num_requests
         self._free_slots = list(range(engine.max_num_requests))
         self._num_steps = 0
+        self._had_prompts = False  # the last step had prompt rows
 
     @property
     def has_work(self) -> bool:
@@ -188,38 +191,23 @@ class Scheduler:
         """Choose the rows of the next step and reserve their blocks; may preempt."""
         started_s = time.perf_counter()
         self._num_steps += 1
-        budget = self.max_num_batched_tokens
-        entries: list[Scheduled] = []
         preempted: list[Request] = []
-        # Asked of every request in every step, so that what is the same for all is asked once.
-        num_beyond, block_size = self._num_slots(0), self.blocks.block_size
-        for request in sorted(self.running, key=attrgetter("is_prefilling")):
-            if request.status is not Status.RUNNING or budget == 0:
-                continue  # preempted by an earlier one, or left for the next step
-            num_tokens = len(request.token_ids)
-            if request.num_in_flight and num_tokens + 1 >= text_limit(
-                request, max_model_len=self.max_model_len
-            ):
-                continue  # the step in flight ends it
-            if num_tokens + num_beyond > len(request.block_ids) * block_size:
-                preempted += self._make_room(request, keep=entries)
-                if request.status is not Status.RUNNING:
-                    continue
-                self.blocks.reserve(request, num_tokens + num_beyond)
-            entry = self._entry(request, budget)
-            entries.append(entry)
-            budget -= entry.num_scheduled_tokens
-        admitted = []
-        # A request preempted in this step must not come back in it: the shortage would only move.
-        while len(self.waiting) and self._free_slots and budget > 0 and not preempted:
-            request = self.waiting.first()
-            if not self._admit(request):
-                break  # nobody overtakes it by being shorter
-            admitted.append(request)
-            entries.append(self._entry(request, budget))
-            budget -= entries[-1].num_scheduled_tokens
+        entries: list[Scheduled] = []
+        admitted: list[Scheduled] = []
+        for are_prompts in self._turns():
+            entries, moved = self._continued(are_prompts)
+            preempted += moved
+            # One preempted in this step must not come back in it: the shortage would only move.
+            if are_prompts is not False and not preempted:
+                admitted = self._admissions(entries)
+                entries += admitted
+            if entries:
+                break
         num_prompt_rows = sum(e.num_scheduled_tokens for e in entries if e.is_prefill)
-        return Schedule(entries, admitted, preempted, num_prompt_rows, started_s)
+        self._had_prompts = num_prompt_rows > 0
+        return Schedule(
+            entries, [entry.request for entry in admitted], preempted, num_prompt_rows, started_s
+        )
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request and give back its blocks and slot."""
@@ -254,6 +242,52 @@ class Scheduler:
     def _num_slots(self, num_tokens: int) -> int:
         needed = self.plan.num_slots_needed(num_tokens, int(self.deferred))
         return needed + self.num_extra_slots
+
+    def _turns(self) -> tuple[bool | None, ...]:
+        """Whether a step takes prompt rows, to be tried in this order; None is both kinds."""
+        if self.mixed_batches:
+            return (None,)
+        return (False, True) if self._had_prompts else (True, False)
+
+    def _continued(self, are_prompts: bool | None) -> tuple[list[Scheduled], list[Request]]:
+        """Rows of running requests, of one kind or of both, and who was preempted for them."""
+        budget = self.max_num_batched_tokens
+        entries: list[Scheduled] = []
+        preempted: list[Request] = []
+        running = self.running
+        if are_prompts is not None:
+            running = [request for request in running if request.is_prefilling is are_prompts]
+        # Asked of every request in every step, so that what is the same for all is asked once.
+        num_beyond, block_size = self._num_slots(0), self.blocks.block_size
+        for request in sorted(running, key=attrgetter("is_prefilling")):
+            if request.status is not Status.RUNNING or budget == 0:
+                continue  # preempted by an earlier one, or left for the next step
+            num_tokens = len(request.token_ids)
+            if request.num_in_flight and num_tokens + 1 >= text_limit(
+                request, max_model_len=self.max_model_len
+            ):
+                continue  # the step in flight ends it
+            if num_tokens + num_beyond > len(request.block_ids) * block_size:
+                preempted += self._make_room(request, keep=entries)
+                if request.status is not Status.RUNNING:
+                    continue
+                self.blocks.reserve(request, num_tokens + num_beyond)
+            entry = self._entry(request, budget)
+            entries.append(entry)
+            budget -= entry.num_scheduled_tokens
+        return entries, preempted
+
+    def _admissions(self, entries: list[Scheduled]) -> list[Scheduled]:
+        """First rows of requests that are admitted beside `entries`."""
+        admitted: list[Scheduled] = []
+        budget = self.max_num_batched_tokens - sum(e.num_scheduled_tokens for e in entries)
+        while len(self.waiting) and self._free_slots and budget > 0:
+            request = self.waiting.first()
+            if not self._admit(request):
+                break  # nobody overtakes it by being shorter
+            admitted.append(self._entry(request, budget))
+            budget -= admitted[-1].num_scheduled_tokens
+        return admitted
 
     def _entry(self, request: Request, budget: int) -> Scheduled:
         """The next rows of a request, at most `budget` prompt rows."""

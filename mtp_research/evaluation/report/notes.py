@@ -63,6 +63,7 @@ def note_paragraphs(report: Report) -> list[str]:
         *(f"skipped: {printable(str(line), limit=_MAX_LINE)}" for line in lines),
         *(f"warning: {warning}" for warning in dict.fromkeys(warnings)),
         *_draft_length_note(report),
+        *(f"heads {name}: {phrase}" for name, phrase in head_conventions(report.run).items()),
         *_timing_notes(report),
         f"acceptance length (micro) = {FORMULAS['acceptance_length_micro']}",
         f"acceptance length (macro) = {FORMULAS['acceptance_length_macro']}",
@@ -70,6 +71,17 @@ def note_paragraphs(report: Report) -> list[str]:
         f"seed {report.seed}; r = rejected drafts of a round",
         ACCEPTED_WARNING,
     ]
+
+
+def head_conventions(record: Mapping[str, object]) -> dict[str, str]:
+    """Conventions of the heads of a run by name; none in files from before they were recorded."""
+    heads = record.get("heads")
+    known = heads.values() if isinstance(heads, Mapping) else ()
+    return {
+        printable(str(facts.get("name"))): printable(str(facts["conventions"]), limit=_MAX_LINE)
+        for facts in known
+        if isinstance(facts, Mapping) and facts.get("conventions")
+    }
 
 
 def _skipped_note(report: Report) -> Iterator[str]:

@@ -291,6 +291,9 @@ def _settings(report: Report) -> dict[str, str]:
     return known_facts({
         "target": str(mapping(config, "model").get("path") or ""),
         "heads": each(s.head for s in found) or str(mapping(config, "spec").get("head") or ""),
+        "head conventions": "; ".join(
+            f"{name}: {phrase}" for name, phrase in notes.head_conventions(report.run).items()
+        ),
         "drafts K": each(s.num_speculative_tokens for s in found),
         "batch": each(s.max_num_requests for s in found),
         "temperature": each(s.temperature for s in found),

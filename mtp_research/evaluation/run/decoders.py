@@ -21,7 +21,7 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run.conditions import Condition
 from mtp_research.evaluation.run.settings_check import draft_length
 from mtp_research.heads.draft_vocabulary import RANKING_FILE, most_frequent
-from mtp_research.heads.record import RECORD_FILE, read_head_record
+from mtp_research.heads.record import RECORD_FILE, conventions_phrase, read_head_record
 from mtp_research.kernels import checks
 from mtp_research.models.loading.placement import resolve_device
 from mtp_research.models.target import Target
@@ -119,7 +119,7 @@ _SPEC_FACTS = ("unroll", "num_mtp_modules", "module_schedule", "hidden_source", 
 
 
 def head_facts(head: str | None) -> dict[str, object] | None:
-    """Name, spec (`unroll`, `num_mtp_modules`, ...) and sha256 of the weights of `spec.head`.
+    """Name, spec (`unroll`, ...), conventions and sha256 of the weights of `spec.head`.
 
     Only the name for native heads, which carry no record; None for `oracle` and no heads.
     """
@@ -131,7 +131,11 @@ def head_facts(head: str | None) -> dict[str, object] | None:
     spec = read_head_record(folder)["spec"]
     weights = folder / "model.safetensors"
     digest = sha256_of(weights) if weights.is_file() else None
-    facts: dict[str, object] = {"name": folder.name, "sha256": digest}
+    facts: dict[str, object] = {
+        "name": folder.name,
+        "sha256": digest,
+        "conventions": conventions_phrase(spec),
+    }
     return facts | {name: spec.get(name) for name in _SPEC_FACTS}
 
 

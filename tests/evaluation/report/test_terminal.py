@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from mtp_research.evaluation.report import page
 from mtp_research.evaluation.report.stored import Report, build_report, last_line
 from mtp_research.evaluation.report.terminal import (
     interval,
@@ -180,6 +181,23 @@ def test_print_falls_back_to_text_without_rich(
     monkeypatch.setattr(builtins, "__import__", without_rich)
     print_report(report)
     assert capsys.readouterr().out == render_text(report) + "\n"
+
+
+def test_notes_and_page_say_how_heads_are_run_where_the_file_knows():
+    phrase = "2 modules, reads pre_norm, recycles post_norm, embedding_first, position 0 kept"
+    found = {}
+    for kind, facts in (("new", {"conventions": phrase}), ("old", {})):
+        made = build_report(
+            three_conditions(4),
+            prompts=some_prompts(4),
+            dtype="float32",
+            config={},
+            run={"heads": {"mine": {"name": "mine", "num_mtp_modules": 2} | facts, "x": None}},
+        )
+        found[kind] = " ".join(report_notes(made))
+        assert (page._settings(made).get("head conventions") == f"mine: {phrase}") == bool(facts)
+    assert f"heads mine: {phrase}" in found["new"]
+    assert "heads mine" not in found["old"]
 
 
 def test_length_rule_is_named_in_the_notes_and_a_fixed_number_is_not():
