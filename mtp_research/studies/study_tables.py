@@ -123,6 +123,7 @@ def prompt_counts(matrix: SeedMatrix) -> dict[str | None, int]:
 def matrix_markdown(matrix: SeedMatrix) -> str:
     """Warnings and verdict, then every table as Markdown."""
     tables = [f"{g.title}\n\n{markdown_table(g.header, g.rows)}" for g in matrix_grids(matrix)]
+    tables += [f"heads: {phrase}" for phrase in matrix_conventions(matrix)]
     return _markdown(matrix_warnings(matrix), matrix_verdict(matrix), tables)
 
 
@@ -347,8 +348,10 @@ def price_grids(study: FaultStudy) -> list[Grid]:
 
 
 def matrix_conventions(matrix: SeedMatrix) -> list[str]:
-    """How the heads of a matrix were trained to be run, each kind once."""
+    """How the heads of a matrix were trained to be run, each kind once; none if it is not known."""
     head = mapping(mapping(matrix.settings, "config"), "head")
+    if not head:
+        return []
     keys = [cell.key for cell in matrix.cells]
     kinds = dict.fromkeys((key.num_mtp_modules, key.recycle_norm) for key in keys)
     return [

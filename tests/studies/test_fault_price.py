@@ -62,6 +62,13 @@ def made_up(accepted: dict[str, int], audits: dict[str, tuple[int, int, int]]) -
     return FaultStudy((), prompts, conditions, "float32", 16, 0, {})
 
 
+def test_heads_are_named_with_their_conventions_under_the_tables() -> None:
+    heads = ({"name": "mine", "conventions": "1 module, reads pre_norm"}, {"name": "older"})
+    text = price_markdown(FaultStudy(heads, (), (), "float32", 16, 0, {}))
+    assert "heads mine: 1 module, reads pre_norm" in text
+    assert "older" not in text
+
+
 def test_every_unclean_policy_has_a_clean_form_and_no_other() -> None:
     assert set(CLEAN_FORM) == {name for name, policy in POLICIES.items() if not policy.clean}
     assert all(form.clean for form in CLEAN_FORM.values())

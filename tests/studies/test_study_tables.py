@@ -23,6 +23,7 @@ from mtp_research.evaluation.stats.matrix_seeds import (
 from mtp_research.runtime.errors import IntegrityError
 from mtp_research.studies.study_pages import matrix_section
 from mtp_research.studies.study_tables import (
+    matrix_conventions,
     matrix_grids,
     matrix_markdown,
     matrix_summary,
@@ -70,6 +71,14 @@ def matrix(**changes: object) -> SeedMatrix:
         "run": {},
     }
     return SeedMatrix(**{**fields, **changes})
+
+
+def test_conventions_of_the_heads_are_known_where_the_configuration_is() -> None:
+    config = {"head": {"hidden_source": "pre_norm", "num_mtp_modules": 1}}
+    known = matrix(settings={"dtype": "float32", "config": config})
+    phrase = "3 modules, reads pre_norm, recycles post_norm, embedding_first, position 0 kept"
+    assert matrix_conventions(known) == [phrase]
+    assert matrix_conventions(matrix()) == []
 
 
 def test_matching_cells_are_paired_by_hand() -> None:
