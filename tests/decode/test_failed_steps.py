@@ -13,7 +13,8 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.streaming import AsyncDecoder
-from mtp_research.runtime.errors import DecoderClosed, EnvironmentFault
+from mtp_research.models.rewrites.invariant import InvariantProducts
+from mtp_research.runtime.errors import ConfigError, DecoderClosed, EnvironmentFault
 from tests import tiny
 from tests.decode.loops import PROMPTS
 
@@ -195,3 +196,11 @@ def test_two_decoders_of_two_threads_share_a_target(target, heads, expected) -> 
     finally:
         sys.setswitchinterval(before)
     assert outcomes == [[expected] * 3] * 2
+
+
+def test_deterministic_steps_of_two_threads_on_shared_experts_are_refused() -> None:
+    model = tiny.tiny_target("qwen3_moe").model
+    before = model.config._experts_implementation
+    with InvariantProducts([model]), pytest.raises(ConfigError, match="one thread at a time"):
+        InvariantProducts([model]).__enter__()
+    assert model.config._experts_implementation == before
