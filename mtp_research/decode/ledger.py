@@ -200,8 +200,10 @@ class Ledger:
             num_target_rows += entry.num_scheduled_tokens
             if request.status is Status.FINISHED:
                 continue  # it ended while the step ran
-            if request.matcher is not None and self._has_failed(request):
-                continue  # its masks could not be made
+            if request.matcher is not None and request.matcher.error is not None:
+                request.error = f"the grammar raised {request.matcher.error}"
+                self.finish(request, FinishReason.ERROR)  # its masks could not be made
+                continue
             num_tokens, num_rounds = len(request.token_ids), len(request.num_drafted_per_round)
             commit_entry(
                 self.scheduler,
@@ -214,8 +216,6 @@ class Ledger:
             if result.logprobs is not None or request.matcher is not None:
                 note_emitted(request, since=num_tokens, logprobs=result.logprobs, row=row)
             num_emitted += len(request.token_ids) - num_tokens
-            if request.matcher is not None and self._has_failed(request):
-                continue
             if self.auditor is not None or request.status is Status.FINISHED:
                 self._after_commit(entry)
         self.stats.num_target_rows += num_target_rows
@@ -252,16 +252,6 @@ class Ledger:
         """End a live request from outside a step."""
         self.scheduler.finish(request, reason)
         self._retire(request)
-
-    def _has_failed(self, request: Request) -> bool:
-        """End a live request whose grammar raised; whether it did."""
-        if request.matcher is None or request.matcher.error is None:
-            return False
-        if request.status is Status.FINISHED:
-            return False  # by its last token, which no mask follows
-        request.error = f"the grammar raised {request.matcher.error}"
-        self.finish(request, FinishReason.ERROR)
-        return True
 
     def _after_commit(self, entry: Scheduled) -> None:
         request = entry.request

@@ -6,18 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
+import torch
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.streaming import AsyncDecoder
-from mtp_research.runtime.errors import DecoderClosed, EnvironmentFault
+from mtp_research.models.rewrites.invariant import InvariantProducts
+from mtp_research.runtime.errors import ConfigError, DecoderClosed, EnvironmentFault
 from tests import tiny
 from tests.decode.loops import PROMPTS
 
 SAMPLING = SamplingParams(max_new_tokens=10)
-PLACES = ("schedule", "target", "draft", "commit", "apply")
+PLACES = ("schedule", "target", "draft", "commit", "wait", "apply")
 FAULTS = [(place, call) for place in PLACES for call in (1, 2, 4, 7)]
 
 
@@ -55,22 +57,28 @@ def expected(target, heads):
 
 
 def _break(decoder: SpecDecoder, place: str, *, call: int, error: BaseException) -> None:
-    """Raise once, when `place` has been called for the n-th time and has done its work."""
+    """Raise once, when `place` has been called for the n-th time and has done its work.
+
+    `wait` is the place where a result comes to the host, before any of it is applied.
+    """
     num_calls = 0
 
     def broken(function):
         def wrapped(*args, **kwargs):
             nonlocal num_calls
-            result = function(*args, **kwargs)
             num_calls += 1
+            if num_calls == call and place == "wait":
+                raise error
+            result = function(*args, **kwargs)
             if num_calls == call:
                 raise error
             return result
 
         return wrapped
 
-    if place in ("commit", "apply"):
-        setattr(decoder._ledger, place, broken(getattr(decoder._ledger, place)))
+    if place in ("commit", "wait", "apply"):
+        name = place.replace("wait", "apply")
+        setattr(decoder._ledger, name, broken(getattr(decoder._ledger, name)))
     elif place == "schedule":
         decoder.scheduler.schedule = broken(decoder.scheduler.schedule)
     else:
@@ -122,10 +130,11 @@ def test_generate_after_an_interrupted_generate_is_right(
         assert _texts(decoder) == expected
 
 
-def test_decoder_that_lost_a_block_or_a_slot_stays_closed(target, heads) -> None:
+def test_decoder_that_lost_a_block_or_a_slot_or_has_graphs_stays_closed(target, heads) -> None:
     for lose in (
         lambda decoder: decoder.scheduler.blocks._empty.popleft(),
-        lambda decoder: decoder.scheduler._free_slots.pop(),
+        lambda decoder: decoder.scheduler._free_slots.remove(2),
+        lambda decoder: setattr(decoder, "graphs", object()),
     ):
         decoder = _decoder(target, heads)
         _break(decoder, "target", call=2, error=MemoryError("no room"))
@@ -157,6 +166,20 @@ def test_async_decoder_after_a_failed_step_refuses_at_once(target, heads) -> Non
     assert issubclass(DecoderClosed, EnvironmentFault)
 
 
+def test_compiled_pass_hands_out_its_hidden_states_in_any_thread(target) -> None:
+    def norm(hidden: torch.Tensor) -> torch.Tensor:
+        target.model.base_model.norm(hidden)
+        return target._seen().pop("pre_norm")
+
+    compiled = torch.compile(norm, backend="eager", fullgraph=True)
+    hidden = torch.randn(1, 2, target.config.hidden_size, dtype=target.dtype)
+    vars(target.captured)["pre_norm"] = hidden + 1  # another decoder's, which runs uncompiled
+    with ThreadPoolExecutor(1) as thread:
+        found = [compiled(hidden), thread.submit(compiled, hidden).result()]
+    assert all(torch.equal(one, hidden) for one in found)
+    assert torch.equal(vars(target.captured).pop("pre_norm"), hidden + 1)
+
+
 def test_two_decoders_of_two_threads_share_a_target(target, heads, expected) -> None:
     start, policies = Barrier(2), ("training", "eagle")
 
@@ -173,3 +196,11 @@ def test_two_decoders_of_two_threads_share_a_target(target, heads, expected) -> 
     finally:
         sys.setswitchinterval(before)
     assert outcomes == [[expected] * 3] * 2
+
+
+def test_deterministic_steps_of_two_threads_on_shared_experts_are_refused() -> None:
+    model = tiny.tiny_target("qwen3_moe").model
+    before = model.config._experts_implementation
+    with InvariantProducts([model]), pytest.raises(ConfigError, match="one thread at a time"):
+        InvariantProducts([model]).__enter__()
+    assert model.config._experts_implementation == before

@@ -266,9 +266,7 @@ def test_xgrammar_of_another_vocabulary_is_refused_with_both_sizes(target, vocab
     vocabulary = [bytes([token]) if token > 2 else b"" for token in range(vocab_size)]
     foreign = XGrammarCompiler(vocabulary, stop_token_ids=STOP).regex("[0-9]+")
     decoder = SpecDecoder(target, "null")
-    with pytest.raises(
-        ConfigError, match=f"the 128 logits of the target, got one for {vocab_size}"
-    ):
+    with pytest.raises(ConfigError, match=f"the 128 logits of .*, got one for {vocab_size}"):
         decoder.add_request([5], sampling=_sampling(foreign))
     assert not decoder.has_work
 

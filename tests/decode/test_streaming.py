@@ -173,6 +173,32 @@ def test_async_bad_request_fails_alone(decoder, baseline) -> None:
     assert_clean(decoder)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("odd"), asyncio.CancelledError()])
+def test_async_admission_that_raises_leaves_no_reader_waiting(
+    decoder, baseline, monkeypatch, error: BaseException
+) -> None:
+    add_request = decoder.add_request
+
+    def failing(prompt, **arguments):
+        if list(prompt) == PROMPTS[1]:
+            raise error
+        return add_request(prompt, **arguments)
+
+    monkeypatch.setattr(decoder, "add_request", failing)
+
+    async def main() -> None:
+        async with AsyncDecoder(decoder) as service:
+            readers = [collect(service.generate(prompt, sampling=TEN)) for prompt in PROMPTS[:3]]
+            ends = asyncio.gather(*readers, return_exceptions=True)
+            first, second, third = await asyncio.wait_for(ends, timeout=30)
+            assert type(second) is type(error)
+            if isinstance(error, Exception):  # else the loop is being torn down
+                assert [tokens_of(first), tokens_of(third)] == [baseline["0"], baseline["2"]]
+
+    asyncio.run(main())
+    assert_clean(decoder)
+
+
 def test_async_step_that_raises_reaches_every_reader(decoder, monkeypatch) -> None:
     step, num_steps = decoder.step, 0
 

@@ -50,7 +50,13 @@ class InvariantProducts(TorchFunctionMode):
         self._experts_before: list[str] = []
 
     def __enter__(self) -> Self:
-        self._experts_before = [config._experts_implementation for config in self._configs]
+        before = [config._experts_implementation for config in self._configs]
+        if EXPERTS_NAME in before:  # a step of another thread has changed the model's setting
+            raise ConfigError(
+                "engine.deterministic=true must run in one thread at a time on a target with "
+                "experts, got two; decode in one thread or load the target twice."
+            )
+        self._experts_before = before
         for config in self._configs:
             config._experts_implementation = EXPERTS_NAME
         super().__enter__()
