@@ -179,6 +179,7 @@ ENGINE = [
         shows=fault("engine.cuda_graphs=true needs"),
         reason=GPU,
     ),
+    _row("engine.mixed_batches", False, "steps", "texts", base={"engine.max_num_requests": 2}),
     _row("engine.deterministic", True, "num_products", "texts rounds"),
     _row("engine.audit", False, "audit", "texts rounds"),
     _row("engine.audit_every", 2, "audit", "texts rounds"),

@@ -238,7 +238,6 @@ PROBE = [
     Row("objective.unroll", "ttt", "probe", "speculated"),
     Row("objective.num_depths", 2, "probe", "speculated"),
     Row("head.num_mtp_modules", 4, "probe", "speculated"),
-    Row("head.module_schedule", "last", "probe", "speculated"),
 ]
 MATRIX = [
     _matrix("num_mtp_modules", [2], "cells heads"),
