@@ -181,7 +181,10 @@ class Target:
             attention_context=context,
         )
         last = output.last_hidden_state
-        return TargetHidden(self._seen().pop("pre_norm").to(last.device), last)
+        seen = self._seen()
+        if "pre_norm" not in seen:  # the model alone is compiled, this method is not
+            seen = self.traced
+        return TargetHidden(seen.pop("pre_norm").to(last.device), last)
 
     def _seen(self) -> dict[str, Tensor]:
         return self.traced if torch.compiler.is_compiling() else vars(self.captured)

@@ -156,7 +156,7 @@ def test_command_lists_every_differing_hash(
     assert main(["compare", ours, _stored(tmp_path / "b", other)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 + 12
-    assert f"  q4: {_report().prompts[4].sha256[:16]} and {'0' * 16}" in lines
+    assert f"error:   q4: {_report().prompts[4].sha256[:16]} and {'0' * 16}" in lines
 
 
 def test_command_refuses_other_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
