@@ -85,7 +85,12 @@ def copy_head(folder: Path, **target: object) -> Path:
         ("train.py", ["head=chain_n33"], 2, "nearest: chain_n3"),
         ("eval.py", ["spec.k=three"], 2, "must be an integer in 0..64, got three"),
         ("eval.py", ["spec.k=40"], 2, "set engine.max_num_batched_tokens=656."),
-        ("eval.py", ["sampling.temperature=0.7"], 2, "must be 0 for spec.verify=greedy, got 0.7"),
+        (
+            "eval.py",
+            ["spec=greedy", "sampling.temperature=0.7"],
+            2,
+            "must be 0 for spec.verify=greedy",
+        ),
         ("eval.py", ["model.path=absent/folder/x"], 2, "local folder or a hub id ORGANISATION"),
         ("train.py", ["model.path=/absent"], 2, "'/absent' does not exist (from /"),
         ("eval.py", ["model.path=org/absent"], 2, "is no local path (from /"),
