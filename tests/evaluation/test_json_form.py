@@ -108,4 +108,6 @@ def test_every_shipped_results_file_is_written_again_as_it_is() -> None:
                     (condition, *condition["repeats"]), (again, *again["repeats"]), strict=True
                 ):
                     times.setdefault(name, ours[name])
+            for record in condition["records"]:
+                record.setdefault("error", None)  # newer than all of them
             assert again == condition, f"{file}: {condition['label']}"
