@@ -20,7 +20,7 @@ from tests.decode.loops import PROMPTS
 
 SAMPLING = SamplingParams(max_new_tokens=10)
 PLACES = ("schedule", "target", "draft", "commit", "wait", "apply")
-FAULTS = [(place, call) for place in PLACES for call in (1, 2, 4, 7)]
+FAULTS = [(place, call) for place in PLACES for call in (1, 4)]
 
 
 @pytest.fixture(scope="module")
