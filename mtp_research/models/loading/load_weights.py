@@ -31,12 +31,16 @@ from mtp_research.models.loading.placement import (
     require_shared_place,
 )
 from mtp_research.models.loading.quantised import dequantising, quantisation_of, require_scales
+from mtp_research.models.loading.sizes import check_sizes
 from mtp_research.models.loading.source import check_source, read_weight_map
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 
 logger = logging.getLogger(__name__)
 _REPORTER = logging.getLogger("transformers.modeling_utils")
 _NUM_LISTED = 3
+# What transformers raises about configurations and files that it does not expect.
+_LIBRARY_FAULTS = (ArithmeticError, AttributeError, KeyError, OSError, TypeError, ValueError,
+                   RuntimeError)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,10 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
     """
     with loading(path):
         published = read_config(path)  # refuses before gigabytes are read
-        if quantisation_of(published.config) == "fp8":
+        method = quantisation_of(published.config)
+        if method != "bitsandbytes" and Path(path).is_dir():  # which packs numbers
+            check_sizes(Path(path), published.config)
+        if method == "fp8":
             require_scales(Path(path))
         with dequantising(published.config) as config:
             loaded = AutoModelForCausalLM.from_pretrained(
@@ -78,6 +85,7 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
                 config=config,
                 dtype=placing.dtype,
                 trust_remote_code=False,
+                use_safetensors=True,  # nothing pickled
                 attn_implementation="eager",
                 ignore_mismatched_sizes=True,  # refused below, by name
                 output_loading_info=True,
@@ -89,7 +97,7 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
         keep_local_parts(model)
     elif placing.device_map != "none":
         require_shared_place(model, family=FAMILIES[published.family_name])
-    elif quantisation_of(published.config) != "bitsandbytes":  # whose loader has placed them
+    elif method != "bitsandbytes":  # whose loader has placed them
         model = model.to(placing.device)
     return LoadedModel(model, published.family_name)
 
@@ -139,7 +147,7 @@ def loading(path: str) -> Iterator[None]:
         yield
     except (ConfigError, EnvironmentFault, IntegrityError):  # ours are ValueErrors and such
         raise
-    except (KeyError, OSError, ValueError, RuntimeError, SafetensorError) as fault:
+    except (*_LIBRARY_FAULTS, SafetensorError) as fault:
         lines = [line.strip() for line in str(fault).strip().splitlines()]
         reason = " ".join(lines[:_NUM_LISTED]) or type(fault).__name__
         if Path(path).is_dir():

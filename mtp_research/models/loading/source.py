@@ -19,6 +19,19 @@ INDEX_FILE = "model.safetensors.index.json"
 _HUB_TIMEOUT_S = 3.0
 _NUM_HUB_ID_PARTS = 2  # ORGANISATION/NAME
 _NUM_LISTED = 3
+# Fields of every family, and values that no published model is outside of.
+_RANGES = {
+    "head_dim": (1, 1 << 16),
+    "hidden_size": (1, 1 << 20),
+    "intermediate_size": (0, 1 << 24),
+    "max_position_embeddings": (1, 1 << 24),
+    "num_attention_heads": (1, 1 << 16),
+    "num_hidden_layers": (1, 1 << 14),
+    "num_key_value_heads": (1, 1 << 16),
+    "vocab_size": (1, 1 << 26),
+}
+_MAX_INDEX_BYTES = 1 << 26
+_MAX_INDEX_ENTRIES = 400_000  # of the largest published model, 140,000
 
 
 class ModelSizes(NamedTuple):
@@ -45,6 +58,7 @@ def check_source(path: str, *, key: str = "model.path") -> Path | None:
                 f"{key} must be a folder with a {CONFIG_FILE}, {path!r} has none; "
                 f"set {key} to a model folder."
             )
+        _check_ranges(folder / CONFIG_FILE)
         return folder / CONFIG_FILE
     cached = local_file(path, CONFIG_FILE)
     if cached is None and not looks_like_hub_id(path):
@@ -58,19 +72,40 @@ def check_source(path: str, *, key: str = "model.path") -> Path | None:
             "the hub is offline or out of reach; download the model where there is a network and "
             f"set {key} to its folder."
         )
+    if cached is not None:
+        _check_ranges(cached)
     return cached
 
 
-def read_sizes(config_file: Path) -> ModelSizes:
-    """Hidden size and vocabulary of the text model that a `config.json` describes."""
+def _check_ranges(config_file: Path) -> None:
+    """Refuse sizes that no model has, before anything is built from them."""
+    for name, value in _text_fields(config_file).items():
+        low, high = _RANGES.get(name, (None, None))
+        if low is None or high is None or not isinstance(value, bool | float | int | str):
+            continue  # lists hold a value for each layer
+        if type(value) is not int or not low <= value <= high:
+            raise IntegrityError(
+                f"{config_file} must have {name} in {low}..{high}, got {value!r}; fetch the model "
+                "again."
+            )
+
+
+def _text_fields(config_file: Path) -> Mapping[str, object]:
+    """Fields of the text model in a `config.json`."""
     try:
         config = json.loads(config_file.read_text(encoding="utf8"))
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise IntegrityError(
             f"{config_file} must be a model's configuration in JSON, got {fault}; "
             "set model.path to a model folder."
         ) from None
     text = config.get("text_config", config) if isinstance(config, Mapping) else {}
+    return text if isinstance(text, Mapping) else {}
+
+
+def read_sizes(config_file: Path) -> ModelSizes:
+    """Hidden size and vocabulary of the text model that a `config.json` describes."""
+    text = _text_fields(config_file)
     sizes = [text.get(name) for name in ModelSizes._fields]
     hidden_size, vocab_size = sizes
     if not isinstance(hidden_size, int) or not isinstance(vocab_size, int):
@@ -134,14 +169,23 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
     if not path.is_file():
         return None
     try:
-        files = json.loads(path.read_text(encoding="utf8"))["weight_map"]
+        num_bytes = path.stat().st_size
+        content = path.read_bytes() if num_bytes <= _MAX_INDEX_BYTES else b""
+        if not content or content.count(b'":') > _MAX_INDEX_ENTRIES:
+            raise IntegrityError(
+                f"{path} must be an index of at most {_MAX_INDEX_ENTRIES:,} tensors in "
+                f"{_MAX_INDEX_BYTES:,} bytes, got more in {num_bytes:,}; fetch the model again."
+            )
+        files = json.loads(content)["weight_map"]
+    except IntegrityError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as fault:
         raise IntegrityError(
             f"{path} must be an index with a weight_map, got {fault!r}."
         ) from fault
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise IntegrityError(f"{path}: weight_map must give a file name for each tensor.")
-    outside = sorted({file for file in files.values() if Path(file).name != file})
+    outside = sorted({name for name in files.values() if "/" in name or name in ("", ".", "..")})
     if outside:
         raise IntegrityError(
             f"{path} must name files of its own folder, got {outside[:_NUM_LISTED]}; refused."
