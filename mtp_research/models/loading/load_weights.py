@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
@@ -39,8 +40,17 @@ logger = logging.getLogger(__name__)
 _REPORTER = logging.getLogger("transformers.modeling_utils")
 _NUM_LISTED = 3
 # What transformers raises about configurations and files that it does not expect.
-_LIBRARY_FAULTS = (ArithmeticError, AttributeError, KeyError, OSError, TypeError, ValueError,
-                   RuntimeError)  # fmt: skip
+_LIBRARY_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
