@@ -1,7 +1,10 @@
 """What a user can get wrong, through the real entries: exit code, one line, never a traceback."""
 
+import errno
+import hashlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -176,6 +179,57 @@ def test_damaged_head_record_exits_3(content: str, expected: str, tmp_path: Path
     code, message = refuse_without_torch("eval.py", "spec.head=head", folder=tmp_path)
     assert code == 3
     assert expected in message
+
+
+def test_full_disk_in_training_is_one_line_and_exit_4(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = tmp_path / "head" / "model.safetensors"
+    words = ["head.num_mtp_modules=1", "data.seq_len=32", "data.max_documents=40"]
+    words += ["trainer.max_steps=1", "trainer.batch_size=1", "data.eval_documents=4"]
+    argv = [*words, "model.device=cpu", f"output_dir={tmp_path}"]
+    room = (HEAD.with_name("chain_n1") / "model.safetensors").stat().st_size * 3  # bfloat16 there
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        assert run_entry(TrainConfig, run_training, argv=argv) == 4
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: output_dir must have room, got ")
+    assert head.is_file()  # it fits, the optimizer's moments do not
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".writing", "step"))]
+    state = tmp_path / "step_000001" / "state.json"
+    assert run_entry(TrainConfig, run_training, argv=argv) == 0
+    content = json.loads(state.read_text())
+    del content["skips"]
+    rewrite_step(state, json.dumps(content))
+    assert run_entry(TrainConfig, run_training, argv=argv) == 3
+    assert f"error: {state} must hold settings, skips" in capsys.readouterr().err
+
+
+def rewrite_step(path: Path, content: str) -> None:
+    """Replace a file of a step folder, with valid hashes, as another version would."""
+    path.write_text(content)
+    manifest = path.with_name("manifest.json")
+    body = json.loads(manifest.read_text())["manifest"]
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    body["files"][path.name] = {"bytes": len(content), "sha256": digest}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    manifest.write_text(json.dumps({"manifest": body, "sha256": digest}))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT])
+def test_full_disk_in_evaluation_is_one_line_and_exit_4(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: EvalConfig, folder: Path) -> None:
+        raise OSError(number, os.strerror(number), str(folder / "results.json"))
+
+    argv = [f"output_dir={tmp_path / 'r'}"]
+    assert run_entry(EvalConfig, fail, argv=argv) == 4
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.startswith(f"error: output_dir must have room, got [Errno {number}] ")
 
 
 def test_a_head_is_not_looked_at_when_nothing_is_drafted(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from safetensors import SafetensorError
+
 from mtp_research.app import preflight
 from mtp_research.app.overrides import (
     CONF_DIR,
@@ -52,7 +54,7 @@ from mtp_research.runtime.errors import (
     escape_warnings,
     escaped,
 )
-from mtp_research.runtime.files import run_lock
+from mtp_research.runtime.files import is_full_disk, run_lock
 from mtp_research.runtime.provenance import (
     REPOSITORY_ROOT,
     check_kind,
@@ -252,6 +254,16 @@ def _exit_code(work: Callable[[], int | None], is_traced: bool, place: str = "")
             traceback.print_exc()
         write_error("\n".join(f"{place}{line}" for line in str(fault).splitlines()))
         return fault.exit_code
+    except (OSError, SafetensorError) as fault:
+        if not is_full_disk(fault):
+            raise
+        if is_traced:
+            traceback.print_exc()
+        write_error(
+            f"{place}output_dir must have room, got {' '.join(str(fault).split())}; free some and "
+            "run the same command again, which goes on, or set output_dir=FOLDER."
+        )
+        return EnvironmentFault.exit_code
     except KeyboardInterrupt:
         write_error(f"{place}stopped by Ctrl-C.")
         return CTRL_C_EXIT_CODE

@@ -1,8 +1,10 @@
 """Files on disk: their hash, writes that survive a power cut, and the lock of a run's folder."""
 
+import errno
 import hashlib
 import os
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,6 +39,14 @@ def sync_to_disk(*paths: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+
+
+def is_full_disk(fault: Exception) -> bool:
+    """Whether a write failed for want of room; safetensors gives the system's number as text."""
+    number = fault.errno if isinstance(fault, OSError) else None
+    if found := re.search(r"os error (\d+)", str(fault)):
+        number = int(found[1])
+    return number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -82,14 +83,11 @@ def save_checkpoint(
     final = root / f"step_{step:06d}"
     folder = root / f"{_UNFINISHED}{final.name}-{os.getpid()}"
     folder.mkdir(parents=True)
-    for name, members in tensors.items():
-        contiguous = {key: tensor.detach().contiguous().cpu() for key, tensor in members.items()}
-        save_file(contiguous, folder / f"{name}.safetensors", metadata={"format": "pt"})
-    (folder / _STATE).write_text(json.dumps(dict(state), indent=1))
-    files = sorted(folder.iterdir())
-    facts = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files}
-    _write_manifest(folder / _MANIFEST, {"schema": SCHEMA, "step": step, "files": facts})
-    sync_to_disk(*files, folder / _MANIFEST, folder)
+    try:
+        _write_step(folder, step=step, tensors=tensors, state=state)
+    except (OSError, SafetensorError):  # a full disk gets its room back
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     if final.exists():  # a damaged folder of this step that an earlier resume skipped
         final.rename(root / f"{_RETIRED}{final.name}-{os.getpid()}")
     folder.rename(final)
@@ -100,10 +98,30 @@ def save_checkpoint(
     return final
 
 
+def _write_step(
+    folder: Path,
+    *,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, object],
+) -> None:
+    for name, members in tensors.items():
+        contiguous = {key: tensor.detach().contiguous().cpu() for key, tensor in members.items()}
+        save_file(contiguous, folder / f"{name}.safetensors", metadata={"format": "pt"})
+    (folder / _STATE).write_text(json.dumps(dict(state), indent=1))
+    files = sorted(folder.iterdir())
+    facts = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files}
+    _write_manifest(folder / _MANIFEST, {"schema": SCHEMA, "step": step, "files": facts})
+    sync_to_disk(*files, folder / _MANIFEST, folder)
+
+
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Open a step folder after checking size and sha256 of each of its files."""
     manifest = _read_manifest(folder / _MANIFEST)
-    files = manifest["files"]
+    step, files = manifest["step"], manifest["files"]
+    named = _STEP_FOLDER.fullmatch(folder.name)
+    if named and int(named[1]) != step:
+        raise IntegrityError(f"{folder}: holds step {step}, which is not that of its name")
     for name, facts in files.items():
         path = folder / name
         if path.parent != folder or not path.is_file():
@@ -116,9 +134,13 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             raise IntegrityError(f"{path}: content differs from the manifest's sha256")
     if _STATE not in files:
         raise IntegrityError(f"{folder / _STATE}: missing from the manifest")
-    return Checkpoint(
-        folder=folder, step=manifest["step"], state=json.loads((folder / _STATE).read_text())
-    )
+    try:
+        state = json.loads((folder / _STATE).read_text())
+    except ValueError as fault:
+        raise IntegrityError(f"{folder / _STATE}: not JSON ({fault})") from fault
+    if not isinstance(state, dict):
+        raise IntegrityError(f"{folder / _STATE}: must be a mapping, got {type(state).__name__}")
+    return Checkpoint(folder=folder, step=step, state=state)
 
 
 def newest_checkpoint(root: Path) -> Checkpoint | None:
@@ -176,9 +198,25 @@ def check_same_run(
 
 
 def clear_leftovers(root: Path) -> None:
-    """Remove what a crash left half written or half removed; the caller holds the folder."""
+    """Remove what a crash left half written or half removed; the caller holds the folder.
+
+    What a link points to stays. A folder in place of `latest` is refused: it is not ours.
+    """
     for leftover in (*root.glob(f"{_UNFINISHED}*"), *root.glob(f"{_RETIRED}*")):
-        shutil.rmtree(leftover)
+        _remove(leftover)
+    latest = root / _LATEST
+    if latest.is_dir() and not latest.is_symlink():
+        raise ConfigError(
+            f"output_dir {str(root)!r} must leave the name {_LATEST} to a file of the run, got a "
+            "folder; move it away or set output_dir=FOLDER."
+        )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _write_manifest(path: Path, body: Mapping[str, object]) -> None:
@@ -195,8 +233,16 @@ def _read_manifest(path: Path) -> dict:
         raise IntegrityError(f"{path}: missing or not a manifest ({fault})") from fault
     if hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest() != digest:
         raise IntegrityError(f"{path}: content differs from its own sha256")
-    if body["schema"] != SCHEMA:
-        raise IntegrityError(f"{path}: schema must be {SCHEMA}, got {body['schema']!r}")
+    schema = body.get("schema") if isinstance(body, dict) else type(body).__name__
+    if schema != SCHEMA:
+        raise IntegrityError(f"{path}: schema must be {SCHEMA}, got {schema!r}")
+    step, files = body.get("step"), body.get("files")
+    if type(step) is not int or step < 0:
+        raise IntegrityError(f"{path}: step must be an integer of at least 0, got {step!r}")
+    if not isinstance(files, dict) or not all(
+        isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys() for facts in files.values()
+    ):
+        raise IntegrityError(f"{path}: files must give bytes and sha256 of each file, by name")
     return body
 
 
@@ -205,7 +251,7 @@ def _rotate(root: Path, *, keep_last: int) -> None:
     for folder in step_folders(root)[:-keep_last]:
         folder.rename(root / f"{_RETIRED}{folder.name}-{os.getpid()}")
     for retired in root.glob(f"{_RETIRED}*"):
-        shutil.rmtree(retired)
+        _remove(retired)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -24,8 +24,13 @@ from torch import Tensor
 from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import save_heads
-from mtp_research.runtime.errors import Interrupted
-from mtp_research.training.checkpoint import clear_leftovers, save_checkpoint, step_seed
+from mtp_research.runtime.errors import IntegrityError, Interrupted
+from mtp_research.training.checkpoint import (
+    Checkpoint,
+    clear_leftovers,
+    save_checkpoint,
+    step_seed,
+)
 from mtp_research.training.losses.losses import batch_labels, label_counts
 from mtp_research.training.optim import cosine_learning_rate, merged_tensors
 from mtp_research.training.packed_rows import row_indices
@@ -118,13 +123,23 @@ class TrainingRun:
         self.first_walk: WalkReport | None = None
         self.best = BestWalk()
         checkpoint = find_checkpoint(config, output_dir=output_dir)
-        self.parts: RunParts = build_run(config, accelerator=accelerator, checkpoint=checkpoint)
         if checkpoint is not None:
-            self.step = checkpoint.step
-            self.skips = SkippedSteps(**checkpoint.state["skips"])
-            self.first_walk = WalkReport(**checkpoint.state["first_walk"])
-            self.best = BestWalk.from_state(checkpoint.state["best"])
+            self._restore(checkpoint)
+        self.parts: RunParts = build_run(config, accelerator=accelerator, checkpoint=checkpoint)
         accelerator.wait_for_everyone()
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        state, self.step = checkpoint.state, checkpoint.step
+        try:
+            state["settings"].keys()  # compared when the parts are built
+            self.skips = SkippedSteps(**state["skips"])
+            self.first_walk = WalkReport(**state["first_walk"])
+            self.best = BestWalk.from_state(state["best"])
+        except (AttributeError, KeyError, TypeError, ValueError) as fault:
+            raise IntegrityError(
+                f"{checkpoint.folder / 'state.json'} must hold settings, skips, first_walk and "
+                f"best as this version writes them, got {fault!r}; set another output_dir."
+            ) from fault
 
     @property
     def is_finished(self) -> bool:

@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+import resource
 import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
+from mtp_research.runtime.files import is_full_disk
 from mtp_research.training.checkpoint import (
     check_same_run,
     clear_leftovers,
@@ -94,6 +97,84 @@ def test_load_checkpoint_file_outside_the_folder_is_refused(tmp_path):
     (folder / "manifest.json").write_text(json.dumps({"manifest": body, "sha256": digest}))
     with pytest.raises(IntegrityError, match="latest"):
         load_checkpoint(folder)
+
+
+def rewrite(folder, **changes):
+    """Change the manifest, with a valid hash of its own, as another version would."""
+    body = json.loads((folder / "manifest.json").read_text())["manifest"] | changes
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps({"manifest": body, "sha256": digest}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"files": []}, "files must give bytes and sha256"),
+        ({"files": {"state.json": {"bytes": 3}}}, "files must give bytes and sha256"),
+        ({"files": {"state.json": None}}, "files must give bytes and sha256"),
+        ({"step": -3}, "step must be an integer of at least 0, got -3"),
+        ({"step": "1"}, "step must be an integer of at least 0, got '1'"),
+        ({"step": True}, "step must be an integer of at least 0, got True"),
+        ({"step": 4}, "step_000001: holds step 4, which is not that of its name"),
+        ({"schema": 2}, "schema must be 1, got 2"),
+    ],
+    ids=str,
+)
+def test_load_checkpoint_odd_manifest_is_refused_by_name(tmp_path, changes, expected):
+    folder = save(tmp_path, 1)
+    load_checkpoint(folder)
+    rewrite(folder, **changes)
+    with pytest.raises(IntegrityError, match=expected) as caught:
+        load_checkpoint(folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[1]", "{"])
+def test_load_checkpoint_odd_state_is_refused_by_name(tmp_path, content):
+    folder = save(tmp_path, 1)
+    (folder / "state.json").write_text(content)
+    facts = {"bytes": len(content), "sha256": hashlib.sha256(content.encode()).hexdigest()}
+    rewrite(folder, files={"state.json": facts})
+    with pytest.raises(IntegrityError, match=r"state\.json"):
+        load_checkpoint(folder)
+
+
+def test_full_disk_leaves_older_steps_and_nothing_else(tmp_path):
+    save(tmp_path, 1)
+    before = sorted(tmp_path.rglob("*"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises((OSError, SafetensorError)) as caught:
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert is_full_disk(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert newest_checkpoint(tmp_path).step == 1
+    save(tmp_path, 2)
+
+
+def test_clear_leftovers_takes_files_and_links_and_keeps_what_they_point_to(tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("kept")
+    (tmp_path / ".writing-x").symlink_to(precious)
+    (tmp_path / ".retired-x").symlink_to(tmp_path / "nowhere")
+    (tmp_path / ".writing-y").write_text("a file")
+    clear_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+    assert (precious / "file").read_text() == "kept"
+    save(tmp_path, 1)
+    (tmp_path / "step_000002").write_text("no folder")
+    save(tmp_path, 2)
+    assert not list(tmp_path.glob(".retired-*"))
+
+
+def test_clear_leftovers_refuses_a_folder_in_place_of_latest(tmp_path):
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(ConfigError, match="must leave the name latest to a file"):
+        clear_leftovers(tmp_path)
 
 
 def test_newest_checkpoint_skips_a_damaged_step(tmp_path, caplog):
