@@ -319,7 +319,7 @@ def test_target_without_a_finite_output_exits_3_and_keeps_the_results(
         ("cut off", 3, "must be a whole Hugging Face model"),
         ("tensor missing", 3, "1 are missing ['model.norm.weight'], 0 of another shape"),
         ("tensor misshaped", 3, "1 of another shape ['model.norm.weight']"),
-        ("no weights", 3, "must be a whole Hugging Face model"),
+        ("no weights", 3, "must hold weights as .safetensors, got none"),
         ("other family", 2, "got model_type 'olmo2'"),
         ("unknown family", 2, "got model_type 'no_such_family'"),
         ("invalid config", 3, "config.json must be a model's configuration in JSON"),

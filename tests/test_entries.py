@@ -352,6 +352,18 @@ def test_secret_in_an_error_is_redacted(
     assert capsys.readouterr().err == "error: no hub for [redacted] at https://[redacted]@host/x\n"
 
 
+@pytest.mark.parametrize("name", ["api_key", "--password", "logger.hf_token"])
+def test_word_behind_the_name_of_a_secret_is_never_shown(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["spec.k=3", name, "hunter2"]
+    assert provenance.redact_words(words) == ["spec.k=3", name, "[redacted]"]
+    assert provenance.redact_words(["top_k", "3"]) == ["top_k", "3"]
+    if not name.startswith("-"):
+        assert run_entry(EvalConfig, lambda config, folder: None, argv=words) == 2
+        assert "hunter2" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "text", ["sampling.top_k=20 sampling.max_new_tokens=8", "spec.num_speculative_tokens=3", "key"]
 )

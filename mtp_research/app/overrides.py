@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn, get_origin
 from mtp_research.config.ranges import ALIASES, legal_values, meanings, nearest, schema_keys
 from mtp_research.config.schema import GRID_AXES, EvalConfig, TrainConfig
 from mtp_research.runtime.errors import ConfigError
-from mtp_research.runtime.provenance import REPOSITORY_ROOT
+from mtp_research.runtime.provenance import REPOSITORY_ROOT, redact_words
 
 CONF_DIR = REPOSITORY_ROOT / "conf"
 Schema = type[TrainConfig] | type[EvalConfig]
@@ -76,10 +76,10 @@ def check_overrides(
     """
     groups = group_choices(schema, folders or (CONF_DIR,))
     fixed, swept, faults = [], [], []
-    for word in words:
+    for word, shown in zip(words, redact_words(words), strict=True):
         fault = _fault(schema, word, groups, is_many=is_many)
         if fault:
-            faults.append(fault)
+            faults.append(fault.replace(word, shown))
         elif word.startswith(("hydra.", "hydra/", "+hydra.", "++hydra.", "~")):
             fixed.append(word)
         elif not is_many:

@@ -39,7 +39,7 @@ class ModelConfig:
 
     name: str  # in the names of folders and tables
     family: str  # such as glm4_moe or qwen3
-    path: str  # folder in Hugging Face format, or a hub id
+    path: str  # folder in Hugging Face format, or a hub id, ORGANISATION/NAME[@REVISION]
     dtype: str = one_of("auto", *PRECISIONS)  # auto: float32 on cpu, bfloat16 on cuda
     device: str = one_of("auto", "auto", "cpu", "cuda")  # auto: a GPU where one is visible
     # eval.py under torchrun: split over its processes by the model's own plan, projections and

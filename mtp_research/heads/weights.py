@@ -38,7 +38,7 @@ from mtp_research.heads.record import (
     recorded_schedule,
 )
 from mtp_research.heads.stack import HeadSpec, MTPHeads
-from mtp_research.models.loading.source import CONFIG_FILE, looks_like_hub_id
+from mtp_research.models.loading.source import CONFIG_FILE, looks_like_hub_id, split_hub_id
 from mtp_research.models.target import Target, target_hashes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.files import sha256_of, write_atomically
@@ -164,7 +164,10 @@ def _fetch(name: str, files: list[str], *, required: list[str] | None = None) ->
     """Folder of a snapshot with these files, of which the required ones must be there."""
     reason = "the hub is offline or out of reach"
     try:
-        folder = Path(snapshot_download(name, allow_patterns=files))
+        hub_id = split_hub_id(name)
+        folder = Path(
+            snapshot_download(hub_id.name, revision=hub_id.revision, allow_patterns=files)
+        )
     except (HfHubHTTPError, HFValidationError, OSError) as fault:
         reason = next(iter(str(fault).splitlines()), type(fault).__name__)
     else:

@@ -30,7 +30,7 @@ from mtp_research.models.loading.placement import (
     resolve_dtype,
     whole,
 )
-from mtp_research.models.loading.source import local_file
+from mtp_research.models.loading.source import local_file, split_hub_id
 from mtp_research.models.recurrent import mixers_of, route_mixers
 from mtp_research.runtime.errors import IntegrityError
 
@@ -266,7 +266,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         IntegrityError: its files are damaged.
     """
     with loading(str(path)):
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        name, revision = split_hub_id(str(path))
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
 def target_hashes(target: Target) -> dict[str, str | None]:

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -54,7 +54,7 @@ def resolve_path(path: str) -> str:
 
 def run_record() -> dict[str, object]:
     """Describe this process: command, git state, package versions, hardware, time. No secrets."""
-    argv = [redact(word) for word in sys.argv]
+    argv = redact_words(sys.argv)
     return {
         "schema": RECORD_SCHEMA,
         "argv": argv,
@@ -121,6 +121,19 @@ def redact(text: str) -> str:
         'logger.api_key=[redacted] spec.k=3'
     """
     return _redact_values(_SECRET_OPTION.sub(rf"\g<1>{HIDDEN}", text))
+
+
+def redact_words(words: Sequence[str]) -> list[str]:
+    """`redact` the words of a command line; a word behind the name of a secret is one.
+
+    Example:
+        >>> redact_words(["eval.py", "--api-key", "abc", "spec.k=3"])
+        ['eval.py', '--api-key', '[redacted]', 'spec.k=3']
+    """
+    return [
+        HIDDEN if _SECRET_NAME.search(before) else redact(word)
+        for before, word in zip(["", *words], words, strict=False)
+    ]
 
 
 def _redact_values(text: str) -> str:

@@ -1,25 +1,48 @@
 """How idle threads of torch wait: the one place that knows `OMP_WAIT_POLICY`.
 
-By default they spin, and beside another process spinning takes the cores from those that work: 22
-training steps in 6 minutes against 75 in 65 s. The library that reads the variable does so once,
-when torch is imported, so every command sets it before. Importing this package sets nothing.
+By default they spin, and beside another process spinning takes the cores from those that work. To
+sleep at once costs up to half of the speed where no other process runs. So commands look whether
+one does; figures are in docs/log.md. The library that reads the variables does so once, when torch
+is imported, so every command sets them before. Importing this package sets nothing.
 """
 
 import itertools
 import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 _PACKAGE = "mtp_research"
+_LOAD = Path("/proc/loadavg")
+_NUM_LOOKS, _LOOK_EVERY_S = 10, 0.002
+_QUIET_SPINS = "20000"  # about a tenth of a millisecond, more than most gaps between two operations
 
 
 def wait_passively() -> None:
-    """Let idle threads sleep after a short wait, unless the user has set `OMP_WAIT_POLICY`.
+    """Let idle threads sleep, unless the user has set `OMP_WAIT_POLICY`.
 
-    Sleeping at once more than halves the speed of small steps; the wait keeps most of it.
+    Where no other process is at work they wait a little before, which keeps the speed of spinning.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
-        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+        if not others_run():
+            os.environ.setdefault("GOMP_SPINCOUNT", _QUIET_SPINS)
+
+
+def others_run() -> bool:
+    """Whether another thread than this one is on a core most of the time, seen for 20 ms.
+
+    True where the system does not tell (only Linux does, in /proc/loadavg): it is the safe answer.
+    """
+    num_busy = 0
+    for _ in range(_NUM_LOOKS):
+        try:
+            running = int(_LOAD.read_text().split()[3].partition("/")[0])
+        except (OSError, ValueError, IndexError):
+            return True
+        num_busy += running > 1
+        time.sleep(_LOOK_EVERY_S)
+    return num_busy > _NUM_LOOKS // 2
 
 
 def wait_passively_as_command(argv: Sequence[str], words: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
+from mtp_research.runtime import threads
 from mtp_research.runtime.threads import wait_passively_as_command
 
 NAME = "OMP_WAIT_POLICY"
@@ -68,6 +69,30 @@ def test_other_commands_are_left_alone(
     monkeypatch.delenv(NAME, raising=False)
     wait_passively_as_command(argv, words)
     assert NAME not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("load", "spins"),
+    [("0.00 0.00 0.00 1/99 7", "20000"), ("9.00 0.00 0.00 2/99 7", None), ("unknown", None)],
+    ids=["quiet", "busy", "unknown"],
+)
+def test_threads_wait_before_they_sleep_where_nobody_else_runs(
+    load: str, spins: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loadavg").write_text(load)
+    monkeypatch.setattr(threads, "_LOAD", tmp_path / "loadavg")
+    for name in (NAME, "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    threads.wait_passively()
+    assert (os.environ[NAME], os.environ.get("GOMP_SPINCOUNT")) == ("passive", spins)
+
+
+def test_a_process_at_work_is_seen() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            assert any(threads.others_run() for _ in range(50))
+        finally:
+            other.kill()
 
 
 def test_tests_wait_passively() -> None:

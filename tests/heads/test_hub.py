@@ -73,13 +73,13 @@ def test_only_shards_with_modules_are_fetched(
     (tmp_path / "cache").mkdir()
     asked: list[str] = []
 
-    def download(name: str, *, allow_patterns: list[str]) -> str:
-        assert name == NAME
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        assert (name, revision) == (NAME, "v1")
         asked.extend(allow_patterns)
         for file in allow_patterns:
             shutil.copy(tmp_path / "hub" / file, tmp_path / "cache" / file)
         return str(tmp_path / "cache")
 
     monkeypatch.setattr(hub, "snapshot_download", download)
-    load_heads(NAME, target)
+    load_heads(f"{NAME}@v1", target)
     assert asked == ["config.json", "model.safetensors.index.json", MTP_SHARD]

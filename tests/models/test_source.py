@@ -1,6 +1,7 @@
 """Where a target comes from, checked without torch and without a network."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from mtp_research.models.loading.source import ModelSizes, check_source, read_sizes
+from mtp_research.models.loading.source import ModelSizes, check_source, hub_facts, read_sizes
+from mtp_research.models.target import load_target, load_tokenizer
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 
@@ -65,15 +67,51 @@ def test_offline_setting_is_kept(hub: HTTPServer, monkeypatch: pytest.MonkeyPatc
         check_source("organisation/absent-model")
 
 
-def test_cached_hub_id_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tmp_path / "models--organisation--name"
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache with two commits of lab_tiny's target; the older one has the tag `v1`."""
+    model = tmp_path / "cache" / "models--organisation--name"
     (model / "refs").mkdir(parents=True)
-    (model / "refs" / "main").write_text("abc")
-    (model / "snapshots" / "abc").mkdir(parents=True)
-    config = model / "snapshots" / "abc" / "config.json"
-    config.write_text("{}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert check_source("organisation/name") == config
+    for name, commit in {"main": "b" * 40, "v1": "a" * 40}.items():
+        (model / "refs" / name).write_text(commit)
+        folder = model / "snapshots" / commit
+        shutil.copytree("assets/lab_tiny/target", folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["rms_norm_eps"] = 1e-5 if name == "main" else 1e-3
+        (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return model / "snapshots"
+
+
+@pytest.mark.parametrize(
+    ("revision", "commit"), [("", "b" * 40), ("@v1", "a" * 40), ("@" + "a" * 40, "a" * 40)]
+)
+def test_cached_hub_id_needs_no_network(revision: str, commit: str, cache: Path) -> None:
+    path = f"organisation/name{revision}"
+    assert check_source(path) == cache / commit / "config.json"
+    assert hub_facts(path) == {"hub_id": path, "hub_commit": commit}
+
+
+def test_pinned_revision_is_what_is_loaded(cache: Path) -> None:
+    newest, pinned = (load_target(f"organisation/name{end}", device="cpu") for end in ("", "@v1"))
+    assert (newest.config.rms_norm_eps, pinned.config.rms_norm_eps) == (1e-5, 1e-3)
+    (cache / ("a" * 40) / "tokenizer_config.json").write_text("{")
+    load_tokenizer("organisation/name")
+    with pytest.raises((ConfigError, IntegrityError)):
+        load_tokenizer("organisation/name@v1")
+
+
+def test_revision_that_the_cache_lacks_is_refused(cache: Path) -> None:
+    with pytest.raises(ConfigError, match="'organisation/name@v2' .* is not in the hub cache"):
+        check_source("organisation/name@v2")
+
+
+def test_folder_with_an_at_sign_is_a_folder(tmp_path: Path) -> None:
+    folder = shutil.copytree("assets/lab_tiny/target", tmp_path / "organisation" / "name@v1")
+    assert check_source(str(folder)) == folder / "config.json"
+    assert hub_facts(str(folder)) == {}
+    assert load_target(folder, device="cpu").config.vocab_size
 
 
 def test_sizes_are_those_of_the_text_model(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def test_heads_trained_in_bfloat16_are_decoded_in_float32(two_seeds, tmp_path, m
     state = []
     monkeypatch.setattr(matrix_workers, "_worker_state", state)
     monkeypatch.setattr(matrix_workers, "_stop_with", lambda parent: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # this process has others
     places = SimpleNamespace(get=lambda: matrix_workers._Place(0, 1, 0, parent=0))
     matrix_workers._start_worker(config, None, places)
     assert state[0][1].dtype == torch.float32

@@ -33,7 +33,7 @@ from mtp_research.models.loading.placement import (
 )
 from mtp_research.models.loading.quantised import dequantising, quantisation_of, require_scales
 from mtp_research.models.loading.sizes import check_sizes
-from mtp_research.models.loading.source import check_source, read_weight_map
+from mtp_research.models.loading.source import check_source, read_weight_map, split_hub_id
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 
 logger = logging.getLogger(__name__)
@@ -90,8 +90,10 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
         if method == "fp8":
             require_scales(Path(path))
         with dequantising(published.config) as config:
+            hub_id = split_hub_id(path)
             loaded = AutoModelForCausalLM.from_pretrained(
-                path,
+                hub_id.name,
+                revision=hub_id.revision,
                 config=config,
                 dtype=placing.dtype,
                 trust_remote_code=False,
@@ -181,7 +183,8 @@ def read_config(path: str) -> PublishedConfig:
     A family that the library has no class for is read as the one that its entry names; one that is
     not supported is refused (`ConfigError`).
     """
-    raw, _ = PreTrainedConfig.get_config_dict(path)
+    name, revision = split_hub_id(path)
+    raw, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     model_type = str(raw.get("model_type"))
     require_supported(model_type)
     loads_as = {
@@ -197,7 +200,7 @@ def read_config(path: str) -> PublishedConfig:
         return PublishedConfig(config, family_of(model_type))
     if model_type not in CONFIG_MAPPING:
         family_of(model_type)  # refuses by name what only remote code would know
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     return PublishedConfig(config, family_of(config.get_text_config().model_type))
 
 

@@ -34,6 +34,13 @@ _MAX_INDEX_BYTES = 1 << 26
 _MAX_INDEX_ENTRIES = 400_000  # of the largest published model, 140,000
 
 
+class HubId(NamedTuple):
+    """A model on the hub: ORGANISATION/NAME, or ORGANISATION/NAME@REVISION to pin it."""
+
+    name: str
+    revision: str | None  # branch, tag or commit; None for the main branch
+
+
 class ModelSizes(NamedTuple):
     """Sizes of the text model that heads must share."""
 
@@ -45,7 +52,7 @@ def check_source(path: str, *, key: str = "model.path") -> Path | None:
     """Fail fast when `path` is neither a model folder, nor a cached hub id, nor reachable.
 
     Args:
-        path: folder in Hugging Face format, or a hub id.
+        path: folder in Hugging Face format, or a hub id (`HubId`).
         key: that the path was set by, for the message.
 
     Returns:
@@ -63,8 +70,8 @@ def check_source(path: str, *, key: str = "model.path") -> Path | None:
     cached = local_file(path, CONFIG_FILE)
     if cached is None and not looks_like_hub_id(path):
         raise ConfigError(
-            f"{key} must be a local folder or a hub id ORGANISATION/NAME, {path!r} does not "
-            f"exist (from {Path.cwd()}); set {key}=PATH."
+            f"{key} must be a local folder or a hub id ORGANISATION/NAME[@REVISION], {path!r} does "
+            f"not exist (from {Path.cwd()}); set {key}=PATH."
         )
     if cached is None and not _hub_answers():
         raise ConfigError(
@@ -126,11 +133,26 @@ def local_file(path: str, name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    hub_id = split_hub_id(path)
     try:
-        found = try_to_load_from_cache(path, name)
+        found = try_to_load_from_cache(hub_id.name, name, revision=hub_id.revision)
     except HFValidationError:
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+def split_hub_id(path: str) -> HubId:
+    """Name and revision of a hub id; a local path, which may hold an @, is a name alone."""
+    if Path(path).exists():
+        return HubId(path, None)
+    name, _, revision = path.partition("@")
+    return HubId(name, revision or None)
+
+
+def hub_facts(path: str) -> dict[str, str]:
+    """For records: the commit that a hub id stood for; nothing for a folder."""
+    file = None if Path(path).exists() else local_file(path, CONFIG_FILE)
+    return {} if file is None else {"hub_id": path, "hub_commit": file.parent.name}
 
 
 def looks_like_hub_id(path: str) -> bool:
