@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from mtp_research.runtime import threads
+from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from mtp_research.runtime.threads import wait_passively_as_command
 
 NAME = "OMP_WAIT_POLICY"

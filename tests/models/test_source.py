@@ -103,7 +103,7 @@ def test_pinned_revision_is_what_is_loaded(cache: Path) -> None:
 
 
 def test_revision_that_the_cache_lacks_is_refused(cache: Path) -> None:
-    with pytest.raises(ConfigError, match="'organisation/name@v2' .* is not in the hub cache"):
+    with pytest.raises(ConfigError, match=r"'organisation/name@v2' .* is not in the hub cache"):
         check_source("organisation/name@v2")
 
 
