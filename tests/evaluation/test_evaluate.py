@@ -132,7 +132,8 @@ def test_ranking_that_drafts_are_cut_from_belongs_to_a_journal(
     head = tmp_path / "head"
     shutil.copytree(REPOSITORY_ROOT / "assets" / "lab_tiny" / "heads" / "chain_n1", head)
     monkeypatch.setattr(evaluate_module, "target_hashes", lambda target: {})
-    target = cast(Target, SimpleNamespace(dtype=torch.float32, device=torch.device("cpu")))
+    device = torch.device("cpu")
+    target = cast(Target, SimpleNamespace(dtype=torch.float32, device=device, path=""))
 
     def inputs(*words: str) -> dict[str, object]:
         config = compose_config(EvalConfig, [*WORDS, f"spec.head={head}", *words])

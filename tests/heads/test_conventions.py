@@ -79,5 +79,5 @@ def test_other_starts_and_absent_models_keep_the_defaults(tmp_path: Path) -> Non
 
 def test_damaged_configuration_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(IntegrityError, match=r"model\.path .* must be a whole Hugging Face model"):
+    with pytest.raises(IntegrityError, match=r"config\.json must be a model's configuration"):
         composed(tmp_path, "model.family=mimo")
