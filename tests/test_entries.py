@@ -340,6 +340,12 @@ def test_run_folder_holds_config_record_and_diff_without_secrets(
     assert set(record["git"]) == {"sha", "dirty", "diff_sha256"}
 
 
+def test_code_of_a_process_is_what_it_was_at_its_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = provenance.run_record()
+    monkeypatch.setattr(provenance, "_git", lambda *_: "of another commit")
+    assert provenance.run_record()["git"] == first["git"]
+
+
 def test_secret_in_an_error_is_redacted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ changes of tracked files). Only the standard library is imported, so `--help` st
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, escaped
 
@@ -45,6 +46,14 @@ _KNOWN_TOKEN = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_)[A-Za-z0-9_-]{16,}")
 _MIN_SECRET_LENGTH = 8  # shorter environment values would blank out ordinary words
 
 
+class _Code(NamedTuple):
+    """The code of this process: commit, whether it was changed since, and how."""
+
+    sha: str | None
+    is_dirty: bool | None
+    diff: str
+
+
 def resolve_path(path: str) -> str:
     """The path from the working directory, else from the repository root, else unchanged."""
     if Path(path).exists() or not (REPOSITORY_ROOT / path).exists():
@@ -54,14 +63,18 @@ def resolve_path(path: str) -> str:
 
 def run_record() -> dict[str, object]:
     """Describe this process: command, git state, package versions, hardware, time. No secrets."""
-    argv = redact_words(sys.argv)
+    argv, code = redact_words(sys.argv), _code_state(REPOSITORY_ROOT)
     return {
         "schema": RECORD_SCHEMA,
         "argv": argv,
         "command": shlex.join(["python", *argv]),
         "working_dir": redact(str(Path.cwd())),
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git": _git_state(),
+        "git": {
+            "sha": code.sha,
+            "dirty": code.is_dirty,
+            "diff_sha256": hashlib.sha256(code.diff.encode()).hexdigest(),
+        },
         "versions": {"python": platform.python_version()} | _package_versions(),
         "hardware": _hardware(),
     }
@@ -77,7 +90,9 @@ def write_run_folder(output_dir: Path, config: object) -> dict[str, object]:
         output_dir.mkdir(parents=True, exist_ok=True)
         _write_json(config_file, dataclasses.asdict(config))
         _write_json(record_file, record)
-        diff_file.write_text(_redact_values(_git_diff()), encoding="utf8")
+        diff_file.write_text(
+            _redact_values(_code_state(REPOSITORY_ROOT).diff, _secret_values()), encoding="utf8"
+        )
     except OSError as fault:
         raise EnvironmentFault(
             f"output_dir must be a writable folder, got {output_dir} ({fault.strerror}); "
@@ -120,7 +135,7 @@ def redact(text: str) -> str:
         >>> redact("logger.api_key=abc spec.k=3")
         'logger.api_key=[redacted] spec.k=3'
     """
-    return _redact_values(_SECRET_OPTION.sub(rf"\g<1>{HIDDEN}", text))
+    return _redact(text, _secret_values())
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
@@ -136,25 +151,41 @@ def redact_words(words: Sequence[str]) -> list[str]:
     ]
 
 
-def _redact_values(text: str) -> str:
-    """Replace URL passwords, known token forms and the values of secret environment variables."""
+def redact_tree(value: object, name: str = "") -> object:
+    """A copy of nested mappings and lists without secrets, by key (`api_key`) or by content."""
+    return _redact_tree(value, name, _secret_values())
+
+
+def _redact_tree(value: object, name: str, secrets: Sequence[str]) -> object:
+    if isinstance(value, dict):
+        return {key: _redact_tree(item, str(key), secrets) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redact_tree(item, name, secrets) for item in value]
+    if value is not None and _SECRET_NAME.search(name):
+        return HIDDEN
+    return _redact(value, secrets) if isinstance(value, str) else value
+
+
+def _redact(text: str, secrets: Sequence[str]) -> str:
+    return _redact_values(_SECRET_OPTION.sub(rf"\g<1>{HIDDEN}", text), secrets)
+
+
+def _redact_values(text: str, secrets: Sequence[str]) -> str:
+    """Replace URL passwords, known token forms and these secrets."""
     text = _URL_PASSWORD.sub(rf"\g<1>{HIDDEN}@", text)
     text = _KNOWN_TOKEN.sub(HIDDEN, text)
-    for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH:
-            text = text.replace(value, HIDDEN)
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
     return text
 
 
-def redact_tree(value: object, name: str = "") -> object:
-    """A copy of nested mappings and lists without secrets, by key (`api_key`) or by content."""
-    if isinstance(value, dict):
-        return {key: redact_tree(item, str(key)) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact_tree(item, name) for item in value]
-    if value is not None and _SECRET_NAME.search(name):
-        return HIDDEN
-    return redact(value) if isinstance(value, str) else value
+def _secret_values() -> list[str]:
+    """Values of secret environment variables; looked up once for all leaves of a tree."""
+    return [
+        value
+        for name, value in os.environ.items()
+        if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH
+    ]
 
 
 def _write_json(path: Path, value: object) -> None:
@@ -172,18 +203,18 @@ def _git(*words: str) -> str | None:
     return done.stdout.decode("utf8", errors="replace")
 
 
-def _git_diff() -> str:
-    return _git("diff", "--no-ext-diff", "HEAD") or ""
+@functools.cache
+def _code_state(root: Path) -> _Code:
+    """State of the repository when first asked: what runs was imported then, whatever comes after.
 
-
-def _git_state() -> dict[str, object]:
+    A matrix describes dozens of runs in a process, and each look takes four calls of git.
+    """
     sha, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
-    digest = hashlib.sha256(_git_diff().encode()).hexdigest()
-    return {
-        "sha": sha.strip() if sha else None,
-        "dirty": bool(status) if status is not None else None,
-        "diff_sha256": digest,
-    }
+    return _Code(
+        sha=sha.strip() if sha else None,
+        is_dirty=bool(status) if status is not None else None,
+        diff=_git("diff", "--no-ext-diff", "HEAD") or "",
+    )
 
 
 def package_version(name: str) -> str | None:
@@ -217,6 +248,7 @@ def num_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+@functools.cache  # reads the metadata of every package, which takes 20 ms
 def _package_versions() -> dict[str, str]:
     found = {name: package_version(name) for name in PACKAGES}
     return {name: version for name, version in found.items() if version}
