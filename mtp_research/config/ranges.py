@@ -8,6 +8,7 @@ the override that fixes it. Rules between keys stand in `rules`.
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import field
@@ -86,6 +87,7 @@ def meanings(schema: type, prefix: str = "") -> dict[str, str]:
     return found
 
 
+@functools.cache  # asked for every number of every request, and fields live as long as the process
 def legal_values(item: Field) -> str:
     """Describe what a key takes, for fault lines and for `--help`."""
     types = [part for part in get_args(item.type) if part is not NoneType]

@@ -4,6 +4,7 @@ Drafts that are nearly always rejected, or accepted, hide a verifier that shares
 drafter. So the drafter here is a blurred copy of the target, and the rate is asserted.
 """
 
+import functools
 from collections import Counter
 
 import pytest
@@ -81,6 +82,15 @@ def copied_heads(target: Target, *, blur: float) -> MTPHeads:
     return heads
 
 
+@functools.cache
+def seeded(temperature: float) -> list[SamplingParams]:
+    """What the requests of a run ask for, each with its own seed."""
+    return [
+        SamplingParams(temperature=temperature, seed=seed, max_new_tokens=NUM_NEW)
+        for seed in range(NUM_REQUESTS)
+    ]
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("draft_sampling", ["greedy", "sample"])
 @pytest.mark.parametrize("verify", ["standard", "block"])
@@ -98,10 +108,7 @@ def test_sampled_text_is_the_targets_where_half_of_the_drafts_are_kept(
         ),
         engine=ENGINE,
     )
-    for seed in range(NUM_REQUESTS):
-        sampling = SamplingParams(
-            temperature=TEMPERATURE[draft_sampling], seed=seed, max_new_tokens=NUM_NEW
-        )
+    for sampling in seeded(TEMPERATURE[draft_sampling]):
         decoder.add_request(PROMPT, sampling=sampling)
     while decoder.scheduler.has_work:
         decoder.step()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mtp_research.config.schema import ARGMAX_RULES, VERIFY_RULES, VerifyOptions
 from mtp_research.decode.sampling.sampling import (
+    SamplingTensors,
     Stream,
     sample_from,
     sampling_tensors,
@@ -43,14 +44,14 @@ def make_inputs(
     seed: int = 0,
 ) -> VerifyInputs:
     """Inputs of a batch whose requests have seeds `seed`, `seed + 1`, ... and ten tokens each."""
-    params = [
-        SamplingParams(temperature=temperature, seed=seed + row) for row in range(len(drafts))
-    ]
+    one = sampling_tensors([SamplingParams(temperature=temperature)], device=CPU)
+    seeds = torch.arange(seed, seed + len(drafts))
+    params = SamplingTensors(*(p.expand(len(drafts)) for p in one[:4]), seeds, *one[5:])
     return VerifyInputs(
         target_logits=logits,
         draft_token_ids=torch.tensor(drafts, dtype=torch.int64).view(len(drafts), -1),
         draft_probs=draft_probs,
-        params=sampling_tensors(params, device=CPU),
+        params=params,
         positions=10 + torch.arange(logits.shape[1]).expand(len(drafts), -1),
         options=options or VerifyOptions(),
     )
