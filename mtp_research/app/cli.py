@@ -16,6 +16,7 @@ each Slurm task where we need torchrun.
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -269,6 +270,14 @@ def _exit_code(work: Callable[[], int | None], is_traced: bool, place: str = "")
         return CTRL_C_EXIT_CODE
 
 
+@functools.cache  # building it takes as long as reading all files of conf/
+def _structured(schema: type) -> "DictConfig":
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(schema)
+
+
+@functools.cache  # Hydra's store is one of the process
 def _store(schema: type) -> None:
     from hydra.core.config_store import ConfigStore
 
@@ -295,7 +304,7 @@ def _typed(schema: type[ConfigT], composed: "DictConfig") -> ConfigT:
     keys = [str(key) for key in composed if key != "hydra"]
     with _hydra_faults(schema, []):
         own = OmegaConf.masked_copy(composed, keys)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), own))
+        config = OmegaConf.to_object(OmegaConf.merge(_structured(schema), own))
     assert isinstance(config, schema), f"compose must give {schema.__name__}, got {type(config)}"
     return config
 
