@@ -70,7 +70,7 @@ def test_assets_hold_enough_prompts_and_a_small_target(prompts: list[tuple[int, 
 
 
 @pytest.mark.parametrize("policy", ["eagle", "training"])
-@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])  # below, as many as and above the modules
 def test_greedy_text_equals_plain_decoding_on_all_shipped_prompts(
     target: Target,
     prompts: list[tuple[int, ...]],
@@ -110,7 +110,7 @@ def test_replay_walk_equals_the_loop_round_for_round(
     target: Target, prompts: list[tuple[int, ...]], name: str, unroll: str, num_depths: int
 ) -> None:
     heads = load_heads(ASSETS / "heads" / name, target)
-    chosen = prompts[::5]
+    chosen = prompts[::8]
     records = decode(
         target,
         heads,

@@ -73,8 +73,8 @@ def to_float64(module: nn.Module) -> None:
 
 
 def _rms_norm(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-    return self.weight * hidden_states * scale
+    width = hidden_states.shape[-1:]
+    return torch.rms_norm(hidden_states, width, self.weight, self.variance_epsilon)
 
 
 def _topk_router(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

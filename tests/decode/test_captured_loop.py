@@ -83,7 +83,7 @@ def _decode(models, policy: str, *, num_drafts: int = 3, **changes: object):
     )
     sampling = [
         SamplingParams(max_new_tokens=count, temperature=temperature, seed=count)
-        for count, temperature in ((24, 0.0), (9, 0.0), (17, 0.8), (20, 0.0))
+        for count, temperature in ((14, 0.0), (6, 0.0), (10, 0.8), (12, 0.0))
     ]
     records = run(decoder, PROMPTS, sampling=sampling)
     rounds = {name: record.num_accepted_per_round for name, record in records.items()}
@@ -121,7 +121,7 @@ def test_steps_of_one_kind_decode_what_the_plain_loop_decodes(lab) -> None:
 @pytest.mark.parametrize("policy", ["eagle", "training"])
 def test_steps_with_a_grammar_run_beside_captured_ones(lab, policy) -> None:
     grammar = SamplingParams(grammar=PAIRS, stop_token_ids=(1, 2), max_new_tokens=9)
-    plain = SamplingParams(max_new_tokens=30)
+    plain = SamplingParams(max_new_tokens=18)
     sampling = [plain, grammar, grammar, plain]
     target, heads = lab["chain_n3"]
     expected = texts_of(
