@@ -62,7 +62,7 @@ class Lab:
         self._kept: dict[str, Parts] = {}
         self._num_runs = 0
         (root / "lab").mkdir()
-        self.train = save_lab(root / "lab", num_documents=40)
+        self.train = save_lab(root / "lab", num_documents=24)
         self.train.trainer.max_steps = 2
         self.train.head.num_mtp_modules = 1
         matrix = {"num_mtp_modules": [1], "unrolls": ["chain"], "policies": ["training"]}

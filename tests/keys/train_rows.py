@@ -72,7 +72,7 @@ DATA = [
     _heads("data.kind", "original", "warnings data_kind", "weights"),
     _heads("data.seq_len", 40, "rows weights", "start"),
     _heads("data.eval_documents", 4, "rows weights walk"),
-    _heads("data.max_documents", 30, "rows weights walk"),
+    _heads("data.max_documents", 18, "rows weights walk"),
     _heads("data.hidden_cache", "written cache", "num_forwards", "weights walk rows"),
     Row("data.seq_len", 40, "cache", "cache"),
     Row("data.eval_documents", 4, "cache", "cache"),
