@@ -180,7 +180,7 @@ def _measure_case(target: Target, encoded: EncodedPrompts, head: str, policy: st
         target,
         load_heads(str(_LAB / "heads" / head), target),
         spec=SpecSettings(policy=policy, num_speculative_tokens=NUM_DRAFTS),
-        engine=EngineConfig(max_num_requests=16, audit=False),
+        engine=EngineConfig(max_num_requests=80, max_num_batched_tokens=4096, audit=False),
     )
     sampling = SamplingParams(max_new_tokens=NUM_TOKENS, stop_token_ids=target.stop_token_ids)
     for prompt, token_ids in zip(encoded.prompts, encoded.token_ids, strict=True):

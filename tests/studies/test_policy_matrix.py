@@ -31,7 +31,7 @@ from tests.training.tiny import save_lab
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     config = save_lab(tmp_path_factory.mktemp("lab"), num_documents=24)
-    config.matrix = MatrixConfig(num_mtp_modules=[1, 2], num_prompts=4, max_new_tokens=32)
+    config.matrix = MatrixConfig(num_mtp_modules=[1, 2], num_prompts=4, max_new_tokens=20)
     config.trainer = dataclasses.replace(config.trainer, max_steps=4)
     config.task = "matrix"
     return config
@@ -45,7 +45,7 @@ def two_seeds(config):
         policies=["training", "eagle"],
         seeds=[3, 5],
         num_prompts=4,
-        max_new_tokens=24,
+        max_new_tokens=16,
     )
     return dataclasses.replace(config, matrix=matrix)
 
@@ -164,7 +164,7 @@ def test_recycle_norms_are_trained_and_decoded_crosswise(config, tmp_path):
         policies=["training"],
         recycle_norms=["post_norm", "pre_norm"],
         num_prompts=4,
-        max_new_tokens=24,
+        max_new_tokens=16,
     )
     cells = run_policy_matrix(config, tmp_path)["cells"]
     norms = [(c["recycle_norm"], c["decode_recycle_norm"], c["is_match"]) for c in cells]
