@@ -288,6 +288,7 @@ REST = [
     _slurm("max_minutes", 9),
     _slurm("grace_s", 30),
     _heads("seed", 3, "rows noise weights", "rates"),
+    _heads("seed", 3, "start", base={"head.init": "random"}),
     Row("seed", 3, "target", "rows start weights", "rates"),
     Row("seed", 3, "matrix", "rows cells heads draws"),
     Row("output_dir", "mine", "train_entry", "started_in", "code"),
