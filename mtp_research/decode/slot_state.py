@@ -32,6 +32,7 @@ class KVCache:
         recurrent: RecurrentStates | None = None,
     ) -> None:
         self.recurrent, self.block_size, self.num_blocks = recurrent, block_size, num_blocks
+        self.runs_regions = False  # see `PagePool`
         self._pools: list[Tensor] = []
         self._pages: dict[int, KVPages] = {}
         for geometry in dict.fromkeys(layers):
@@ -157,7 +158,7 @@ class SlotState:
         """
         token_ids = token_ids.masked_fill((token_ids < 0) | (token_ids >= self._vocab_size), 0)
         rows = torch.where(keep, slots[:, None], self.spare_slot)
-        self.text[rows, positions.clamp(0, self.text.shape[1] - 1)] = token_ids
+        self.text.index_put_((rows, positions.clamp(0, self.text.shape[1] - 1)), token_ids)
 
     def read_text(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Tokens at absolute positions, `[T]`; outside the table, its first or last entry."""
@@ -191,7 +192,7 @@ class SlotState:
     ) -> None:
         """Store `hidden` `[R, J, D]` of rows `positions` where `keep`; at most K rows a request."""
         rows = torch.where(keep, slots[:, None], self.spare_slot)
-        self.hidden[rows, positions % self.num_rows] = hidden
+        self.hidden.index_put_((rows, positions % self.num_rows), hidden)
 
     def read_hidden(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Hidden states `[T, D]` of rows that are among the last K of their request."""

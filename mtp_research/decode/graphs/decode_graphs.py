@@ -40,6 +40,7 @@ from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, compile_options
+from mtp_research.models.rewrites.regions import for_any_size
 
 # A compiled step has one version per bucket and kind of sampling.
 _MAX_COMPILED_VERSIONS = 64
@@ -53,6 +54,7 @@ def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) 
     captures_mixed = engine.capture_mixed and has_modules
     heads = step.drafter.heads if isinstance(step.drafter, MTPDrafter) else None
     apply_rewrites(step.target, heads, engine)
+    step.cache.runs_regions = engine.compile and engine.layer_regions
     return StepGraphs(
         step,
         batch_sizes=captured_sizes(engine.max_num_requests, wanted=engine.graph_batch_sizes),
@@ -222,7 +224,10 @@ class StepGraphs:
             self._block_table[:bucket],
             self._params.view(params, bucket),
         )
-        captured = capture_call(lambda: self._device_part(*inputs), pool=self._pool)
+        for tensor in (*inputs[:2], *(v for v in inputs[2] if isinstance(v, Tensor))):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        with for_any_size():
+            captured = capture_call(lambda: self._device_part(*inputs), pool=self._pool)
         self._slots[:bucket], self._block_table[:bucket] = slots, table
         self._capture_s += time.perf_counter() - started
         return captured

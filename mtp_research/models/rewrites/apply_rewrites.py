@@ -41,6 +41,7 @@ from torch import nn
 from mtp_research.config.schema import EngineConfig
 from mtp_research.models.loading.placement import num_ranks
 from mtp_research.models.rewrites.products import merge_projections
+from mtp_research.models.rewrites.regions import compile_layers_once
 from mtp_research.models.rewrites.rotary import leave_rotary_to_attention
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError
@@ -63,6 +64,8 @@ def apply_rewrites(target: Target, heads: nn.Module | None, engine: EngineConfig
         merge_projections(model, few_rows_kernel=engine.few_rows_kernel)
         rotates = engine.rotary_in_attention and num_ranks() == 1  # not tried with parts
         leave_rotary_to_attention(target, model, enabled=rotates)
+        options = compile_options(overlaps=engine.overlap_launches)
+        compile_layers_once(target, model, enabled=engine.layer_regions, options=options)
 
 
 def compile_options(*, overlaps: bool) -> dict[str, str | int | bool | Callable[..., object]]:
