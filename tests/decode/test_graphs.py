@@ -65,6 +65,13 @@ def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPa
     ]
     graphs.prepare(SamplingParams())  # is there already, and nobody listens
     assert graphs.capture_s == 70.75
+    lines.clear()
+    monkeypatch.setattr(graphs, "_captured", lambda *_: None)
+    graphs.prepare(SamplingParams(), num_requests=2, log=lines.append)
+    assert [line.split(",")[0] for line in lines] == [
+        "captured 1 of 2: batch 2",
+        "captured 2 of 2: batch 1",
+    ]
 
 
 def test_graphs_without_a_gpu_are_refused() -> None:

@@ -17,6 +17,10 @@ rotary embedding to the launch which reads and stores the rows: MiMo-7B takes 5.
 5.830 at batch 1 (371 launches instead of 441), 8.436 instead of 8.699 at 32. It is taken only where
 a probe gives the very bits. `engine.rotary_in_attention=false` turns it off.
 
+**Regions** (regions.py). A step calls its layers through an op, and the op runs code that was
+compiled once, for every layer and number of rows: FIGURES. `engine.layer_regions=false` turns it
+off.
+
 **Overlapping launches** (`compile_options`, below). Inductor's code generator lets a kernel start
 before the one in front has ended, and ours moves its wait to the first line: MiMo-7B takes 5.674 ms
 instead of 5.763 at batch 1, 8.474 instead of 8.527 at 32. `engine.overlap_launches=false` turns it
@@ -64,8 +68,12 @@ def apply_rewrites(target: Target, heads: nn.Module | None, engine: EngineConfig
         merge_projections(model, few_rows_kernel=engine.few_rows_kernel)
         rotates = engine.rotary_in_attention and num_ranks() == 1  # not tried with parts
         leave_rotary_to_attention(target, model, enabled=rotates)
-        options = compile_options(overlaps=engine.overlap_launches)
-        compile_layers_once(target, model, enabled=engine.layer_regions, options=options)
+        compile_layers_once(
+            target,
+            model,
+            enabled=engine.layer_regions and num_ranks() == 1,
+            options=compile_options(overlaps=engine.overlap_launches),
+        )
 
 
 def compile_options(*, overlaps: bool) -> dict[str, str | int | bool | Callable[..., object]]:

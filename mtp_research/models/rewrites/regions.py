@@ -111,7 +111,8 @@ def compile_layers_once(
             if not _maps_rows(module, hidden, position_ids, angles):
                 continue
             module.__class__ = _regional(type(module))
-        cast(LayerRegion, module).region = _Region(cast(LayerRegion, module), options)
+        layer = cast(LayerRegion, module)
+        layer.region = _Region(layer, options)
         count += 1
     return count
 
@@ -149,17 +150,18 @@ def _indices(layer: nn.Module) -> set[int]:
 def _regional(plain: type[nn.Module]) -> type[nn.Module]:
     """The class `plain` whose forward calls its region in passes over pages that ask for it."""
 
-    def forward(self: LayerRegion, hidden_states: Tensor, *args: object, **kwargs: object) -> object:
+    def forward(self: LayerRegion, hidden: Tensor, *args: object, **kwargs: object) -> object:
         region, context = self.region, kwargs.get("attention_context")
-        others = {n for n, value in kwargs.items() if value is not None and value is not False}
+        given = {n for n, value in kwargs.items() if value is not None and value is not False}
         is_paged = isinstance(context, PagedContext) and context.pool.runs_regions
-        if region is None or not is_paged or args or not others <= _HANDED_ON:
-            return plain.forward(self, hidden_states, *args, **kwargs)
+        if region is None or not is_paged or args or given != _HANDED_ON:
+            return plain.forward(self, hidden, *args, **kwargs)
         context = cast(PagedContext, context)
         pages = context.pages_of(region.layer_idx)
+        angles = Angles(*cast(tuple[Tensor, Tensor], kwargs["position_embeddings"]))
         return run_layer(
-            hidden_states,
-            context.angles_of_pass(Angles(*cast(tuple[Tensor, Tensor], kwargs["position_embeddings"]))),
+            hidden,
+            context.angles_of_pass(angles),
             cast(Tensor, kwargs["position_ids"]),
             pages.keys,
             pages.values,
@@ -190,41 +192,26 @@ def _new(plain: type[nn.Module]) -> nn.Module:
 class _Region:
     """A layer, the code compiled for its like, and the number by which the op finds it."""
 
-    _known: "weakref.WeakValueDictionary[int, _Region]" = weakref.WeakValueDictionary()
-    _numbers = itertools.count()
-
     def __init__(self, layer: LayerRegion, options: CompileOptions) -> None:
         (self.layer_idx,) = _indices(layer)
-        self.number = next(self._numbers)
-        self._layer = _twin(layer)
-        self._layer.__class__ = layer.plain_class
+        self.number = next(_numbers)
+        self._layer = weakref.ref(layer)  # which owns its region
         self._compiled = _compiled(tuple(options.items()))
-        self._known[self.number] = self
-
-    @classmethod
-    def by_number(cls, number: int) -> "_Region":
-        """The region that a compiled step names."""
-        return cls._known[number]
+        _regions[self.number] = self
 
     def run(self, hidden: Tensor, both: Tensor, positions: Tensor, now: _Pass) -> Tensor:
         """Output `[1, T, D]` of the layer in a pass; `both` is cos and sin, `[2, T, P]`."""
         for rows in (hidden, both, positions):
-            torch._dynamo.mark_dynamic(rows, 1)
+            torch._dynamo.maybe_mark_dynamic(rows, 1)
         stores = stores_in_launch(now.rows.max_query_len, backend=now.backend)
         _running.now = now
         with for_any_size():
-            return self._compiled(self._layer, hidden, both, positions, now.pages.kind, stores)
+            return self._compiled(self._layer(), hidden, both, positions, now.pages.kind, stores)
 
 
-def _twin(module: nn.Module) -> nn.Module:
-    """A module on the same tensors which says that it is layer 0: compiled code goes by that."""
-    twin = object.__new__(type(module))
-    twin.__dict__ = {n: value for n, value in vars(module).items() if n != "region"}
-    if "layer_idx" in vars(twin):
-        twin.__dict__["layer_idx"] = 0
-    children = module._modules.items()
-    twin.__dict__["_modules"] = {n: None if m is None else _twin(m) for n, m in children}
-    return twin
+# By number, as compiled steps name them, for as long as their layers live.
+_regions: weakref.WeakValueDictionary[int, _Region] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 @functools.cache
@@ -234,7 +221,7 @@ def _compiled(options: tuple[tuple[str, object], ...]) -> Callable[..., Tensor]:
 
 
 def _run(
-    layer: nn.Module,
+    layer: LayerRegion,
     hidden: Tensor,
     both: Tensor,
     positions: Tensor,
@@ -244,7 +231,8 @@ def _run(
     """What is compiled: a layer's own forward."""
     angles = Angles(both[0][None], both[1][None])
     context = _RegionContext(kind, stores, angles, both)
-    return layer(
+    return layer.plain_class.forward(
+        layer,
         hidden,
         attention_mask=None,
         position_embeddings=tuple(angles),
@@ -330,7 +318,7 @@ def run_layer(
         AttentionRows(block_table, seq_lens, query_start_loc, max_query_len),
         backend,
     )
-    return _Region.by_number(region).run(hidden, both, positions, now)
+    return _regions[region].run(hidden, both, positions, now)
 
 
 @run_layer.register_fake
