@@ -158,7 +158,7 @@ class SlotState:
         """
         token_ids = token_ids.masked_fill((token_ids < 0) | (token_ids >= self._vocab_size), 0)
         rows = torch.where(keep, slots[:, None], self.spare_slot)
-        self.text.index_put_((rows, positions.clamp(0, self.text.shape[1] - 1)), token_ids)
+        self.text[rows, positions.clamp(0, self.text.shape[1] - 1)] = token_ids
 
     def read_text(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Tokens at absolute positions, `[T]`; outside the table, its first or last entry."""
@@ -192,7 +192,7 @@ class SlotState:
     ) -> None:
         """Store `hidden` `[R, J, D]` of rows `positions` where `keep`; at most K rows a request."""
         rows = torch.where(keep, slots[:, None], self.spare_slot)
-        self.hidden.index_put_((rows, positions % self.num_rows), hidden)
+        self.hidden[rows, positions % self.num_rows] = hidden
 
     def read_hidden(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Hidden states `[T, D]` of rows that are among the last K of their request."""

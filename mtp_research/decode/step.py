@@ -175,7 +175,7 @@ class DeviceStep:
             keep=column < num_sampled[:, None],
         )
         num_known_tokens = inputs.num_tokens + num_sampled
-        self.slot_state.num_tokens.index_put_((inputs.slots,), num_known_tokens)
+        self.slot_state.num_tokens[inputs.slots] = num_known_tokens
         num_fresh = inputs.num_rows - (inputs.num_drafts - num_accepted)
         # Rows that broke are run again: none of their hidden states may be kept or drafted from.
         num_fresh = torch.where(inputs.ends_at_newest_token & ~tokens.is_finite, 0, num_fresh)
@@ -198,7 +198,7 @@ class DeviceStep:
         if self.drafter is None:
             return step.inputs.draft_token_ids
         drafts = self.drafter.draft(step, cache=self.cache, slot_state=self.slot_state)
-        self.slot_state.draft_token_ids.index_put_((step.inputs.slots,), drafts)
+        self.slot_state.draft_token_ids[step.inputs.slots] = drafts
         return drafts
 
     def _columns(self, inputs: StepInputs) -> Tensor:

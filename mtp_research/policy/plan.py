@@ -64,7 +64,7 @@ class PassPlan(NamedTuple):
     @property
     def last_rows(self) -> Tensor:
         """`[R]` int64 index of each request's last row: the row that is sampled."""
-        return last_rows(self.query_start_loc)
+        return self.query_start_loc[1:].long() - 1
 
 
 class RowLayout(NamedTuple):
@@ -78,32 +78,17 @@ class RowLayout(NamedTuple):
     def positions(self, first_row: Tensor) -> Tensor:
         """Position `[T]` of every row, counted from the first one `[R]` of its request."""
         row = torch.arange(len(self.request_index), device=first_row.device)
-        return row + (first_row[self.request_index] - self.query_start_loc[self.request_index])
-
-
-def first_rows(query_start_loc: Tensor) -> Tensor:
-    """Each request's first packed row, `[R]` int64, of `[R + 1]` int32.
-
-    Looked up and not sliced: PyTorch 2.11 cannot slice in code that is compiled for any R.
-    """
-    requests = torch.arange(len(query_start_loc) - 1, device=query_start_loc.device)
-    return query_start_loc[requests].long()
-
-
-def last_rows(query_start_loc: Tensor) -> Tensor:
-    """Each request's last packed row, likewise."""
-    requests = torch.arange(len(query_start_loc) - 1, device=query_start_loc.device)
-    return query_start_loc[requests + 1].long() - 1
+        start = first_row - self.query_start_loc[:-1].long()
+        return row + start[self.request_index]
 
 
 def equal_rows(num_rows: int, like: Tensor) -> RowLayout:
     """`num_rows` rows for every request; nothing is read on the host."""
-    starts = torch.arange(len(like) + 1, device=like.device) * num_rows
-    requests = torch.arange(len(like), device=like.device)
+    requests = torch.arange(len(like) + 1, device=like.device)
     return RowLayout(
         counts=torch.full_like(like, num_rows),
-        query_start_loc=starts.int(),
-        request_index=requests.repeat_interleave(num_rows),
+        query_start_loc=(requests * num_rows).int(),
+        request_index=requests[:-1].repeat_interleave(num_rows),
         max_query_len=num_rows,
     )
 

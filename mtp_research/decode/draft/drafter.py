@@ -32,14 +32,7 @@ from mtp_research.models.attention.paged import PagedContext, fusion_barrier
 from mtp_research.models.recurrent import with_states
 from mtp_research.models.target import Target, TargetHidden
 from mtp_research.policy.audit import Auditor
-from mtp_research.policy.plan import (
-    BaseRows,
-    DraftPlan,
-    HiddenKind,
-    PassPlan,
-    StepState,
-    first_rows,
-)
+from mtp_research.policy.plan import BaseRows, DraftPlan, HiddenKind, PassPlan, StepState
 
 if TYPE_CHECKING:
     from mtp_research.heads.draft_vocabulary import DraftVocabulary
@@ -297,8 +290,7 @@ def _store_ring(step: VerifiedStep, target_hidden: Tensor, slot_state: SlotState
         slot_state.num_rows, device=state.frontier.device
     )  # [R, K]
     keep = positions >= state.first_fresh[:, None]
-    first = first_rows(step.inputs.query_start_loc)
-    rows = first[:, None] + positions - state.first_fresh[:, None]
+    rows = step.inputs.query_start_loc[:-1, None].long() + positions - state.first_fresh[:, None]
     slot_state.write_hidden(
         step.inputs.slots,
         positions=positions.clamp(min=0),

@@ -40,7 +40,7 @@ from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, compile_options
-from mtp_research.models.rewrites.regions import for_any_size
+from mtp_research.models.rewrites.regions import mark_any_size
 from mtp_research.runtime.compiling import count_kernels, num_compilations
 
 # A compiled step has one version per bucket and kind of sampling.
@@ -240,10 +240,8 @@ class StepGraphs:
             self._block_table[:bucket],
             self._params.view(params, bucket),
         )
-        for tensor in (*inputs[:2], *(v for v in inputs[2] if isinstance(v, Tensor))):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        with for_any_size():
-            captured = capture_call(lambda: self._device_part(*inputs), pool=self._pool)
+        mark_any_size(*inputs[:2], *(v for v in inputs[2] if isinstance(v, Tensor)), dim=0)
+        captured = capture_call(lambda: self._device_part(*inputs), pool=self._pool)
         self._slots[:bucket], self._block_table[:bucket] = slots, table
         self._capture_s += time.perf_counter() - started
         return captured

@@ -21,7 +21,7 @@ from mtp_research.decode.schedule.request import Request, Scheduled
 from mtp_research.decode.slot_state import KVCache, SlotState, to_device
 from mtp_research.models.attention.paged import PagedContext, materialised
 from mtp_research.models.recurrent import RecurrentContext, with_states
-from mtp_research.policy.plan import BaseRows, bounded_rows, equal_rows, last_rows
+from mtp_research.policy.plan import BaseRows, bounded_rows, equal_rows
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class StepInputs:
         Requests with fewer drafts repeat their last row; the padding drafts there are never
         accepted. Requests inside their prompt get their last row, and nothing is sampled from it.
         """
-        last = last_rows(self.query_start_loc)
+        last = self.query_start_loc[1:].long() - 1
         column = torch.arange(num_speculative_tokens + 1, device=last.device)
         return torch.minimum((last - self.num_drafts)[:, None] + column, last[:, None])
 

@@ -21,11 +21,9 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import NamedTuple, cast
 
 import torch
-import torch.fx.experimental._config
 from torch import Tensor, nn
 
 from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV, Scoring
@@ -61,12 +59,14 @@ class _Pass(NamedTuple):
     backend: str  # kernel backend
 
 
-def for_any_size() -> AbstractContextManager[object]:
-    """What is compiled meanwhile for a marked dimension holds for a size of 1 as well.
+def mark_any_size(*tensors: Tensor, dim: int) -> None:
+    """Code compiled for these tensors holds for any size of `dim` above 1.
 
-    Without it the compiler takes 1 for a case of its own, compiled anew.
+    The compiler takes a size of 1 for a case of its own, compiled anew.
     """
-    return torch.fx.experimental._config.patch(backed_size_oblivious=True)
+    for tensor in tensors:
+        if tensor.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 class _Running(threading.local):
@@ -201,12 +201,10 @@ class _Region:
 
     def run(self, hidden: Tensor, both: Tensor, positions: Tensor, now: _Pass) -> Tensor:
         """Output `[1, T, D]` of the layer in a pass; `both` is cos and sin, `[2, T, P]`."""
-        for rows in (hidden, both, positions):
-            torch._dynamo.maybe_mark_dynamic(rows, 1)
+        mark_any_size(hidden, both, positions, dim=1)
         stores = stores_in_launch(now.rows.max_query_len, backend=now.backend)
         _running.now = now
-        with for_any_size():
-            return self._compiled(self._layer(), hidden, both, positions, now.pages.kind, stores)
+        return self._compiled(self._layer(), hidden, both, positions, now.pages.kind, stores)
 
 
 # By number, as compiled steps name them, for as long as their layers live.
