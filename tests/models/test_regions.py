@@ -101,6 +101,15 @@ def test_steps_are_compiled_whole_where_regions_are_off(compiled: Counter[str]) 
     assert compiled == {"_run_step": 1}
 
 
+def test_heads_made_after_their_target_was_rewritten_decode(compiled: Counter[str]) -> None:
+    target, heads = models_of("qwen3")
+    plain = decode((target, heads), num_drafts=2)
+    assert decode((target, heads), num_drafts=2, **CAPTURED) == plain
+    later = target, tiny.tiny_heads(target, num_mtp_modules=2)
+    assert decode(later, num_drafts=2) == plain
+    assert decode(later, num_drafts=2, **CAPTURED) == plain
+
+
 @pytest.mark.parametrize(
     ("recipe", "num_layers", "num_in_heads"),
     [

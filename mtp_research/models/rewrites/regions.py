@@ -82,7 +82,7 @@ class LayerRegion(nn.Module):
     """Marks the classes that `compile_layers_once` makes."""
 
     plain_class: type[nn.Module]
-    region: "_Region | None"
+    region: "_Region | None" = None  # of the class: heads make their blocks of the target's classes
 
 
 def compile_layers_once(
