@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from mtp_research.config.schema import EvalConfig, TrainConfig
+from mtp_research.runtime.compiling import keep_compiled_code
 from mtp_research.runtime.provenance import write_error, write_run_folder
 from mtp_research.runtime.threads import wait_passively
 
@@ -50,6 +51,7 @@ def main() -> int:
 def train() -> int:
     """`train.py`: heads, a small target, cached hidden states or a matrix, by `task`."""
     wait_passively()
+    keep_compiled_code()
     from mtp_research.app.cli import run_entry
 
     return run_entry(TrainConfig, run_training)
@@ -58,6 +60,7 @@ def train() -> int:
 def evaluate() -> int:
     """`eval.py`: decode the prompts under each condition, or price faulty slots, by `task`."""
     wait_passively()
+    keep_compiled_code()
     from mtp_research.app.cli import run_entry
 
     return run_entry(EvalConfig, run_evaluation)

@@ -379,6 +379,11 @@ def choose_config(
     return _choose(_CHOICES, num_rows, num_outputs, depth, dtype)
 
 
+def has_config(num_outputs: int, depth: int, *, dtype: torch.dtype) -> bool:
+    """Whether `choose_config` names a program shape for some number of rows."""
+    return any(choose_config(rows, num_outputs, depth, dtype=dtype) for rows in _CHOICES)
+
+
 def choose_gated_config(
     num_rows: int, num_weight_rows: int, depth: int, *, dtype: torch.dtype
 ) -> FewRowsConfig | None:
@@ -395,9 +400,9 @@ def _choose(
 ) -> FewRowsConfig | None:
     if dtype not in _DTYPES or depth % 8:  # rows of the weight start at 16 bytes
         return None
-    padded_rows = max(8, 1 << (num_rows - 1).bit_length())
-    for choice in choices.get(padded_rows, ()):
-        is_wide = choice.min_outputs <= num_outputs < choice.end_outputs
-        if is_wide and depth >= choice.min_depth:
-            return choice.config
+    # Compared and not computed with: code compiled for any number of rows then holds for a range.
+    for padded_rows, of_size in choices.items():
+        if num_rows <= padded_rows:
+            fits = (c for c in of_size if c.min_outputs <= num_outputs < c.end_outputs)
+            return next((c.config for c in fits if depth >= c.min_depth), None)
     return None

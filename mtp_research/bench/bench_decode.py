@@ -67,6 +67,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--library-products", action="store_true", help="engine.few_rows_kernel=false")
     add("--library-rotary", action="store_true", help="engine.rotary_in_attention=false")
     add("--serial-launches", action="store_true", help="engine.overlap_launches=false")
+    add("--whole-steps", action="store_true", help="engine.layer_regions=false")
     add("--kernels", type=int, default=0, help="print the slowest so many kernels")
     add("--split", action="store_true", help="time parts of the step, cut at marks put into it")
     add("--no-compile", action="store_true")

@@ -168,6 +168,7 @@ def _decoder(
         few_rows_kernel=not options.library_products,
         rotary_in_attention=not options.library_rotary,
         overlap_launches=not options.serial_launches,
+        layer_regions=not options.whole_steps,
         deterministic=options.deterministic,
         audit=False,
     )

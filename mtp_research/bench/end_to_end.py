@@ -5,10 +5,11 @@
     python -m mtp_research.bench.end_to_end --cpu --shape tiny --prompt 16 --output 8
 
 All requests of a pass are there at its start. The first pass compiles and captures while requests
-wait, as a user's does; later ones show the warm loop. Random weights of `--shape` come with
-synthetic acceptance (`--accept`, the chance of a draft given that it is reached) and random
-prompts, a folder's own weights with its head and shipped text. Prints a line a pass, and last one
-JSON line. `bench_decode` times the steps alone.
+wait, unless `--warm-up` has all steps captured before; later ones show the warm loop. Each line
+says when its decoder was ready, in seconds since the process was started. Random weights of
+`--shape` come with synthetic acceptance (`--accept`, the chance of a draft given that it is
+reached) and random prompts, a folder's own weights with its head and shipped text. Prints a line a
+pass, and last one JSON line. `bench_decode` times the steps alone.
 Letters: K drafts per step.
 """
 
@@ -16,6 +17,7 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import random
 import sys
 import time
@@ -38,6 +40,7 @@ from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.kernels.bench.bench_runner import describe_machine, drain
 from mtp_research.models.target import Target, load_target, load_tokenizer
+from mtp_research.runtime.compiling import num_since, start_compilers
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.runtime.provenance import write_error
 
@@ -63,13 +66,14 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--target", help="folder or hub id of a target in place of --shape; needs --heads")
     add("--heads", help="folder of the target's heads; their acceptance is the real one")
     add("--k", nargs="+", type=int, default=[0, 3])
-    add("--policy", default="eagle")
+    add("--policy", nargs="+", default=["eagle"], help="K = 0 is measured once")
     add("--accept", type=float, help=f"synthetic acceptance of random weights; default {_ACCEPT}")
     add("--requests", type=int, default=128, help="of a pass")
     add("--batch", type=int, default=32, help="requests at a time")
     add("--prompt", type=int, default=1024, help="tokens of each prompt")
     add("--output", type=int, default=256, help="tokens of each text")
     add("--passes", type=int, default=3)
+    add("--warm-up", action="store_true", help="capture all steps before the passes, as eval.py")
     add("--chunk", type=int, default=2048, help="engine.max_prefill_chunk")
     add("--no-mixed", action="store_true", help="engine.capture_mixed=false")
     add("--no-compile", action="store_true")
@@ -88,11 +92,15 @@ def _run(options: argparse.Namespace) -> int:
     if device.type == "cpu" and not options.cpu:
         print("error: end_to_end needs a CUDA GPU; --cpu tries the commands.", file=sys.stderr)
         return EnvironmentFault.exit_code
+    if device.type == "cuda" and not options.no_compile:
+        start_compilers()
     target, heads = _load(options, device)
     report = {"machine": describe_machine(), "dtype": str(target.dtype).removeprefix("torch.")}
     rows: list[dict[str, object]] = []
-    for num_drafts in options.k:
-        for row in _passes(target, heads, options, num_drafts=num_drafts):
+    first = options.policy[:1]
+    cases = [(k, policy) for k in options.k for policy in (options.policy if k else first)]
+    for num_drafts, policy in cases:
+        for row in _passes(target, heads, options, num_drafts=num_drafts, policy=policy):
             rows.append(row)
             print(_line(row), flush=True)
         gc.collect()
@@ -114,17 +122,20 @@ def _load(options: argparse.Namespace, device: torch.device) -> tuple[Target, MT
 
 
 def _passes(
-    target: Target, heads: MTPHeads, options: argparse.Namespace, *, num_drafts: int
+    target: Target, heads: MTPHeads, options: argparse.Namespace, *, num_drafts: int, policy: str
 ) -> Iterator[dict[str, object]]:
     """A row a pass of one decoder, which is built before the first clock starts."""
     started = time.perf_counter()
-    decoder = _decoder(target, heads, options, num_drafts=num_drafts)
-    build_s = time.perf_counter() - started
+    decoder = _decoder(target, heads, options, num_drafts=num_drafts, policy=policy)
     # No stop token ends a text: every request has its --output tokens.
     sampling = SamplingParams(max_new_tokens=options.output, seed=0)
+    if options.warm_up:
+        decoder.warm_up(sampling, num_requests=options.requests)
+        drain()
+    build_s, ready_s = time.perf_counter() - started, age_of_process()
     for number in range(options.passes):
         prompts = _prompts(target, options, seed=number)
-        steps_before = decoder.stats.num_steps
+        steps_before, builds_before = decoder.stats.num_steps, decoder.num_builds
         drain()
         started = time.perf_counter()
         records = list(decoder.generate(prompts, sampling=sampling))
@@ -132,8 +143,10 @@ def _passes(
         wall_s = time.perf_counter() - started
         yield {
             **{"shape": options.target or options.shape, "num_drafts": num_drafts},
-            **{name: getattr(options, name) for name in ("policy", "batch", "prompt", "output")},
-            **{"pass": number + 1, "build_s": build_s, "wall_s": wall_s},
+            **{name: getattr(options, name) for name in ("batch", "prompt", "output")},
+            **{"policy": policy, "pass": number + 1, "wall_s": wall_s},
+            **{"build_s": build_s, "ready_s": ready_s},
+            "num_builds": num_since(builds_before, decoder.num_builds),
             "num_steps": decoder.stats.num_steps - steps_before,
             **_figures(records, wall_s=wall_s),
         }
@@ -180,7 +193,7 @@ def _prompts(target: Target, options: argparse.Namespace, *, seed: int) -> list[
 
 
 def _decoder(
-    target: Target, heads: MTPHeads, options: argparse.Namespace, *, num_drafts: int
+    target: Target, heads: MTPHeads, options: argparse.Namespace, *, num_drafts: int, policy: str
 ) -> SpecDecoder:
     on_gpu = target.device.type == "cuda"
     graphs = on_gpu and not options.no_graphs
@@ -200,7 +213,7 @@ def _decoder(
     accept = _ACCEPT if options.accept is None else options.accept
     rates = [accept ** (step + 1) for step in range(num_drafts)] if is_synthetic else []
     spec = SpecSettings(
-        policy=options.policy,
+        policy=policy,
         num_speculative_tokens=num_drafts,
         verify="synthetic" if is_synthetic else "greedy",
         verify_options=VerifyOptions(synthetic_rates=rates),
@@ -208,10 +221,21 @@ def _decoder(
     return SpecDecoder(target, heads if num_drafts else None, spec=spec, engine=engine)
 
 
+def age_of_process() -> float:
+    """Seconds since this process was started, imports included; of its own work off Linux."""
+    stat = Path("/proc/self/stat")
+    if not stat.exists():
+        return time.process_time()
+    started_ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / ticks_per_s
+
+
 def _line(row: dict[str, object]) -> str:
     ttft, gap = (cast(dict[str, float] | None, row[name]) for name in ("ttft_ms", "token_ms"))
     words = [
-        f"{row['shape']} K={row['num_drafts']} B={row['batch']} pass {row['pass']}:",
+        f"{row['shape']} K={row['num_drafts']} {row['policy']} B={row['batch']} "
+        f"pass {row['pass']}, ready at {row['ready_s']:.1f} s, {row['num_builds']} builds later:",
         f"{row['num_requests']} requests {row['num_tokens']} tokens {row['wall_s']:.3f} s",
         f"{row['tok_per_s']:.0f} tok/s  tau {row['tau']:.3f}  steps {row['num_steps']}",
     ]

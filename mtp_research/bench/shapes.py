@@ -44,6 +44,8 @@ _HALF_ROTARY = {"rope_type": "default", "partial_rotary_factor": 0.5}
 _DENSE_1B = _LONG | _sizes(32_000, 2048, 5632, 20, 16, 8) | {"head_dim": 128, "rms_norm_eps": 1e-6}
 _MIMO_7B = _LONG | _sizes(151_680, 4096, 11_008, 36, 32, 8) | {"head_dim": 128}
 _MIMO_7B |= {"rms_norm_eps": 1e-5}
+_SMOLLM2 = _sizes(49_152, 576, 1536, 30, 9, 3) | {"head_dim": 64, "rms_norm_eps": 1e-5}
+_SMOLLM2 |= {"max_position_embeddings": 8192, "tie_word_embeddings": True}
 _GLM_AIR = _LONG | _sizes(151_552, 4096, 10_944, 8, 96, 8) | _experts(128, 8, 1408, 1.0)
 _GLM_AIR |= {"head_dim": 128, "attention_bias": True}
 _GLM_AIR |= {"rope_parameters": {**_HALF_ROTARY, "rope_theta": 1e6}}
@@ -59,6 +61,7 @@ _TINY = _sizes(256, 64, 96, 2, 4, 2) | {"head_dim": 16}
 _TINY_EXPERTS = {"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2}
 SHAPES: dict[str, Shape] = {
     "dense_1b": Shape("qwen3", _DENSE_1B, "no published model; 20 layers as in our tables"),
+    "smollm2_135m": Shape("llama", _SMOLLM2, "SmolLM2-135M"),
     "mimo_7b": Shape("qwen2", _MIMO_7B, "MiMo-7B, whose layers are Qwen2's"),
     "glm45_air_8": Shape("glm4_moe", _GLM_AIR, "GLM-4.5-Air, 8 of 46 layers"),
     "glm47_flash": Shape("glm4_moe_lite", _GLM_FLASH, "GLM-4.7-Flash"),

@@ -372,6 +372,11 @@ class SpecDecoder:
         return None if self.graphs is None else self.graphs.capture_s
 
     @property
+    def num_builds(self) -> int | None:
+        """Captures and compilations so far, which end once all is ready; None without graphs."""
+        return None if self.graphs is None else self.graphs.num_builds
+
+    @property
     def newest_capture(self) -> "Captured | None":
         """The decode step that was captured last, for a look at it alone; None without graphs."""
         return None if self.graphs is None else self.graphs.newest
@@ -387,18 +392,23 @@ class SpecDecoder:
         return self.cache.bytes_per_token(layer)
 
     def warm_up(
-        self, sampling: SamplingParams, *, log: Callable[[str], None] | None = None
+        self,
+        sampling: SamplingParams,
+        *,
+        num_requests: int | None = None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
         """Touch the pool's pages and capture every step of requests sampled like this.
 
         Args:
             sampling: like all of theirs, but for the seed.
+            num_requests: how many there will be at most; None for as many as a batch holds.
             log: is handed a line after each captured batch size, which can take minutes.
         """
         self.cache.fill(0.0)
         if self.graphs is not None:
             with torch.inference_mode():
-                self.graphs.prepare(sampling, log=log)
+                self.graphs.prepare(sampling, num_requests=num_requests, log=log)
 
     def observe(self, wrap: Callable[[DeviceParts], DeviceParts] | None) -> None:
         """Put wrapped parts in the place of the step's own; None puts these back.

@@ -32,6 +32,7 @@ class KVCache:
         recurrent: RecurrentStates | None = None,
     ) -> None:
         self.recurrent, self.block_size, self.num_blocks = recurrent, block_size, num_blocks
+        self.runs_regions = False  # see `PagePool`
         self._pools: list[Tensor] = []
         self._pages: dict[int, KVPages] = {}
         for geometry in dict.fromkeys(layers):

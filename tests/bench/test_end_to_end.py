@@ -14,7 +14,7 @@ FEW = ["--cpu", "--shape", "tiny", "--batch", "2", "--requests", "3", "--prompt"
 
 def test_passes_decode_every_token_and_the_last_line_is_json(tmp_path, capsys):
     path = tmp_path / "line.json"
-    words = ["--output", "6", "--passes", "2", "--k", "0", "2", "--accept", "1.0"]
+    words = ["--output", "6", "--passes", "2", "--k", "0", "2", "--accept", "1.0", "--warm-up"]
     assert end_to_end.main([*FEW, *words, "--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == path.read_text()
@@ -24,6 +24,18 @@ def test_passes_decode_every_token_and_the_last_line_is_json(tmp_path, capsys):
     assert [row["tau"] for row in rows] == [1.0, 1.0, 3.0, 3.0]
     assert rows[2]["num_steps"] < rows[0]["num_steps"]
     assert len(lines) == len(rows) + 1
+    assert rows[0]["build_s"] < rows[0]["ready_s"] < rows[2]["ready_s"]
+
+
+def test_policies_share_the_pass_without_drafts(capsys):
+    words = ["--output", "2", "--passes", "1", "--k", "0", "1", "--policy", "eagle", "training"]
+    assert end_to_end.main([*FEW, *words]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [(row["num_drafts"], row["policy"]) for row in rows] == [
+        (0, "eagle"),
+        (1, "eagle"),
+        (1, "training"),
+    ]
 
 
 def test_figures_are_percentiles_over_requests_and_tokens_over_the_wall():

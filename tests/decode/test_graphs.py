@@ -25,7 +25,7 @@ needs_gpu = pytest.mark.gpu
 
 @pytest.mark.parametrize(
     ("wanted", "sizes"),
-    [(None, (1, 2, 4, 8, 12)), ([64], (12,)), ([4], (4,)), ([4, 8, 16, 32], (4, 8, 12))],
+    [(None, (2, 4, 8, 12)), ([64], (12,)), ([4], (4,)), ([4, 8, 16, 32], (4, 8, 12))],
 )
 def test_captured_sizes_stay_within_the_largest_batch(wanted, sizes: tuple[int, ...]) -> None:
     assert captured_sizes(12, wanted=wanted) == sizes
@@ -36,8 +36,9 @@ def test_captured_sizes_stay_within_the_largest_batch(wanted, sizes: tuple[int, 
         assert all(size < num_requests for size in sizes if size < bucket)
 
 
-def test_powers_of_two_end_at_a_largest_batch_that_is_one() -> None:
-    assert captured_sizes(8, wanted=None) == (1, 2, 4, 8)
+def test_powers_of_two_begin_with_two_and_end_at_a_largest_batch_that_is_one() -> None:
+    assert captured_sizes(8, wanted=None) == (2, 4, 8)
+    assert captured_sizes(1, wanted=None) == (1,)
 
 
 def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +66,13 @@ def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPa
     ]
     graphs.prepare(SamplingParams())  # is there already, and nobody listens
     assert graphs.capture_s == 70.75
+    lines.clear()
+    monkeypatch.setattr(graphs, "_captured", lambda *_: None)
+    graphs.prepare(SamplingParams(), num_requests=2, log=lines.append)
+    assert [line.split(",")[0] for line in lines] == [
+        "captured 1 of 2: batch 2",
+        "captured 2 of 2: batch 1",
+    ]
 
 
 def test_graphs_without_a_gpu_are_refused() -> None:

@@ -12,7 +12,8 @@ from mtp_research.evaluation.stats.summary import plain, read_condition, read_pa
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from tests.evaluation.generations import repeated, some_prompts, three_conditions, timed
 
-PASS_KEYS = "wall_s decode_wall_s num_decode_tokens full_wall_s num_full_tokens device_s"
+PASS_KEYS = """wall_s decode_wall_s num_decode_tokens full_wall_s num_full_tokens device_s
+    num_late_builds"""
 FIRST_KEYS = f"{PASS_KEYS} num_steps rows_per_step peak_memory_bytes is_resumed num_warm_ups"
 CONDITION_KEYS = f"""label policy num_speculative_tokens records lossless audit head verify repeats
     max_num_requests temperature draft_sampling parts capture_s {FIRST_KEYS}"""
@@ -36,6 +37,7 @@ def twice() -> ConditionResult:
         peak_memory_bytes=7,
         num_warm_ups=3,
         capture_s=9.0,
+        num_late_builds=1,
         parts=PARTS,
     )
     later = PassRecord(
@@ -45,6 +47,7 @@ def twice() -> ConditionResult:
         full_wall_s=0.5,
         num_full_tokens=2,
         device_s=5.5,
+        num_late_builds=2,
         num_texts_equal=5,
     )
     return repeated(first, later)
@@ -103,7 +106,11 @@ def test_every_shipped_results_file_is_written_again_as_it_is() -> None:
     for file in files:
         for condition in json.loads(lzma.decompress(file.read_bytes()))["conditions"]:
             again = stored(read_condition(condition))
-            for name in ("full_wall_s", "num_full_tokens"):  # newer than some of the files
+            for name in (
+                "full_wall_s",
+                "num_full_tokens",
+                "num_late_builds",
+            ):  # newer than some of the files
                 for times, ours in zip(
                     (condition, *condition["repeats"]), (again, *again["repeats"]), strict=True
                 ):

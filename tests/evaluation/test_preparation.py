@@ -38,14 +38,17 @@ class BothAreBuilt(Exception):
 
 
 class FakeGraphs:
-    """Takes no step, and says that it captured two buckets."""
+    """Takes no step; says that it captured two buckets, and one more in each step it was shown."""
 
     capture_s = 0.0
+    num_builds = 0
 
     def accepts(self, *_: object, **__: object) -> bool:
+        self.num_builds += 1
         return False
 
-    def prepare(self, _: object, *, log: Callable[[str], None]) -> None:
+    def prepare(self, _: object, *, num_requests: int, log: Callable[[str], None]) -> None:
+        assert num_requests == 2
         assert torch.is_inference_mode_enabled()
         for number in (1, 2):
             self.capture_s += 30.25
@@ -88,8 +91,12 @@ def test_capture_is_reported_as_it_goes_and_in_the_results(
         assert lines[first - 1].startswith(f"{label}: KV pool: {num_blocks} blocks, 0.0")
     stored = json.loads((tmp_path / "results.json").read_text())
     assert [condition["capture_s"] for condition in stored["conditions"]] == [60.5, 60.5]
-    expected = "started: 121 s in all, at most 60 s a condition (baseline)"
-    assert expected in " ".join((tmp_path / "table.txt").read_text().split())
+    late = [condition["num_late_builds"] for condition in stored["conditions"]]
+    assert late == [condition["num_steps"] for condition in stored["conditions"]]
+    told = " ".join((tmp_path / "table.txt").read_text().split())
+    assert "started: 121 s in all, at most 60 s a condition (baseline);" in told
+    assert f"; {sum(late)} compilations and captures later" in told
+    assert f"warning: eagle compiled or captured {late[1]} times while its clock ran" in told
 
 
 @pytest.mark.parametrize("memory", ["scarce", "ample", "explicit"])

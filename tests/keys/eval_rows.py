@@ -170,6 +170,7 @@ ENGINE = [
     _graphs("few_rows_kernel", False, "merged", "graphs rotated"),
     _graphs("rotary_in_attention", False, "rotated", "graphs merged"),
     _graphs("overlap_launches", False, "graphs", "merged rotated"),
+    _graphs("layer_regions", False, "regions", "merged rotated graphs"),
     _graphs("graph_batch_sizes", [3], "graphs", "merged rotated"),
     _graphs("capture_mixed", True, "graphs", "merged rotated"),
     _row(

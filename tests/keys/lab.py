@@ -408,15 +408,17 @@ def _graphs(lab: Lab, folder: Path, changes: Changes) -> Parts:
     wanted = {"cuda_graphs": True, "deferred_output": True, "audit": False, "compile": True}
     engine = {f"engine.{name}": value for name, value in wanted.items()} | dict(changes)
     config = with_keys(lab.eval, engine)
-    asked: Parts = {"merged": [], "rotated": [], "graphs": None}
+    asked: Parts = {"merged": [], "rotated": [], "regions": [], "graphs": None}
     merge = lambda _, **options: cast(list, asked["merged"]).append(options)  # noqa: E731
     rotate = lambda *_, **options: cast(list, asked["rotated"]).append(options)  # noqa: E731
+    regional = lambda *_, **options: cast(list, asked["regions"]).append(str(options))  # noqa: E731
     target = lab.models.target(str(LAB_TINY / "target"), dtype="float32", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_graphs, "require_capturable", lambda *_, **__: None)
         patch.setattr(decode_graphs, "StepGraphs", lambda _, **sizes: asked.update(graphs=sizes))
         patch.setattr(apply_rewrites, "merge_projections", merge)
         patch.setattr(apply_rewrites, "leave_rotary_to_attention", rotate)
+        patch.setattr(apply_rewrites, "compile_layers_once", regional)
         SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=config.engine)
     return asked
 

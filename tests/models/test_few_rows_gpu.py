@@ -29,6 +29,7 @@ def test_captured_steps_with_our_products_decode_what_the_plain_loop_decodes(
         return FewRowsConfig(16, 32, 2, 3)
 
     monkeypatch.setattr(few_rows, "few_rows_product", counted)
+    monkeypatch.setattr(few_rows, "has_config", lambda *_, **__: True)
     monkeypatch.setattr(few_rows, "choose_config", choose)
     monkeypatch.setattr(few_rows, "choose_gated_config", choose)
     target = tiny.tiny_target("qwen3", dtype=torch.float32)

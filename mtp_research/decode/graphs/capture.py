@@ -163,10 +163,11 @@ def require_grouped_experts(models: Sequence[nn.Module], *, dtype: str) -> None:
 def captured_sizes(max_num_requests: int, *, wanted: Sequence[int] | None) -> tuple[int, ...]:
     """Buckets, ascending: the sizes wanted, none of them above the largest batch there can be.
 
-    For example 6 requests at most give 1, 2, 4, 6; with `[4, 8]` wanted they give 4 and 6, and with
-    `[4]` alone 4, to which larger batches are split.
+    For example 6 requests at most give 2, 4, 6; with `[4, 8]` wanted they give 4 and 6, and with
+    `[4]` alone 4, to which larger batches are split. A batch of 1 is padded to 2, which costs less
+    than a percent of a step: for the compiler it would be a case of its own.
     """
-    sizes = wanted or [1 << power for power in range(max_num_requests.bit_length() + 1)]
+    sizes = wanted or [1 << power for power in range(1, max_num_requests.bit_length() + 1)]
     return tuple(sorted({min(size, max_num_requests) for size in sizes}))
 
 

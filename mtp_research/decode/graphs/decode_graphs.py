@@ -40,6 +40,8 @@ from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, compile_options
+from mtp_research.models.rewrites.regions import mark_any_size
+from mtp_research.runtime.compiling import count_kernels, num_compilations
 
 # A compiled step has one version per bucket and kind of sampling.
 _MAX_COMPILED_VERSIONS = 64
@@ -48,11 +50,13 @@ _MAX_COMPILED_VERSIONS = 64
 def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) -> "StepGraphs":
     """Captured steps; with `engine.compile` the modules are rewritten in place."""
     require_capturable(step, engine=engine)
+    count_kernels()
     # What an oracle or nobody drafts is not planned on the device.
     has_modules = step.drafter is None or isinstance(step.drafter, MTPDrafter)
     captures_mixed = engine.capture_mixed and has_modules
     heads = step.drafter.heads if isinstance(step.drafter, MTPDrafter) else None
     apply_rewrites(step.target, heads, engine)
+    step.cache.runs_regions = engine.compile and engine.layer_regions
     return StepGraphs(
         step,
         batch_sizes=captured_sizes(engine.max_num_requests, wanted=engine.graph_batch_sizes),
@@ -121,6 +125,11 @@ class StepGraphs:
         return len(self._graphs) + (self._mixed.num_graphs if self._mixed is not None else 0)
 
     @property
+    def num_builds(self) -> int:
+        """Graphs captured so far, and compilations of the process; constant once all is ready."""
+        return self.num_graphs + num_compilations()
+
+    @property
     def capture_s(self) -> float:
         """Seconds of compiling and capturing so far."""
         return self._capture_s + (self._mixed.capture_s if self._mixed is not None else 0.0)
@@ -171,17 +180,26 @@ class StepGraphs:
         return StepResult(sampled[:num_requests], is_finite[:num_requests], drafts[:num_requests])
 
     def prepare(
-        self, sampling: SamplingParams, *, log: Callable[[str], None] | None = None
+        self,
+        sampling: SamplingParams,
+        *,
+        num_requests: int | None = None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
-        """Capture every bucket for requests sampled like this, before a clock starts."""
-        first_s = self.capture_s
-        for number, bucket in enumerate(reversed(self._batch_sizes), start=1):
+        """Capture every bucket for requests sampled like this, before a clock starts.
+
+        Only those that `num_requests` requests can fill, the largest and first needed one first.
+        """
+        first_s, most = self.capture_s, self._batch_sizes[-1]
+        largest = bucket_of(min(num_requests or most, most), self._batch_sizes)
+        sizes = [size for size in reversed(self._batch_sizes) if size <= largest]
+        for number, bucket in enumerate(sizes, start=1):
             before_s = self.capture_s
             params = sampling_tensors([sampling] * bucket, device=self._slots.device)
             self._captured(bucket, params)
             if log is not None:
                 log(
-                    f"captured {number} of {len(self._batch_sizes)}: batch {bucket}, "
+                    f"captured {number} of {len(sizes)}: batch {bucket}, "
                     f"{self.capture_s - before_s:.1f} s, {self.capture_s - first_s:.0f} s so far"
                 )
         if self._mixed is not None:
@@ -222,6 +240,7 @@ class StepGraphs:
             self._block_table[:bucket],
             self._params.view(params, bucket),
         )
+        mark_any_size(*inputs[:2], *(v for v in inputs[2] if isinstance(v, Tensor)), dim=0)
         captured = capture_call(lambda: self._device_part(*inputs), pool=self._pool)
         self._slots[:bucket], self._block_table[:bucket] = slots, table
         self._capture_s += time.perf_counter() - started

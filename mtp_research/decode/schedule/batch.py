@@ -107,7 +107,7 @@ class StepInputs:
         cls, slots: Tensor, block_table: Tensor, *, slot_state: SlotState, block_size: int
     ) -> "StepInputs":
         """Inputs of a step in which every request decodes with K+1 rows, made on the device."""
-        num_requests, num_drafts = len(slots), slot_state.draft_token_ids.shape[1]
+        num_drafts = slot_state.draft_token_ids.shape[1]
         rows_each = num_drafts + 1
         layout = equal_rows(rows_each, slots)
         num_tokens = slot_state.num_tokens[slots]
@@ -125,7 +125,8 @@ class StepInputs:
             slots=slots,
             first_position=first_position,
             num_rows=layout.counts,
-            row_counts=(rows_each,) * num_requests,
+            # Compiled code holds for any number of requests, of which these would make a constant.
+            row_counts=() if torch.compiler.is_compiling() else (rows_each,) * len(slots),
             num_tokens=num_tokens,
             num_drafts=torch.full_like(slots, num_drafts),
             draft_token_ids=drafts,

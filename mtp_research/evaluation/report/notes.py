@@ -126,16 +126,7 @@ def _timing_notes(report: Report) -> Iterator[str]:
                 "machine, or with more timing.passes"
             )
     yield from _order_note(report, list(drifts.values()))
-    seconds = {
-        c.label: c.first.capture_s for c in report.conditions if c.first.capture_s is not None
-    }
-    if seconds:
-        longest = max(seconds, key=lambda label: seconds[label])
-        yield (
-            f"timing: steps were compiled and captured before the clocks started: "
-            f"{sum(seconds.values()):.0f} s in all, at most {seconds[longest]:.0f} s a condition "
-            f"({printable(longest)})"
-        )
+    yield from _preparation_notes(report)
     if any(summary.speed.full.value is not None for summary in report.summaries):
         yield (
             "batch full = of the steps without prompt rows (decode only), those that took every "
@@ -147,6 +138,33 @@ def _timing_notes(report: Report) -> Iterator[str]:
             "tau / (1 + K c + v): tau = acceptance length; unit = target + verify of a K = 0 step; "
             "c = one draft pass, v = target + verify beyond the unit; host time is in neither"
         )
+
+
+def _preparation_notes(report: Report) -> Iterator[str]:
+    """What was compiled and captured before the clocks started, and after."""
+    seconds = {
+        c.label: c.first.capture_s for c in report.conditions if c.first.capture_s is not None
+    }
+    if not seconds:
+        return
+    longest = max(seconds, key=lambda label: seconds[label])
+    late = {
+        c.label: sum(one.num_late_builds for one in c.passes if one.num_late_builds is not None)
+        for c in report.conditions
+        if c.first.num_late_builds is not None
+    }
+    yield (
+        f"timing: steps were compiled and captured before the clocks started: "
+        f"{sum(seconds.values()):.0f} s in all, at most {seconds[longest]:.0f} s a condition "
+        f"({printable(longest)}); {sum(late.values())} compilations and captures later"
+    )
+    for label, number in late.items():
+        if number:
+            yield (
+                f"warning: {printable(label)} compiled or captured {number} times while its clock "
+                "ran, so its times are not those of a warm loop; run it again, or with more "
+                "timing.passes"
+            )
 
 
 def _order_note(report: Report, drifts: Sequence[float]) -> Iterator[str]:

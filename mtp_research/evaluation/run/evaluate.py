@@ -55,6 +55,7 @@ from mtp_research.models.target import (
     target_hashes,
     warn_of_family,
 )
+from mtp_research.runtime.compiling import start_compilers
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import redact_tree, run_record
 
@@ -69,6 +70,8 @@ def evaluate(
     as printed on the last line.
     """
     conditions = conditions_of(config)
+    if config.engine.compile:
+        start_compilers()
     prompts = load_prompts(
         config.prompts.path,
         domains=config.prompts.domains,

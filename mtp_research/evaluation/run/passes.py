@@ -34,6 +34,7 @@ from mtp_research.evaluation.run.timed_decode import (
 from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord
 from mtp_research.evaluation.stats.summary import num_equal_texts
 from mtp_research.models.target import Target
+from mtp_research.runtime.compiling import num_since
 from mtp_research.runtime.errors import ConfigError
 
 _GIB = 1 << 30
@@ -135,6 +136,7 @@ class _Runner:
             clock = StepClock(device)
             decoder.observe(clock.watch)
         sampling = _sampling(self.condition, self._workload)
+        num_builds = decoder.num_builds
         decoded = decode_prompts(
             decoder,
             left,
@@ -147,7 +149,11 @@ class _Runner:
         if device.type == "cuda" and self._num_passes == 1:
             peak = torch.cuda.max_memory_allocated(device)
         times = replace(
-            decoded.times, peak_memory_bytes=peak, num_warm_ups=num_warm_ups, capture_s=capture_s
+            decoded.times,
+            peak_memory_bytes=peak,
+            num_warm_ups=num_warm_ups,
+            capture_s=capture_s,
+            num_late_builds=num_since(num_builds, decoder.num_builds),
         )
         return Pass(decoded.records, decoded.audit, times)
 
@@ -223,7 +229,7 @@ def _prepare(
 
     if decoder.is_captured:
         log(_pool_line(decoder))
-    decoder.warm_up(sampling[0], log=log)
+    decoder.warm_up(sampling[0], num_requests=len(sampling), log=log)
     num_warm_ups = warm_up(decoder, encoded, sampling, most=most_warm_ups)
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)

@@ -57,6 +57,8 @@ class PassRecord:
     num_warm_ups: int = 0  # uncounted decodings before it
     # Seconds of compiling and capturing steps before it; None without captured ones
     capture_s: float | None = None
+    # Captures and compilations while its clock ran, of which there should be none; None likewise
+    num_late_builds: int | None = None
     # Where the time of the steps without prompt rows went; None where it was not measured. A
     # results file has the sum over the passes alone, which is read back into the first.
     parts: StepParts | None = None

@@ -34,7 +34,7 @@ _RECORD_TYPES = {
 }
 _RECORD_LISTS = ("output_token_ids", "num_accepted_per_round", "num_drafted_per_round")
 _TIMES = ("wall_s", "decode_wall_s", "num_decode_tokens", "full_wall_s", "num_full_tokens")
-_OF_ALL_PASSES = (*_TIMES, "device_s")
+_OF_ALL_PASSES = (*_TIMES, "device_s", "num_late_builds")
 _SUMMARISED = ("num_steps", "rows_per_step", "peak_memory_bytes", "is_resumed")
 _OF_FIRST_PASS = (*_OF_ALL_PASSES, *_SUMMARISED, "num_warm_ups", "capture_s")
 

@@ -24,7 +24,7 @@ P rotary dims, B x S a batch in training, D hidden.
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2, "absorbed".
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol, cast
@@ -46,6 +46,8 @@ from mtp_research.runtime.errors import ConfigError
 class PagePool(Protocol):
     """Owner of the pages (`KVCache` of the decode loop)."""
 
+    runs_regions: bool  # layers of its passes run as compiled regions, in compiled steps or not
+
     def pages(self, layer: int) -> KVPages:
         """Pages of a cache layer, writable."""
         ...
@@ -58,8 +60,28 @@ class Angles(NamedTuple):
     sin: Tensor
 
 
+def stores_in_launch(max_query_len: int, *, backend: str) -> bool:
+    """Whether attention of compiled code may store the new rows in its own launch."""
+    return max_query_len <= MAX_STORED_ROWS and backend in ("auto", "triton")
+
+
+class PassOverPages:
+    """What layers of compiled passes over pages may ask their context for."""
+
+    @property
+    def stores_in_launch(self) -> bool:
+        """Whether attention of compiled code may store the new rows in its own launch."""
+        raise NotImplementedError
+
+    def attend(
+        self, module: nn.Module, call: AttentionCall, *, angles: Angles | None = None
+    ) -> Tensor:
+        """See `AttentionContext`; with `angles`, query and key come before their rotation."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class PagedContext:
+class PagedContext(PassOverPages):
     """Where the rows of one packed forward pass are written and what they may read.
 
     `kv_layer` is used instead of the layer's own index where it is set: for MTP modules, whose KV
@@ -83,8 +105,8 @@ class PagedContext:
 
     @property
     def stores_in_launch(self) -> bool:
-        """Whether attention of compiled code may store the new rows in its own launch."""
-        return self.max_query_len <= MAX_STORED_ROWS and self.backend in ("auto", "triton")
+        """See `PassOverPages`."""
+        return stores_in_launch(self.max_query_len, backend=self.backend)
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object
@@ -94,7 +116,7 @@ class PagedContext:
         Latent layers hand over the latent and the rotary key here, and `attend` gets what was
         expanded from them: the two are kept for it.
         """
-        pages = self._pages(layer_idx)
+        pages = self.pages_of(layer_idx)
         if pages.kind == "latent":
             self._new_latents[layer_idx] = (key, value)
             return key, value
@@ -124,7 +146,7 @@ class PagedContext:
 
         With `angles`, in compiled passes, query and key come before their rotary embedding.
         """
-        pages = self._pages(cast(int, module.layer_idx))
+        pages = self.pages_of(cast(int, module.layer_idx))
         is_compiling = torch.compiler.is_compiling()
         assert angles is None or (is_compiling and pages.kind != "latent"), "rows come rotated here"
         if pages.kind == "latent":
@@ -142,7 +164,7 @@ class PagedContext:
             call.query[0].transpose(0, 1),
             call.key[0].transpose(0, 1),
             call.value[0].transpose(0, 1),
-            None if angles is None else self._angles_of_pass(angles),
+            None if angles is None else self.angles_of_pass(angles),
             pages.keys,
             pages.values,
             self.slot_mapping,
@@ -156,7 +178,7 @@ class PagedContext:
             self.backend,
         )[None]
 
-    def _angles_of_pass(self, angles: Angles) -> Tensor:
+    def angles_of_pass(self, angles: Angles) -> Tensor:
         """Cos and sin as `[2, T, P]`, the same for all layers of the pass that share them."""
         for cos, both in self._kept_angles:
             if cos is angles.cos:
@@ -166,35 +188,50 @@ class PagedContext:
         return both
 
     def _attend_latents(self, module: nn.Module, call: AttentionCall, pages: KVPages) -> Tensor:
-        """Output `[T, H, Dv]` of queries `[1, H, T, nope + P]`, the second part rotated."""
-        nope, value_dim = cast(int, module.qk_nope_head_dim), cast(int, module.v_head_dim)
-        weight = cast(nn.Linear, module.kv_b_proj).weight.unflatten(0, (-1, nope + value_dim))
-        key_projection, value_projection = weight[:, :nope], weight[:, nope:]  # [H, nope or Dv, L]
-        query = call.query[0]
-        query_nope, query_rope = query.split((nope, query.shape[2] - nope), dim=-1)
         latent, rope = self._new_latents.pop(cast(int, module.layer_idx))
-        attended = store_and_attend_latents(
-            torch.bmm(query_nope, key_projection).transpose(0, 1),
-            query_rope.transpose(0, 1),
-            latent[0].transpose(0, 1),
-            rope[0].transpose(0, 1),
-            pages.keys[:, :, 0],
-            self.slot_mapping,
-            self.block_table,
-            self.seq_lens,
-            self.query_start_loc,
-            self.max_query_len,
-            call.scale,
-            self.backend,
-        )  # [T, H, L]
-        return torch.bmm(attended.transpose(0, 1), value_projection.mT).transpose(0, 1)
+
+        def attend(query_latent: Tensor, query_rope: Tensor) -> Tensor:
+            return store_and_attend_latents(
+                query_latent,
+                query_rope,
+                latent[0].transpose(0, 1),
+                rope[0].transpose(0, 1),
+                pages.keys[:, :, 0],
+                self.slot_mapping,
+                self.block_table,
+                self.seq_lens,
+                self.query_start_loc,
+                self.max_query_len,
+                call.scale,
+                self.backend,
+            )
+
+        return absorbed(module, call.query[0], attend)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Cache protocol: positions are passed explicitly, so the cache claims to be empty."""
         return 0
 
-    def _pages(self, layer_idx: int) -> KVPages:
+    def pages_of(self, layer_idx: int) -> KVPages:
+        """Pages of the layer with this index."""
         return self.pool.pages(layer_idx if self.kv_layer is None else self.kv_layer)
+
+
+def absorbed(
+    module: nn.Module, query: Tensor, attend: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Output `[T, H, Dv]` of latent attention on queries `[H, T, nope + P]`, the last P rotated.
+
+    `attend` is called with the queries' latent parts `[T, H, L]` and rotary parts `[T, H, P]`, and
+    returns attended latents `[T, H, L]`.
+    """
+    nope, value_dim = cast(int, module.qk_nope_head_dim), cast(int, module.v_head_dim)
+    weight = cast(nn.Linear, module.kv_b_proj).weight.unflatten(0, (-1, nope + value_dim))
+    key_projection, value_projection = weight[:, :nope], weight[:, nope:]  # [H, nope or Dv, L]
+    query_nope, query_rope = query.split((nope, query.shape[2] - nope), dim=-1)
+    query_latent = torch.bmm(query_nope, key_projection).transpose(0, 1)
+    attended = attend(query_latent, query_rope.transpose(0, 1))
+    return torch.bmm(attended.transpose(0, 1), value_projection.mT).transpose(0, 1)
 
 
 @torch.library.custom_op("mtp_research::materialised", mutates_args=())

@@ -24,6 +24,7 @@ from mtp_research.kernels.products.few_rows_product import (
     choose_config,
     choose_gated_config,
     few_rows_product,
+    has_config,
     runs_on,
 )
 
@@ -178,8 +179,7 @@ def _fused(plain: type[nn.Module]) -> type[nn.Module]:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`input @ weight.T + bias`, `[..., K]` and `[N, K]`, by whichever product was faster here."""
-    num_rows = input.numel() // input.shape[-1]
-    if choose_config(num_rows, *weight.shape, dtype=weight.dtype) is None:
+    if not has_config(*weight.shape, dtype=weight.dtype):
         return functional.linear(input, weight, bias)
     return few_rows_linear(input, weight, bias)
 
@@ -199,10 +199,14 @@ def gated_linear(input: Tensor, weight: Tensor) -> Tensor | None:
 def few_rows_linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Output `[..., N]` of input `[..., K]` and weight `[N, K]`, in one kernel."""
+    """Output `[..., N]` of input `[..., K]` and weight `[N, K]`, by the product for so many rows.
+
+    Chosen in the call, so that code compiled for any number of rows has the fastest for each.
+    """
     rows = _rows(input)
     config = choose_config(len(rows), *weight.shape, dtype=weight.dtype)
-    assert config is not None, "choose_config names a program shape where this op is called"
+    if config is None:
+        return functional.linear(input, weight, bias)
     output = few_rows_product(rows, weight, bias, config=config)
     return output.view(*input.shape[:-1], len(weight))
 

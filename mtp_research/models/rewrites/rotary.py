@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mtp_research.kernels.attention.store_kv import rotate_ref
 from mtp_research.models.attention.attention import AttentionCall
-from mtp_research.models.attention.paged import Angles, PagedContext
+from mtp_research.models.attention.paged import Angles, PassOverPages
 from mtp_research.models.target import Target
 
 logger = logging.getLogger(__name__)
@@ -61,13 +61,13 @@ class _Kept:
 class _RotatingContext:
     """An `AttentionContext` that adds the angles to what a layer hands over."""
 
-    def __init__(self, paged: PagedContext, kept: _Kept) -> None:
-        self.paged = paged
+    def __init__(self, context: PassOverPages, kept: _Kept) -> None:
+        self.context = context
         self.kept = kept
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """See `AttentionContext`."""
-        return self.paged.attend(module, call, angles=self.kept.take())
+        return self.context.attend(module, call, angles=self.kept.take())
 
 
 def leave_rotary_to_attention(target: Target, model: nn.Module, *, enabled: bool) -> int:
@@ -105,7 +105,7 @@ def _calls_rotary(module: nn.Module) -> bool:
     return _FUNCTION in forward.__code__.co_names and _FUNCTION in forward.__globals__
 
 
-class _Recorder:
+class Recorder:
     """An `AttentionContext` that remembers what it was called with."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ def _gives_its_rows(module: nn.Module, hidden: Tensor, angles: Angles) -> bool:
     plain, kept = type(module).forward, _Kept()
     handed_over = []
     for forward in (plain, _second_forward(plain, kept)):
-        recorder = _Recorder()
+        recorder = Recorder()
         forward(
             module,
             hidden_states=hidden,
@@ -163,11 +163,11 @@ def _leaving(plain: type[nn.Module]) -> type[nn.Module]:
     second_forward = _second_forward(cast(types.FunctionType, plain.forward), kept)
 
     def forward(self: RotaryInAttention, *args: object, **kwargs: object) -> object:
-        paged = kwargs.get("attention_context")
+        context = kwargs.get("attention_context")
         compiles = torch.compiler.is_compiling() and self.leaves_rotary
-        if not (compiles and isinstance(paged, PagedContext) and paged.stores_in_launch):
+        if not (compiles and isinstance(context, PassOverPages) and context.stores_in_launch):
             return plain.forward(self, *args, **kwargs)
-        kwargs["attention_context"] = _RotatingContext(paged, kept)
+        kwargs["attention_context"] = _RotatingContext(context, kept)
         return second_forward(self, *args, **kwargs)
 
     def reduce(self: RotaryInAttention, protocol: int) -> tuple:

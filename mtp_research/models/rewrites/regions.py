@@ -1,0 +1,377 @@
+"""Decoder layers of compiled steps, compiled once for all layers, batch sizes and conditions.
+
+A step that is compiled as a whole has every layer in it, one after the other, and is compiled anew
+for each batch size. Layers of one class do the same to other weights, so here a step calls each
+through an op, `run_layer`, into which the compiler does not look. The op runs the layer compiled by
+itself: for any number of rows, with the weights as arguments, so that one compilation serves the
+layers of target and MTP modules, decoding and prompt rows. What differs by pass (where rows lie and
+what they may read) never enters that code: its attention op asks for the pass that is running.
+
+A layer is taken if its own forward, on test rows, gives one tensor like its input, and if nothing
+has replaced the forward of a module in it. Others stay part of the step.
+
+Like the ops over pages, `run_layer` does not declare that it writes them; see `paged`.
+
+Letters: T packed rows, D hidden, P rotary dims, H / Hkv heads, Dk / Dv head dims, L latent.
+"""
+
+import functools
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV, Scoring
+from mtp_research.kernels.attention.paged_attention import attend_pages
+from mtp_research.kernels.attention.store_kv import NewRows
+from mtp_research.kernels.latent.latent_attention import attend_latents
+from mtp_research.models.attention.attention import AttentionCall
+from mtp_research.models.attention.paged import (
+    Angles,
+    PagedContext,
+    PassOverPages,
+    absorbed,
+    stores_in_launch,
+)
+from mtp_research.models.family import KVKind, KVPages
+from mtp_research.models.rewrites.rotary import Recorder
+from mtp_research.models.target import Target
+
+logger = logging.getLogger(__name__)
+CompileOptions = dict[str, str | int | bool | Callable[..., object]]
+_NUM_TEST_ROWS = 2
+_MAX_COMPILED_VERSIONS = 64  # kinds of layers times ranges of rows
+# What a layer is called with and the op hands on; with other values it stays part of the step.
+_HANDED_ON = {"position_embeddings", "position_ids", "past_key_values", "attention_context"}
+
+
+class _Pass(NamedTuple):
+    """The pass that a region runs in, and the pages of its layer."""
+
+    pages: KVPages
+    slot_mapping: Tensor  # [T] int64
+    rows: AttentionRows  # of the pass
+    backend: str  # kernel backend
+
+
+def mark_any_size(*tensors: Tensor, dim: int) -> None:
+    """Code compiled for these tensors holds for any size of `dim` above 1.
+
+    The compiler takes a size of 1 for a case of its own, compiled anew.
+    """
+    for tensor in tensors:
+        if tensor.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+class _Running(threading.local):
+    """The pass whose layer runs in this thread."""
+
+    now: _Pass
+
+
+_running = _Running()
+
+
+class LayerRegion(nn.Module):
+    """Marks the classes that `compile_layers_once` makes."""
+
+    plain_class: type[nn.Module]
+    region: "_Region | None" = None  # of the class: heads make their blocks of the target's classes
+
+
+def compile_layers_once(
+    target: Target, model: nn.Module, *, enabled: bool, options: CompileOptions
+) -> int:
+    """Let decoder layers of `model` be compiled as regions, in place; returns how many.
+
+    Comes after other rewrites: regions hold what the layers are by then. `target` gives the classes
+    of layers, and size, cos and sin of the test rows; `options` are those of `torch.compile`.
+    Without `enabled`, layers that an earlier call has changed are put back.
+    """
+    layers = cast(nn.ModuleList, target.model.base_model.layers)
+    classes = tuple({_plain_class(layer) for layer in layers})
+    hidden = torch.linspace(-3.0, 3.0, _NUM_TEST_ROWS * target.config.hidden_size)
+    hidden = hidden.sin().view(1, _NUM_TEST_ROWS, -1).to(target.device, target.dtype)
+    position_ids = torch.arange(7, 7 + _NUM_TEST_ROWS, device=target.device)[None]
+    with torch.no_grad():
+        angles = Angles(*target.position_embeddings(hidden, position_ids))
+    count = 0
+    for module in list(model.modules()):
+        if isinstance(module, LayerRegion):
+            module.region = None
+        if not (enabled and isinstance(module, classes)):
+            continue
+        if not isinstance(module, LayerRegion):
+            if not _maps_rows(module, hidden, position_ids, angles):
+                continue
+            module.__class__ = _regional(type(module))
+        layer = cast(LayerRegion, module)
+        layer.region = _Region(layer, options)
+        count += 1
+    return count
+
+
+def _plain_class(layer: nn.Module) -> type[nn.Module]:
+    return layer.plain_class if isinstance(layer, LayerRegion) else type(layer)
+
+
+def _maps_rows(layer: nn.Module, hidden: Tensor, position_ids: Tensor, angles: Angles) -> bool:
+    """Whether `layer` gives one tensor like its input, and its modules are the library's."""
+    if any("forward" in vars(module) for module in layer.modules()) or len(_indices(layer)) != 1:
+        return False
+    try:
+        with torch.no_grad():
+            output = layer(
+                hidden,
+                attention_mask=None,
+                position_embeddings=tuple(angles),
+                position_ids=position_ids,
+                past_key_values=None,
+                attention_context=Recorder(),
+            )
+    except (TypeError, RuntimeError, AttributeError) as fault:  # another signature
+        logger.debug("%s is compiled with the step: %s", type(layer).__name__, fault)
+        return False
+    return isinstance(output, Tensor) and output.shape == hidden.shape
+
+
+def _indices(layer: nn.Module) -> set[int]:
+    """Cache layers of the attentions in `layer`."""
+    return {vars(m)["layer_idx"] for m in layer.modules() if "layer_idx" in vars(m)}
+
+
+@functools.cache
+def _regional(plain: type[nn.Module]) -> type[nn.Module]:
+    """The class `plain` whose forward calls its region in passes over pages that ask for it."""
+
+    def forward(self: LayerRegion, hidden: Tensor, *args: object, **kwargs: object) -> object:
+        region, context = self.region, kwargs.get("attention_context")
+        given = {n for n, value in kwargs.items() if value is not None and value is not False}
+        is_paged = isinstance(context, PagedContext) and context.pool.runs_regions
+        if region is None or not is_paged or args or given != _HANDED_ON:
+            return plain.forward(self, hidden, *args, **kwargs)
+        context = cast(PagedContext, context)
+        pages = context.pages_of(region.layer_idx)
+        angles = Angles(*cast(tuple[Tensor, Tensor], kwargs["position_embeddings"]))
+        return run_layer(
+            hidden,
+            context.angles_of_pass(angles),
+            cast(Tensor, kwargs["position_ids"]),
+            pages.keys,
+            pages.values,
+            context.slot_mapping,
+            context.block_table,
+            context.seq_lens,
+            context.query_start_loc,
+            context.max_query_len,
+            pages.kind,
+            context.backend,
+            region.number,
+        )
+
+    def reduce(self: LayerRegion, protocol: int) -> tuple:
+        # Made here, the class cannot be found by name: copies and files hold the library's.
+        _, _, state, *rest = plain.__reduce_ex__(self, protocol)
+        kept = {name: value for name, value in cast(dict, state).items() if name != "region"}
+        return (_new, (plain,), kept, *rest)
+
+    methods = {"forward": forward, "__doc__": plain.__doc__, "__reduce_ex__": reduce}
+    return type(plain.__name__, (LayerRegion, plain), {"plain_class": plain, **methods})
+
+
+def _new(plain: type[nn.Module]) -> nn.Module:
+    return plain.__new__(plain)
+
+
+class _Region:
+    """A layer, the code compiled for its like, and the number by which the op finds it."""
+
+    def __init__(self, layer: LayerRegion, options: CompileOptions) -> None:
+        (self.layer_idx,) = _indices(layer)
+        self.number = next(_numbers)
+        self._layer = weakref.ref(layer)  # which owns its region
+        self._compiled = _compiled(tuple(options.items()))
+        _regions[self.number] = self
+
+    def run(self, hidden: Tensor, both: Tensor, positions: Tensor, now: _Pass) -> Tensor:
+        """Output `[1, T, D]` of the layer in a pass; `both` is cos and sin, `[2, T, P]`."""
+        mark_any_size(hidden, both, positions, dim=1)
+        stores = stores_in_launch(now.rows.max_query_len, backend=now.backend)
+        _running.now = now
+        return self._compiled(self._layer(), hidden, both, positions, now.pages.kind, stores)
+
+
+# By number, as compiled steps name them, for as long as their layers live.
+_regions: weakref.WeakValueDictionary[int, _Region] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+@functools.cache
+def _compiled(options: tuple[tuple[str, object], ...]) -> Callable[..., Tensor]:
+    torch._dynamo.config.recompile_limit = _MAX_COMPILED_VERSIONS
+    return torch.compile(_run, dynamic=False, options=dict(options))  # pyright: ignore[reportArgumentType]
+
+
+def _run(
+    layer: LayerRegion,
+    hidden: Tensor,
+    both: Tensor,
+    positions: Tensor,
+    kind: KVKind,
+    stores: bool,
+) -> Tensor:
+    """What is compiled: a layer's own forward."""
+    angles = Angles(both[0][None], both[1][None])
+    context = _RegionContext(kind, stores, angles, both)
+    return layer.plain_class.forward(
+        layer,
+        hidden,
+        attention_mask=None,
+        position_embeddings=tuple(angles),
+        position_ids=positions,
+        past_key_values=context,
+        attention_context=context,
+    )
+
+
+class _RegionContext(PassOverPages):
+    """What the layer of a region is handed: it attends in the pass that is running."""
+
+    def __init__(self, kind: KVKind, stores: bool, angles: Angles, both: Tensor) -> None:
+        self._kind, self._stores, self._angles, self._both = kind, stores, angles, both
+        self._latents: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def stores_in_launch(self) -> bool:
+        """See `PassOverPages`."""
+        return self._stores
+
+    def update(self, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        """Cache protocol: `attend` stores the rows; latents are handed over here alone."""
+        self._latents = (key, value)
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Cache protocol: positions are passed explicitly, so the cache claims to be empty."""
+        return 0
+
+    def attend(
+        self, module: nn.Module, call: AttentionCall, *, angles: Angles | None = None
+    ) -> Tensor:
+        """See `PassOverPages`."""
+        if self._kind == "latent":
+            assert self._latents is not None, "a latent layer hands its rows to the cache first"
+            latent, rope = (rows[0].transpose(0, 1) for rows in self._latents)
+            return absorbed(
+                module,
+                call.query[0],
+                lambda query, query_rope: attend_latents_here(
+                    query, query_rope, latent, rope, call.scale
+                ),
+            )[None]
+        both = None
+        if angles is not None:
+            is_own = angles.cos is self._angles.cos
+            both = self._both if is_own else torch.stack((angles.cos[0], angles.sin[0]))
+        return attend_here(
+            call.query[0].transpose(0, 1),
+            call.key[0].transpose(0, 1),
+            call.value[0].transpose(0, 1),
+            both,
+            call.scale,
+            call.sliding_window,
+            None if call.sinks is None else call.sinks.float(),
+        )[None]
+
+
+@torch.library.custom_op("mtp_research::run_layer", mutates_args=())
+def run_layer(
+    hidden: torch.Tensor,
+    both: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    kind: str,
+    backend: str,
+    region: int,
+) -> torch.Tensor:
+    """Output `[1, T, D]` of a region's layer on `hidden` `[1, T, D]`; see `_Region.run`.
+
+    The others are the fields of `KVPages`, `PagedContext` and `AttentionRows`.
+    """
+    now = _Pass(
+        KVPages(keys, values, cast(KVKind, kind)),
+        slot_mapping,
+        AttentionRows(block_table, seq_lens, query_start_loc, max_query_len),
+        backend,
+    )
+    return _regions[region].run(hidden, both, positions, now)
+
+
+@run_layer.register_fake
+def _fake_layer(hidden: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(hidden)
+
+
+@torch.library.custom_op("mtp_research::attend_here", mutates_args=())
+def attend_here(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    angles: torch.Tensor | None,
+    scale: float,
+    sliding_window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`store_and_attend` in the pass that is running."""
+    now, cos_sin = _running.now, () if angles is None else angles.unbind()
+    return attend_pages(
+        query,
+        PagedKV(now.pages.keys, now.pages.values),
+        now.rows,
+        Scoring(scale, sliding_window, sinks),
+        new_rows=NewRows(key, value, now.slot_mapping, *cos_sin),
+        backend=now.backend,
+    )
+
+
+@attend_here.register_fake
+def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+@torch.library.custom_op("mtp_research::attend_latents_here", mutates_args=())
+def attend_latents_here(
+    query_latent: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """`store_and_attend_latents` in the pass that is running."""
+    now = _running.now
+    return attend_latents(
+        query_latent,
+        query_rope,
+        now.pages.keys[:, :, 0],
+        now.rows,
+        scale=scale,
+        new_rows=NewRows(latent, rope, now.slot_mapping),
+        backend=now.backend,
+    )
+
+
+@attend_latents_here.register_fake
+def _fake_latents(query_latent: torch.Tensor, *_: object) -> torch.Tensor:
+    return query_latent.new_empty(query_latent.shape)

@@ -1,0 +1,68 @@
+"""Code that is compiled while a process runs: where it is kept, who compiles it, how much it was.
+
+torch.compile turns graphs into kernels, whose sources its worker processes compile; Triton compiles
+our own kernels in the process that launches them. Both keep what they made on disk, so that a later
+process only has to look it up.
+"""
+
+import importlib
+import importlib.util
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_num_kernels = 0
+
+
+def keep_compiled_code() -> None:
+    """Let torch.compile keep its code in the user's cache folder, unless the user names another.
+
+    Its own default lies among temporary files, which a machine loses when it starts anew.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    os.environ.setdefault(_CACHE, str(Path(home) / "mtp_research" / "compiled"))
+
+
+def start_compilers() -> None:
+    """Start the workers of torch.compile beside what this thread goes on to do, such as loading.
+
+    Each of them imports torch first, for which the first compilation would wait.
+    """
+    if importlib.util.find_spec("triton") is not None:  # else there is nothing for them to do
+        name = "torch._inductor.async_compile"
+        threading.Thread(target=lambda: importlib.import_module(name).maybe_warm_pool()).start()
+
+
+def count_kernels() -> None:
+    """Let `num_compilations` count our own kernels from here on; others may listen as well."""
+    from triton import knobs
+
+    others = knobs.compilation.listener
+    if getattr(others, "counts_for_us", False):
+        return
+
+    def listen(**facts: Any) -> None:  # Triton's own, handed on
+        global _num_kernels
+        _num_kernels += not facts["cache_hit"]
+        if others is not None:
+            others(**facts)
+
+    listen.counts_for_us = True
+    knobs.compilation.listener = listen
+
+
+def num_since(before: int | None, now: int | None) -> int | None:
+    """How many more there are; None where nothing is counted."""
+    return None if before is None or now is None else now - before
+
+
+def num_compilations() -> int:
+    """Compilations in this process so far: graphs of torch.compile, and kernels of our own.
+
+    Kernels that were found on disk do not count.
+    """
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"] + _num_kernels

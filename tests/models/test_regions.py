@@ -1,0 +1,145 @@
+"""Layers that are compiled once: how often the compiler runs, which layers, and the same texts.
+
+The compiler's backend is one that runs what was traced, so that a test counts and compares without
+a code generator; captured steps are called again, as in test_captured_loop.
+"""
+
+import pickle
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtp_research.config.schema import EngineConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.models.rewrites import regions
+from mtp_research.models.rewrites.regions import LayerRegion, compile_layers_once
+from tests import tiny
+from tests.decode.test_captured_loop import stand_in_for_graphs
+
+PROMPTS = ([5, 6, 7, 8, 9], [3, 4, 5], [9, 9, 8, 7, 6, 5, 4], [11, 12])
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each function was compiled."""
+    found: Counter[str] = Counter()
+    compile_ = torch.compile
+
+    def counting(function: Callable, *, dynamic: bool, **_: object) -> Callable:
+        def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable:
+            found[function.__name__] += 1
+            return graph.forward
+
+        return compile_(function, dynamic=dynamic, backend=backend)
+
+    torch._dynamo.reset()
+    regions._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", counting)
+    stand_in_for_graphs(monkeypatch)
+    yield found
+    torch._dynamo.reset()
+    regions._compiled.cache_clear()
+
+
+def decode(
+    models,
+    *,
+    num_drafts: int,
+    policy: str = "training",
+    temperature: float = 0.0,
+    **engine: object,
+):
+    target, heads = models
+    settings = {"max_num_requests": 4, "max_model_len": 64, "deferred_output": True, "audit": False}
+    decoder = SpecDecoder(
+        target,
+        heads if num_drafts else None,
+        spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts),
+        engine=EngineConfig(**settings | engine),
+    )
+    sampling = SamplingParams(max_new_tokens=10, seed=3, temperature=temperature)
+    records = list(decoder.generate(PROMPTS, sampling=sampling))
+    records += decoder.generate(PROMPTS[:1], sampling=sampling)  # a batch of one
+    return [(one.output_token_ids, one.num_accepted_per_round) for one in records]
+
+
+def models_of(recipe: str, **changes: object):
+    target = tiny.tiny_target(recipe, dtype=torch.float32, **changes)
+    return target, tiny.tiny_heads(target, num_mtp_modules=2)
+
+
+CAPTURED = {"cuda_graphs": True, "compile": True, "capture_mixed": True}
+
+
+def test_layers_batch_sizes_and_conditions_share_their_code(compiled: Counter[str]) -> None:
+    models = models_of("qwen3", num_hidden_layers=3)
+    conditions = ((0, "training", 0.0), (2, "eagle", 0.0), (3, "training", 0.8))
+    for number, (num_drafts, policy, temperature) in enumerate(conditions):
+        condition = {"num_drafts": num_drafts, "policy": policy, "temperature": temperature}
+        plain = decode(models, **condition)
+        assert decode(models, **condition, **CAPTURED) == plain
+        # A layer whose rows its attention stores, and one whose rows lie in a longer prompt.
+        assert compiled == {"_run": 2, "_run_step": number + 1}
+
+
+def test_layers_of_two_kinds_are_compiled_twice(compiled: Counter[str]) -> None:
+    models = models_of("gemma3")  # with a window and without
+    plain = decode(models, num_drafts=2)
+    assert decode(models, num_drafts=2, **CAPTURED) == plain
+    assert compiled == {"_run": 4, "_run_step": 1}
+
+
+def test_steps_are_compiled_whole_where_regions_are_off(compiled: Counter[str]) -> None:
+    models = models_of("qwen3")
+    plain = decode(models, num_drafts=2)
+    assert decode(models, num_drafts=2, **CAPTURED, layer_regions=False) == plain
+    assert compiled == {"_run_step": 1}
+
+
+def test_heads_made_after_their_target_was_rewritten_decode(compiled: Counter[str]) -> None:
+    target, heads = models_of("qwen3")
+    plain = decode((target, heads), num_drafts=2)
+    assert decode((target, heads), num_drafts=2, **CAPTURED) == plain
+    later = target, tiny.tiny_heads(target, num_mtp_modules=2)
+    assert decode(later, num_drafts=2) == plain
+    assert decode(later, num_drafts=2, **CAPTURED) == plain
+
+
+@pytest.mark.parametrize(
+    ("recipe", "num_layers", "num_in_heads"),
+    [
+        pytest.param("mimo", 2, 1, id="dense"),
+        pytest.param("glm4_moe", 2, 1, id="experts"),
+        pytest.param("glm4_moe_lite", 2, 1, id="latents"),
+        pytest.param("deepseek_v32", 0, 0, id="forward_replaced"),
+        pytest.param("longcat_flash", 0, 0, id="two_attentions"),
+    ],
+)
+def test_layers_are_taken_by_what_they_give(recipe, num_layers, num_in_heads) -> None:
+    target = tiny.tiny_target(recipe, dtype=torch.float32)
+    heads = tiny.tiny_heads(target, num_mtp_modules=1)
+    for _ in range(2):  # the second decoder on a model finds it changed
+        assert compile_layers_once(target, target.model, enabled=True, options={}) == num_layers
+        assert compile_layers_once(target, heads, enabled=True, options={}) == num_in_heads
+    assert compile_layers_once(target, target.model, enabled=False, options={}) == 0
+    regional = [m for m in target.model.modules() if isinstance(m, LayerRegion)]
+    assert [layer.region for layer in regional] == [None] * num_layers
+
+
+def test_changed_layers_are_copied_as_the_library_s_and_keep_their_weights() -> None:
+    target = tiny.tiny_target("qwen3", dtype=torch.float32)
+    layer = target.model.base_model.layers[1]
+    before, kind = layer.state_dict(), type(layer)
+    compile_layers_once(target, target.model, enabled=True, options={})
+    assert type(layer) is not kind
+    copied = pickle.loads(pickle.dumps(layer))
+    assert type(copied) is kind
+    for state in (layer.state_dict(), copied.state_dict()):
+        assert state.keys() == before.keys()
+        assert all(torch.equal(state[name], value) for name, value in before.items())
+    assert layer.self_attn.layer_idx == 1
