@@ -165,7 +165,8 @@ def _ask(config: EvalConfig, target: Target) -> _Asked:
     )
     limit = config.engine.max_model_len or target.config.max_position_embeddings
     encoded = encode_prompts(prompts, tokenizer, max_model_len=limit)
-    engine = dataclasses.replace(config.engine, audit=True, audit_every=1)
+    longest = min(limit, encoded.longest_text(config.sampling.max_new_tokens))
+    engine = dataclasses.replace(config.engine, audit=True, audit_every=1, max_model_len=longest)
     sampling = SamplingParams(
         max_new_tokens=config.sampling.max_new_tokens, stop_token_ids=target.stop_token_ids
     )

@@ -135,3 +135,22 @@ def test_pools_that_do_not_fit_side_by_side_are_refused_before_any_is_built(
     with pytest.raises(ConfigError, match=r"pools of 2 conditions .* With timing\.passes=1 there"):
         run(tmp_path, "timing.passes=2")
     assert decoders == []
+
+
+def test_pool_is_sized_by_what_the_prompts_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[tuple[int, int]] = []
+    init = SpecDecoder.__init__
+
+    def noting(self: SpecDecoder, *args: object, **settings: object) -> None:
+        init(self, *args, **settings)  # type: ignore[arg-type]
+        pools.append((self.max_model_len, self.num_blocks))
+
+    monkeypatch.setattr(SpecDecoder, "__init__", noting)
+    run(tmp_path, "engine.max_model_len=null")
+    stored = json.loads((tmp_path / "results.json").read_text())
+    longest = max(record["num_prompt_tokens"] for record in stored["conditions"][0]["records"])
+    assert [length for length, _ in pools] == [longest + 4 + 1] * 2
+    assert all(blocks <= 2 * (1 + (longest + 16) // 16) for _, blocks in pools)
+    assert stored["config"]["engine"]["max_model_len"] is None  # what was asked for

@@ -68,6 +68,7 @@ def run_group(
         num_passes: 1 or even. With 1, one decoder exists at a time; with more, every condition
             keeps its own, pool included, until its last pass, and all pools are equal.
     """
+    conditions = [_with_room(one, workload) for one in conditions]
     num_blocks = None if num_passes == 1 else _equal_pools(conditions, workload)
     runners = [
         _Runner(c, workload, num_passes=num_passes, num_blocks=num_blocks) for c in conditions
@@ -82,6 +83,20 @@ def run_group(
             if number + 1 == num_passes:
                 runner.end()
     return [_result(runner.condition, runner.passes) for runner in runners]
+
+
+def _with_room(condition: Condition, workload: Workload) -> Condition:
+    """The condition with room for the texts of its prompts, where no length is asked for.
+
+    A pool for texts as long as the target's positions would take gigabytes for a few short prompts.
+    """
+    config, target = condition.config, workload.target
+    if config.engine.max_model_len is not None:
+        return condition
+    longest = workload.encoded.longest_text(config.sampling.max_new_tokens)
+    limit = min(longest, target.config.max_position_embeddings)
+    engine = replace(config.engine, max_model_len=limit)
+    return replace(condition, config=replace(config, engine=engine))
 
 
 class _Runner:

@@ -71,6 +71,10 @@ class EncodedPrompts:
             for one in self.prompts
         )
 
+    def longest_text(self, max_new_tokens: int) -> int:
+        """Tokens that the longest prompt can grow to; one more is never reached."""
+        return max(map(len, self.token_ids), default=0) + max_new_tokens + 1
+
     def without(self, done: Set[str]) -> "EncodedPrompts":
         """The prompts whose ids are not among `done`; none of them is skipped."""
         pairs = zip(self.prompts, self.token_ids, strict=True)
