@@ -4,12 +4,13 @@
     python -m mtp_research.bench.end_to_end --target FOLDER --heads FOLDER --k 3
     python -m mtp_research.bench.end_to_end --cpu --shape tiny --prompt 16 --output 8
 
-All requests of a pass are there at its start. The first pass compiles and captures while requests
-wait, unless `--warm-up` has all steps captured before; later ones show the warm loop. Each line
-says when its decoder was ready, in seconds since the process was started. Random weights of
-`--shape` come with synthetic acceptance (`--accept`, the chance of a draft given that it is
-reached) and random prompts, a folder's own weights with its head and shipped text. Prints a line a
-pass, and last one JSON line. `bench_decode` times the steps alone.
+All requests of a pass are there at its start, or come one by one with `--rate` or `--arrivals`;
+then a time to the first token counts from a request's arrival. The first pass compiles and captures
+while requests wait, unless `--warm-up` has all steps captured before; later ones show the warm
+loop. Each line says when its decoder was ready, in seconds since the process was started. Random
+weights of `--shape` come with synthetic acceptance (`--accept`, the chance of a draft given that it
+is reached) and random prompts, a folder's own weights with its head and shipped text. Prints a line
+a pass, and last one JSON line. `bench_decode` times the steps alone.
 Letters: K drafts per step.
 """
 
@@ -21,7 +22,9 @@ import os
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -69,6 +72,8 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--policy", nargs="+", default=["eagle"], help="K = 0 is measured once")
     add("--accept", type=float, help=f"synthetic acceptance of random weights; default {_ACCEPT}")
     add("--requests", type=int, default=128, help="of a pass")
+    add("--rate", type=float, help="they come at random, so many a second (a Poisson process)")
+    add("--arrivals", type=Path, help="they come when this file's lines say: seconds, ascending")
     add("--batch", type=int, default=32, help="requests at a time")
     add("--prompt", type=int, default=1024, help="tokens of each prompt")
     add("--output", type=int, default=256, help="tokens of each text")
@@ -88,6 +93,8 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("--target and --heads must be given together, got one; set both.")
     if options.accept is not None and options.heads is not None:
         raise ConfigError("--accept must be left out where --heads decide what is accepted.")
+    if options.rate is not None and (options.rate <= 0 or options.arrivals is not None):
+        raise ConfigError("--rate must be > 0, without --arrivals; set one of both.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.cpu:
         print("error: end_to_end needs a CUDA GPU; --cpu tries the commands.", file=sys.stderr)
@@ -134,11 +141,11 @@ def _passes(
         drain()
     build_s, ready_s = time.perf_counter() - started, age_of_process()
     for number in range(options.passes):
-        prompts = _prompts(target, options, seed=number)
+        prompts, arrivals = _prompts(target, options, seed=number), _arrivals(options, seed=number)
         steps_before, builds_before = decoder.stats.num_steps, decoder.num_builds
         drain()
         started = time.perf_counter()
-        records = list(decoder.generate(prompts, sampling=sampling))
+        records = serve(decoder, prompts, arrivals, sampling=sampling)
         drain()
         wall_s = time.perf_counter() - started
         yield {
@@ -150,6 +157,51 @@ def _passes(
             "num_steps": decoder.stats.num_steps - steps_before,
             **_figures(records, wall_s=wall_s),
         }
+
+
+def serve(
+    decoder: SpecDecoder,
+    prompts: Sequence[Sequence[int]],
+    arrivals: Sequence[float],
+    *,
+    sampling: SamplingParams,
+) -> list[RequestRecord]:
+    """Records of prompts that come at `arrivals`, seconds from now, ascending, one a prompt.
+
+    A request that comes during a step is seen at its end, and has waited since its arrival.
+    """
+    records = decoder.stats.records
+    num_seen, waited = len(records), dict[str, float]()
+    coming = deque(enumerate(zip(arrivals, prompts, strict=True)))
+    started = time.perf_counter()
+    while coming or decoder.has_work:
+        now = time.perf_counter() - started
+        while coming and coming[0][1][0] <= now:
+            index, (arrival, prompt) = coming.popleft()
+            decoder.add_request(prompt, sampling=sampling, request_id=str(index))
+            waited[str(index)] = now - arrival
+        if decoder.has_work:
+            decoder.step()
+        else:
+            time.sleep(coming[0][1][0] - now)
+    return [replace(r, ttft_s=r.ttft_s + waited[r.request_id]) for r in records[num_seen:]]
+
+
+def _arrivals(options: argparse.Namespace, *, seed: int) -> list[float]:
+    """Seconds after the start of a pass at which its requests come."""
+    if options.arrivals is not None:
+        seconds = [float(line) for line in options.arrivals.read_text().split()]
+        if len(seconds) < options.requests or seconds != sorted(seconds) or seconds[0] < 0:
+            raise ConfigError(
+                f"--arrivals must hold at least --requests={options.requests} seconds >= 0 in "
+                f"ascending order, got {len(seconds)}; write more lines or lower --requests."
+            )
+        return seconds[: options.requests]
+    if options.rate is None:
+        return [0.0] * options.requests
+    draw = random.Random(seed)
+    gaps = (draw.expovariate(options.rate) for _ in range(options.requests))
+    return list(itertools.accumulate(gaps))
 
 
 def _figures(records: Sequence[RequestRecord], *, wall_s: float) -> dict[str, object]:

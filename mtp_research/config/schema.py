@@ -155,7 +155,8 @@ class EngineConfig:
     max_num_requests: int = within(16, 1, 1 << 16)  # R, requests that decode side by side
     max_num_batched_tokens: int = within(512, 1, 1 << 20)  # T, rows of a step
     max_prefill_chunk: int = within(256, 1, 1 << 20)  # prompt rows of one request in a step
-    max_model_len: int | None = within(None, 2, 1 << 24)  # tokens; None: the target's limit
+    # Tokens; None: the target's limit, in eval.py what the prompts can grow to.
+    max_model_len: int | None = within(None, 2, 1 << 24)
     # Attention kernels; auto: triton on a GPU, reference elsewhere.
     backend: str = one_of("auto", "auto", "reference", "triton")
     # Keep the KV of finished texts and share it with texts that start alike; changes no output.

@@ -1,6 +1,8 @@
 """end_to_end on the tiny shape without a GPU: passes, figures, the JSON line and refusals."""
 
+import itertools
 import json
+import statistics
 
 import pytest
 import torch
@@ -49,9 +51,65 @@ def test_figures_are_percentiles_over_requests_and_tokens_over_the_wall():
     assert found["ttft_ms"]["p99"] == pytest.approx(2980)
 
 
+def test_requests_are_seen_when_they_have_come(tmp_path, capsys):
+    (tmp_path / "trace").write_text("0.0\n0.0\n0.4\n")
+    words = ["--output", "2", "--passes", "1", "--k", "0", "--arrivals", str(tmp_path / "trace")]
+    assert end_to_end.main([*FEW, *words]) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert row["wall_s"] > 0.4
+    assert row["num_requests"] == 3
+
+
+def test_a_request_that_comes_during_a_step_has_waited_for_its_end(monkeypatch):
+    now = [5.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(end_to_end.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(end_to_end.time, "sleep", sleep)
+
+    class Slow:
+        """A decoder whose step takes a tenth of a second and ends every request."""
+
+        def __init__(self):
+            self.stats = type("Stats", (), {"records": []})()
+            self.live = []
+
+        has_work = property(lambda self: bool(self.live))
+
+        def add_request(self, prompt, *, sampling, request_id):
+            self.live.append(request_id)
+
+        def step(self):
+            sleep(0.1)
+            self.stats.records += [
+                RequestRecord(name, 1, (1,), "length", (), (), 1, ttft_s=0.1, decode_s=0.0)
+                for name in self.live
+            ]
+            self.live = []
+
+    records = end_to_end.serve(Slow(), [[1]] * 3, [0.0, 0.02, 0.3], sampling=None)
+    assert [one.request_id for one in records] == ["0", "1", "2"]
+    first, during, alone = (one.ttft_s for one in records)
+    assert (first, during, alone) == pytest.approx((0.1, 0.18, 0.1))
+
+
+def test_arrivals_at_a_rate_are_those_of_a_poisson_process():
+    options = end_to_end.parse_options(["--rate", "50", "--requests", "4000"])
+    seconds = end_to_end._arrivals(options, seed=1)
+    gaps = [b - a for a, b in itertools.pairwise([0.0, *seconds])]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 50, rel=0.05)
+    assert statistics.pstdev(gaps) == pytest.approx(mean, rel=0.06)  # exponential gaps
+    assert seconds == end_to_end._arrivals(options, seed=1)
+    assert seconds != end_to_end._arrivals(options, seed=2)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--rate", "0"], "--rate must be > 0"),
         (["--heads", "x"], "--target and --heads must be given together"),
         (["--target", "x", "--heads", "y", "--accept", ".5"], "--accept must be left out"),
     ],
