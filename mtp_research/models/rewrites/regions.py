@@ -12,7 +12,7 @@ has replaced the forward of a module in it. Others stay part of the step.
 
 Like the ops over pages, `run_layer` does not declare that it writes them; see `paged`.
 
-Letters: T packed rows, D hidden, P rotary dims, H / Hkv heads, Dk / Dv head dims, L latent.
+Letters: T packed rows, D hidden, P rotary dims.
 """
 
 import functools
@@ -90,9 +90,8 @@ def compile_layers_once(
 ) -> int:
     """Let decoder layers of `model` be compiled as regions, in place; returns how many.
 
-    Comes after other rewrites: regions hold what the layers are by then. `target` gives the classes
-    of layers, and size, cos and sin of the test rows; `options` are those of `torch.compile`.
-    Without `enabled`, layers that an earlier call has changed are put back.
+    `target` gives the classes of layers, and size, cos and sin of the test rows; `options` are what
+    `torch.compile` takes. Without `enabled`, layers that an earlier call has changed are put back.
     """
     layers = cast(nn.ModuleList, target.model.base_model.layers)
     classes = tuple({_plain_class(layer) for layer in layers})
@@ -103,7 +102,7 @@ def compile_layers_once(
         angles = Angles(*target.position_embeddings(hidden, position_ids))
     count = 0
     for module in list(model.modules()):
-        if isinstance(module, LayerRegion):
+        if isinstance(module, LayerRegion) and not enabled:
             module.region = None
         if not (enabled and isinstance(module, classes)):
             continue
@@ -112,7 +111,9 @@ def compile_layers_once(
                 continue
             module.__class__ = _regional(type(module))
         layer = cast(LayerRegion, module)
-        layer.region = _Region(layer, options)
+        # A region that stays keeps its number, by which steps that are compiled already name it.
+        if layer.region is None or layer.region.options != options:
+            layer.region = _Region(layer, options)
         count += 1
     return count
 
@@ -194,6 +195,7 @@ class _Region:
 
     def __init__(self, layer: LayerRegion, options: CompileOptions) -> None:
         (self.layer_idx,) = _indices(layer)
+        self.options = options
         self.number = next(_numbers)
         self._layer = weakref.ref(layer)  # which owns its region
         self._compiled = _compiled(tuple(options.items()))
