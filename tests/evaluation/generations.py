@@ -48,7 +48,7 @@ def random_generations(num_prompts: int, *, probability: float, seed: int) -> li
 def some_prompts(num_prompts: int) -> list[PromptEntry]:
     """Prompts q0, q1, ... alternating between two categories."""
     asked = tuple(
-        Prompt(f"q{i}", ("arith", "howto")[i % 2], f"question {i}", "chat")
+        Prompt(f"q{i}", ("arith", "howto")[i % 2], (f"question {i}",), "chat")
         for i in range(num_prompts)
     )
     return list(EncodedPrompts(asked, (), ()).entries)

@@ -19,7 +19,7 @@ def _written(folder: Path, content: str | bytes, name: str = "set.jsonl") -> Pat
 
 def test_first_turn_is_asked(tmp_path: Path):
     (prompt,) = read_prompt_files(_written(tmp_path, GOOD))
-    assert (prompt.question_id, prompt.category, prompt.text) == ("1", "c", "first")
+    assert (prompt.question_id, prompt.category, prompt.turns[0]) == ("1", "c", "first")
     assert prompt.format == "chat"
 
 
@@ -49,14 +49,14 @@ def test_gzip_blank_lines_and_byte_order_mark_are_read(tmp_path: Path):
 def test_text_with_html_and_control_characters_is_kept(tmp_path: Path):
     text = "<script>alert(1)</script>\x00\x1b[31m\u2028 [bold]"
     (prompt,) = read_prompt_files(_written(tmp_path, json.dumps({"question": text})))
-    assert prompt.text == text
+    assert prompt.turns[0] == text
 
 
 def test_folder_is_read_in_name_order(tmp_path: Path):
     _written(tmp_path, json.dumps({"question": "b"}), "b.jsonl")
     _written(tmp_path, json.dumps({"question": "a"}), "a.jsonl")
     _written(tmp_path, "not a prompt file", "notes.txt")
-    assert [prompt.text for prompt in read_prompt_files(tmp_path)] == ["a", "b"]
+    assert [prompt.turns[0] for prompt in read_prompt_files(tmp_path)] == ["a", "b"]
 
 
 def test_folder_of_sets_prefixes_ids(tmp_path: Path):

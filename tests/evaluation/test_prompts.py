@@ -51,7 +51,7 @@ def test_shipped_prompts_have_four_text_domains_and_code(shipped: list[Prompt]):
 def test_shipped_prompts_are_distinct_and_short(shipped: list[Prompt]):
     prompts = [prompt for prompt in shipped if prompt.format == "chat"]
     assert len({prompt.sha256 for prompt in prompts}) == len(prompts)
-    assert all(10 <= len(prompt.text) <= 260 for prompt in prompts)
+    assert all(10 <= len(prompt.turns[0]) <= 260 for prompt in prompts)
 
 
 def test_shipped_files_follow_the_question_schema():
@@ -69,7 +69,7 @@ def test_shipped_prompts_do_not_occur_in_the_corpus(shipped: list[Prompt], domai
     with lzma.open(SHARED / "corpus" / f"{domain}.{split}.jsonl.xz", "rt", encoding="utf8") as file:
         rows = [json.loads(line) for line in file]
     asked = {message["content"] for row in rows for message in row["messages"]}
-    ours = {prompt.text for prompt in shipped if prompt.category == domain}
+    ours = {prompt.turns[0] for prompt in shipped if prompt.category == domain}
     assert ours
     assert not ours & asked
 
@@ -121,14 +121,14 @@ def test_missing_path_names_the_key():
 
 
 def test_hash_covers_format_and_text_only():
-    prompt = Prompt("a", "x", "text", "chat")
-    assert prompt.sha256 == Prompt("b", "y", "text", "chat").sha256
-    assert prompt.sha256 != Prompt("a", "x", "text", "completion").sha256
-    assert prompt.sha256 != Prompt("a", "x", "text ", "chat").sha256
+    prompt = Prompt("a", "x", ("text",), "chat")
+    assert prompt.sha256 == Prompt("b", "y", ("text",), "chat").sha256
+    assert prompt.sha256 != Prompt("a", "x", ("text",), "completion").sha256
+    assert prompt.sha256 != Prompt("a", "x", ("text ",), "chat").sha256
 
 
 def test_chat_prompt_goes_through_the_template():
-    prompt = Prompt("a", "x", "hi", "chat")
+    prompt = Prompt("a", "x", ("hi",), "chat")
     assert encode_prompt(prompt, SpyTokenizer()) == (7, ord("h"), ord("i"), 8)
 
 
@@ -137,7 +137,7 @@ def test_completion_prompt_is_bos_and_text(bos: int | None, expected: tuple[int,
     tokenizer = SpyTokenizer()
     tokenizer.bos_token_id = bos
     tokenizer.chat_template = None
-    assert encode_prompt(Prompt("a", "x", "a", "completion"), tokenizer) == expected
+    assert encode_prompt(Prompt("a", "x", ("a",), "completion"), tokenizer) == expected
 
 
 def test_transformers_tokenizer_gives_the_chat_form():
@@ -154,12 +154,12 @@ def test_transformers_tokenizer_gives_the_chat_form():
             "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
         ),
     )
-    assert encode_prompt(Prompt("a", "x", "hi", "chat"), tokenizer) == (0, 1, 4, 3, 2)
-    assert encode_prompt(Prompt("a", "x", "hi", "completion"), tokenizer) == (0, 4)
+    assert encode_prompt(Prompt("a", "x", ("hi",), "chat"), tokenizer) == (0, 1, 4, 3, 2)
+    assert encode_prompt(Prompt("a", "x", ("hi",), "completion"), tokenizer) == (0, 4)
 
 
 def test_chat_prompt_without_template_is_refused():
     tokenizer = SpyTokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
-        encode_prompt(Prompt("a", "x", "hi", "chat"), tokenizer)
+        encode_prompt(Prompt("a", "x", ("hi",), "chat"), tokenizer)

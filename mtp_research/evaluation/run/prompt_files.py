@@ -8,8 +8,9 @@ contains - HTML, control characters - is only data.
 """
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -33,13 +34,19 @@ class Prompt:
 
     question_id: str  # unique within the set; becomes the `request_id` of the generation
     category: str  # domain, the unit of the report's breakdown
-    text: str  # the user's message (`chat`) or the text to continue (`completion`)
+    turns: tuple[str, ...]  # the user's messages (`chat`), or the text to continue (`completion`)
     format: Format  # `chat` goes through the model's template, `completion` does not
+    system: str | None = None  # what a chat's system turn says; None without one
+    # Other fields of the row by name, from which an answer is scored; not part of what is asked
+    reference: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def sha256(self) -> str:
-        """Hash of what the model is asked: format and text, not the id or the category."""
-        return hashlib.sha256(f"{self.format}\n{self.text}".encode()).hexdigest()
+        """Hash of what the model is asked, not of the id, the category or the reference."""
+        parts = [self.format, *self.turns]
+        if self.system is not None or len(self.turns) > 1:
+            parts = [json.dumps([self.format, self.system, self.turns])]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def read_prompt_files(path: Path) -> list[Prompt]:
@@ -113,7 +120,7 @@ def _prompt(line: JsonLine, *, path: Path) -> Prompt:
         raise IntegrityError(f"{where}: format must be chat or completion, got {form!r}.")
     if not _is_unicode(f"{name}{category}{text}"):
         raise IntegrityError(f"{where}: the text holds half of a surrogate pair.")
-    return Prompt(question_id=str(name), category=category, text=text, format=form)
+    return Prompt(question_id=str(name), category=category, turns=(text,), format=form)
 
 
 def _text_of(row: Mapping[str, object], where: str) -> tuple[str, Format]:

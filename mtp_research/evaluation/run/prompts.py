@@ -116,13 +116,16 @@ def encode_prompt(prompt: Prompt, tokenizer: ChatTokenizer) -> tuple[int, ...]:
     `completion` is the bos token, if the tokenizer has one, and the text.
     """
     if prompt.format == "completion":
-        return (*begin_of_text(tokenizer), *tokenizer.encode(prompt.text, add_special_tokens=False))
+        return (
+            *begin_of_text(tokenizer),
+            *tokenizer.encode(prompt.turns[0], add_special_tokens=False),
+        )
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"prompt {prompt.question_id} has format chat, but the model's tokenizer has no chat "
             "template; choose prompts with format completion (prompts.path) or a chat model."
         )
-    messages = [{"role": "user", "content": prompt.text}]
+    messages = [{"role": "user", "content": prompt.turns[0]}]
     token_ids = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
@@ -166,7 +169,7 @@ def _of_domains(prompts: Sequence[Prompt], domains: Sequence[str]) -> list[Promp
 
 def _code_prompts() -> list[Prompt]:
     cuts = cut_code(HELD_OUT_STDLIB, num_prompts=NUM_CODE_PROMPTS, seed=CODE_SEED)
-    return [Prompt(origin, CODE_CATEGORY, text, "completion") for origin, text in cuts]
+    return [Prompt(origin, CODE_CATEGORY, (text,), "completion") for origin, text in cuts]
 
 
 def _balanced(prompts: Sequence[Prompt], max_prompts: int, seed: int) -> list[Prompt]:
