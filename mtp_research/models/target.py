@@ -23,6 +23,7 @@ from mtp_research.models.block import block_kv_layer, kv_layers
 from mtp_research.models.experts import route_experts
 from mtp_research.models.families import FAMILIES, family_of, require_exact
 from mtp_research.models.family import Family, LayerGeometry
+from mtp_research.models.loading.gguf import unpacked
 from mtp_research.models.loading.load_weights import Placing, load_weights, loading
 from mtp_research.models.loading.placement import (
     require_one_device,
@@ -237,10 +238,10 @@ def load_target(
     device_map: str | Mapping[str, int | str] = "none",
     experts: str = "auto",
 ) -> Target:
-    """Load a frozen target from a folder or a hub id.
+    """Load a frozen target from a folder, a GGUF file or a hub id.
 
     Args:
-        path: local folder in Hugging Face format, or a hub id.
+        path: local folder in Hugging Face format, a `.gguf` file, or a hub id.
         dtype: `auto` (bfloat16 on a GPU, else float32) or a key of `placement.DTYPES`.
         device: `auto`, `cpu` or `cuda`.
         tp_plan: `none`, or `tensor` or `experts` to split it over the processes of torchrun.
@@ -252,21 +253,23 @@ def load_target(
         IntegrityError: a file is damaged, or a tensor is missing or of another shape.
         EnvironmentFault: a GPU was asked for and none is usable.
     """
+    path = unpacked(str(path))
     place = resolve_device(device)
     placing = Placing(place, resolve_dtype(dtype, place), tp_plan, device_map)
-    model, family_name = load_weights(str(path), placing=placing)
-    return wrap_target(model, path=str(path), family_name=family_name, experts=experts)
+    model, family_name = load_weights(path, placing=placing)
+    return wrap_target(model, path=path, family_name=family_name, experts=experts)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Tokenizer of the target at `path` (folder or hub id).
+    """Tokenizer of the target at `path` (folder, GGUF file or hub id).
 
     Raises:
         ConfigError: nothing is there.
         IntegrityError: its files are damaged.
     """
-    with loading(str(path)):
-        name, revision = split_hub_id(str(path))
+    path = unpacked(str(path))
+    with loading(path):
+        name, revision = split_hub_id(path)
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 

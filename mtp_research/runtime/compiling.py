@@ -9,8 +9,9 @@ import importlib
 import importlib.util
 import os
 import threading
-from pathlib import Path
 from typing import Any
+
+from mtp_research.runtime.files import user_cache
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _num_kernels = 0
@@ -21,8 +22,7 @@ def keep_compiled_code() -> None:
 
     Its own default lies among temporary files, which a machine loses when it starts anew.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    os.environ.setdefault(_CACHE, str(Path(home) / "mtp_research" / "compiled"))
+    os.environ.setdefault(_CACHE, str(user_cache("compiled")))
 
 
 def start_compilers() -> None:

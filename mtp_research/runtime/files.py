@@ -14,6 +14,12 @@ from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 LOCK_FILE, OWNER_FILE = ".lock", ".lock-owner"
 
 
+def user_cache(name: str) -> Path:
+    """A folder of ours below the user's cache folder; it may not exist yet."""
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "mtp_research" / name
+
+
 def sha256_of(path: Path) -> str:
     """Hexadecimal sha256 of a file, read in pieces."""
     with path.open("rb") as file:

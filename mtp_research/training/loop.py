@@ -24,7 +24,7 @@ from torch import Tensor
 from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import save_heads
-from mtp_research.models.loading.source import hub_facts
+from mtp_research.models.loading.source import source_facts
 from mtp_research.runtime.errors import IntegrityError, Interrupted
 from mtp_research.training.checkpoint import (
     Checkpoint,
@@ -248,7 +248,7 @@ class TrainingRun:
             "data_sha256": self.parts.documents.data_sha256,
             "data_kind": self.config.data.kind,
             "data": self.parts.documents.facts(),
-            **hub_facts(self.config.model.path),
+            **source_facts(self.config.model.path),
             "step": self.best.step,
             "held_out_walk": dataclasses.asdict(self.best.report),
         }

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from mtp_research.models.loading.source import ModelSizes, check_source, hub_facts, read_sizes
+from mtp_research.models.loading.source import ModelSizes, check_source, read_sizes, source_facts
 from mtp_research.models.target import load_target, load_tokenizer
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
@@ -90,7 +90,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_cached_hub_id_needs_no_network(revision: str, commit: str, cache: Path) -> None:
     path = f"organisation/name{revision}"
     assert check_source(path) == cache / commit / "config.json"
-    assert hub_facts(path) == {"hub_id": path, "hub_commit": commit}
+    assert source_facts(path) == {"hub_id": path, "hub_commit": commit}
 
 
 def test_pinned_revision_is_what_is_loaded(cache: Path) -> None:
@@ -110,7 +110,7 @@ def test_revision_that_the_cache_lacks_is_refused(cache: Path) -> None:
 def test_folder_with_an_at_sign_is_a_folder(tmp_path: Path) -> None:
     folder = shutil.copytree("assets/lab_tiny/target", tmp_path / "organisation" / "name@v1")
     assert check_source(str(folder)) == folder / "config.json"
-    assert hub_facts(str(folder)) == {}
+    assert source_facts(str(folder)) == {}
     assert load_target(folder, device="cpu").config.vocab_size
 
 

@@ -63,6 +63,7 @@ def note_paragraphs(report: Report) -> list[str]:
         *(f"skipped: {printable(str(line), limit=_MAX_LINE)}" for line in lines),
         *(f"warning: {warning}" for warning in dict.fromkeys(warnings)),
         *_draft_length_note(report),
+        *_weights_note(report),
         *(f"heads {name}: {phrase}" for name, phrase in head_conventions(report.run).items()),
         *_timing_notes(report),
         f"acceptance length (micro) = {FORMULAS['acceptance_length_micro']}",
@@ -92,6 +93,21 @@ def _skipped_note(report: Report) -> Iterator[str]:
             f"skipped: {len(skipped)} of {len(skipped) + len(report.prompts)} prompts leave no "
             f"room in the context and are in no figure: {listed}"
             f"{', ...' * (len(skipped) > _NUM_LISTED)}"
+        )
+
+
+def _weights_note(report: Report) -> Iterator[str]:
+    """Weights that were packed are not the original release's, and neither are their figures."""
+    target = report.run.get("target")
+    facts = target.get("gguf") if isinstance(target, Mapping) else None
+    if isinstance(facts, Mapping):
+        types = facts.get("num_tensors_by_type")
+        listed = types.items() if isinstance(types, Mapping) else ()
+        yield printable(
+            f"weights: de-quantised from {facts.get('file')} "
+            f"({', '.join(f'{number} tensors {kind}' for kind, number in listed)}), rounded to "
+            f"{facts.get('stored_as')}; figures are those of this file, not of the original release",
+            limit=2 * _MAX_LINE,
         )
 
 

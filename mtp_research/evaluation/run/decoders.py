@@ -24,7 +24,7 @@ from mtp_research.heads.draft_vocabulary import RANKING_FILE, most_frequent
 from mtp_research.heads.record import RECORD_FILE, conventions_phrase, read_head_record
 from mtp_research.kernels import checks
 from mtp_research.models.loading.placement import resolve_device
-from mtp_research.models.loading.source import hub_facts
+from mtp_research.models.loading.source import source_facts
 from mtp_research.models.target import Target
 from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import EnvironmentFault
@@ -128,7 +128,7 @@ def head_facts(head: str | None) -> dict[str, object] | None:
         return None
     folder = Path(head)
     if not (folder / RECORD_FILE).is_file():
-        return {"name": folder.name, **hub_facts(head)}
+        return {"name": folder.name, **source_facts(head)}
     spec = read_head_record(folder)["spec"]
     weights = folder / "model.safetensors"
     digest = sha256_of(weights) if weights.is_file() else None

@@ -47,7 +47,7 @@ from mtp_research.evaluation.run.prompts import (
 )
 from mtp_research.evaluation.stats.summary import ConditionResult, num_equal_texts
 from mtp_research.heads.weights import load_heads
-from mtp_research.models.loading.source import hub_facts
+from mtp_research.models.loading.source import source_facts
 from mtp_research.models.target import (
     Target,
     load_target,
@@ -180,7 +180,7 @@ def _inputs(
     return {
         "prompts": prompts_sha256(encoded.entries),
         "heads": {name: head_facts(spec.head) for name, spec in folders.items()},
-        "target": target_hashes(target) | hub_facts(target.path),
+        "target": target_hashes(target) | source_facts(target.path),
         "dtype": str(target.dtype),
         "device": target.device.type,
         **({"token_rankings": rankings} if rankings else {}),

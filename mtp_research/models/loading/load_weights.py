@@ -146,17 +146,15 @@ def _arguments(published: PublishedConfig, placing: Placing) -> dict[str, object
 
 @contextmanager
 def loading(path: str) -> Iterator[None]:
-    """Load without transformers' progress bar and tensor report; turn its faults into ours.
+    """Load quietly; turn transformers' faults into ours.
 
     The caller checks the tensors itself, with `require_tensors`.
     """
     check_source(path)
     read_weight_map(Path(path))
-    had_bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    _REPORTER.addFilter(_is_no_tensor_report)
     try:
-        yield
+        with quiet_loading():
+            yield
     except (ConfigError, EnvironmentFault, IntegrityError):  # ours are ValueErrors and such
         raise
     except (*_LIBRARY_FAULTS, SafetensorError) as fault:
@@ -171,6 +169,16 @@ def loading(path: str) -> Iterator[None]:
         raise ConfigError(
             f"model.path {path!r} cannot be fetched from the hub: {reason}"
         ) from fault
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """No progress bar and no tensor report of transformers."""
+    had_bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    _REPORTER.addFilter(_is_no_tensor_report)
+    try:
+        yield
     finally:
         _REPORTER.removeFilter(_is_no_tensor_report)
         if had_bar:

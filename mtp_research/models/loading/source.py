@@ -1,9 +1,11 @@
-"""Where a target comes from: a folder, the hub's cache, or the hub; checked without torch.
+"""Where a target comes from: a folder, a GGUF file, the hub's cache, or the hub; without torch.
 
 `check_source` runs before anything heavy is imported, so that a mistyped path costs a second.
 Neither torch nor transformers is imported here, and huggingface_hub only for hub ids.
 """
 
+import hashlib
+import importlib.util
 import json
 import threading
 import urllib.error
@@ -12,10 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.runtime.files import user_cache
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
+GGUF_FACTS = "gguf.json"  # in the folder of a target that was unpacked from a GGUF file
 _HUB_TIMEOUT_S = 3.0
 _NUM_HUB_ID_PARTS = 2  # ORGANISATION/NAME
 _NUM_LISTED = 3
@@ -30,6 +34,7 @@ _RANGES = {
     "num_key_value_heads": (1, 1 << 16),
     "vocab_size": (1, 1 << 26),
 }
+_GGUF_MAGIC = b"GGUF"
 _MAX_INDEX_BYTES = 1 << 26
 _MAX_INDEX_ENTRIES = 400_000  # of the largest published model, 140,000
 
@@ -52,17 +57,20 @@ def check_source(path: str, *, key: str = "model.path") -> Path | None:
     """Fail fast when `path` is neither a model folder, nor a cached hub id, nor reachable.
 
     Args:
-        path: folder in Hugging Face format, or a hub id (`HubId`).
+        path: folder in Hugging Face format, a `.gguf` file, or a hub id (`HubId`).
         key: that the path was set by, for the message.
 
     Returns:
-        The model's `config.json`; None for a hub id that is still to be downloaded.
+        The model's `config.json`; None for a hub id that is still to be downloaded and for a file
+        that is still to be unpacked.
     """
+    if is_gguf(path):
+        return _check_gguf(Path(path), key)
     folder = Path(path)
     if folder.exists():
         if not (folder / CONFIG_FILE).is_file():
             raise ConfigError(
-                f"{key} must be a folder with a {CONFIG_FILE}, {path!r} has none; "
+                f"{key} must be a folder with a {CONFIG_FILE}, or a .gguf file, got {path!r}; "
                 f"set {key} to a model folder."
             )
         _check_ranges(folder / CONFIG_FILE)
@@ -82,6 +90,38 @@ def check_source(path: str, *, key: str = "model.path") -> Path | None:
     if cached is not None:
         _check_ranges(cached)
     return cached
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a path names a GGUF file, there or not."""
+    return path.endswith(".gguf") and not Path(path).is_dir()
+
+
+def gguf_folder(path: str) -> Path:
+    """Where a GGUF file is unpacked: in the user's cache, by its place, size and time."""
+    file = Path(path).resolve()
+    facts = file.stat()
+    name = f"{file}:{facts.st_size}:{facts.st_mtime_ns}"
+    return user_cache("gguf") / f"{file.stem}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
+def _check_gguf(file: Path, key: str) -> Path | None:
+    if not file.is_file():
+        raise ConfigError(
+            f"{key} must be a file that exists, {str(file)!r} does not (from {Path.cwd()}); "
+            f"set {key}=PATH."
+        )
+    with file.open("rb") as start:
+        magic = start.read(len(_GGUF_MAGIC))
+    if magic != _GGUF_MAGIC:
+        raise IntegrityError(
+            f"{key} {str(file)!r} must begin with {_GGUF_MAGIC!r}, got {magic!r}; fetch it again."
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise EnvironmentFault(
+            f"{key} {str(file)!r} needs the package gguf; install mtp-research[gguf]."
+        )
+    return local_file(str(file), CONFIG_FILE)
 
 
 def _check_ranges(config_file: Path) -> None:
@@ -125,7 +165,8 @@ def read_sizes(config_file: Path) -> ModelSizes:
 
 def local_file(path: str, name: str) -> Path | None:
     """A model's file in its folder or in the hub's cache; None where it is in neither."""
-    file = Path(path) / name
+    folder = gguf_folder(path) if is_gguf(path) and Path(path).is_file() else Path(path)
+    file = folder / name
     if file.is_file():
         return file
     if Path(path).exists() or not looks_like_hub_id(path):
@@ -149,8 +190,11 @@ def split_hub_id(path: str) -> HubId:
     return HubId(name, revision or None)
 
 
-def hub_facts(path: str) -> dict[str, str]:
-    """For records: the commit that a hub id stood for; nothing for a folder."""
+def source_facts(path: str) -> dict[str, object]:
+    """For records: the commit that a hub id stood for, or the GGUF file of an unpacked folder."""
+    facts = local_file(path, GGUF_FACTS)
+    if facts is not None:
+        return {"gguf": json.loads(facts.read_text(encoding="utf8"))}
     file = None if Path(path).exists() else local_file(path, CONFIG_FILE)
     return {} if file is None else {"hub_id": path, "hub_commit": file.parent.name}
 

@@ -1,0 +1,173 @@
+"""A target in a GGUF file: its weights and tokens, unpacked once; files that are no GGUF."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mtp_research import SpecDecoder, SpecSettings, load_target
+from mtp_research.models.loading.source import check_source, source_facts
+from mtp_research.models.target import load_tokenizer
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+
+gguf = pytest.importorskip("gguf")
+
+TOKENS = ["<unk>", "<begin>", "<end>", "a", "b", "Ġ", "ab", "aba"]
+TEMPLATE = "{% for message in messages %}<begin>{{ message['content'] }}<end>{% endfor %}<begin>"
+SIZES = {
+    "vocab_size": len(TOKENS), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "mtp_research" / "gguf"
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).eval()
+
+
+def interleaved(weight, num_heads):
+    """Rows of a query or key projection as llama.cpp orders them: rotary pairs side by side."""
+    rows, columns = weight.shape
+    halves = weight.reshape(num_heads, 2, rows // num_heads // 2, columns)
+    return halves.transpose(1, 2).reshape(rows, columns)
+
+
+def write_gguf(path, model):
+    """The model as GGUF, matrices in 8-bit blocks; its weights become what the blocks can hold."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(SIZES["max_position_embeddings"])
+    writer.add_embedding_length(SIZES["hidden_size"])
+    writer.add_block_count(SIZES["num_hidden_layers"])
+    writer.add_feed_forward_length(SIZES["intermediate_size"])
+    writer.add_head_count(SIZES["num_attention_heads"])
+    writer.add_head_count_kv(SIZES["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_merges(["a b", "ab a"])
+    writer.add_token_types([3, 3, 3, 1, 1, 1, 1, 1])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_chat_template(TEMPLATE)
+    heads = {"attn_q": SIZES["num_attention_heads"], "attn_k": SIZES["num_key_value_heads"]}
+    for name, parameter in model.named_parameters():
+        there = gguf_name(name)
+        kind = there.split(".")[-2]
+        weight = parameter.detach()
+        if weight.dim() == 1:
+            writer.add_tensor(there, weight.numpy())
+            continue
+        if kind in heads:
+            weight = interleaved(weight, heads[kind])
+        blocks = gguf.quants.quantize(weight.contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(there, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_name(name):
+    outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    stem = name.removesuffix(".weight")
+    if stem in outer:
+        return f"{outer[stem]}.weight"
+    _, _, layer, inner = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[inner]}.weight"
+
+
+@pytest.fixture
+def file(tmp_path, model):
+    path = tmp_path / "tiny.Q8_0.gguf"
+    write_gguf(path, model)
+    return path
+
+
+def test_gguf_gives_the_weights_of_its_blocks(file, model):
+    target = load_target(file, dtype="float32")
+    found = dict(target.model.named_parameters())
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        # Half a step of an 8-bit block of 32 numbers, and bfloat16's 8 bits on top of it.
+        step = parameter.detach().abs().max() / 127
+        torch.testing.assert_close(found[name], parameter, atol=float(step), rtol=2**-8)
+
+
+def test_gguf_decodes_as_transformers_does(file):
+    target = load_target(file, dtype="float32")
+    (record,) = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0)).generate(
+        [[1, 3, 4, 5]], max_new_tokens=8
+    )
+    again = LlamaForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
+    text = again.generate(torch.tensor([[1, 3, 4, 5]]), max_new_tokens=8, do_sample=False)
+    assert list(record.output_token_ids) == text[0, 4:].tolist()
+
+
+def test_gguf_special_tokens_and_template_are_those_of_the_file(file):
+    tokenizer = load_tokenizer(file)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<begin>", "<end>")
+    assert tokenizer.unk_token == "<unk>"
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], return_dict=False)
+    assert ids == [1, 6, 2, 1]
+    assert load_target(file).stop_token_ids == (2,)
+
+
+def test_gguf_facts_name_the_file_and_how_it_packs(file, cache):
+    path = str(file)
+    assert source_facts(path) == {}
+    assert check_source(path) is None
+    target = load_target(path)
+    (facts,) = source_facts(path).values()
+    assert facts["file"] == "tiny.Q8_0.gguf"
+    assert facts["num_tensors_by_type"] == {"Q8_0": 16, "F32": 5}
+    assert facts["stored_as"] == "bfloat16"
+    assert source_facts(target.path) == {"gguf": facts}
+    assert check_source(path) == cache / target.path.split("/")[-1] / "config.json"
+
+
+def test_gguf_is_unpacked_once_and_anew_when_it_changes(file, model):
+    first = load_target(file).path
+    assert load_target(file).path == first
+    with torch.no_grad():
+        model.model.norm.weight.fill_(3.0)
+    file.unlink()
+    write_gguf(file, model)
+    again = load_target(file)
+    assert again.path != first
+    assert again.model.base_model.norm.weight.tolist() == [3.0] * SIZES["hidden_size"]
+
+
+def test_gguf_cut_short_is_one_line_and_leaves_nothing(file, cache):
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(IntegrityError, match="must be a whole GGUF file"):
+        load_target(file)
+    assert list(cache.iterdir()) == []
+
+
+def test_gguf_wrong_paths_are_refused_before_anything_is_read(tmp_path, file, monkeypatch):
+    with pytest.raises(ConfigError, match=r"must be a file that exists, '.*/no\.gguf' does not"):
+        check_source(str(tmp_path / "no.gguf"))
+    (tmp_path / "text.gguf").write_text(json.dumps({}))
+    with pytest.raises(IntegrityError, match=r"must begin with b'GGUF', got b'\{\}'"):
+        check_source(str(tmp_path / "text.gguf"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EnvironmentFault, match=r"install mtp-research\[gguf\]"):
+        check_source(str(file))
