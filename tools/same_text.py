@@ -55,7 +55,9 @@ def main() -> int:
         row = compared(plain, ids[index], ours[index], theirs)
         digest = hashlib.sha256(json.dumps(theirs).encode()).hexdigest()
         rows.append({"question_id": prompt.question_id, "text_sha256": digest, **row})
-        print(f"{index + 1}/{len(prompts)} {prompt.question_id}: {row}", file=sys.stderr, flush=True)
+        print(
+            f"{index + 1}/{len(prompts)} {prompt.question_id}: {row}", file=sys.stderr, flush=True
+        )
     num_equal = sum(row["num_equal_tokens"] == row["num_tokens"] for row in rows)
     gaps = [row["gap"] for row in rows if "gap" in row]
     result = {

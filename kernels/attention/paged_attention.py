@@ -15,7 +15,7 @@ Source: FlashAttention-2 (online softmax), Flash-Decoding (splits), vLLM (block 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
@@ -32,50 +32,100 @@ from mtp_research.kernels.attention.splits import ceil_div
 from mtp_research.kernels.attention.store_kv import NewRows, rows_for_launch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
+class RowGroup(NamedTuple):
+    """Requests of similar q_len in the reference: their rows, and what these may read.
+
+    It depends on the pass and the window alone, so that layers of one pass can share it.
+    """
+
+    at: Tensor  # [r, Q] int64, packed rows; 0 stands in where a request has fewer
+    is_row: Tensor | None  # [r, Q]; None where none stands in
+    pages: Tensor  # [r, blocks] int64, of the longest request; page 0 stands in likewise
+    unreadable: Tensor  # [*] int64 in 0..r x S, key slots that may hold anything
+    hidden: Tensor  # [r, 1, 1, Q, S] float32, 0 or -inf
+
+
 def paged_attention_ref(
-    query: Tensor, kv: PagedKV, rows: AttentionRows, scoring: Scoring, *, invariant: bool = False
+    query: Tensor,
+    kv: PagedKV,
+    rows: AttentionRows,
+    scoring: Scoring,
+    *,
+    invariant: bool = False,
+    groups: Sequence[RowGroup] | None = None,
 ) -> Tensor:
     """Plain PyTorch, float32 or wider inside, any device; the CPU path of the engine.
 
     Requests of similar q_len run together, so that a prefill chunk does not pad the verify rows
     beside it; with `invariant` every row runs alone, so that its bits do not depend on the batch.
-    Reads lengths on the host. Arguments and result as in `paged_attention`.
+    Reads lengths on the host. Arguments and result as in `paged_attention`; `groups` are those of
+    `group_rows` for the same rows and window.
     """
-    block_size, value_dim = kv.keys.shape[1], kv.values.shape[3]
-    out = query.new_zeros(*query.shape[:2], value_dim)
-    groups = _group_by_query_len(rows.query_start_loc.tolist(), max_query_len=rows.max_query_len)
+    out = query.new_zeros(*query.shape[:2], kv.values.shape[3])
+    if groups is None:
+        groups = group_rows(
+            rows,
+            block_size=kv.keys.shape[1],
+            sliding_window=scoring.sliding_window,
+            invariant=invariant,
+        )
+    for group in groups:
+        keys = _gather_pages(kv.keys, group)
+        values = _gather_pages(kv.values, group)
+        attended = _masked_attention(query[group.at], keys, values, group.hidden, scoring)
+        attended = attended.to(out.dtype)
+        if group.is_row is None:
+            out[group.at] = attended
+        else:
+            out[group.at[group.is_row]] = attended[group.is_row]
+    return out
+
+
+def group_rows(
+    rows: AttentionRows, *, block_size: int, sliding_window: int | None, invariant: bool = False
+) -> list[RowGroup]:
+    """What `paged_attention_ref` has to know of the rows of a pass; reads lengths on the host."""
+    by_len = _group_by_query_len(rows.query_start_loc.tolist(), max_query_len=rows.max_query_len)
     if invariant:
         rows = rows_as_requests(rows)
-        groups = [[row] for row in range(len(rows.seq_lens))]
-    for requests in groups:
-        index = torch.tensor(requests, device=query.device)
-        lens = rows.seq_lens[index, None].long()  # [r, 1]
-        first_row = rows.query_start_loc[index, None].long()
-        query_lens = rows.query_start_loc[index + 1, None] - first_row
-        offsets = torch.arange(int(query_lens.max()), device=query.device)
-        is_row = offsets < query_lens  # [r, Q]
-        at = torch.where(is_row, first_row + offsets, 0)
-        row_pos = lens - query_lens + offsets if rows.positions is None else rows.positions[at]
+        by_len = [[row] for row in range(len(rows.seq_lens))]
+    return [_group(rows, requests, block_size, sliding_window) for requests in by_len]
 
-        num_blocks = max(1, ceil_div(int(lens.max()), block_size))
-        key_pos = torch.arange(num_blocks * block_size, device=query.device)
-        readable = key_pos < lens  # [r, S]
-        if rows.kv_start is not None:
-            readable &= key_pos >= rows.kv_start[index, None]
-        allowed = readable[:, None] & (key_pos <= row_pos[..., None])  # [r, Q, S]
-        if scoring.sliding_window is not None:
-            allowed &= key_pos > row_pos[..., None] - scoring.sliding_window
-        # Table entries past a request's own blocks may hold anything; page 0 stands in for them.
-        owned = readable.unflatten(1, (num_blocks, block_size)).any(-1)
-        pages = torch.where(owned, rows.block_table[index, :num_blocks], 0).long()
-        keys = _gather_pages(kv.keys, pages, readable=readable)
-        values = _gather_pages(kv.values, pages, readable=readable)
-        attended = _masked_attention(query[at], keys, values, allowed, scoring)
-        out[at[is_row]] = attended[is_row].to(out.dtype)
-    return out
+
+def _group(
+    rows: AttentionRows, requests: list[int], block_size: int, sliding_window: int | None
+) -> RowGroup:
+    index = torch.tensor(requests, device=rows.seq_lens.device)
+    lens = rows.seq_lens[index, None].long()  # [r, 1]
+    first_row = rows.query_start_loc[index, None].long()
+    query_lens = rows.query_start_loc[index + 1, None] - first_row
+    offsets = torch.arange(int(query_lens.max()), device=index.device)
+    is_row = offsets < query_lens  # [r, Q]
+    at = torch.where(is_row, first_row + offsets, 0)
+    row_pos = lens - query_lens + offsets if rows.positions is None else rows.positions[at]
+
+    num_blocks = max(1, ceil_div(int(lens.max()), block_size))
+    key_pos = torch.arange(num_blocks * block_size, device=index.device)
+    readable = key_pos < lens  # [r, S]
+    if rows.kv_start is not None:
+        readable &= key_pos >= rows.kv_start[index, None]
+    allowed = readable[:, None] & (key_pos <= row_pos[..., None])  # [r, Q, S]
+    if sliding_window is not None:
+        allowed &= key_pos > row_pos[..., None] - sliding_window
+    # Table entries past a request's own blocks may hold anything; page 0 stands in for them.
+    owned = readable.unflatten(1, (num_blocks, block_size)).any(-1)
+    return RowGroup(
+        at=at,
+        is_row=None if bool(is_row.all()) else is_row,
+        pages=torch.where(owned, rows.block_table[index, :num_blocks], 0).long(),
+        unreadable=(~readable).flatten().nonzero().squeeze(1),
+        hidden=torch.where(allowed, 0.0, -math.inf)[:, None, None],
+    )
 
 
 def _group_by_query_len(query_starts: list[int], *, max_query_len: int) -> list[list[int]]:
@@ -93,16 +143,16 @@ def _group_by_query_len(query_starts: list[int], *, max_query_len: int) -> list[
     return list(groups.values())
 
 
-def _gather_pages(cache: Tensor, pages: Tensor, *, readable: Tensor) -> Tensor:
+def _gather_pages(cache: Tensor, group: RowGroup) -> Tensor:
     """Pages as `[r, Hkv, S, D]` in the compute dtype, zero where not readable (it may hold NaN)."""
-    gathered = cache.index_select(0, pages.flatten()).flatten(0, 1)  # [r x S, Hkv, D]
-    gathered.index_fill_(0, (~readable).flatten().nonzero().squeeze(1), 0.0)
-    heads_first = gathered.unflatten(0, readable.shape).transpose(1, 2)
-    return heads_first.to(torch.promote_types(cache.dtype, torch.float32)).contiguous()
+    gathered = cache.index_select(0, group.pages.flatten()).flatten(0, 1)  # [r x S, Hkv, D]
+    gathered.index_fill_(0, group.unreadable, 0.0)
+    heads_first = gathered.unflatten(0, (len(group.pages), -1)).transpose(1, 2)
+    return heads_first.to(torch.promote_types(cache.dtype, torch.float32))
 
 
 def _masked_attention(
-    query: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, scoring: Scoring
+    query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scoring: Scoring
 ) -> Tensor:
     """Attention of `[r, Q, H, Dk]` rows over `[r, Hkv, S, D]` keys; a row without keys gives 0."""
     num_requests, num_queries, num_heads, _ = query.shape
@@ -110,8 +160,7 @@ def _masked_attention(
     grouped = query.to(keys.dtype).mul(scoring.scale).unflatten(2, (num_kv_heads, -1))
     grouped = grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [r, Hkv, G x Q, Dk]
     scores = torch.matmul(grouped, keys.mT).unflatten(2, (-1, num_queries))
-    hidden = torch.where(allowed, 0.0, -math.inf).to(scores.dtype)
-    scores += hidden[:, None, None]  # [r, Hkv, G, Q, S]
+    scores += hidden  # [r, Hkv, G, Q, S]
     highest = scores.amax(-1, keepdim=True)
     sinks = scoring.sinks
     if sinks is not None:
@@ -204,10 +253,13 @@ def attend_pages(
     backend: str,
     num_splits: int | None = None,
     new_rows: NewRows | None = None,
+    groups: dict[tuple[int, int | None], list[RowGroup]] | None = None,
 ) -> Tensor:
-    """What the op does, for ops that store this step's rows as well.
+    """What the op does, for ops that store this step's rows as well, and for code that runs as is.
 
     Args and result as in `paged_attention`, and:
+        groups: of the rows by block size and window, which the reference fills and reads; the
+            layers of a pass share it.
         new_rows: rows to store in the pages first, in place; None if they are there. The Triton
             programs store few rows themselves. With angles, `query` is rotated as the new keys are.
     """
@@ -225,7 +277,14 @@ def attend_pages(
     if query.shape[0] == 0 or rows.block_table.shape[0] == 0:
         return query.new_zeros(*query.shape[:2], kv.values.shape[3])
     if resolved == "reference":
-        return paged_attention_ref(query, kv, rows, scoring, invariant=invariant)
+        key = kv.keys.shape[1], scoring.sliding_window
+        groups = {} if groups is None else groups
+        if key not in groups:
+            block_size, window = key
+            groups[key] = group_rows(
+                rows, block_size=block_size, sliding_window=window, invariant=invariant
+            )
+        return paged_attention_ref(query, kv, rows, scoring, groups=groups[key])
     checks.check_kernel_layout(
         query, key_cache=kv.keys, value_cache=kv.values, kernel=attention_kernel
     )

@@ -46,19 +46,41 @@ _MAX_TILE_ELEMENTS = 2048
 MAX_STORED_ROWS = 16
 
 
+class KeptRows(NamedTuple):
+    """Rows that are stored, and where: what `store_kv_ref` makes of a slot mapping."""
+
+    rows: Tensor | None  # [*] int64 of the packed rows; None where all are stored
+    block_ids: Tensor  # [*] int64
+    offsets: Tensor  # [*] int64, in the block
+
+
+def kept_rows(slot_mapping: Tensor, *, block_size: int) -> KeptRows:
+    """The rows whose slot is not negative; reads the host on a GPU."""
+    kept = slot_mapping >= 0
+    rows = None if bool(kept.all()) else kept.nonzero().squeeze(1)
+    slots = slot_mapping if rows is None else slot_mapping[rows]
+    return KeptRows(rows, slots // block_size, slots % block_size)
+
+
 def store_kv_ref(
-    key: Tensor, value: Tensor, *, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kept: KeptRows | None = None,
 ) -> None:
-    """Plain PyTorch, any device and dtype; arguments as in `store_kv`.
+    """Plain PyTorch, any device and dtype; arguments as in `store_kv`, `kept` as `kept_rows` says.
 
     A slot outside the pool is an IndexError on a CPU and a device assertion on CUDA.
     """
-    kept = slot_mapping >= 0
-    slots = slot_mapping[kept]
-    block_size = key_cache.shape[1]
-    block_ids, offsets = slots // block_size, slots % block_size
-    key_cache[block_ids, offsets] = key[kept]
-    value_cache[block_ids, offsets] = value[kept]
+    if kept is None:
+        kept = kept_rows(slot_mapping, block_size=key_cache.shape[1])
+    if kept.rows is not None:
+        key, value = key[kept.rows], value[kept.rows]
+    key_cache[kept.block_ids, kept.offsets] = key
+    value_cache[kept.block_ids, kept.offsets] = value
 
 
 @checks.kernel_jit
@@ -146,16 +168,41 @@ def _store_kv_op(
     slot_mapping: torch.Tensor,
     backend: str,
 ) -> None:
+    store_rows(
+        key, value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping,
+        backend=backend,
+    )  # fmt: skip
+
+
+def store_rows(
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    backend: str = "auto",
+    kept: dict[int, KeptRows] | None = None,
+) -> None:
+    """What the op does, for code that runs as it is; arguments as in `store_kv`.
+
+    `kept`, by block size, is filled and read by the reference; the layers of a pass share it.
+    """
     _check_store_kv(key, value, key_cache, value_cache, slot_mapping)
     resolved = checks.resolve_backend(backend, tensor=key, kernel=_store_kv_kernel)
     if key.shape[0] == 0:
         return
-    if resolved == "reference":
-        store_kv_ref(
-            key, value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping
-        )
-    else:
+    if resolved == "triton":
         _launch_store_kv(key, value, key_cache, value_cache, slot_mapping)
+        return
+    block_size = key_cache.shape[1]
+    kept = {} if kept is None else kept
+    if block_size not in kept:
+        kept[block_size] = kept_rows(slot_mapping, block_size=block_size)
+    store_kv_ref(
+        key, value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping,
+        kept=kept[block_size],
+    )  # fmt: skip
 
 
 @_store_kv_op.register_fake

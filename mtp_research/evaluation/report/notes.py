@@ -106,7 +106,7 @@ def _weights_note(report: Report) -> Iterator[str]:
         yield printable(
             f"weights: de-quantised from {facts.get('file')} "
             f"({', '.join(f'{number} tensors {kind}' for kind, number in listed)}), rounded to "
-            f"{facts.get('stored_as')}; figures are those of this file, not of the original release",
+            f"{facts.get('stored_as')}; figures are of this file, not of the original release",
             limit=2 * _MAX_LINE,
         )
 

@@ -35,8 +35,8 @@ from transformers import PreTrainedConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV, Scoring
-from mtp_research.kernels.attention.paged_attention import attend_pages, paged_attention
-from mtp_research.kernels.attention.store_kv import MAX_STORED_ROWS, NewRows, store_kv
+from mtp_research.kernels.attention.paged_attention import RowGroup, attend_pages
+from mtp_research.kernels.attention.store_kv import MAX_STORED_ROWS, KeptRows, NewRows, store_rows
 from mtp_research.kernels.latent.latent_attention import attend_latents
 from mtp_research.models.attention.attention import AttentionCall, AttentionContext, DenseContext
 from mtp_research.models.family import KVPages
@@ -99,6 +99,11 @@ class PagedContext(PassOverPages):
     _new_latents: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    # What the reference made of the tensors above, which are the same for all layers
+    _row_groups: dict[tuple[int, int | None], list[RowGroup]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _kept_rows: dict[int, KeptRows] = field(default_factory=dict, repr=False, compare=False)
     _kept_angles: list[tuple[Tensor, Tensor]] = field(
         default_factory=list, repr=False, compare=False
     )
@@ -122,13 +127,14 @@ class PagedContext(PassOverPages):
             return key, value
         if torch.compiler.is_compiling():
             return key, value  # `attend` stores them
-        store_kv(
+        store_rows(
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
             key_cache=pages.keys,
             value_cache=pages.values,
             slot_mapping=self.slot_mapping,
             backend=self.backend,
+            kept=self._kept_rows,
         )
         return key, value
 
@@ -153,12 +159,13 @@ class PagedContext(PassOverPages):
             return self._attend_latents(module, call, pages)[None]
         sinks = None if call.sinks is None else call.sinks.float()
         if not is_compiling:
-            return paged_attention(
+            return attend_pages(
                 call.query[0].transpose(0, 1),
                 PagedKV(pages.keys, pages.values),
                 self.rows,
                 Scoring(call.scale, call.sliding_window, sinks),
                 backend=self.backend,
+                groups=self._row_groups,
             )[None]
         return store_and_attend(
             call.query[0].transpose(0, 1),
