@@ -33,6 +33,7 @@ from mtp_research.runtime.provenance import run_record
 
 
 def main() -> int:
+    """Compare; see the docstring of the module."""
     args = parse()
     tokenizer = cast(ChatTokenizer, load_tokenizer(args.target))
     prompts = load_prompts(args.prompts, max_prompts=args.max_prompts)
@@ -72,6 +73,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
+    """The words of the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--target", required=True)

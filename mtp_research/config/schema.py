@@ -171,7 +171,8 @@ class EngineConfig:
     # Replay decode steps as CUDA graphs; wants deferred_output and no audit.
     cuda_graphs: bool = False
     compile: bool = False  # run captured steps through torch.compile
-    # Products of compiled steps by our kernel, where it was measured to be faster; Hopper only.
+    # Products of a few rows where another way was measured to be faster: in compiled steps by our
+    # kernel, on Hopper; on a CPU with MKL with the weight as the left operand.
     few_rows_kernel: bool = True
     # Compiled steps rotate queries and keys in the attention launch, not in launches of their own.
     rotary_in_attention: bool = True

@@ -24,6 +24,7 @@ from mtp_research.kernels.attention.paged_attention_triton import attention_kern
 from mtp_research.models.attention.paged import require_exact_length
 from mtp_research.models.family import LayerGeometry
 from mtp_research.models.recurrent import RecurrentStates
+from mtp_research.models.rewrites.cpu_products import put_weights_left
 from mtp_research.models.target import Target
 from mtp_research.policy.audit import Auditor
 from mtp_research.policy.plan import DraftPlan
@@ -159,6 +160,8 @@ def build_products(
     target: Target, heads: object, *, engine: EngineConfig
 ) -> "InvariantProducts | None":
     """The mode that a deterministic step runs in; None for the usual arithmetic."""
+    models = [target.model, *([heads] if isinstance(heads, MTPHeads) else [])]
+    put_weights_left(models, enabled=engine.few_rows_kernel and not engine.deterministic)
     if not engine.deterministic:
         return None
     if engine.compile:
@@ -179,7 +182,6 @@ def build_products(
         )
     from mtp_research.models.rewrites.invariant import InvariantProducts
 
-    models = [target.model, *([heads] if isinstance(heads, MTPHeads) else [])]
     return InvariantProducts(models)
 
 

@@ -31,6 +31,10 @@ off.
 or not). The choice of experts is one kernel instead of a dozen calls: 26.9 instead of 33.7 ms for
 the target forward of a training step of lab_base. `model.experts=grouped_mm` keeps the library's.
 
+**Products of few rows on a CPU** (cpu_products.py, when a decoder is built). Large weights become
+the left operand: 4 rows of a 30-layer 135M model take 87 instead of 186 ms on two cores.
+`engine.few_rows_kernel=false` turns it off.
+
 **Batch-invariant products** (invariant.py, entered around a step by the decode loop). While it is
 entered, products and sums are replaced by kernels whose rows do not depend on the rows beside them:
 all of 200 texts are the same for K = 0 and 3, where 157 to 170 are without; K = 0 takes 106 to
