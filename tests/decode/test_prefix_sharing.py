@@ -318,14 +318,14 @@ def test_sharing_never_writes_a_cached_block(
     decoder = SpecDecoder(
         target, heads[num_modules], spec=SpecSettings(policy=policy), engine=engine
     )
-    store, cache = paged.store_kv, decoder.scheduler.blocks.prefix_cache
+    store, cache = paged.store_rows, decoder.scheduler.blocks.prefix_cache
 
     def checked_store(key, value, *, slot_mapping: torch.Tensor, **rest) -> None:
         blocks = {slot // 4 for slot in slot_mapping[slot_mapping >= 0].tolist()}
         assert not [block for block in blocks if cache.holds(block)]
         store(key, value, slot_mapping=slot_mapping, **rest)
 
-    monkeypatch.setattr(paged, "store_kv", checked_store)
+    monkeypatch.setattr(paged, "store_rows", checked_store)
     _decode(decoder, _texts(5), wanted=6)
     assert cache.stats.num_cached_tokens > 0
 

@@ -26,8 +26,8 @@ class SlotSpy:
         self.decoder = decoder
         self.highest = -(10**9)
         self.num_tokens: dict[str, int] = {}
-        self._store, self._schedule = paged.store_kv, decoder.scheduler.schedule
-        monkeypatch.setattr(paged, "store_kv", self.store)
+        self._store, self._schedule = paged.store_rows, decoder.scheduler.schedule
+        monkeypatch.setattr(paged, "store_rows", self.store)
         monkeypatch.setattr(decoder.scheduler, "schedule", self.schedule)
 
     def schedule(self) -> Schedule:
