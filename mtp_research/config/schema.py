@@ -9,7 +9,7 @@ Letters: K drafts per step, R requests, T rows of a step.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from mtp_research.config.ranges import above, axis, one_of, within
 from mtp_research.config.training_schema import (
@@ -24,6 +24,7 @@ from mtp_research.config.training_schema import (
 )
 from mtp_research.policy.fields import MODULE_SCHEDULES
 from mtp_research.policy.fields import POLICIES as _POLICIES
+from mtp_research.runtime.provenance import REPOSITORY_ROOT
 
 POLICIES = tuple(sorted(_POLICIES))
 CLEAN_POLICIES = tuple(name for name in POLICIES if _POLICIES[name].clean)
@@ -193,6 +194,14 @@ class EngineConfig:
     deterministic: bool = False
     audit: bool = True  # count WRONG, MIXED and HOLE slots of the draft KV
     audit_every: int = within(1, 1, 1 << 20)  # watch about one request in so many, by id
+
+
+def engine_preset(name: str) -> dict[str, Any]:
+    """Values of `conf/engine/NAME.yaml`, for commands that compose no configuration."""
+    from omegaconf import OmegaConf
+
+    found = OmegaConf.load(REPOSITORY_ROOT / "conf" / "engine" / f"{name}.yaml")
+    return cast(dict[str, Any], OmegaConf.to_container(found))
 
 
 @dataclass

@@ -10,31 +10,41 @@ Questions come from data sets (`data.questions` lists the forms), or from the ta
 document and then goes on. Seeds make every task repeatable, whatever else is decoded with it. A
 line holds token ids, so that encoding again cannot change the trajectory. Killed runs resume behind
 the last whole line: ids that the output already has are not made again, and `OUTPUT.settings.json`
-keeps a run with other settings from mixing its answers in.
+keeps a run with other settings from mixing its answers in. Under torchrun every process decodes
+its share on a GPU of its own; the lines are the same for any number of them.
 """
 
 import argparse
+import glob
 import json
 import lzma
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
+import torch
+import torch.distributed as dist
 from jinja2 import TemplateError
 
-from mtp_research.config.schema import EngineConfig
+from mtp_research.config.schema import EngineConfig, engine_preset
 from mtp_research.data.questions import Question, read_questions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run.prompts import ChatTokenizer, begin_of_text
+from mtp_research.models.loading.placement import num_ranks
 from mtp_research.models.target import Target, load_target, load_tokenizer, target_hashes
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.runtime.provenance import write_error
 
+T = TypeVar("T")
 _BEGINNINGS = ("def ", "class ", "import ", "from ", '"""', "#", "The ", "A ", "In ", "I ", "He ")
 _MESSAGE_TOKENS, _BEGINNING_TOKENS = 96, 24
+_SHORTEST_MESSAGE = 2  # tokens, with the one that ends it
+_MARK = "MESSAGE"  # where the template puts a user's message
 _SEED_STRIDE = 1_000_003  # keeps the seeds of two runs apart
 
 
@@ -71,30 +81,44 @@ def _run(args: argparse.Namespace) -> None:
     for source in args.source:
         found = read_questions(source, field=args.field, split=args.split)
         questions += found[: args.max_prompts]
+    if not (questions or args.self_chat or args.self_text):
+        raise ConfigError("nothing is asked; set --source, --self-chat or --self-text.")
+    share = join_launch(args.device)
     target = load_target(args.target, dtype=args.dtype, device=args.device)
     tokenizer = cast(SpecialTokenizer, load_tokenizer(args.target))  # fields set at run time
-    _check_settings(args.output, target=target, sampling=sampling)
-    engine = EngineConfig(
-        max_num_requests=args.batch,
-        max_num_batched_tokens=max(512, 4 * args.batch),
-        max_model_len=args.max_model_len,
-        deferred_output=args.graphs,
-        cuda_graphs=args.graphs,
-        audit=False,
-    )
-    tasks = question_tasks(questions, tokenizer) if questions else []
-    tasks += self_chat_tasks(target, tokenizer, count=args.self_chat, seed=args.seed, engine=engine)
-    tasks += self_text_tasks(target, tokenizer, count=args.self_text, seed=args.seed, engine=engine)
-    if not tasks:
-        raise ConfigError("nothing is asked; set --source, --self-chat or --self-text.")
+    if share.rank == 0:
+        _check_settings(args.output, target=target, sampling=sampling)
+        gather_parts(args.output)  # of a launch that was killed
+    done = share.in_turns(lambda: _existing_ids(args.output))
+    engine = _engine(args)
+    tasks = share.of(question_tasks(questions, tokenizer)) if questions else []
+    invent = partial(_invent, target, tokenizer, share=share, seed=args.seed, engine=engine)
+    tasks += invent(self_chat, count=args.self_chat, first_number=len(questions))
+    tasks += invent(self_text, count=args.self_text, first_number=len(questions) + args.self_chat)
     sampling = replace(sampling, stop_token_ids=target.stop_token_ids)
-    answered = answer(target, tasks, output=args.output, sampling=sampling, engine=engine)
-    if args.xz:
-        write_xz(args.output)
-    print(
-        f"{answered.num_written} of {len(tasks)} documents written to {args.output}, "
-        f"{answered.num_there} were there, {answered.num_too_long} prompts fill the context"
-    )
+    output = part_of(args.output, share.rank)
+    answered = answer(target, tasks, output=output, sampling=sampling, engine=engine, done=done)
+    answered = Answered(*share.sums(answered))
+    if share.rank == 0:
+        gather_parts(args.output)
+        if args.xz:
+            write_xz(args.output)
+        print(
+            f"{answered.num_written} of {sum(answered)} documents written to {args.output}, "
+            f"{answered.num_there} were there, {answered.num_too_long} prompts fill the context"
+        )
+
+
+def _engine(args: argparse.Namespace) -> EngineConfig:
+    """Settings of the loop; with graphs those of engine=h200, for as many requests at a time."""
+    common = {
+        "max_num_requests": args.batch,
+        "max_model_len": args.max_model_len,
+        "audit": False,
+    }
+    if not args.graphs:
+        return EngineConfig(max_num_batched_tokens=max(512, 4 * args.batch), **common)
+    return EngineConfig(**(engine_preset("h200") | common))
 
 
 @dataclass(frozen=True)
@@ -104,6 +128,65 @@ class Task:
     doc_id: str
     domain: str
     prompt: tuple[int, ...]
+    number: int = 0  # among all that are asked for: its seed, whichever process decodes it
+
+
+class Share(NamedTuple):
+    """Which of the processes of torchrun this is; they deal the tasks out among themselves."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    def of(self, tasks: Sequence[T]) -> list[T]:
+        """Every n-th task."""
+        return list(tasks[self.rank :: self.num_ranks])
+
+    def in_turns(self, read: Callable[[], T]) -> T:
+        """What `read` gives, the first process before the others; all leave together."""
+        if self.rank > 0:
+            self._wait()
+            found = read()
+        else:
+            found = read()
+            self._wait()
+        self._wait()
+        return found
+
+    def sums(self, counts: Sequence[int]) -> list[int]:
+        """The counts added up over the processes, once all of them are here."""
+        total = torch.tensor(counts)
+        if self.num_ranks > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def _wait(self) -> None:
+        if self.num_ranks > 1:
+            dist.barrier()
+
+
+def join_launch(device: str) -> Share:
+    """This process's share under torchrun, on a GPU of its own where there are; else everything."""
+    share = Share(int(os.environ.get("RANK", "0")), num_ranks())
+    if share.num_ranks > 1:
+        dist.init_process_group("gloo")  # a few counts and barriers
+        if device != "cpu" and torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return share
+
+
+def part_of(output: Path, rank: int) -> Path:
+    """The file of one process: the first writes the output itself."""
+    return output if rank == 0 else output.with_name(f"{output.name}.rank{rank}")
+
+
+def gather_parts(output: Path) -> None:
+    """Append the whole lines of the other processes' files to the output, and remove them."""
+    for part in sorted(output.parent.glob(f"{glob.escape(output.name)}.rank*")):
+        _existing_ids(output)  # cuts off a line that a kill left unfinished
+        lines = part.read_text(encoding="utf8").splitlines(keepends=True)
+        with output.open("a", encoding="utf8") as file:
+            file.writelines(line for line in lines if line.endswith("\n"))
+        part.unlink()
 
 
 def question_tasks(questions: Sequence[Question], tokenizer: ChatTokenizer) -> list[Task]:
@@ -114,7 +197,7 @@ def question_tasks(questions: Sequence[Question], tokenizer: ChatTokenizer) -> l
             "--self-text or a chat model."
         )
     tasks = []
-    for question in questions:
+    for number, question in enumerate(questions):
         messages = [{"role": role, "content": content} for role, content in question.messages]
         try:
             token_ids = tokenizer.apply_chat_template(
@@ -124,60 +207,101 @@ def question_tasks(questions: Sequence[Question], tokenizer: ChatTokenizer) -> l
             raise ConfigError(
                 f"the chat template refuses {question.doc_id} ({fault}); leave it out of --source."
             ) from fault
-        tasks.append(Task(question.doc_id, question.domain, tuple(token_ids)))
+        tasks.append(Task(question.doc_id, question.domain, tuple(token_ids), number))
     return tasks
 
 
-def self_chat_tasks(
-    target: Target, tokenizer: SpecialTokenizer, *, count: int, seed: int, engine: EngineConfig
-) -> list[Task]:
-    """Prompts whose user message the target invents, sampled at temperature 1 and top-p 0.95."""
-    user, assistant, end = tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|end|>"])
-    opening = (*begin_of_text(tokenizer), user)
-    sampling = SamplingParams(
-        temperature=1.0, top_p=0.95, max_new_tokens=_MESSAGE_TOKENS, stop_token_ids=(end,)
-    )
-    messages = _sample(target, [opening] * count, sampling=sampling, seed=seed, engine=engine)
-    return [
-        Task(f"self-chat:{seed}:{index}", "chat", (*opening, *message, assistant))
-        for index, message in enumerate(messages)
-        if len(message) > 1 and message[-1] == end
-    ]
+class Invention(NamedTuple):
+    """What the target invents: its beginnings, and what becomes of the words that follow."""
+
+    openings: Callable[[int], tuple[int, ...]]  # by number
+    sampling: SamplingParams
+    task: Callable[[int, tuple[int, ...]], Task | None]  # by number and words; None: not of use
 
 
-def self_text_tasks(
-    target: Target, tokenizer: SpecialTokenizer, *, count: int, seed: int, engine: EngineConfig
-) -> list[Task]:
-    """Beginnings of documents that the target continues from one of a few first words."""
-    words = [tokenizer.encode(text, add_special_tokens=False) for text in _BEGINNINGS]
-    begin = begin_of_text(tokenizer)
-    openings = [(*begin, *words[index % len(words)]) for index in range(count)]
-    sampling = SamplingParams(temperature=1.0, top_p=0.95, max_new_tokens=_BEGINNING_TOKENS)
-    beginnings = _sample(target, openings, sampling=sampling, seed=seed, engine=engine)
-    special = set(tokenizer.all_special_ids)
-    return [
-        Task(f"self-text:{seed}:{index}", "text", (*opening, *beginning))
-        for index, (opening, beginning) in enumerate(zip(openings, beginnings, strict=True))
-        if not special & set(beginning)
-    ]
-
-
-def _sample(
+def _invent(
     target: Target,
-    prompts: Sequence[tuple[int, ...]],
+    tokenizer: "SpecialTokenizer",
+    kind: Callable[["SpecialTokenizer", int], Invention],
     *,
-    sampling: SamplingParams,
+    count: int,
+    first_number: int,
+    share: Share,
     seed: int,
     engine: EngineConfig,
-) -> list[tuple[int, ...]]:
+) -> list[Task]:
+    """This process's share of `count` tasks that the target invents."""
+    if not count:
+        return []
+    invention = kind(tokenizer, seed)
     decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
-    for index, prompt in enumerate(prompts):
-        params = replace(sampling, seed=(sampling.seed or 0) + seed * _SEED_STRIDE + index)
-        decoder.add_request(prompt, sampling=params, request_id=str(index))
+    for index in share.of(range(count)):
+        drawn = replace(invention.sampling, seed=seed * _SEED_STRIDE + index)
+        decoder.add_request(invention.openings(index), sampling=drawn, request_id=str(index))
     while decoder.has_work:
         decoder.step()
-    records = sorted(decoder.stats.records, key=lambda record: int(record.request_id))
-    return [record.output_token_ids for record in records]
+    words = {int(record.request_id): record.output_token_ids for record in decoder.stats.records}
+    tasks = [invention.task(index, words[index]) for index in sorted(words)]
+    return [replace(task, number=first_number + task.number) for task in tasks if task is not None]
+
+
+def self_chat(tokenizer: "SpecialTokenizer", seed: int) -> Invention:
+    """Prompts whose user message the target invents, sampled at temperature 1 and top-p 0.95."""
+    turn = user_turn(tokenizer)
+    sampling = SamplingParams(
+        temperature=1.0, top_p=0.95, max_new_tokens=_MESSAGE_TOKENS, stop_token_ids=(turn.end,)
+    )
+
+    def task(index: int, words: tuple[int, ...]) -> Task | None:
+        if len(words) < _SHORTEST_MESSAGE or words[-1] != turn.end:
+            return None
+        prompt = (*turn.opening, *words[:-1], *turn.closing)
+        return Task(f"self-chat:{seed}:{index}", "chat", prompt, index)
+
+    return Invention(lambda _: turn.opening, sampling, task)
+
+
+class UserTurn(NamedTuple):
+    """How the chat template writes a user's message, as token ids."""
+
+    opening: tuple[int, ...]  # before it
+    end: int  # the special token behind it
+    closing: tuple[int, ...]  # what follows it, that token first, up to where the assistant speaks
+
+
+def user_turn(tokenizer: SpecialTokenizer) -> UserTurn:
+    """The turn in a conversation that begins with it; `ConfigError` where its end is plain text."""
+    message = [{"role": "user", "content": _MARK}]
+    text = tokenizer.chat_template and tokenizer.apply_chat_template(
+        message, add_generation_prompt=True, tokenize=False, return_dict=False
+    )
+    before, _, after = str(text or "").partition(_MARK)
+    opening, closing = (
+        tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (before, after)
+    )
+    if not closing or closing[0] not in tokenizer.all_special_ids:
+        raise ConfigError(
+            "--self-chat needs a chat template that ends the user's turn with a special token, got "
+            f"{after[:20]!r} behind it; set --source."
+        )
+    return UserTurn(opening, closing[0], closing)
+
+
+def self_text(tokenizer: SpecialTokenizer, seed: int) -> Invention:
+    """Beginnings of documents that the target continues from one of a few first words."""
+    first_words = [tokenizer.encode(text, add_special_tokens=False) for text in _BEGINNINGS]
+    begin, special = begin_of_text(tokenizer), set(tokenizer.all_special_ids)
+    sampling = SamplingParams(temperature=1.0, top_p=0.95, max_new_tokens=_BEGINNING_TOKENS)
+
+    def opening(index: int) -> tuple[int, ...]:
+        return (*begin, *first_words[index % len(first_words)])
+
+    def task(index: int, words: tuple[int, ...]) -> Task | None:
+        if special & set(words):
+            return None
+        return Task(f"self-text:{seed}:{index}", "text", (*opening(index), *words), index)
+
+    return Invention(opening, sampling, task)
 
 
 class Answered(NamedTuple):
@@ -195,23 +319,23 @@ def answer(
     output: Path,
     sampling: SamplingParams,
     engine: EngineConfig | None = None,
+    done: Set[str] = frozenset(),
 ) -> Answered:
-    """Append the target's continuation of every task that `output` does not hold yet.
+    """Append the target's continuation of every task that is not `done` to `output`.
 
     Lines are `id`, `domain`, `token_ids`, `num_prompt_tokens`. Prompts as long as the context are
-    left out and counted; the seed of `sampling` is shifted by the task's index.
+    left out and counted; the seed of `sampling` is shifted by the task's number.
     """
-    done = _existing_ids(output)
     decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
     by_id = {task.doc_id: task for task in tasks}
     num_there = num_too_long = num_written = 0
-    for index, task in enumerate(tasks):
+    for task in tasks:
         if task.doc_id in done:
             num_there += 1
         elif len(task.prompt) >= decoder.max_model_len:
             num_too_long += 1
         else:
-            params = replace(sampling, seed=(sampling.seed or 0) + index)
+            params = replace(sampling, seed=(sampling.seed or 0) + task.number)
             decoder.add_request(task.prompt, sampling=params, request_id=task.doc_id)
     with output.open("a", encoding="utf8") as file:
         while decoder.has_work:
@@ -301,7 +425,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=32, help="requests decoded at once")
     most = "tokens of prompt and answer; default: what the target can"
     add("--max-model-len", type=int, help=most)
-    add("--graphs", action="store_true", help="replay decode steps as CUDA graphs; a GPU")
+    add("--graphs", action="store_true", help="steps compiled and captured, as engine=h200")
     add("--dtype", default="auto")
     add("--device", default="auto")
     add("--seed", type=int, default=0)

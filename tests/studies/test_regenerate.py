@@ -1,12 +1,15 @@
 """The target's own answers as training text: form, resume, refusals; on the shipped target."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from mtp_research.models.target import load_tokenizer
+from mtp_research.runtime.errors import ConfigError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
-from mtp_research.studies.regenerate import main
+from mtp_research.studies.regenerate import _engine, _parser, main, user_turn
 
 TARGET = str(REPOSITORY_ROOT / "assets" / "lab_tiny" / "target")
 QUESTIONS = [f"What is {left} + {left + 3}?" for left in range(4)]
@@ -77,3 +80,59 @@ def test_regenerate_bad_argument_exits_with_2_and_one_line(
     assert message in error
     assert "Traceback" not in error
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_graphs_take_the_settings_of_engine_h200():
+
+    words = ["--target", "x", "--output", "y", "--batch", "256"]
+    plain, captured = (
+        _engine(_parser().parse_args([*words, *more])) for more in ([], ["--graphs"])
+    )
+    assert (plain.cuda_graphs, plain.compile, plain.max_num_batched_tokens) == (False, False, 1024)
+    assert (captured.cuda_graphs, captured.compile, captured.capture_mixed) == (True, True, True)
+    assert (captured.max_num_requests, captured.audit) == (256, False)
+
+
+@pytest.mark.slow
+def test_processes_of_a_launch_write_the_same_lines_as_one(tmp_path, source):
+    words = ["--self-chat", "5", "--self-text", "4", "--temperature", "1"]
+    assert run(tmp_path / "one.jsonl", source, *words) == 0
+    output = tmp_path / "two.jsonl"
+    (tmp_path / "two.jsonl.rank1").write_text('{"id":"of a killed launch"}\n{"id":"cut o')
+    argv = ["--target", TARGET, "--output", str(output), "--source", source, "--device", "cpu"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "mtp_research.studies.regenerate", *argv, "--max-new-tokens", "12"]
+    finished = subprocess.run(
+        [*command, *words], capture_output=True, text=True, cwd=REPOSITORY_ROOT, timeout=110, check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    assert finished.stdout.count("documents written") == 1
+    found = lines(output)
+    assert found.pop("of a killed launch") == {"id": "of a killed launch"}
+    assert found == lines(tmp_path / "one.jsonl")
+    assert any(name.startswith("self-chat") for name in found)
+    assert any(name.startswith("self-text") for name in found)
+    assert not list(tmp_path.glob("*.rank*"))
+
+
+def test_user_turn_is_what_the_template_writes_around_a_message():
+
+    tokenizer = load_tokenizer(TARGET)
+    turn = user_turn(tokenizer)
+    message = tokenizer.encode("Hello", add_special_tokens=False)
+    whole = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_dict=False
+    )
+    assert [*turn.opening, *message, *turn.closing] == whole
+    assert turn.end == turn.closing[0]
+
+
+def test_user_turn_that_ends_with_plain_text_is_refused():
+
+    tokenizer = load_tokenizer(TARGET)
+    tokenizer.chat_template = "{% for m in messages %}Q: {{ m['content'] }}\n{% endfor %}A:"
+    with pytest.raises(ConfigError, match="ends the user's turn with a special token"):
+        user_turn(tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="--self-chat needs a chat template"):
+        user_turn(tokenizer)
