@@ -103,7 +103,8 @@ def test_processes_of_a_launch_write_the_same_lines_as_one(tmp_path, source):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "mtp_research.studies.regenerate", *argv, "--max-new-tokens", "12"]
     finished = subprocess.run(
-        [*command, *words], capture_output=True, text=True, cwd=REPOSITORY_ROOT, timeout=110, check=False,
+        [*command, *words], capture_output=True, text=True,
+        cwd=REPOSITORY_ROOT, timeout=110, check=False,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr[-2000:]
     assert finished.stdout.count("documents written") == 1
