@@ -151,6 +151,15 @@ class MTPHeads(nn.Module):
             parameter.data = parameter.data.to(target.dtype)
         self.to(target.device)
 
+    def __repr__(self) -> str:
+        """One line, where `nn.Module` prints the tree of modules."""
+        spec, count = self.spec, sum(parameter.numel() for parameter in self.parameters())
+        modules = f"{spec.num_mtp_modules} module{'s' * (spec.num_mtp_modules != 1)}"
+        return (
+            f"MTPHeads({modules}, {spec.unroll or 'unknown'} unroll, {count / 1e6:,.1f} M "
+            f"parameters, on {self.target!r})"
+        )
+
     @property
     def target(self) -> Target:
         """The frozen target these heads were built for."""

@@ -42,7 +42,7 @@ from mtp_research.models.loading.source import CONFIG_FILE, looks_like_hub_id, s
 from mtp_research.models.target import Target, target_hashes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.files import sha256_of, write_atomically
-from mtp_research.runtime.provenance import redact_tree
+from mtp_research.runtime.provenance import redact_tree, resolve_path
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,8 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
 
     Args:
         folder: heads in our own format, or a checkpoint with the MTP modules of its family, which
-            may be a hub id.
+            may be a hub id. A relative path is looked for in the working directory, then among the
+            shipped files (`assets/lab_tiny/heads/chain_n3`).
         target: the model they belong to.
 
     Raises:
@@ -95,7 +96,7 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
             extra or of another shape; the weights are not those of the recorded hash; or a file
             cannot be read.
     """
-    folder = native_folder(folder, target)
+    folder = native_folder(resolve_path(str(folder)), target)
     if not (folder / RECORD_FILE).exists() and (folder / CONFIG_FILE).is_file():
         if has_native_heads(folder, target):
             return load_native_heads(folder, target)
