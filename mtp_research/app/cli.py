@@ -54,6 +54,7 @@ from mtp_research.runtime.errors import (
     NumericFault,
     escape_warnings,
     escaped,
+    extras_needed,
 )
 from mtp_research.runtime.files import is_full_disk, run_lock
 from mtp_research.runtime.provenance import (
@@ -249,7 +250,8 @@ class _Command(Generic[ConfigT]):
 def _exit_code(work: Callable[[], int | None], is_traced: bool, place: str = "") -> int:
     """Do the work; a failure that a user can cause becomes a line and its exit code."""
     try:
-        return work() or 0
+        with extras_needed():
+            return work() or 0
     except (ConfigError, IntegrityError, EnvironmentFault, NumericFault, Interrupted) as fault:
         if is_traced:
             traceback.print_exc()
@@ -441,8 +443,10 @@ def job_command(launcher: LauncherConfig, words: Sequence[str], *, output_dir: P
     """What each node runs: bash, the meeting point, then torchrun with the user's own words."""
     kept = [word for word in words if not word.startswith(("launcher", "output_dir="))]
     sizes = [str(number) for number in (launcher.num_nodes, launcher.gpus_per_node, _PORT)]
-    program = [str(REPOSITORY_ROOT / "train.py"), *kept, f"output_dir={output_dir.resolve()}"]
-    return ["bash", "-c", _SCRIPT, "torchrun", *sizes, *program]
+    script = REPOSITORY_ROOT / "train.py"  # a wheel has none
+    program = [str(script)] if script.is_file() else ["-m", "mtp_research", "train"]
+    words = [*program, *kept, f"output_dir={output_dir.resolve()}"]
+    return ["bash", "-c", _SCRIPT, "torchrun", *sizes, *words]
 
 
 def _resolve_head(head: str | None) -> str | None:

@@ -6,6 +6,8 @@ says what was expected, what was got and which key or call fixes it.
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # The call that takes what a section of the configuration holds.
 _PYTHON_CALLS = {
@@ -68,6 +70,41 @@ class Interrupted(RuntimeError):
     """The run was asked to stop, saved its state and can be resumed."""
 
     exit_code = 75
+
+
+# The module that an import asks for -> the extra of pyproject.toml that brings it.
+EXTRAS = {
+    "accelerate": "train",
+    "datasets": "train",
+    "filelock": "train",
+    "hydra": "train",
+    "markupsafe": "report",
+    "matplotlib": "report",
+    "omegaconf": "train",
+    "pandas": "report",
+    "rich": "train",
+    "tokenizers": "train",
+    "wandb": "train",
+}
+
+
+@contextmanager
+def extras_needed() -> Iterator[None]:
+    """Turn the failed import of a package that an extra brings into the line that says which.
+
+    Raises:
+        EnvironmentFault: it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as fault:
+        extra = EXTRAS.get((fault.name or "").split(".")[0])
+        if extra is None:
+            raise
+        raise EnvironmentFault(
+            f"{fault.name} must be installed for this, got none; "
+            f"pip install 'mtp-research[{extra}]'."
+        ) from fault
 
 
 def _in_python(key: str) -> str:

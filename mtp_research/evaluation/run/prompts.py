@@ -22,9 +22,9 @@ from mtp_research.data.sources import HELD_OUT_STDLIB
 from mtp_research.evaluation.run.prompt_files import Prompt, read_prompt_files
 from mtp_research.evaluation.stats.outcome import PromptEntry
 from mtp_research.runtime.errors import ConfigError, IntegrityError
-from mtp_research.runtime.provenance import REPOSITORY_ROOT, resolve_path
+from mtp_research.runtime.provenance import resolve_path, shipped_root
 
-SHIPPED_PROMPTS = REPOSITORY_ROOT / "assets" / "lab_tiny" / "prompts"
+SHIPPED_PROMPTS = shipped_root() / "assets" / "lab_tiny" / "prompts"
 CODE_CATEGORY = "code"
 NUM_CODE_PROMPTS = 28
 CODE_SEED = 0  # fixed: evaluations with different seeds must still ask the same prompts
