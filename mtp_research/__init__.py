@@ -67,6 +67,10 @@ wait_passively_as_command(sys.argv, sys.orig_argv)
 
 def __getattr__(name: str) -> object:
     """Import a public name from where it lives."""
+    if name == "__version__":
+        from mtp_research.runtime.provenance import project_version
+
+        return project_version()
     if name not in _HOMES:
         raise AttributeError(f"mtp_research has no {name!r}; public names: {', '.join(__all__)}.")
     return getattr(importlib.import_module(_HOMES[name]), name)
@@ -74,4 +78,4 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """The public names, and those of an ordinary module."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

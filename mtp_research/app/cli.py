@@ -333,7 +333,7 @@ def _hydra_faults(schema: type, overrides: Sequence[str]) -> Iterator[None]:
 
 def _adopt_conventions(config: TrainConfig, words: Sequence[str]) -> None:
     """Take what the target's own modules need from its files, unless it was typed, in place."""
-    from mtp_research.heads.record import adopt_conventions  # imports torch
+    from mtp_research.heads.native import adopt_conventions  # imports torch
 
     keys = [word.lstrip("+").partition("=")[0] for word in words]
     typed = {key.removeprefix("head.") for key in keys if key.startswith("head.")}
