@@ -15,7 +15,7 @@ from pathlib import Path
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.runtime.compiling import keep_compiled_code
 from mtp_research.runtime.errors import EnvironmentFault, extras_needed
-from mtp_research.runtime.provenance import write_error, write_run_folder
+from mtp_research.runtime.provenance import describe_run, write_error
 from mtp_research.runtime.threads import wait_passively
 
 # The command -> the module and the function that it is, imported when it is asked for.
@@ -75,7 +75,7 @@ def evaluate() -> int:
 
 def run_training(config: TrainConfig, output_dir: Path) -> None:
     """Train, then print one JSON line."""
-    describe = partial(_describe, config, output_dir)
+    describe = partial(describe_run, config, output_dir)
     if config.task == "target":
         from mtp_research.pretrain.pretrain import pretrain_target
 
@@ -106,7 +106,7 @@ def run_training(config: TrainConfig, output_dir: Path) -> None:
 
 def run_evaluation(config: EvalConfig, output_dir: Path) -> None:
     """Evaluate; the last printed line is one JSON object."""
-    describe = partial(_describe, config, output_dir)
+    describe = partial(describe_run, config, output_dir)
     if config.task == "fault_price":
         from mtp_research.studies.fault_price import price_faults
 
@@ -116,12 +116,6 @@ def run_evaluation(config: EvalConfig, output_dir: Path) -> None:
 
         result = measure(config, output_dir, on_start=describe)
     sys.stdout.write(f"{json.dumps(result)}\n")
-
-
-def _describe(config: TrainConfig | EvalConfig, output_dir: Path) -> None:
-    """Write what the run is; ranks share the folder of the first."""
-    if os.environ.get("RANK", "0") == "0":
-        write_run_folder(output_dir, config)
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ class _Command(Generic[ConfigT]):
         if _is_submitted(config, overrides, self.flags):
             return 0
         codes: list[int] = []
-        with _run_folder(config) as folder:
+        with run_folder(config) as folder:
 
             def job(_: "DictConfig") -> None:
                 codes.append(self._exit_code(lambda: self.run(config, folder)))
@@ -213,7 +213,7 @@ class _Command(Generic[ConfigT]):
             preflight.require_inside(HydraConfig.get().sweep.dir, config.output_dir)
         check_inputs(config)
         if not _is_submitted(config, typed, self.flags):
-            with _run_folder(config) as folder:
+            with run_folder(config) as folder:
                 self.run(config, folder)
 
     def _exit_code(self, work: Callable[[], int | None], place: str = "") -> int:
@@ -371,7 +371,7 @@ def _resolve_paths(config: TrainConfig | EvalConfig) -> None:
 
 
 @contextmanager
-def _run_folder(config: TrainConfig | EvalConfig) -> Iterator[Path]:
+def run_folder(config: TrainConfig | EvalConfig) -> Iterator[Path]:
     """Hold the folder of a run, which the run itself describes once it knows that it can go on.
 
     Ranks above 0 of a training only read.

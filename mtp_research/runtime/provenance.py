@@ -114,6 +114,12 @@ def write_run_folder(output_dir: Path, config: object) -> dict[str, object]:
     return record
 
 
+def describe_run(config: object, output_dir: Path) -> None:
+    """Write what a run is when it starts; ranks share the folder of the first."""
+    if os.environ.get("RANK", "0") == "0":
+        write_run_folder(output_dir, config)
+
+
 def check_kind(output_dir: Path, config: object) -> None:
     """Refuse a folder that holds the run of another entry, by the sections of its `config.json`."""
     try:

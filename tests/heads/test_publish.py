@@ -24,6 +24,10 @@ def target():
     return load_target(LAB_TINY / "target", dtype="float32", device="cpu")
 
 
+def _record(folder: Path) -> dict:
+    return json.loads((folder / "head.json").read_text())
+
+
 class Hub:
     """Keeps what is asked of it; the files are read while they are there."""
 
@@ -60,7 +64,7 @@ def test_saved_heads_load_with_weights_spec_provenance_and_ranking(target, tmp_p
     assert again.spec == heads.spec
     for name, tensor in heads.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
-    shipped = json.loads((SHIPPED / "head.json").read_text())
+    shipped = _record(SHIPPED)
     assert again.provenance == shipped["provenance"] != {}
     assert {path.name for path in folder.iterdir()} == {
         "README.md",
@@ -77,10 +81,7 @@ def test_saved_heads_load_with_weights_spec_provenance_and_ranking(target, tmp_p
 
 def test_card_says_what_head_json_says(target, tmp_path: Path) -> None:
     folder = load_heads(SHIPPED, target).save_pretrained(tmp_path)
-    card, record = (
-        (folder / "README.md").read_text(),
-        json.loads((SHIPPED / "head.json").read_text()),
-    )
+    card, record = (folder / "README.md").read_text(), _record(folder)
     walk = record["provenance"]["held_out"]["acceptance_length"]
     assert f"| acceptance length on held-out text | {walk:.3f}" in card
     for fact in (
@@ -108,7 +109,7 @@ def test_card_of_heads_without_a_past_leaves_out_what_nobody_knows(tmp_path: Pat
 
 
 def test_card_names_the_hub_model_that_the_heads_are_for() -> None:
-    record = json.loads((SHIPPED / "head.json").read_text())
+    record = _record(SHIPPED)
     record["provenance"] |= {"hub_id": "organisation/model@abc", "hub_commit": "abc"}
     card = publish.model_card(record)
     assert "\nbase_model: organisation/model\n" in card
