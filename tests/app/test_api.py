@@ -111,7 +111,7 @@ def test_target_of_ones_own_brings_its_name_and_family(tmp_path: Path) -> None:
     [
         (
             lambda: api.train_heads(settings={"trainer.max_step": 1}),
-            r"not a key.*trainer\.max_steps",
+            r"key.*trainer\.max_steps",
         ),
         (lambda: api.train_heads(settings={"trainer.max_steps": "x"}), "trainer.max_steps must be"),
         (lambda: api.train_heads(settings={"task": "target"}), "train_heads takes task=heads"),
