@@ -37,13 +37,16 @@ export UV_DEFAULT_INDEX="$${PIP_INDEX_URL:-$$(pip_setting index-url)}"; \
 export UV_INDEX_STRATEGY=unsafe-best-match
 endef
 
-$(STAMP): requirements.lock
+# The project itself goes in editable, so that .venv/bin/python imports it from any folder; nothing is fetched for that.
+$(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=PATH")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet "$$(grep '^uv==' requirements.lock)" || echo "uv is not to be had; pip installs alone"
 	@$(UV_FROM_PIP); \
 	$(PY) -m uv pip install --python $(PY) --quiet --compile-bytecode -r requirements.lock \
 		|| $(PY) -m pip install --quiet -r requirements.lock
+	@$(PY) -m uv pip install --python $(PY) --quiet --offline --no-deps --no-build-isolation --editable . \
+		|| $(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 demo: RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)

@@ -6,13 +6,14 @@
     heads = load_heads("path", target)
     spec = SpecSettings(policy="training", num_speculative_tokens=3)
     decoder = SpecDecoder(target, heads, spec=spec)
-    for output in decoder.generate(prompts, max_new_tokens=256):
-        print(output.request_id, output.output_token_ids)
+    for output in decoder.generate(["Once upon a time"], max_new_tokens=256):
+        print(output.text, output.token_ids)
     print(decoder.stats.acceptance_length)
 
-A prompt is a sequence of token ids; text is the tokenizer's business. The names below are imported
-when they are first used, so that `import mtp_research` costs nothing. The Triton kernels lie in the
-top-level folder `kernels/`, which is imported as `mtp_research.kernels`.
+A prompt is text, a list of messages or token ids. `train_heads` and `evaluate` are the runs of
+`train.py` and `eval.py`. The names below are imported when they are first used, so that `import
+mtp_research` costs nothing. The Triton kernels lie in the top-level folder `kernels/`, which is
+imported as `mtp_research.kernels`.
 """
 
 import importlib
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 from mtp_research.runtime.threads import wait_passively_as_command
 
 if TYPE_CHECKING:
+    from mtp_research.app.api import evaluate, train_heads
     from mtp_research.config.schema import EngineConfig
     from mtp_research.decode.decoder import SpecDecoder
     from mtp_research.decode.sampling.sampling_params import SamplingParams
@@ -39,8 +41,10 @@ __all__ = [
     "SamplingParams",
     "SpecDecoder",
     "SpecSettings",
+    "evaluate",
     "load_heads",
     "load_target",
+    "train_heads",
 ]
 
 _HOMES = {
@@ -51,7 +55,9 @@ _HOMES = {
     "SpecDecoder": "mtp_research.decode.decoder",
     "SpecSettings": "mtp_research.decode.settings",
     "load_heads": "mtp_research.heads.weights",
+    "evaluate": "mtp_research.app.api",
     "load_target": "mtp_research.models.target",
+    "train_heads": "mtp_research.app.api",
 }
 
 # In a source tree or an editable install `kernels/` lies beside this package, not inside it. A
@@ -67,6 +73,10 @@ wait_passively_as_command(sys.argv, sys.orig_argv)
 
 def __getattr__(name: str) -> object:
     """Import a public name from where it lives."""
+    if name == "__version__":
+        from mtp_research.runtime.provenance import project_version
+
+        return project_version()
     if name not in _HOMES:
         raise AttributeError(f"mtp_research has no {name!r}; public names: {', '.join(__all__)}.")
     return getattr(importlib.import_module(_HOMES[name]), name)
@@ -74,4 +84,4 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """The public names, and those of an ordinary module."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

@@ -1,7 +1,7 @@
-"""`python -m mtp_research COMMAND ...`: one door to every command; each has its own --help.
+"""`mtp COMMAND ...`, or `python -m mtp_research COMMAND ...`: one door to every command.
 
-`train` and `eval` are `train.py` and `eval.py`. Each task imports torch itself: `--help` and
-refusals do without.
+Each has its own --help. `train` and `eval` are `train.py` and `eval.py`. Each task imports torch
+itself: `--help` and refusals do without.
 """
 
 import importlib
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.runtime.compiling import keep_compiled_code
-from mtp_research.runtime.provenance import write_error, write_run_folder
+from mtp_research.runtime.errors import EnvironmentFault, extras_needed
+from mtp_research.runtime.provenance import describe_run, write_error
 from mtp_research.runtime.threads import wait_passively
 
 # The command -> the module and the function that it is, imported when it is asked for.
@@ -35,7 +36,8 @@ def main() -> int:
     """Run the command that the first word names; 2 when it names none."""
     wait_passively()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
-    listed = f"usage: python -m mtp_research {' | '.join(COMMANDS)} [--help] ..."
+    door = "mtp" if Path(sys.argv[0]).stem == "mtp" else "python -m mtp_research"
+    listed = f"usage: {door} {' | '.join(COMMANDS)} [--help] ..."
     if name in ("-h", "--help"):
         sys.stdout.write(f"{listed}\n")
         return 0
@@ -44,8 +46,13 @@ def main() -> int:
         write_error(f"{name or 'nothing'} is not a command{near}; {listed}")
         return 2
     module, function = COMMANDS[name]
-    sys.argv = [f"python -m mtp_research {name}", *sys.argv[2:]]
-    return getattr(importlib.import_module(module), function)()
+    sys.argv = [f"{door} {name}", *sys.argv[2:]]
+    try:
+        with extras_needed():
+            return getattr(importlib.import_module(module), function)()
+    except EnvironmentFault as fault:
+        write_error(str(fault))
+        return fault.exit_code
 
 
 def train() -> int:
@@ -68,7 +75,7 @@ def evaluate() -> int:
 
 def run_training(config: TrainConfig, output_dir: Path) -> None:
     """Train, then print one JSON line."""
-    describe = partial(_describe, config, output_dir)
+    describe = partial(describe_run, config, output_dir)
     if config.task == "target":
         from mtp_research.pretrain.pretrain import pretrain_target
 
@@ -99,7 +106,7 @@ def run_training(config: TrainConfig, output_dir: Path) -> None:
 
 def run_evaluation(config: EvalConfig, output_dir: Path) -> None:
     """Evaluate; the last printed line is one JSON object."""
-    describe = partial(_describe, config, output_dir)
+    describe = partial(describe_run, config, output_dir)
     if config.task == "fault_price":
         from mtp_research.studies.fault_price import price_faults
 
@@ -109,12 +116,6 @@ def run_evaluation(config: EvalConfig, output_dir: Path) -> None:
 
         result = measure(config, output_dir, on_start=describe)
     sys.stdout.write(f"{json.dumps(result)}\n")
-
-
-def _describe(config: TrainConfig | EvalConfig, output_dir: Path) -> None:
-    """Write what the run is; ranks share the folder of the first."""
-    if os.environ.get("RANK", "0") == "0":
-        write_run_folder(output_dir, config)
 
 
 if __name__ == "__main__":

@@ -242,8 +242,9 @@ def test_build_lists_every_package_folder() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))
     listed = project["tool"]["setuptools"]
     folders = {module_name(path.parent) for path in SOURCES}
-    assert set(listed["packages"]) >= folders
-    assert listed["package-dir"] == {"mtp_research.kernels": "kernels"}
+    mapped = {f"mtp_research.{name}": name for name in ("assets", "conf", "kernels")}
+    assert set(listed["packages"]) == folders | set(mapped)
+    assert listed["package-dir"] == mapped
 
 
 def test_lock_pins_every_requirement_without_a_local_build() -> None:

@@ -41,7 +41,6 @@ SETTINGS = {
     r"spec\.k=(3)": "a setting of the shown command",
     r"num_speculative_tokens=(3)": "a setting of the example",
     r"max_new_tokens=(64)": "a setting of the example",
-    r"\[\[(0), (3), (56), (91)\], \[(0), (3), (77)\]\]": "token ids of the example",
     r"rounds with r >= (2)": "name of a row",
     r"module (2)|module (1)": "names of modules in the picture's text",
     r"Apache-(2\.0)": "name of the licence",

@@ -54,6 +54,7 @@ from mtp_research.runtime.errors import (
     NumericFault,
     escape_warnings,
     escaped,
+    extras_needed,
 )
 from mtp_research.runtime.files import is_full_disk, run_lock
 from mtp_research.runtime.provenance import (
@@ -163,7 +164,7 @@ class _Command(Generic[ConfigT]):
         if _is_submitted(config, overrides, self.flags):
             return 0
         codes: list[int] = []
-        with _run_folder(config) as folder:
+        with run_folder(config) as folder:
 
             def job(_: "DictConfig") -> None:
                 codes.append(self._exit_code(lambda: self.run(config, folder)))
@@ -212,7 +213,7 @@ class _Command(Generic[ConfigT]):
             preflight.require_inside(HydraConfig.get().sweep.dir, config.output_dir)
         check_inputs(config)
         if not _is_submitted(config, typed, self.flags):
-            with _run_folder(config) as folder:
+            with run_folder(config) as folder:
                 self.run(config, folder)
 
     def _exit_code(self, work: Callable[[], int | None], place: str = "") -> int:
@@ -249,7 +250,8 @@ class _Command(Generic[ConfigT]):
 def _exit_code(work: Callable[[], int | None], is_traced: bool, place: str = "") -> int:
     """Do the work; a failure that a user can cause becomes a line and its exit code."""
     try:
-        return work() or 0
+        with extras_needed():
+            return work() or 0
     except (ConfigError, IntegrityError, EnvironmentFault, NumericFault, Interrupted) as fault:
         if is_traced:
             traceback.print_exc()
@@ -331,7 +333,7 @@ def _hydra_faults(schema: type, overrides: Sequence[str]) -> Iterator[None]:
 
 def _adopt_conventions(config: TrainConfig, words: Sequence[str]) -> None:
     """Take what the target's own modules need from its files, unless it was typed, in place."""
-    from mtp_research.heads.record import adopt_conventions  # imports torch
+    from mtp_research.heads.native import adopt_conventions  # imports torch
 
     keys = [word.lstrip("+").partition("=")[0] for word in words]
     typed = {key.removeprefix("head.") for key in keys if key.startswith("head.")}
@@ -369,7 +371,7 @@ def _resolve_paths(config: TrainConfig | EvalConfig) -> None:
 
 
 @contextmanager
-def _run_folder(config: TrainConfig | EvalConfig) -> Iterator[Path]:
+def run_folder(config: TrainConfig | EvalConfig) -> Iterator[Path]:
     """Hold the folder of a run, which the run itself describes once it knows that it can go on.
 
     Ranks above 0 of a training only read.
@@ -441,8 +443,10 @@ def job_command(launcher: LauncherConfig, words: Sequence[str], *, output_dir: P
     """What each node runs: bash, the meeting point, then torchrun with the user's own words."""
     kept = [word for word in words if not word.startswith(("launcher", "output_dir="))]
     sizes = [str(number) for number in (launcher.num_nodes, launcher.gpus_per_node, _PORT)]
-    program = [str(REPOSITORY_ROOT / "train.py"), *kept, f"output_dir={output_dir.resolve()}"]
-    return ["bash", "-c", _SCRIPT, "torchrun", *sizes, *program]
+    script = REPOSITORY_ROOT / "train.py"  # a wheel has none
+    program = [str(script)] if script.is_file() else ["-m", "mtp_research", "train"]
+    words = [*program, *kept, f"output_dir={output_dir.resolve()}"]
+    return ["bash", "-c", _SCRIPT, "torchrun", *sizes, *words]
 
 
 def _resolve_head(head: str | None) -> str | None:

@@ -9,6 +9,7 @@ Hydra's own (`hydra.verbose=true`), which goes through as it is.
 import argparse
 import dataclasses
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn, get_origin
@@ -16,9 +17,9 @@ from typing import NamedTuple, NoReturn, get_origin
 from mtp_research.config.ranges import ALIASES, legal_values, meanings, nearest, schema_keys
 from mtp_research.config.schema import GRID_AXES, EvalConfig, TrainConfig
 from mtp_research.runtime.errors import ConfigError
-from mtp_research.runtime.provenance import REPOSITORY_ROOT, redact_words
+from mtp_research.runtime.provenance import redact_words, shipped_root
 
-CONF_DIR = REPOSITORY_ROOT / "conf"
+CONF_DIR = shipped_root() / "conf"
 Schema = type[TrainConfig] | type[EvalConfig]
 ENTRIES: dict[Schema, str] = {TrainConfig: "train", EvalConfig: "eval"}
 _AXIS_OF = {key: axis for axis, key in GRID_AXES.items()}
@@ -117,8 +118,9 @@ def _sections(path: Path) -> set[str]:
 def help_text(schema: Schema) -> str:
     """Describe an entry: examples, groups and choices, keys with values and meaning."""
     entry = ENTRIES[schema]
-    lines = [f"usage: python {entry}.py [group=choice ...] [key=value ...]", "", "examples:"]
-    lines += [f"  {example}" for example in EXAMPLES[entry]]
+    program = program_name(entry)
+    lines = [f"usage: {program} [group=choice ...] [key=value ...]", "", "examples:"]
+    lines += [f"  {example.replace(_script(entry), program)}" for example in EXAMPLES[entry]]
     lines += ["", "groups (YAML files under conf/):"]
     lines += [f"  {group}={' | '.join(names)}" for group, names in group_choices(schema).items()]
     lines += ["", "keys (spec.k is short for spec.num_speculative_tokens):"]
@@ -126,6 +128,16 @@ def help_text(schema: Schema) -> str:
     for key, item in schema_keys(schema).items():
         lines += [f"  {key}: {legal_values(item)}{_default(item)}", f"      {said[key]}"]
     return "\n".join([*lines, "", FLAGS])
+
+
+def program_name(entry: str) -> str:
+    """How this entry is called here: the script of a source tree, or the command of a wheel."""
+    door, _, name = sys.argv[0].rpartition(" ")  # `mtp train`, by mtp_research.__main__
+    return f"{door} {entry}" if name in ENTRIES.values() else _script(entry)
+
+
+def _script(entry: str) -> str:
+    return f"python {entry}.py"
 
 
 def _default(item: dataclasses.Field) -> str:
@@ -176,7 +188,7 @@ def _name_fault(schema: Schema, key: str, groups: dict[str, list[str]]) -> str |
     entry = ENTRIES[schema]
     for other, name in ENTRIES.items():
         if full in schema_keys(other) or key in group_choices(other):
-            return f"{key} belongs to {name}.py, got it in {entry}.py; run python {name}.py."
+            return f"{key} belongs to {name}.py, got it in {entry}.py; run {program_name(name)}."
     known = [*keys, *groups, *(alias for alias, full in ALIASES.items() if full in keys)]
     return f"{key} is not a key of {entry}.py{nearest(key, known)}; --help lists all keys."
 

@@ -24,7 +24,7 @@ from mtp_research.config.training_schema import (
 )
 from mtp_research.policy.fields import MODULE_SCHEDULES
 from mtp_research.policy.fields import POLICIES as _POLICIES
-from mtp_research.runtime.provenance import REPOSITORY_ROOT
+from mtp_research.runtime.provenance import shipped_root
 
 POLICIES = tuple(sorted(_POLICIES))
 CLEAN_POLICIES = tuple(name for name in POLICIES if _POLICIES[name].clean)
@@ -200,7 +200,7 @@ def engine_preset(name: str) -> dict[str, Any]:
     """Values of `conf/engine/NAME.yaml`, for commands that compose no configuration."""
     from omegaconf import OmegaConf
 
-    found = OmegaConf.load(REPOSITORY_ROOT / "conf" / "engine" / f"{name}.yaml")
+    found = OmegaConf.load(shipped_root() / "conf" / "engine" / f"{name}.yaml")
     return cast(dict[str, Any], OmegaConf.to_container(found))
 
 

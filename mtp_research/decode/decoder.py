@@ -18,7 +18,13 @@ from mtp_research.decode.build import build_drafter, build_products, build_state
 from mtp_research.decode.draft.draft_length import RecentRounds
 from mtp_research.decode.draft.drafter import Heads, MTPDrafter, VerifiedStep
 from mtp_research.decode.ledger import Ledger
-from mtp_research.decode.sampling.arguments import plain_text, token_ids, whole_number
+from mtp_research.decode.sampling.arguments import (
+    Prompt,
+    plain_text,
+    prompt_ids,
+    prompt_list,
+    whole_number,
+)
 from mtp_research.decode.sampling.grammar import start_matcher
 from mtp_research.decode.sampling.sampling import BatchSampling, SamplingTensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
@@ -132,6 +138,14 @@ class SpecDecoder:
         self._numbers = itertools.count()
         self._fault: str | None = None  # of the step that closed the decoder
 
+    def __repr__(self) -> str:
+        """One line: what is speculated, for whom, and how many requests are live."""
+        policy = self.spec.policy if isinstance(self.spec.policy, str) else self.spec.policy.name
+        return (
+            f"SpecDecoder(K={self.num_speculative_tokens}, policy={policy!r}, {self.target!r}, "
+            f"{len(self.live_requests)} live requests, {len(self.stats.records)} finished)"
+        )
+
     @_closing_on_error
     @torch.inference_mode()
     def step(self) -> None:
@@ -163,7 +177,7 @@ class SpecDecoder:
 
     def add_request(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt: Prompt,
         *,
         sampling: SamplingParams | None = None,
         request_id: str | None = None,
@@ -174,7 +188,8 @@ class SpecDecoder:
         """Queue a prompt; `max_new_tokens=0` ends at once with no output.
 
         Args:
-            prompt_token_ids: at least one token.
+            prompt: text that is to be continued, messages (`{"role": ..., "content": ...}`) that
+                are to be answered, or token ids, at least one. Words take the target's tokenizer.
             sampling: default greedy.
             request_id: unique among live requests; default `request-<number>`.
             priority: smaller is served first, see `WaitingQueue` for how far that reaches.
@@ -193,7 +208,7 @@ class SpecDecoder:
             self._reopen()
         name = f"request-{next(self._numbers)}" if request_id is None else request_id
         request = self.check(
-            prompt_token_ids,
+            prompt,
             sampling=sampling,
             request_id=name,
             priority=priority,
@@ -214,7 +229,7 @@ class SpecDecoder:
 
     def check(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt: Prompt,
         *,
         sampling: SamplingParams | None = None,
         request_id: str = "request",
@@ -224,19 +239,20 @@ class SpecDecoder:
         """The request that `add_request` would queue or refuse: to be asked before a capture."""
         sampling = SamplingParams() if sampling is None else sampling
         vocab_size = self.target.config.vocab_size
-        prompt = token_ids(prompt_token_ids, key="the prompt")
+        token_ids = prompt_ids(prompt, target=self.target)
         check_request(
-            prompt,
+            token_ids,
             sampling,
             rule=self.spec.rule,
             vocab_size=vocab_size,
         )
         request = Request(
             plain_text(request_id, key="request_id"),
-            prompt,
+            token_ids,
             sampling.with_seed(),
             priority=whole_number(priority, key="priority"),
             cache_salt=plain_text(cache_salt, key="cache_salt"),
+            decode=self.target.decode,
         )
         self.scheduler.check(request)
         request.matcher = start_matcher(sampling, vocab_size=vocab_size)
@@ -249,16 +265,18 @@ class SpecDecoder:
 
     def generate(
         self,
-        prompts: Iterable[Sequence[int]],
+        prompts: Iterable[Prompt],
         *,
         sampling: SamplingParams | None = None,
         max_new_tokens: int | None = None,
     ) -> Iterator[RequestRecord]:
-        """Decode prompts in a continuous batch and yield records as requests finish.
+        """Decode prompts in a continuous batch and yield outputs as requests finish.
+
+        An output has `text` and `token_ids`, `request_id`, `finish_reason` and counters.
 
         Args:
-            prompts: token ids of each prompt; request ids are their indices. Prompts not finished
-                when the caller stops listening are aborted.
+            prompts: text, messages or token ids each, see `add_request`; request ids are their
+                indices. Prompts not finished when the caller stops listening are aborted.
             sampling: parameters for all. Default: greedy, ending at the target's own stop tokens.
             max_new_tokens: limit of the default `sampling`; None means 256.
 
@@ -270,20 +288,20 @@ class SpecDecoder:
                 "generate() takes sampling or max_new_tokens, got both; "
                 "set max_new_tokens in SamplingParams."
             )
-        sampling = sampling or SamplingParams(
-            max_new_tokens=_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
-            stop_token_ids=self.target.stop_token_ids,
-        )
+        if sampling is None:
+            sampling = self.usual_sampling(max_new_tokens)
         records = self.stats.records
         num_seen = len(records)
         requests: list[Request] = []
         try:
-            for index, prompt in enumerate(prompts):
+            for index, prompt in enumerate(prompt_list(prompts)):
                 requests.append(self.add_request(prompt, sampling=sampling, request_id=str(index)))
             mine = {request.request_id for request in requests}
             while True:
                 finished, num_seen = records[num_seen:], len(records)
                 yield from (record for record in finished if record.request_id in mine)
+                if num_seen < len(records):  # the caller has run steps since, in a stream say
+                    continue
                 if all(request.status is Status.FINISHED for request in requests):
                     return
                 self.step()
@@ -293,21 +311,24 @@ class SpecDecoder:
 
     def stream(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt: Prompt,
         *,
         sampling: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
     ) -> Iterator[StreamEvent]:
-        """Decode one prompt and yield its tokens as steps decide them; queued at the first `next`.
+        """Decode one prompt and yield its output as steps decide it; queued at the first `next`.
+
+        Events have `text` and `token_ids`. Default sampling as in `generate`.
 
         Other requests go on beside it. Leaving the iterator early aborts the request.
 
         Raises:
             ConfigError: see `add_request`.
         """
+        sampling = self.usual_sampling() if sampling is None else sampling
         request = self.add_request(
-            prompt_token_ids, sampling=sampling, request_id=request_id, priority=priority
+            prompt, sampling=sampling, request_id=request_id, priority=priority
         )
         feed = RequestFeed(request)
         try:
@@ -319,6 +340,13 @@ class SpecDecoder:
                 yield event
         finally:
             self.abort(request)
+
+    def usual_sampling(self, max_new_tokens: int | None = None) -> SamplingParams:
+        """Greedy, ending at the target's own stop tokens; None for 256 new tokens at most."""
+        return SamplingParams(
+            max_new_tokens=_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
+            stop_token_ids=self.target.stop_token_ids,
+        )
 
     @property
     def num_speculative_tokens(self) -> int:

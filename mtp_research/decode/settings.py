@@ -57,16 +57,16 @@ class SpecSettings:
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, str):
-            _check_choice("spec.policy", self.policy, POLICIES)
+            _check_choice("policy", self.policy, POLICIES)
         if isinstance(self.verify, str):
-            _check_choice("spec.verify", self.verify, RULES)
-        _check_choice("spec.draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS)
+            _check_choice("verify", self.verify, RULES)
+        _check_choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS)
         if self.module_schedule is not None:
-            _check_choice("spec.module_schedule", self.module_schedule, MODULE_SCHEDULES)
+            _check_choice("module_schedule", self.module_schedule, MODULE_SCHEDULES)
         if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
-                f"spec.k must be in 0..{MAX_SPECULATIVE_TOKENS}, got "
-                f"{self.num_speculative_tokens}; set spec.k."
+                f"num_speculative_tokens must be in 0..{MAX_SPECULATIVE_TOKENS}, got "
+                f"{self.num_speculative_tokens}; set num_speculative_tokens (command line: spec.k)."
             )
         # What a rule of one's own reads of the options is its own affair.
         if self.num_speculative_tokens > 0 and self.rule in RULES.values():
@@ -95,20 +95,23 @@ def check_heads(heads: Heads, *, spec: SpecSettings, engine: EngineConfig) -> No
     """Refuse heads that do not fit the settings, and engine settings out of range."""
     check_values(engine, section="engine")
     if isinstance(heads, str):
-        _check_choice("spec.head", heads, ("null", "oracle"))
+        _check_choice("heads", heads, ("null", "oracle"), option="spec.head")
     if spec.num_speculative_tokens > 0 and heads is None:
         raise ConfigError(
-            "spec.k > 0 needs heads; pass MTP heads, 'null' or 'oracle', or set spec.k=0."
+            f"num_speculative_tokens={spec.num_speculative_tokens} needs heads, got None; pass "
+            "load_heads(...), 'null' or 'oracle' as heads, or set num_speculative_tokens=0 "
+            "(command line: spec.head and spec.k)."
         )
     if isinstance(heads, str) and not isinstance(spec.draft_length, FixedLength):
         raise ConfigError(
-            f"spec.draft_length must be fixed for spec.head={heads}, which has no passes to leave "
-            f"out, got {type(spec.draft_length).__name__}; set spec.draft_length=fixed."
+            f"draft_length must be FixedLength for heads={heads!r}, which have no passes to leave "
+            f"out, got {type(spec.draft_length).__name__}; set draft_length=FixedLength() (command "
+            "line: spec.draft_length=fixed)."
         )
     if spec.draft_token_ids is not None and not isinstance(heads, MTPHeads):
         raise ConfigError(
-            f"a draft vocabulary needs MTP heads, got spec.head={heads}; "
-            "set spec.draft_vocabulary_size=null, or draft_token_ids=None."
+            f"draft_token_ids needs MTP heads, got heads={heads!r}; set draft_token_ids=None "
+            "(command line: spec.draft_vocabulary_size=null)."
         )
 
 
@@ -134,8 +137,8 @@ def check_request(
     check_sampling(sampling, vocab_size=vocab_size)
     if sampling.temperature > 0 and not rule.samples:
         raise ConfigError(
-            f"sampling.temperature must be 0 for spec.verify={rule_name(rule)}, "
-            f"got {sampling.temperature}; set spec.verify=standard."
+            f"temperature must be 0 for verify={rule_name(rule)!r}, got {sampling.temperature}; "
+            'set SpecSettings(verify="standard") (command line: spec.verify=standard).'
         )
 
 
@@ -183,6 +186,9 @@ def rule_name(rule: Rule) -> str:
     return next(names, rule.function.__name__)
 
 
-def _check_choice(key: str, value: str, choices: Iterable[str]) -> None:
+def _check_choice(name: str, value: str, choices: Iterable[str], option: str = "") -> None:
     if value not in choices:
-        raise ConfigError(f"{key} must be one of {sorted(choices)}, got {value!r}; set {key}.")
+        raise ConfigError(
+            f"{name} must be one of {sorted(choices)}, got {value!r}; set {name} (command line: "
+            f"{option or f'spec.{name}'})."
+        )

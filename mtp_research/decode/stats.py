@@ -26,13 +26,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mtp_research.decode.sampling.sampling_params import TokenLogprobs
-from mtp_research.decode.schedule.request import Request
+from mtp_research.decode.schedule.request import Decode, Request
 from mtp_research.policy.audit import Auditor, Verdict
+from mtp_research.runtime.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RequestRecord:
-    """What one finished request leaves behind.
+    """What one finished request leaves behind: `text` and `token_ids` of the output, and counters.
 
     Attributes:
         request_id: as given to the decoder.
@@ -61,6 +62,45 @@ class RequestRecord:
     token_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
 
+    # No field: fields are what files hold of a generation, and a copy elsewhere has no target.
+    _decode = None
+
+    def __repr__(self) -> str:
+        rounds = len(self.num_accepted_per_round)
+        length = 1 + sum(self.num_accepted_per_round) / rounds if rounds else None
+        accepted = "" if length is None else f", acceptance length {length:.2f}"
+        return (
+            f"RequestRecord({self.request_id!r}, {len(self.output_token_ids)} tokens, "
+            f"{self.finish_reason}{accepted})"
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_decode"}
+
+    def with_text(self, decode: Decode | None) -> "RequestRecord":
+        """The same record, in place, with a way to make `text`."""
+        object.__setattr__(self, "_decode", decode)
+        return self
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """`output_token_ids`, by the name that stream events have for them."""
+        return self.output_token_ids
+
+    @property
+    def text(self) -> str:
+        """The output in words, made when it is asked for; special tokens are left out.
+
+        Raises:
+            ConfigError: the target has no tokenizer, or the record was read from a file.
+        """
+        if self._decode is None:
+            raise ConfigError(
+                "text of an output needs the target that wrote it, got a record from a file or "
+                "another process; use target.decode(record.token_ids)."
+            )
+        return self._decode(self.output_token_ids)
+
 
 def record_of(request: Request) -> RequestRecord:
     """The record of a finished request."""
@@ -82,7 +122,7 @@ def record_of(request: Request) -> RequestRecord:
             None if request.sampling.logprobs is None else tuple(request.token_logprobs)
         ),
         error=request.error,
-    )
+    ).with_text(request.decode)
 
 
 @dataclass(frozen=True)
@@ -111,7 +151,7 @@ def count_acceptance(records: Iterable[RequestRecord]) -> AcceptanceCounts:
     )
 
 
-@dataclass
+@dataclass(repr=False)
 class DecodeStats:
     """Counters since the decoder was built; the module docstring has the formulas.
 
@@ -135,6 +175,15 @@ class DecodeStats:
     wait_s: float = 0.0  # those of them spent waiting for the device's results
     records: list[RequestRecord] = field(default_factory=list)  # in the order they finished
     auditor: Auditor | None = field(default=None, repr=False)  # watches the draft KV, or None
+
+    def __repr__(self) -> str:
+        """One line, of counts: the records alone are pages."""
+        length = self.acceptance_length
+        accepted = "" if length is None else f", acceptance length {length:.3f}"
+        return (
+            f"DecodeStats({len(self.records)} requests, {self.num_emitted_tokens} tokens, "
+            f"{self.num_steps} steps{accepted})"
+        )
 
     @property
     def acceptance(self) -> AcceptanceCounts:

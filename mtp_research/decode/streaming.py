@@ -2,7 +2,7 @@
 
     async with AsyncDecoder(decoder) as async_decoder:
         async for event in async_decoder.generate(prompt, sampling=sampling):
-            print(event.token_ids)
+            print(event.text, end="", flush=True)
 
 Steps run in one worker thread, so that the event loop stays responsive. The decoder's state is
 changed from the event loop only, and only between two steps: arrivals and cancellations wait for
@@ -14,12 +14,13 @@ beyond `max_num_live` wait, in order, before they enter the decoder.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import functools
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling.arguments import token_ids, whole_number
+from mtp_research.decode.sampling.arguments import Prompt, in_words, prompt_ids, whole_number
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import Request, RequestFeed, StreamEvent
 from mtp_research.runtime.errors import ConfigError, DecoderClosed, EnvironmentFault
@@ -93,6 +94,9 @@ class AsyncDecoder:
         self._is_closed = False
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-step")
 
+    def __repr__(self) -> str:
+        return f"AsyncDecoder({self._decoder!r})"
+
     async def __aenter__(self) -> "AsyncDecoder":
         return self
 
@@ -101,20 +105,28 @@ class AsyncDecoder:
 
     async def generate(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt: Prompt,
         *,
         sampling: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[StreamEvent]:
-        """Yield the tokens of one prompt as they are decided; the last event has a finish reason.
+        """Yield the output of one prompt as it is decided; the last event has a finish reason.
+
+        `prompt` is text, token ids or messages, see `SpecDecoder.add_request`; events have `text`
+        and `token_ids`.
 
         Cancelling the reading task, or leaving the iterator early, aborts the request; its blocks
         are free before the next step.
         """
         self._check_usable()
-        prompt = token_ids(prompt_token_ids, key="the prompt")
-        stream = _Stream(prompt, sampling, request_id, priority)
+        # In the worker, beside no step: the first text reads the tokenizer, which takes a second.
+        encode = functools.partial(prompt_ids, prompt, target=self._decoder.target)
+        loop = asyncio.get_running_loop()
+        ids = await loop.run_in_executor(self._worker, encode) if in_words(prompt) else encode()
+        if sampling is None:
+            sampling = self._decoder.usual_sampling()
+        stream = _Stream(ids, sampling, request_id, priority)
         if self._places is not None:
             await self._places.acquire()
         try:
@@ -219,10 +231,14 @@ def _merged(first: StreamEvent, second: StreamEvent) -> StreamEvent:
     logprobs = None
     if first.logprobs is not None and second.logprobs is not None:
         logprobs = first.logprobs + second.logprobs
+    piece = second.piece
+    if piece is not None and first.piece is not None:
+        piece = piece._replace(first=first.piece.first, start=first.piece.start)
     return StreamEvent(
         first.request_id,
         first.token_ids + second.token_ids,
         second.finish_reason,
         logprobs,
         second.error,
+        piece,
     )

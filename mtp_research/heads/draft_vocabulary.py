@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mtp_research.heads.publish import RANKING_FILE
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.target import Target, target_hashes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.files import write_atomically
 
-RANKING_FILE = "token_ranking.json"
 _SCHEMA = 1
 _COMMAND = "python -m mtp_research.training.token_ranking --head FOLDER --data FILE"
 

@@ -11,12 +11,16 @@ before up, for an expert width I:
     model.layers.61.mlp.experts.7.gate_proj.weight   gate_up_proj[7, :I]
     model.layers.61.mlp.experts.7.up_proj.weight     gate_up_proj[7, I:]
     model.layers.61.mlp.experts.7.down_proj.weight   down_proj[7]
+
+`published_conventions` takes from such a checkpoint how its modules are run: from its configuration
+and index alone, so that `head.init=native` needs no typing. What was typed stays as it is, and
+`init.init_heads` refuses what contradicts the family.
 """
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
 from typing import cast
@@ -25,8 +29,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from mtp_research.config.training_schema import HeadConfig
+from mtp_research.heads.record import CONVENTIONS
 from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.models.families import FAMILIES
 from mtp_research.models.family import NativeLayout, SharedTensor
+from mtp_research.models.loading.load_weights import loading, read_config
 from mtp_research.models.loading.quantised import dequantise, without_scales
 from mtp_research.models.loading.source import CONFIG_FILE, INDEX_FILE, read_weight_map
 from mtp_research.models.target import Target
@@ -332,3 +340,39 @@ def _numbered(template: str, module_idx: int, num_layers: int) -> str:
 def _pattern(template: str) -> str:
     pieces = re.split(r"\{(?:module|layer)\}", template)
     return r"(\d+)".join(re.escape(piece) for piece in pieces)
+
+
+def adopt_conventions(head: HeadConfig, *, path: str, typed: Collection[str]) -> dict[str, object]:
+    """Set what a checkpoint's own modules need, in place, where nobody has set it.
+
+    `head` has `init=native`; what is not its default or is among the `typed` keys counts as set. A
+    `path` (`model.path`) that is no folder here, such as a hub id, is left to `init_heads`. Returns
+    the keys that were changed, with their new values.
+    """
+    folder = Path(path)
+    if not (folder / CONFIG_FILE).is_file():
+        return {}
+    plain = {item.name: item.default for item in fields(HeadConfig)}
+    changed = {
+        name: value
+        for name, value in published_conventions(folder).items()
+        if name not in typed and getattr(head, name) == plain[name] and value != plain[name]
+    }
+    for name, value in changed.items():
+        setattr(head, name, value)
+    return changed
+
+
+def published_conventions(folder: Path) -> dict[str, object]:
+    """Keys of `head` and their values for the modules in a checkpoint folder.
+
+    `num_mtp_modules` is left out where the folder holds none.
+    """
+    with loading(str(folder)):
+        published = read_config(str(folder))
+    family = FAMILIES[published.family_name]
+    found: dict[str, object] = {name: getattr(family, name) for name in CONVENTIONS}
+    num_layers = published.config.get_text_config().num_hidden_layers
+    keys = native_keys(read_index(folder).files, family.native, num_layers=num_layers)
+    num_modules = num_native_modules(keys, family.native)
+    return found | ({"num_mtp_modules": num_modules} if num_modules else {})

@@ -1,20 +1,17 @@
 """What head files say of themselves, read without weights, so that misfits show early.
 
 `read_head_record` reads `head.json` of a head folder, and `check_head_fits` compares it with a
-target. `published_conventions` takes the same from a checkpoint with modules of its own: from its
-configuration and index alone, so that `head.init=native` needs no typing. What was typed stays as
-it is, and `init.init_heads` refuses what contradicts the family.
+target. What a published checkpoint says of its own modules is `native.published_conventions`.
 """
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
 from mtp_research.config.training_schema import MAX_SPECULATIVE_TOKENS, HeadConfig
-from mtp_research.models.loading.source import CONFIG_FILE
 from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.files import sha256_of
@@ -180,44 +177,3 @@ def decoded_schedule(
             f"{asked}: an order that it was not trained in; set spec.module_schedule=null."
         )
     return asked or recorded or DEFAULT_SCHEDULE
-
-
-def adopt_conventions(head: HeadConfig, *, path: str, typed: Collection[str]) -> dict[str, object]:
-    """Set what a checkpoint's own modules need, in place, where nobody has set it.
-
-    `head` has `init=native`; what is not its default or is among the `typed` keys counts as set. A
-    `path` (`model.path`) that is no folder here, such as a hub id, is left to `init_heads`. Returns
-    the keys that were changed, with their new values.
-    """
-    folder = Path(path)
-    if not (folder / CONFIG_FILE).is_file():
-        return {}
-    plain = {item.name: item.default for item in fields(HeadConfig)}
-    changed = {
-        name: value
-        for name, value in published_conventions(folder).items()
-        if name not in typed and getattr(head, name) == plain[name] and value != plain[name]
-    }
-    for name, value in changed.items():
-        setattr(head, name, value)
-    return changed
-
-
-def published_conventions(folder: Path) -> dict[str, object]:
-    """Keys of `head` and their values for the modules in a checkpoint folder.
-
-    `num_mtp_modules` is left out where the folder holds none.
-    """
-    # Here, not above: they import torch, which `head.json` does not need.
-    from mtp_research.heads.native import native_keys, num_native_modules, read_index
-    from mtp_research.models.families import FAMILIES
-    from mtp_research.models.loading.load_weights import loading, read_config
-
-    with loading(str(folder)):
-        published = read_config(str(folder))
-    family = FAMILIES[published.family_name]
-    found: dict[str, object] = {name: getattr(family, name) for name in CONVENTIONS}
-    num_layers = published.config.get_text_config().num_hidden_layers
-    keys = native_keys(read_index(folder).files, family.native, num_layers=num_layers)
-    num_modules = num_native_modules(keys, family.native)
-    return found | ({"num_mtp_modules": num_modules} if num_modules else {})

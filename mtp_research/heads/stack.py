@@ -12,15 +12,21 @@ Source: DeepSeek-V3 (arXiv:2412.19437), section on Multi-Token Prediction; names
 checkpoint.
 """
 
+import dataclasses
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from mtp_research.heads.publish import add_card, push_folder, write_head_files
 from mtp_research.models.attention.attention import AttentionContext
 from mtp_research.models.block import build_block
 from mtp_research.models.family import ConcatOrder, NormPoint
+from mtp_research.models.loading.source import hub_facts
 from mtp_research.models.target import Target, TargetHidden
 from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError
@@ -144,6 +150,8 @@ class MTPHeads(nn.Module):
             MTPModule(target, concat_order=spec.concat_order, owns_lm_head=spec.owns_lm_head)
             for _ in range(spec.num_mtp_modules)
         )
+        self.path = ""  # folder that they were loaded from
+        self.provenance: Mapping[str, object] = {}  # what its `head.json` says of their training
         # In a tuple, so that nn.Module does not register the target's parameters as ours.
         self._target = (target,)
         # Parameters only: the library keeps the routers' corrections in float32 as well.
@@ -151,10 +159,58 @@ class MTPHeads(nn.Module):
             parameter.data = parameter.data.to(target.dtype)
         self.to(target.device)
 
+    def __repr__(self) -> str:
+        """One line, where `nn.Module` prints the tree of modules."""
+        spec, count = self.spec, sum(parameter.numel() for parameter in self.parameters())
+        modules = f"{spec.num_mtp_modules} module{'s' * (spec.num_mtp_modules != 1)}"
+        return (
+            f"MTPHeads({modules}, {spec.unroll or 'unknown'} unroll, {count / 1e6:,.1f} M "
+            f"parameters, on {self.target!r})"
+        )
+
     @property
     def target(self) -> Target:
         """The frozen target these heads were built for."""
         return self._target[0]
+
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> Path:
+        """Write a folder that `load_heads` reads, with a model card; returns it.
+
+        Args:
+            folder: created if missing; its files are replaced.
+            dtype: of floating tensors; None for their own.
+        """
+        write_head_files(
+            Path(folder),
+            self.state_dict(),
+            spec=dataclasses.asdict(self.spec),
+            target=self.target,
+            provenance={**hub_facts(self.target.path), **self.provenance},
+            dtype=dtype,
+        )
+        add_card(Path(folder), ranking_of=self.path)
+        return Path(folder)
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool | None = None, revision: str | None = None
+    ) -> str:
+        """Upload what `save_pretrained` writes; `load_heads(repo_id, target)` reads it.
+
+        Args:
+            repo_id: NAME or ORGANISATION/NAME; made if it is missing.
+            private: of a repository that is made; None for the account's own setting.
+            revision: branch, made if it is missing; None for the main one.
+
+        Returns:
+            The address of the repository.
+
+        Raises:
+            ConfigError: `repo_id` is no name of a repository.
+            EnvironmentFault: the hub refuses, or cannot be reached.
+        """
+        with tempfile.TemporaryDirectory(prefix="mtp-heads-") as folder:
+            written = self.save_pretrained(folder)
+            return push_folder(written, repo_id, private=private, revision=revision)
 
     def run_module(
         self,

@@ -7,7 +7,6 @@ the shards with modules are fetched: the others are the target's, which is loade
 """
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mtp_research.heads.native import (
@@ -27,22 +26,19 @@ from mtp_research.heads.native import (
     native_keys,
     read_index,
 )
+from mtp_research.heads.publish import RANKING_FILE, target_facts, write_head_files
 from mtp_research.heads.record import (
-    HEAD_FORMAT,
     RECORD_FILE,
-    WEIGHTS_HASH,
     check_head_fits,
     check_weights,
-    conventions_phrase,
     read_head_record,
     recorded_schedule,
 )
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.loading.source import CONFIG_FILE, looks_like_hub_id, split_hub_id
-from mtp_research.models.target import Target, target_hashes
+from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
-from mtp_research.runtime.files import sha256_of, write_atomically
-from mtp_research.runtime.provenance import redact_tree
+from mtp_research.runtime.provenance import resolve_path
 
 logger = logging.getLogger(__name__)
 
@@ -60,24 +56,14 @@ def save_heads(
     `provenance` are JSON-serialisable facts to record. Floating tensors are written in `dtype`,
     None for their own. `tensors` are the whole ones of heads that are sharded over ranks.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    whole = {
-        name: tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
-        for name, tensor in (heads.state_dict() if tensors is None else tensors).items()
-    }
-    unfinished = folder / f".{SINGLE_FILE}.tmp"
-    save_file(whole, unfinished, metadata={"format": "pt"})
-    unfinished.replace(folder / SINGLE_FILE)
-    spec = dataclasses.asdict(heads.spec)
-    record = {
-        "format": HEAD_FORMAT,
-        "conventions": conventions_phrase(spec),  # for readers; loading goes by `spec`
-        "spec": spec,
-        "target": _target_facts(heads.target),
-        WEIGHTS_HASH: sha256_of(folder / SINGLE_FILE),
-        "provenance": redact_tree(provenance or {}),
-    }
-    write_atomically(folder / RECORD_FILE, json.dumps(record, indent=2) + "\n")
+    write_head_files(
+        folder,
+        heads.state_dict() if tensors is None else tensors,
+        spec=dataclasses.asdict(heads.spec),
+        target=heads.target,
+        provenance=provenance or {},
+        dtype=dtype,
+    )
 
 
 def load_heads(folder: str | Path, target: Target) -> MTPHeads:
@@ -85,7 +71,8 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
 
     Args:
         folder: heads in our own format, or a checkpoint with the MTP modules of its family, which
-            may be a hub id.
+            may be a hub id. A relative path is looked for in the working directory, then among the
+            shipped files (`assets/lab_tiny/heads/chain_n3`).
         target: the model they belong to.
 
     Raises:
@@ -95,7 +82,7 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
             extra or of another shape; the weights are not those of the recorded hash; or a file
             cannot be read.
     """
-    folder = native_folder(folder, target)
+    folder = native_folder(resolve_path(str(folder)), target)
     if not (folder / RECORD_FILE).exists() and (folder / CONFIG_FILE).is_file():
         if has_native_heads(folder, target):
             return load_native_heads(folder, target)
@@ -105,7 +92,7 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
             "without them; set spec.head=PATH."
         )
     record = read_head_record(folder)
-    check_head_fits(record, folder=folder, target=_target_facts(target))
+    check_head_fits(record, folder=folder, target=target_facts(target))
     try:
         spec = HeadSpec(**record["spec"])
     except TypeError as fault:
@@ -118,6 +105,7 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
     heads = MTPHeads(target, spec=spec)
     load_head_state(heads, folder / SINGLE_FILE)
     check_weights(folder, record, file=SINGLE_FILE)
+    heads.path, heads.provenance = str(folder), record.get("provenance") or {}
     return heads.eval().requires_grad_(False)
 
 
@@ -143,7 +131,9 @@ def native_folder(path: str | Path, target: Target) -> Path:
     name = str(path)
     if Path(path).exists() or not looks_like_hub_id(name):
         return Path(path)
-    folder = _fetch(name, [CONFIG_FILE, INDEX_FILE])
+    folder = _fetch(name, [CONFIG_FILE, INDEX_FILE, RECORD_FILE])
+    if (folder / RECORD_FILE).is_file():  # heads of our own, by `push_to_hub`
+        return _fetch(name, [RECORD_FILE, SINGLE_FILE, RANKING_FILE], required=[SINGLE_FILE])
     if not (folder / INDEX_FILE).is_file():
         return _fetch(name, [CONFIG_FILE, SINGLE_FILE])
     index, layout = read_index(folder), target.family.native
@@ -180,12 +170,3 @@ def _fetch(name: str, files: list[str], *, required: list[str] | None = None) ->
         f"hub: {reason}; download the model where there is a network and set the path to its "
         "folder."
     )
-
-
-def _target_facts(target: Target) -> dict[str, object]:
-    return {
-        "family": target.family_name,
-        "hidden_size": target.config.hidden_size,
-        "vocab_size": target.config.vocab_size,
-        **target_hashes(target),
-    }

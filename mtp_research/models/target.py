@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from mtp_research.data.prompt_text import ChatTokenizer, Message, chat_ids, completion_ids
 from mtp_research.models.attention.attention import ATTENTION_NAME, AttentionContext
 from mtp_research.models.attention.paged import route_sparse
 from mtp_research.models.block import block_kv_layer, kv_layers
@@ -33,11 +34,13 @@ from mtp_research.models.loading.placement import (
 )
 from mtp_research.models.loading.source import local_file, split_hub_id
 from mtp_research.models.recurrent import mixers_of, route_mixers
-from mtp_research.runtime.errors import IntegrityError
+from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.provenance import resolve_path
 
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken")  # of any kind of tokenizer
 _NUM_TEXT_DIMS = 2  # of `[B, T]` positions that are the same on every axis
 _NUM_HASHED_ROWS = 1024  # of each matrix; all of a large vocabulary would cost seconds
 # Sizes that every version of transformers calls the same. No rotary settings: a longer context
@@ -58,7 +61,7 @@ class TargetHidden(NamedTuple):
     post_norm: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Target:
     """A frozen causal language model whose attention goes through an `AttentionContext`."""
 
@@ -69,6 +72,15 @@ class Target:
     # since decoders of several may share a target, and one for what `torch.compile` traces.
     captured: threading.local = field(default_factory=threading.local, repr=False, compare=False)
     traced: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        """One line; the model's own repr is its whole tree of modules."""
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"Target({self.path or 'in memory'!r}, {self.family_name}, {count / 1e6:,.1f} M "
+            f"parameters, {dtype} on {self.device})"
+        )
 
     @property
     def family(self) -> Family:
@@ -115,6 +127,46 @@ class Target:
     def has_recurrent_state(self) -> bool:
         """Whether some layers keep a state instead of rows: it cannot be shared by prefix."""
         return bool(self.mixers)
+
+    @functools.cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Tokenizer beside the model, read when it is first used: token ids need none.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if not self.path:
+            raise ConfigError(
+                "text needs a tokenizer, got a target that was built in memory, which has none; "
+                "pass token ids, or load the target from a folder with load_target(PATH)."
+            )
+        folder = Path(self.path)
+        if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZER_FILES):
+            raise ConfigError(
+                f"text needs a tokenizer, got a target without one in {self.path!r}; copy the "
+                f"model's tokenizer files ({TOKENIZER_FILE} ...) there, or pass token ids."
+            )
+        return load_tokenizer(self.path)
+
+    def encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of a text that is to be continued, or of messages that are to be answered.
+
+        Raises:
+            ConfigError: there is no tokenizer, or none with a chat template that takes these.
+        """
+        tokenizer = cast(ChatTokenizer, self.tokenizer)  # fields set at run time
+        if isinstance(prompt, str):
+            return completion_ids(prompt, tokenizer)
+        return chat_ids(prompt, tokenizer)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return cast(
+            str,
+            self.tokenizer.decode(
+                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ),
+        )
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -241,7 +293,9 @@ def load_target(
     """Load a frozen target from a folder, a GGUF file or a hub id.
 
     Args:
-        path: local folder in Hugging Face format, a `.gguf` file, or a hub id.
+        path: local folder in Hugging Face format, a `.gguf` file, or a hub id. A relative one is
+            looked for in the working directory, then among the shipped files
+            (`assets/lab_tiny/target`).
         dtype: `auto` (bfloat16 on a GPU, else float32) or a key of `placement.DTYPES`.
         device: `auto`, `cpu` or `cuda`.
         tp_plan: `none`, or `tensor` or `experts` to split it over the processes of torchrun.
@@ -253,8 +307,7 @@ def load_target(
         IntegrityError: a file is damaged, or a tensor is missing or of another shape.
         EnvironmentFault: a GPU was asked for and none is usable.
     """
-    path = unpacked(str(path))
-    place = resolve_device(device)
+    path, place = unpacked(resolve_path(str(path))), resolve_device(device)
     placing = Placing(place, resolve_dtype(dtype, place), tp_plan, device_map)
     model, family_name = load_weights(path, placing=placing)
     return wrap_target(model, path=path, family_name=family_name, experts=experts)

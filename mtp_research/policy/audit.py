@@ -41,6 +41,10 @@ class Verdict(StrEnum):
     HOLE = "HOLE"
     PROVISIONAL = "PROVISIONAL"
 
+    def __repr__(self) -> str:
+        """The word alone, so that a Counter of verdicts reads as a table."""
+        return self.value
+
 
 FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
 
@@ -105,7 +109,7 @@ class _Written(NamedTuple):
     request_ids: Sequence[str | None]  # None: the request has ended or was preempted since
 
 
-@dataclass
+@dataclass(repr=False)
 class Auditor:
     """Symbolic shadow of the draft KV layers."""
 
@@ -125,6 +129,12 @@ class Auditor:
 
     def __post_init__(self) -> None:
         self.totals = [Counter() for _ in range(self.plan.num_kv_layers)]
+
+    def __repr__(self) -> str:
+        """One line: the counts over all layers."""
+        total = sum(self.totals, Counter())
+        counts = ", ".join(f"{total[verdict]} {verdict}" for verdict in FAULTS)
+        return f"Auditor({counts} in {self.num_slots} slots of {len(self.totals)} layers)"
 
     def watches(self, request_id: str) -> bool:
         """Whether this request is among the watched ones."""

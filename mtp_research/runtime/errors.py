@@ -5,12 +5,43 @@ says what was expected, what was got and which key or call fixes it.
 """
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# The call that takes what a section of the configuration holds.
+_PYTHON_CALLS = {
+    "engine": "EngineConfig",
+    "model": "load_target",
+    "sampling": "SamplingParams",
+    "spec": "SpecSettings",
+}
+_PYTHON_NAMES = {
+    "spec.k": "SpecSettings(num_speculative_tokens=...)",
+    "spec.head": "the heads of SpecDecoder, from load_heads(PATH)",
+}
+_OPTION = "(command line:"  # of a message that names the argument itself
+_KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(_PYTHON_CALLS)})\.[a-z_]+\b(?!\.)")
 
 
 class ConfigError(ValueError):
-    """A configuration or argument is wrong."""
+    """A configuration or argument is wrong.
+
+    Messages name keys of the command line. A traceback, which is what a user of Python sees, has a
+    note under it that says where each is set there; a command prints the message alone.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+        keys = list(dict.fromkeys(_KEY.findall(message)))
+        if keys and _OPTION not in message:
+            self.add_note(f"In Python: {'; '.join(map(_in_python, keys))}.")
+
+
+class ArgumentTypeError(ConfigError, TypeError):
+    """An argument of a Python call is of another type than the call takes."""
 
 
 class IntegrityError(ValueError):
@@ -39,6 +70,46 @@ class Interrupted(RuntimeError):
     """The run was asked to stop, saved its state and can be resumed."""
 
     exit_code = 75
+
+
+# The module that an import asks for -> the extra of pyproject.toml that brings it.
+EXTRAS = {
+    "accelerate": "train",
+    "datasets": "train",
+    "filelock": "train",
+    "hydra": "train",
+    "markupsafe": "report",
+    "matplotlib": "report",
+    "omegaconf": "train",
+    "pandas": "report",
+    "rich": "train",
+    "tokenizers": "train",
+    "wandb": "train",
+}
+
+
+@contextmanager
+def extras_needed() -> Iterator[None]:
+    """Turn the failed import of a package that an extra brings into the line that says which.
+
+    Raises:
+        EnvironmentFault: it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as fault:
+        extra = EXTRAS.get((fault.name or "").split(".")[0])
+        if extra is None:
+            raise
+        raise EnvironmentFault(
+            f"{fault.name} must be installed for this, got none; "
+            f"pip install 'mtp-research[{extra}]'."
+        ) from fault
+
+
+def _in_python(key: str) -> str:
+    section, _, name = key.partition(".")
+    return f"{key} is {_PYTHON_NAMES.get(key, f'{_PYTHON_CALLS[section]}({name}=...)')}"
 
 
 def escaped(text: str) -> str:

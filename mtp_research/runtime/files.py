@@ -42,6 +42,8 @@ def write_atomically(path: Path, text: str) -> None:
 def sync_to_disk(*paths: Path) -> None:
     """Force files or folders to disk."""
     for path in paths:
+        if os.name == "nt" and path.is_dir():  # Windows opens no folders
+            continue
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)

@@ -20,14 +20,16 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, escaped
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
+PROJECT = "mtp-research"
+REPOSITORY_ROOT = Path(__file__).resolve().parents[2]  # of a source tree
+_PROJECT_FILE = REPOSITORY_ROOT / "pyproject.toml"
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy",
             "accelerate", "deepspeed", "datasets", "hydra-core", "wandb")  # fmt: skip
 RECORD_SCHEMA = 1
@@ -54,11 +56,22 @@ class _Code(NamedTuple):
     diff: str
 
 
+def shipped_root() -> Path:
+    """The folder with `conf/` and `assets/`: the root of a source tree, the package in a wheel."""
+    return REPOSITORY_ROOT if _is_source_tree() else Path(__file__).resolve().parents[1]
+
+
+def _is_source_tree() -> bool:
+    """Whether this runs from the repository, as an editable install does too."""
+    return _PROJECT_FILE.is_file() and (REPOSITORY_ROOT / "conf").is_dir()
+
+
 def resolve_path(path: str) -> str:
-    """The path from the working directory, else from the repository root, else unchanged."""
-    if Path(path).exists() or not (REPOSITORY_ROOT / path).exists():
+    """The path from the working directory, else from `shipped_root`, else unchanged."""
+    shipped = shipped_root() / path
+    if Path(path).exists() or not shipped.exists():
         return path
-    return str((REPOSITORY_ROOT / path).resolve())
+    return str(shipped.resolve())
 
 
 def run_record() -> dict[str, object]:
@@ -99,6 +112,12 @@ def write_run_folder(output_dir: Path, config: object) -> dict[str, object]:
             "set output_dir=PATH."
         ) from fault
     return record
+
+
+def describe_run(config: object, output_dir: Path) -> None:
+    """Write what a run is when it starts; ranks share the folder of the first."""
+    if os.environ.get("RANK", "0") == "0":
+        write_run_folder(output_dir, config)
 
 
 def check_kind(output_dir: Path, config: object) -> None:
@@ -194,7 +213,12 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def _git(*words: str) -> str | None:
-    """Output of a git command in the repository, or None without git, repository or commit."""
+    """Output of a git command in the repository, or None without git, repository or commit.
+
+    What is installed may lie below the repository of somebody else, whose commit is not ours.
+    """
+    if not _is_source_tree():
+        return None
     command = ["git", "-C", str(REPOSITORY_ROOT), *words]
     try:
         done = subprocess.run(command, capture_output=True, check=True, timeout=30)
@@ -225,15 +249,20 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def project_version() -> str:
+    """Version of this project: of the source, which may be newer than what is installed."""
+    return _project()["version"] if _is_source_tree() else metadata.version(PROJECT)
+
+
+def _project() -> dict[str, Any]:  # Any: as tomllib returns it
+    return tomllib.loads(_PROJECT_FILE.read_text(encoding="utf8"))["project"]
+
+
 def package_ranges() -> "dict[str, SpecifierSet]":
-    """Versions that decoding needs, by package: of the installed project, else of the source."""
+    """Versions that decoding needs, by package: of the source, else of the installed project."""
     from packaging.requirements import Requirement
 
-    try:
-        wanted = metadata.requires("mtp-research") or []
-    except metadata.PackageNotFoundError:
-        text = (REPOSITORY_ROOT / "pyproject.toml").read_text(encoding="utf8")
-        wanted = tomllib.loads(text)["project"]["dependencies"]
+    wanted = _project()["dependencies"] if _is_source_tree() else metadata.requires(PROJECT) or []
     needed = map(Requirement, wanted)
     return {
         one.name: one.specifier
@@ -255,14 +284,21 @@ def _package_versions() -> dict[str, str]:
 
 
 def _hardware() -> dict[str, object]:
-    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpu_name(),
         "num_cores": num_cores(),
-        "memory_bytes": pages * page_bytes,
+        "memory_bytes": _memory_bytes(),
         "gpus": _gpu_names(),
         "platform": platform.platform(),
     }
+
+
+def _memory_bytes() -> int | None:
+    """Memory of the machine; None where the system does not say (Windows)."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _cpu_name() -> str:

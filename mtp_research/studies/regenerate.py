@@ -30,11 +30,11 @@ import torch.distributed as dist
 from jinja2 import TemplateError
 
 from mtp_research.config.schema import EngineConfig, engine_preset
+from mtp_research.data.prompt_text import ChatTokenizer, begin_of_text
 from mtp_research.data.questions import Question, read_questions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.evaluation.run.prompts import ChatTokenizer, begin_of_text
 from mtp_research.models.loading.placement import num_ranks
 from mtp_research.models.target import Target, load_target, load_tokenizer, target_hashes
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError

@@ -95,7 +95,7 @@ def test_ids_that_are_no_set_of_tokens_are_refused(heads: MTPHeads, token_ids: l
 
 
 def test_vocabulary_without_modules_is_refused(heads: MTPHeads) -> None:
-    with pytest.raises(ConfigError, match="draft vocabulary needs MTP heads"):
+    with pytest.raises(ConfigError, match="draft_token_ids needs MTP heads"):
         SpecDecoder(
             heads.target,
             "oracle",

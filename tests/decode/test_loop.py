@@ -456,21 +456,21 @@ def test_relaxed_rule_holds_between_thinking_tokens_of_the_text(target, heads, b
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.samples])
 def test_temperature_for_a_rule_without_sampling_is_refused(target, rule: str) -> None:
     decoder = SpecDecoder(target, "null", spec=SpecSettings(verify=rule))
-    with pytest.raises(ConfigError, match=f"temperature must be 0 for spec.verify={rule}"):
+    with pytest.raises(ConfigError, match=f"temperature must be 0 for verify='{rule}'"):
         decoder.add_request([1], sampling=SamplingParams(temperature=0.5))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "eagel"}, "spec.policy must be one of"),
-        ({"heads": "assets/heads"}, "spec.head must be one of"),
-        ({"verify": "exact"}, "spec.verify must be one of"),
-        ({"draft_sampling": "top"}, "spec.draft_sampling must be one of"),
-        ({"module_schedule": "random"}, "spec.module_schedule must be one of"),
-        ({"num_speculative_tokens": -1}, r"spec.k must be in 0..64, got -1"),
-        ({"num_speculative_tokens": 65}, r"spec.k must be in 0..64, got 65"),
-        ({"heads": None}, "spec.k > 0 needs heads"),
+        ({"policy": "eagel"}, "policy must be one of"),
+        ({"heads": "assets/heads"}, "heads must be one of"),
+        ({"verify": "exact"}, "verify must be one of"),
+        ({"draft_sampling": "top"}, "draft_sampling must be one of"),
+        ({"module_schedule": "random"}, "module_schedule must be one of"),
+        ({"num_speculative_tokens": -1}, r"num_speculative_tokens must be in 0..64, got -1"),
+        ({"num_speculative_tokens": 65}, r"num_speculative_tokens must be in 0..64, got 65"),
+        ({"heads": None}, "num_speculative_tokens=3 needs heads"),
         ({"verify": "synthetic"}, "must hold spec.k=3 rates"),
     ],
 )

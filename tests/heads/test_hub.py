@@ -77,9 +77,10 @@ def test_only_shards_with_modules_are_fetched(
         assert (name, revision) == (NAME, "v1")
         asked.extend(allow_patterns)
         for file in allow_patterns:
-            shutil.copy(tmp_path / "hub" / file, tmp_path / "cache" / file)
+            if (tmp_path / "hub" / file).is_file():
+                shutil.copy(tmp_path / "hub" / file, tmp_path / "cache" / file)
         return str(tmp_path / "cache")
 
     monkeypatch.setattr(hub, "snapshot_download", download)
     load_heads(f"{NAME}@v1", target)
-    assert asked == ["config.json", "model.safetensors.index.json", MTP_SHARD]
+    assert asked == ["config.json", "model.safetensors.index.json", "head.json", MTP_SHARD]

@@ -7,12 +7,17 @@ request has said since it was last asked.
 """
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from mtp_research.decode.sampling.grammar import GuardedMatcher
 from mtp_research.decode.sampling.sampling_params import SamplingParams, TokenLogprobs
+
+Decode = Callable[[Sequence[int]], str]  # token ids -> text, special tokens left out
+_CUT_CHARACTER = "\ufffd"  # of tokens that end inside a character
+_NUM_CONTEXT_TOKENS = 32  # before a piece of text, so that a character begun there is completed
 
 
 class Status(StrEnum):
@@ -73,6 +78,7 @@ class Request:
     arrival_s: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
     finish_s: float | None = None
+    decode: Decode | None = field(default=None, repr=False, compare=False)  # of its target
 
     def __post_init__(self) -> None:
         """Start the accepted text with the prompt."""
@@ -145,6 +151,23 @@ class Schedule(NamedTuple):
     started_s: float  # on the host's clock, when scheduling began
 
 
+class TextPiece(NamedTuple):
+    """Where the text of the tokens `[start, end)` of a request comes from."""
+
+    decode: Decode
+    token_ids: list[int]  # the request's own, which only grows
+    first: int  # of the tokens before, with which they are decoded; one of the output
+    start: int
+    end: int
+    is_last: bool  # nothing follows that could complete a character
+
+    def read(self) -> str:
+        """The text; a character whose last token is not there yet belongs to a later piece."""
+        before = self.decode(self.token_ids[self.first : self.start]).rstrip(_CUT_CHARACTER)
+        whole = self.decode(self.token_ids[self.first : self.end])
+        return (whole if self.is_last else whole.rstrip(_CUT_CHARACTER))[len(before) :]
+
+
 @dataclass(frozen=True)
 class StreamEvent:
     """New tokens of a request.
@@ -155,6 +178,7 @@ class StreamEvent:
         finish_reason: see `FinishReason`; None while the request goes on.
         logprobs: of each new token; None unless the request asked for them.
         error: what went wrong, in the last event of a request that ends with `error`.
+        piece: where `text` comes from.
     """
 
     request_id: str
@@ -162,6 +186,19 @@ class StreamEvent:
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+    piece: TextPiece | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        """What the new tokens add to the text, made when it is asked for.
+
+        The texts of all events give the text of the output. A character of several tokens comes
+        whole, with its last one.
+
+        Raises:
+            ConfigError: the target has no tokenizer.
+        """
+        return "" if self.piece is None else self.piece.read()
 
 
 class RequestFeed:
@@ -175,7 +212,8 @@ class RequestFeed:
     def read(self) -> StreamEvent | None:
         """All that is new; None if nothing is. After the event with a finish reason comes None."""
         request = self._request
-        token_ids = tuple(request.token_ids[request.num_prompt_tokens + self._num_read :])
+        start = request.num_prompt_tokens + self._num_read
+        token_ids = tuple(request.token_ids[start:])
         is_finished = request.status is Status.FINISHED
         if self._has_ended or not (token_ids or is_finished):
             return None
@@ -185,4 +223,9 @@ class RequestFeed:
         self._num_read += len(token_ids)
         self._has_ended = is_finished
         reason = request.finish_reason.value if request.finish_reason is not None else None
-        return StreamEvent(request.request_id, token_ids, reason, logprobs, request.error)
+        piece = None
+        if request.decode is not None:
+            first = max(start - _NUM_CONTEXT_TOKENS, request.num_prompt_tokens)
+            end = start + len(token_ids)
+            piece = TextPiece(request.decode, request.token_ids, first, start, end, is_finished)
+        return StreamEvent(request.request_id, token_ids, reason, logprobs, request.error, piece)

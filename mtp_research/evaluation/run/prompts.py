@@ -15,15 +15,16 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from mtp_research.data.prompt_text import ChatTokenizer, chat_ids, completion_ids
 from mtp_research.data.sources import HELD_OUT_STDLIB
 from mtp_research.evaluation.run.prompt_files import Prompt, read_prompt_files
 from mtp_research.evaluation.stats.outcome import PromptEntry
 from mtp_research.runtime.errors import ConfigError, IntegrityError
-from mtp_research.runtime.provenance import REPOSITORY_ROOT, resolve_path
+from mtp_research.runtime.provenance import resolve_path, shipped_root
 
-SHIPPED_PROMPTS = REPOSITORY_ROOT / "assets" / "lab_tiny" / "prompts"
+SHIPPED_PROMPTS = shipped_root() / "assets" / "lab_tiny" / "prompts"
 CODE_CATEGORY = "code"
 NUM_CODE_PROMPTS = 28
 CODE_SEED = 0  # fixed: evaluations with different seeds must still ask the same prompts
@@ -31,28 +32,6 @@ MIN_CHARACTERS = 300
 MAX_CHARACTERS = 600
 MIN_REMAINING_LINES = 2  # of the function after the cut: what the model completes
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-class ChatTokenizer(Protocol):
-    """What `encode_prompt` needs of a transformers tokenizer."""
-
-    bos_token_id: int | None
-    chat_template: str | None
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
-        ...
-
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, str]],
-        *,
-        add_generation_prompt: bool,
-        tokenize: bool,
-        return_dict: bool,
-    ) -> list[int]:
-        """Token ids of a conversation."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -116,25 +95,13 @@ def encode_prompt(prompt: Prompt, tokenizer: ChatTokenizer) -> tuple[int, ...]:
     `completion` is the bos token, if the tokenizer has one, and the text.
     """
     if prompt.format == "completion":
-        return (
-            *begin_of_text(tokenizer),
-            *tokenizer.encode(prompt.turns[0], add_special_tokens=False),
-        )
+        return completion_ids(prompt.turns[0], tokenizer)
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"prompt {prompt.question_id} has format chat, but the model's tokenizer has no chat "
             "template; choose prompts with format completion (prompts.path) or a chat model."
         )
-    messages = [{"role": "user", "content": prompt.turns[0]}]
-    token_ids = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-    return tuple(token_ids)
-
-
-def begin_of_text(tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """The bos token, if the tokenizer has one."""
-    return () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+    return chat_ids([{"role": "user", "content": prompt.turns[0]}], tokenizer)
 
 
 def encode_prompts(

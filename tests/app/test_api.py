@@ -1,0 +1,142 @@
+"""Training and evaluation as functions: the runs of the commands, with results to look at."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import mtp_research
+from mtp_research.app import api
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import EvalConfig, TrainConfig
+from mtp_research.runtime.errors import ArgumentTypeError, ConfigError
+
+LAB_TINY = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny"
+SHORT_TRAINING = {
+    "trainer.max_steps": 2,
+    "trainer.batch_size": 2,
+    "trainer.eval_every": 2,
+    "trainer.save_every": 2,
+    "trainer.warmup_fraction": 0.0,
+    "data.max_documents": 24,
+    "data.eval_documents": 4,
+    "head": "shared_n1",
+    "objective": "ttt",
+}
+SHORT_EVALUATION = {
+    "prompts.max_prompts": 2,
+    "sampling.max_new_tokens": 4,
+    "spec.k": 1,
+    "spec.policy": ["training", "eagle"],
+}
+
+
+@pytest.mark.slow
+def test_heads_are_trained_evaluated_and_saved_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained = mtp_research.train_heads(
+        target=LAB_TINY / "target", output_dir="first", settings=SHORT_TRAINING
+    )
+    assert repr(trained).startswith("TrainedHeads('first/head', 1 modules, ttt unroll, 2 steps, ")
+    assert len(repr(trained)) < 200
+    assert 1 <= trained.acceptance_length == trained.figures["acceptance_length"] < 4
+    assert trained.heads.spec.unroll == "ttt"
+    record = json.loads((tmp_path / "first" / "config.json").read_text())
+    assert (record["model"]["name"], record["model"]["family"]) == ("target", "glm4_moe")
+    assert {"run.json", "git.diff", "metrics.jsonl"} <= {p.name for p in Path("first").iterdir()}
+
+    found = mtp_research.evaluate(trained, output_dir="second", settings=SHORT_EVALUATION)
+    assert set(found.acceptance_length) == {"baseline", "training", "eagle"}
+    assert found.acceptance_length["baseline"] == 1.0
+    assert found.figures["num_prompts"] == 2
+    assert repr(found).startswith("Evaluation('second', 2 prompts, acceptance length: baseline 1.0")
+    config = json.loads((tmp_path / "second" / "config.json").read_text())
+    assert config["spec"]["head"] == "first/head"
+    assert "acceptance" in capsys.readouterr().out
+
+    card = (trained.heads.save_pretrained("third") / "README.md").read_text()
+    assert f"| acceptance length on held-out text | {trained.acceptance_length:.3f}" in card
+
+
+def composed(schema, **arguments):
+    settings = arguments.pop("settings", None)
+    given = {"model.path": None, **arguments}
+    return api._compose(schema, given, settings)
+
+
+def test_settings_mean_what_the_words_of_the_command_line_mean() -> None:
+    settings = {
+        "spec.k": [1, 3],
+        "spec.policy": ("eagle", "training"),
+        "sampling": "warm",
+        "engine.audit": False,
+        "engine.num_blocks": None,
+        "spec.draft_table": {1: 3, 8: 2},
+        "spec.draft_length": "batch_table",
+        "prompts.domains": ["a b", "c,d"],
+        "spec.head": Path("a, b/heads"),
+    }
+    words = [
+        "spec.k=[1,3]",
+        "spec.policy=[eagle,training]",
+        "sampling=warm",
+        "engine.audit=false",
+        "engine.num_blocks=null",
+        "spec.draft_table={1:3,8:2}",
+        "spec.draft_length=batch_table",
+        "prompts.domains=['a b','c,d']",
+        "spec.head='a, b/heads'",
+    ]
+    config = composed(EvalConfig, settings=settings)
+    assert config == compose_config(EvalConfig, words)
+    assert config.prompts.domains == ["a b", "c,d"]
+    assert config.engine.audit is False
+
+
+def test_target_of_ones_own_brings_its_name_and_family(tmp_path: Path) -> None:
+    from tests.tiny import tiny_target
+
+    folder = tmp_path / "my model!"
+    tiny_target("qwen3").model.config.save_pretrained(folder)
+    model = composed(TrainConfig, **{"model.path": folder}).model
+    assert (model.name, model.family, model.path) == ("my-model", "qwen3", str(folder))
+    named = composed(TrainConfig, **{"model.path": folder}, settings={"model": "qwen3"}).model
+    assert (named.name, named.path) == ("qwen3", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: api.train_heads(settings={"trainer.max_step": 1}),
+            r"key.*trainer\.max_steps",
+        ),
+        (lambda: api.train_heads(settings={"trainer.max_steps": "x"}), "trainer.max_steps must be"),
+        (lambda: api.train_heads(settings={"task": "target"}), "train_heads takes task=heads"),
+        (lambda: api.train_heads(data=3), r"data\.path must be a path as text, got .* int"),
+        (lambda: api.train_heads(target=object()), r"such as target\.path"),
+        (
+            lambda: api.train_heads(data="a", settings={"data.path": "b"}),
+            r"data\.path is given twice",
+        ),
+        (lambda: api.train_heads(data="absent.jsonl"), r"data\.path must be an existing path"),
+        (lambda: api.train_heads(settings={"launcher": "slurm"}), "launcher=local"),
+        (lambda: api.evaluate(3), r"write it with heads\.save_pretrained"),
+        (lambda: api.evaluate(None, settings={"task": "fault_price"}), "task=evaluate"),
+        (lambda: api.evaluate("absent"), r"spec\.head must be an existing path"),
+    ],
+)
+def test_wrong_argument_is_one_error_before_anything_is_written(
+    call, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_object_in_place_of_a_path_is_a_type_error() -> None:
+    with pytest.raises(ArgumentTypeError):
+        api.evaluate(object())
