@@ -9,7 +9,7 @@ Letters: K drafts per step, R requests, T rows of a step.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any
 
 from mtp_research.config.ranges import above, axis, one_of, within
 from mtp_research.config.training_schema import (
@@ -24,7 +24,6 @@ from mtp_research.config.training_schema import (
 )
 from mtp_research.policy.fields import MODULE_SCHEDULES
 from mtp_research.policy.fields import POLICIES as _POLICIES
-from mtp_research.runtime.provenance import shipped_root
 
 POLICIES = tuple(sorted(_POLICIES))
 CLEAN_POLICIES = tuple(name for name in POLICIES if _POLICIES[name].clean)
@@ -194,14 +193,6 @@ class EngineConfig:
     deterministic: bool = False
     audit: bool = True  # count WRONG, MIXED and HOLE slots of the draft KV
     audit_every: int = within(1, 1, 1 << 20)  # watch about one request in so many, by id
-
-
-def engine_preset(name: str) -> dict[str, Any]:
-    """Values of `conf/engine/NAME.yaml`, for commands that compose no configuration."""
-    from omegaconf import OmegaConf
-
-    found = OmegaConf.load(shipped_root() / "conf" / "engine" / f"{name}.yaml")
-    return cast(dict[str, Any], OmegaConf.to_container(found))
 
 
 @dataclass

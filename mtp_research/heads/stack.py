@@ -26,7 +26,7 @@ from mtp_research.heads.publish import add_card, push_folder, write_head_files
 from mtp_research.models.attention.attention import AttentionContext
 from mtp_research.models.block import build_block
 from mtp_research.models.family import ConcatOrder, NormPoint
-from mtp_research.models.loading.source import hub_facts
+from mtp_research.models.loading.source import source_facts
 from mtp_research.models.target import Target, TargetHidden
 from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError
@@ -185,7 +185,7 @@ class MTPHeads(nn.Module):
             self.state_dict(),
             spec=dataclasses.asdict(self.spec),
             target=self.target,
-            provenance={**hub_facts(self.target.path), **self.provenance},
+            provenance={**source_facts(self.target.path), **self.provenance},
             dtype=dtype,
         )
         add_card(Path(folder), ranking_of=self.path)

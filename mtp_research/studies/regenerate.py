@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from jinja2 import TemplateError
 
-from mtp_research.config.schema import EngineConfig, engine_preset
+from mtp_research.config.schema import EngineConfig
 from mtp_research.data.prompt_text import ChatTokenizer, begin_of_text
 from mtp_research.data.questions import Question, read_questions
 from mtp_research.decode.decoder import SpecDecoder
@@ -99,6 +99,7 @@ def _run(args: argparse.Namespace) -> None:
     output = part_of(args.output, share.rank)
     answered = answer(target, tasks, output=output, sampling=sampling, engine=engine, done=done)
     answered = Answered(*share.sums(answered))
+    share.leave()
     if share.rank == 0:
         gather_parts(args.output)
         if args.xz:
@@ -110,15 +111,25 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _engine(args: argparse.Namespace) -> EngineConfig:
-    """Settings of the loop; with graphs those of engine=h200, for as many requests at a time."""
-    common = {
-        "max_num_requests": args.batch,
-        "max_model_len": args.max_model_len,
-        "audit": False,
-    }
+    """Settings of the loop; with graphs those of `conf/engine/h200.yaml`, for a batch of any size."""
+    common = EngineConfig(
+        max_num_requests=args.batch,
+        max_num_batched_tokens=max(512, 4 * args.batch),
+        max_model_len=args.max_model_len,
+        audit=False,
+    )
     if not args.graphs:
-        return EngineConfig(max_num_batched_tokens=max(512, 4 * args.batch), **common)
-    return EngineConfig(**(engine_preset("h200") | common))
+        return common
+    return replace(
+        common,
+        backend="triton",
+        max_num_batched_tokens=8192,
+        max_prefill_chunk=2048,
+        deferred_output=True,
+        cuda_graphs=True,
+        compile=True,
+        capture_mixed=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -158,6 +169,11 @@ class Share(NamedTuple):
         if self.num_ranks > 1:
             dist.all_reduce(total)
         return total.tolist()
+
+    def leave(self) -> None:
+        """End the group, which must not outlive the process."""
+        if self.num_ranks > 1:
+            dist.destroy_process_group()
 
     def _wait(self) -> None:
         if self.num_ranks > 1:
