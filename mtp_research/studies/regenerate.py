@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _engine(args: argparse.Namespace) -> EngineConfig:
-    """Settings of the loop; with graphs those of `conf/engine/h200.yaml`, for a batch of any size."""
+    """Settings of the loop; with graphs those of `conf/engine/h200.yaml`."""
     common = EngineConfig(
         max_num_requests=args.batch,
         max_num_batched_tokens=max(512, 4 * args.batch),
