@@ -12,6 +12,7 @@ from typing import cast
 
 from mtp_research.config.rules import expand
 from mtp_research.config.schema import EvalConfig, TrainConfig
+from mtp_research.data.rows import check_source_exists
 from mtp_research.evaluation.run.prompt_files import read_prompt_files
 from mtp_research.evaluation.run.settings_check import check_settings
 from mtp_research.heads.record import (
@@ -42,8 +43,10 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
         if config.task == "target":  # model.path and data.path are not read
             return
         prompts = config.matrix.prompts if config.task == "matrix" else []
-        files = [("data.path", config.data.path), *(("matrix.prompts", path) for path in prompts)]
-        _require_paths(*files, ("head.path", config.head.path))
+        _require_paths(("head.path", config.head.path))
+        check_source_exists(config.data.path, key="data.path")
+        for path in prompts:
+            check_source_exists(path, key="matrix.prompts")
         _check_cache(config)
         config_file = check_source(config.model.path)
         _check_head(config.head.path, key="head.path", config_file=config_file)
@@ -52,7 +55,7 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
     cells = [cell for cell in expand(config).cells if cell.spec.num_speculative_tokens > 0]
     heads = dict.fromkeys(cell.spec.head for cell in cells if cell.spec.head not in SPECIAL_HEADS)
     local = [head for head in heads if head is not None and not looks_like_hub_id(head)]
-    _require_paths(*(("spec.head", head) for head in local), ("prompts.path", config.prompts.path))
+    _require_paths(*(("spec.head", head) for head in local))
     config_file = check_source(config.model.path)
     for head in heads:
         if head is not None and not Path(head).exists():
@@ -61,7 +64,7 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
             schedule = config.spec.module_schedule
             _check_head(head, key="spec.head", config_file=config_file, schedule=schedule)
     if config.prompts.path is not None:
-        read_prompt_files(Path(config.prompts.path))
+        read_prompt_files(config.prompts.path)
     if config.engine.cuda_graphs:
         _require_gpu(config.model.device)
 

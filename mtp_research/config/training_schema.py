@@ -32,7 +32,7 @@ class PretrainConfig:
     min_learning_rate_ratio: float = within(0.05, 0.0, 1.0)  # last / peak learning rate
     weight_decay: float = within(0.1, 0.0, 10.0)  # of matrices
     grad_clip: float = above(1.0, 0.0, 1e6)  # global gradient norm
-    corpus_dir: str = "../shared/data/corpus"  # folder of the corpus files
+    corpus_dir: str = "corpus"  # folder of DOMAIN.SPLIT.jsonl files (docs/data.md)
     # Sampling weight per corpus domain; `python` is the installed Python source.
     domain_weights: dict[str, float] = field(default_factory=dict)
     compile: bool = True  # torch.compile on a GPU
@@ -45,7 +45,7 @@ class DataConfig:
     """Documents that heads are trained on."""
 
     name: str  # in records
-    path: str  # .jsonl or .jsonl.xz, one document a line
+    path: str  # file, folder, or data set NAME[:CONFIG][@SPLIT] on the hub; see docs/data.md
     # regenerated: the target's own answers, which heads should be trained on.
     kind: str = one_of("regenerated", "original", "regenerated")
     seq_len: int = within(256, 8, 1 << 20)  # tokens per packed row

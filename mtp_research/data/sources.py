@@ -2,7 +2,8 @@
 
 First stage of the data flow: sources -> tokenizer -> packing. A corpus file is
 `DOMAIN.SPLIT.jsonl.xz` or `DOMAIN.SPLIT.N.jsonl.xz` (also uncompressed) with one JSON object a
-line: `id`, `source`, and either `text` or `messages`. The domain `python` has no file; it is read
+line: `id`, `source`, and either `text` or `messages`. Other files are read in any of the forms of
+`data.rows` and `data.conversations`. The domain `python` has no file; it is read
 from the installed packages, so that nothing has to be shipped. The modules of the standard library
 that evaluation may cut its code prompts from are listed here: no target is ever trained on them.
 """
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mtp_research.data.json_lines import JsonLine, read_json_lines
+from mtp_research.data.conversations import conversation_of
+from mtp_research.data.rows import Row, read_rows
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 Split = Literal["train", "dev"]
@@ -53,7 +55,7 @@ class Document:
     doc_id: str  # unique within its source
     domain: str  # corpus domain such as `math`, or `python`
     text: str | None = None  # plain document
-    # (role, content) pairs of a conversation; roles are `user` and `assistant`
+    # (role, content) pairs of a conversation; the target's chat template says which roles it has
     messages: tuple[tuple[str, str], ...] | None = None
 
     def __post_init__(self) -> None:
@@ -94,43 +96,43 @@ def corpus_files(corpus_dir: str | Path, *, domain: str, split: Split) -> list[P
     return found
 
 
-def read_documents(path: str | Path, *, domain: str | None = None) -> Iterator[Document]:
-    """Yield the documents of one `.jsonl` or `.jsonl.xz` file of the corpus schema.
+def read_documents(
+    source: str | Path, *, domain: str | None = None, key: str = "data.path"
+) -> Iterator[Document]:
+    """Yield the documents of a source that `rows.read_rows` takes.
 
-    A `domain` of None takes each record's `domain` field, else the part of the file name before
-    the first dot.
+    A `domain` of None takes each row's own, else the part of the file name before the first dot. A
+    row without an id is called by its file and line.
     """
-    path = Path(path)
-    for line in read_json_lines(path, key="data.path"):
-        yield _document(line, path=path, domain=domain)
+    for row in read_rows(source, key=key):
+        yield document_of(row, domain=domain)
 
 
-def _document(line: JsonLine, *, path: Path, domain: str | None) -> Document:
-    where, record = line.where, line.record
-    if not isinstance(record.get("id"), str):
-        raise IntegrityError(f"{where}: expected a JSON object with a string `id`; fix the line")
-    text, messages = record.get("text"), record.get("messages")
-    if (text is None) == (messages is None):
-        raise IntegrityError(f"{where}: expected exactly one of `text` and `messages`")
+def document_of(row: Row, *, domain: str | None = None) -> Document:
+    """The text of a row, or its conversation, in which the assistant must speak."""
+    text, turns = row.record.get("text"), conversation_of(row)
     if text is not None and not isinstance(text, str):
-        raise IntegrityError(f"{where}: expected `text` to be a string, got {type(text).__name__}")
+        raise IntegrityError(
+            f"{row.where}: expected `text` to be a string, got {type(text).__name__}."
+        )
+    if not text and not turns:
+        raise IntegrityError(
+            f"{row.where}: expected `text`, `messages`, `conversations`, or `prompt` and "
+            f"`response`, got the fields {sorted(row.record)[:12]}; docs/data.md lists the forms."
+        )
+    if turns and text is not None:
+        raise IntegrityError(f"{row.where}: expected a text or a conversation, got both.")
+    if turns and all(role != "assistant" for role, _ in turns):
+        raise IntegrityError(
+            f"{row.where}: expected an answer of the assistant to learn, got none; let the target "
+            "answer with python -m mtp_research regenerate --source FILE."
+        )
     return Document(
-        doc_id=record["id"],
-        domain=domain or record.get("domain") or path.name.split(".")[0],
+        doc_id=row.name or f"{row.file}:{row.number}",
+        domain=domain or row.domain or row.stem,
         text=text,
-        messages=None if messages is None else _parse_messages(messages, where=where),
+        messages=turns or None,
     )
-
-
-def _parse_messages(messages: object, *, where: str) -> tuple[tuple[str, str], ...]:
-    if not isinstance(messages, list) or not messages:
-        raise IntegrityError(f"{where}: expected `messages` to be a non-empty list")
-    turns = []
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise IntegrityError(f"{where}: expected messages with `role` and `content`")
-        turns.append((str(message["role"]), str(message["content"])))
-    return tuple(turns)
 
 
 def python_sources(

@@ -1,11 +1,11 @@
 """Training text for heads: the target's own answers, through our decode loop.
 
     python -m mtp_research.studies.regenerate --target assets/lab_tiny/target
-        --output answers.jsonl --source ../shared/data/corpus/arith.train.jsonl.xz
+        --output answers.jsonl --source questions.jsonl
         --max-prompts 800 --self-chat 2000 --self-text 800 --temperature 0
 
 Heads trained on anything but the target's own output learn a distribution they are never asked for.
-Questions come from data sets (`data.questions` lists the forms), or from the target itself:
+Questions come from data sets (`data.conversations` lists the forms), or from the target itself:
 `--self-chat` lets it invent a user message and then answers it, `--self-text` lets it begin a
 document and then goes on. Seeds make every task repeatable, whatever else is decoded with it. A
 line holds token ids, so that encoding again cannot change the trajectory. Killed runs resume behind
@@ -30,8 +30,8 @@ import torch.distributed as dist
 from jinja2 import TemplateError
 
 from mtp_research.config.schema import EngineConfig
+from mtp_research.data.conversations import Question, read_questions
 from mtp_research.data.prompt_text import ChatTokenizer, begin_of_text
-from mtp_research.data.questions import Question, read_questions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
@@ -79,7 +79,7 @@ def _run(args: argparse.Namespace) -> None:
     )
     questions: list[Question] = []
     for source in args.source:
-        found = read_questions(source, field=args.field, split=args.split)
+        found = read_questions(source, field=args.field)
         questions += found[: args.max_prompts]
     if not (questions or args.self_chat or args.self_text):
         raise ConfigError("nothing is asked; set --source, --self-chat or --self-text.")
@@ -427,10 +427,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--target", required=True, help="folder or hub id of the target")
     add("--output", type=Path, required=True, help="JSONL file, appended to")
-    sources = "questions: a JSONL file, or a folder or name that `datasets` reads; may be repeated"
+    sources = "questions: a file, a folder, or NAME[:CONFIG][@SPLIT] on the hub; may be repeated"
     add("--source", action="append", default=[], help=sources)
     add("--field", help="of the conversation in a row; left out: the first known")
-    add("--split", default="train", help="of a `datasets` source")
     add("--max-prompts", type=int, default=None, help="per source")
     add("--self-chat", type=int, default=0, help="user messages that the target invents")
     add("--self-text", type=int, default=0, help="documents that the target begins")

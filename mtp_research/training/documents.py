@@ -1,11 +1,11 @@
 """Training documents of MTP heads: the target's own output as token ids, with a held-out part.
 
-Input is a `.jsonl` or `.jsonl.xz` file, one document a line: `id`, optional `domain`, and one of
+Input is any source that `data.rows` reads: `id` and `domain` where a row has them, and one of
 
     token_ids, num_prompt_tokens    the decoded trajectory itself; preferred, because encoding a
                                     text again may cut it into other tokens than were emitted
-    messages                        a conversation, written in the target's chat template;
-                                    assistant turns are the target's own output
+    a conversation                  written in the target's chat template; assistant turns are the
+                                    target's own output (forms: `data.conversations`)
     text                            a plain document
 
 The split is a function of document ids alone, so that runs with other k, seeds or lengths are
@@ -30,12 +30,11 @@ import numpy as np
 
 from mtp_research.config.training_schema import DataConfig
 from mtp_research.data.chat import encode_for_target
-from mtp_research.data.json_lines import JsonLine, read_json_lines
 from mtp_research.data.packing import EncodedDocument
-from mtp_research.data.sources import hash_of, read_documents
+from mtp_research.data.rows import Row, read_rows, source_sha256
+from mtp_research.data.sources import Document, document_of, hash_of
 from mtp_research.models.target import hash_tokenizer, load_tokenizer
 from mtp_research.runtime.errors import ConfigError, IntegrityError
-from mtp_research.runtime.files import sha256_of
 
 logger = logging.getLogger(__name__)
 GRAM_TOKENS = 13  # of a run that counts as copied
@@ -75,22 +74,39 @@ class HeadDocuments:
         return text + unmeasured * (self.not_sampled is not None)
 
 
+RawDocument = Document | EncodedDocument  # encoded: regenerated text, which is token ids
+
+
+def read_head_documents(data: DataConfig) -> list[RawDocument]:
+    """All rows of `data.path`, checked, before a model is loaded.
+
+    Raises:
+        ConfigError: there is no such source.
+        IntegrityError: it is empty or damaged, or a row has no known form; file and line are named.
+    """
+    if data.kind == "original":
+        logger.warning("data.kind=original: heads learn text that the target itself did not write")
+    return _read(data.path)
+
+
 def load_head_documents(
-    data: DataConfig, *, model_path: str, vocab_size: int, num_depths: int
+    data: DataConfig,
+    found: Sequence[RawDocument],
+    *,
+    model_path: str,
+    vocab_size: int,
+    num_depths: int,
 ) -> HeadDocuments:
-    """Read, encode and split the documents of `data.path`.
+    """Encode and split what `read_head_documents` found.
 
     Texts and messages are encoded by the tokenizer of `model_path`; token ids must lie below
     `vocab_size`. A document needs k + 2 tokens to have one anchor with k labels (`num_depths`).
     """
     path = Path(data.path)
-    if not path.is_file():
-        raise ConfigError(f"data.path must be a .jsonl or .jsonl.xz file, got {data.path!r}.")
-    if data.kind == "original":
-        logger.warning("data.kind=original: heads learn text that the target itself did not write")
     settings = _answer_settings(path)
     _check_tokenizer(settings, path=path, model_path=model_path)
-    documents = _thin_out(_encode(path, model_path=model_path), limit=data.max_documents)
+    encoded = _encode(found, model_path=model_path)
+    documents = _thin_out(encoded, limit=data.max_documents)
     for document in documents:
         token_ids = document.token_ids or (0,)
         if max(token_ids) >= vocab_size or min(token_ids) < 0:
@@ -125,7 +141,7 @@ def load_head_documents(
         train=train,
         held_out=held_out,
         num_short=len(rest) - len(train),
-        data_sha256=sha256_of(path),
+        data_sha256=source_sha256(data.path, key="data.path"),
         num_seen=len(asked) - len(held_out),
         overlap_13=overlap(held_out, train=train),
         not_sampled=_why_not_sampled(settings),
@@ -134,7 +150,7 @@ def load_head_documents(
 
 def read_texts(paths: Iterable[str], *, model_path: str) -> list[EncodedDocument]:
     """All documents of files as `data.path` takes them, encoded by the tokenizer of the target."""
-    return [document for path in paths for document in _encode(Path(path), model_path=model_path)]
+    return [document for path in paths for document in _encode(_read(path), model_path=model_path)]
 
 
 def unseen(
@@ -245,19 +261,25 @@ def _thin_out(documents: list[EncodedDocument], *, limit: int | None) -> list[En
     return [documents[index] for index in sorted(order[:limit])]
 
 
-def _encode(path: Path, *, model_path: str) -> list[EncodedDocument]:
-    """All documents of the file, in order; the tokenizer is loaded when a line needs it."""
-    first = next(read_json_lines(path, key="data.path"), None)
+def _read(source: str) -> list[RawDocument]:
+    """All documents; the first row says whether they are token ids."""
+    rows = read_rows(source, key="data.path")
+    first = next(rows, None)
     if first is None:
-        raise IntegrityError(f"{path}: expected at least one document, the file is empty")
-    if "token_ids" in first.record:
-        return [_trajectory(line, path=path) for line in read_json_lines(path, key="data.path")]
-    return encode_for_target(list(read_documents(path)), load_tokenizer(model_path))
+        raise IntegrityError(f"{source}: expected at least one document, the file is empty")
+    read = _trajectory if "token_ids" in first.record else document_of
+    return [read(row) for row in itertools.chain([first], rows)]
 
 
-def _trajectory(line: JsonLine, *, path: Path) -> EncodedDocument:
-    where, record = line.where, line.record
-    token_ids, num_prompt = record.get("token_ids"), record.get("num_prompt_tokens")
+def _encode(found: Sequence[RawDocument], *, model_path: str) -> list[EncodedDocument]:
+    """Token ids of all, in order; the tokenizer is loaded when one needs it."""
+    texts = [document for document in found if isinstance(document, Document)]
+    encoded = iter(encode_for_target(texts, load_tokenizer(model_path)) if texts else ())
+    return [next(encoded) if isinstance(one, Document) else one for one in found]
+
+
+def _trajectory(row: Row) -> EncodedDocument:
+    token_ids, num_prompt = row.record.get("token_ids"), row.record.get("num_prompt_tokens")
     if not (
         isinstance(token_ids, list)
         and all(isinstance(token, int) for token in token_ids)
@@ -265,12 +287,12 @@ def _trajectory(line: JsonLine, *, path: Path) -> EncodedDocument:
         and 0 < num_prompt <= len(token_ids)
     ):
         raise IntegrityError(
-            f"{where}: expected `token_ids` (a list of integers) and `num_prompt_tokens` in "
-            f"[1, number of tokens], as in the first line; fix the line"
+            f"{row.where}: expected `token_ids` (a list of integers) and `num_prompt_tokens` in "
+            "[1, number of tokens], as in the first line; fix the line"
         )
     return EncodedDocument(
-        doc_id=str(record.get("id", where)),
-        domain=str(record.get("domain") or path.name.split(".")[0]),
+        doc_id=row.name or row.where,
+        domain=row.domain or row.stem,
         token_ids=tuple(token_ids),
         loss_mask=tuple(index >= num_prompt for index in range(len(token_ids))),
     )

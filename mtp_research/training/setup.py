@@ -32,7 +32,7 @@ from mtp_research.training.checkpoint import (
     run_settings,
     step_folders,
 )
-from mtp_research.training.documents import HeadDocuments, load_head_documents
+from mtp_research.training.documents import HeadDocuments, load_head_documents, read_head_documents
 from mtp_research.training.losses.loss_terms import loss_spec
 from mtp_research.training.losses.losses import HeadObjective, UnrollSpec
 from mtp_research.training.optim import add_lora
@@ -159,8 +159,8 @@ class RunInputs(NamedTuple):
 
 
 def load_inputs(config: TrainConfig) -> RunInputs:
-    """Load target and documents."""
-    model = config.model
+    """Load target and documents; a fault of the documents costs no loading."""
+    model, found = config.model, read_head_documents(config.data)
     target = load_target(
         model.path,
         dtype=_dtype(config),
@@ -171,6 +171,7 @@ def load_inputs(config: TrainConfig) -> RunInputs:
     warn_of_family(target, family=model.family)
     documents = load_head_documents(
         config.data,
+        found,
         model_path=config.model.path,
         vocab_size=target.config.vocab_size,
         num_depths=depths_of(config),

@@ -21,7 +21,7 @@ from mtp_research.heads.draft_vocabulary import RANKING_FILE, write_ranking
 from mtp_research.models.target import load_target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import write_error
-from mtp_research.training.documents import load_head_documents
+from mtp_research.training.documents import load_head_documents, read_head_documents
 
 _SIZES = (256, 1024, 4096, 16384, 32768)
 
@@ -50,7 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = DataConfig(name="ranking", path=args.data, eval_documents=args.eval_documents)
         vocab_size = target.config.vocab_size
         documents = load_head_documents(
-            data, model_path=args.target, vocab_size=vocab_size, num_depths=1
+            data,
+            read_head_documents(data),
+            model_path=args.target,
+            vocab_size=vocab_size,
+            num_depths=1,
         )
         counts = count_answer_tokens(documents.train, vocab_size=vocab_size)
         write_ranking(args.head, counts, target=target, source=Path(args.data).name)

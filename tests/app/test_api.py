@@ -121,7 +121,10 @@ def test_target_of_ones_own_brings_its_name_and_family(tmp_path: Path) -> None:
             lambda: api.train_heads(data="a", settings={"data.path": "b"}),
             r"data\.path is given twice",
         ),
-        (lambda: api.train_heads(data="absent.jsonl"), r"data\.path must be an existing path"),
+        (
+            lambda: api.train_heads(data="absent.jsonl"),
+            r"data\.path must be an existing file or folder",
+        ),
         (lambda: api.train_heads(settings={"launcher": "slurm"}), "launcher=local"),
         (lambda: api.evaluate(3), r"write it with heads\.save_pretrained"),
         (lambda: api.evaluate(None, settings={"task": "fault_price"}), "task=evaluate"),

@@ -51,12 +51,12 @@ def test_read_documents_prefers_the_given_domain(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("{not json", "JSON"),
-        ('["a"]', "string `id`|expected a JSON object"),
-        ('{"source": "s", "text": "t"}', "string `id`|expected a JSON object"),
-        ('{"id": "x", "source": "s"}', "exactly one"),
-        ('{"id": "x", "text": "t", "messages": []}', "exactly one"),
+        ('["a"]', "expected a JSON object"),
+        ('{"id": "x", "source": "s"}', "got the fields .'id', 'source'"),
+        ('{"id": "x", "text": "t", "messages": [{"role": "user", "content": "c"}]}', "got both"),
         ('{"id": "x", "text": 3}', "string"),
-        ('{"id": "x", "messages": []}', "non-empty"),
+        ('{"id": "x", "messages": []}', "expected `text`, `messages`"),
+        ('{"id": "x", "prompt": "p"}', "an answer of the assistant to learn, got none"),
         ('{"id": "x", "messages": [{"role": "user"}]}', "`content`"),
     ],
 )
@@ -65,6 +65,16 @@ def test_read_documents_bad_line_names_file_and_line(tmp_path: Path, line: str, 
     with pytest.raises(IntegrityError, match=words) as caught:
         list(read_documents(path))
     assert f"{path}:2" in str(caught.value)
+
+
+def test_read_documents_without_an_id_are_called_by_file_and_line(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "response": "r"}, {"text": "t"}, {"id": 7, "text": "u"}]
+    path = write_lines(tmp_path / "own.jsonl", [json.dumps(row) for row in rows])
+    assert list(read_documents(path)) == [
+        Document("own.jsonl:1", "own", messages=(("user", "p"), ("assistant", "r"))),
+        Document("own.jsonl:2", "own", text="t"),
+        Document("7", "own", text="u"),
+    ]
 
 
 def test_read_documents_truncated_archive_is_an_integrity_error(tmp_path: Path) -> None:

@@ -17,10 +17,47 @@ def _written(folder: Path, content: str | bytes, name: str = "set.jsonl") -> Pat
     return path
 
 
-def test_first_turn_is_asked(tmp_path: Path):
+def test_turns_of_the_user_are_asked(tmp_path: Path):
     (prompt,) = read_prompt_files(_written(tmp_path, GOOD))
-    assert (prompt.question_id, prompt.category, prompt.turns[0]) == ("1", "c", "first")
-    assert prompt.format == "chat"
+    assert (prompt.question_id, prompt.category) == ("1", "c")
+    assert (prompt.turns, prompt.format, prompt.system) == (("first", "second"), "chat", None)
+
+
+def test_messages_are_asked_without_the_assistants_turns(tmp_path: Path):
+    said = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")]
+    row = {"messages": [{"role": role, "content": content} for role, content in said]}
+    (prompt,) = read_prompt_files(_written(tmp_path, json.dumps(row)))
+    assert (prompt.turns, prompt.format, prompt.system) == (("a", "c"), "chat", "Be brief.")
+
+
+def test_lines_of_a_text_file_are_completed(tmp_path: Path):
+    prompts = read_prompt_files(_written(tmp_path, "one\n\ntwo\n", "own.txt"))
+    assert [(p.question_id, p.turns, p.format) for p in prompts] == [
+        ("own-1", ("one",), "completion"),
+        ("own-3", ("two",), "completion"),
+    ]
+
+
+# One row each with the fields of the sets on the hub, which were not fetched here.
+PUBLIC = {
+    "mt_bench": ({"prompt": ["a", "b"], "prompt_id": 7, "category": "math", "reference": ["1"]},
+                 ("7", "math", ("a", "b"), "chat")),
+    "gsm8k": ({"question": "q", "answer": "#### 3"}, ("gsm8k-1", None, ("q",), "chat")),
+    "humaneval": ({"task_id": "HumanEval/0", "prompt": "def f():", "test": "t", "entry_point": "f",
+                   "canonical_solution": "s"}, ("HumanEval/0", None, ("def f():",), "completion")),
+    "speed_bench": ({"question_id": "x", "category": "rag", "sub_category": "s", "turns": ["a"],
+                     "multiturn": False}, ("x", "rag", ("a",), "chat")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_rows_of_public_sets(name: str, tmp_path: Path):
+    row, (question_id, category, turns, form) = PUBLIC[name]
+    (prompt,) = read_prompt_files(_written(tmp_path, json.dumps(row), f"{name}.jsonl"))
+    assert (prompt.question_id, prompt.turns, prompt.format) == (question_id, turns, form)
+    assert prompt.category == (category or tmp_path.name)
+    scored = ("reference", "answer", "test", "entry_point", "canonical_solution", "prompt")
+    assert prompt.reference == {field: row[field] for field in scored if field in row}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +92,7 @@ def test_text_with_html_and_control_characters_is_kept(tmp_path: Path):
 def test_folder_is_read_in_name_order(tmp_path: Path):
     _written(tmp_path, json.dumps({"question": "b"}), "b.jsonl")
     _written(tmp_path, json.dumps({"question": "a"}), "a.jsonl")
-    _written(tmp_path, "not a prompt file", "notes.txt")
+    _written(tmp_path, "not a prompt file", "notes.md")
     assert [prompt.turns[0] for prompt in read_prompt_files(tmp_path)] == ["a", "b"]
 
 
@@ -75,7 +112,7 @@ def test_folder_of_sets_prefixes_ids(tmp_path: Path):
         ("{}", "expected `turns`"),
         ('{"turns": []}', "expected `turns`"),
         ('{"turns": "text"}', "expected `turns`"),
-        ('{"turns": [1]}', "must be text"),
+        ('{"turns": [1]}', "must be text or turns, got int"),
         ('{"question": " \\n"}', "must be text that is not empty"),
         ('{"question": "x", "question_id": null}', "question_id must be"),
         ('{"question": "x", "category": 3}', "category text"),
@@ -116,7 +153,7 @@ def test_damaged_gzip_is_refused(tmp_path: Path, damage: str):
 
 
 def test_folder_without_prompt_files_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"prompts\.path .* holds no prompt file"):
+    with pytest.raises(ConfigError, match=r"prompts\.path .* holds no file that ends in"):
         read_prompt_files(tmp_path)
 
 

@@ -69,7 +69,7 @@ def test_regenerate_with_other_settings_does_not_mix(tmp_path, source, capsys):
     ("words", "message"),
     [
         (("--temperature", "-1"), "sampling.temperature"),
-        (("--source", "nowhere.jsonl"), "no file"),
+        (("--source", "nowhere.jsonl"), "must be an existing file"),
         (("--field", "body"), "set --field"),
     ],
     ids=["temperature", "no-file", "field"],

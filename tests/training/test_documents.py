@@ -14,7 +14,12 @@ from mtp_research.data.tokenizer import END_ID, EOS_ID, save_tokenizer, train_to
 from mtp_research.models.target import load_tokenizer
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
-from mtp_research.training.documents import held_out_indices, load_head_documents, overlap
+from mtp_research.training.documents import (
+    held_out_indices,
+    load_head_documents,
+    overlap,
+    read_head_documents,
+)
 
 LAB_TARGET = REPOSITORY_ROOT / "assets" / "lab_tiny" / "target"
 LAB_CONFIG = LAB_TARGET / "config.json"
@@ -36,8 +41,9 @@ def numbered(turns: list[dict], index: int) -> list[dict]:
 
 def load(path, *, eval_documents=3, max_documents=None, model_path="", vocab_size=128):
     data = DataConfig("test", str(path), eval_documents=eval_documents, max_documents=max_documents)
+    found = read_head_documents(data)
     return load_head_documents(
-        data, model_path=str(model_path), vocab_size=vocab_size, num_depths=3
+        data, found, model_path=str(model_path), vocab_size=vocab_size, num_depths=3
     )
 
 
@@ -206,7 +212,13 @@ def test_token_ids_of_another_tokenizer_are_refused(tmp_path) -> None:
     config = DataConfig(name="x", path=str(data), eval_documents=1)
 
     def load() -> None:
-        load_head_documents(config, model_path=str(LAB_TARGET), vocab_size=4096, num_depths=1)
+        load_head_documents(
+            config,
+            read_head_documents(config),
+            model_path=str(LAB_TARGET),
+            vocab_size=4096,
+            num_depths=1,
+        )
 
     beside = tmp_path / "answers.jsonl.settings.json"
     beside.write_text(json.dumps(settings))

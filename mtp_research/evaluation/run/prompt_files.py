@@ -1,31 +1,30 @@
-"""Prompt files: from the lines of a file to `Prompt` values.
+"""Prompt files: from the rows of a source to `Prompt` values.
 
-A file holds one JSON object a line, plain, gzip or xz. Two schemas are read: `question.jsonl` of
-MT-bench and Spec-Bench (`question_id`, `category`, `turns`, optional `format`), and any row with
-`prompt` (completed as it stands, as in HumanEval), `question` or `instruction` (asked as a user).
-Of several turns the first is asked: a later one needs the answer before it. Whatever a prompt
-contains - HTML, control characters - is only data.
+`data.rows` reads the source and `data.conversations` the form of a row. What the user says in it is
+asked; the assistant's turns are dropped. A `prompt` that is one text (as in HumanEval), and a line
+of a `.txt` file, is completed as it stands; all else goes through the model's chat template, unless
+`format` says otherwise. Whatever a prompt contains - HTML, control characters - is only data.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
-from mtp_research.data.json_lines import JsonLine, read_json_lines
-from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.data.conversations import FIELDS, Turns, conversation_of
+from mtp_research.data.rows import Row, read_rows
+from mtp_research.runtime.errors import IntegrityError
 
 Format = Literal["chat", "completion"]
 
 MAX_LINE_BYTES = 1_000_000
-_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".jsonl.xz")
-_GENERIC_FIELDS: tuple[tuple[str, Format], ...] = (
-    ("prompt", "completion"),
-    ("question", "chat"),
-    ("instruction", "chat"),
-)
+# What answers are scored by.
+REFERENCE_FIELDS = (
+    "reference", "answer", "test", "entry_point", "canonical_solution", "prompt",
+)  # fmt: skip
+_EXPECTED = "expected `turns`, `messages`, `prompt`, `question`, `instruction` or `text`"
 
 
 @dataclass(frozen=True)
@@ -49,95 +48,79 @@ class Prompt:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def read_prompt_files(path: Path) -> list[Prompt]:
-    """Read a file, all prompt files of a folder, or the `question.jsonl` of each of its folders.
+def read_prompt_files(source: Path | str) -> list[Prompt]:
+    """Read the prompts of a source that `data.rows` takes, in the order of files and rows.
 
-    Args:
-        path: file or folder. Ids from files of the last kind are prefixed with the folder's name,
-            because such sets number their questions from 0 each.
-
-    Returns:
-        Prompts in file order, files in the order of their names.
+    Ids from the `question.jsonl` of a folder's folders are prefixed with the folder's name, because
+    such sets number their questions from 0 each.
 
     Raises:
-        ConfigError: nothing to read at `path`.
-        IntegrityError: an empty file, or a line that is too long, no JSON object, no prompt or an
+        ConfigError: nothing to read there.
+        EnvironmentFault: a data set that cannot be fetched.
+        IntegrityError: an empty file, or a row that is too long, no JSON object, no prompt or an
             id that was there before; the message names file and line.
     """
     prompts = []
     seen: dict[str, str] = {}
-    for file in _prompt_files(path):
-        prefix = f"{file.parent.name}/" if path.is_dir() and file.parent != path else ""
-        for where, prompt in _read_file(file, prefix):
-            if prompt.question_id in seen:
-                raise IntegrityError(
-                    f"{where}: question_id {prompt.question_id!r} occurs twice, first in "
-                    f"{seen[prompt.question_id]}; number the prompts differently."
-                )
-            seen[prompt.question_id] = where
-            prompts.append(prompt)
+    rows = read_rows(source, key="prompts.path", max_line_bytes=MAX_LINE_BYTES, text_lines=True)
+    for row in rows:
+        prompt = _prompt(row)
+        if prompt.question_id in seen:
+            raise IntegrityError(
+                f"{row.where}: question_id {prompt.question_id!r} occurs twice, first in "
+                f"{seen[prompt.question_id]}; number the prompts differently."
+            )
+        seen[prompt.question_id] = row.where
+        prompts.append(prompt)
+    if not prompts:
+        raise IntegrityError(f"{source} holds no prompts; expected one JSON object a line.")
     return prompts
 
 
-def _prompt_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise ConfigError(
-            f"prompts.path must be an existing file or folder, got {str(path)!r}; set "
-            "prompts.path, or leave it out for the shipped prompts."
-        )
-    files = [file for file in path.iterdir() if file.name.endswith(_SUFFIXES)]
-    files = files or list(path.glob("*/question.jsonl"))
-    if not files:
-        raise ConfigError(
-            f"prompts.path {str(path)!r} holds no prompt file ({', '.join(_SUFFIXES)}); set "
-            "prompts.path to a file or to a folder of such files."
-        )
-    return sorted(files)
-
-
-def _read_file(path: Path, prefix: str) -> Iterator[tuple[str, Prompt]]:
-    num_prompts = 0
-    for line in read_json_lines(path, key="prompts.path", max_line_bytes=MAX_LINE_BYTES):
-        prompt = _prompt(line, path=path)
-        yield line.where, replace(prompt, question_id=prefix + prompt.question_id)
-        num_prompts += 1
-    if num_prompts == 0:
-        raise IntegrityError(f"{path} holds no prompts; expected one JSON object a line.")
-
-
-def _prompt(line: JsonLine, *, path: Path) -> Prompt:
-    row, where = line.record, line.where
-    text, default_format = _text_of(row, where)
-    category = row.get("category", path.resolve().parent.name)
-    default_id = f"{path.name.partition('.')[0]}-{line.number}"
-    name = row.get("question_id", row.get("task_id", row.get("id", default_id)))
-    form = row.get("format", default_format)
+def _prompt(row: Row) -> Prompt:
+    record, where = row.record, row.where
+    turns, default_form = _turns_of(row)
+    asked = tuple(content for role, content in turns if role == "user")
+    system = next((content for role, content in turns if role == "system"), None)
+    name = record.get("question_id", record.get("task_id", record.get("id")))
+    is_named = any(field in record for field in ("question_id", "task_id", "id"))
+    if not is_named:
+        name = record.get("prompt_id", f"{row.stem}-{row.number}")
+    category, form = record.get("category", row.parent), record.get("format", default_form)
     if not isinstance(name, str | int) or not isinstance(category, str) or not category:
         raise IntegrityError(f"{where}: question_id must be text or a number, category text.")
     if form not in ("chat", "completion"):
         raise IntegrityError(f"{where}: format must be chat or completion, got {form!r}.")
-    if not _is_unicode(f"{name}{category}{text}"):
-        raise IntegrityError(f"{where}: the text holds half of a surrogate pair.")
-    return Prompt(question_id=str(name), category=category, turns=(text,), format=form)
-
-
-def _text_of(row: Mapping[str, object], where: str) -> tuple[str, Format]:
-    turns = row.get("turns")
-    if isinstance(turns, list) and turns:
-        text, form = turns[0], "chat"
-    else:
-        found = [(row[field], form) for field, form in _GENERIC_FIELDS if field in row]
-        if not found or "turns" in row:
-            raise IntegrityError(
-                f"{where}: expected `turns` (a list with the user's messages), `prompt`, "
-                f"`question` or `instruction`, got the fields {sorted(row)[:12]}."
-            )
-        text, form = found[0]
-    if not isinstance(text, str) or not text.strip():
+    if not asked or not all(text.strip() for text in asked):
         raise IntegrityError(f"{where}: the prompt must be text that is not empty.")
-    return text, cast(Format, form)
+    if form == "completion" and (len(asked) > 1 or system is not None):
+        raise IntegrityError(f"{where}: a prompt to complete is one text, got {len(turns)} turns.")
+    if not _is_unicode(f"{name}{category}{system}{''.join(asked)}"):
+        raise IntegrityError(f"{where}: the text holds half of a surrogate pair.")
+    return Prompt(
+        question_id=f"{row.folder}/{name}" if row.folder else str(name),
+        category=category,
+        turns=asked,
+        format=form,
+        system=system,
+        reference={name: record[name] for name in REFERENCE_FIELDS if name in record},
+    )
+
+
+def _turns_of(row: Row) -> tuple[Turns, Format]:
+    """What is asked; of a plain `prompt` or `text` the model goes on where it ends."""
+    record = row.record
+    if isinstance(record.get("turns"), str):
+        raise IntegrityError(f"{row.where}: `turns` must be a list, got text; {_EXPECTED}.")
+    text = record.get("text") if not any(record.get(name) for name in FIELDS) else None
+    if isinstance(text, str):
+        return (("user", text),), "completion"
+    turns = conversation_of(row)
+    if not turns:
+        raise IntegrityError(f"{row.where}: {_EXPECTED}, got the fields {sorted(record)[:12]}.")
+    first = next(name for name in FIELDS if record.get(name))
+    is_plain = first == "prompt" and isinstance(record["prompt"], str)
+    return turns, "completion" if is_plain else "chat"
 
 
 def _is_unicode(text: str) -> bool:

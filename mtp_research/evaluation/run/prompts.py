@@ -83,7 +83,7 @@ def load_prompts(
     if path is None:
         prompts = read_prompt_files(SHIPPED_PROMPTS) + _code_prompts()
     else:
-        prompts = read_prompt_files(Path(resolve_path(path)))
+        prompts = read_prompt_files(resolve_path(path))
     prompts = _of_domains(prompts, domains)
     return prompts if max_prompts is None else _balanced(prompts, max_prompts, seed)
 

@@ -1,4 +1,4 @@
-"""Questions from the forms that public data sets have; the assistant's own turns are dropped."""
+"""Conversations from the forms that public data sets have, and the questions in them."""
 
 import gzip
 import json
@@ -6,7 +6,8 @@ import lzma
 
 import pytest
 
-from mtp_research.data.questions import read_questions
+from mtp_research.data.conversations import conversation_of, read_questions
+from mtp_research.data.rows import read_rows
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -75,7 +76,7 @@ def test_questions_without_a_known_field_name_the_key(tmp_path):
     source = write(tmp_path / "set.jsonl", [{"body": "b"}])
     with pytest.raises(ConfigError, match=r"got the fields body; set --field"):
         read_questions(source)
-    with pytest.raises(ConfigError, match="no file"):
+    with pytest.raises(ConfigError, match="must be an existing file or folder"):
         read_questions(str(tmp_path / "none.jsonl"))
 
 
@@ -84,7 +85,43 @@ def test_questions_of_a_saved_data_set(tmp_path):
     rows = [{"messages": [USER, ANSWER], "category": "c"}, {"messages": [ANSWER], "category": "c"}]
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     (question,) = read_questions(str(tmp_path / "saved"))
-    assert (question.doc_id, question.domain) == ("saved:0", "c")
+    assert (question.doc_id, question.domain) == ("saved:1", "c")
     assert question.messages == (("user", "Why?"),)
-    with pytest.raises(ConfigError, match="--split"):
-        read_questions(str(tmp_path / "nowhere"), split="train")
+    with pytest.raises(ConfigError, match="--source must be an existing file"):
+        read_questions(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("record", "turns"),
+    [
+        ({"messages": [SYSTEM, USER, ANSWER]}, "system: Be brief. | user: Why? | assistant: So."),
+        (
+            {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}]},
+            "system: s | user: a",
+        ),
+        ({"prompt": "p", "response": "r"}, "user: p | assistant: r"),
+        ({"prompt": "p", "completion": "c", "system": "s"}, "system: s | user: p | assistant: c"),
+        ({"prompt": ["one", "two"]}, "user: one | user: two"),
+        ({"prompt": [USER], "answer": "r"}, "user: Why? | assistant: r"),
+        ({"instruction": "i", "input": "x", "output": "o"}, "user: i\n\nx | assistant: o"),
+        ({"question": "q", "answer": 7}, "user: q"),
+        ({"turns": ["a", "b"], "response": "no"}, "user: a | user: b"),
+        ({"text": "plain"}, ""),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "t"}]}]},
+            "user: t",
+        ),
+    ],
+)
+def test_conversation_of_each_form(tmp_path, record, turns):
+    (row,) = read_rows(write(tmp_path / "x.jsonl", [record]), key="data.path")
+    assert " | ".join(f"{role}: {content}" for role, content in conversation_of(row)) == turns
+
+
+@pytest.mark.parametrize(
+    "turn", [{"role": "user"}, {"content": "c"}, {"role": "user", "content": [{"image": "x"}]}, 7]
+)
+def test_turn_without_role_or_text_is_named(tmp_path, turn):
+    (row,) = read_rows(write(tmp_path / "x.jsonl", [{"messages": [turn]}]), key="data.path")
+    with pytest.raises(IntegrityError, match=r"x\.jsonl:1: `messages` must"):
+        conversation_of(row)
