@@ -213,13 +213,11 @@ def test_snippet_of_the_readme_runs_from_the_wheel_in_another_folder(
 def test_evaluation_by_the_wheel_finds_conf_and_assets_and_claims_no_commit(
     site: Path, tmp_path: Path
 ) -> None:
-    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
-    installed = tmp_path / "site"
-    installed.symlink_to(site)  # below a repository of somebody else
+    git = ["git", "-C", str(site), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init"], ["commit", "--allow-empty", "-m", "theirs"]):  # somebody else's
+        subprocess.run([*git, words[0], "--quiet", *words[1:]], check=True)
     words = ("prompts.max_prompts=1", "sampling.max_new_tokens=2", "spec.head=null", "spec.k=1")
-    done = python(
-        "-m", "mtp_research", "eval", *words, "output_dir=run", site=installed, cwd=tmp_path
-    )
+    done = python("-m", "mtp_research", "eval", *words, "output_dir=run", site=site, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["git"] == {"sha": None, "dirty": None, "diff_sha256": run["git"]["diff_sha256"]}

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research import AsyncDecoder, SpecDecoder, SpecSettings, load_heads, load_target
-from mtp_research.decode.schedule.request import TextPiece
+from mtp_research import (
+    AsyncDecoder,
+    EngineConfig,
+    SamplingParams,
+    SpecDecoder,
+    SpecSettings,
+    load_heads,
+    load_target,
+)
+from mtp_research.decode.schedule.request import Request, RequestFeed, Status
 from mtp_research.models.target import load_tokenizer
 from mtp_research.runtime.errors import ArgumentTypeError, ConfigError
 from tests import tiny
@@ -90,16 +98,18 @@ def test_stop_token_of_the_target_ends_a_stream_and_is_not_in_its_text(target, t
 
 @pytest.mark.parametrize("text", ["naïve — 你好 🙂!", "\ufffd x \ufffd", "é"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_pieces_of_bytes_never_cut_a_character(tokenizer, text: str, size: int) -> None:
-    token_ids = tokenizer.encode(text, add_special_tokens=False) * 30  # longer than the context
-    ends = range(size, len(token_ids) + size, size)
-    spoken = ""
-    for end in ends:
-        start, is_last = end - size, end >= len(token_ids)
-        first = max(start - 32, 0)
-        piece = TextPiece(tokenizer.decode, token_ids, first, start, end, is_last)
-        spoken += piece.read()
-        assert text in ("\ufffd x \ufffd",) or "\ufffd" not in piece.read()
+def test_events_never_cut_a_character(tokenizer, text: str, size: int) -> None:
+    written = tokenizer.encode(text, add_special_tokens=False) * 30  # longer than the context
+    request = Request("a", (5, 6), SamplingParams(), decode=tokenizer.decode)
+    feed, spoken = RequestFeed(request), ""
+    for start in range(0, len(written), size):
+        request.token_ids += written[start : start + size]
+        if start + size >= len(written):
+            request.status = Status.FINISHED
+        event = feed.read()
+        assert event.token_ids == tuple(written[start : start + size])
+        assert "\ufffd" in text or "\ufffd" not in event.text
+        spoken += event.text
     assert spoken == text * 30
 
 
@@ -167,13 +177,14 @@ def test_tokenizer_without_a_template_takes_text_and_no_messages(tmp_path: Path)
         target.encode(QUESTION)
 
 
-def test_output_that_finished_while_the_caller_ran_steps_is_not_lost(decoder) -> None:
-    sampling = decoder.usual_sampling(4)
+def test_output_that_finished_while_the_caller_ran_steps_is_not_lost(target) -> None:
+    engine = EngineConfig(max_num_requests=1)  # the stream waits until all others are done
+    decoder = SpecDecoder(target, "null", spec=THREE, engine=engine)
     seen = []
-    for output in decoder.generate([[0, 5], [0, 6], [0, 7]], sampling=sampling):
+    for output in decoder.generate([[0, 5], [0, 6], [0, 7]], max_new_tokens=2):
         seen.append(output.request_id)
-        list(decoder.stream([0, 8], sampling=decoder.usual_sampling(40)))
-    assert sorted(seen) == ["0", "1", "2"]
+        list(decoder.stream([0, 8], sampling=decoder.usual_sampling(2)))
+    assert seen == ["0", "1", "2"]
 
 
 def test_copies_and_fields_of_an_output_do_not_drag_the_model_along(decoder) -> None:
