@@ -95,7 +95,7 @@ def _wandb() -> tuple[str, str]:
     has_netrc = netrc.is_file() and "api.wandb.ai" in netrc.read_text(errors="replace")
     if has_netrc or mode != "online" or "WANDB_API_KEY" in os.environ:
         return "ok", f"mode {mode}" + ", key set" * ("WANDB_API_KEY" in os.environ or has_netrc)
-    return "note", "no key: logger.wandb=online would warn and go on without it; offline works"
+    return "note", "no key: logger=wandb keeps runs offline, and says how to send them"
 
 
 CHECKS: dict[str, Callable[[], tuple[str, str]]] = {

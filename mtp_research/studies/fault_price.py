@@ -33,7 +33,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.evaluation.report.wandb_log import publish
+from mtp_research.evaluation.report.wandb_log import ReportRun, publish
 from mtp_research.evaluation.run.conditions import head_names
 from mtp_research.evaluation.run.decoders import head_facts
 from mtp_research.evaluation.run.prompts import (
@@ -118,20 +118,22 @@ def price_faults(
     study = _start(config, asked, names=names, num_conditions=num_conditions, output_dir=output_dir)
     if on_start is not None:
         on_start()
-    for head, num_drafts in pairs:
-        heads = load_heads(str(head), target)
-        for policy in policies_of(config.spec.policy):
-            name = names[str(head)]
-            study = _measure(study, asked, heads, name=name, policy=policy, num_drafts=num_drafts)
-            write_study(output_dir, study)
-    sys.stdout.write(price_markdown(study) + "\n")
-    publish(
-        lambda: _sections(output_dir),
-        results=output_dir / STUDY_FILE,
-        settings=config.logger,
-        config=dataclasses.asdict(config),
-        scalars=study_scalars(study),
-    )
+    with ReportRun(config.logger) as wandb_run:
+        wandb_run.open(output_dir, config=dataclasses.asdict(config), job_type="study")
+        for head, num_drafts in pairs:
+            heads, name = load_heads(str(head), target), names[str(head)]
+            for policy in policies_of(config.spec.policy):
+                study = _measure(
+                    study, asked, heads, name=name, policy=policy, num_drafts=num_drafts
+                )
+                write_study(output_dir, study)
+        sys.stdout.write(price_markdown(study) + "\n")
+        publish(
+            lambda: _sections(output_dir),
+            results=output_dir / STUDY_FILE,
+            run=wandb_run,
+            scalars=study_scalars(study),
+        )
     require_outputs(study, output_dir)
     return {
         "num_prompts": len(study.prompts),

@@ -25,7 +25,7 @@ from rich.console import Console
 from mtp_research.config.schema import TrainConfig
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.evaluation.report.terminal import rich_table
-from mtp_research.evaluation.report.wandb_log import publish
+from mtp_research.evaluation.report.wandb_log import ReportRun, publish
 from mtp_research.evaluation.stats.matrix_seeds import (
     MATRIX_FILE,
     GroupFigures,
@@ -78,9 +78,32 @@ def run_policy_matrix(
     matrix = _start(config, output_dir, prompts=map(_prompt_facts, chosen), target=target)
     if on_start is not None:
         on_start()
+    with ReportRun(config.logger) as wandb_run:
+        wandb_run.open(output_dir, config=dataclasses.asdict(config), job_type="study")
+        matrix = _measure(matrix, config, output_dir, asked=Asked(prompts, plain), target=target)
+        _print_grids(matrix)
+        found = group_figures(matrix)
+        publish(
+            lambda: _sections(output_dir),
+            results=output_dir / MATRIX_FILE,
+            run=wandb_run,
+            scalars=_lengths(found),
+        )
+    return {
+        "num_prompts": len(prompts),
+        "seeds": list(matrix.seeds),
+        "results": str(output_dir / MATRIX_FILE),
+        "cells": list(map(_group_facts, found)),
+    }
+
+
+def _measure(
+    matrix: SeedMatrix, config: TrainConfig, output_dir: Path, *, asked: Asked, target: Target
+) -> SeedMatrix:
+    """The matrix with all cells; it is written after each."""
     cells = measure_heads(
         [run for seed in matrix.seeds for run in head_runs(config, output_dir, seed=seed)],
-        Asked(prompts, plain),
+        asked,
         target=target,
         done=matrix.cells,
         num_workers=config.matrix.num_workers,
@@ -90,27 +113,21 @@ def run_policy_matrix(
         matrix = dataclasses.replace(matrix, cells=(*others, cell))
         write_matrix(output_dir, matrix, figures=cell.seed in matrix.done_seeds)
     write_matrix(output_dir, matrix, figures=True)
+    return matrix
+
+
+def _print_grids(matrix: SeedMatrix) -> None:
     console = Console(stderr=True, width=max(Console(stderr=True).width, TABLE_WIDTH))
     for grid in matrix_grids(matrix):
         console.print(rich_table(grid))
-    found = group_figures(matrix)
-    lengths = {
+
+
+def _lengths(found: Sequence[GroupFigures]) -> dict[str, float]:
+    """Acceptance length by head and policy, for the summary on W&B."""
+    return {
         f"{row_name(one.key)} {column_name(one.key)}/acceptance_length": one.length.value
         for one in found
         if one.length.value is not None
-    }
-    publish(
-        lambda: _sections(output_dir),
-        results=output_dir / MATRIX_FILE,
-        settings=config.logger,
-        config=dataclasses.asdict(config),
-        scalars=lengths,
-    )
-    return {
-        "num_prompts": len(prompts),
-        "seeds": list(matrix.seeds),
-        "results": str(output_dir / MATRIX_FILE),
-        "cells": list(map(_group_facts, found)),
     }
 
 

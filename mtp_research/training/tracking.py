@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NamedTuple, TextIO, cast
+from typing import NamedTuple, TextIO
 
 import torch
 from rich.console import Console
@@ -33,7 +33,7 @@ from torch import Tensor
 from mtp_research.config.schema import LoggerConfig
 from mtp_research.runtime.errors import NumericFault
 from mtp_research.runtime.files import write_atomically
-from mtp_research.runtime.provenance import redact_tree
+from mtp_research.runtime.wandb_run import OFF, run_mode, start_run
 from mtp_research.training.walk.replay import WalkReport
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Tracker:
         path = output_dir / METRICS_FILE
         _drop_after(path, step=first_step)
         self._file = path.open("a", encoding="utf8")
-        if settings.wandb == "disabled":
+        if run_mode(settings.wandb) == OFF:
             return
         try:
             self._wandb = WandbRun(output_dir, settings=settings, config=config)
@@ -80,10 +80,10 @@ class Tracker:
     def __enter__(self) -> "Tracker":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._file is not None:
             self._file.close()
-        self._send(lambda run: run.close())
+        self._send(lambda run: run.close(exit_code=0 if kind is None else 1))
 
     def log(self, kind: str, *, step: int, values: Mapping[str, object]) -> None:
         """Write one line `{"kind": ..., "step": ..., ...}`; W&B names a value `kind/name`."""
@@ -114,7 +114,7 @@ class WandbRun:
     """Weights & Biases: curves over our own step, a summary, per-domain lengths, the heads.
 
     The folder's name is the id of the run, so that a resumed run goes on in the same curves; inside
-    a sweep the agent names it.
+    a sweep the agent chooses the id.
     """
 
     def __init__(
@@ -122,17 +122,11 @@ class WandbRun:
     ) -> None:
         import wandb
 
-        if settings.wandb == "online" and not wandb.login(prompt=False):
-            raise RuntimeError("no API key; run `wandb login` or set logger.wandb=offline")
         self._wandb = wandb
-        self._run = wandb.init(
-            project=settings.project,
-            dir=str(output_dir),
-            mode=cast(Literal["offline", "online"], settings.wandb),  # checked
-            tags=list(settings.tags),
-            config=cast(dict[str, object], redact_tree(dict(config))),
-            id=None if "WANDB_SWEEP_ID" in os.environ else output_dir.resolve().name,
-            resume="allow",
+        # Inside a sweep the agent chooses the id.
+        run_id = None if "WANDB_SWEEP_ID" in os.environ else output_dir.resolve().name
+        self._run = start_run(
+            output_dir, settings=settings, config=config, job_type="train", run_id=run_id
         )
         # W&B drops what comes at a step below its own counter, as after resuming from a checkpoint.
         self._run.define_metric("step")
@@ -155,9 +149,9 @@ class WandbRun:
         artifact.add_dir(str(head))
         self._run.log_artifact(artifact)
 
-    def close(self) -> None:
-        """End the run."""
-        self._run.finish()
+    def close(self, *, exit_code: int) -> None:
+        """End the run, which W&B shows as failed unless the code is 0."""
+        self._run.finish(exit_code=exit_code)
 
 
 def jsonable(values: Mapping) -> dict[str, object]:

@@ -198,7 +198,7 @@ class Watch:
         patch.setattr(evaluate_module, "print_report", lambda *_, **__: None)
         patch.setattr(setup, "load_target", load_anew)
         service = MagicMock()
-        service.init.side_effect = lambda **asked: self._list("wandb").append(asked) or MagicMock()
+        service.init.side_effect = self._wandb_run
         patch.setitem(sys.modules, "wandb", service)
         for name in ("evaluation.report.page", "studies.study_pages", "evaluation.report.charts"):
             patch.setitem(sys.modules, f"mtp_research.{name}", _no_charts())
@@ -209,6 +209,11 @@ class Watch:
             raise ZeroDivisionError(f"{size} processes")
 
         patch.setattr(matrix_workers, "ProcessPoolExecutor", pool)
+
+    def _wandb_run(self, **asked: object) -> MagicMock:
+        """Note what the configuration decides; names and folders differ from run to run."""
+        self._list("wandb").append({name: asked[name] for name in ("mode", "project", "tags")})
+        return MagicMock()
 
 
 def _no_charts() -> types.ModuleType:

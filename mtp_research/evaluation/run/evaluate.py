@@ -23,7 +23,7 @@ from mtp_research.evaluation.report.stored import (
     write_results,
 )
 from mtp_research.evaluation.report.terminal import print_report, write_table
-from mtp_research.evaluation.report.wandb_log import publish_report
+from mtp_research.evaluation.report.wandb_log import ReportRun, publish_report
 from mtp_research.evaluation.run.conditions import Condition, conditions_of
 from mtp_research.evaluation.run.decoders import (
     check_backend,
@@ -69,6 +69,23 @@ def evaluate(
     again. `on_start` is called when the folder is known to take this one. Returns the main figures,
     as printed on the last line.
     """
+    with ReportRun(config.logger) as wandb_run:
+
+        def begin() -> None:
+            if on_start is not None:
+                on_start()
+            wandb_run.open(output_dir, config=dataclasses.asdict(config))
+
+        return _evaluate(config, output_dir, on_start=begin, wandb_run=wandb_run)
+
+
+def _evaluate(
+    config: EvalConfig,
+    output_dir: Path,
+    *,
+    on_start: Callable[[], object],
+    wandb_run: ReportRun,
+) -> dict[str, object]:
     conditions = conditions_of(config)
     if config.engine.compile:
         start_compilers()
@@ -116,7 +133,7 @@ def evaluate(
     write_table(output_dir, report)
     (output_dir / JOURNAL_FILE).unlink()  # the results hold all of it
     print_report(report, stored_at=path)
-    publish_report(report, output_dir=output_dir, settings=config.logger)
+    publish_report(report, output_dir=output_dir, run=wandb_run)
     return _last_line(report, output_dir)
 
 
@@ -134,12 +151,11 @@ def _decode(
     inputs: Mapping[str, object],
     output_dir: Path,
     *,
-    on_start: Callable[[], object] | None,
+    on_start: Callable[[], object],
 ) -> list[ConditionResult]:
     heads = _load_heads(conditions, target)
     clear_folder(output_dir, config, inputs=inputs)
-    if on_start is not None:
-        on_start()
+    on_start()
     if config.model.tp_plan != "none":  # ranks must decode alike, and were not killed alike
         (output_dir / JOURNAL_FILE).unlink(missing_ok=True)
     asked = [prompt.question_id for prompt in encoded.prompts]
