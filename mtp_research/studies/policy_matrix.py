@@ -38,6 +38,7 @@ from mtp_research.evaluation.stats.matrix_seeds import (
 )
 from mtp_research.models.target import Target, target_hashes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import redact_tree, run_record
 from mtp_research.studies.matrix_cell import decode_prompts
 from mtp_research.studies.matrix_workers import (
@@ -108,10 +109,19 @@ def _measure(
         done=matrix.cells,
         num_workers=config.matrix.num_workers,
     )
-    for cell in cells:
-        others = (c for c in matrix.cells if (c.key, c.seed) != (cell.key, cell.seed))
-        matrix = dataclasses.replace(matrix, cells=(*others, cell))
-        write_matrix(output_dir, matrix, figures=cell.seed in matrix.done_seeds)
+    progress = WorkProgress(
+        "policy matrix",
+        total=matrix.num_cells_per_seed * len(matrix.seeds),
+        unit="cells",
+        first=len(matrix.cells),
+        is_live=False,  # the training of a head has a live line of its own
+    )
+    with progress:
+        for cell in cells:
+            others = (c for c in matrix.cells if (c.key, c.seed) != (cell.key, cell.seed))
+            matrix = dataclasses.replace(matrix, cells=(*others, cell))
+            write_matrix(output_dir, matrix, figures=cell.seed in matrix.done_seeds)
+            progress.done(len(matrix.cells), note=f"{row_name(cell.key)} {column_name(cell.key)}")
     write_matrix(output_dir, matrix, figures=True)
     return matrix
 

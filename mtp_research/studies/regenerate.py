@@ -31,6 +31,7 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run.prompts import ChatTokenizer, begin_of_text
 from mtp_research.models.target import Target, load_target, load_tokenizer, target_hashes
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import write_error
 
 _BEGINNINGS = ("def ", "class ", "import ", "from ", '"""', "#", "The ", "A ", "In ", "I ", "He ")
@@ -174,8 +175,11 @@ def _sample(
     for index, prompt in enumerate(prompts):
         params = replace(sampling, seed=(sampling.seed or 0) + seed * _SEED_STRIDE + index)
         decoder.add_request(prompt, sampling=params, request_id=str(index))
-    while decoder.has_work:
-        decoder.step()
+    stats = decoder.stats
+    with WorkProgress("asking the target", total=len(prompts), unit="prompts") as progress:
+        while decoder.has_work:
+            decoder.step()
+            progress.done(len(stats.records))
     records = sorted(decoder.stats.records, key=lambda record: int(record.request_id))
     return [record.output_token_ids for record in records]
 
@@ -213,7 +217,10 @@ def answer(
         else:
             params = replace(sampling, seed=(sampling.seed or 0) + index)
             decoder.add_request(task.prompt, sampling=params, request_id=task.doc_id)
-    with output.open("a", encoding="utf8") as file:
+    progress = WorkProgress(
+        "answers", total=len(tasks) - num_too_long, unit="documents", first=num_there
+    )
+    with output.open("a", encoding="utf8") as file, progress:
         while decoder.has_work:
             decoder.step()
             for record in decoder.stats.records[num_written:]:
@@ -227,6 +234,7 @@ def answer(
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
                 num_written += 1
             file.flush()
+            progress.done(num_there + num_written)
     return Answered(num_written, num_there, num_too_long)
 
 

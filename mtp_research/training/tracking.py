@@ -26,13 +26,13 @@ from typing import NamedTuple, TextIO
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
 from mtp_research.config.schema import LoggerConfig
 from mtp_research.runtime.errors import NumericFault
 from mtp_research.runtime.files import write_atomically
+from mtp_research.runtime.progress import live_bar
 from mtp_research.runtime.wandb_run import OFF, run_mode, start_run
 from mtp_research.training.walk.replay import WalkReport
 
@@ -212,17 +212,13 @@ class ProgressView:
     def __init__(self, *, num_steps: int, first_step: int, is_shown: bool) -> None:
         self._console = Console(stderr=True, quiet=not is_shown)
         self._num_steps = num_steps
-        self._progress = Progress(
-            TextColumn("training heads"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=self._console,
-            disable=not is_shown or not self._console.is_terminal,
-        )
+        self._progress = live_bar(self._console, is_shown=is_shown)
         self._task = self._progress.add_task(
-            "", total=num_steps, completed=first_step, figures="measuring held-out text"
+            "training heads",
+            total=num_steps,
+            completed=first_step,
+            unit="steps",
+            note="measuring held-out text",
         )
         self._walk = ""
 
@@ -240,7 +236,7 @@ class ProgressView:
     def step(self, step: int, *, loss: float, accuracy: list[float]) -> None:
         """Figures of a finished step; `accuracy` per depth, on training tokens."""
         figures = f"loss {loss:.3f}  accuracy {_percent(accuracy)}{self._walk}"
-        self._progress.update(self._task, completed=step, figures=figures)
+        self._progress.update(self._task, completed=step, note=figures)
         is_due = step % LINE_EVERY == 0 or step == self._num_steps
         if self._progress.disable and is_due:
             self.note(f"step {step}/{self._num_steps}  {figures}")
@@ -249,7 +245,7 @@ class ProgressView:
         """A new held-out report."""
         length = f"{report.acceptance_length:.3f} +- {report.standard_error:.3f}"
         self._walk = f"  walk {report.acceptance_length:.3f}"
-        self._progress.update(self._task, figures=self._walk.strip())
+        self._progress.update(self._task, note=self._walk.strip())
         self.note(
             f"step {step}/{self._num_steps}  held-out acceptance length {length}  "
             f"accuracy {_percent(list(report.accuracy_per_depth))}"

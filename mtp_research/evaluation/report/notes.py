@@ -113,9 +113,15 @@ def _timing_notes(report: Report) -> Iterator[str]:
         if condition.first.is_resumed or any(repeat.wall_s is None for repeat in condition.repeats)
     ]
     if resumed:
+        has_lost_ratios = any(
+            one.num_speculative_tokens == 0 and one.first.wall_s is None
+            for one in report.conditions
+        )
         yield (
             f"warning: interrupted and resumed: {', '.join(resumed)}; the passes that were "
             "interrupted have no times"
+            + "; without those of plain decoding there is no ratio to it"
+            * has_lost_ratios
         )
     drifts = {s.result.label: s.speed.drift for s in report.summaries if s.speed.drift is not None}
     for label, drift in drifts.items():

@@ -11,7 +11,7 @@ freed of control characters and escaped.
 # pyright: reportOperatorIssue=false
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,8 +90,10 @@ def results_sections(runs: Sequence[Run]) -> list[Section]:
     return [_shared_section(runs), *(_run_section(run, is_alone=False) for run in runs)]
 
 
-def write_report(folder: Path, sections: Sequence[Section]) -> Path:
-    """Write every file of a report; return the path of its page."""
+def write_report(
+    folder: Path, sections: Sequence[Section], *, on_chart: Callable[[], object] = lambda: None
+) -> Path:
+    """Write every file of a report; return the path of its page. `on_chart`: after each chart."""
     page, drawings = folder / PAGE_FILE, {}
     frames = [section.frame for section in sections if len(section.frame)]
     files: dict[Path, str | bytes] = {folder / "tables.md": _markdown(sections)}
@@ -107,6 +109,7 @@ def write_report(folder: Path, sections: Sequence[Section]) -> Path:
             drawn = chart_files(chart, description=f"{chart.note} {source}")
             files |= {folder / "charts" / f"{stem}.{kind}": data for kind, data in drawn.items()}
             drawings[section.name, chart.title] = inline_svg(chart, drawn["svg"])
+            on_chart()
     files[page] = render_page(sections, drawings)
     try:
         for path, content in files.items():

@@ -6,6 +6,7 @@ The flow itself: prompts -> decode loop (same prompts, same order for each condi
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,7 +57,8 @@ from mtp_research.models.target import (
     warn_of_family,
 )
 from mtp_research.runtime.compiling import start_compilers
-from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted
+from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import redact_tree, run_record
 
 
@@ -162,13 +164,29 @@ def _decode(
     journal = open_journal(output_dir, config, inputs=inputs, prompt_ids=asked)
     if note := reference_note(config.engine, config.model.device):
         sys.stderr.write(f"{note}\n")
+    labels, num_passes = [condition.label for condition in conditions], config.timing.passes
+    progress = WorkProgress(
+        "decoding",
+        total=len(encoded.prompts) * len(labels) * num_passes,
+        unit="prompts",
+        first=sum(len(journal.stored(x, n).records) for x in labels for n in range(num_passes)),
+        is_shown=os.environ.get("RANK", "0") == "0",
+    )
     try:
-        workload = Workload(target, heads, encoded, journal)
-        results: list[ConditionResult] = []
-        for group in dict.fromkeys(condition.group for condition in conditions):
-            members = [condition for condition in conditions if condition.group == group]
-            made = run_group(members, workload, num_passes=config.timing.passes)
-            results += [_with_verdict(result, made) for result in made]
+        with progress:
+            workload = Workload(target, heads, encoded, journal, progress)
+            results: list[ConditionResult] = []
+            for group in dict.fromkeys(condition.group for condition in conditions):
+                members = [condition for condition in conditions if condition.group == group]
+                made = run_group(members, workload, num_passes=num_passes)
+                results += [_with_verdict(result, made) for result in made]
+    except KeyboardInterrupt:
+        if config.model.tp_plan != "none":
+            raise
+        raise Interrupted(
+            f"stopped by Ctrl-C; the same command with output_dir={output_dir} goes on. The pass "
+            "that was stopped will have no times."
+        ) from None
     finally:
         journal.close()
     return results
