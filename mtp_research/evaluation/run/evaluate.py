@@ -111,7 +111,7 @@ def _evaluate(
     encoded = encode_prompts(prompts, tokenizer, max_model_len=_context_length(config, target))
     inputs = _inputs(conditions, encoded, target)
     if finished := finished_report(output_dir, config, inputs=inputs):
-        print_report(finished, stored_at=results_file(output_dir))
+        print_report(finished, verbose=config.verbose, stored_at=results_file(output_dir))
         sys.stderr.write("already finished in this folder; overwrite=true runs it anew\n")
         return _last_line(finished, output_dir)
     heads = cast(dict[str, object], inputs["heads"])
@@ -134,7 +134,7 @@ def _evaluate(
     path = write_results(output_dir, report)
     write_table(output_dir, report)
     (output_dir / JOURNAL_FILE).unlink()  # the results hold all of it
-    print_report(report, stored_at=path)
+    print_report(report, verbose=config.verbose, stored_at=path)
     publish_report(report, output_dir=output_dir, run=wandb_run)
     return _last_line(report, output_dir)
 
