@@ -44,6 +44,12 @@ def run_mode(asked: str) -> str:
     return OFF if OFF in (asked, mode) or is_refused else _OLD_NAMES.get(mode, mode)
 
 
+def run_name(folder: Path) -> str:
+    """The name of an output folder; of a job of `-m`, which has a number, that of all jobs too."""
+    folder = folder.resolve()
+    return f"{folder.parent.name}-{folder.name}" if folder.name.isdigit() else folder.name
+
+
 def start_run(
     folder: Path,
     *,
@@ -77,7 +83,7 @@ def start_run(
         )
     run = wandb.init(
         project=settings.project,
-        name=folder.resolve().name,
+        name=run_name(folder),
         dir=str(folder),
         mode=cast(Literal["offline", "online"], mode),  # checked here or by W&B
         tags=list(settings.tags),
@@ -88,5 +94,6 @@ def start_run(
         # A study keeps its own run open while it trains heads, each with a run of its own.
         settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, reinit="create_new"),
     )
-    run.log_code(str(_PACKAGE), name="code-mtp-research")  # once a version: W&B keeps it by content
+    if os.environ.get("WANDB_DISABLE_CODE", "").lower() not in ("1", "true"):
+        run.log_code(str(_PACKAGE), name="code-mtp-research")  # W&B stores each version once
     return run

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from mtp_research.config.schema import TrainConfig
 from mtp_research.data.packing import EncodedDocument
-from mtp_research.evaluation.report.terminal import rich_table
+from mtp_research.evaluation.report.terminal import fitted, rich_table
 from mtp_research.evaluation.report.wandb_log import ReportRun, publish
 from mtp_research.evaluation.stats.matrix_seeds import (
     MATRIX_FILE,
@@ -127,9 +127,11 @@ def _measure(
 
 
 def _print_grids(matrix: SeedMatrix) -> None:
-    console = Console(stderr=True, width=max(Console(stderr=True).width, TABLE_WIDTH))
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console = Console(stderr=True, width=TABLE_WIDTH)
     for grid in matrix_grids(matrix):
-        console.print(rich_table(grid))
+        console.print(rich_table(fitted(grid, console.width)))
 
 
 def _lengths(found: Sequence[GroupFigures]) -> dict[str, float]:

@@ -33,7 +33,7 @@ from mtp_research.config.schema import LoggerConfig
 from mtp_research.runtime.errors import NumericFault
 from mtp_research.runtime.files import write_atomically
 from mtp_research.runtime.progress import live_bar
-from mtp_research.runtime.wandb_run import OFF, run_mode, start_run
+from mtp_research.runtime.wandb_run import OFF, run_mode, run_name, start_run
 from mtp_research.training.walk.replay import WalkReport
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class WandbRun:
 
         self._wandb = wandb
         # Inside a sweep the agent chooses the id.
-        run_id = None if "WANDB_SWEEP_ID" in os.environ else output_dir.resolve().name
+        run_id = None if "WANDB_SWEEP_ID" in os.environ else run_name(output_dir)
         self._run = start_run(
             output_dir, settings=settings, config=config, job_type="train", run_id=run_id
         )

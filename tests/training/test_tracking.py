@@ -133,7 +133,7 @@ def fake_wandb(monkeypatch):
 
     module.init = init
     monkeypatch.setitem(sys.modules, "wandb", module)
-    for name in ("WANDB_SWEEP_ID", "WANDB_MODE", "WANDB_DISABLED"):
+    for name in ("WANDB_SWEEP_ID", "WANDB_MODE", "WANDB_DISABLED", "WANDB_DISABLE_CODE"):
         monkeypatch.delenv(name, raising=False)
     return module
 
@@ -150,6 +150,22 @@ def test_tracker_wandb_gets_flat_values_over_our_own_step(tmp_path, fake_wandb):
     assert fake_wandb.started["config"] == {"seed": 0}
     assert fake_wandb.started["id"] == fake_wandb.started["name"] == tmp_path.name
     assert fake_wandb.run.exit_code == 0
+
+
+def test_tracker_wandb_run_of_one_job_of_many_is_named_after_all_of_them(tmp_path, fake_wandb):
+    (tmp_path / "0").mkdir()
+    with tracker(tmp_path / "0", wandb="offline"):
+        pass
+    assert fake_wandb.started["id"] == f"{tmp_path.name}-0"
+
+
+def test_tracker_leaves_the_code_out_where_wandb_is_told_to(tmp_path, fake_wandb, monkeypatch):
+    with tracker(tmp_path, wandb="offline"):
+        assert fake_wandb.run.code.endswith("mtp_research")
+    fake_wandb.run.code = None
+    monkeypatch.setenv("WANDB_DISABLE_CODE", "true")
+    with tracker(tmp_path, wandb="offline"):
+        assert fake_wandb.run.code is None
 
 
 def test_tracker_wandb_run_that_fails_is_ended_as_failed(tmp_path, fake_wandb):

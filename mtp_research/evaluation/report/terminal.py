@@ -12,7 +12,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,6 @@ MAX_LABEL_CHARACTERS = 48  # of a condition in a table with one row each
 TABLE_FILE = "table.txt"
 FINDINGS = ("WRONG", "MIXED", "HOLE")
 _PER_TABLE = 3  # conditions
-_UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}  # for paths
 # Rows of the short table; p_i/p_{i-1} stand behind the rate, and speed where it was measured.
 _SHORT = (
     *("acceptance length (micro)", "acceptance length (macro)", "acceptance rate"),
@@ -83,7 +82,8 @@ def print_report(
         print(render_short(report, width=width))
     if stored_at is not None:
         more = "" if verbose else f"; all tables and definitions: {TABLE_FILE} there, verbose=true"
-        print(textwrap.fill(f"results: {stored_at}{more}", width, **_UNBROKEN))
+        line = f"results: {stored_at}{more}"
+        print(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False))
 
 
 def render_short(report: Report, *, width: int = PAGE_WIDTH) -> str:
@@ -219,16 +219,15 @@ def _short_grids(report: Report, width: int) -> list[Grid]:
         if _has_lists(report):
             main = [_length_grid(report.summaries, title)]
         else:
-            groups = _groups(report.summaries, per_table)
-            main = [_short(_metric_grid(some, title)) for some in groups]
+            whole = [_metric_grid(some, title) for some in _groups(report.summaries, per_table)]
+            main = [replace(one, rows=tuple(filter(_is_main, one.rows))) for one in whole]
         return [*main, *([_paired_row_grid(report.paired)] if len(report.paired) > 1 else [])]
 
     return _fitting(grids, width)
 
 
-def _short(grid: Grid) -> Grid:
-    rows = (row for row in grid.rows if row[0] in _SHORT or "/p_" in row[0])
-    return Grid(grid.title, grid.header, tuple(rows))
+def _is_main(row: tuple[str, ...]) -> bool:
+    return row[0] in _SHORT or "/p_" in row[0]
 
 
 def _fitting(make: Callable[[int], list[Grid]], width: int) -> list[Grid]:
@@ -237,7 +236,12 @@ def _fitting(make: Callable[[int], list[Grid]], width: int) -> list[Grid]:
         grids = make(per_table)
         if all(_width(grid) < width for grid in grids):
             return grids
-    return [grid if _width(grid) < width else _folded(grid) for grid in make(1)]
+    return [fitted(grid, width) for grid in make(1)]
+
+
+def fitted(grid: Grid, width: int) -> Grid:
+    """The table itself, or folded where it is wider than `width` columns."""
+    return grid if _width(grid) < width else _folded(grid)
 
 
 def _width(grid: Grid) -> int:

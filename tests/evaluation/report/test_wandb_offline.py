@@ -4,6 +4,7 @@ The words of the command line are those that `wandb agent` makes of `conf/sweep`
 """
 
 import json
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ pytest.importorskip("wandb")
 from wandb.proto.wandb_internal_pb2 import Record
 
 _BLOCK, _HEADER = 32768, 7  # of the log that W&B keeps, LevelDB's form, behind seven bytes
-_FULL, _FIRST = 1, 2
+_FULL, _FIRST, _LAST = 1, 2, 4
 SWEEPS = sorted((CONF_DIR / "sweep").glob("*.yaml"))
 SHORT = {
     "eval.py": ["engine=cpu", "prompts.max_prompts=1", "sampling.max_new_tokens=4"],
@@ -43,7 +44,9 @@ def records(file: Path) -> Iterator[Record]:
         part = data[place + _HEADER : place + _HEADER + size]
         parts = part if kind in (_FULL, _FIRST) else parts + part
         place += _HEADER + size
-        if kind in (_FULL, 4):  # 4: the last part
+        if len(part) < size:  # is being written
+            return
+        if kind in (_FULL, _LAST):
             record = Record()
             record.ParseFromString(parts)
             yield record
@@ -54,13 +57,23 @@ def values_of(items: Iterable[Any]) -> dict[str, Any]:
     return {one.key or ".".join(one.nested_key): json.loads(one.value_json) for one in items}
 
 
+def whole(file: Path) -> list[Record]:
+    """All records: W&B's own process writes the last, `exit`, after the run has ended."""
+    for _ in range(300):
+        found = list(records(file))
+        if found and any(one.HasField("exit") for one in found):
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{file} has no end")
+
+
 class Stored:
     """One offline run of an output folder."""
 
     def __init__(self, folder: Path) -> None:
         (self.folder,) = folder.glob("wandb/offline-run-*")
         (file,) = self.folder.glob("*.wandb")
-        self.records = list(records(file))
+        self.records = whole(file)
         (self.run,) = (one.run for one in self.records if one.HasField("run"))
         self.history = [values_of(one.history.item) for one in self.records]
         self.summary: dict[str, object] = {}
