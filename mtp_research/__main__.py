@@ -105,7 +105,7 @@ def run_training(config: TrainConfig, output_dir: Path) -> None:
 
 
 def run_evaluation(config: EvalConfig, output_dir: Path) -> None:
-    """Evaluate; the last printed line is one JSON object."""
+    """Evaluate; the last printed line is one JSON object, but on a terminal only where asked."""
     describe = partial(describe_run, config, output_dir)
     if config.task == "fault_price":
         from mtp_research.studies.fault_price import price_faults
@@ -115,6 +115,8 @@ def run_evaluation(config: EvalConfig, output_dir: Path) -> None:
         from mtp_research.evaluation.run.evaluate import evaluate as measure
 
         result = measure(config, output_dir, on_start=describe)
+        if sys.stdout.isatty() and not config.verbose:
+            return
     sys.stdout.write(f"{json.dumps(result)}\n")
 
 

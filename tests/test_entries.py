@@ -11,7 +11,7 @@ import pytest
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from mtp_research.__main__ import COMMANDS
+from mtp_research.__main__ import COMMANDS, run_evaluation
 from mtp_research.app.cli import compose_config, run_entry
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.runtime import errors, provenance
@@ -386,3 +386,25 @@ def test_relative_path_counts_from_the_working_directory_then_the_repository(
     (tmp_path / "conf" / "train.yaml").write_text("")
     assert provenance.resolve_path("conf/train.yaml") == "conf/train.yaml"
     assert provenance.resolve_path("org/model") == "org/model"
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "words", "has_line"),
+    [(False, [], True), (True, [], False), (True, ["verbose=true"], True)],
+    ids=["piped", "terminal", "asked"],
+)
+def test_json_line_is_left_out_on_a_terminal_unless_asked_for(
+    is_terminal: bool,
+    words: list[str],
+    has_line: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(
+        "mtp_research.evaluation.run.evaluate.evaluate", lambda *_, **__: {"num_prompts": 3}
+    )
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    argv = [*EVAL_WORDS, *words, f"output_dir={tmp_path}"]
+    assert run_entry(EvalConfig, run_evaluation, argv=argv) == 0
+    assert capsys.readouterr().out == '{"num_prompts": 3}\n' * has_line

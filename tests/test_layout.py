@@ -40,7 +40,11 @@ HOMES = {
         "mtp_research/data/",
         "mtp_research/bench/shapes.py",
     ),
-    "wandb": ("mtp_research/training/tracking.py", "mtp_research/evaluation/report/wandb_log.py"),
+    "wandb": (
+        "mtp_research/runtime/wandb_run.py",
+        "mtp_research/training/tracking.py",
+        "mtp_research/evaluation/report/wandb_log.py",
+    ),
     "pandas": ("mtp_research/evaluation/report/", "mtp_research/studies/"),
     "matplotlib": ("mtp_research/evaluation/report/", "mtp_research/studies/"),
     "accelerate": ("mtp_research/training/",),

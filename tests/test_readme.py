@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import TrainConfig
 from mtp_research.evaluation.report.stored import Report, recompute
-from mtp_research.evaluation.report.terminal import report_grids
+from mtp_research.evaluation.report.terminal import render_short, report_grids
 from mtp_research.evaluation.stats import bootstrap, matrix_seeds
 from mtp_research.evaluation.stats.fault_study import read_study
 from mtp_research.evaluation.stats.matrix_seeds import GroupFigures, SeedMatrix, group_figures
@@ -32,6 +32,7 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf8")
 # A number is no part of a name such as chain_n3, H200 or p_1.
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
 INTERVAL = r"(\d\.\d{3}) \[(\d\.\d{3}), (\d\.\d{3})\]"
+SPEED_ROWS = ("tokens/s, end to end", "  ratio to baseline")
 TARGETS = ("lab_base", "lab_small")
 
 # Numbers that measure nothing: pattern, reason.
@@ -103,19 +104,34 @@ def wrong_policy() -> Iterator[tuple[str, tuple[str, ...]]]:
             assert (pair.difference.low or 0.0) < 0 < (pair.difference.high or 0.0)
 
 
+def printed() -> str:
+    """What `eval.py` prints of the stored run, without what depends on the machine."""
+    lines = render_short(shipped()).splitlines()
+    return "\n".join(line for line in lines if not line.startswith(SPEED_ROWS))
+
+
 def quickstart() -> Iterator[tuple[str, tuple[str, ...]]]:
     (grid, *_) = report_grids(shipped())
-    block = TEXT[TEXT.index("                                 baseline (K=0)") :]
-    shown = [line for line in block[: block.index("```")].splitlines()[1:] if line.strip()]
     rows = {row[0]: row[1:] for row in grid.rows}
-    for line in shown:
-        label = line[:27].rstrip()
-        yield re.escape(label) + r" +" + r" {2,}".join(["(.+?)"] * 3) + r"\n", tuple(rows[label])
+    for line in printed().splitlines():
+        if (label := line[:27].rstrip()) in rows:
+            yield re.escape(label) + r" +" + r" {2,}".join(["(.+?)"] * 3) + r"\n", rows[label]
+    length = shipped().summaries[2].acceptance.acceptance_length_micro
+    difference = shipped().paired[0].differences["acceptance_length_micro"]
+    more = tuple(f"{value:+.3f}" for value in difference)
+    signed = r"([+-]\d\.\d{3}) \[([+-]\d\.\d{3}), ([+-]\d\.\d{3})\]"
+    yield (
+        rf"training: {INTERVAL} tokens a round, {signed} over eagle at K = (3); texts",
+        (*texts_of(length), *more, "3"),
+    )
+    num_prompts = str(len(shipped().prompts))
+    yield r"texts identical (\d+)/(\d+)\n\nAcceptance and", (num_prompts, num_prompts)
+    yield r"Acceptance and speed, (\d+) prompts, float32", (num_prompts,)
     config = shipped().config
     assert config["spec"]["num_speculative_tokens"] == 3
     new_tokens = str(config["sampling"]["max_new_tokens"])
     yield r"\(CPU, float32, (\d+) new tokens, greedy", (new_tokens,)
-    yield r"the shipped heads, (\d+) prompts", (str(len(shipped().prompts)),)
+    yield r"the shipped heads, (\d+) prompts", (num_prompts,)
 
 
 def speed_ratio(target: str, batch: int, name: str) -> float:
@@ -204,6 +220,10 @@ def accounted(text: str) -> list[str]:
 
 def test_every_number_of_the_readme_is_computed_again() -> None:
     assert accounted(TEXT) == []
+
+
+def test_readme_shows_what_eval_prints() -> None:
+    assert f"```\n{printed()}\n```\n" in TEXT
 
 
 @pytest.mark.parametrize(

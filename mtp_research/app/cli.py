@@ -42,6 +42,7 @@ from mtp_research.app.overrides import (
     read_flags,
 )
 from mtp_research.app.preflight import SPECIAL_HEADS, check_inputs
+from mtp_research.config.launched import adopt_launch
 from mtp_research.config.ranges import ALIASES, fault_line, schema_keys
 from mtp_research.config.rules import validate
 from mtp_research.config.schema import EvalConfig, TrainConfig
@@ -316,6 +317,9 @@ def _checked(schema: type[ConfigT], composed: "DictConfig", overrides: Sequence[
     _resolve_paths(config)
     if isinstance(config, TrainConfig) and config.head.init == "native":
         _adopt_conventions(config, overrides)
+    for line in adopt_launch(config, typed=overrides, environ=os.environ):
+        if _rank() == "0":
+            sys.stderr.write(f"{escaped(redact(line))}\n")
     validate(config)
     return config
 
@@ -364,6 +368,8 @@ def _resolve_paths(config: TrainConfig | EvalConfig) -> None:
             config.data.hidden_cache
         )
         config.head.path = config.head.path and resolve_path(config.head.path)
+        deepspeed = config.trainer.deepspeed_config
+        config.trainer.deepspeed_config = deepspeed and resolve_path(deepspeed)
     else:
         config.prompts.path = config.prompts.path and resolve_path(config.prompts.path)
         config.spec.head = _resolve_head(config.spec.head)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mtp_research.runtime.errors import EnvironmentFault
+from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import num_cores, package_ranges, package_version, redact
 
 SELF_TEST = "mtp_research.app.self_test"
@@ -22,9 +23,13 @@ _SHOWN = ("accelerate", "datasets", "deepspeed", "hydra-core", "wandb")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run every check; returns 0, or 4 where one failed."""
-    findings = [run_check(name) for name in CHECKS]
-    for one in findings:
-        sys.stdout.write(f"{one['status']:5} {one['name']:12} {one['detail']}\n")
+    findings = []
+    with WorkProgress("looking at this machine", total=len(CHECKS), unit="checks") as progress:
+        for name in CHECKS:
+            findings.append(one := run_check(name))
+            sys.stdout.write(f"{one['status']:5} {one['name']:12} {one['detail']}\n")
+            sys.stdout.flush()
+            progress.advance()
     failed = [one["name"] for one in findings if one["status"] == "fail"]
     sys.stdout.write(json.dumps({"failed": failed, "checks": findings}) + "\n")
     return EnvironmentFault.exit_code if failed else 0
@@ -95,7 +100,7 @@ def _wandb() -> tuple[str, str]:
     has_netrc = netrc.is_file() and "api.wandb.ai" in netrc.read_text(errors="replace")
     if has_netrc or mode != "online" or "WANDB_API_KEY" in os.environ:
         return "ok", f"mode {mode}" + ", key set" * ("WANDB_API_KEY" in os.environ or has_netrc)
-    return "note", "no key: logger.wandb=online would warn and go on without it; offline works"
+    return "note", "no key: logger=wandb keeps runs offline, and says how to send them"
 
 
 CHECKS: dict[str, Callable[[], tuple[str, str]]] = {

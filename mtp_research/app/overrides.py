@@ -288,6 +288,8 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config-dir", "-cd", type=_folder)
     parser.add_argument("--config-path", "-cp", type=_folder, default=str(CONF_DIR))
     parser.add_argument("--config-name", "-cn")
+    known = [option for action in parser._actions for option in action.option_strings]
+    words = [_without_dashes(word, known) for word in words]
     kinds = [*words[1:], ""]  # --info may stand alone in front of an override
     spelled = [
         f"{word}=all" if word in ("--info", "-i") and kind not in INFO else word
@@ -295,7 +297,6 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
     ]
     flags, unknown = parser.parse_known_intermixed_args(spelled)
     if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
         word, name = unknown[0], unknown[0].lstrip("-")
         if re.match(r"[\w.+~/]+=", name) or "." in name:
             value = "" if "=" in name else "=VALUE"
@@ -304,6 +305,12 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
     if (flags.resolve or flags.package) and not flags.cfg:
         raise ConfigError("--resolve and --package go with --cfg, got no --cfg; add --cfg job.")
     return flags
+
+
+def _without_dashes(word: str, options: Sequence[str]) -> str:
+    """`--NAME=VALUE`, as `wandb agent` passes it by default, as the override NAME=VALUE."""
+    is_override = re.match(r"--[\w.]+=", word) and word.partition("=")[0] not in options
+    return word.removeprefix("--") if is_override else word
 
 
 def _folder(path: str) -> str:

@@ -10,8 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
+from mtp_research.config.launched import deepspeed_entries, merge_deepspeed, read_deepspeed
 from mtp_research.config.rules import expand
 from mtp_research.config.schema import EvalConfig, TrainConfig
+from mtp_research.config.training_schema import TrainerConfig
 from mtp_research.data.rows import check_source_exists
 from mtp_research.evaluation.run.prompt_files import read_prompt_files
 from mtp_research.evaluation.run.settings_check import check_settings
@@ -48,6 +50,7 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
         for path in prompts:
             check_source_exists(path, key="matrix.prompts")
         _check_cache(config)
+        _check_deepspeed(config.trainer)
         config_file = check_source(config.model.path)
         _check_head(config.head.path, key="head.path", config_file=config_file)
         return
@@ -82,6 +85,7 @@ def require_possible_paths(config: TrainConfig | EvalConfig) -> None:
             "data.hidden_cache": config.data.hidden_cache,
             "head.path": config.head.path,
             "trainer.resume": config.trainer.resume,
+            "trainer.deepspeed_config": config.trainer.deepspeed_config,
         }
     else:
         paths |= {"prompts.path": config.prompts.path, "spec.head": config.spec.head}
@@ -157,6 +161,14 @@ def _check_cache(config: TrainConfig) -> None:
             f"data.hidden_cache must be a folder of cached hidden states, {folder!r} does not "
             f"exist (from {Path.cwd()}); write it with the same command and task=cache."
         )
+
+
+def _check_deepspeed(trainer: TrainerConfig) -> None:
+    """Read the file before a model is loaded; what depends on the model's dtype is left out."""
+    if trainer.deepspeed_config is not None:
+        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+        entries = deepspeed_entries(trainer, num_processes=num_processes)
+        merge_deepspeed(read_deepspeed(trainer.deepspeed_config), entries)
 
 
 def _check_head(

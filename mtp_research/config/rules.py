@@ -158,6 +158,9 @@ def _sharing_faults(config: TrainConfig) -> Iterator[str]:
     if head.lora_rank and trainer.parallel != "ddp":
         expected = f"must be 0 for trainer.parallel={trainer.parallel}, which shards whole weights"
         yield rule_line("head.lora_rank", expected, head.lora_rank, "head.lora_rank=0")
+    if trainer.deepspeed_config is not None and not trainer.parallel.startswith("zero"):
+        key, expected = "trainer.deepspeed_config", f"must be null for {trainer.parallel}"
+        yield rule_line(key, expected, trainer.deepspeed_config, "trainer.parallel=zero2")
     if trainer.compile and _is_gathered(trainer):  # their hooks inside the modules break the graph
         yield _must_be_false("trainer.compile", f"trainer.parallel={trainer.parallel}")
 

@@ -267,6 +267,9 @@ class EvalConfig:
     seed: int = within(0, 0, (1 << 32) - 1)  # of weights, data order and sampling
     output_dir: str | None = None  # None: results/eval-<model>-<timestamp>
     overwrite: bool = False  # replace a finished evaluation, or one of other settings, there
+    # Print every table and definition, and the JSON line on a terminal too; of a finished
+    # evaluation it is enough to run the same command again with this.
+    verbose: bool = False
     baseline: bool = True  # measure K = 0 on the same prompts
     # fault_price: what the slots that unclean policies leave behind cost.
     task: str = one_of("evaluate", "evaluate", "fault_price")

@@ -126,6 +126,9 @@ class TrainerConfig:
     decode_eval_prompts: int = within(0, 0, 10**6)  # prompts of the real loop at each evaluation
     # How weights, gradients and moments are spread over ranks; zero1..zero3 are DeepSpeed's.
     parallel: str = one_of("ddp", *PARALLEL)
+    # DeepSpeed JSON for zero1..zero3: buffers, communication, logs. Entries that other keys decide
+    # must agree with those or be auto; None: DeepSpeed's defaults.
+    deepspeed_config: str | None = None
     shard_target: bool = False  # spread the frozen target's layers over ranks
     activation_checkpointing: bool = False  # recompute a module's inside in the backward pass
     compile: bool = False  # torch.compile for the modules and the target's layers

@@ -238,6 +238,7 @@ class TargetRun:
                 grad_norm=grad_norm,
                 imbalance=imbalance,
                 num_skipped=self.optimizer.num_skipped,
+                left_s=self.budget.left_s(self.step),
             )
 
     def _save(self) -> None:

@@ -24,6 +24,7 @@ from mtp_research.config.training_schema import PretrainConfig
 from mtp_research.models.fresh import TargetModel, routers
 from mtp_research.pretrain.pretrain_data import PretrainData
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
+from mtp_research.runtime.progress import clock
 from mtp_research.training.checkpoint import newest_checkpoint, save_checkpoint, step_folders
 from mtp_research.training.optim import MasterWeights, trained_parameters
 
@@ -69,6 +70,11 @@ class Budget:
         now = time.monotonic()
         left = max(self.deadline - self.started, 1e-9)
         return max(step / self.max_steps, (now - self.started) / left)
+
+    def left_s(self, step: int) -> float:
+        """Seconds until the end of the budget, at the pace so far."""
+        spent = max(self.fraction(step), 1e-9)
+        return max((time.monotonic() - self.started) * (1 - spent) / spent, 0.0)
 
     @property
     def seconds(self) -> float:
@@ -124,8 +130,9 @@ class TrainingLog:
         grad_norm: torch.Tensor,
         imbalance: torch.Tensor | None,
         num_skipped: torch.Tensor,
+        left_s: float = 0.0,
     ) -> None:
-        """Write one line; waits for the device."""
+        """Write one line, with the seconds that are left; waits for the device."""
         self._take_loss()
         entry = {
             "step": step,
@@ -151,6 +158,7 @@ class TrainingLog:
             f"step {step:6d}  loss {self.last_loss:.4f}  lr {learning_rate:.2e}  "
             f"grad {entry['grad_norm']:.2f}  {entry['tokens_per_s']:,.0f} tok/s"
             + ("" if imbalance is None else f"  imbalance {entry['router_imbalance']:.2f}")
+            + f"  {clock(left_s)} left"
         )
 
     def close(self, step: int) -> None:

@@ -22,6 +22,7 @@ from mtp_research.evaluation.report.stored import PACKED_FILE, RESULTS_FILE, rea
 from mtp_research.evaluation.stats.fault_study import STUDY_FILE
 from mtp_research.evaluation.stats.matrix_seeds import MATRIX_FILE
 from mtp_research.runtime.errors import EnvironmentFault, IntegrityError
+from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import write_error
 from mtp_research.studies.study_pages import fault_section, matrix_section, training_section
 from mtp_research.training.tracking import METRICS_FILE
@@ -43,9 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         files = [file for path in options.results for file in _files(path)]
         studies = [file for file in files if file.name in set(_FILES) - {*_RESULTS}]
-        runs = read_runs([file for file in files if file not in studies])
+        results = [file for file in files if file not in studies]
+        with WorkProgress("computing figures again", total=len(results), unit="runs") as progress:
+            runs = read_runs(results, on_read=progress.advance)
         sections = [*_study_sections(studies), *results_sections(runs)]
-        page = write_report(folder, sections)
+        num_charts = sum(len(section.drawn) for section in sections)
+        with WorkProgress("drawing", total=num_charts, unit="charts") as progress:
+            page = write_report(folder, sections, on_chart=progress.advance)
         _require_outputs(sections, page)
     except (IntegrityError, EnvironmentFault) as fault:
         write_error(str(fault))

@@ -20,7 +20,8 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -33,7 +34,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.evaluation.report.wandb_log import publish
+from mtp_research.evaluation.report.wandb_log import ReportRun, publish
 from mtp_research.evaluation.run.conditions import head_names
 from mtp_research.evaluation.run.decoders import head_facts
 from mtp_research.evaluation.run.prompts import (
@@ -54,7 +55,8 @@ from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target, load_target, load_tokenizer, target_hashes
 from mtp_research.policy.fields import POLICIES, HiddenPolicy
-from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted
+from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import run_record
 from mtp_research.studies.study_tables import price_markdown, price_rows, write_study
 
@@ -118,26 +120,44 @@ def price_faults(
     study = _start(config, asked, names=names, num_conditions=num_conditions, output_dir=output_dir)
     if on_start is not None:
         on_start()
-    for head, num_drafts in pairs:
-        heads = load_heads(str(head), target)
-        for policy in policies_of(config.spec.policy):
-            name = names[str(head)]
-            study = _measure(study, asked, heads, name=name, policy=policy, num_drafts=num_drafts)
-            write_study(output_dir, study)
-    sys.stdout.write(price_markdown(study) + "\n")
-    publish(
-        lambda: _sections(output_dir),
-        results=output_dir / STUDY_FILE,
-        settings=config.logger,
-        config=dataclasses.asdict(config),
-        scalars=study_scalars(study),
-    )
+    with ReportRun(config.logger) as wandb_run:
+        wandb_run.open(output_dir, config=dataclasses.asdict(config), job_type="study")
+        done = len(study.conditions)
+        progress = WorkProgress("pricing", total=num_conditions, unit="conditions", first=done)
+        with progress, _resumable(output_dir):
+            for head, num_drafts in pairs:
+                heads, name = load_heads(str(head), target), names[str(head)]
+                for policy in policies_of(config.spec.policy):
+                    study = _measure(
+                        study, asked, heads, name=name, policy=policy, num_drafts=num_drafts
+                    )
+                    write_study(output_dir, study)
+                    progress.done(len(study.conditions), note=f"{name} {policy.name}")
+        sys.stdout.write(price_markdown(study) + "\n")
+        publish(
+            lambda: _sections(output_dir),
+            results=output_dir / STUDY_FILE,
+            run=wandb_run,
+            scalars=study_scalars(study),
+        )
     require_outputs(study, output_dir)
     return {
         "num_prompts": len(study.prompts),
         "num_conditions": len(study.conditions),
         "results": str(output_dir / STUDY_FILE),
     }
+
+
+@contextmanager
+def _resumable(output_dir: Path) -> Iterator[None]:
+    """Say of Ctrl-C that the conditions so far are kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"stopped by Ctrl-C; the same command with output_dir={output_dir} goes on with the "
+            "next condition."
+        ) from None
 
 
 def _sections(output_dir: Path) -> "list[Section]":

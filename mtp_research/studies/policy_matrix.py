@@ -24,8 +24,8 @@ from rich.console import Console
 
 from mtp_research.config.schema import TrainConfig
 from mtp_research.data.packing import EncodedDocument
-from mtp_research.evaluation.report.terminal import rich_table
-from mtp_research.evaluation.report.wandb_log import publish
+from mtp_research.evaluation.report.terminal import fitted, rich_table
+from mtp_research.evaluation.report.wandb_log import ReportRun, publish
 from mtp_research.evaluation.stats.matrix_seeds import (
     MATRIX_FILE,
     GroupFigures,
@@ -38,6 +38,7 @@ from mtp_research.evaluation.stats.matrix_seeds import (
 )
 from mtp_research.models.target import Target, target_hashes
 from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import redact_tree, run_record
 from mtp_research.studies.matrix_cell import decode_prompts
 from mtp_research.studies.matrix_workers import (
@@ -78,39 +79,67 @@ def run_policy_matrix(
     matrix = _start(config, output_dir, prompts=map(_prompt_facts, chosen), target=target)
     if on_start is not None:
         on_start()
-    cells = measure_heads(
-        [run for seed in matrix.seeds for run in head_runs(config, output_dir, seed=seed)],
-        Asked(prompts, plain),
-        target=target,
-        done=matrix.cells,
-        num_workers=config.matrix.num_workers,
-    )
-    for cell in cells:
-        others = (c for c in matrix.cells if (c.key, c.seed) != (cell.key, cell.seed))
-        matrix = dataclasses.replace(matrix, cells=(*others, cell))
-        write_matrix(output_dir, matrix, figures=cell.seed in matrix.done_seeds)
-    write_matrix(output_dir, matrix, figures=True)
-    console = Console(stderr=True, width=max(Console(stderr=True).width, TABLE_WIDTH))
-    for grid in matrix_grids(matrix):
-        console.print(rich_table(grid))
-    found = group_figures(matrix)
-    lengths = {
-        f"{row_name(one.key)} {column_name(one.key)}/acceptance_length": one.length.value
-        for one in found
-        if one.length.value is not None
-    }
-    publish(
-        lambda: _sections(output_dir),
-        results=output_dir / MATRIX_FILE,
-        settings=config.logger,
-        config=dataclasses.asdict(config),
-        scalars=lengths,
-    )
+    with ReportRun(config.logger) as wandb_run:
+        wandb_run.open(output_dir, config=dataclasses.asdict(config), job_type="study")
+        matrix = _measure(matrix, config, output_dir, asked=Asked(prompts, plain), target=target)
+        _print_grids(matrix)
+        found = group_figures(matrix)
+        publish(
+            lambda: _sections(output_dir),
+            results=output_dir / MATRIX_FILE,
+            run=wandb_run,
+            scalars=_lengths(found),
+        )
     return {
         "num_prompts": len(prompts),
         "seeds": list(matrix.seeds),
         "results": str(output_dir / MATRIX_FILE),
         "cells": list(map(_group_facts, found)),
+    }
+
+
+def _measure(
+    matrix: SeedMatrix, config: TrainConfig, output_dir: Path, *, asked: Asked, target: Target
+) -> SeedMatrix:
+    """The matrix with all cells; it is written after each."""
+    cells = measure_heads(
+        [run for seed in matrix.seeds for run in head_runs(config, output_dir, seed=seed)],
+        asked,
+        target=target,
+        done=matrix.cells,
+        num_workers=config.matrix.num_workers,
+    )
+    progress = WorkProgress(
+        "policy matrix",
+        total=matrix.num_cells_per_seed * len(matrix.seeds),
+        unit="cells",
+        first=len(matrix.cells),
+        is_live=False,  # the training of a head has a live line of its own
+    )
+    with progress:
+        for cell in cells:
+            others = (c for c in matrix.cells if (c.key, c.seed) != (cell.key, cell.seed))
+            matrix = dataclasses.replace(matrix, cells=(*others, cell))
+            write_matrix(output_dir, matrix, figures=cell.seed in matrix.done_seeds)
+            progress.done(len(matrix.cells), note=f"{row_name(cell.key)} {column_name(cell.key)}")
+    write_matrix(output_dir, matrix, figures=True)
+    return matrix
+
+
+def _print_grids(matrix: SeedMatrix) -> None:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console = Console(stderr=True, width=TABLE_WIDTH)
+    for grid in matrix_grids(matrix):
+        console.print(rich_table(fitted(grid, console.width)))
+
+
+def _lengths(found: Sequence[GroupFigures]) -> dict[str, float]:
+    """Acceptance length by head and policy, for the summary on W&B."""
+    return {
+        f"{row_name(one.key)} {column_name(one.key)}/acceptance_length": one.length.value
+        for one in found
+        if one.length.value is not None
     }
 
 

@@ -38,6 +38,7 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.loading.placement import num_ranks
 from mtp_research.models.target import Target, load_target, load_tokenizer, target_hashes
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import write_error
 
 T = TypeVar("T")
@@ -251,11 +252,15 @@ def _invent(
         return []
     invention = kind(tokenizer, seed)
     decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
-    for index in share.of(range(count)):
+    own = share.of(range(count))
+    for index in own:
         drawn = replace(invention.sampling, seed=seed * _SEED_STRIDE + index)
         decoder.add_request(invention.openings(index), sampling=drawn, request_id=str(index))
-    while decoder.has_work:
-        decoder.step()
+    stats = decoder.stats
+    with WorkProgress("asking the target", total=len(own), unit="prompts") as progress:
+        while decoder.has_work:
+            decoder.step()
+            progress.done(len(stats.records))
     words = {int(record.request_id): record.output_token_ids for record in decoder.stats.records}
     tasks = [invention.task(index, words[index]) for index in sorted(words)]
     return [replace(task, number=first_number + task.number) for task in tasks if task is not None]
@@ -353,7 +358,10 @@ def answer(
         else:
             params = replace(sampling, seed=(sampling.seed or 0) + task.number)
             decoder.add_request(task.prompt, sampling=params, request_id=task.doc_id)
-    with output.open("a", encoding="utf8") as file:
+    progress = WorkProgress(
+        "answers", total=len(tasks) - num_too_long, unit="documents", first=num_there
+    )
+    with output.open("a", encoding="utf8") as file, progress:
         while decoder.has_work:
             decoder.step()
             for record in decoder.stats.records[num_written:]:
@@ -367,6 +375,7 @@ def answer(
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
                 num_written += 1
             file.flush()
+            progress.done(num_there + num_written)
     return Answered(num_written, num_there, num_too_long)
 
 

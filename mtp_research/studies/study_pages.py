@@ -25,7 +25,13 @@ from mtp_research.evaluation.report.charts import (
 )
 from mtp_research.evaluation.report.comparable import machine_of
 from mtp_research.evaluation.report.frame import ALL, LENGTH, Row, estimate_of, make_frame, row_of
-from mtp_research.evaluation.report.notes import FAULT_WORDS, HEAD_WORDS, LETTERS, POLICY_WORDS
+from mtp_research.evaluation.report.notes import (
+    FAULT_WORDS,
+    HEAD_WORDS,
+    LETTERS,
+    POLICY_WORDS,
+    interval,
+)
 from mtp_research.evaluation.report.run_charts import (
     FRAMED,
     PROMPT_INTERVAL,
@@ -33,7 +39,6 @@ from mtp_research.evaluation.report.run_charts import (
     position_charts,
 )
 from mtp_research.evaluation.report.stored import mapping
-from mtp_research.evaluation.report.terminal import interval
 from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS, Estimate
 from mtp_research.evaluation.stats.fault_study import FAULTS, FaultStudy, study_warnings
 from mtp_research.evaluation.stats.fault_study import verdict as fault_verdict

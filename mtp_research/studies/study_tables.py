@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mtp_research.evaluation.report.notes import UNDEFINED, interval, number
 from mtp_research.evaluation.report.stored import (
     mapping,
     printable,
@@ -29,11 +30,8 @@ from mtp_research.evaluation.report.stored import (
     write_json,
 )
 from mtp_research.evaluation.report.terminal import (
-    UNDEFINED,
     Grid,
-    interval,
     markdown_table,
-    number,
 )
 from mtp_research.evaluation.stats import bootstrap, fault_study, matrix_seeds
 from mtp_research.evaluation.stats.fault_study import FAULTS, FaultCondition, FaultStudy

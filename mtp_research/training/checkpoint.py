@@ -43,7 +43,7 @@ _UNFINISHED, _RETIRED = ".writing-", ".retired-"
 # Trainer keys that change neither the weights nor the order of the data.
 _FREE_TRAINER_KEYS = (
     "eval_every", "save_every", "keep_last", "resume", "allow_drift", "early_stopping_patience",
-    "decode_eval_prompts",
+    "decode_eval_prompts", "deepspeed_config",
 )  # fmt: skip
 
 

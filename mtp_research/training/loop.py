@@ -153,6 +153,8 @@ class TrainingRun:
     ) -> dict[str, object]:
         """Steps until the run is finished, then the final report and checkpoint."""
         trainer, started_s = self.config.trainer, time.perf_counter()
+        if self.step:
+            view.note(f"resumed from step_{self.step:06d}")
         view.note(self.parts.documents.line())
         if self.first_walk is None:
             self.first_walk = self._measure(tracker, view, decode_eval=decode_eval)

@@ -38,6 +38,7 @@ from mtp_research.models.family import NormPoint
 from mtp_research.models.loading.source import check_source
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.progress import WorkProgress
 from mtp_research.training.documents import HeadDocuments
 
 logger = logging.getLogger(__name__)
@@ -244,22 +245,23 @@ def write_hidden_cache(
     assert config.data.hidden_cache is not None, "validation asks for data.hidden_cache"
     root, source = Path(config.data.hidden_cache), cast(NormPoint, config.head.hidden_source)
     packed = _pack(config, documents=documents, target=target, num_depths=num_depths)
-    num_written = 0
+    missing: list[tuple[HiddenCacheWriter, TrainingRows, int]] = []
     for name, part in packed.items():
         rows = TrainingRows(part, target=target, hidden_source=source, keep_hidden=False)
         header = cache_header(part, target=target, hidden_source=source)
         writer = HiddenCacheWriter(root / name, header=header)
-        for number in writer.missing():
+        missing += [(writer, rows, number) for number in writer.missing()]
+    with WorkProgress("hidden states", total=len(missing), unit="shards") as progress:
+        for writer, rows, number in missing:
             indices = range(number * SHARD_ROWS, min((number + 1) * SHARD_ROWS, len(rows)))
             writer.write(number, rows.computed(indices))
-            num_written += 1
-            logger.info("%s: shard %d of %d", root / name, number + 1, header.num_shards)
+            progress.advance()
     return {
         "hidden_cache": str(root),
         "num_rows": sum(len(part.token_ids) for part in packed.values()),
         "num_tokens": sum(int((part.document_index >= 0).sum()) for part in packed.values()),
         "num_short_documents": documents.num_short,
-        "num_shards_written": num_written,
+        "num_shards_written": len(missing),
         "bytes": sum(path.stat().st_size for path in root.rglob("*.safetensors")),
         "seconds": round(time.perf_counter() - started_s, 1),
     }

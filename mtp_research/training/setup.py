@@ -6,6 +6,7 @@ cache_hidden   `task=cache`, which stops before there are heads
 """
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -13,6 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from accelerate import Accelerator
 
+from mtp_research.config.launched import PLUGINS
 from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.init import Init, freeze_parts, init_heads
 from mtp_research.heads.record import check_weights, read_head_record, recorded_schedule
@@ -55,8 +57,16 @@ class RunParts:
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
-    """The process group and device of this rank."""
-    return Accelerator(cpu=resolve_device(config.model.device).type == "cpu")
+    """The process group and device of this rank.
+
+    What `accelerate launch` was told is in `config` by now, see `config.launched`: modules that it
+    wrapped as well would be wrapped twice.
+    """
+    hidden = {name: os.environ.pop(name) for name in PLUGINS if name in os.environ}
+    try:
+        return Accelerator(cpu=resolve_device(config.model.device).type == "cpu")
+    finally:
+        os.environ.update(hidden)
 
 
 def build_run(

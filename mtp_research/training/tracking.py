@@ -22,18 +22,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NamedTuple, TextIO, cast
+from typing import NamedTuple, TextIO
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
 from mtp_research.config.schema import LoggerConfig
 from mtp_research.runtime.errors import NumericFault
 from mtp_research.runtime.files import write_atomically
-from mtp_research.runtime.provenance import redact_tree
+from mtp_research.runtime.progress import live_bar
+from mtp_research.runtime.wandb_run import OFF, run_mode, run_name, start_run
 from mtp_research.training.walk.replay import WalkReport
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Tracker:
         path = output_dir / METRICS_FILE
         _drop_after(path, step=first_step)
         self._file = path.open("a", encoding="utf8")
-        if settings.wandb == "disabled":
+        if run_mode(settings.wandb) == OFF:
             return
         try:
             self._wandb = WandbRun(output_dir, settings=settings, config=config)
@@ -80,10 +80,10 @@ class Tracker:
     def __enter__(self) -> "Tracker":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._file is not None:
             self._file.close()
-        self._send(lambda run: run.close())
+        self._send(lambda run: run.close(exit_code=0 if kind is None else 1))
 
     def log(self, kind: str, *, step: int, values: Mapping[str, object]) -> None:
         """Write one line `{"kind": ..., "step": ..., ...}`; W&B names a value `kind/name`."""
@@ -114,7 +114,7 @@ class WandbRun:
     """Weights & Biases: curves over our own step, a summary, per-domain lengths, the heads.
 
     The folder's name is the id of the run, so that a resumed run goes on in the same curves; inside
-    a sweep the agent names it.
+    a sweep the agent chooses the id.
     """
 
     def __init__(
@@ -122,17 +122,11 @@ class WandbRun:
     ) -> None:
         import wandb
 
-        if settings.wandb == "online" and not wandb.login(prompt=False):
-            raise RuntimeError("no API key; run `wandb login` or set logger.wandb=offline")
         self._wandb = wandb
-        self._run = wandb.init(
-            project=settings.project,
-            dir=str(output_dir),
-            mode=cast(Literal["offline", "online"], settings.wandb),  # checked
-            tags=list(settings.tags),
-            config=cast(dict[str, object], redact_tree(dict(config))),
-            id=None if "WANDB_SWEEP_ID" in os.environ else output_dir.resolve().name,
-            resume="allow",
+        # Inside a sweep the agent chooses the id.
+        run_id = None if "WANDB_SWEEP_ID" in os.environ else run_name(output_dir)
+        self._run = start_run(
+            output_dir, settings=settings, config=config, job_type="train", run_id=run_id
         )
         # W&B drops what comes at a step below its own counter, as after resuming from a checkpoint.
         self._run.define_metric("step")
@@ -155,9 +149,9 @@ class WandbRun:
         artifact.add_dir(str(head))
         self._run.log_artifact(artifact)
 
-    def close(self) -> None:
-        """End the run."""
-        self._run.finish()
+    def close(self, *, exit_code: int) -> None:
+        """End the run, which W&B shows as failed unless the code is 0."""
+        self._run.finish(exit_code=exit_code)
 
 
 def jsonable(values: Mapping) -> dict[str, object]:
@@ -218,17 +212,13 @@ class ProgressView:
     def __init__(self, *, num_steps: int, first_step: int, is_shown: bool) -> None:
         self._console = Console(stderr=True, quiet=not is_shown)
         self._num_steps = num_steps
-        self._progress = Progress(
-            TextColumn("training heads"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=self._console,
-            disable=not is_shown or not self._console.is_terminal,
-        )
+        self._progress = live_bar(self._console, is_shown=is_shown)
         self._task = self._progress.add_task(
-            "", total=num_steps, completed=first_step, figures="measuring held-out text"
+            "training heads",
+            total=num_steps,
+            completed=first_step,
+            unit="steps",
+            note="measuring held-out text",
         )
         self._walk = ""
 
@@ -246,7 +236,7 @@ class ProgressView:
     def step(self, step: int, *, loss: float, accuracy: list[float]) -> None:
         """Figures of a finished step; `accuracy` per depth, on training tokens."""
         figures = f"loss {loss:.3f}  accuracy {_percent(accuracy)}{self._walk}"
-        self._progress.update(self._task, completed=step, figures=figures)
+        self._progress.update(self._task, completed=step, note=figures)
         is_due = step % LINE_EVERY == 0 or step == self._num_steps
         if self._progress.disable and is_due:
             self.note(f"step {step}/{self._num_steps}  {figures}")
@@ -255,7 +245,7 @@ class ProgressView:
         """A new held-out report."""
         length = f"{report.acceptance_length:.3f} +- {report.standard_error:.3f}"
         self._walk = f"  walk {report.acceptance_length:.3f}"
-        self._progress.update(self._task, figures=self._walk.strip())
+        self._progress.update(self._task, note=self._walk.strip())
         self.note(
             f"step {step}/{self._num_steps}  held-out acceptance length {length}  "
             f"accuracy {_percent(list(report.accuracy_per_depth))}"

@@ -81,7 +81,7 @@ def test_wandb_key_is_noticed_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> 
     assert "swordfish" not in str(finding)
 
 
-def test_wandb_without_a_key_is_said_to_warn_and_go_on(
+def test_wandb_without_a_key_is_said_to_be_kept_offline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -89,7 +89,7 @@ def test_wandb_without_a_key_is_said_to_warn_and_go_on(
     monkeypatch.setattr(doctor.Path, "home", lambda: tmp_path)
     status, detail = doctor.CHECKS["wandb"]()
     assert status == "note"
-    assert "online would warn and go on" in detail
+    assert "keeps runs offline" in detail
 
 
 def test_fault_of_a_check_is_a_redacted_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,8 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--spec.k=3"], "--spec.k=3 is not a flag; drop the dashes: spec.k=3."),
+        (["--spec.kk=3"], "spec.kk is not a key of eval.py; nearest: spec.k"),
+        (["--shell_completion"], "--shell_completion is not a flag; nearest: --shell-completion"),
         (["-spec.k", "3"], "-spec.k is not a flag; drop the dashes: spec.k=VALUE."),
         (
             ["-m", "sampling={temperature: 1, top_k: 2},{temperature: 0}"],

@@ -229,6 +229,8 @@ REST = [
         "fault drafted",
         shows=lambda a, b: "finished evaluation" in a["fault"] and b["fault"] is None,
     ),
+    _row("verbose", True, "printed", "texts rounds"),
+    _price("verbose", True, "fault", shows=fault("verbose must be false")),
     _row("baseline", True, "labels lossless"),
     _price("baseline", False, "fault", shows=fault("baseline must be true")),
     _row("task", "fault_price", "conditions", base={"spec.policy": ["window"], "baseline": True}),

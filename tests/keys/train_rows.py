@@ -229,6 +229,13 @@ TRAINER = [
         reason=RANKS,
     ),
     _heads(
+        "trainer.deepspeed_config",
+        "buffers.json",
+        "fault",
+        shows=fault("trainer.deepspeed_config must be null for ddp"),
+        reason=RANKS,
+    ),
+    _heads(
         "trainer.shard_target", True, "fault", shows=fault("needs 2 or more ranks"), reason=RANKS
     ),
     _heads("trainer.activation_checkpointing", True, "num_recomputed", "weights loss"),

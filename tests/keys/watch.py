@@ -78,7 +78,7 @@ class Watch:
         }
         self.parts |= {"seeds": {}, "warnings": [], "loaded": [], "start": None, "loss_spec": None}
         self.parts |= {"compiled": [], "num_recomputed": 0, "num_forwards": 0, "num_products": 0}
-        self.parts |= {"wandb": [], "fault": None, "workers": 1, "engine": None}
+        self.parts |= {"wandb": [], "printed": [], "fault": None, "workers": 1, "engine": None}
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -195,10 +195,11 @@ class Watch:
             patch.setattr(place, "load_tokenizer", self.models.tokenizer)
         for place in (evaluate_module, fault_price, policy_matrix, pretrain):
             patch.setattr(place, "run_record", lambda: dict(self.models.record()))
-        patch.setattr(evaluate_module, "print_report", lambda *_, **__: None)
+        shown = lambda *_, verbose, **__: self._list("printed").append(verbose)  # noqa: E731
+        patch.setattr(evaluate_module, "print_report", shown)
         patch.setattr(setup, "load_target", load_anew)
         service = MagicMock()
-        service.init.side_effect = lambda **asked: self._list("wandb").append(asked) or MagicMock()
+        service.init.side_effect = self._wandb_run
         patch.setitem(sys.modules, "wandb", service)
         for name in ("evaluation.report.page", "studies.study_pages", "evaluation.report.charts"):
             patch.setitem(sys.modules, f"mtp_research.{name}", _no_charts())
@@ -209,6 +210,11 @@ class Watch:
             raise ZeroDivisionError(f"{size} processes")
 
         patch.setattr(matrix_workers, "ProcessPoolExecutor", pool)
+
+    def _wandb_run(self, **asked: object) -> MagicMock:
+        """Note what the configuration decides; names and folders differ from run to run."""
+        self._list("wandb").append({name: asked[name] for name in ("mode", "project", "tags")})
+        return MagicMock()
 
 
 def _no_charts() -> types.ModuleType:

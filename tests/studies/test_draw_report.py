@@ -33,8 +33,8 @@ def test_page_opens_with_the_answers_and_keeps_the_verdicts(folder: Path) -> Non
     report = read_checked(SPEED / "results.json.xz")
     (pair,) = report.paired
     figure = pair.differences["acceptance_length_micro"]
-    wanted = f"{pair.condition} {figure.value:+.3f} [{figure.low:+.3f}, {figure.high:+.3f}]"
-    assert f"{wanted} accepted tokens over {pair.reference} at K = 3" in top
+    wanted = f"tokens a round, {figure.value:+.3f} [{figure.low:+.3f}, {figure.high:+.3f}]"
+    assert f"{wanted} over {pair.reference} at K = 3" in top
     assert "texts are those of the first condition" in top
     assert "Left out: Policy matrix, because fewer than two heads" in text
     assert "http:" not in page

@@ -39,7 +39,7 @@ def last_step(folder):
 
 
 def test_crash_between_micro_batches_resumes_bit_identical_with_random_inputs(
-    lab, tmp_path, monkeypatch
+    lab, tmp_path, monkeypatch, capsys
 ):
     config = copy.deepcopy(lab)
     config.objective.unroll = "mixed"  # draws the source of every token: noise as dropout makes it
@@ -53,7 +53,9 @@ def test_crash_between_micro_batches_resumes_bit_identical_with_random_inputs(
         with pytest.raises(ZeroDivisionError):
             train_heads(config, tmp_path / "resumed")
     assert (tmp_path / "resumed" / "latest").read_text() == "step_000003\n"
+    assert "resumed from" not in capsys.readouterr().err
     train_heads(config, tmp_path / "resumed")
+    assert "resumed from step_000003\n" in capsys.readouterr().err
     assert last_step(tmp_path / "resumed") == last_step(tmp_path / "straight")
 
     config.seed = 1

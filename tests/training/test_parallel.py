@@ -120,7 +120,10 @@ def test_two_ranks_equal_one(lab: Path) -> None:
         "fsdp2-resumed": resumed,
     }
     if importlib.util.find_spec("deepspeed"):
-        runs |= {"zero1": {}, "zero2": {}, "zero3": {}}
+        file = lab / "deepspeed.json"  # a user's own: many small buckets, the rest left to us
+        zero = {"stage": "auto", "reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
+        file.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": zero}))
+        runs |= {"zero1": {}, "zero2": {"deepspeed_config": str(file)}, "zero3": {}}
         runs |= {"zero2-resumed": resumed, "zero3-resumed": resumed}
     modes = {name: name.removesuffix("-resumed") for name in runs}
     run_ranks(lab, {name: {"batch_size": 2, "parallel": modes[name]} | runs[name] for name in runs})

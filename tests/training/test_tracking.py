@@ -96,8 +96,11 @@ class FakeRun:
     def log_artifact(self, artifact):
         self.artifacts.append(artifact)
 
-    def finish(self):
-        self.is_finished = True
+    def log_code(self, root, *, name):
+        self.code = root
+
+    def finish(self, *, exit_code):
+        self.is_finished, self.exit_code = True, exit_code
 
 
 class FakeTable:
@@ -122,7 +125,7 @@ def fake_wandb(monkeypatch):
     module.started = {}
     module.run = FakeRun(num_calls=3)
     module.login = lambda *, prompt: False
-    module.Table, module.Artifact = FakeTable, FakeArtifact
+    module.Table, module.Artifact, module.Settings = FakeTable, FakeArtifact, dict
 
     def init(**arguments):
         module.started = arguments
@@ -130,7 +133,8 @@ def fake_wandb(monkeypatch):
 
     module.init = init
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
+    for name in ("WANDB_SWEEP_ID", "WANDB_MODE", "WANDB_DISABLED", "WANDB_DISABLE_CODE"):
+        monkeypatch.delenv(name, raising=False)
     return module
 
 
@@ -144,7 +148,43 @@ def test_tracker_wandb_gets_flat_values_over_our_own_step(tmp_path, fake_wandb):
     assert fake_wandb.run.is_finished
     assert fake_wandb.started["mode"] == "offline"
     assert fake_wandb.started["config"] == {"seed": 0}
-    assert fake_wandb.started["id"] == tmp_path.name
+    assert fake_wandb.started["id"] == fake_wandb.started["name"] == tmp_path.name
+    assert fake_wandb.run.exit_code == 0
+
+
+def test_tracker_wandb_run_of_one_job_of_many_is_named_after_all_of_them(tmp_path, fake_wandb):
+    (tmp_path / "0").mkdir()
+    with tracker(tmp_path / "0", wandb="offline"):
+        pass
+    assert fake_wandb.started["id"] == f"{tmp_path.name}-0"
+
+
+def test_tracker_leaves_the_code_out_where_wandb_is_told_to(tmp_path, fake_wandb, monkeypatch):
+    with tracker(tmp_path, wandb="offline"):
+        assert fake_wandb.run.code.endswith("mtp_research")
+    fake_wandb.run.code = None
+    monkeypatch.setenv("WANDB_DISABLE_CODE", "true")
+    with tracker(tmp_path, wandb="offline"):
+        assert fake_wandb.run.code is None
+
+
+def test_tracker_wandb_run_that_fails_is_ended_as_failed(tmp_path, fake_wandb):
+    with pytest.raises(ZeroDivisionError), tracker(tmp_path, wandb="offline"):
+        raise ZeroDivisionError
+    assert fake_wandb.run.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode", "wanted"),
+    [("online", "offline", "offline"), ("offline", "dryrun", "offline"),
+     ("offline", "disabled", None), ("disabled", "online", None)],
+)  # fmt: skip
+def test_tracker_obeys_wandb_mode(tmp_path, fake_wandb, monkeypatch, asked, mode, wanted):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    with tracker(tmp_path, wandb=asked) as log:
+        log.log("train", step=1, values={"loss": 1.0})
+    assert fake_wandb.started.get("mode") == wanted
+    assert len(fake_wandb.run.logged) == (wanted is not None)
 
 
 def test_tracker_wandb_result_is_summary_table_and_artifact(tmp_path, fake_wandb):
@@ -182,13 +222,15 @@ def test_tracker_broken_wandb_costs_one_warning(tmp_path, fake_wandb, caplog):
     assert caplog.text.count("W&B stopped") == 1
 
 
-def test_tracker_online_without_key_goes_on_without(tmp_path, fake_wandb, caplog):
+def test_tracker_online_without_key_is_kept_offline_and_says_so_once(tmp_path, fake_wandb, caplog):
     with tracker(tmp_path, wandb="online") as log:
         log.log("train", step=1, values={"loss": 1.0})
         log.result(step=1, values={"loss": 1.0}, head=tmp_path)
     assert len(lines(tmp_path)) == 2
-    assert "no API key" in caplog.text
-    assert fake_wandb.started == {}
+    assert fake_wandb.started["mode"] == "offline"
+    (record,) = caplog.records
+    assert "no API key" in record.message
+    assert f"wandb sync {tmp_path}/wandb" in record.message
 
 
 def test_jsonable_replaces_only_non_finite_numbers():

@@ -1,4 +1,4 @@
-"""What a reader of an evaluation has to know: warnings, definitions, letters and names.
+"""What a reader of an evaluation has to know: the answer, warnings, definitions, letters, names.
 
 Printed under the tables and shown on the page. The full story is in docs/policies.md and
 docs/metrics.md. Letter: K drafts per step.
@@ -6,11 +6,14 @@ docs/metrics.md. Letter: K drafts per step.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from mtp_research.evaluation.report.stored import Report, printable
-from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS
+from mtp_research.evaluation.report.stored import Report, longest, printable
+from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS, Estimate
 from mtp_research.evaluation.stats.speed import MAX_DRIFT
 from mtp_research.evaluation.stats.statistics import ACCEPTED_WARNING, FORMULAS
 
+UNDEFINED = "-"  # a figure that there is not
+WARNINGS = ("warning:", "skipped:")  # how a paragraph begins that must not be missed
+_MAX_SENTENCE = 400  # characters
 _NUM_LISTED = 5  # skipped prompts
 _MAX_LINE = 200  # characters of a line from a run record
 LETTERS = (
@@ -53,8 +56,54 @@ FAULT_WORDS = (
 )
 
 
+def headline(report: Report) -> str:
+    """The answer in one sentence, without its full stop; empty without drafts.
+
+    The condition of the largest paired difference, else that of the longest acceptance.
+    """
+    pairs = [
+        (abs(length.value), pair.condition, pair.reference, length)
+        for pair in report.paired
+        if (length := pair.differences["acceptance_length_micro"]).value is not None
+    ]
+    if pairs:
+        _, label, reference, difference = max(pairs)
+        best = next(one for one in report.summaries if one.result.label == label)
+    elif (best := longest(report)) is None:
+        return ""
+    one, length = best.result, interval(best.acceptance.acceptance_length_micro)
+    answer = f"{one.label}: {length} tokens a round"
+    if pairs:
+        answer += f", {interval(difference, '+.3f')} over {reference}"
+    answer += f" at K = {one.num_speculative_tokens}"
+    if len(pairs) > 1:
+        answer += f", the largest of {len(pairs)} differences"
+    elif not pairs and (ratio := best.speed.ratio_end_to_end) is not None:
+        answer += f", {number(ratio, '.3f')} times the tokens/s of K = 0"
+    is_count = one.lossless.startswith(("identical", "DIFFERS"))
+    verdict = f"; {'texts ' * is_count}{one.lossless}" if one.lossless else ""
+    return printable(f"{answer}{verdict}", limit=_MAX_SENTENCE)
+
+
+def interval(figure: Estimate, form: str = ".3f") -> str:
+    """`value [low, high]`, or a dash."""
+    if figure.value is None or figure.low is None or figure.high is None:
+        return UNDEFINED
+    return f"{figure.value:{form}} [{figure.low:{form}}, {figure.high:{form}}]"
+
+
+def number(value: float | None, form: str, *, scale: float = 1.0) -> str:
+    """`value * scale`, or a dash."""
+    return UNDEFINED if value is None else f"{value * scale:{form}}"
+
+
 def note_paragraphs(report: Report) -> list[str]:
     """What a reader of the tables has to know: warnings first, then how figures are defined."""
+    paragraphs = _paragraphs(report)
+    return sorted(paragraphs, key=lambda text: not text.startswith(WARNINGS))  # in their order
+
+
+def _paragraphs(report: Report) -> list[str]:
     warnings = [w for summary in report.summaries for w in summary.acceptance.warnings]
     left_out = report.run.get("skipped_conditions")
     lines = left_out if isinstance(left_out, list | tuple) else ()
@@ -129,9 +178,15 @@ def _timing_notes(report: Report) -> Iterator[str]:
         if condition.first.is_resumed or any(repeat.wall_s is None for repeat in condition.repeats)
     ]
     if resumed:
+        has_lost_ratios = any(
+            one.num_speculative_tokens == 0 and one.first.wall_s is None
+            for one in report.conditions
+        )
         yield (
             f"warning: interrupted and resumed: {', '.join(resumed)}; the passes that were "
             "interrupted have no times"
+            + "; without those of plain decoding there is no ratio to it"
+            * has_lost_ratios
         )
     drifts = {s.result.label: s.speed.drift for s in report.summaries if s.speed.drift is not None}
     for label, drift in drifts.items():

@@ -11,7 +11,7 @@ freed of control characters and escaped.
 # pyright: reportOperatorIssue=false
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,14 +31,12 @@ from mtp_research.evaluation.report.frame import (
     speed_tables,
     square,
 )
+from mtp_research.evaluation.report.notes import UNDEFINED, headline
 from mtp_research.evaluation.report.run_charts import matrix_cells, run_charts, sweep_charts
-from mtp_research.evaluation.report.stored import PromptEntry, Report, Run, longest, mapping
+from mtp_research.evaluation.report.stored import PromptEntry, Report, Run, mapping
 from mtp_research.evaluation.report.terminal import (
-    UNDEFINED,
     Grid,
-    interval,
     markdown_table,
-    number,
     report_grids,
 )
 from mtp_research.runtime.errors import EnvironmentFault
@@ -51,7 +49,6 @@ MAX_NOTE = 1000
 MAX_FACT = 4000  # of a command, which is to be typed again
 MAX_LISTED_PROMPTS = 300
 _MAX_HEADLINES = 5
-_WARNINGS = ("warning:", "skipped:")
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,10 @@ def results_sections(runs: Sequence[Run]) -> list[Section]:
     return [_shared_section(runs), *(_run_section(run, is_alone=False) for run in runs)]
 
 
-def write_report(folder: Path, sections: Sequence[Section]) -> Path:
-    """Write every file of a report; return the path of its page."""
+def write_report(
+    folder: Path, sections: Sequence[Section], *, on_chart: Callable[[], object] = lambda: None
+) -> Path:
+    """Write every file of a report; return the path of its page. `on_chart`: after each chart."""
     page, drawings = folder / PAGE_FILE, {}
     frames = [section.frame for section in sections if len(section.frame)]
     files: dict[Path, str | bytes] = {folder / "tables.md": _markdown(sections)}
@@ -107,6 +106,7 @@ def write_report(folder: Path, sections: Sequence[Section]) -> Path:
             drawn = chart_files(chart, description=f"{chart.note} {source}")
             files |= {folder / "charts" / f"{stem}.{kind}": data for kind, data in drawn.items()}
             drawings[section.name, chart.title] = inline_svg(chart, drawn["svg"])
+            on_chart()
     files[page] = render_page(sections, drawings)
     try:
         for path, content in files.items():
@@ -150,28 +150,6 @@ def clean(text: object, limit: int = MAX_CHARACTERS) -> str:
     shown = "".join(c for c in raw[: 2 * limit] if c.isprintable())
     is_long = len(raw) > 2 * limit or len(shown) > limit
     return f"{shown[: limit - 3]}..." if is_long else shown
-
-
-def headline(report: Report) -> str:
-    """The largest paired difference of a run, else its longest acceptance; empty without drafts."""
-    pairs = [
-        (abs(length.value), pair.condition, pair.reference, length)
-        for pair in report.paired
-        if (length := pair.differences["acceptance_length_micro"]).value is not None
-    ]
-    if pairs:
-        _, label, reference, length = max(pairs)
-        one = next(one.result for one in report.summaries if one.result.label == label)
-        difference = f"{label} {interval(length, '+.3f')} accepted tokens over {reference}"
-        more = f", the largest of {len(pairs)} differences" if len(pairs) > 1 else ""
-        return f"{difference} at K = {one.num_speculative_tokens}{more}{_lossless(one.lossless)}"
-    if (best := longest(report)) is None:
-        return ""
-    one, length = best.result, interval(best.acceptance.acceptance_length_micro)
-    answer = f"{one.label}: {length} tokens a round at K = {one.num_speculative_tokens}"
-    if (ratio := best.speed.ratio_end_to_end) is not None:
-        answer += f", {number(ratio, '.3f')} times the tokens/s of K = 0"
-    return f"{answer}{_lossless(one.lossless)}"
 
 
 def record_facts(record: Mapping[str, object]) -> dict[str, str]:
@@ -243,10 +221,10 @@ def _run_section(run: Run, *, is_alone: bool) -> Section:
         caption=f"n = {len(report.prompts)} prompts, {report.dtype}, {machine}",
         command=command_of(report.run),
         facts=record_facts(report.run) | _settings(report),
-        warnings=[text for text in paragraphs if text.startswith(_WARNINGS)],
+        warnings=[text for text in paragraphs if text.startswith(notes.WARNINGS)],
         notes=[
             *(notes.LETTERS, notes.HEAD_WORDS, notes.POLICY_WORDS, notes.FAULT_WORDS, notes.RATES),
-            *(text for text in paragraphs if not text.startswith(_WARNINGS)),
+            *(text for text in paragraphs if not text.startswith(notes.WARNINGS)),
             *([notes.RATIO_NOTE] if speeds else []),
         ],
         prompts=report.prompts,
@@ -275,12 +253,6 @@ def _matrix_grids(frame: pd.DataFrame, found: Sequence[comparable.Entry]) -> lis
         )
         for matrix in comparable.policy_matrices(found)
     ]
-
-
-def _lossless(verdict: str) -> str:
-    """The verdict of a condition, as the end of a sentence."""
-    is_count = verdict.startswith(("identical", "DIFFERS"))
-    return f"; {'texts ' * is_count}{verdict}" if verdict else ""
 
 
 def _settings(report: Report) -> dict[str, str]:

@@ -9,7 +9,7 @@ are others. A *run* is one such file with a name. No prompt text is stored.
 import json
 import lzma
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -192,8 +192,11 @@ def _text(path: Path) -> str:
         return file.read()
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """`read_checked` of results files, or of folders that hold a `results.json`, with names."""
+def read_runs(paths: Sequence[Path], *, on_read: Callable[[], object] = lambda: None) -> list[Run]:
+    """`read_checked` of results files, or of folders that hold a `results.json`, with names.
+
+    `on_read` is called after each: computing the figures again takes seconds.
+    """
     runs: list[Run] = []
     for path in paths:
         file = results_file(path) if path.is_dir() else path
@@ -204,6 +207,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         numbered = (f"{name}-{number}" for number in range(2, len(paths) + 2))
         unique = name if name not in taken else next(n for n in numbered if n not in taken)
         runs.append(Run(unique, read_checked(file)))
+        on_read()
     return runs
 
 

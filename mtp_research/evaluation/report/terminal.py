@@ -1,19 +1,29 @@
-"""The printed tables of an evaluation, and what a reader has to know about them.
+"""What an evaluation prints: warnings, the answer in a sentence, a short table.
 
-A `Grid` is a table as text. One condition a column shows every figure and holds three of them at
-120 columns; a list for a key gives more conditions, which get a row each. Drawn by rich where it is
-installed, else as plain columns; needs neither pandas nor a screen. Letter: K drafts per step.
+Every table and definition is in `table.txt`, on the page, and printed with `verbose=true`. A `Grid`
+is a table as text. One condition a column shows every figure and holds three of them at 120
+columns; a list for a key gives more conditions, which get a row each. What is wider than the
+terminal is folded: fewer conditions side by side, then one below the other. Needs neither pandas
+nor a screen; rich draws the tables of `verbose=true` where it is installed.
+Letter: K drafts per step.
 """
 
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtp_research.evaluation.report.notes import note_paragraphs
+from mtp_research.evaluation.report.notes import (
+    UNDEFINED,
+    WARNINGS,
+    headline,
+    interval,
+    note_paragraphs,
+    number,
+)
 from mtp_research.evaluation.report.stored import Report, printable
 from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.stats.summary import ConditionSummary, PairedComparison
@@ -24,10 +34,15 @@ if TYPE_CHECKING:
 
 PAGE_WIDTH = 120  # columns
 MAX_LABEL_CHARACTERS = 48  # of a condition in a table with one row each
-UNDEFINED = "-"
 TABLE_FILE = "table.txt"
 FINDINGS = ("WRONG", "MIXED", "HOLE")
 _PER_TABLE = 3  # conditions
+# Rows of the short table; p_i/p_{i-1} stand behind the rate, and speed where it was measured.
+_SHORT = (
+    *("acceptance length (micro)", "acceptance length (macro)", "acceptance rate"),
+    *("target forwards per token", "tokens/s, end to end", "  ratio to baseline"),
+    *("rounds with r >= 2", "audit WRONG/MIXED/HOLE", "lossless"),
+)
 # Rows that are left out where nothing was measured.
 _OPTIONAL = (
     *("  least / most of a pass", "tokens/s, decode only", "  ratio to baseline, decode"),
@@ -48,29 +63,64 @@ class Grid:
 
 
 def print_report(
-    report: Report, *, width: int | None = None, stored_at: Path | None = None
+    report: Report,
+    *,
+    verbose: bool = False,
+    width: int | None = None,
+    stored_at: Path | None = None,
 ) -> None:
-    """Tables and notes on standard output, by default as wide as it is, at most `PAGE_WIDTH`."""
+    """The answer on standard output, with `verbose` every table and definition.
+
+    By default as wide as the terminal, at most `PAGE_WIDTH`.
+    """
     if width is None:
         has_screen = sys.stdout.isatty()
         width = min(PAGE_WIDTH, shutil.get_terminal_size().columns) if has_screen else PAGE_WIDTH
+    if verbose:
+        _print_all(report, width)
+    else:
+        print(render_short(report, width=width))
+    if stored_at is not None:
+        more = "" if verbose else f"; all tables and definitions: {TABLE_FILE} there, verbose=true"
+        line = f"results: {stored_at}{more}"
+        print(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False))
+
+
+def render_short(report: Report, *, width: int = PAGE_WIDTH) -> str:
+    """Warnings, the answer and the main figures, as plain text of at most `width` columns."""
+    return "\n\n".join([*_opening(report, width), *map(plain_text, _short_grids(report, width))])
+
+
+def render_text(report: Report, *, width: int = PAGE_WIDTH) -> str:
+    """Everything as plain text of at most `width` columns: warnings and the answer first."""
+    parts = [*_opening(report, width), *map(plain_text, _fitting_grids(report, width))]
+    return "\n\n".join([*parts, "\n".join(_definitions(report, width))]) + "\n"
+
+
+def _print_all(report: Report, width: int) -> None:
     try:
         from rich.console import Console
     except ModuleNotFoundError:
         print(render_text(report, width=width))
-    else:
-        console = Console(width=width, highlight=False)
-        for grid in _fitting_grids(report, width):
-            console.print(rich_table(grid))
-        console.print("\n".join(report_notes(report, width=width)), markup=False)
-    if stored_at is not None:
-        print(f"results: {stored_at}")
+        return
+    console = Console(width=width, highlight=False)
+    for part in _opening(report, width):
+        console.print(part, markup=False)
+    for grid in _fitting_grids(report, width):
+        console.print(rich_table(grid))
+    console.print("\n".join(_definitions(report, width)), markup=False)
 
 
-def render_text(report: Report, *, width: int = PAGE_WIDTH) -> str:
-    """All tables and notes as plain text, for up to three conditions at most `width` columns."""
-    parts = [plain_text(grid) for grid in _fitting_grids(report, width)]
-    return "\n\n".join([*parts, "\n".join(report_notes(report, width=width))]) + "\n"
+def _opening(report: Report, width: int) -> list[str]:
+    """Warnings, then the answer: what must be read."""
+    lines = [text for text in note_paragraphs(report) if text.startswith(WARNINGS)]
+    parts = ["\n".join(part for text in lines for part in textwrap.wrap(text, width))]
+    return [one for one in (*parts, textwrap.fill(headline(report), width)) if one]
+
+
+def _definitions(report: Report, width: int) -> list[str]:
+    lines = [text for text in note_paragraphs(report) if not text.startswith(WARNINGS)]
+    return [part for text in lines for part in textwrap.wrap(text, width)]
 
 
 def write_table(folder: Path, report: Report) -> None:
@@ -80,10 +130,9 @@ def write_table(folder: Path, report: Report) -> None:
 
 def report_grids(report: Report, *, per_table: int = _PER_TABLE) -> list[Grid]:
     """Figures by condition, acceptance length by domain, paired differences, time of a step."""
-    summaries, grid = report.summaries, report.config.get("grid")
-    title = f"Acceptance and speed, {len(report.prompts)} prompts, {report.dtype}"
+    summaries, title = report.summaries, _title(report)
     drafting = [summary for summary in summaries if summary.result.num_speculative_tokens > 0]
-    if isinstance(grid, Mapping) and any(len(values) > 1 for values in grid.values()):
+    if _has_lists(report):
         grids = [
             _length_grid(summaries, title),
             _decode_grid(summaries),
@@ -96,6 +145,15 @@ def report_grids(report: Report, *, per_table: int = _PER_TABLE) -> list[Grid]:
         grids += [_domain_grid(some) for some in _groups(drafting, per_table)]
         grids += [paired_grid(pair) for pair in report.paired]
     return [grid for grid in [*grids, _cost_grid(summaries)] if grid.rows]
+
+
+def _title(report: Report) -> str:
+    return f"Acceptance and speed, {len(report.prompts)} prompts, {report.dtype}"
+
+
+def _has_lists(report: Report) -> bool:
+    grid = report.config.get("grid")
+    return isinstance(grid, Mapping) and any(len(values) > 1 for values in grid.values())
 
 
 def paired_grid(pair: PairedComparison) -> Grid:
@@ -144,39 +202,63 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def interval(figure: Estimate, form: str = ".3f") -> str:
-    """`value [low, high]`, or a dash."""
-    if figure.value is None or figure.low is None or figure.high is None:
-        return UNDEFINED
-    return f"{figure.value:{form}} [{figure.low:{form}}, {figure.high:{form}}]"
-
-
-def number(value: float | None, form: str, *, scale: float = 1.0) -> str:
-    """`value * scale`, or a dash."""
-    return UNDEFINED if value is None else f"{value * scale:{form}}"
-
-
 def label_text(label: str) -> str:
     """A condition's label, of which more is kept than of other names: its end tells the setting."""
     return printable(label, limit=MAX_LABEL_CHARACTERS)
 
 
-def report_notes(report: Report, *, width: int = PAGE_WIDTH) -> list[str]:
-    """The lines of `note_paragraphs`, at most `width` columns wide."""
-    return [part for text in note_paragraphs(report) for part in textwrap.wrap(text, width)]
-
-
 def _fitting_grids(report: Report, width: int) -> list[Grid]:
-    """The tables with as many conditions side by side as `width` columns hold."""
-    for per_table in range(_PER_TABLE, 0, -1):
-        grids = report_grids(report, per_table=per_table)
-        widths = [
-            sum(max(map(len, column)) + 3 for column in zip(grid.header, *grid.rows, strict=True))
-            for grid in grids
-        ]
-        if per_table == 1 or max(widths, default=0) < width:  # one more for the left edge
+    return _fitting(lambda per_table: report_grids(report, per_table=per_table), width)
+
+
+def _short_grids(report: Report, width: int) -> list[Grid]:
+    """The main figures; the differences too, where there are more than the headline's."""
+    title = _title(report)
+
+    def grids(per_table: int) -> list[Grid]:
+        if _has_lists(report):
+            main = [_length_grid(report.summaries, title)]
+        else:
+            whole = [_metric_grid(some, title) for some in _groups(report.summaries, per_table)]
+            main = [replace(one, rows=tuple(filter(_is_main, one.rows))) for one in whole]
+        return [*main, *([_paired_row_grid(report.paired)] if len(report.paired) > 1 else [])]
+
+    return _fitting(grids, width)
+
+
+def _is_main(row: tuple[str, ...]) -> bool:
+    return row[0] in _SHORT or "/p_" in row[0]
+
+
+def _fitting(make: Callable[[int], list[Grid]], width: int) -> list[Grid]:
+    """Tables with as many conditions side by side as `width` columns hold, else none."""
+    for per_table in range(_PER_TABLE, 1, -1):
+        grids = make(per_table)
+        if all(_width(grid) < width for grid in grids):
             return grids
-    raise AssertionError("a table of one condition is always returned")
+    return [fitted(grid, width) for grid in make(1)]
+
+
+def fitted(grid: Grid, width: int) -> Grid:
+    """The table itself, or folded where it is wider than `width` columns."""
+    return grid if _width(grid) < width else _folded(grid)
+
+
+def _width(grid: Grid) -> int:
+    """Columns of the table with its frame."""
+    columns = zip(grid.header, *grid.rows, strict=True)
+    return 1 + sum(max(map(len, column)) + 3 for column in columns)
+
+
+def _folded(grid: Grid) -> Grid:
+    """One line a cell: each row below the other, its cells named by the header."""
+    if len(grid.header) <= 2:
+        return grid
+    rows = []
+    for name, *cells in grid.rows:
+        rows.append((name.strip(), ""))
+        rows += ((f"  {head}", cell) for head, cell in zip(grid.header[1:], cells, strict=True))
+    return Grid(grid.title, (grid.header[0], ""), tuple(rows))
 
 
 def _groups(summaries: Sequence[ConditionSummary], size: int) -> list[Sequence[ConditionSummary]]:

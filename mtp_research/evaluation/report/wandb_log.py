@@ -1,8 +1,10 @@
-"""The figures, charts and scalars of a report on Weights & Biases.
+"""The figures, charts and scalars of an evaluation or study on Weights & Biases.
 
-One numeric table `figures`, the long frame, and one `wandb.Html` a chart, under keys that are the
-same for every run; the main figures as the run's summary, by which a sweep ranks; the results file
-as an artifact. W&B never ends a run: without key or network there is one warning, and the report on
+The run is opened before anything is decoded, so that W&B's own curves of the machine cover the
+work. It gets one numeric table `figures`, the long frame; curves over K and over the draft
+position; one `wandb.Html` a chart; all under keys that are the same for every run, so that runs lie
+over each other. The main figures are the run's summary, by which a sweep ranks, and the results
+file is an artifact. W&B never ends a run: when it fails there is one warning, and the report on
 disk is whole. The libraries of a report are imported only when something is sent.
 """
 
@@ -10,24 +12,67 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 from mtp_research.config.schema import LoggerConfig
 from mtp_research.evaluation.report.stored import RESULTS_FILE, Report, Run, longest
 from mtp_research.evaluation.stats.summary import ConditionSummary
-from mtp_research.runtime.provenance import redact_tree
+from mtp_research.runtime.wandb_run import OFF, run_mode, start_run
 
 if TYPE_CHECKING:
+    import wandb
+
     from mtp_research.evaluation.report.page import Section
 
 logger = logging.getLogger(__name__)
 
-INIT_TIMEOUT_S = 30.0  # of a service that does not answer; W&B's own 90 s are a long time to warn
 FIGURES_KEY = "figures"
 Scalars = Mapping[str, float | str]
 
 
-def publish_report(report: Report, *, output_dir: Path, settings: LoggerConfig) -> bool:
+class ReportRun:
+    """The run of one evaluation or study: off until `open`, and where nobody asks for W&B.
+
+    A context manager: what ends the work ends the run, as a failed one where it was an exception.
+    Only the first rank has a run.
+    """
+
+    def __init__(self, settings: LoggerConfig) -> None:
+        self._settings = settings
+        self._run: wandb.Run | None = None
+
+    def open(self, folder: Path, *, config: Mapping[str, object], job_type: str = "eval") -> None:
+        """Begin the run of an output folder; secrets of `config` are redacted."""
+        if run_mode(self._settings.wandb) == OFF or os.environ.get("RANK", "0") != "0":
+            return
+        try:
+            self._run = start_run(folder, settings=self._settings, config=config, job_type=job_type)
+        # Whatever W&B and its transport raise, the work is worth more than its copy.
+        except Exception as fault:
+            logger.warning("W&B is off (%s); figures and charts are in %s only", fault, folder)
+
+    def send(self, call: "Callable[[wandb.Run], None]") -> bool:
+        """Let `call` log to the run; returns whether there is one and it took everything."""
+        if self._run is None:
+            return False
+        try:
+            call(self._run)
+        except Exception as fault:  # as in `open`
+            logger.warning("W&B is off (%s); figures and charts are on disk only", fault)
+            return False
+        return True
+
+    def __enter__(self) -> "ReportRun":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self.send(lambda run: run.finish(exit_code=0 if kind is None else 1))
+
+
+def publish_report(report: Report, *, output_dir: Path, run: ReportRun) -> bool:
     """`publish` one evaluation."""
 
     def sections() -> "list[Section]":
@@ -38,9 +83,9 @@ def publish_report(report: Report, *, output_dir: Path, settings: LoggerConfig) 
     return publish(
         sections,
         results=output_dir / RESULTS_FILE,
-        settings=settings,
-        config=report.config,
+        run=run,
         scalars=report_scalars(report),
+        curves=report_curves(report),
     )
 
 
@@ -61,32 +106,55 @@ def report_scalars(report: Report) -> dict[str, float | str]:
     return scalars
 
 
+def report_curves(report: Report) -> list[dict[str, float]]:
+    """Points of W&B's own line charts, each a step: `K` or `position`, and values there.
+
+    `over_k/acceptance_length/training` is that figure of the policy `training` over K: a run of one
+    K is a point, and a sweep over K is a line across its runs. `over_position/acceptance_rate/...`
+    is the rate of draft 1 .. K, of the largest K. Other settings that differ within a run, such as
+    heads or batch size, follow the policy's name, as they do in a label.
+    """
+    over_k: dict[int, dict[str, float]] = {}
+    rates: dict[str, tuple[int, list[float | None]]] = {}
+    for summary in report.summaries:
+        num_drafts = summary.result.num_speculative_tokens
+        words = summary.result.label.split(" ")
+        series = " ".join(word for word in words if word != f"K={num_drafts}")
+        point = over_k.setdefault(num_drafts, {"K": num_drafts})
+        for name, value in _main_figures(summary).items():
+            point[f"over_k/{name}/{series}"] = value
+        found = [rate.value for rate in summary.acceptance.acceptance_rate_per_position]
+        rates[series] = max(rates.get(series, (0, [])), (num_drafts, found), key=lambda one: one[0])
+    curves = [over_k[num_drafts] for num_drafts in sorted(over_k)]
+    for index in range(max(over_k, default=0)):
+        values = {
+            f"over_position/acceptance_rate/{series}": found[index]
+            for series, (_, found) in rates.items()
+            if index < len(found)
+        }
+        known = {name: value for name, value in values.items() if value is not None}
+        curves.append({"position": index + 1, **known})
+    return curves
+
+
 def publish(
     make_sections: "Callable[[], Sequence[Section]]",
     *,
     results: Path,
-    settings: LoggerConfig,
-    config: Mapping[str, object],
+    run: ReportRun,
     scalars: Scalars,
+    curves: Sequence[Mapping[str, float]] = (),
 ) -> bool:
-    """Send figures, charts and scalars where W&B is asked for; returns whether all was sent.
+    """Send figures, curves, charts, scalars and the results file; returns whether all was sent.
 
-    Only the first rank sends, and the sections are made only then. W&B keeps its files beside
-    `results`; `WANDB_MODE` overrides the settings, secrets of `config` are redacted here, `scalars`
-    are the run's summary.
+    The sections are made only where there is a run. `scalars` are the run's summary, `curves` its
+    steps, see `report_curves`.
     """
-    mode = os.environ.get("WANDB_MODE") or settings.wandb
-    is_off = "disabled" in (settings.wandb, mode)
-    if is_off or os.environ.get("RANK", "0") != "0":
-        return False
-    try:
-        _send(make_sections(), results, mode=mode, settings=settings, config=config,
-              scalars=scalars)  # fmt: skip
-    # Whatever W&B and its transport raise, the report is worth more than its copy.
-    except Exception as fault:
-        logger.warning("W&B is off (%s); figures and charts are in %s only", fault, results.parent)
-        return False
-    return True
+
+    def send(wandb_run: "wandb.Run") -> None:
+        _send(wandb_run, make_sections(), results, scalars=scalars, curves=curves)
+
+    return run.send(send)
 
 
 def _main_figures(summary: ConditionSummary) -> dict[str, float]:
@@ -100,30 +168,23 @@ def _main_figures(summary: ConditionSummary) -> dict[str, float]:
 
 
 def _send(
+    run: "wandb.Run",
     sections: "Sequence[Section]",
     results: Path,
     *,
-    mode: str,
-    settings: LoggerConfig,
-    config: Mapping[str, object],
     scalars: Scalars,
+    curves: Sequence[Mapping[str, float]],
 ) -> None:
     import pandas as pd
     import wandb
 
     from mtp_research.evaluation.report.charts import chart_files
 
-    if mode == "online" and not wandb.login(prompt=False):
-        raise RuntimeError("no API key; run `wandb login` or set logger.wandb=offline")
-    run = wandb.init(
-        project=settings.project,
-        dir=str(results.parent),
-        mode=cast(Literal["offline", "online"], mode),  # checked here or by W&B
-        tags=list(settings.tags),
-        config=cast(dict[str, object], redact_tree(dict(config))),
-        job_type="report",
-        settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S),
-    )
+    for axis, names in (("K", "over_k/*"), ("position", "over_position/*")):
+        run.define_metric(axis, hidden=True)
+        run.define_metric(names, step_metric=axis)
+    for point in curves:
+        run.log(dict(point))
     run.summary.update(dict(scalars))
     frames = [section.frame for section in sections if len(section.frame)]
     if frames:
@@ -139,4 +200,3 @@ def _send(
         artifact = wandb.Artifact(f"results-{run.id}", type="results")
         artifact.add_file(str(results))
         run.log_artifact(artifact)
-    run.finish()

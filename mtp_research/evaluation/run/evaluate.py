@@ -6,6 +6,7 @@ The flow itself: prompts -> decode loop (same prompts, same order for each condi
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from mtp_research.evaluation.report.stored import (
     write_results,
 )
 from mtp_research.evaluation.report.terminal import print_report, write_table
-from mtp_research.evaluation.report.wandb_log import publish_report
+from mtp_research.evaluation.report.wandb_log import ReportRun, publish_report
 from mtp_research.evaluation.run.conditions import Condition, conditions_of
 from mtp_research.evaluation.run.decoders import (
     check_backend,
@@ -56,7 +57,8 @@ from mtp_research.models.target import (
     warn_of_family,
 )
 from mtp_research.runtime.compiling import start_compilers
-from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted
+from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import redact_tree, run_record
 
 
@@ -69,6 +71,23 @@ def evaluate(
     again. `on_start` is called when the folder is known to take this one. Returns the main figures,
     as printed on the last line.
     """
+    with ReportRun(config.logger) as wandb_run:
+
+        def begin() -> None:
+            if on_start is not None:
+                on_start()
+            wandb_run.open(output_dir, config=dataclasses.asdict(config))
+
+        return _evaluate(config, output_dir, on_start=begin, wandb_run=wandb_run)
+
+
+def _evaluate(
+    config: EvalConfig,
+    output_dir: Path,
+    *,
+    on_start: Callable[[], object],
+    wandb_run: ReportRun,
+) -> dict[str, object]:
     conditions = conditions_of(config)
     if config.engine.compile:
         start_compilers()
@@ -92,7 +111,7 @@ def evaluate(
     encoded = encode_prompts(prompts, tokenizer, max_model_len=_context_length(config, target))
     inputs = _inputs(conditions, encoded, target)
     if finished := finished_report(output_dir, config, inputs=inputs):
-        print_report(finished, stored_at=results_file(output_dir))
+        print_report(finished, verbose=config.verbose, stored_at=results_file(output_dir))
         sys.stderr.write("already finished in this folder; overwrite=true runs it anew\n")
         return _last_line(finished, output_dir)
     heads = cast(dict[str, object], inputs["heads"])
@@ -115,8 +134,8 @@ def evaluate(
     path = write_results(output_dir, report)
     write_table(output_dir, report)
     (output_dir / JOURNAL_FILE).unlink()  # the results hold all of it
-    print_report(report, stored_at=path)
-    publish_report(report, output_dir=output_dir, settings=config.logger)
+    print_report(report, verbose=config.verbose, stored_at=path)
+    publish_report(report, output_dir=output_dir, run=wandb_run)
     return _last_line(report, output_dir)
 
 
@@ -134,25 +153,40 @@ def _decode(
     inputs: Mapping[str, object],
     output_dir: Path,
     *,
-    on_start: Callable[[], object] | None,
+    on_start: Callable[[], object],
 ) -> list[ConditionResult]:
     heads = _load_heads(conditions, target)
     clear_folder(output_dir, config, inputs=inputs)
-    if on_start is not None:
-        on_start()
+    on_start()
     if config.model.tp_plan != "none":  # ranks must decode alike, and were not killed alike
         (output_dir / JOURNAL_FILE).unlink(missing_ok=True)
     asked = [prompt.question_id for prompt in encoded.prompts]
     journal = open_journal(output_dir, config, inputs=inputs, prompt_ids=asked)
     if note := reference_note(config.engine, config.model.device):
         sys.stderr.write(f"{note}\n")
+    labels, num_passes = [condition.label for condition in conditions], config.timing.passes
+    progress = WorkProgress(
+        "decoding",
+        total=len(encoded.prompts) * len(labels) * num_passes,
+        unit="prompts",
+        first=sum(len(journal.stored(x, n).records) for x in labels for n in range(num_passes)),
+        is_shown=os.environ.get("RANK", "0") == "0",
+    )
     try:
-        workload = Workload(target, heads, encoded, journal)
-        results: list[ConditionResult] = []
-        for group in dict.fromkeys(condition.group for condition in conditions):
-            members = [condition for condition in conditions if condition.group == group]
-            made = run_group(members, workload, num_passes=config.timing.passes)
-            results += [_with_verdict(result, made) for result in made]
+        with progress:
+            workload = Workload(target, heads, encoded, journal, progress)
+            results: list[ConditionResult] = []
+            for group in dict.fromkeys(condition.group for condition in conditions):
+                members = [condition for condition in conditions if condition.group == group]
+                made = run_group(members, workload, num_passes=num_passes)
+                results += [_with_verdict(result, made) for result in made]
+    except KeyboardInterrupt:
+        if config.model.tp_plan != "none":
+            raise
+        raise Interrupted(
+            f"stopped by Ctrl-C; the same command with output_dir={output_dir} goes on. The pass "
+            "that was stopped will have no times."
+        ) from None
     finally:
         journal.close()
     return results

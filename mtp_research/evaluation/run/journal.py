@@ -49,7 +49,7 @@ JOURNAL_FILE = "finished.jsonl"
 SYNC_EVERY_S = 1.0
 _SCHEMA = 2  # lines of 1 have no checksum
 _CHECKSUM = re.compile(rb',"crc32":"([0-9a-f]{8})"\}$')
-_NOT_COMPARED = ("output_dir", "overwrite", "logger")
+_NOT_COMPARED = ("output_dir", "overwrite", "verbose", "logger")
 _NUM_LISTED = 8
 _OTHER = "set output_dir=FOLDER, or overwrite=true to replace it"
 

@@ -36,6 +36,7 @@ from mtp_research.evaluation.stats.summary import num_equal_texts
 from mtp_research.models.target import Target
 from mtp_research.runtime.compiling import num_since
 from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.progress import WorkProgress
 
 _GIB = 1 << 30
 
@@ -47,6 +48,7 @@ class Workload(NamedTuple):
     heads: Mapping[str | None, Heads]  # by `spec.head`
     encoded: EncodedPrompts
     journal: Journal
+    progress: WorkProgress  # of the prompts of all conditions and passes
 
 
 class Pass(NamedTuple):
@@ -158,7 +160,13 @@ class _Runner:
             [sampling[prompt.question_id] for prompt in left.prompts],
             salt=f"pass {number}",
             clock=clock,
-            finished=Finished(journal, decoder, label=self.condition.label, number=number),
+            finished=Finished(
+                journal,
+                decoder,
+                label=self.condition.label,
+                number=number,
+                progress=self._workload.progress,
+            ),
         )
         peak = None
         if device.type == "cuda" and self._num_passes == 1:

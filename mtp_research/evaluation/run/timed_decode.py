@@ -26,6 +26,7 @@ from mtp_research.evaluation.run.journal import Journal
 from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.evaluation.stats.outcome import PassRecord, StepParts
 from mtp_research.policy.plan import StepState
+from mtp_research.runtime.progress import WorkProgress
 
 MAX_WARM_UPS = 8
 STABLE = 0.05  # largest change of the median step between two warm-ups that counts as stable
@@ -135,10 +136,21 @@ class Decoded(NamedTuple):
 
 
 class Finished:
-    """Hands the generations that finish to a journal, as those of one pass of a condition."""
+    """Hands the generations that finish to a journal, as those of one pass of a condition.
 
-    def __init__(self, journal: Journal, decoder: SpecDecoder, *, label: str, number: int) -> None:
-        self._journal = journal
+    What is shown of the progress is drawn here, too: outside the clock.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        decoder: SpecDecoder,
+        *,
+        label: str,
+        number: int,
+        progress: WorkProgress,
+    ) -> None:
+        self._journal, self._progress = journal, progress
         self._stats = decoder.stats
         self._label, self._number = label, number
         self._num_kept = len(decoder.stats.records)
@@ -158,6 +170,7 @@ class Finished:
         )
         self._num_kept += len(records)
         self._audit = audit
+        self._progress.advance(len(records), note=self._label)
         self.seconds += time.perf_counter() - started
 
 

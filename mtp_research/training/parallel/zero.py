@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from mtp_research.config.launched import deepspeed_entries, merge_deepspeed, read_deepspeed
 from mtp_research.config.training_schema import TrainerConfig
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from mtp_research.training.losses.losses import HeadObjective
@@ -177,12 +178,10 @@ class ZeroEngine:
 
     def _settings(self, trainer: TrainerConfig) -> dict[str, object]:
         is_bf16 = self._heads.target.dtype is torch.bfloat16
-        return {
-            "train_micro_batch_size_per_gpu": trainer.batch_size,
-            "gradient_accumulation_steps": self._num_micro,
-            "gradient_clipping": trainer.grad_clip,
+        own = deepspeed_entries(trainer, num_processes=self._ranks.num_processes) | {
             "bf16": {"enabled": is_bf16},
-            "zero_optimization": {"stage": self._stage},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
         }
+        path = trainer.deepspeed_config
+        return own if path is None else merge_deepspeed(read_deepspeed(path), own)

@@ -10,7 +10,8 @@ import pytest
 from mtp_research.evaluation.report.charts import Chart, Missing
 from mtp_research.evaluation.report.comparable import entries, policy_matrices, sweeps
 from mtp_research.evaluation.report.frame import frame_of, overview
-from mtp_research.evaluation.report.page import headline, results_sections
+from mtp_research.evaluation.report.notes import headline, interval
+from mtp_research.evaluation.report.page import results_sections
 from mtp_research.evaluation.report.run_charts import matrix_cells, run_charts, sweep_charts
 from mtp_research.evaluation.report.stored import (
     Report,
@@ -272,9 +273,10 @@ def test_headline_is_the_largest_difference_with_its_interval_and_verdict() -> N
     made = build_report(three_conditions(8), prompts=some_prompts(8), dtype="f", config={}, run={})
     (pair,) = made.paired
     figure = pair.differences["acceptance_length_micro"]
+    length = interval(made.summaries[2].acceptance.acceptance_length_micro)
     assert headline(made) == (
-        f"training {figure.value:+.3f} [{figure.low:+.3f}, {figure.high:+.3f}] accepted tokens "
-        "over eagle at K = 3; texts identical 8/8"
+        f"training: {length} tokens a round, {figure.value:+.3f} "
+        f"[{figure.low:+.3f}, {figure.high:+.3f}] over eagle at K = 3; texts identical 8/8"
     )
     alone = dataclasses.replace(made, paired=())
     assert headline(alone).startswith("training: ")

@@ -3,17 +3,18 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mtp_research.evaluation.report import page
+from mtp_research.evaluation.report.notes import headline, interval, note_paragraphs
 from mtp_research.evaluation.report.stored import Report, build_report, last_line
 from mtp_research.evaluation.report.terminal import (
-    interval,
     print_report,
+    render_short,
     render_text,
     report_grids,
-    report_notes,
     rich_table,
 )
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
@@ -104,7 +105,7 @@ def test_paired_difference_is_reported_against_the_first_that_drafts(report: Rep
 
 
 def test_notes_name_formulas_and_the_accepted_warning(report: Report):
-    notes = " ".join(report_notes(report))
+    notes = " ".join(note_paragraphs(report))
     assert "1 + sum(accepted)/rounds = 1 + sum_i p_i" in notes
     assert '"accepted" differs by project' in notes
     assert "warning" not in notes
@@ -120,7 +121,7 @@ def test_few_prompts_are_warned_about_in_the_table():
 def test_skipped_prompts_are_counted_and_named(report: Report):
     names = [f"long-{index}" for index in range(7)]
     skipping = dataclasses.replace(report, skipped_prompts=tuple(names))
-    notes = " ".join(report_notes(skipping))
+    notes = " ".join(note_paragraphs(skipping))
     assert "skipped: 7 of 97 prompts leave no room in the context" in notes
     assert "long-4, ..." in notes
     assert json.loads(last_line(skipping))["num_skipped_prompts"] == 7
@@ -179,8 +180,10 @@ def test_print_falls_back_to_text_without_rich(
         return real_import(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without_rich)
-    print_report(report)
+    print_report(report, verbose=True)
     assert capsys.readouterr().out == render_text(report) + "\n"
+    print_report(report)
+    assert capsys.readouterr().out == render_short(report) + "\n"
 
 
 def test_notes_and_page_say_how_heads_are_run_where_the_file_knows():
@@ -194,7 +197,7 @@ def test_notes_and_page_say_how_heads_are_run_where_the_file_knows():
             config={},
             run={"heads": {"mine": {"name": "mine", "num_mtp_modules": 2} | facts, "x": None}},
         )
-        found[kind] = " ".join(report_notes(made))
+        found[kind] = " ".join(note_paragraphs(made))
         assert (page._settings(made).get("head conventions") == f"mine: {phrase}") == bool(facts)
     assert f"heads mine: {phrase}" in found["new"]
     assert "heads mine" not in found["old"]
@@ -209,7 +212,7 @@ def test_length_rule_is_named_in_the_notes_and_a_fixed_number_is_not():
             config={"spec": spec},
             run={},
         )
-        return " ".join(report_notes(made))
+        return " ".join(note_paragraphs(made))
 
     assert "spec.draft_length=confidence: steps without" in notes({"draft_length": "confidence"})
     assert "draft_length" not in notes({"draft_length": "fixed"})
@@ -221,13 +224,73 @@ def test_narrow_terminal_gets_fewer_columns_and_every_figure(
     report: Report, capsys: pytest.CaptureFixture[str], width: int
 ) -> None:
     pytest.importorskip("rich")
-    print_report(report, width=width)
+    print_report(report, width=width, verbose=True)
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= width
     assert "..." not in shown
     assert shown.count("acceptance length (macro)") == {60: 3, 80: 2, 120: 1}[width] + 2
     for summary in report.summaries:
         assert interval(summary.acceptance.acceptance_length_micro) in shown
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 120])
+@pytest.mark.parametrize("is_grid", [False, True], ids=["columns", "rows"])
+def test_short_table_fits_whatever_the_width(
+    report: Report, capsys: pytest.CaptureFixture[str], width: int, is_grid: bool
+) -> None:
+    config = {"grid": {"num_speculative_tokens": [1, 3]}} if is_grid else {}
+    report = dataclasses.replace(report, config=config)
+    print_report(report, width=width, stored_at=Path("results.json"))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    shown = "\n".join(lines)
+    for summary in report.summaries:
+        assert interval(summary.acceptance.acceptance_length_micro) in shown
+
+
+def test_answer_comes_first_and_definitions_only_where_asked(
+    report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_report(report, stored_at=Path("r.json"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == headline(report)
+    length = report.summaries[2].acceptance.acceptance_length_micro
+    difference = report.paired[0].differences["acceptance_length_micro"]
+    assert lines[0].startswith(f"training: {interval(length)} tokens a round, ")
+    assert f"{interval(difference, '+.3f')} over eagle at K = 3; texts identical 90/90" in lines[0]
+    assert len(lines) < 25
+    assert "cluster bootstrap" not in "".join(lines)
+    assert "verbose=true" in lines[-1]
+    print_report(report, verbose=True)
+    shown = capsys.readouterr().out
+    assert "cluster bootstrap" in shown
+    assert shown.startswith(lines[0])
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_warnings_come_before_the_answer_and_the_tables(
+    verbose: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built = build_report(
+        three_conditions(10), prompts=some_prompts(10), dtype="f", config={}, run={}
+    )
+    print_report(built, verbose=verbose)
+    shown = capsys.readouterr().out
+    warned = shown.index("warning: only 10 prompts")
+    assert warned < shown.index("tokens a round") < shown.index("acceptance length (micro)")
+    assert shown.count("warning: only 10 prompts") == 1
+
+
+def test_several_differences_are_listed_under_the_short_table() -> None:
+    conditions = three_conditions(10)
+    other = dataclasses.replace(conditions[2], label="window", policy="window")
+    built = build_report(
+        [*conditions, other], prompts=some_prompts(10), dtype="f", config={}, run={}
+    )
+    text = render_short(built)
+    assert "the largest of 2 differences" in " ".join(text.split())
+    rows = text[text.index("Paired difference over the same prompts") :].splitlines()
+    assert [row.split()[0] for row in rows[4:6]] == ["training", "window"]
 
 
 def test_printing_needs_no_library_of_the_page() -> None:
@@ -246,4 +309,4 @@ def test_printing_needs_no_library_of_the_page() -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "Paired difference over the same prompts" in done.stdout
+    assert "acceptance length (micro)" in done.stdout

@@ -1,5 +1,7 @@
-"""Tables and charts of a report on a made-up W&B, and a W&B that fails."""
+"""Tables and charts of a report on a made-up W&B, and a W&B that fails; `test_wandb_offline` has
+the real client."""
 
+import dataclasses
 import importlib
 import logging
 import sys
@@ -15,7 +17,13 @@ from mtp_research.evaluation.report.charts import Missing, curves
 from mtp_research.evaluation.report.frame import COLUMNS, make_frame, row_of
 from mtp_research.evaluation.report.page import Section
 from mtp_research.evaluation.report.stored import build_report
-from mtp_research.evaluation.report.wandb_log import publish, publish_report, report_scalars
+from mtp_research.evaluation.report.wandb_log import (
+    ReportRun,
+    publish,
+    publish_report,
+    report_curves,
+    report_scalars,
+)
 from mtp_research.evaluation.stats.bootstrap import Estimate
 from tests.evaluation.generations import some_prompts, three_conditions
 
@@ -50,16 +58,25 @@ class FakeArtifact:
 class FakeRun:
     def __init__(self) -> None:
         self.logged, self.summary, self.is_finished = {}, {}, False
-        self.id, self.artifacts = "id1", []
+        self.id, self.artifacts, self.steps, self.axes = "id1", [], [], {}
+
+    def define_metric(self, name: str, *, step_metric: str = "", hidden: bool = False) -> None:
+        self.axes[name] = step_metric
+
+    def log_code(self, root: str, *, name: str) -> None:
+        self.code = root
 
     def log_artifact(self, artifact: FakeArtifact) -> None:
         self.artifacts.append(artifact)
 
     def log(self, values: dict[str, object]) -> None:
-        self.logged |= values
+        if {"K", "position"} & set(values):
+            self.steps.append(values)
+        else:
+            self.logged |= values
 
-    def finish(self) -> None:
-        self.is_finished = True
+    def finish(self, *, exit_code: int) -> None:
+        self.is_finished, self.exit_code = True, exit_code
 
 
 @pytest.fixture
@@ -83,21 +100,17 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
     monkeypatch.setattr(module, "init", init, raising=False)
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for name in ("WANDB_MODE", "WANDB_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
     return module
 
 
 def sent(folder: Path, mode: str) -> bool:
-    settings = LoggerConfig(wandb=mode, tags=["t"])
     config = {"logger": {"api_key": "secret-value-123"}}
     scalars = {"best/acceptance_length": 2.0}
-    return publish(
-        lambda: [SECTION],
-        results=folder / "results.json",
-        settings=settings,
-        config=config,
-        scalars=scalars,
-    )
+    with ReportRun(LoggerConfig(wandb=mode, tags=["t"])) as run:
+        run.open(folder, config=config)
+        return publish(lambda: [SECTION], results=folder / "results.json", run=run, scalars=scalars)
 
 
 def test_figures_charts_and_results_are_sent_once(
@@ -121,6 +134,23 @@ def test_figures_charts_and_results_are_sent_once(
     assert run.summary == {"best/acceptance_length": 2.0}
     (artifact,) = run.artifacts
     assert artifact.files == [str(tmp_path / "results.json")]
+    assert run.arguments["name"] == tmp_path.name
+    assert Path(run.code, "evaluation", "report", "wandb_log.py").is_file()
+
+
+def test_run_is_open_while_the_work_is_done_and_fails_with_it(
+    tmp_path: Path, fake_wandb: types.ModuleType
+) -> None:
+    def work() -> None:
+        with ReportRun(LoggerConfig(wandb="offline")) as run:
+            run.open(tmp_path, config={})
+            assert fake_wandb.run.arguments["dir"] == str(tmp_path)
+            assert not fake_wandb.run.is_finished
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    assert fake_wandb.run.exit_code == 1
 
 
 @pytest.mark.parametrize(("asked", "mode", "wanted"), [
@@ -157,6 +187,27 @@ def test_summary_holds_every_condition_and_the_best_one_that_drafts() -> None:
     assert not any(name.startswith("best/") for name in report_scalars(baseline))
 
 
+def test_curves_have_a_point_a_k_and_the_same_keys_for_every_run() -> None:
+    baseline, eagle, training = three_conditions(2)
+    longer = dataclasses.replace(eagle, label="eagle K=5", num_speculative_tokens=5)
+    eagle = dataclasses.replace(eagle, label="eagle K=3")
+    made = build_report(
+        [baseline, eagle, longer, training], prompts=some_prompts(2), dtype="f", config={}, run={}
+    )
+    lengths = [one.acceptance.acceptance_length_micro.value for one in made.summaries]
+    points = [one for one in report_curves(made) if "K" in one]
+    assert [one["K"] for one in points] == [0, 3, 5]
+    assert points[1]["over_k/acceptance_length/eagle"] == lengths[1]
+    assert points[2]["over_k/acceptance_length/eagle"] == lengths[2]
+    assert points[1]["over_k/acceptance_length/training"] == lengths[3]
+    assert "over_k/acceptance_length/training" not in points[2]
+    rates = [one for one in report_curves(made) if "position" in one]
+    assert [one["position"] for one in rates] == [1, 2, 3, 4, 5]
+    found = made.summaries[3].acceptance.acceptance_rate_per_position
+    key = "over_position/acceptance_rate/training"
+    assert [one.get(key) for one in rates] == [*(rate.value for rate in found), None, None]
+
+
 def test_only_the_first_rank_sends(
     tmp_path: Path, fake_wandb: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,12 +222,15 @@ def test_evaluation_sends_its_report_where_asked(
 ) -> None:
     conditions = three_conditions(2)
     made = build_report(conditions, prompts=some_prompts(2), dtype="f", config={}, run={})
-    was_sent = publish_report(made, output_dir=tmp_path, settings=LoggerConfig(wandb=mode))
+    with ReportRun(LoggerConfig(wandb=mode)) as run:
+        run.open(tmp_path, config={})
+        was_sent = publish_report(made, output_dir=tmp_path, run=run)
     assert was_sent == (mode == "offline")
     names = list(fake_wandb.run.logged)
     assert names.count("figures") == was_sent
     assert sum(name.startswith("charts/") for name in names) == (4 if was_sent else 0)
     constant = set("".join(names)) <= set("abcdefghijklmnopqrstuvwxyz-/")
+    assert fake_wandb.run.axes.get("over_k/*") == ("K" if was_sent else None)
     assert constant, f"no folder, count or dtype may be in a key: {names}"
 
 
@@ -190,12 +244,12 @@ def test_eval_py_publishes_and_exits_0(
     mode = "online" if fault == "no key" else "offline"
     words = ["experiment=eval_smoke", "engine=cpu", "spec.policy=training", "spec.k=1"]
     words += ["logger=wandb", f"logger.wandb={mode}", f"output_dir={tmp_path}"]
-    with caplog.at_level(logging.WARNING, logger="mtp_research.evaluation.report.wandb_log"):
+    with caplog.at_level(logging.WARNING, logger="mtp_research.runtime.wandb_run"):
         assert run_entry(EvalConfig, run_evaluation, argv=words) == 0
     assert (tmp_path / "results.json").is_file()
-    names = [record.name for record in caplog.records]
-    assert names.count("mtp_research.evaluation.report.wandb_log") == (fault == "no key")
-    assert ("best/acceptance_length" in fake_wandb.run.summary) == (fault == "nothing")
+    assert caplog.text.count("no API key") == (fault == "no key")
+    assert fake_wandb.run.arguments["mode"] == "offline"
+    assert "best/acceptance_length" in fake_wandb.run.summary
 
 
 def test_price_study_is_published(tmp_path: Path, fake_wandb: types.ModuleType) -> None:
@@ -209,7 +263,7 @@ def test_price_study_is_published(tmp_path: Path, fake_wandb: types.ModuleType) 
     assert "chain_n1 K=2 window/acceptance_length" in run.summary
 
 
-@pytest.mark.parametrize("fault", ["no key", "no network", "not installed"])
+@pytest.mark.parametrize("fault", ["refused", "no network", "not installed"])
 def test_failing_service_is_one_warning_and_no_more(
     tmp_path: Path,
     fake_wandb: types.ModuleType,
@@ -223,9 +277,15 @@ def test_failing_service_is_one_warning_and_no_more(
             raise ConnectionError("gone")
 
         monkeypatch.setattr(fake_wandb.run, "log", broken)
+    if fault == "refused":
+
+        def refused(**_: object) -> FakeRun:
+            raise PermissionError("no such project")
+
+        monkeypatch.setattr(fake_wandb, "init", refused)
     if fault == "not installed":
         monkeypatch.setitem(sys.modules, "wandb", None)
     with caplog.at_level(logging.WARNING):
-        assert not sent(tmp_path, "online" if fault == "no key" else "offline")
+        assert not sent(tmp_path, "offline")
     assert len(caplog.records) == 1
     assert "W&B is off" in caplog.text
