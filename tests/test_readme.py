@@ -44,6 +44,7 @@ SETTINGS = {
     r"max_new_tokens=(64)": "a setting of the example",
     r"rounds with r >= (2)": "name of a row",
     r"module (2)|module (1)": "names of modules in the picture's text",
+    r"SmolLM(2-135)M": "name of a model",
     r"Apache-(2\.0)": "name of the licence",
 }
 
@@ -173,6 +174,18 @@ def sizes() -> Iterator[tuple[str, tuple[str, ...]]]:
     yield r"\((\d+) % interval", (f"{100 * bootstrap.LEVEL:.0f}",)
 
 
+def released() -> Iterator[tuple[str, tuple[str, ...]]]:
+    stored = json.loads((RESULTS / "smollm2" / "same_text.json").read_text(encoding="utf8"))
+    rows = stored["rows"]
+    equal = sum(row["num_tokens"] == row["num_equal_tokens"] for row in rows)
+    assert (stored["dtype"], equal) == ("torch.float32", stored["num_equal"])
+    yield (
+        r"on (\d+) of (\d+) first questions of MT-Bench, (\d+) tokens each, float32",
+        (str(equal), str(len(rows)), str(stored["tokens"])),
+    )
+    yield r"greedy text at K = (0)", ("0",)
+
+
 def _product(shape: list[int]) -> int:
     total = 1
     for size in shape:
@@ -192,7 +205,7 @@ def parameters(name: str) -> int:
 @cache
 def claims() -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Every pattern with the texts that its groups must have."""
-    sources = (matrix_rows, wrong_policy, quickstart, speeds, sizes)
+    sources = (matrix_rows, wrong_policy, quickstart, speeds, sizes, released)
     return tuple(claim for source in sources for claim in source())
 
 

@@ -320,7 +320,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         ConfigError: nothing is there.
         IntegrityError: its files are damaged.
     """
-    path = unpacked(str(path))
+    path = unpacked(resolve_path(str(path)))
     with loading(path):
         name, revision = split_hub_id(path)
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)

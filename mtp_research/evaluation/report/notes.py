@@ -12,7 +12,7 @@ from mtp_research.evaluation.stats.speed import MAX_DRIFT
 from mtp_research.evaluation.stats.statistics import ACCEPTED_WARNING, FORMULAS
 
 UNDEFINED = "-"  # a figure that there is not
-WARNINGS = ("warning:", "skipped:")  # how a paragraph begins that must not be missed
+WARNINGS = ("warning:", "skipped:", "weights:")  # how a paragraph begins that must not be missed
 _MAX_SENTENCE = 400  # characters
 _NUM_LISTED = 5  # skipped prompts
 _MAX_LINE = 200  # characters of a line from a run record

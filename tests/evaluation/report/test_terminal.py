@@ -128,6 +128,15 @@ def test_skipped_prompts_are_counted_and_named(report: Report):
     assert "skipped" not in render_text(report)
 
 
+def test_packed_weights_are_named_and_told_from_the_release(report: Report):
+    facts = {"file": "m.Q4_1.gguf", "num_tensors_by_type": {"Q4_1": 210, "F32": 61}}
+    run = {**report.run, "target": {"gguf": facts | {"stored_as": "bfloat16"}}}
+    notes = " ".join(render_short(dataclasses.replace(report, run=run)).split())
+    assert "weights: de-quantised from m.Q4_1.gguf (210 tensors Q4_1, 61 tensors F32)" in notes
+    assert "rounded to bfloat16; figures are of this file, not of the original release" in notes
+    assert "de-quantised" not in render_short(report)
+
+
 def test_last_line_is_one_line_of_json(report: Report):
     line = last_line(report)
     assert "\n" not in line
