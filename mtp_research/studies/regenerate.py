@@ -18,45 +18,31 @@ import argparse
 import glob
 import json
 import lzma
-import os
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar, cast
-
-import torch
-import torch.distributed as dist
-from jinja2 import TemplateError
+from typing import NamedTuple, cast
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.data.conversations import Question, read_questions
-from mtp_research.data.prompt_text import ChatTokenizer, begin_of_text
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.models.loading.placement import num_ranks
 from mtp_research.models.target import Target, load_target, load_tokenizer, target_hashes
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import write_error
-
-T = TypeVar("T")
-_BEGINNINGS = ("def ", "class ", "import ", "from ", '"""', "#", "The ", "A ", "In ", "I ", "He ")
-_MESSAGE_TOKENS, _BEGINNING_TOKENS = 96, 24
-_SHORTEST_MESSAGE = 2  # tokens, with the one that ends it
-_MARK = "MESSAGE"  # where the template puts a user's message
-_SEED_STRIDE = 1_000_003  # keeps the seeds of two runs apart
-
-
-class SpecialTokenizer(ChatTokenizer, Protocol):
-    """A chat tokenizer that also names its special tokens."""
-
-    all_special_ids: list[int]
-
-    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
-        """Ids of token names."""
-        ...
+from mtp_research.studies.answer_tasks import (
+    Evaluated,
+    SpecialTokenizer,
+    Task,
+    invent,
+    join_launch,
+    question_tasks,
+    self_chat,
+    self_text,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +68,9 @@ def _run(args: argparse.Namespace) -> None:
     for source in args.source:
         found = read_questions(source, field=args.field)
         questions += found[: args.max_prompts]
-    if not (questions or args.self_chat or args.self_text):
+    evaluated = Evaluated(args.exclude)
+    kept = [q for q in questions if not any(evaluated.holds(text) for _, text in q.messages)]
+    if not (kept or args.self_chat or args.self_text):
         raise ConfigError("nothing is asked; set --source, --self-chat or --self-text.")
     share = join_launch(args.device)
     target = load_target(args.target, dtype=args.dtype, device=args.device)
@@ -92,10 +80,13 @@ def _run(args: argparse.Namespace) -> None:
         gather_parts(args.output)  # of a launch that was killed
     done = share.in_turns(lambda: _existing_ids(args.output))
     engine = _engine(args)
-    tasks = share.of(question_tasks(questions, tokenizer)) if questions else []
-    invent = partial(_invent, target, tokenizer, share=share, seed=args.seed, engine=engine)
-    tasks += invent(self_chat, count=args.self_chat, first_number=len(questions))
-    tasks += invent(self_text, count=args.self_text, first_number=len(questions) + args.self_chat)
+    tasks = share.of(question_tasks(kept, tokenizer)) if kept else []
+    invented = partial(invent, target, tokenizer, share=share, seed=args.seed, engine=engine)
+    tasks += invented(self_chat, count=args.self_chat, first_number=len(kept))
+    tasks += invented(self_text, count=args.self_text, first_number=len(kept) + args.self_chat)
+    num_asked = len(tasks)
+    tasks = [task for task in tasks if not evaluated.holds(tokenizer.decode(task.own_words))]
+    num_left_out = share.sums([num_asked - len(tasks)])[0] + len(questions) - len(kept)
     sampling = replace(sampling, stop_token_ids=target.stop_token_ids)
     output = part_of(args.output, share.rank)
     answered = answer(target, tasks, output=output, sampling=sampling, engine=engine, done=done)
@@ -107,7 +98,8 @@ def _run(args: argparse.Namespace) -> None:
             write_xz(args.output)
         print(
             f"{answered.num_written} of {sum(answered)} documents written to {args.output}, "
-            f"{answered.num_there} were there, {answered.num_too_long} prompts fill the context"
+            f"{answered.num_there} were there, {answered.num_too_long} prompts fill the context, "
+            f"{num_left_out} left out as questions of --exclude"
         )
 
 
@@ -133,64 +125,6 @@ def _engine(args: argparse.Namespace) -> EngineConfig:
     )
 
 
-@dataclass(frozen=True)
-class Task:
-    """One line to make: the prompt and how it is called."""
-
-    doc_id: str
-    domain: str
-    prompt: tuple[int, ...]
-    number: int = 0  # among all that are asked for: its seed, whichever process decodes it
-
-
-class Share(NamedTuple):
-    """Which of the processes of torchrun this is; they deal the tasks out among themselves."""
-
-    rank: int = 0
-    num_ranks: int = 1
-
-    def of(self, tasks: Sequence[T]) -> list[T]:
-        """Every n-th task."""
-        return list(tasks[self.rank :: self.num_ranks])
-
-    def in_turns(self, read: Callable[[], T]) -> T:
-        """What `read` gives, the first process before the others; all leave together."""
-        if self.rank > 0:
-            self._wait()
-            found = read()
-        else:
-            found = read()
-            self._wait()
-        self._wait()
-        return found
-
-    def sums(self, counts: Sequence[int]) -> list[int]:
-        """The counts added up over the processes, once all of them are here."""
-        total = torch.tensor(counts)
-        if self.num_ranks > 1:
-            dist.all_reduce(total)
-        return total.tolist()
-
-    def leave(self) -> None:
-        """End the group, which must not outlive the process."""
-        if self.num_ranks > 1:
-            dist.destroy_process_group()
-
-    def _wait(self) -> None:
-        if self.num_ranks > 1:
-            dist.barrier()
-
-
-def join_launch(device: str) -> Share:
-    """This process's share under torchrun, on a GPU of its own where there are; else everything."""
-    share = Share(int(os.environ.get("RANK", "0")), num_ranks())
-    if share.num_ranks > 1:
-        dist.init_process_group("gloo")  # a few counts and barriers
-        if device != "cpu" and torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    return share
-
-
 def part_of(output: Path, rank: int) -> Path:
     """The file of one process: the first writes the output itself."""
     return output if rank == 0 else output.with_name(f"{output.name}.rank{rank}")
@@ -204,125 +138,6 @@ def gather_parts(output: Path) -> None:
         with output.open("a", encoding="utf8") as file:
             file.writelines(line for line in lines if line.endswith("\n"))
         part.unlink()
-
-
-def question_tasks(questions: Sequence[Question], tokenizer: ChatTokenizer) -> list[Task]:
-    """Conversations in the target's chat template, up to where the assistant speaks."""
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            "--source needs a target whose tokenizer has a chat template, this one has none; use "
-            "--self-text or a chat model."
-        )
-    tasks = []
-    for number, question in enumerate(questions):
-        messages = [{"role": role, "content": content} for role, content in question.messages]
-        try:
-            token_ids = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except TemplateError as fault:
-            raise ConfigError(
-                f"the chat template refuses {question.doc_id} ({fault}); leave it out of --source."
-            ) from fault
-        tasks.append(Task(question.doc_id, question.domain, tuple(token_ids), number))
-    return tasks
-
-
-class Invention(NamedTuple):
-    """What the target invents: its beginnings, and what becomes of the words that follow."""
-
-    openings: Callable[[int], tuple[int, ...]]  # by number
-    sampling: SamplingParams
-    task: Callable[[int, tuple[int, ...]], Task | None]  # by number and words; None: not of use
-
-
-def _invent(
-    target: Target,
-    tokenizer: "SpecialTokenizer",
-    kind: Callable[["SpecialTokenizer", int], Invention],
-    *,
-    count: int,
-    first_number: int,
-    share: Share,
-    seed: int,
-    engine: EngineConfig,
-) -> list[Task]:
-    """This process's share of `count` tasks that the target invents."""
-    if not count:
-        return []
-    invention = kind(tokenizer, seed)
-    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
-    own = share.of(range(count))
-    for index in own:
-        drawn = replace(invention.sampling, seed=seed * _SEED_STRIDE + index)
-        decoder.add_request(invention.openings(index), sampling=drawn, request_id=str(index))
-    stats = decoder.stats
-    with WorkProgress("asking the target", total=len(own), unit="prompts") as progress:
-        while decoder.has_work:
-            decoder.step()
-            progress.done(len(stats.records))
-    words = {int(record.request_id): record.output_token_ids for record in decoder.stats.records}
-    tasks = [invention.task(index, words[index]) for index in sorted(words)]
-    return [replace(task, number=first_number + task.number) for task in tasks if task is not None]
-
-
-def self_chat(tokenizer: "SpecialTokenizer", seed: int) -> Invention:
-    """Prompts whose user message the target invents, sampled at temperature 1 and top-p 0.95."""
-    turn = user_turn(tokenizer)
-    sampling = SamplingParams(
-        temperature=1.0, top_p=0.95, max_new_tokens=_MESSAGE_TOKENS, stop_token_ids=(turn.end,)
-    )
-
-    def task(index: int, words: tuple[int, ...]) -> Task | None:
-        if len(words) < _SHORTEST_MESSAGE or words[-1] != turn.end:
-            return None
-        prompt = (*turn.opening, *words[:-1], *turn.closing)
-        return Task(f"self-chat:{seed}:{index}", "chat", prompt, index)
-
-    return Invention(lambda _: turn.opening, sampling, task)
-
-
-class UserTurn(NamedTuple):
-    """How the chat template writes a user's message, as token ids."""
-
-    opening: tuple[int, ...]  # before it
-    end: int  # the special token behind it
-    closing: tuple[int, ...]  # what follows it, that token first, up to where the assistant speaks
-
-
-def user_turn(tokenizer: SpecialTokenizer) -> UserTurn:
-    """The turn in a conversation that begins with it; `ConfigError` where its end is plain text."""
-    message = [{"role": "user", "content": _MARK}]
-    text = tokenizer.chat_template and tokenizer.apply_chat_template(
-        message, add_generation_prompt=True, tokenize=False, return_dict=False
-    )
-    before, _, after = str(text or "").partition(_MARK)
-    opening, closing = (
-        tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (before, after)
-    )
-    if not closing or closing[0] not in tokenizer.all_special_ids:
-        raise ConfigError(
-            "--self-chat needs a chat template that ends the user's turn with a special token, got "
-            f"{after[:20]!r} behind it; set --source."
-        )
-    return UserTurn(opening, closing[0], closing)
-
-
-def self_text(tokenizer: SpecialTokenizer, seed: int) -> Invention:
-    """Beginnings of documents that the target continues from one of a few first words."""
-    first_words = [tokenizer.encode(text, add_special_tokens=False) for text in _BEGINNINGS]
-    begin, special = begin_of_text(tokenizer), set(tokenizer.all_special_ids)
-    sampling = SamplingParams(temperature=1.0, top_p=0.95, max_new_tokens=_BEGINNING_TOKENS)
-
-    def opening(index: int) -> tuple[int, ...]:
-        return (*begin, *first_words[index % len(first_words)])
-
-    def task(index: int, words: tuple[int, ...]) -> Task | None:
-        if special & set(words):
-            return None
-        return Task(f"self-text:{seed}:{index}", "text", (*opening(index), *words), index)
-
-    return Invention(opening, sampling, task)
 
 
 class Answered(NamedTuple):
@@ -439,6 +254,8 @@ def _parser() -> argparse.ArgumentParser:
     sources = "questions: a file, a folder, or NAME[:CONFIG][@SPLIT] on the hub; may be repeated"
     add("--source", action="append", default=[], help=sources)
     add("--field", help="of the conversation in a row; left out: the first known")
+    excluded = "prompts of an evaluation: equal questions, or 13 words in a row, are left out"
+    add("--exclude", action="append", default=[], help=f"{excluded}; may be repeated")
     add("--max-prompts", type=int, default=None, help="per source")
     add("--self-chat", type=int, default=0, help="user messages that the target invents")
     add("--self-text", type=int, default=0, help="documents that the target begins")

@@ -11,7 +11,8 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.models.target import load_tokenizer
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
-from mtp_research.studies.regenerate import _engine, _parser, main, user_turn
+from mtp_research.studies.answer_tasks import Evaluated, user_turn
+from mtp_research.studies.regenerate import _engine, _parser, main
 
 TARGET = str(REPOSITORY_ROOT / "assets" / "lab_tiny" / "target")
 QUESTIONS = [f"What is {left} + {left + 3}?" for left in range(4)]
@@ -139,3 +140,22 @@ def test_user_turn_that_ends_with_plain_text_is_refused():
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="--self-chat needs a chat template"):
         user_turn(tokenizer)
+
+
+def test_questions_of_an_evaluation_are_left_out_and_counted(tmp_path, source, capsys):
+    asked = tmp_path / "eval.jsonl"
+    asked.write_text(json.dumps({"turns": ["something else", "what is 1 + 4"]}) + "\n")
+    assert run(tmp_path / "out.jsonl", source, "--exclude", str(asked)) == 0
+    assert sorted(lines(tmp_path / "out.jsonl")) == ["set.jsonl:1", "set.jsonl:3", "set.jsonl:4"]
+    assert "1 left out as questions of --exclude" in capsys.readouterr().out
+
+
+def test_thirteen_words_in_a_row_are_an_overlap_and_twelve_are_none(tmp_path):
+    words = [f"w{n}" for n in range(30)]
+    asked = tmp_path / "eval.jsonl"
+    asked.write_text(json.dumps({"question": " ".join(words)}) + "\n")
+    evaluated = Evaluated([str(asked)])
+    assert evaluated.holds("Before: " + ", ".join(words[5:18]).upper())
+    assert not evaluated.holds("before " + " ".join(words[5:17]) + " behind")
+    assert evaluated.holds(" ".join(words) + "?")
+    assert not Evaluated([]).holds("anything")
