@@ -30,7 +30,7 @@ FLOORS = (
     {"mtp_research"},  # the package's own two files: public names and the command
 )
 MOST_FILES_A_FOLDER = 15
-MOST_MODULES = 170
+MOST_MODULES = 174
 MOST_ARGUMENTS = 8
 # A heavy package -> the files and folders that may import it.
 HOMES = {

@@ -60,6 +60,7 @@ def note_paragraphs(report: Report) -> list[str]:
     lines = left_out if isinstance(left_out, list | tuple) else ()
     return [
         *_skipped_note(report),
+        *_turn_notes(report),
         *(f"skipped: {printable(str(line), limit=_MAX_LINE)}" for line in lines),
         *(f"warning: {warning}" for warning in dict.fromkeys(warnings)),
         *_draft_length_note(report),
@@ -92,6 +93,22 @@ def _skipped_note(report: Report) -> Iterator[str]:
             f"skipped: {len(skipped)} of {len(skipped) + len(report.prompts)} prompts leave no "
             f"room in the context and are in no figure: {listed}"
             f"{', ...' * (len(skipped) > _NUM_LISTED)}"
+        )
+
+
+def _turn_notes(report: Report) -> Iterator[str]:
+    num_asked = [prompt.num_turns for prompt in report.prompts]
+    if max(num_asked, default=1) > 1:
+        yield (
+            f"turns: {sum(num_asked)} of {len(num_asked)} prompts, each with the condition's own "
+            "answers before it; a prompt with all its turns is one unit of an interval"
+        )
+    cut = {c.label: len(c.cut_prompts) for c in report.conditions if c.cut_prompts}
+    if cut:
+        listed = ", ".join(f"{printable(label)} {number}" for label, number in cut.items())
+        yield (
+            f"warning: conversations whose next turn did not fit the context, so that it and what "
+            f"follows were not asked: {listed}; raise engine.max_model_len"
         )
 
 

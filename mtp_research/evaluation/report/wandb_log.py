@@ -6,6 +6,7 @@ as an artifact. W&B never ends a run: without key or network there is one warnin
 disk is whole. The libraries of a report are imported only when something is sent.
 """
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from mtp_research.config.schema import LoggerConfig
-from mtp_research.evaluation.report.stored import RESULTS_FILE, Report, Run, longest
+from mtp_research.evaluation.report.stored import (
+    GENERATIONS_FILE,
+    RESULTS_FILE,
+    Report,
+    Run,
+    longest,
+)
 from mtp_research.evaluation.stats.summary import ConditionSummary
 from mtp_research.runtime.provenance import redact_tree
 
@@ -24,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 INIT_TIMEOUT_S = 30.0  # of a service that does not answer; W&B's own 90 s are a long time to warn
 FIGURES_KEY = "figures"
+GENERATIONS_KEY = "generations"
+MAX_GENERATIONS = 200  # rows of that table
+_GENERATION_COLUMNS = ("id", "turn", "condition", "prompt", "text", "accepted", "finish", "score")
 Scalars = Mapping[str, float | str]
 
 
@@ -135,8 +145,25 @@ def _send(
             about = f"{chart.note} {section.caption}. {section.command}"
             svg = chart_files(chart, description=about)["svg"].decode()
             run.log({f"charts/{chart.stem}": wandb.Html(svg, inject=False)})
+    if rows := generation_rows(results.parent / GENERATIONS_FILE):
+        run.log({GENERATIONS_KEY: wandb.Table(columns=list(_GENERATION_COLUMNS), data=rows)})
     if results.is_file():
         artifact = wandb.Artifact(f"results-{run.id}", type="results")
         artifact.add_file(str(results))
         run.log_artifact(artifact)
     run.finish()
+
+
+def generation_rows(path: Path) -> list[Sequence[object]]:
+    """Rows of the table of texts, one a turn: all conditions of a prompt, then the next prompt."""
+    if not path.is_file():
+        return []
+    lines = [json.loads(line) for line in path.read_text(encoding="utf8").splitlines()]
+    order = {name: place for place, name in enumerate(dict.fromkeys(one["id"] for one in lines))}
+    rows: list[Sequence[object]] = []
+    for line in sorted(lines, key=lambda one: order[one["id"]]):
+        for number, turn in enumerate(line["turns"], start=1):
+            accepted = " ".join(map(str, turn["accepted"]))
+            shown = (turn["asked"], turn["text"], accepted, turn["finish_reason"], line["score"])
+            rows.append([line["id"], number, line["condition"], *shown])
+    return rows[:MAX_GENERATIONS]
