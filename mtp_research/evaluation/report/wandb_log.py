@@ -146,7 +146,8 @@ def _send(
             svg = chart_files(chart, description=about)["svg"].decode()
             run.log({f"charts/{chart.stem}": wandb.Html(svg, inject=False)})
     if rows := generation_rows(results.parent / GENERATIONS_FILE):
-        run.log({GENERATIONS_KEY: wandb.Table(columns=list(_GENERATION_COLUMNS), data=rows)})
+        texts = pd.DataFrame(rows, dtype=object).to_numpy().tolist()
+        run.log({GENERATIONS_KEY: wandb.Table(columns=list(_GENERATION_COLUMNS), data=texts)})
     if results.is_file():
         artifact = wandb.Artifact(f"results-{run.id}", type="results")
         artifact.add_file(str(results))

@@ -18,8 +18,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from jinja2 import TemplateError
-
 from mtp_research.data.sources import HELD_OUT_STDLIB
 from mtp_research.evaluation.run.prompt_files import Prompt, read_prompt_files
 from mtp_research.evaluation.stats.outcome import PromptEntry
@@ -179,6 +177,8 @@ def encode_prompt(
         messages.append({"role": "user", "content": ours})
         messages += [] if theirs is None else [{"role": "assistant", "content": theirs}]
     variables = {} if thinking is None else {"enable_thinking": thinking}
+    from jinja2 import TemplateError  # which transformers wants for a template, and only then
+
     try:
         return tuple(
             tokenizer.apply_chat_template(
