@@ -289,6 +289,33 @@ class Template(SpyTokenizer):
         return [ord(character) for character in text]
 
 
+class Letters(Template):
+    """Decodes code points, too."""
+
+    all_special_ids: tuple[int, ...] = ()
+
+    def decode(self, token_ids: Sequence[int], **_: object) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def test_conversation_that_is_resumed_knows_all_its_answers_as_they_were() -> None:
+    prompt = Prompt("a", "x", ("1", "2", "3"), "chat")
+    encoded = encode_prompts([prompt], Letters(), max_model_len=99)
+    talks = Conversations(encoded, Letters())
+    done = [
+        dataclasses.replace(generation(name, []), output_token_ids=tuple(map(ord, text)))
+        for name, text in (("a", " x\n"), ("a/2", "y "))
+    ]
+    for num_done, expected in enumerate(("u:1;", "u:1;a: x\n;u:2;", "u:1;a: x\n;u:2;a:y ;u:3;")):
+        left = talks.begin(done[:num_done], max_model_len=99).left
+        assert [one.question_id for one in left.prompts] == [("a", "a/2", "a/3")[num_done]]
+        assert ["".join(map(chr, ids)) for ids in left.token_ids] == [expected]
+    last = dataclasses.replace(done[0], request_id="a/3")
+    assert talks.begin([*done, last], max_model_len=99).left.prompts == ()
+    failed = dataclasses.replace(done[1], finish_reason="error")
+    assert talks.begin([done[0], failed], max_model_len=99).left.prompts == ()
+
+
 def test_conversation_holds_system_turns_and_answers_in_order() -> None:
     prompt = Prompt("a", "x", ("1", "2", "3"), "chat", system="S")
     spoken = "".join(map(chr, encode_prompt(prompt, Template(), answers=["x", "y"])))
