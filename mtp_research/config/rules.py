@@ -19,6 +19,7 @@ from mtp_research.config.schema import (
     EngineConfig,
     EvalConfig,
     GridConfig,
+    PromptsConfig,
     TrainConfig,
 )
 from mtp_research.config.training_schema import (
@@ -192,10 +193,24 @@ def _eval_faults(config: EvalConfig) -> Iterator[str]:
     if config.timing.passes > 1 and config.timing.passes % 2:
         expected, passes = "must be 1 or even, as in A B B A", config.timing.passes
         yield rule_line("timing.passes", expected, passes, f"timing.passes={passes + 1}")
+    yield from _prompts_faults(config.prompts)
     cells = sorted(expand(config).cells, key=_num_rows)
     lines = {line.split()[0]: line for cell in cells for line in _cell_faults(cell)}
     yield from lines.values()
     yield from _eval_placing_faults(config)
+
+
+def _prompts_faults(prompts: PromptsConfig) -> Iterator[str]:
+    markers, key = prompts.thinking_markers, "prompts.thinking_markers"
+    if markers is not None and (len(markers) != 2 or not all(markers)):
+        expected, fix = "must be a begin and an end", f"{key}=['<think>','</think>']"
+        yield rule_line(key, expected, markers, fix)
+    if prompts.score == "tests" and not prompts.run_code:
+        expected = "must be true for prompts.score=tests, which runs code that the model wrote"
+        yield rule_line("prompts.run_code", expected, "false", "prompts.run_code=true")
+    if prompts.run_code and prompts.score not in ("auto", "tests"):
+        score = prompts.score or "null"
+        yield _must_be_false("prompts.run_code", f"prompts.score={score}, which runs none")
 
 
 def _num_rows(cell: EvalConfig) -> int:

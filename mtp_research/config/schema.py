@@ -204,6 +204,19 @@ class PromptsConfig:
     path: str | None = None
     domains: list[str] = field(default_factory=list)  # categories that are kept; empty: all
     max_prompts: int | None = within(None, 1, 10**9)  # spread over the domains; None: all
+    # all: of several turns each is asked, with the answers before it. first: one turn a prompt, as
+    # task=fault_price always does.
+    turns: str = one_of("all", "all", "first")
+    # Given to the chat template as enable_thinking; None: what the template does by itself.
+    thinking: bool | None = None
+    # Begin and end of the thinking part of an answer, one token each; None: <think> and </think>
+    # where the tokenizer has them.
+    thinking_markers: list[str] | None = None
+    # Right answers. exact: the answer's last number; tests: the tests that come with the prompt,
+    # which run code that the model wrote; auto: what each prompt has. None: none.
+    score: str | None = one_of(None, "auto", "exact", "tests")
+    # Whether score may run that code, on this machine and with this user's rights.
+    run_code: bool = False
 
 
 @dataclass

@@ -72,7 +72,8 @@ def _text(content: object) -> str | None:
     """Text of a turn, also where it comes in parts; None for anything else, such as a picture."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        return "".join(parts) if parts and all(isinstance(part, str) for part in parts) else None
+        texts = [part for part in parts if isinstance(part, str)]
+        return "".join(texts) if parts and len(texts) == len(parts) else None
     return content if isinstance(content, str) else None
 
 

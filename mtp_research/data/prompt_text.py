@@ -29,8 +29,9 @@ class ChatTokenizer(Protocol):
         add_generation_prompt: bool,
         tokenize: bool,
         return_dict: bool,
+        **variables: bool,
     ) -> list[int]:
-        """Token ids of a conversation."""
+        """Token ids of a conversation; `variables` are those of the template."""
         ...
 
 
@@ -48,8 +49,12 @@ def completion_ids(text: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
     return token_ids if begin and token_ids[:1] == begin else (*begin, *token_ids)
 
 
-def chat_ids(messages: Sequence[Message], tokenizer: ChatTokenizer) -> tuple[int, ...]:
+def chat_ids(
+    messages: Sequence[Message], tokenizer: ChatTokenizer, **variables: bool
+) -> tuple[int, ...]:
     """Token ids of a conversation that the assistant is to continue.
+
+    `variables` are the template's own, such as `enable_thinking`.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or its template refuses the messages.
@@ -67,6 +72,7 @@ def chat_ids(messages: Sequence[Message], tokenizer: ChatTokenizer) -> tuple[int
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
+            **variables,
         )
     except TemplateError as fault:
         raise ConfigError(

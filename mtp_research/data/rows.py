@@ -298,8 +298,9 @@ def _load(
             found = datasets.load_from_disk(name)
             rows = found[split] if isinstance(found, datasets.DatasetDict) else found
         else:
-            streams = name == "parquet"  # a local file needs no copy in the cache
-            rows = datasets.load_dataset(name, *config, split=split, streaming=streams, **options)
+            loading: dict[str, Any] = {"split": split, **options}
+            loading["streaming"] = name == "parquet"  # a local file needs no copy in the cache
+            rows = datasets.load_dataset(name, *config, **loading)
         for record in rows:
             yield cast(Mapping[str, Any], record)
     except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as fault:

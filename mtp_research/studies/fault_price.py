@@ -41,6 +41,7 @@ from mtp_research.evaluation.run.prompts import (
     ChatTokenizer,
     EncodedPrompts,
     encode_prompts,
+    first_turns,
     load_prompts,
 )
 from mtp_research.evaluation.stats.fault_study import (
@@ -74,9 +75,9 @@ CLEAN_FORM: dict[str, HiddenPolicy] = {
     "target_roll": RERUN_ROLL,
 }
 _UNCLEAN = [name for name in POLICIES if name not in CLEAN_POLICIES]
-# What a study reads: these sections but for one key, and these keys. All else keeps its default.
+# What a study reads: these sections but for some keys, and these keys. All else keeps its default.
 _READ_SECTIONS = ("model", "engine", "prompts", "logger", "seed", "output_dir", "task")
-_NOT_READ = "model.tp_plan"
+_NOT_READ = ("model.tp_plan", "prompts.score", "prompts.run_code")
 _READ_KEYS = {  # `spec.verify` is checked on its own
     *("spec.policy", "spec.head", "spec.num_speculative_tokens", "spec.verify"),
     *("grid.head", "grid.num_speculative_tokens"),
@@ -184,7 +185,13 @@ def _ask(config: EvalConfig, target: Target) -> _Asked:
         seed=config.seed,
     )
     limit = config.engine.max_model_len or target.config.max_position_embeddings
-    encoded = encode_prompts(prompts, tokenizer, max_model_len=limit)
+    encoded = encode_prompts(
+        first_turns(prompts),
+        tokenizer,
+        max_model_len=limit,
+        thinking=config.prompts.thinking,
+        thinking_markers=config.prompts.thinking_markers,
+    )
     longest = min(limit, encoded.longest_text(config.sampling.max_new_tokens))
     engine = dataclasses.replace(config.engine, audit=True, audit_every=1, max_model_len=longest)
     sampling = SamplingParams(
@@ -326,7 +333,7 @@ def _check_read(config: EvalConfig) -> None:
     faults = []
     for key, item in schema_keys(EvalConfig).items():
         is_read = key in _READ_KEYS or key.split(".")[0] in _READ_SECTIONS
-        if is_read and key != _NOT_READ and key not in _FIXED_KEYS:
+        if is_read and key not in _NOT_READ and key not in _FIXED_KEYS:
             continue
         default = item.default
         if item.default_factory is not dataclasses.MISSING:

@@ -266,7 +266,12 @@ def context_rows(report: Report) -> list[tuple[str, ...]]:
         )
     speeds = {c.label: speed_by_context(c.records, seed=report.seed) for c in report.conditions}
     lengths = {
-        one.label: {part.low: part for part in acceptance_by_context(one.records, seed=report.seed)}
+        one.label: {
+            part.low: part
+            for part in acceptance_by_context(
+                one.records, seed=report.seed, prompt_of=one.prompt_of
+            )
+        }
         for one in report.conditions
     }
     baseline = next((c.label for c in report.conditions if c.num_speculative_tokens == 0), None)

@@ -210,9 +210,9 @@ def test_passes_run_in_abba_order_with_equal_texts(
     order = []
     end_pass = Journal.end_pass
 
-    def note(self: Journal, label: str, number: int, times: object) -> None:
+    def note(self: Journal, label: str, number: int, times: object, **rest: int) -> None:
         order.append((label, number))
-        end_pass(self, label, number, times)  # type: ignore[arg-type]
+        end_pass(self, label, number, times, **rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Journal, "end_pass", note)
     monkeypatch.setattr(passes, "MAX_WARM_UPS", 3)

@@ -10,12 +10,13 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.decode.stats import DecodeStats
+from mtp_research.decode.stats import DecodeStats, RequestRecord
 from mtp_research.evaluation.run import timed_decode
 from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.evaluation.run.timed_decode import StepClock
 from mtp_research.evaluation.stats.outcome import PassRecord
 from tests import tiny
+from tests.evaluation.generations import generation
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -162,3 +163,26 @@ def test_warm_up_of_captured_steps_decodes_two_uneven_batches(
     assert timed_decode.warm_up(decoder, encoded, sampling, most=3) == 2
     assert len(asked[0]) == (10 if is_captured else 4)
     assert len(set(asked[0])) == (8 if is_captured else 1)
+
+
+def test_making_a_later_turn_is_on_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finishing(Scripted):
+        """Ends a request in every step."""
+
+        def step(self) -> None:
+            super().step()
+            self.stats.records.append(generation(f"r{self._num_calls}", []))
+
+    loop = Finishing(places=4, deferred=False)
+    seen = []
+
+    def follow_up(record: RequestRecord) -> None:
+        seen.append(record.request_id)
+        loop.now += 1000.0
+
+    monkeypatch.setattr(timed_decode.time, "perf_counter", lambda: loop.now)
+    nothing = EncodedPrompts((), (), ())
+    times = timed_decode.decode_prompts(loop, nothing, [], salt="", follow_up=follow_up).times
+    assert seen == [f"r{number}" for number in range(1, len(SCRIPT) + 1)]  # each once
+    assert times.wall_s == powers(2, list(range(len(SCRIPT))))
+    assert times == Scripted(places=4, deferred=False).decode(monkeypatch)

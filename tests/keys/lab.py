@@ -30,7 +30,9 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs import decode_graphs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.evaluation.run import evaluate as evaluate_module
 from mtp_research.evaluation.run import passes
+from mtp_research.evaluation.run.prompt_files import Prompt
 from mtp_research.evaluation.run.prompts import load_prompts
 from mtp_research.models.rewrites import apply_rewrites
 from mtp_research.pretrain import pretrain
@@ -47,6 +49,12 @@ PROMPTS = [
     {"id": "sum", "category": "arith", "question": "What is 48 + 37?"},
     {"id": "code", "category": "code", "prompt": "def add(a, b):\n    return a + b\n\n\ndef add(a"},
     {"id": "tea", "category": "howto", "question": "How do I make tea?"},
+]
+_CHECK = "def check(add):\n    assert add(2, 3) == 5\n"
+_SCORED = [
+    PROMPTS[0] | {"answer": "48 + 37 = 85\n#### 85"},
+    PROMPTS[1] | {"test": _CHECK, "entry_point": "add"},
+    {"id": "tea", "category": "howto", "turns": ["How do I make tea?", "And coffee?"]},
 ]
 _EARLY_TOKEN = 435  # third of the greedy answer to the first prompt
 _LONG_PROMPT = {"category": "code", "prompt": "def add(a, b):\n    return a + b\n\n\n" * 3}
@@ -77,6 +85,7 @@ class Lab:
                 "same", [_LONG_PROMPT | {"id": i} for i in "abc"]
             ),
             "many prompts": lambda: self._prompts("many", _MANY),
+            "scored prompts": lambda: self._prompts("scored", _SCORED),
             "stopping target": self._stopping_target,
             "copied target": self._copied_target,
             "head of module 0": self._head_of_module_0,
@@ -305,9 +314,23 @@ def _cached(lab: Lab) -> Parts:
     return lab.parts("cache", {})
 
 
+def _whole_prompts(path: str, **asked: Any) -> list[Prompt]:
+    """The prompts of a file with all turns and fields of their rows."""
+    rows = {row["id"]: row for row in map(json.loads, Path(path).read_text().splitlines())}
+    return [
+        dataclasses.replace(
+            one,
+            turns=tuple(rows[one.question_id].get("turns", one.turns)),
+            reference=rows[one.question_id],
+        )
+        for one in load_prompts(path, **asked)
+    ]
+
+
 def _evaluate(lab: Lab, folder: Path, changes: Changes) -> Parts:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "warm_up", lambda *_, **__: 1)
+        patch.setattr(evaluate_module, "load_prompts", _whole_prompts)
         run_evaluation(with_keys(lab.eval, changes), folder)
     if changes.get("task") == "fault_price":
         return {"conditions": [path.name for path in folder.glob("fault_price.json")]}
@@ -336,6 +359,8 @@ def _evaluate(lab: Lab, folder: Path, changes: Changes) -> Parts:
         "num_passes": [1 + len(one["repeats"]) for one in stored["conditions"]],
         "prompts": [one["question_id"] for one in stored["prompts"]],
         "skipped": stored["skipped_prompts"],
+        "scores": of_conditions("scores"),
+        "thinking": stored["run"]["thinking_token_ids"],
         "paired": [one["reference"] for one in stored["summary"].get("paired", [])],
         "draws": stored["seed"],
         "dtype": stored["dtype"],

@@ -206,7 +206,8 @@ def _entry_rows(entry: Entry) -> Iterator[Row]:
     shown = {"n": summary.acceptance.num_prompts}
     for name, one in _acceptance(summary.acceptance):
         yield row_of(identity, name, one, **shown)
-    for name, one, others in [*_counts(entry), *_speeds(entry), *_differences(entry)]:
+    found = [*_counts(entry), *_text_figures(entry), *_speeds(entry), *_differences(entry)]
+    for name, one, others in found:
         if one.value is not None:
             yield row_of(identity, name, one, **(shown | others))
 
@@ -256,9 +257,26 @@ def _counts(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
         yield f"audit_{name}", Estimate(count), {"n": audit.get("slots")}
     if summary.result.num_speculative_tokens > 0:
         own = next(one for one in report.conditions if one.label == summary.result.label)
-        for one in acceptance_by_context(own.records, seed=report.seed):
+        buckets = acceptance_by_context(own.records, seed=report.seed, prompt_of=own.prompt_of)
+        for one in buckets:
             name = f"{CONTEXT}{one.low}-{one.high - 1}"
             yield name, one.acceptance_length, {"n": one.num_prompts}
+
+
+def _text_figures(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:
+    """Acceptance by part of the text, right answers, and prompts whose next turn did not fit."""
+    summary, plain = entry.summary, entry.baseline
+    if (split := summary.thinking) is not None:
+        yield f"{LENGTH}_thinking", split.acceptance_length_thinking, {}
+        yield f"{LENGTH}_answer", split.acceptance_length_answer, {}
+    if (score := summary.score) is not None:
+        shown: Row = {"n": score.num_prompts}
+        yield "score_points", score.points, shown
+        if score.points_to_baseline is not None and plain is not None:
+            label = label_text(plain.summary.result.label)
+            yield "score_points_difference", score.points_to_baseline, shown | {"reference": label}
+    if max((prompt.num_turns for prompt in entry.run.report.prompts), default=1) > 1:
+        yield "prompts_cut", Estimate(len(summary.result.cut_prompts)), {}
 
 
 def _speeds(entry: Entry) -> Iterator[tuple[str, Estimate, Row]]:

@@ -109,6 +109,7 @@ def _paragraphs(report: Report) -> list[str]:
     lines = left_out if isinstance(left_out, list | tuple) else ()
     return [
         *_skipped_note(report),
+        *_turn_notes(report),
         *(f"skipped: {printable(str(line), limit=_MAX_LINE)}" for line in lines),
         *(f"warning: {warning}" for warning in dict.fromkeys(warnings)),
         *_draft_length_note(report),
@@ -157,6 +158,22 @@ def _weights_note(report: Report) -> Iterator[str]:
             f"({', '.join(f'{number} tensors {kind}' for kind, number in listed)}), rounded to "
             f"{facts.get('stored_as')}; figures are of this file, not of the original release",
             limit=2 * _MAX_LINE,
+        )
+
+
+def _turn_notes(report: Report) -> Iterator[str]:
+    num_asked = [prompt.num_turns for prompt in report.prompts]
+    if max(num_asked, default=1) > 1:
+        yield (
+            f"turns: {sum(num_asked)} of {len(num_asked)} prompts, each with the condition's own "
+            "answers before it; a prompt with all its turns is one unit of an interval"
+        )
+    cut = {c.label: len(c.cut_prompts) for c in report.conditions if c.cut_prompts}
+    if cut:
+        listed = ", ".join(f"{printable(label)} {number}" for label, number in cut.items())
+        yield (
+            f"warning: conversations whose next turn did not fit the context, so that it and what "
+            f"follows were not asked: {listed}; raise engine.max_model_len"
         )
 
 

@@ -27,12 +27,14 @@ from mtp_research.evaluation.stats.summary import (
     read_condition,
     summarise,
 )
+from mtp_research.evaluation.stats.text_figures import Thinking
 from mtp_research.runtime.errors import IntegrityError, escaped
 from mtp_research.runtime.files import write_atomically
 
 SCHEMA_VERSION = 2
 RESULTS_FILE = "results.json"
 PACKED_FILE = f"{RESULTS_FILE}.xz"  # the same, packed by xz, for results that are kept
+GENERATIONS_FILE = "generations.jsonl"  # texts beside the results
 TOLERANCE = 1e-9  # of a stored figure to the one that the counters give
 MAX_NAME_CHARACTERS = 24
 _NUM_LISTED = 5
@@ -79,13 +81,20 @@ def build_report(
     assert len(set(labels)) == len(labels), f"condition labels must be unique, got {labels}"
     reference = config.get("reference")
     domains = {prompt.question_id: prompt.category for prompt in prompts}
+    thinking = _thinking(run, prompts)
     return Report(
         dtype=dtype,
         seed=seed,
         prompts=tuple(prompts),
         conditions=tuple(conditions),
         summaries=tuple(
-            summarise(one, baseline=baseline_of(one, conditions), domains=domains, seed=seed)
+            summarise(
+                one,
+                baseline=baseline_of(one, conditions),
+                domains=domains,
+                seed=seed,
+                thinking=thinking,
+            )
             for one in conditions
         ),
         paired=compare_to_reference(
@@ -95,6 +104,16 @@ def build_report(
         run=run,
         skipped_prompts=tuple(skipped_prompts),
     )
+
+
+def _thinking(run: Mapping[str, object], prompts: Sequence[PromptEntry]) -> Thinking | None:
+    """How the thinking part of an answer is told; older files do not say it."""
+    token_ids = run.get("thinking_token_ids")
+    if not isinstance(token_ids, list | tuple):
+        return None
+    begin, end = token_ids
+    opened = frozenset(prompt.question_id for prompt in prompts if prompt.opens_thinking)
+    return Thinking(begin, end, opened)
 
 
 def last_line(report: Report, *, folder: Path | None = None) -> str:

@@ -144,7 +144,8 @@ def report_grids(report: Report, *, per_table: int = _PER_TABLE) -> list[Grid]:
         grids = [_metric_grid(some, title) for some in _groups(summaries, per_table)]
         grids += [_domain_grid(some) for some in _groups(drafting, per_table)]
         grids += [paired_grid(pair) for pair in report.paired]
-    return [grid for grid in [*grids, _cost_grid(summaries)] if grid.rows]
+    grids += [_cost_grid(summaries), _thinking_grid(drafting), _score_grid(summaries)]
+    return [grid for grid in grids if grid.rows]
 
 
 def _title(report: Report) -> str:
@@ -451,3 +452,33 @@ def _cost_grid(summaries: Sequence[ConditionSummary]) -> Grid:
     }
     title = "Step without prompt rows [ms], and speed-up = tau / (1 + K c + v)"
     return _row_grid(title, columns, [one for one in summaries if one.cost is not None])
+
+
+def _thinking_grid(drafting: Sequence[ConditionSummary]) -> Grid:
+    rows = []
+    for summary in drafting:
+        if (split := summary.thinking) is not None:
+            inside, outside = split.acceptance_length_thinking, split.acceptance_length_answer
+            cells = (interval(inside), str(split.num_rounds_thinking), interval(outside))
+            label = label_text(summary.result.label)
+            rows.append((label, *cells, str(split.num_rounds_answer)))
+    header = ("condition", "in thinking", "rounds", "in the answer", "rounds")
+    return Grid("Acceptance length (micro) by part of the text", header, tuple(rows))
+
+
+def _score_grid(summaries: Sequence[ConditionSummary]) -> Grid:
+    """What is right, what a rule loses to K = 0, and the speed that it gives for that."""
+
+    def lost(summary: ConditionSummary) -> str:
+        points = summary.score and summary.score.points_to_baseline
+        return interval(points, "+.1f") if points else UNDEFINED
+
+    columns: dict[str, Cell] = {
+        "right": lambda s: f"{s.score.num_right} of {s.score.num_prompts}" if s.score else "",
+        "score [points]": lambda s: interval(s.score.points, ".1f") if s.score else "",
+        "minus K = 0": lost,
+        "tokens/s": lambda s: number(s.speed.end_to_end.value, ".1f"),
+        "ratio": lambda s: number(s.speed.ratio_end_to_end, ".3f"),
+    }
+    scored = [summary for summary in summaries if summary.score is not None]
+    return _row_grid("Right answers, and speed", columns, scored)

@@ -8,6 +8,7 @@ file is an artifact. W&B never ends a run: when it fails there is one warning, a
 disk is whole. The libraries of a report are imported only when something is sent.
 """
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mtp_research.config.schema import LoggerConfig
-from mtp_research.evaluation.report.stored import RESULTS_FILE, Report, Run, longest
+from mtp_research.evaluation.report.stored import (
+    GENERATIONS_FILE,
+    RESULTS_FILE,
+    Report,
+    Run,
+    longest,
+)
 from mtp_research.evaluation.stats.summary import ConditionSummary
 from mtp_research.runtime.wandb_run import OFF, run_mode, start_run
 
@@ -28,6 +35,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIGURES_KEY = "figures"
+GENERATIONS_KEY = "generations"
+MAX_GENERATIONS = 200  # rows of that table
+_GENERATION_COLUMNS = ("id", "turn", "condition", "prompt", "text", "accepted", "finish", "score")
 Scalars = Mapping[str, float | str]
 
 
@@ -196,7 +206,25 @@ def _send(
             about = f"{chart.note} {section.caption}. {section.command}"
             svg = chart_files(chart, description=about)["svg"].decode()
             run.log({f"charts/{chart.stem}": wandb.Html(svg, inject=False)})
+    if rows := generation_rows(results.parent / GENERATIONS_FILE):
+        texts = pd.DataFrame(rows, dtype=object).to_numpy().tolist()
+        run.log({GENERATIONS_KEY: wandb.Table(columns=list(_GENERATION_COLUMNS), data=texts)})
     if results.is_file():
         artifact = wandb.Artifact(f"results-{run.id}", type="results")
         artifact.add_file(str(results))
         run.log_artifact(artifact)
+
+
+def generation_rows(path: Path) -> list[Sequence[object]]:
+    """Rows of the table of texts, one a turn: all conditions of a prompt, then the next prompt."""
+    if not path.is_file():
+        return []
+    lines = [json.loads(line) for line in path.read_text(encoding="utf8").splitlines()]
+    order = {name: place for place, name in enumerate(dict.fromkeys(one["id"] for one in lines))}
+    rows: list[Sequence[object]] = []
+    for line in sorted(lines, key=lambda one: order[one["id"]]):
+        for number, turn in enumerate(line["turns"], start=1):
+            accepted = " ".join(map(str, turn["accepted"]))
+            shown = (turn["asked"], turn["text"], accepted, turn["finish_reason"], line["score"])
+            rows.append([line["id"], number, line["condition"], *shown])
+    return rows[:MAX_GENERATIONS]

@@ -26,12 +26,14 @@ from mtp_research.evaluation.report.stored import (
 from mtp_research.evaluation.report.terminal import print_report, write_table
 from mtp_research.evaluation.report.wandb_log import ReportRun, publish_report
 from mtp_research.evaluation.run.conditions import Condition, conditions_of
+from mtp_research.evaluation.run.conversations import AnswerTokenizer, Conversations
 from mtp_research.evaluation.run.decoders import (
     check_backend,
     head_facts,
     ranking_sha256,
     reference_note,
 )
+from mtp_research.evaluation.run.generations import write_generations
 from mtp_research.evaluation.run.journal import (
     JOURNAL_FILE,
     clear_folder,
@@ -40,13 +42,16 @@ from mtp_research.evaluation.run.journal import (
     prompts_sha256,
 )
 from mtp_research.evaluation.run.passes import Workload, run_group
+from mtp_research.evaluation.run.prompt_files import Prompt
 from mtp_research.evaluation.run.prompts import (
-    ChatTokenizer,
     EncodedPrompts,
     encode_prompts,
+    first_turns,
     load_prompts,
 )
-from mtp_research.evaluation.stats.summary import ConditionResult, num_equal_texts
+from mtp_research.evaluation.run.scoring import Scorer
+from mtp_research.evaluation.stats.outcome import ConditionResult, turns_by_prompt
+from mtp_research.evaluation.stats.summary import num_equal_texts
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.loading.source import source_facts
 from mtp_research.models.target import (
@@ -107,16 +112,20 @@ def _evaluate(
     )
     warn_of_family(target, family=config.model.family)
     check_backend(config.engine.backend, target.device)
-    tokenizer = cast(ChatTokenizer, load_tokenizer(config.model.path))  # fields set at run time
-    encoded = encode_prompts(prompts, tokenizer, max_model_len=_context_length(config, target))
+    conversations = _conversations(config, prompts, target)
+    encoded, asked = conversations.encoded, config.prompts
+    scorer = Scorer(conversations, score=asked.score, run_code=asked.run_code)
     inputs = _inputs(conditions, encoded, target)
     if finished := finished_report(output_dir, config, inputs=inputs):
         print_report(finished, verbose=config.verbose, stored_at=results_file(output_dir))
         sys.stderr.write("already finished in this folder; overwrite=true runs it anew\n")
         return _last_line(finished, output_dir)
     heads = cast(dict[str, object], inputs["heads"])
+    decoded = _decode(
+        config, conditions, conversations, target, inputs, output_dir, on_start=on_start
+    )
     report = build_report(
-        _decode(config, conditions, encoded, target, inputs, output_dir, on_start=on_start),
+        _scored(decoded, scorer),
         prompts=encoded.entries,
         dtype=str(target.dtype).removeprefix("torch."),
         seed=config.seed,
@@ -126,17 +135,41 @@ def _evaluate(
             "head": next(iter(heads.values())) if len(heads) == 1 else None,
             "heads": heads,
             "target": inputs["target"],
+            "thinking_token_ids": encoded.thinking_token_ids,
             "inputs": {key: inputs[key] for key in inputs.keys() - {"prompts", "heads", "target"}},
             "skipped_conditions": list(expand(config).skipped),
         },
         skipped_prompts=encoded.skipped,
     )
+    write_generations(output_dir, report.conditions, conversations)
     path = write_results(output_dir, report)
     write_table(output_dir, report)
     (output_dir / JOURNAL_FILE).unlink()  # the results hold all of it
     print_report(report, verbose=config.verbose, stored_at=path)
     publish_report(report, output_dir=output_dir, run=wandb_run)
     return _last_line(report, output_dir)
+
+
+def _conversations(config: EvalConfig, prompts: Sequence[Prompt], target: Target) -> Conversations:
+    asked, tokenizer = config.prompts, load_tokenizer(config.model.path)
+    tokenizer = cast(AnswerTokenizer, tokenizer)  # fields set at run time
+    encoded = encode_prompts(
+        prompts if asked.turns == "all" else first_turns(prompts),
+        tokenizer,
+        max_model_len=_context_length(config, target),
+        thinking=asked.thinking,
+        thinking_markers=asked.thinking_markers,
+    )
+    return Conversations(encoded, tokenizer, asked.thinking, target.stop_token_ids)
+
+
+def _scored(results: Sequence[ConditionResult], scorer: Scorer) -> list[ConditionResult]:
+    if scorer.runs_code:
+        sys.stderr.write(
+            "note: running code that the model wrote, with limits and with this user's rights "
+            "(prompts.run_code=true)\n"
+        )
+    return [dataclasses.replace(one, scores=scorer.scores(one.records)) for one in results]
 
 
 def _last_line(report: Report, output_dir: Path) -> dict[str, object]:
@@ -148,7 +181,7 @@ def _last_line(report: Report, output_dir: Path) -> dict[str, object]:
 def _decode(
     config: EvalConfig,
     conditions: Sequence[Condition],
-    encoded: EncodedPrompts,
+    conversations: Conversations,
     target: Target,
     inputs: Mapping[str, object],
     output_dir: Path,
@@ -160,21 +193,21 @@ def _decode(
     on_start()
     if config.model.tp_plan != "none":  # ranks must decode alike, and were not killed alike
         (output_dir / JOURNAL_FILE).unlink(missing_ok=True)
-    asked = [prompt.question_id for prompt in encoded.prompts]
+    asked = conversations.request_ids
     journal = open_journal(output_dir, config, inputs=inputs, prompt_ids=asked)
     if note := reference_note(config.engine, config.model.device):
         sys.stderr.write(f"{note}\n")
     labels, num_passes = [condition.label for condition in conditions], config.timing.passes
     progress = WorkProgress(
         "decoding",
-        total=len(encoded.prompts) * len(labels) * num_passes,
+        total=len(asked) * len(labels) * num_passes,
         unit="prompts",
         first=sum(len(journal.stored(x, n).records) for x in labels for n in range(num_passes)),
         is_shown=os.environ.get("RANK", "0") == "0",
     )
     try:
         with progress:
-            workload = Workload(target, heads, encoded, journal, progress)
+            workload = Workload(target, heads, conversations, journal, progress)
             results: list[ConditionResult] = []
             for group in dict.fromkeys(condition.group for condition in conditions):
                 members = [condition for condition in conditions if condition.group == group]
@@ -240,9 +273,14 @@ def _with_verdict(result: ConditionResult, group: Sequence[ConditionResult]) -> 
     baseline = next((other for other in group if other.num_speculative_tokens == 0), None)
     if baseline is None or baseline.temperature:
         return result
-    equal, total = num_equal_texts(result.records, baseline.records), len(result.records)
+    equal = num_equal_texts(result.records, baseline.records, prompt_of=result.prompt_of)
+    total = _num_prompts(result)
     word = "identical" if equal == total else "DIFFERS"
     return dataclasses.replace(result, lossless=f"{word} {equal}/{total}")
+
+
+def _num_prompts(result: ConditionResult) -> int:
+    return len(turns_by_prompt(result.records, result.prompt_of))
 
 
 def _require_outputs(report: Report, output_dir: Path) -> None:
@@ -266,7 +304,8 @@ def _require_equal_passes(report: Report, output_dir: Path) -> None:
     differing = []
     for condition in report.conditions:
         equal = [one.num_texts_equal for one in condition.repeats]
-        numbers = [len(condition.records) - number for number in equal if number is not None]
+        total = _num_prompts(condition)
+        numbers = [total - number for number in equal if number is not None]
         differing += [f"{condition.label} ({number} texts)" for number in numbers if number]
     if differing:
         raise IntegrityError(

@@ -28,6 +28,7 @@ from typing import IO, NamedTuple, cast
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.report.stored import (
+    GENERATIONS_FILE,
     PACKED_FILE,
     RESULTS_FILE,
     Report,
@@ -88,9 +89,12 @@ class Journal:
         )
         self.sync()
 
-    def end_pass(self, label: str, number: int, times: PassRecord) -> None:
-        """Append the end of a pass, and sync."""
-        self._write({"condition": label, "pass": number, "outcome": plain(times)})
+    def end_pass(
+        self, label: str, number: int, times: PassRecord, *, num_records: int | None = None
+    ) -> None:
+        """Append the end of a pass, and sync; `num_records`: how many turns it has in all."""
+        end = {"condition": label, "pass": number, "outcome": plain(times)}
+        self._write(end | ({} if num_records is None else {"num_records": num_records}))
         self.sync()
 
     @property
@@ -170,7 +174,8 @@ def clear_folder(folder: Path, config: EvalConfig, *, inputs: Mapping[str, objec
             return
     except (ConfigError, IntegrityError):
         pass
-    for name in (RESULTS_FILE, PACKED_FILE, JOURNAL_FILE, TABLE_FILE, *RUN_FILES):
+    written = (RESULTS_FILE, PACKED_FILE, JOURNAL_FILE, GENERATIONS_FILE, TABLE_FILE, *RUN_FILES)
+    for name in written:
         (folder / name).unlink(missing_ok=True)
 
 
@@ -190,7 +195,7 @@ def open_journal(
     """Open the journal of a run folder, new or left by a process that was killed.
 
     Other settings or inputs (see `finished_report`) than those of the journal are refused, by name,
-    and so are records of prompts that are not among `prompt_ids`.
+    and so are records of turns whose request ids are not among `prompt_ids`.
     """
     path = folder / JOURNAL_FILE
     folder.mkdir(parents=True, exist_ok=True)
@@ -292,6 +297,7 @@ class _Row(NamedTuple):
     records: tuple[RequestRecord, ...]
     audit: dict[str, int] | None
     times: PassRecord | None
+    num_records: int | None = None  # of the whole pass; None in lines from before it was kept
 
 
 def _read_rows(path: Path, lines: Sequence[bytes], *, is_checked: bool) -> dict[bytes, _Row]:
@@ -309,6 +315,7 @@ def _read_rows(path: Path, lines: Sequence[bytes], *, is_checked: bool) -> dict[
                 records=tuple(records),
                 audit=None if is_end else fields["audit"],
                 times=read_pass(fields["outcome"]) if is_end else None,
+                num_records=fields.get("num_records"),
             )
         except (KeyError, TypeError, AttributeError) as fault:
             raise IntegrityError(
@@ -320,7 +327,7 @@ def _read_rows(path: Path, lines: Sequence[bytes], *, is_checked: bool) -> dict[
 def _complete(
     rows: Mapping[bytes, _Row], prompt_ids: frozenset[str] | None, *, path: Path
 ) -> dict[bytes, _Row]:
-    """The rows that say something new; no pass has ended that lacks one of the prompts."""
+    """The rows that say something new; no pass has ended that lacks one of its turns."""
     known: dict[tuple[str, int], set[str]] = {}
     ended: set[tuple[str, int]] = set()
     kept: dict[bytes, _Row] = {}
@@ -338,8 +345,15 @@ def _complete(
         if row.times:
             ended.add(row.key)
         kept[line] = row
-    lacking = {key for key, ids in known.items() if prompt_ids is not None and ids != prompt_ids}
-    return {line: row for line, row in kept.items() if not (row.times and row.key in lacking)}
+
+    def is_lacking(row: _Row) -> bool:
+        if row.times is None or prompt_ids is None:
+            return False
+        ids = known[row.key]
+        # Not every turn of a conversation is asked; older lines are of prompts of one turn.
+        return ids != prompt_ids if row.num_records is None else len(ids) != row.num_records
+
+    return {line: row for line, row in kept.items() if not is_lacking(row)}
 
 
 def _passes(rows: Iterable[_Row]) -> dict[tuple[str, int], StoredPass]:

@@ -20,13 +20,14 @@ from mtp_research.decode.pool_size import NUM_SPARE_BLOCKS, free_bytes, plan_sid
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.run.conditions import Condition
+from mtp_research.evaluation.run.conversations import Conversations, Dialogue
 from mtp_research.evaluation.run.decoders import build_decoder, needs_of
 from mtp_research.evaluation.run.journal import Journal, add_audits
-from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.evaluation.run.settings_check import sampling_params
 from mtp_research.evaluation.run.timed_decode import (
     MAX_WARM_UPS,
     Finished,
+    Question,
     StepClock,
     decode_prompts,
     warm_up,
@@ -46,13 +47,13 @@ class Workload(NamedTuple):
 
     target: Target
     heads: Mapping[str | None, Heads]  # by `spec.head`
-    encoded: EncodedPrompts
+    conversations: Conversations
     journal: Journal
     progress: WorkProgress  # of the prompts of all conditions and passes
 
 
 class Pass(NamedTuple):
-    """One decoding of the prompt set: a record per prompt, sorted by id, and its measurements."""
+    """One decoding of the prompt set: a record per turn, sorted by id, and its measurements."""
 
     records: tuple[RequestRecord, ...]
     audit: dict[str, int] | None
@@ -84,7 +85,7 @@ def run_group(
             runner.run_pass(number)
             if number + 1 == num_passes:
                 runner.end()
-    return [_result(runner.condition, runner.passes) for runner in runners]
+    return [_result(one.condition, one.passes, workload.conversations) for one in runners]
 
 
 def _with_room(condition: Condition, workload: Workload) -> Condition:
@@ -95,7 +96,7 @@ def _with_room(condition: Condition, workload: Workload) -> Condition:
     config, target = condition.config, workload.target
     if config.engine.max_model_len is not None:
         return condition
-    longest = workload.encoded.longest_text(config.sampling.max_new_tokens)
+    longest = workload.conversations.longest_text(config.sampling.max_new_tokens)
     limit = min(longest, target.config.max_position_embeddings)
     engine = replace(config.engine, max_model_len=limit)
     return replace(condition, config=replace(config, engine=engine))
@@ -137,14 +138,13 @@ class _Runner:
         journal, label = self._workload.journal, self.condition.label
         records, audit, times = journal.stored(label, number)
         if times is None:
-            left = self._workload.encoded.without({record.request_id for record in records})
-            fresh, is_resumed = self._decode(number, left), bool(records)
+            fresh, is_resumed = self._decode(number, records), bool(records)
             records, audit = (*records, *fresh.records), add_audits(audit, fresh.audit)
             times = PassRecord(wall_s=None, is_resumed=True) if is_resumed else fresh.times
-            journal.end_pass(label, number, times)
+            journal.end_pass(label, number, times, num_records=len(records))
         self.passes.append(Pass(tuple(sorted(records, key=lambda r: r.request_id)), audit, times))
 
-    def _decode(self, number: int, left: EncodedPrompts) -> Pass:
+    def _decode(self, number: int, done: Sequence[RequestRecord]) -> Pass:
         assert self._prepared is not None, "prepare() comes before run_pass()"
         decoder, num_warm_ups, capture_s = self._prepared
         device, journal = self._workload.target.device, self._workload.journal
@@ -152,12 +152,13 @@ class _Runner:
         if not decoder.is_captured:  # a captured step has no parts
             clock = StepClock(device)
             decoder.observe(clock.watch)
+        dialogue = self._workload.conversations.begin(done, max_model_len=decoder.max_model_len)
         sampling = _sampling(self.condition, self._workload)
         num_builds = decoder.num_builds
         decoded = decode_prompts(
             decoder,
-            left,
-            [sampling[prompt.question_id] for prompt in left.prompts],
+            dialogue.left,
+            [sampling[prompt.question_id] for prompt in dialogue.left.prompts],
             salt=f"pass {number}",
             clock=clock,
             finished=Finished(
@@ -167,6 +168,7 @@ class _Runner:
                 number=number,
                 progress=self._workload.progress,
             ),
+            follow_up=lambda record: _question(dialogue, record, sampling),
         )
         peak = None
         if device.type == "cuda" and self._num_passes == 1:
@@ -181,8 +183,18 @@ class _Runner:
         return Pass(decoded.records, decoded.audit, times)
 
 
-def _result(condition: Condition, passes: Sequence[Pass]) -> ConditionResult:
+def _question(
+    dialogue: Dialogue, record: RequestRecord, sampling: Mapping[str, SamplingParams]
+) -> Question | None:
+    asked = dialogue.next_turn(record)
+    return None if asked is None else Question(*asked, sampling[asked.request_id])
+
+
+def _result(
+    condition: Condition, passes: Sequence[Pass], conversations: Conversations
+) -> ConditionResult:
     first, *later = passes
+    prompt_of = conversations.prompt_of
     is_drafting = condition.num_speculative_tokens > 0
     return ConditionResult(
         label=condition.label,
@@ -192,7 +204,12 @@ def _result(condition: Condition, passes: Sequence[Pass]) -> ConditionResult:
         passes=(
             first.times,
             *(
-                replace(one.times, num_texts_equal=num_equal_texts(one.records, first.records))
+                replace(
+                    one.times,
+                    num_texts_equal=num_equal_texts(
+                        one.records, first.records, prompt_of=prompt_of
+                    ),
+                )
                 for one in later
             ),
         ),
@@ -203,6 +220,8 @@ def _result(condition: Condition, passes: Sequence[Pass]) -> ConditionResult:
         temperature=condition.group.temperature,
         verify=condition.config.spec.verify,
         draft_sampling=condition.config.spec.draft_sampling if is_drafting else None,
+        prompt_of=prompt_of,
+        cut_prompts=conversations.cut_prompts(first.records),
     )
 
 
@@ -238,7 +257,7 @@ def _prepare(
     condition: Condition, workload: Workload, *, num_blocks: int | None, most_warm_ups: int
 ) -> _Prepared:
     """Build the decoder; check all prompts before minutes of capture; warm it up."""
-    target, encoded = workload.target, workload.encoded
+    target, encoded = workload.target, workload.conversations.encoded
     heads = workload.heads.get(condition.config.spec.head)  # not loaded if every K is 0
     by_id = _sampling(condition, workload)
     sampling = [by_id[prompt.question_id] for prompt in encoded.prompts]
@@ -266,13 +285,13 @@ def _pool_line(decoder: SpecDecoder) -> str:
 
 
 def _sampling(condition: Condition, workload: Workload) -> dict[str, SamplingParams]:
-    """Parameters by prompt; seeds differ per prompt and agree across conditions."""
+    """Parameters by request id; seeds differ per turn and agree across conditions."""
     config = condition.config
     return {
-        prompt.question_id: sampling_params(
+        name: sampling_params(
             config.sampling,
             seed=config.seed * 1_000_003 + index,
             stop_token_ids=workload.target.stop_token_ids,
         )
-        for index, prompt in enumerate(workload.encoded.prompts)
+        for index, name in enumerate(workload.conversations.request_ids)
     }

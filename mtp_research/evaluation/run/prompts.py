@@ -9,6 +9,7 @@ version may give others, which is why every prompt is recorded with its hash.
 
 import ast
 import hashlib
+import re
 import sysconfig
 import textwrap
 from collections.abc import Iterator, Sequence, Set
@@ -31,6 +32,7 @@ CODE_SEED = 0  # fixed: evaluations with different seeds must still ask the same
 MIN_CHARACTERS = 300
 MAX_CHARACTERS = 600
 MIN_REMAINING_LINES = 2  # of the function after the cut: what the model completes
+THINKING_MARKERS = ("<think>", "</think>")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -41,13 +43,31 @@ class EncodedPrompts:
     prompts: tuple[Prompt, ...]
     token_ids: tuple[tuple[int, ...], ...]
     skipped: tuple[str, ...]
+    thinking_token_ids: tuple[int, int] | None = None  # begin and end of a thinking part
 
     @property
     def entries(self) -> tuple[PromptEntry, ...]:
         """The prompts without their text."""
+        token_ids = self.token_ids or ((),) * len(self.prompts)
         return tuple(
-            PromptEntry(one.question_id, one.category, one.format, one.sha256)
-            for one in self.prompts
+            PromptEntry(
+                one.question_id,
+                one.category,
+                one.format,
+                one.sha256,
+                num_turns=len(one.turns),
+                opens_thinking=self._opens_thinking(ids),
+            )
+            for one, ids in zip(self.prompts, token_ids, strict=True)
+        )
+
+    def _opens_thinking(self, token_ids: Sequence[int]) -> bool:
+        """Whether a thinking part has begun and not ended at the end of a prompt."""
+        marks = [one for one in token_ids if one in (self.thinking_token_ids or ())]
+        return (
+            bool(marks)
+            and self.thinking_token_ids is not None
+            and (marks[-1] == self.thinking_token_ids[0])
         )
 
     def longest_text(self, max_new_tokens: int) -> int:
@@ -58,7 +78,12 @@ class EncodedPrompts:
         """The prompts whose ids are not among `done`; none of them is skipped."""
         pairs = zip(self.prompts, self.token_ids, strict=True)
         left = [(prompt, ids) for prompt, ids in pairs if prompt.question_id not in done]
-        return EncodedPrompts(tuple(p for p, _ in left), tuple(ids for _, ids in left), ())
+        return replace(
+            self,
+            prompts=tuple(prompt for prompt, _ in left),
+            token_ids=tuple(ids for _, ids in left),
+            skipped=(),
+        )
 
 
 def load_prompts(
@@ -88,31 +113,74 @@ def load_prompts(
     return prompts if max_prompts is None else _balanced(prompts, max_prompts, seed)
 
 
-def encode_prompt(prompt: Prompt, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """Token ids that the model is given.
+def first_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts without their later turns."""
+    return [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
+
+
+def encode_prompt(
+    prompt: Prompt,
+    tokenizer: ChatTokenizer,
+    *,
+    answers: Sequence[str] = (),
+    thinking: bool | None = None,
+) -> tuple[int, ...]:
+    """Token ids that the model is given at the turn behind so many answers.
 
     `chat` goes through the model's template, with the opening of the assistant's turn;
-    `completion` is the bos token, if the tokenizer has one, and the text.
+    `completion` is the bos token, if the tokenizer has one, and all texts in a row.
+
+    Args:
+        prompt: has a turn more than there are answers, at least.
+        tokenizer: of the model.
+        answers: texts of the turns before.
+        thinking: `enable_thinking` of the template; None leaves it alone.
+
+    Raises:
+        ConfigError: there is no chat template, or it refuses the conversation.
     """
+    said = prompt.turns[: len(answers) + 1]
+    assert len(said) > len(answers), f"{prompt.question_id} has no turn behind {len(answers)}"
     if prompt.format == "completion":
-        return completion_ids(prompt.turns[0], tokenizer)
+        pairs = zip_longest(said, answers, fillvalue="")
+        text = "".join(f"{ours}{theirs}" for ours, theirs in pairs)
+        return completion_ids(text, tokenizer)
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"prompt {prompt.question_id} has format chat, but the model's tokenizer has no chat "
             "template; choose prompts with format completion (prompts.path) or a chat model."
         )
-    return chat_ids([{"role": "user", "content": prompt.turns[0]}], tokenizer)
+    messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    for ours, theirs in zip_longest(said, answers):
+        messages.append({"role": "user", "content": ours})
+        messages += [] if theirs is None else [{"role": "assistant", "content": theirs}]
+    variables = {} if thinking is None else {"enable_thinking": thinking}
+    try:
+        return chat_ids(messages, tokenizer, **variables)
+    except ConfigError as fault:
+        raise ConfigError(
+            f"the chat template refuses prompt {prompt.question_id} ({fault.__cause__}); choose "
+            "other prompts (prompts.path), or prompts.turns=first."
+        ) from None
 
 
 def encode_prompts(
-    prompts: Sequence[Prompt], tokenizer: ChatTokenizer, *, max_model_len: int
+    prompts: Sequence[Prompt],
+    tokenizer: ChatTokenizer,
+    *,
+    max_model_len: int,
+    thinking: bool | None = None,
+    thinking_markers: Sequence[str] | None = None,
 ) -> EncodedPrompts:
-    """Token ids of the prompts; those that leave no room for a token are skipped and counted.
+    """Token ids of first turns; prompts that leave no room for a token are skipped and counted.
 
     Raises:
+        ConfigError: `thinking` is asked for, and no prompt goes through a template that knows it;
+            a marker that was asked for is not one token.
         IntegrityError: none fits.
     """
-    token_ids = tuple(encode_prompt(prompt, tokenizer) for prompt in prompts)
+    _check_thinking(prompts, tokenizer, thinking=thinking)
+    token_ids = tuple(encode_prompt(prompt, tokenizer, thinking=thinking) for prompt in prompts)
     pairs = zip(prompts, token_ids, strict=True)
     skipped = tuple(prompt.question_id for prompt, ids in pairs if len(ids) >= max_model_len)
     if len(skipped) == len(prompts):
@@ -120,8 +188,43 @@ def encode_prompts(
             f"all {len(prompts)} prompts have {max_model_len} tokens or more, the context length; "
             "use shorter prompts or raise engine.max_model_len."
         )
-    fitting = EncodedPrompts(tuple(prompts), token_ids, ()).without(set(skipped))
+    markers = _thinking_token_ids(tokenizer, thinking_markers)
+    fitting = EncodedPrompts(tuple(prompts), token_ids, (), markers).without(set(skipped))
     return replace(fitting, skipped=skipped)
+
+
+def _check_thinking(
+    prompts: Sequence[Prompt], tokenizer: ChatTokenizer, *, thinking: bool | None
+) -> None:
+    if thinking is None:
+        return
+    reason = None
+    if all(prompt.format == "completion" for prompt in prompts):
+        reason = "every prompt has format completion, which no chat template sees"
+    elif not re.search(r"\benable_thinking\b", str(tokenizer.chat_template)):
+        reason = "the chat template of the model's tokenizer does not know enable_thinking"
+    if reason is not None:
+        raise ConfigError(
+            f"prompts.thinking must be null, because {reason}, got {str(thinking).lower()}; "
+            "set prompts.thinking=null."
+        )
+
+
+def _thinking_token_ids(
+    tokenizer: ChatTokenizer, markers: Sequence[str] | None
+) -> tuple[int, int] | None:
+    """Ids of the markers; None where the usual ones are not one token each."""
+    begin, end = (
+        tokenizer.encode(marker, add_special_tokens=False) for marker in markers or THINKING_MARKERS
+    )
+    if len(begin) == len(end) == 1 and begin != end:
+        return begin[0], end[0]
+    if markers is None:
+        return None
+    raise ConfigError(
+        f"prompts.thinking_markers must be two different tokens, got {list(markers)}, which are "
+        f"{len(begin)} and {len(end)} tokens; set prompts.thinking_markers=null."
+    )
 
 
 def _of_domains(prompts: Sequence[Prompt], domains: Sequence[str]) -> list[Prompt]:

@@ -125,6 +125,14 @@ def device_timer(device: torch.device) -> Callable[[], float | None]:
     return stop
 
 
+class Question(NamedTuple):
+    """A request that is added while others run."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
 class Decoded(NamedTuple):
     """What one decoding left."""
 
@@ -182,6 +190,7 @@ def decode_prompts(
     salt: str,
     clock: StepClock | None = None,
     finished: Finished | None = None,
+    follow_up: Callable[[RequestRecord], Question | None] = lambda _: None,
 ) -> Decoded:
     """Run the loop over the prompts.
 
@@ -196,6 +205,7 @@ def decode_prompts(
         salt: prompts of decodings with different salts share no cached prefix.
         clock: the probe of the decoder's step.
         finished: is handed the generations as they end.
+        follow_up: makes the next turn from a turn that has ended, outside the clock.
     """
     stats = decoder.stats
     num_records, audit = len(stats.records), stats.audit
@@ -205,6 +215,7 @@ def decode_prompts(
         name = prompt.question_id
         decoder.add_request(token_ids, sampling=params, request_id=name, cache_salt=salt)
     step_s, calls = [], _DecodeCalls(decoder.engine.max_num_requests)
+    later = _LaterTurns(decoder, follow_up, salt=salt)
     while decoder.has_work:
         before, began = _Counters.of(stats), time.perf_counter()
         decoder.step()
@@ -212,12 +223,13 @@ def decode_prompts(
         is_decoding = calls.add(step_s[-1], before=before, after=_Counters.of(stats))
         if clock is not None:
             clock.end_step(wall_s=step_s[-1], keep=is_decoding)
+        later.ask()
         if finished is not None:
             finished.keep(now=not decoder.has_work)
-    journal_s = 0.0 if finished is None else finished.seconds
+    other_s = later.seconds + (0.0 if finished is None else finished.seconds)
     num_steps = stats.num_steps - steps_before
     times = PassRecord(
-        wall_s=time.perf_counter() - started - journal_s,
+        wall_s=time.perf_counter() - started - other_s,
         decode_wall_s=calls.wall_s,
         num_decode_tokens=calls.num_tokens,
         full_wall_s=calls.full_wall_s,
@@ -229,6 +241,35 @@ def decode_prompts(
     )
     records = tuple(stats.records[num_records:])
     return Decoded(records, _since(stats.audit, audit), times, tuple(step_s))
+
+
+class _LaterTurns:
+    """Adds the turns that finished ones lead to, between steps."""
+
+    def __init__(
+        self,
+        decoder: SpecDecoder,
+        follow_up: Callable[[RequestRecord], Question | None],
+        *,
+        salt: str,
+    ) -> None:
+        self._decoder, self._follow_up, self._salt = decoder, follow_up, salt
+        self._num_seen = len(decoder.stats.records)
+        self.seconds = 0.0
+
+    def ask(self) -> None:
+        records = self._decoder.stats.records
+        if self._num_seen == len(records):
+            return
+        started = time.perf_counter()
+        for record in records[self._num_seen :]:
+            if (question := self._follow_up(record)) is not None:
+                name, token_ids, sampling = question
+                self._decoder.add_request(
+                    token_ids, sampling=sampling, request_id=name, cache_salt=self._salt
+                )
+        self._num_seen = len(records)
+        self.seconds += time.perf_counter() - started
 
 
 def warm_up(

@@ -3,12 +3,18 @@
 Between the second and the third stage of the flow: prompts -> decode loop -> statistics -> report.
 A *condition* is one way of decoding the prompt set; the one with K = 0 is the baseline. A *pass* is
 one decoding of the whole set by one condition. `summary` writes and reads all of it.
+
+A prompt of several turns is a *conversation*: each turn is a request of its own, whose prompt holds
+the answers before it. The first has the prompt's id, later ones `ID/2`, `ID/3`, ...
 Letter: K drafts per step.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from mtp_research.decode.stats import RequestRecord
+
+Turns = tuple[RequestRecord, ...]  # of one prompt, in the order in which they were asked
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,8 @@ class PromptEntry:
     category: str
     format: str
     sha256: str
+    num_turns: int = 1  # messages of the user that are asked
+    opens_thinking: bool = False  # its chat template begins the answer's thinking part
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class ConditionResult:
     label: str  # unique column title, such as `eagle`
     policy: str | None  # hidden-state policy; None for the baseline
     num_speculative_tokens: int  # K; 0 makes this the baseline
-    records: tuple[RequestRecord, ...]  # one per prompt, of the first pass
+    records: tuple[RequestRecord, ...]  # one per prompt and turn, of the first pass
     passes: tuple[PassRecord, ...]  # at least one, in their order
     lossless: str  # verdict on the outputs, such as `identical 153/153` (tables show 24 characters)
     # Of the first pass, slots by finding (WRONG, MIXED, HOLE, PROVISIONAL) and `slots`, the number
@@ -84,6 +92,10 @@ class ConditionResult:
     temperature: float | None = None  # of the target's sampling
     verify: str | None = None  # verification rule
     draft_sampling: str | None = None  # how drafts were chosen
+    prompt_of: Mapping[str, str] = field(default_factory=dict)  # later turn's id -> prompt's id
+    cut_prompts: tuple[str, ...] = ()  # ids of prompts whose next turn did not fit the context
+    # 1 for a right answer and 0 for a wrong one, by prompt's id; None where nothing was scored
+    scores: Mapping[str, int] | None = None
 
     @property
     def first(self) -> PassRecord:
@@ -113,3 +125,29 @@ class ConditionResult:
             draft_s=sum(parts.draft_s for parts in known),
             host_s=sum(parts.host_s for parts in known),
         )
+
+
+def turn_id(question_id: str, turn: int) -> str:
+    """Request id of turn 0, 1, ... of a prompt."""
+    return question_id if turn == 0 else f"{question_id}/{turn + 1}"
+
+
+def turns_by_prompt(
+    records: Iterable[RequestRecord], prompt_of: Mapping[str, str]
+) -> dict[str, Turns]:
+    """The turns of each prompt by its id; `prompt_of` is that of a `ConditionResult`.
+
+    Raises:
+        ValueError: one request id occurs twice.
+    """
+    found: dict[str, dict[str, RequestRecord]] = {}
+    for record in records:
+        turns = found.setdefault(prompt_of.get(record.request_id, record.request_id), {})
+        if record.request_id in turns:
+            raise ValueError(f"expected one record per prompt, got two of {record.request_id}.")
+        turns[record.request_id] = record
+    # Records come in the order of their ids, in which `ID/10` stands before `ID/2`.
+    return {
+        name: tuple(turns[one] for one in sorted(turns, key=lambda text: (len(text), text)))
+        for name, turns in found.items()
+    }

@@ -11,14 +11,16 @@ one verify step of one request that had drafts. Letters: P prompts, K drafts per
   rule or the context limit stopped before it says nothing about it
 - target forwards per token = decode steps / tokens after the first (which the prefill gives)
 
-Each is a ratio of two sums over prompts; `bootstrap` puts the intervals around them.
+Each is a ratio of two sums over prompts; `bootstrap` puts the intervals around them. A prompt of
+several turns is one unit: the rounds of its turns are pooled, because they depend on each other as
+those of one text do. It counts once all of its turns that were asked have ended.
 
 A round stands at context c when c tokens come before its first draft: the prompt and all tokens
 emitted so far. It falls into the bucket [2^n, 2^(n+1)) that holds c. A step without drafts leaves
 no round behind, so under a draft-length rule c is a lower bound.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +34,10 @@ from mtp_research.evaluation.stats.bootstrap import (
     estimate,
     estimate_difference,
 )
+from mtp_research.evaluation.stats.outcome import Turns, turns_by_prompt
 from mtp_research.runtime.errors import IntegrityError
 
+ONE_TURN: Mapping[str, str] = {}  # what `prompt_of` is where every prompt has one turn
 FINISHED = ("stop", "length")  # the finish reasons of a generation that ran to its end
 ACCEPTED_WARNING = (
     '"accepted" differs by project: here, as in vLLM\'s metrics, accepted drafts exclude the bonus '
@@ -56,8 +60,8 @@ MIN_PROMPTS = 80
 class AcceptanceStatistics:
     """The acceptance figures of one condition; the formulas are those of the module docstring."""
 
-    num_prompts: int  # finished generations, over which everything is computed
-    num_unfinished: int  # generations left out (non-finite target, abort)
+    num_prompts: int  # finished prompts, over which everything is computed
+    num_unfinished: int  # prompts left out (non-finite target, abort)
     num_rounds: int  # verify rounds that had drafts
     # Rounds with r >= 2 rejected drafts; policies differ only after such a round
     num_rounds_two_rejected: int
@@ -82,23 +86,26 @@ def acceptance_statistics(
     num_speculative_tokens: int,
     seed: int = 0,
     num_draws: int = NUM_DRAWS,
+    prompt_of: Mapping[str, str] = ONE_TURN,
 ) -> AcceptanceStatistics:
     """Every acceptance figure of one condition with a 95 % cluster-bootstrap interval over prompts.
 
     Args:
-        records: one per prompt; those that did not finish are counted and left out.
+        records: one per prompt and turn; prompts that did not finish are counted and left out.
         num_speculative_tokens: K, >= the drafts of any round; 0 for the baseline.
         seed: of the resampling; equal seeds and data give equal intervals.
         num_draws: resamplings.
+        prompt_of: see `ConditionResult`.
     """
-    everything = list(records)
-    finished = [record for record in everything if record.finish_reason in FINISHED]
-    ratios = acceptance_ratios(finished, num_speculative_tokens=num_speculative_tokens)
+    everything = prompts_of(records, prompt_of)
+    prompts = [turns for turns in everything if is_finished(turns)]
+    ratios = acceptance_ratios(prompts, num_speculative_tokens=num_speculative_tokens)
+    finished = [record for turns in prompts for record in turns]
     estimates = estimate(ratios, seed=seed, num_draws=num_draws)
     positions = range(1, num_speculative_tokens + 1)
     statistics = AcceptanceStatistics(
-        num_prompts=len(finished),
-        num_unfinished=len(everything) - len(finished),
+        num_prompts=len(prompts),
+        num_unfinished=len(everything) - len(prompts),
         num_rounds=sum(len(record.num_accepted_per_round) for record in finished),
         num_rounds_two_rejected=sum(_two_rejected(record) for record in finished),
         num_accepted=sum(sum(record.num_accepted_per_round) for record in finished),
@@ -113,7 +120,7 @@ def acceptance_statistics(
             estimates[f"p_{i}/p_{i - 1}"] for i in positions
         ),
         target_forwards_per_token=estimates["target_forwards_per_token"],
-        warnings=_warnings(len(finished), len(everything)),
+        warnings=_warnings(len(prompts), len(everything)),
     )
     _check_identity(statistics)
     return statistics
@@ -125,14 +132,16 @@ def statistics_per_domain(
     *,
     num_speculative_tokens: int,
     seed: int = 0,
+    prompt_of: Mapping[str, str] = ONE_TURN,
 ) -> dict[str, AcceptanceStatistics]:
-    """`acceptance_statistics` by domain, sorted by name; `domains` maps request_id to domain."""
+    """`acceptance_statistics` by domain, sorted by name; `domains` maps prompts' ids to domains."""
     by_domain: dict[str, list[RequestRecord]] = {}
     for record in records:
-        by_domain.setdefault(domains[record.request_id], []).append(record)
+        domain = domains[prompt_of.get(record.request_id, record.request_id)]
+        by_domain.setdefault(domain, []).append(record)
     return {
         domain: acceptance_statistics(
-            members, num_speculative_tokens=num_speculative_tokens, seed=seed
+            members, num_speculative_tokens=num_speculative_tokens, seed=seed, prompt_of=prompt_of
         )
         for domain, members in sorted(by_domain.items())
     }
@@ -145,27 +154,25 @@ def paired_differences(
     num_speculative_tokens: int,
     seed: int = 0,
     num_draws: int = NUM_DRAWS,
+    prompt_of: Mapping[str, str] = ONE_TURN,
 ) -> dict[str, Estimate]:
     """Each statistic of `records` minus that of `reference`, over the same resampled prompts.
 
     The prompts are the larger source of variation; pairing takes it out of the comparison. Only
-    prompts that finished in both count; `num_speculative_tokens` is the larger K.
+    prompts that finished in both count; `num_speculative_tokens` is the larger K. A later turn
+    may have been asked on one side only, where the answers before it differ in length.
 
     Raises:
-        ValueError: the two hold different request ids, or one id twice.
+        ValueError: the two hold different prompts, or one request id twice.
     """
-    ours, theirs = _by_id(records), _by_id(reference)
+    ours, theirs = (turns_by_prompt(side, prompt_of) for side in (records, reference))
     if ours.keys() != theirs.keys():
         differing = sorted(ours.keys() ^ theirs.keys())
         raise ValueError(
             f"expected the same prompts on both sides, got {len(differing)} on one side only "
             f"(such as {differing[:3]}); evaluate both conditions on one prompt set."
         )
-    both = [
-        name
-        for name in ours
-        if ours[name].finish_reason in FINISHED and theirs[name].finish_reason in FINISHED
-    ]
+    both = [name for name in ours if is_finished(ours[name]) and is_finished(theirs[name])]
     sides = [
         acceptance_ratios(
             [side[name] for name in both], num_speculative_tokens=num_speculative_tokens
@@ -181,22 +188,36 @@ def few_prompts(num_prompts: int) -> list[str]:
     return [] if num_prompts >= MIN_PROMPTS else [f"only {num_prompts} prompts: {why}"]
 
 
-def acceptance_ratios(
-    records: Sequence[RequestRecord], *, num_speculative_tokens: int
-) -> dict[str, Ratio]:
-    """Every acceptance statistic as a ratio of two sums over P finished generations, in order.
+def prompts_of(records: Iterable[RequestRecord], prompt_of: Mapping[str, str]) -> list[Turns]:
+    """The turns of each prompt; without later turns one record a prompt, in their order."""
+    if not prompt_of:
+        return [(record,) for record in records]
+    return list(turns_by_prompt(records, prompt_of).values())
+
+
+def is_finished(turns: Turns) -> bool:
+    """Whether every turn that was asked ran to its end."""
+    return all(record.finish_reason in FINISHED for record in turns)
+
+
+def acceptance_ratios(prompts: Sequence[Turns], *, num_speculative_tokens: int) -> dict[str, Ratio]:
+    """Every acceptance statistic as a ratio of two sums over P finished prompts, in order.
 
     Returns:
         `acceptance_length_micro`, `acceptance_length_macro`, `acceptance_rate`,
         `target_forwards_per_token`, and `p_1`, `p_1/p_0`, ..., `p_K`, `p_K/p_{K-1}`.
     """
-    for record in records:
+    for record in (record for turns in prompts for record in turns):
         _check_record(record, num_speculative_tokens)
-    rounds = _column(len(record.num_accepted_per_round) for record in records)
-    accepted = _column(sum(record.num_accepted_per_round) for record in records)
-    drafted = _column(sum(record.num_drafted_per_round) for record in records)
-    forwards = _column(record.num_target_forwards for record in records)
-    later_tokens = _column(max(len(record.output_token_ids) - 1, 0) for record in records)
+
+    def column(count: Callable[[RequestRecord], int]) -> Floats:
+        return _column(sum(map(count, turns)) for turns in prompts)
+
+    rounds = column(lambda record: len(record.num_accepted_per_round))
+    accepted = column(lambda record: sum(record.num_accepted_per_round))
+    drafted = column(lambda record: sum(record.num_drafted_per_round))
+    forwards = column(lambda record: record.num_target_forwards)
+    later_tokens = column(lambda record: max(len(record.output_token_ids) - 1, 0))
     # Where nothing was ever drafted, each decode step is a round that gave its one token.
     rounds_or_steps = rounds if rounds.any() else forwards
     has_rounds = (rounds_or_steps > 0).astype(np.float64)
@@ -208,9 +229,9 @@ def acceptance_ratios(
         "target_forwards_per_token": Ratio(forwards, later_tokens),
     }
     for i in range(1, num_speculative_tokens + 1):
-        kept = _column(sum(a >= i for a in record.num_accepted_per_round) for record in records)
+        kept = column(lambda record, i=i: sum(a >= i for a in record.num_accepted_per_round))
         ratios[f"p_{i}"] = Ratio(kept, rounds)
-        ratios[f"p_{i}/p_{i - 1}"] = Ratio(kept, _column(_reached(r, i) for r in records))
+        ratios[f"p_{i}/p_{i - 1}"] = Ratio(kept, column(lambda record, i=i: _reached(record, i)))
     return ratios
 
 
@@ -256,15 +277,6 @@ def _check_identity(statistics: AcceptanceStatistics) -> None:
         )
 
 
-def _by_id(records: Iterable[RequestRecord]) -> dict[str, RequestRecord]:
-    by_id: dict[str, RequestRecord] = {}
-    for record in records:
-        if record.request_id in by_id:
-            raise ValueError(f"expected one record per prompt, got two of {record.request_id}.")
-        by_id[record.request_id] = record
-    return by_id
-
-
 def _warnings(num_finished: int, num_prompts: int) -> tuple[str, ...]:
     warnings = []
     if num_finished < num_prompts:
@@ -286,16 +298,17 @@ class ContextBucket:
 
     low: int  # fewest tokens
     high: int  # one more than the most tokens
-    num_prompts: int  # generations with a round here
+    num_prompts: int  # prompts with a round here
     num_rounds: int  # rounds here
     acceptance_length: Estimate  # 1 + accepted / rounds, with its interval over prompts
 
 
 def acceptance_by_context(
-    records: Iterable[RequestRecord], *, seed: int
+    records: Iterable[RequestRecord], *, seed: int, prompt_of: Mapping[str, str] = ONE_TURN
 ) -> tuple[ContextBucket, ...]:
-    """Buckets that hold at least one round of a finished generation, from short to long."""
-    sums = [_sums_by_bucket(record) for record in records if record.finish_reason in FINISHED]
+    """Buckets that hold at least one round of a finished prompt, from short to long."""
+    prompts = [turns for turns in prompts_of(records, prompt_of) if is_finished(turns)]
+    sums = [_sums_by_bucket(turns) for turns in prompts]
     buckets = sorted({low for one in sums for low in one})
     ratios = {}
     for low in buckets:
@@ -315,12 +328,13 @@ def acceptance_by_context(
     )
 
 
-def _sums_by_bucket(record: RequestRecord) -> dict[int, tuple[int, int]]:
+def _sums_by_bucket(turns: Turns) -> dict[int, tuple[int, int]]:
     sums: dict[int, tuple[int, int]] = {}
-    context = record.num_prompt_tokens + 1  # the prefill gave the first token
-    for accepted in record.num_accepted_per_round:
-        low = 1 << (context.bit_length() - 1)
-        rounds, kept = sums.get(low, (0, 0))
-        sums[low] = (rounds + 1, kept + accepted)
-        context += accepted + 1
+    for record in turns:
+        context = record.num_prompt_tokens + 1  # the prefill gave the first token
+        for accepted in record.num_accepted_per_round:
+            low = 1 << (context.bit_length() - 1)
+            rounds, kept = sums.get(low, (0, 0))
+            sums[low] = (rounds + 1, kept + accepted)
+            context += accepted + 1
     return sums

@@ -15,13 +15,25 @@ from typing import Any
 
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.stats.bootstrap import Estimate
-from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord, StepParts
+from mtp_research.evaluation.stats.outcome import (
+    ConditionResult,
+    PassRecord,
+    StepParts,
+    turns_by_prompt,
+)
 from mtp_research.evaluation.stats.speed import Speed, StepCost, cost_of, speed_of
 from mtp_research.evaluation.stats.statistics import (
     AcceptanceStatistics,
     acceptance_statistics,
     paired_differences,
     statistics_per_domain,
+)
+from mtp_research.evaluation.stats.text_figures import (
+    TaskScore,
+    Thinking,
+    ThinkingSplit,
+    task_score,
+    thinking_split,
 )
 
 _RECORD_TYPES = {
@@ -51,11 +63,14 @@ class ConditionSummary:
     cost: StepCost | None
     # Prompts with the baseline's token ids; None without baseline
     num_outputs_equal_to_baseline: int | None
+    # Acceptance inside and outside of thinking; None without drafts or thinking
+    thinking: ThinkingSplit | None = None
+    score: TaskScore | None = None  # right answers; None where nothing was scored
 
     @property
     def num_prompts(self) -> int:
         """Prompts asked, finished or not."""
-        return len(self.result.records)
+        return self.acceptance.num_prompts + self.acceptance.num_unfinished
 
 
 def summarise(
@@ -64,21 +79,27 @@ def summarise(
     baseline: ConditionResult | None,
     domains: Mapping[str, str],
     seed: int,
+    thinking: Thinking | None = None,
 ) -> ConditionSummary:
     """Every published figure of one condition.
 
     `baseline` is the K = 0 decoding of the same prompts at the same batch size and temperature, if
-    there is one; `domains` are by request id; `seed` is of the bootstrap.
+    there is one; `domains` are by prompt's id; `seed` is of the bootstrap; `thinking` tells the
+    thinking part of an answer, None where it has none.
     """
-    num_drafts = condition.num_speculative_tokens
+    num_drafts, prompt_of = condition.num_speculative_tokens, condition.prompt_of
     acceptance = acceptance_statistics(
-        condition.records, num_speculative_tokens=num_drafts, seed=seed
+        condition.records, num_speculative_tokens=num_drafts, seed=seed, prompt_of=prompt_of
     )
     return ConditionSummary(
         result=condition,
         acceptance=acceptance,
         per_domain=statistics_per_domain(
-            condition.records, domains, num_speculative_tokens=num_drafts, seed=seed
+            condition.records,
+            domains,
+            num_speculative_tokens=num_drafts,
+            seed=seed,
+            prompt_of=prompt_of,
         ),
         speed=speed_of(condition, baseline=baseline),
         cost=cost_of(
@@ -88,8 +109,12 @@ def summarise(
             acceptance_length=acceptance.acceptance_length_micro.value,
         ),
         num_outputs_equal_to_baseline=(
-            None if baseline is None else num_equal_texts(condition.records, baseline.records)
+            None
+            if baseline is None
+            else num_equal_texts(condition.records, baseline.records, prompt_of=prompt_of)
         ),
+        thinking=thinking_split(condition, thinking=thinking, seed=seed),
+        score=task_score(condition, baseline, seed=seed),
     )
 
 
@@ -101,10 +126,21 @@ def baseline_of(
     return next(found, None)
 
 
-def num_equal_texts(ours: Sequence[RequestRecord], theirs: Sequence[RequestRecord]) -> int:
-    """Prompts of `ours` with equal token ids in `theirs`."""
-    expected = {record.request_id: record.output_token_ids for record in theirs}
-    return sum(expected.get(r.request_id) == r.output_token_ids for r in ours)
+def num_equal_texts(
+    ours: Sequence[RequestRecord],
+    theirs: Sequence[RequestRecord],
+    *,
+    prompt_of: Mapping[str, str],
+) -> int:
+    """Prompts of `ours` with equal token ids in `theirs`, turn by turn."""
+    texts, expected = (
+        {
+            name: [record.output_token_ids for record in turns]
+            for name, turns in turns_by_prompt(side, prompt_of).items()
+        }
+        for side in (ours, theirs)
+    )
+    return sum(expected.get(name) == text for name, text in texts.items())
 
 
 @dataclass(frozen=True)
@@ -149,6 +185,7 @@ def paired(
             condition.num_speculative_tokens, reference.num_speculative_tokens
         ),
         seed=seed,
+        prompt_of={**reference.prompt_of, **condition.prompt_of},
     )
     return PairedComparison(condition.label, reference.label, differences)
 
@@ -176,6 +213,7 @@ def read_condition(stored: Mapping[str, Any]) -> ConditionResult:  # Any: as jso
     first = {name: own.pop(name) for name in _OF_FIRST_PASS if name in own}
     first["parts"] = own.pop("parts")
     records = tuple(read_record(one) for one in own.pop("records"))
+    own["cut_prompts"] = tuple(own.get("cut_prompts", ()))
     later = [PassRecord(**one) for one in own.pop("repeats")]
     return ConditionResult(records=records, passes=(read_pass(first), *later), **own)
 

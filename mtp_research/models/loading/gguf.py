@@ -79,8 +79,7 @@ def _write(file: Path, folder: Path) -> dict[str, object]:
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=_DTYPE)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # The weights are plain now; a config that says otherwise would have them unpacked again.
-    model.hf_quantizer = None
-    model.is_quantized = False
+    vars(model).update(hf_quantizer=None, is_quantized=False)
     del model.config.quantization_config
     _name_special_tokens(tokenizer, reader)
     tokenizer.clean_up_tokenization_spaces = False  # it would cost spaces of the text
