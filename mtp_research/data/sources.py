@@ -3,7 +3,7 @@
 First stage of the data flow: sources -> tokenizer -> packing. A corpus file is
 `DOMAIN.SPLIT.jsonl.xz` or `DOMAIN.SPLIT.N.jsonl.xz` (also uncompressed) with one JSON object a
 line: `id`, `source`, and either `text` or `messages`. Other files are read in any of the forms of
-`data.rows` and `data.conversations`. The domain `python` has no file; it is read
+`data.rows` and `data.row_forms`. The domain `python` has no file; it is read
 from the installed packages, so that nothing has to be shipped. The modules of the standard library
 that evaluation may cut its code prompts from are listed here: no target is ever trained on them.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mtp_research.data.conversations import conversation_of
+from mtp_research.data.row_forms import conversation_of
 from mtp_research.data.rows import Row, read_rows
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 

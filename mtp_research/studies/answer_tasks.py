@@ -16,8 +16,8 @@ import torch.distributed as dist
 from jinja2 import TemplateError
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.data.conversations import Question
 from mtp_research.data.prompt_text import ChatTokenizer, begin_of_text
+from mtp_research.data.row_forms import Question
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings

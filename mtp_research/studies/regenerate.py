@@ -5,7 +5,7 @@
         --max-prompts 800 --self-chat 2000 --self-text 800 --temperature 0
 
 Heads trained on anything but the target's own output learn a distribution they are never asked for.
-Questions come from data sets (`data.conversations` lists the forms), or from the target itself:
+Questions come from data sets (`data.row_forms` lists the forms), or from the target itself:
 `--self-chat` lets it invent a user message and then answers it, `--self-text` lets it begin a
 document and then goes on. Seeds make every task repeatable, whatever else is decoded with it. A
 line holds token ids, so that encoding again cannot change the trajectory. Killed runs resume behind
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.data.conversations import Question, read_questions
+from mtp_research.data.row_forms import Question, read_questions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings

@@ -5,7 +5,7 @@ Input is any source that `data.rows` reads: `id` and `domain` where a row has th
     token_ids, num_prompt_tokens    the decoded trajectory itself; preferred, because encoding a
                                     text again may cut it into other tokens than were emitted
     a conversation                  written in the target's chat template; assistant turns are the
-                                    target's own output (forms: `data.conversations`)
+                                    target's own output (forms: `data.row_forms`)
     text                            a plain document
 
 The split is a function of document ids alone, so that runs with other k, seeds or lengths are

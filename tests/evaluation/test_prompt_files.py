@@ -169,3 +169,9 @@ def test_line_of_50_megabytes_is_refused_without_reading_it(tmp_path: Path):
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
     finally:
         tracemalloc.stop()
+
+
+def test_row_whose_text_is_withheld_is_refused(tmp_path: Path):
+    text = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING ..."
+    with pytest.raises(IntegrityError, match=r":1: the text is withheld; fetch it"):
+        read_prompt_files(_written(tmp_path, json.dumps({"question_id": "a", "turns": [text]})))

@@ -1,6 +1,6 @@
 """Prompt files: from the rows of a source to `Prompt` values.
 
-`data.rows` reads the source and `data.conversations` the form of a row. What the user says in it is
+`data.rows` reads the source and `data.row_forms` the form of a row. What the user says in it is
 asked; the assistant's turns are dropped. A `prompt` that is one text (as in HumanEval), and a line
 of a `.txt` file, is completed as it stands; all else goes through the model's chat template, unless
 `format` says otherwise. Whatever a prompt contains - HTML, control characters - is only data.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mtp_research.data.conversations import FIELDS, Turns, conversation_of
+from mtp_research.data.row_forms import FIELDS, Turns, conversation_of
 from mtp_research.data.rows import Row, read_rows
 from mtp_research.runtime.errors import IntegrityError
 
@@ -24,6 +24,8 @@ MAX_LINE_BYTES = 1_000_000
 REFERENCE_FIELDS = (
     "reference", "answer", "test", "entry_point", "canonical_solution", "prompt",
 )  # fmt: skip
+# How rows of SPEED-Bench begin whose text has to be fetched elsewhere.
+_WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 _EXPECTED = "expected `turns`, `messages`, `prompt`, `question`, `instruction` or `text`"
 
 
@@ -91,6 +93,11 @@ def _prompt(row: Row) -> Prompt:
         raise IntegrityError(f"{where}: question_id must be text or a number, category text.")
     if form not in ("chat", "completion"):
         raise IntegrityError(f"{where}: format must be chat or completion, got {form!r}.")
+    if any(text.startswith(_WITHHELD) for text in asked):
+        raise IntegrityError(
+            f"{where}: the text is withheld; fetch it from its source, as the page of the data set "
+            "says, and set prompts.path to the file."
+        )
     if not asked or not all(text.strip() for text in asked):
         raise IntegrityError(f"{where}: the prompt must be text that is not empty.")
     if form == "completion" and (len(asked) > 1 or system is not None):

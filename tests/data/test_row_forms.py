@@ -6,7 +6,7 @@ import lzma
 
 import pytest
 
-from mtp_research.data.conversations import conversation_of, read_questions
+from mtp_research.data.row_forms import conversation_of, read_questions
 from mtp_research.data.rows import read_rows
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
