@@ -144,7 +144,7 @@ def report_grids(report: Report, *, per_table: int = _PER_TABLE) -> list[Grid]:
         grids = [_metric_grid(some, title) for some in _groups(summaries, per_table)]
         grids += [_domain_grid(some) for some in _groups(drafting, per_table)]
         grids += [paired_grid(pair) for pair in report.paired]
-    grids += [_cost_grid(summaries), _thinking_grid(drafting), _score_grid(summaries)]
+    grids += [_cost_grid(summaries), *_asked_grids(summaries)]
     return [grid for grid in grids if grid.rows]
 
 
@@ -222,9 +222,16 @@ def _short_grids(report: Report, width: int) -> list[Grid]:
         else:
             whole = [_metric_grid(some, title) for some in _groups(report.summaries, per_table)]
             main = [replace(one, rows=tuple(filter(_is_main, one.rows))) for one in whole]
-        return [*main, *([_paired_row_grid(report.paired)] if len(report.paired) > 1 else [])]
+        main += [_paired_row_grid(report.paired)] if len(report.paired) > 1 else []
+        return main + [grid for grid in _asked_grids(report.summaries) if grid.rows]
 
     return _fitting(grids, width)
+
+
+def _asked_grids(summaries: Sequence[ConditionSummary]) -> list[Grid]:
+    """Figures that are there because the run asked for them: empty tables in any other."""
+    drafting = [summary for summary in summaries if summary.result.num_speculative_tokens > 0]
+    return [_thinking_grid(drafting), _score_grid(summaries)]
 
 
 def _is_main(row: tuple[str, ...]) -> bool:
