@@ -73,7 +73,7 @@ def comparison_table(
     A row of one convention is what it costs alone; the last one is what all of them cost together.
     """
     differing = differences(trained, engine, num_modules=num_modules)
-    rows = [_HEADER]
+    rows: list[tuple[str, ...]] = [_HEADER]
     for item in fields(HeadRun):
         ours, theirs = getattr(trained, item.name), getattr(engine, item.name)
         if item.name in differing:
