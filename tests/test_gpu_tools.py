@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 import torch
 
-from mtp_research.evaluation.run.engine_effect import Workload
+from mtp_research.evaluation.run.engine_effect import DecodeTask
 from mtp_research.heads.engines import ENGINES
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target, load_target
@@ -135,11 +135,11 @@ def test_engine_tool_passes_only_with_vllm_s_rounds(
     """vLLM is played by our loop, under its own conventions and under those of another engine."""
     exported: list[Path] = []
 
-    def played(folder: Path, workload: Workload, *_: object) -> list[gpu_engines.Decoded]:
+    def played(folder: Path, task: DecodeTask, *_: object) -> list[gpu_engines.Decoded]:
         exported.append(folder)
         target = load_target(folder, dtype="float32", device="cpu")
         run = ENGINES[habit]["glm4_moe"].run
-        return gpu_engines.our_side(load_heads(folder, target), run, workload)
+        return gpu_engines.our_side(load_heads(folder, target), run, task)
 
     monkeypatch.setattr(gpu_engines, "vllm_side", played)
     words = ["--out", str(tmp_path), "--cases", "glm4_moe", "--k", "3", "--prompts", "6"]

@@ -5,14 +5,13 @@
     python tools/gpu_engines.py --out /tmp/x --prepare-only         on a CPU: our side alone
 
 A case is the shipped target with its trained head, or a random target of one family with random
-modules. Each is written by `stitch_heads`, decoded by both loops greedily, and compared: equal
-texts, and in those the rounds. `control` is our loop by the family's own conventions: where it
-agrees as well, the case cannot tell the two apart. Exit status 1: a case failed, or too few rounds
-are equal. Written before it met a GPU: sizes are what vLLM's kernels should take, none was tried.
+modules. Both loops decode the exported one greedily: equal texts are counted, and equal rounds in
+them. `control` is our loop by the family's own conventions: where it agrees as well, the case tells
+nothing. Exit status 1: a case failed or too few rounds are equal. Never run on a GPU so far.
 """
 
 import argparse
-import gc
+import importlib
 import json
 import os
 import random
@@ -32,7 +31,8 @@ wait_passively()
 
 import torch
 
-from mtp_research.evaluation.run.engine_effect import Workload, decode_as
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.evaluation.run.engine_effect import DecodeTask, decode_as
 from mtp_research.heads.engines import ENGINES, VERSIONS, HeadRun, trained_run
 from mtp_research.heads.export import stitch_heads
 from mtp_research.heads.stack import MTPHeads
@@ -42,11 +42,9 @@ from tests import tiny
 from tests.heads.release import change_config, write_release
 
 LAB_TINY = ROOT / "assets" / "lab_tiny"
-PROMPT_TOKENS = (4, 24)
-# One process, and the loop that the table is about.
-VLLM_SWITCHES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_FLASHINFER_SAMPLER")
-VLLM_SWITCHES += ("VLLM_USE_V2_MODEL_RUNNER",)
-# 16 tokens: random drafts are right now and then.
+LEAST_EQUAL = 0.99  # of the rounds of equal texts
+# Off: another process, and the loop that the table is not about.
+VLLM_SWITCHES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER")
 _SIZES: dict[str, object] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 16}
 _SIZES |= {"eos_token_id": None, "num_attention_heads": 4, "num_key_value_heads": 2}
 _MOE = {**_SIZES, "moe_intermediate_size": 128}
@@ -58,7 +56,8 @@ CASES: dict[str, dict[str, object]] = {  # family -> changes of the tiny recipe
     "mimo": _SIZES,
     "qwen3_next": {**_MOE, **_NEXT, "shared_expert_intermediate_size": 128},
 }
-ARCHITECTURES = {"mimo": "MiMoForCausalLM"}  # of those that the library saves under another name
+# The type of MiMo's configuration is remote code; vLLM goes by the architecture.
+CONFIGS = {"mimo": {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}}
 
 
 class Decoded(NamedTuple):
@@ -104,56 +103,47 @@ def prepare(case: str, folder: Path) -> MTPHeads:
     else:
         made = tiny.tiny_target(case, dtype=torch.float32, seed=1, **CASES[case])
         write_release(made, source)
-        if case in ARCHITECTURES:
-            change_config(source, {"architectures": [ARCHITECTURES[case]]})
     target = load_target(source, dtype="float32", device="cpu")
     heads = load_heads(head, target)
     if case != "lab_tiny":  # norms near 1 would hide what is recycled
         norm = heads.mtp_modules[0].shared_head.norm.weight
         norm.data += torch.linspace(-0.8, 4, len(norm)).roll(17)
     stitch_heads(heads, folder / "exported", source=source, engine="vllm")
+    change_config(folder / "exported", CONFIGS.get(case, {}))
     return load_heads(folder / "exported", target)  # rounded to bfloat16, of the family's way
 
 
-def our_side(heads: MTPHeads, run: HeadRun, workload: Workload) -> list[Decoded]:
+def our_side(heads: MTPHeads, run: HeadRun, task: DecodeTask) -> list[Decoded]:
     """Our loop, with the heads run as `run` says."""
-    done = decode_as(heads, run, workload)
-    return [Decoded(one.output_token_ids, one.num_accepted_per_round) for one in done]
+    records = decode_as(heads, run, task)
+    return [Decoded(one.token_ids, one.num_accepted_per_round) for one in records]
 
 
 def vllm_side(
-    folder: Path, workload: Workload, stop_token_ids: Sequence[int], options: argparse.Namespace
+    folder: Path, task: DecodeTask, stop_token_ids: Sequence[int], options: argparse.Namespace
 ) -> list[Decoded]:
     """One request at a time: what a step adds to a text is a round."""
     os.environ |= dict.fromkeys(VLLM_SWITCHES, "0")
-    import vllm
-    from vllm.sampling_params import RequestOutputKind
-
+    vllm = importlib.import_module("vllm")  # of the machine, no dependency of ours
     assert vllm.__version__.startswith(VERSIONS["vllm"]), vllm.__version__
-    drafts = {"method": "mtp", "num_speculative_tokens": workload.num_speculative_tokens}
+    drafts = {"method": "mtp", "num_speculative_tokens": task.spec.num_speculative_tokens}
     attention = "TRITON_MLA" if "deepseek" in str(folder) else "TRITON_ATTN"
-    engine = vllm.LLM(
-        **{"model": str(folder), "skip_tokenizer_init": True, "dtype": options.dtype, "seed": 0},
-        **{"max_model_len": 256, "max_num_seqs": 1, "enforce_eager": True},
-        **{"enable_prefix_caching": False, "async_scheduling": False},
-        **{"gpu_memory_utilization": 0.2, "speculative_config": drafts},
-        **{"attention_config": {"backend": attention}},
-    ).llm_engine
-    params = vllm.SamplingParams(
-        **{"temperature": 0.0, "max_tokens": workload.max_new_tokens, "detokenize": False},
-        **{"stop_token_ids": list(stop_token_ids), "output_kind": RequestOutputKind.DELTA},
-    )
+    words = {"model": str(folder), "skip_tokenizer_init": True, "dtype": options.dtype, "seed": 0}
+    words |= {"max_model_len": 256, "max_num_seqs": 1, "enforce_eager": True}
+    words |= {"enable_prefix_caching": False, "async_scheduling": False}
+    words |= {"gpu_memory_utilization": 0.05, "attention_config": {"backend": attention}}
+    engine = vllm.LLM(**words, speculative_config=drafts).llm_engine
+    limits = {"max_tokens": task.max_new_tokens, "stop_token_ids": list(stop_token_ids)}
+    params = vllm.SamplingParams(temperature=0.0, detokenize=False, **limits)
+    params.output_kind = vllm.sampling_params.RequestOutputKind.DELTA
     found = []
-    for index, prompt in enumerate(workload.prompts):
+    for index, prompt in enumerate(task.prompts):
         engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
         pieces: list[list[int]] = []
         while engine.has_unfinished_requests():
-            pieces += [list(output.outputs[0].token_ids) for output in engine.step()]
+            pieces += [list(one.outputs[0].token_ids) for one in engine.step()]
         found.append(decoded([piece for piece in pieces if piece]))
-    engine.engine_core.shutdown()
-    del engine
-    gc.collect()
-    torch.cuda.empty_cache()
+    engine.engine_core.shutdown()  # the next case needs its memory
     return found
 
 
@@ -178,16 +168,17 @@ def _compare(
     heads: MTPHeads, folder: Path, num_drafts: int, options: argparse.Namespace
 ) -> dict[str, object]:
     rng, vocab_size = random.Random(0), heads.target.config.vocab_size
-    lengths = [rng.randint(*PROMPT_TOKENS) for _ in range(options.prompts)]
-    prompts = [rng.choices(range(vocab_size), k=length) for length in lengths]
-    workload = Workload(prompts, num_drafts, options.max_new_tokens)
+    num_tokens = [rng.randint(4, 24) for _ in range(options.prompts)]
+    prompts = [rng.choices(range(vocab_size), k=length) for length in num_tokens]
+    spec = SpecSettings(num_speculative_tokens=num_drafts)
+    task = DecodeTask(prompts, spec, options.max_new_tokens)
     run = ENGINES["vllm"][heads.target.family_name].run
-    ours = theirs = our_side(heads, run, workload)
+    ours = theirs = our_side(heads, run, task)
     if not options.prepare_only:
-        theirs = vllm_side(folder, workload, heads.target.stop_token_ids, options)
+        theirs = vllm_side(folder, task, heads.target.stop_token_ids, options)
     own = replace(trained_run(heads), policy=run.policy, module_schedule=run.module_schedule)
-    found, control = agreement(ours, theirs), agreement(our_side(heads, own, workload), theirs)
-    passed = found.num_equal_rounds >= options.least_equal * found.num_rounds > 0
+    found, control = agreement(ours, theirs), agreement(our_side(heads, own, task), theirs)
+    passed = found.num_equal_rounds >= LEAST_EQUAL * found.num_rounds > 0
     return {"passed": passed, **found._asdict(), "control": control._asdict()}
 
 
@@ -200,7 +191,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts", type=int, default=24)
     add("--max-new-tokens", type=int, default=64)
     add("--dtype", default="float32")
-    add("--least-equal", type=float, default=0.99)
     add("--prepare-only", action="store_true", help="no vLLM: ours against itself")
     return parser.parse_args(argv)
 

@@ -14,7 +14,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from mtp_research.evaluation.run.engine_effect import Effects, Workload, measure_effects
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.evaluation.run.engine_effect import DecodeTask, Effects, measure_effects
 from mtp_research.evaluation.run.prompts import encode_prompts, load_prompts
 from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.heads.engines import (
@@ -132,8 +133,9 @@ def _engine_report(options: argparse.Namespace, heads: MTPHeads) -> str:
     trained, effects, measured = trained_run(heads), None, "not measured (--no-measure)"
     if _is_measured(options):
         prompts = _prompts(options, heads.target)
-        workload = Workload(prompts, num_drafts, options.max_new_tokens)
-        effects = measure_effects(heads, trained=trained, engine=engine.run, workload=workload)
+        spec = SpecSettings(num_speculative_tokens=num_drafts)
+        task = DecodeTask(prompts, spec, options.max_new_tokens)
+        effects = measure_effects(heads, trained=trained, engine=engine.run, task=task)
         measured = (
             f"measured by our loop: K = {num_drafts}, {len(prompts)} prompts, up to "
             f"{options.max_new_tokens} new tokens, greedy, float32; [95 % interval, paired]"

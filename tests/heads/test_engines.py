@@ -18,9 +18,10 @@ from mtp_research.app.export_command import comparison_table
 from mtp_research.app.overrides import CONF_DIR
 from mtp_research.config.schema import TrainConfig
 from mtp_research.config.training_schema import HeadConfig
+from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run.engine_effect import (
+    DecodeTask,
     Effects,
-    Workload,
     decode_as,
     measure_effects,
 )
@@ -48,6 +49,7 @@ from tests.heads.release import change_config
 LAB_TINY = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny"
 PROMPTS = [[3, 1, 4, 1, 5, 2], [2, 2, 1, 5], [5, 4, 3, 2, 1, 0, 1], [1, 3], [4, 4], [0, 5, 0, 2, 3]]
 NUM_DRAFTS, NUM_ROUNDS = 3, 12
+SPEC = SpecSettings(num_speculative_tokens=NUM_DRAFTS)
 ENTRIES = [(name, family) for name, families in ENGINES.items() for family in families]
 ASSIGNED = ("vllm_deepseek_v3", "vllm_glm4_moe", "vllm_mimo", "vllm_qwen3_next")
 
@@ -176,7 +178,7 @@ def _predicted(loop: EngineLoop, habits: Habits) -> list[list[int]]:
 
 def _measured(heads: MTPHeads, run: HeadRun) -> list[list[int]]:
     room = NUM_ROUNDS * (NUM_DRAFTS + 1) + NUM_DRAFTS + 1
-    records = decode_as(heads, run, Workload(PROMPTS, NUM_DRAFTS, room))
+    records = decode_as(heads, run, DecodeTask(PROMPTS, SPEC, room))
     return [list(record.num_accepted_per_round[:NUM_ROUNDS]) for record in records]
 
 
@@ -200,10 +202,8 @@ def test_measured_columns_are_what_an_engine_does_with_the_exported_files(
 
 def test_effects_are_lengths_of_these_rounds_and_their_difference(tied: Pair) -> None:
     run = ENGINES["vllm"]["glm4_moe"].run
-    work = Workload(PROMPTS, NUM_DRAFTS, 40)
-    effects = measure_effects(
-        tied.heads, trained=trained_run(tied.heads), engine=run, workload=work
-    )
+    work = DecodeTask(PROMPTS, SPEC, 40)
+    effects = measure_effects(tied.heads, trained=trained_run(tied.heads), engine=run, task=work)
     lengths = []
     for one in (dataclasses.replace(run, recycle_norm="post_norm", zero_position_0=False), run):
         records = decode_as(tied.heads, one, work)
@@ -219,10 +219,8 @@ def test_effects_are_lengths_of_these_rounds_and_their_difference(tied: Pair) ->
 def test_head_of_the_engine_s_convention_costs_nothing(tmp_path: Path) -> None:
     pair = _tiny_pair(tmp_path, tied=True, recycle_norm="pre_norm", zero_position_0=True)
     run = ENGINES["vllm"]["glm4_moe"].run
-    work = Workload(PROMPTS, NUM_DRAFTS, 12)
-    effects = measure_effects(
-        pair.heads, trained=trained_run(pair.heads), engine=run, workload=work
-    )
+    work = DecodeTask(PROMPTS, SPEC, 12)
+    effects = measure_effects(pair.heads, trained=trained_run(pair.heads), engine=run, task=work)
     assert effects.single == {}
     assert effects.total == (0, 0, 0)
     assert effects.engine == effects.trained

@@ -20,11 +20,11 @@ from mtp_research.heads.stack import MTPHeads
 LENGTH = "acceptance_length_micro"
 
 
-class Workload(NamedTuple):
+class DecodeTask(NamedTuple):
     """What is decoded."""
 
     prompts: Sequence[Sequence[int]]  # token ids of each, at least one
-    num_speculative_tokens: int  # K
+    spec: SpecSettings  # with K; the policy is that of a run
     max_new_tokens: int
 
 
@@ -38,7 +38,7 @@ class Effects(NamedTuple):
 
 
 def measure_effects(
-    heads: MTPHeads, *, trained: HeadRun, engine: HeadRun, workload: Workload
+    heads: MTPHeads, *, trained: HeadRun, engine: HeadRun, task: DecodeTask
 ) -> Effects:
     """Decode with the head's own conventions, with each differing one, and with all of them.
 
@@ -46,33 +46,31 @@ def measure_effects(
     """
     names = differences(trained, engine, num_modules=heads.spec.num_mtp_modules)
     own = _completed(trained, engine)
-    records = decode_as(heads, own, workload)
+    records = decode_as(heads, own, task)
     single: dict[str, Estimate] = {}
     total, changed = Estimate(0.0, 0.0, 0.0), records
     for name in names:
         one = replace(own, **{name: getattr(engine, name)})
-        changed = decode_as(heads, one, workload)
-        single[name] = total = _difference(changed, records, workload)
+        changed = decode_as(heads, one, task)
+        single[name] = total = _difference(changed, records, task)
     if len(names) > 1:
-        changed = decode_as(heads, _completed(engine, own), workload)
-        total = _difference(changed, records, workload)
-    return Effects(_length(records, workload), _length(changed, workload), total, single)
+        changed = decode_as(heads, _completed(engine, own), task)
+        total = _difference(changed, records, task)
+    return Effects(_length(records, task), _length(changed, task), total, single)
 
 
-def decode_as(heads: MTPHeads, run: HeadRun, workload: Workload) -> list[RequestRecord]:
+def decode_as(heads: MTPHeads, run: HeadRun, task: DecodeTask) -> list[RequestRecord]:
     """Greedy outputs for the prompts in their order, with the heads run as `run` says."""
     assert run.policy is not None, "a loop needs a policy"
-    longest = max(len(prompt) for prompt in workload.prompts) + workload.max_new_tokens
+    longest = max(len(prompt) for prompt in task.prompts) + task.max_new_tokens
     limit = heads.target.config.max_position_embeddings
     decoder = SpecDecoder(
         heads.target,
         run_as(heads, run),
-        spec=SpecSettings(
-            policy=run.policy, num_speculative_tokens=workload.num_speculative_tokens
-        ),
+        spec=replace(task.spec, policy=run.policy),
         engine=EngineConfig(max_model_len=min(longest, limit)),
     )
-    done = decoder.generate(workload.prompts, max_new_tokens=workload.max_new_tokens)
+    done = decoder.generate(task.prompts, max_new_tokens=task.max_new_tokens)
     return sorted(done, key=lambda record: int(record.request_id))
 
 
@@ -83,13 +81,13 @@ def _completed(run: HeadRun, other: HeadRun) -> HeadRun:
     return full if full.policy is not None else replace(full, policy="eagle")
 
 
-def _length(records: list[RequestRecord], workload: Workload) -> Estimate:
-    drafts = workload.num_speculative_tokens
+def _length(records: list[RequestRecord], task: DecodeTask) -> Estimate:
+    drafts = task.spec.num_speculative_tokens
     return acceptance_statistics(records, num_speculative_tokens=drafts).acceptance_length_micro
 
 
 def _difference(
-    ours: list[RequestRecord], theirs: list[RequestRecord], workload: Workload
+    ours: list[RequestRecord], theirs: list[RequestRecord], task: DecodeTask
 ) -> Estimate:
-    drafts = workload.num_speculative_tokens
+    drafts = task.spec.num_speculative_tokens
     return paired_differences(ours, theirs, num_speculative_tokens=drafts)[LENGTH]
