@@ -139,7 +139,7 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (TrainConfig, "trainer.max_step=5", "nearest: "),
         (TrainConfig, "spec.k=3", "belongs to eval.py"),
         (EvalConfig, "head=chain_n3", "belongs to train.py"),
-        (TrainConfig, "head=chian_n3", "one of chain_n3, shared_n1, got chian_n3; nearest: chain"),
+        (TrainConfig, "head=chian_n3", "vllm_mimo, got chian_n3; nearest: chain_n3"),
         (
             TrainConfig,
             "experiment=eval_oracle",

@@ -11,9 +11,12 @@ from typing import cast
 import pytest
 import torch
 
-from mtp_research.models.target import Target
+from mtp_research.evaluation.run.engine_effect import DecodeTask
+from mtp_research.heads.engines import ENGINES
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.target import Target, load_target
 from tests.test_lab_tiny import ASSETS
-from tools import gpu_deterministic, gpu_tensor_parallel
+from tools import gpu_deterministic, gpu_engines, gpu_tensor_parallel
 
 NAMES = ["K=0", "K=3 eagle"]
 
@@ -111,3 +114,51 @@ def test_tool_without_the_devices_it_needs_says_so_and_exits_4(
     assert tool.main() == 4
     assert capsys.readouterr().err.startswith("error: ")
     assert not list(tmp_path.iterdir())
+
+
+def test_engine_rounds_count_in_equal_texts_and_without_the_last() -> None:
+    one = gpu_engines.decoded([[7], [1, 2, 3], [4], [5, 6]])
+    assert one == gpu_engines.Decoded((7, 1, 2, 3, 4, 5, 6), (2, 0, 1))
+    cut = one._replace(accepted=(2, 0, 0))  # the last round ends with the text
+    other = one._replace(accepted=(2, 1, 1))
+    elsewhere = gpu_engines.Decoded((8,), (3, 3, 3))
+    longer = one._replace(accepted=(2, 0, 0, 0))
+    found = gpu_engines.agreement([one] * 4, [cut, other, elsewhere, longer])
+    assert found[:4] == (4, 3, 7, 5)  # a round that one side lacks is no equal one
+    assert found.lengths == (2.0, pytest.approx(1 + 13 / 9))
+
+
+@pytest.mark.parametrize(("habit", "code"), [("vllm", 0), ("sglang", 1)])
+def test_engine_tool_passes_only_with_vllm_s_rounds(
+    habit: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM is played by our loop, under its own conventions and under those of another engine."""
+    exported: list[Path] = []
+
+    def played(folder: Path, task: DecodeTask, *_: object) -> list[gpu_engines.Decoded]:
+        exported.append(folder)
+        target = load_target(folder, dtype="float32", device="cpu")
+        run = ENGINES[habit]["glm4_moe"].run
+        return gpu_engines.our_side(load_heads(folder, target), run, task)
+
+    monkeypatch.setattr(gpu_engines, "vllm_side", played)
+    words = ["--out", str(tmp_path), "--cases", "glm4_moe", "--k", "3", "--prompts", "6"]
+    assert gpu_engines.main([*words, "--max-new-tokens", "32"]) == code
+    assert exported == [tmp_path / "glm4_moe" / "exported"]
+    (row,) = json.loads((tmp_path / "engines.json").read_text())
+    assert row["passed"] == (code == 0)
+    assert row["num_equal_texts"] == 6
+    assert row["control"]["num_equal_rounds"] != row["num_equal_rounds"]
+
+
+def test_engine_tool_reports_a_case_that_fails_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(gpu_engines, "prepare", fails)
+    assert gpu_engines.main(["--out", str(tmp_path), "--cases", "mimo,qwen3_next"]) == 1
+    rows = json.loads((tmp_path / "engines.json").read_text())
+    assert [row["case"] for row in rows] == ["mimo", "qwen3_next"]
+    assert all("no kernel" in row["error"] for row in rows)

@@ -18,6 +18,7 @@ from mtp_research.runtime.threads import wait_passively
 
 wait_passively()
 
+from mtp_research.heads.engines import ENGINES, VERSIONS, Engine
 from mtp_research.models.families import FAMILIES, REFUSED, REFUSED_FIELDS
 from mtp_research.models.family import Family
 from tests.decode.test_exactness import ALL_TESTED, FAMILIES_TESTED
@@ -68,7 +69,7 @@ DIFFERENCES = {
     "norm, as here",
     "exaone_moe": "older vLLM and SGLang give its module layer 0's type; here "
     "`mtp_layer_types` of the config decides, full attention without it",
-    "glm4_moe": "vLLM 0.33 recycles before the module's norm: `head.recycle_norm=pre_norm` in "
+    "glm4_moe": "vLLM 0.24 to 0.33 recycles before the module's norm: `head=vllm_glm4_moe` in "
     "training, `recycle_norm` of `head.json` in decoding (glm4_moe_lite: the same)",
     "glm_moe_dsa": "with `index_share_for_mtp_iteration` engines reuse the first draft's selection "
     "of keys in later drafts; here every row attends to all keys",
@@ -83,6 +84,15 @@ Where engines disagree, a released head runs as the table says, and these settin
 way (engines as read in their published wheels, none was run here):
 
 """
+ENGINES_OPENING = """
+How engines run heads, from `mtp_research/heads/engines.py`: read in the files of the last column,
+not run. `?` was not found out, and a family without a row was not read. `ties` says whether a
+target that ties lm_head to its embedding works without lm_head.weight. `python -m mtp_research
+export --for ENGINE` measures on a head what these differences cost.
+
+| engine | family | policy | reads / recycles | input order | position 0 | modules | ties | source |
+|---|---|---|---|---|---|---|---|---|
+"""
 REFUSED_OPENING = """
 Refused by name:
 
@@ -95,7 +105,13 @@ def family_table() -> str:
     differences = [f"- **{name}**: {text}\n" for name, text in sorted(DIFFERENCES.items())]
     refused = [f"- `{name}`: {reason}\n" for name, reason in sorted(REFUSED.items())]
     refused += [f"- field `{name}`: {reason}\n" for name, reason in sorted(REFUSED_FIELDS.items())]
+    engines = [
+        _engine_row(f"{name} {VERSIONS[name]}", family, engine)
+        for name, families in sorted(ENGINES.items())
+        for family, engine in sorted(families.items())
+    ]
     parts = ("\n".join(rows), "\n", CHECKS, DIFFERENCES_OPENING, *differences)
+    parts += (ENGINES_OPENING, *engines)
     return OPENING + "".join((*parts, REFUSED_OPENING, *refused))
 
 
@@ -111,6 +127,24 @@ def _row(name: str, family: Family) -> str:
         ", ".join(checks_of(name)) or "nothing",
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _engine_row(name: str, family: str, engine: Engine) -> str:
+    run, unknown = engine.run, "?"
+    zeroed = {True: "zeroed", False: "kept", None: unknown}[run.zero_position_0]
+    modules = {"first": "module 0 always", "cycle": "one a draft", None: unknown}
+    cells = (
+        name,
+        family,
+        run.policy or unknown,
+        f"{run.hidden_source or unknown} / {run.recycle_norm or unknown}",
+        (run.concat_order or unknown).replace("_", " "),
+        zeroed,
+        modules[run.module_schedule],
+        {True: "yes", False: "no", None: unknown}[engine.knows_ties],
+        engine.source,
+    )
+    return f"| {' | '.join(cells)} |\n"
 
 
 def _attention(family: Family) -> str:

@@ -1,9 +1,11 @@
-"""Write trained heads in the published names of their family.
+"""Write trained heads in the published names of their family: `python -m mtp_research export`.
 
-    python -m mtp_research.heads.export --model MODEL_FOLDER --head HEAD_FOLDER --out NEW_FOLDER
-    python -m mtp_research.heads.export ... --alone
+`stitch_heads` writes a whole checkpoint: links to the target's files and one new shard.
+`export_heads` writes the modules alone.
 
-Without `--alone` NEW_FOLDER is a whole checkpoint: links to the target's files and one new shard.
+A target that ties lm_head to its embedding has no lm_head.weight, which some engines read all the
+same and leave as it was allocated. For those the new shard gets it, and `tie_word_embeddings` is
+false, so that no reader takes the two for one.
 
 `config.json` of the result says how many modules it has, and that they are no FP8: a quantised
 source lists in `quantization_config` which modules are not, and every other one is taken for
@@ -14,13 +16,10 @@ Sources: transformers' `FineGrainedFP8Config.modules_to_not_convert`; `ignore` o
 and of NVIDIA's modelopt; `llm_int8_skip_modules` of bitsandbytes.
 """
 
-import argparse
 import json
 import logging
 import os
-import re
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -29,6 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mtp_research.heads.engines import engine_for
 from mtp_research.heads.native import (
     SINGLE_FILE,
     TensorIndex,
@@ -40,11 +40,8 @@ from mtp_research.heads.native import (
 )
 from mtp_research.heads.record import CONVENTIONS
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.heads.weights import load_heads
 from mtp_research.models.loading.source import CONFIG_FILE, INDEX_FILE
-from mtp_research.models.target import load_target
-from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
-from mtp_research.runtime.provenance import write_error
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +59,7 @@ _LISTS = {  # method -> key of its list of modules that are left as they are
 }
 _SEPARATE_FILE = "hf_quant_config.json"  # of modelopt; read where config.json says nothing
 _OTHER_NAME = "ignored_layers"  # of vLLM, which then reads no other list
-# What loaders and writers call it, by what this command does.
-_OPTIONS = {
-    "spec.head": "--head",
-    "head.path": "--head",
-    "model.path": "--model",
-    "out must": "--out must",
-}
+LM_HEAD, _TIED = "lm_head.weight", "tie_word_embeddings"
 
 
 class Exported(NamedTuple):
@@ -101,20 +92,35 @@ def export_heads(heads: MTPHeads, out: Path, *, source: Path | None = None) -> E
     return Exported(out, sorted(tensors))
 
 
-def stitch_heads(heads: MTPHeads, out: Path, *, source: Path) -> Exported:
+def stitch_heads(
+    heads: MTPHeads, out: Path, *, source: Path, engine: str | None = None
+) -> Exported:
     """Write a checkpoint of the target at `source` and these modules.
 
     Shards of the source are hard links (symbolic ones across file systems). Only a shard that holds
     MTP tensors of the source, which these replace, is written anew without them.
 
+    Args:
+        heads: what to write.
+        out: destination, missing or empty.
+        source: checkpoint of their target.
+        engine: key of `ENGINES` that the checkpoint is for. A source without lm_head.weight gets it
+            unless the engine is known to do without; None leaves the source as it is.
+
     Raises:
-        ConfigError: as `export_heads`.
+        ConfigError: as `export_heads`, or the engine refuses so many modules.
         IntegrityError: the source is damaged.
     """
-    _warn_of_conventions(heads)
+    entry = None if engine is None else engine_for(engine, heads)
+    if entry is None:
+        _warn_of_conventions(heads)
     index = read_index(source)
     tensors = native_tensors(heads, source=index)
     old = set(_mtp_keys(heads, index))
+    knows_ties = engine is None or (entry is not None and entry.knows_ties)
+    if not knows_ties and LM_HEAD not in index.files:
+        weight = heads.target.lm_head_weight.detach()
+        tensors[LM_HEAD] = weight.to("cpu", _exact_dtype(weight)).contiguous().clone()
     config = exported_config(heads, source, tensors)
     _make_folder(out)
     is_single = set(index.files.values()) == {SINGLE_FILE}
@@ -161,7 +167,7 @@ def native_tensors(heads: MTPHeads, *, source: TensorIndex | None = None) -> dic
     }
 
 
-def exported_config(heads: MTPHeads, source: Path, names: Iterable[str]) -> dict[str, object]:
+def exported_config(heads: MTPHeads, source: Path, names: Collection[str]) -> dict[str, object]:
     """The source's configuration, changed where the exported tensors `names` need it."""
     path = source / CONFIG_FILE
     try:
@@ -175,6 +181,8 @@ def exported_config(heads: MTPHeads, source: Path, names: Iterable[str]) -> dict
     count_field = heads.target.family.native.count_field
     if count_field is not None:
         text[count_field] = heads.spec.num_mtp_modules
+    if LM_HEAD in names:
+        text[_TIED] = config[_TIED] = False
     if (source / _SEPARATE_FILE).exists() and not quantised:
         raise ConfigError(
             f"{path} must hold the quantization_config of its model, which is in {_SEPARATE_FILE} "
@@ -285,48 +293,3 @@ def _make_folder(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out must be a missing or empty folder, {str(out)!r} is in use.")
     out.mkdir(parents=True, exist_ok=True)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    options = _parse(arguments)
-    try:
-        target = load_target(options.model, dtype="float32", device="cpu")
-        heads = load_heads(options.head, target)
-        write = export_heads if options.alone else stitch_heads
-        written = write(heads, options.out, source=options.model)
-    except (ConfigError, IntegrityError, EnvironmentFault) as fault:
-        write_error(in_own_words(str(fault)))
-        return fault.exit_code
-    print(
-        f"{written.folder}: {heads.spec.num_mtp_modules} MTP modules of family "
-        f"{target.family_name}, {len(written.names)} tensors, {written.names[0]} ..."
-    )
-    return 0
-
-
-def in_own_words(message: str) -> str:
-    """A message of the loaders with the options of this command for keys of the configuration."""
-    for key, option in _OPTIONS.items():
-        found = rf"(?<![\w.]){re.escape(key)}"
-        message = re.sub(rf"{found}\b(?!=)", option, re.sub(f"{found}=", f"{option} ", message))
-    return message
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m mtp_research.heads.export",
-        description="Write heads in the tensor names of the target's family: links to the target's "
-        "files and one new shard, in bfloat16 or the dtypes of the target's own modules.",
-    )
-    parser.add_argument(
-        "--model", type=Path, required=True, help="folder of the target in Hugging Face format"
-    )
-    parser.add_argument("--head", type=Path, required=True, help="RUN/head that train.py wrote")
-    parser.add_argument("--out", type=Path, required=True, help="new folder, missing or empty")
-    parser.add_argument("--alone", action="store_true", help="write the modules without the target")
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

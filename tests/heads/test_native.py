@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear
 
+from mtp_research.app import export_command
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.heads import export
 from mtp_research.heads.export import export_heads, stitch_heads
 from mtp_research.heads.init import init_heads
 from mtp_research.heads.native import has_native_heads, load_native_heads, read_index
@@ -230,25 +230,25 @@ def test_command_stitches_heads_and_names_what_it_wrote(
     save_heads(heads, tmp_path / "head")
     words = ["--model", tmp_path / "release", "--head", tmp_path / "head", "--out"]
     words = [str(word) for word in words]
-    assert export.main([*words, str(tmp_path / "new")]) == 0
+    assert export_command.main([*words, str(tmp_path / "new")]) == 0
     assert "3 MTP modules of family mimo_v2" in capsys.readouterr().out
     assert has_native_heads(tmp_path / "new", target)
     shard = "model-00001-of-00002.safetensors"
     assert (tmp_path / "new" / shard).samefile(tmp_path / "release" / shard)
-    assert export.main([*words, str(tmp_path / "new")]) == 2
+    assert export_command.main([*words, str(tmp_path / "new")]) == 2
     assert "error: --out must be a missing or empty folder" in capsys.readouterr().err
     swapped = ["--model", words[1], "--head", str(tmp_path / "nowhere"), "--out", words[1]]
-    assert export.main(swapped) == 2
+    assert export_command.main(swapped) == 2
     message = capsys.readouterr().err
     assert "--head" in message
     assert "spec.head" not in message
-    assert export.main(["--model", str(tmp_path / "nowhere"), *swapped[2:]]) == 2
+    assert export_command.main(["--model", str(tmp_path / "nowhere"), *swapped[2:]]) == 2
     message = capsys.readouterr().err
     assert "error: --model must" in message
     assert "set --model " in message
     assert "model.path" not in message
     (tmp_path / "head" / "model.safetensors").write_bytes(b"cut off")
-    assert export.main([*words, str(tmp_path / "other")]) == 3
+    assert export_command.main([*words, str(tmp_path / "other")]) == 3
     message = capsys.readouterr().err
     assert message.startswith("error: cannot read")
     assert message.count("\n") == 1
@@ -257,8 +257,8 @@ def test_command_stitches_heads_and_names_what_it_wrote(
 def test_messages_of_the_loaders_name_the_options_of_the_command() -> None:
     text = "spec.head must be a folder, my.spec.head is none (a model.paths); set spec.head=PATH."
     wanted = "--head must be a folder, my.spec.head is none (a model.paths); set --head PATH."
-    assert export.in_own_words(text) == wanted
-    assert export.in_own_words("leave them out; it must") == "leave them out; it must"
+    assert export_command.in_own_words(text) == wanted
+    assert export_command.in_own_words("leave them out; it must") == "leave them out; it must"
 
 
 def test_modules_of_a_release_start_training(deepseek: Target, tmp_path: Path) -> None:

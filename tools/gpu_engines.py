@@ -1,0 +1,199 @@
+"""Exported heads in vLLM against our loop run by vLLM's conventions, round by round, on a GPU.
+
+    python tools/gpu_engines.py --out $OUT                          all cases; wants vLLM 0.24
+    python tools/gpu_engines.py --out $OUT --cases lab_tiny,mimo --k 1,3
+    python tools/gpu_engines.py --out /tmp/x --prepare-only         on a CPU: our side alone
+
+A case is the shipped target with its trained head, or a random target of one family with random
+modules. Both loops decode the exported one greedily: equal texts are counted, and equal rounds in
+them. `control` is our loop by the family's own conventions: where it agrees as well, the case tells
+nothing. Exit status 1: a case failed or too few rounds are equal. Never run on a GPU so far.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import random
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mtp_research.runtime.threads import wait_passively
+
+wait_passively()
+
+import torch
+
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.evaluation.run.engine_effect import DecodeTask, decode_as
+from mtp_research.heads.engines import ENGINES, VERSIONS, HeadRun, trained_run
+from mtp_research.heads.export import stitch_heads
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.target import load_target
+from tests import tiny
+from tests.heads.release import change_config, write_release
+
+LAB_TINY = ROOT / "assets" / "lab_tiny"
+LEAST_EQUAL = 0.99  # of the rounds of equal texts
+# Off: another process, and the loop that the table is not about.
+VLLM_SWITCHES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER")
+_SIZES: dict[str, object] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 16}
+_SIZES |= {"eos_token_id": None, "num_attention_heads": 4, "num_key_value_heads": 2}
+_MOE = {**_SIZES, "moe_intermediate_size": 128}
+_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_NEXT = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 64}
+CASES: dict[str, dict[str, object]] = {  # family -> changes of the tiny recipe
+    "glm4_moe": {**_MOE, "head_dim": 64},
+    "deepseek_v3": {**_MOE, **_LATENT, "num_attention_heads": 16, "num_key_value_heads": 16},
+    "mimo": _SIZES,
+    "qwen3_next": {**_MOE, **_NEXT, "shared_expert_intermediate_size": 128},
+}
+# The type of MiMo's configuration is remote code; vLLM goes by the architecture.
+CONFIGS = {"mimo": {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}}
+
+
+class Decoded(NamedTuple):
+    """One prompt's output."""
+
+    token_ids: tuple[int, ...]
+    accepted: tuple[int, ...]  # drafts kept, by round
+
+
+class Agreement(NamedTuple):
+    """How far two sides agree; rounds are those of equal texts, without the last, which is cut."""
+
+    num_texts: int
+    num_equal_texts: int
+    num_rounds: int
+    num_equal_rounds: int
+    lengths: tuple[float, float]  # acceptance lengths over all prompts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run every case; returns 1 where one failed or differs."""
+    options = _parse(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, object]] = []
+    for case in options.cases.split(","):
+        try:
+            heads = prepare(case, options.out / case)
+            for num_drafts in map(int, options.k.split(",")):
+                found = _compare(heads, options.out / case / "exported", num_drafts, options)
+                rows.append({"case": case, "k": num_drafts, **found})
+                print(json.dumps(rows[-1]), flush=True)
+        except Exception:  # the other cases are worth having
+            rows.append({"case": case, "passed": False, "error": traceback.format_exc()})
+    (options.out / "engines.json").write_text(json.dumps(rows, indent=1))
+    return 0 if all(row["passed"] for row in rows) else 1
+
+
+def prepare(case: str, folder: Path) -> MTPHeads:
+    """Heads of a case, read back from what is exported for vLLM to `folder/exported`."""
+    source = head = folder / "source"
+    if case == "lab_tiny":
+        source, head = LAB_TINY / "target", LAB_TINY / "heads" / "ttt_n1"
+    else:
+        made = tiny.tiny_target(case, dtype=torch.float32, seed=1, **CASES[case])
+        write_release(made, source)
+    target = load_target(source, dtype="float32", device="cpu")
+    heads = load_heads(head, target)
+    if case != "lab_tiny":  # norms near 1 would hide what is recycled
+        norm = heads.mtp_modules[0].shared_head.norm.weight
+        norm.data += torch.linspace(-0.8, 4, len(norm)).roll(17)
+    stitch_heads(heads, folder / "exported", source=source, engine="vllm")
+    change_config(folder / "exported", CONFIGS.get(case, {}))
+    return load_heads(folder / "exported", target)  # rounded to bfloat16, of the family's way
+
+
+def our_side(heads: MTPHeads, run: HeadRun, task: DecodeTask) -> list[Decoded]:
+    """Our loop, with the heads run as `run` says."""
+    records = decode_as(heads, run, task)
+    return [Decoded(one.token_ids, one.num_accepted_per_round) for one in records]
+
+
+def vllm_side(
+    folder: Path, task: DecodeTask, stop_token_ids: Sequence[int], options: argparse.Namespace
+) -> list[Decoded]:
+    """One request at a time: what a step adds to a text is a round."""
+    os.environ |= dict.fromkeys(VLLM_SWITCHES, "0")
+    vllm = importlib.import_module("vllm")  # of the machine, no dependency of ours
+    assert vllm.__version__.startswith(VERSIONS["vllm"]), vllm.__version__
+    drafts = {"method": "mtp", "num_speculative_tokens": task.spec.num_speculative_tokens}
+    attention = "TRITON_MLA" if "deepseek" in str(folder) else "TRITON_ATTN"
+    words = {"model": str(folder), "skip_tokenizer_init": True, "dtype": options.dtype, "seed": 0}
+    words |= {"max_model_len": 256, "max_num_seqs": 1, "enforce_eager": True}
+    words |= {"enable_prefix_caching": False, "async_scheduling": False}
+    words |= {"gpu_memory_utilization": 0.05, "attention_config": {"backend": attention}}
+    engine = vllm.LLM(**words, speculative_config=drafts).llm_engine
+    limits = {"max_tokens": task.max_new_tokens, "stop_token_ids": list(stop_token_ids)}
+    params = vllm.SamplingParams(temperature=0.0, detokenize=False, **limits)
+    params.output_kind = vllm.sampling_params.RequestOutputKind.DELTA
+    found = []
+    for index, prompt in enumerate(task.prompts):
+        engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
+        pieces: list[list[int]] = []
+        while engine.has_unfinished_requests():
+            pieces += [list(one.outputs[0].token_ids) for one in engine.step()]
+        found.append(decoded([piece for piece in pieces if piece]))
+    engine.engine_core.shutdown()  # the next case needs its memory
+    return found
+
+
+def decoded(pieces: Sequence[Sequence[int]]) -> Decoded:
+    """What each step added: the prompt's token, then per round the kept drafts and one more."""
+    tokens = (token for piece in pieces for token in piece)
+    return Decoded(tuple(tokens), tuple(len(piece) - 1 for piece in pieces[1:]))
+
+
+def agreement(ours: Sequence[Decoded], theirs: Sequence[Decoded]) -> Agreement:
+    """Equal texts, equal rounds in them, and both acceptance lengths."""
+    pairs = list(zip(ours, theirs, strict=True))
+    equal = [(a.accepted[:-1], b.accepted[:-1]) for a, b in pairs if a.token_ids == b.token_ids]
+    num_rounds = sum(max(len(a), len(b)) for a, b in equal)
+    same = sum(x == y for a, b in equal for x, y in zip(a, b, strict=False))
+    counts = [[n for one in side for n in one.accepted[:-1]] for side in (ours, theirs)]
+    lengths = [1 + sum(side) / max(len(side), 1) for side in counts]
+    return Agreement(len(pairs), len(equal), num_rounds, same, (lengths[0], lengths[1]))
+
+
+def _compare(
+    heads: MTPHeads, folder: Path, num_drafts: int, options: argparse.Namespace
+) -> dict[str, object]:
+    rng, vocab_size = random.Random(0), heads.target.config.vocab_size
+    num_tokens = [rng.randint(4, 24) for _ in range(options.prompts)]
+    prompts = [rng.choices(range(vocab_size), k=length) for length in num_tokens]
+    spec = SpecSettings(num_speculative_tokens=num_drafts)
+    task = DecodeTask(prompts, spec, options.max_new_tokens)
+    run = ENGINES["vllm"][heads.target.family_name].run
+    ours = theirs = our_side(heads, run, task)
+    if not options.prepare_only:
+        theirs = vllm_side(folder, task, heads.target.stop_token_ids, options)
+    own = replace(trained_run(heads), policy=run.policy, module_schedule=run.module_schedule)
+    found, control = agreement(ours, theirs), agreement(our_side(heads, own, task), theirs)
+    passed = found.num_equal_rounds >= LEAST_EQUAL * found.num_rounds > 0
+    return {"passed": passed, **found._asdict(), "control": control._asdict()}
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, required=True)
+    add("--cases", default=",".join(("lab_tiny", *CASES)))
+    add("--k", default="1,3", help="drafts per step, comma-separated")
+    add("--prompts", type=int, default=24)
+    add("--max-new-tokens", type=int, default=64)
+    add("--dtype", default="float32")
+    add("--prepare-only", action="store_true", help="no vLLM: ours against itself")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
