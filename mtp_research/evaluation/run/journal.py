@@ -27,6 +27,8 @@ from typing import IO, NamedTuple, cast
 
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
+from mtp_research.decode.verify.profile_reader import PROFILE_FILE
+from mtp_research.evaluation.report.profile import GOLDEN_FILE
 from mtp_research.evaluation.report.stored import (
     PACKED_FILE,
     RESULTS_FILE,
@@ -170,7 +172,8 @@ def clear_folder(folder: Path, config: EvalConfig, *, inputs: Mapping[str, objec
             return
     except (ConfigError, IntegrityError):
         pass
-    for name in (RESULTS_FILE, PACKED_FILE, JOURNAL_FILE, TABLE_FILE, *RUN_FILES):
+    ours = (RESULTS_FILE, PACKED_FILE, JOURNAL_FILE, TABLE_FILE, PROFILE_FILE, GOLDEN_FILE)
+    for name in (*ours, *RUN_FILES):
         (folder / name).unlink(missing_ok=True)
 
 
