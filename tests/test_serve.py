@@ -4,10 +4,12 @@ import asyncio
 import http.client
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +224,20 @@ def test_bad_body_is_refused_in_one_line(running: Running, body: object, expecte
 def test_bad_messages_are_refused(running: Running, messages: object) -> None:
     status, _ = running.ask("POST", "/v1/chat/completions", {"messages": messages})
     assert status == 400
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"hello\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+     b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"x" * (1 << 18)],
+    ids=["no request", "negative length", "chunked body", "endless head"],
+)  # fmt: skip
+def test_what_is_no_request_is_answered_and_closed(running: Running, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
+        connection.sendall(sent)
+        with suppress(ConnectionResetError):  # closed before all of it was read
+            assert connection.makefile("rb").read().startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert running.ask("GET", "/health")[0] == 200
 
 
 def test_other_paths(running: Running) -> None:
