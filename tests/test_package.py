@@ -76,7 +76,7 @@ def test_every_import_is_declared() -> None:
     user = set().union(*(DECLARED[name] for name in DECLARED if name not in ("dev", "docs")))
     imported = top_imports("mtp_research", "kernels") - {"mtp_research"} - PEERS
     assert {name for name in imported if distribution(name) not in user} == set()
-    own = {"mtp_research", "tests", "tools", "train_bench"}
+    own = {"mtp_research", "tests", "tools", "examples", "train_bench"}
     imported = top_imports("tests", "tools", "examples") - own
     assert {name for name in imported if distribution(name) not in user | DECLARED["dev"]} == set()
 

@@ -373,6 +373,8 @@ def _resolve_paths(config: TrainConfig | EvalConfig) -> None:
     else:
         config.prompts.path = config.prompts.path and resolve_path(config.prompts.path)
         config.spec.head = _resolve_head(config.spec.head)
+        profile = config.spec.synthetic_profile
+        config.spec.synthetic_profile = profile and resolve_path(profile)
         config.grid.head = [_resolve_head(head) for head in config.grid.head]
 
 

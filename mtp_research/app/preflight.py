@@ -89,6 +89,7 @@ def require_possible_paths(config: TrainConfig | EvalConfig) -> None:
         }
     else:
         paths |= {"prompts.path": config.prompts.path, "spec.head": config.spec.head}
+        paths |= {"spec.synthetic_profile": config.spec.synthetic_profile}
         paths |= {f"grid.head.{number}": path for number, path in enumerate(config.grid.head)}
     for key, path in paths.items():
         if path is not None:

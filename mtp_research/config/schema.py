@@ -82,6 +82,10 @@ class VerifyOptions:
     synthetic_length: float | None = within(None, 1.0, MAX_SPECULATIVE_TOKENS + 1.0)
     # How rates are spread over the drafts to give synthetic_length.
     synthetic_schedule: str = one_of("minimum_variance", "geometric", "minimum_variance")
+    # Instead of both: rates of a speculation_profile.json, which every evaluation writes.
+    synthetic_profile: str | None = None
+    # Label of its condition; None where only one has spec.k drafts or more.
+    synthetic_condition: str | None = None
 
 
 @dataclass

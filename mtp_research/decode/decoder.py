@@ -116,7 +116,7 @@ class SpecDecoder:
             slot_state=self.slot_state,
             plan=plan,
             rule=spec.rule,
-            options=spec.verify_options,
+            options=spec.step_options,
             backend=kernel_backend(engine),
         )
         if (products := build_products(target, heads, engine=engine)) is not None:

@@ -14,6 +14,7 @@ _TTT = f"{_HEADS}/ttt_n1"
 # Sampled text, and drafts that rejection sampling judges.
 _SAMPLED: Mapping[str, object] = {"sampling.temperature": 1.0, "spec.verify": "standard"}
 _SAMPLED_DRAFTS = {**_SAMPLED, "spec.draft_sampling": "sample"}
+_MEASURED = {"synthetic_profile": "one profile", "synthetic_condition": "always"}
 _LONG: Mapping[str, object] = {"sampling.max_new_tokens": 20}
 
 
@@ -78,6 +79,8 @@ SPEC = [
     _rule("synthetic_rates", [0.0, 0.0, 0.0], "synthetic", synthetic_rates=[1.0, 1.0, 1.0]),
     _rule("synthetic_length", 3.9, "synthetic", synthetic_length=1.1),
     _rule("synthetic_schedule", "geometric", "synthetic", synthetic_length=2.5),
+    _rule("synthetic_profile", "other profile", "synthetic", **_MEASURED),
+    _rule("synthetic_condition", "never", "synthetic", **_MEASURED),
     _row("spec.draft_sampling", "sample", "rounds said", base=_SAMPLED),
     _row(
         "spec.draft_sampling",

@@ -89,6 +89,8 @@ class Lab:
             "stopping target": self._stopping_target,
             "copied target": self._copied_target,
             "head of module 0": self._head_of_module_0,
+            "one profile": lambda: self._profile("one", always=9, never=0),
+            "other profile": lambda: self._profile("two", always=0, never=0),
             "other documents": self._other_documents,
             "other target": lambda: str(self._other_target()),
             "other corpus": self._other_corpus,
@@ -151,6 +153,22 @@ class Lab:
         path = folder / "generation_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [_EARLY_TOKEN]}))
         return str(folder)
+
+    def _profile(self, name: str, **accepted: int) -> str:
+        """Conditions by name, of 9 rounds in which so many accepted each draft."""
+        path = self.root / f"{name}_profile.json"
+        conditions = [
+            {
+                "label": label,
+                "num_speculative_tokens": 3,
+                "num_rounds": 9,
+                "num_accepted_per_position": [count] * 3,
+                "acceptance_rate_per_position": [count / 9] * 3,
+            }
+            for label, count in accepted.items()
+        ]
+        path.write_text(json.dumps({"schema_version": 1, "conditions": conditions}))
+        return str(path)
 
     def _other_documents(self) -> str:
         """The same, read backwards."""

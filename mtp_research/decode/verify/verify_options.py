@@ -1,4 +1,4 @@
-"""Which settings of the lossy rules go together, and the rates behind a synthetic length; no torch.
+"""Which settings of the lossy rules go together, and the rates of synthetic acceptance; no torch.
 
 The settings and their ranges stand in `VerifyOptions` of the schema. Letters: K drafts per step.
 """
@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 from mtp_research.config.ranges import check_values
 from mtp_research.config.schema import VerifyOptions
+from mtp_research.decode.verify.profile_reader import profile_rates
 from mtp_research.runtime.errors import ConfigError
 
 LengthSchedule = Literal["minimum_variance", "geometric"]
@@ -48,13 +49,30 @@ def check_options(name: str, options: VerifyOptions, *, num_speculative_tokens: 
 
 
 def synthetic_rates(options: VerifyOptions, *, num_speculative_tokens: int) -> tuple[float, ...]:
-    """Chance that drafts 1..j are all accepted, for j = 1..K, given as such or as a mean length."""
+    """Chance that drafts 1..j are all accepted, for j = 1..K: given, of a length or a profile."""
+    if options.synthetic_profile is not None:
+        if options.synthetic_rates or options.synthetic_length is not None:
+            raise ConfigError(
+                "spec.synthetic_profile must be null where synthetic_rates or synthetic_length is "
+                f"set, got {options.synthetic_profile}; set one of them."
+            )
+        return profile_rates(
+            options.synthetic_profile,
+            condition=options.synthetic_condition,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+    if options.synthetic_condition is not None:
+        raise ConfigError(
+            "spec.synthetic_condition must be null without synthetic_profile, got "
+            f"{options.synthetic_condition}; set spec.synthetic_profile=FILE."
+        )
     if options.synthetic_length is None:
         if len(options.synthetic_rates) == num_speculative_tokens:
             return tuple(options.synthetic_rates)
         raise ConfigError(
             f"spec.synthetic_rates must hold spec.k={num_speculative_tokens} rates, got "
-            f"{len(options.synthetic_rates)}; set them, or spec.synthetic_length."
+            f"{len(options.synthetic_rates)}; set them, spec.synthetic_length or "
+            "spec.synthetic_profile."
         )
     if options.synthetic_rates:
         raise ConfigError(
@@ -65,6 +83,16 @@ def synthetic_rates(options: VerifyOptions, *, num_speculative_tokens: int) -> t
         options.synthetic_length,
         num_speculative_tokens=num_speculative_tokens,
         schedule=cast(LengthSchedule, options.synthetic_schedule),
+    )
+
+
+def without_profile(options: VerifyOptions, *, num_speculative_tokens: int) -> VerifyOptions:
+    """The same options with rates in the place of a profile, so that no step reads a file."""
+    if options.synthetic_profile is None:
+        return options
+    rates = synthetic_rates(options, num_speculative_tokens=num_speculative_tokens)
+    return dataclasses.replace(
+        options, synthetic_rates=list(rates), synthetic_profile=None, synthetic_condition=None
     )
 
 

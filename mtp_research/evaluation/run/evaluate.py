@@ -16,6 +16,7 @@ from mtp_research.config.rules import expand
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.build import Heads
 from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
+from mtp_research.evaluation.report.profile import write_profile
 from mtp_research.evaluation.report.stored import (
     Report,
     build_report,
@@ -63,6 +64,7 @@ from mtp_research.models.target import (
 )
 from mtp_research.runtime.compiling import start_compilers
 from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted
+from mtp_research.runtime.files import sha256_of
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import redact_tree, run_record
 
@@ -70,7 +72,7 @@ from mtp_research.runtime.provenance import redact_tree, run_record
 def evaluate(
     config: EvalConfig, output_dir: Path, *, on_start: Callable[[], object] | None = None
 ) -> dict[str, object]:
-    """Run an evaluation, print its tables and write `results.json` and `table.txt`.
+    """Run an evaluation, print its tables and write `results.json`, its profile and `table.txt`.
 
     An evaluation that was killed in `output_dir` goes on, one that is finished there is shown
     again. `on_start` is called when the folder is known to take this one. Returns the main figures,
@@ -142,6 +144,7 @@ def _evaluate(
         skipped_prompts=encoded.skipped,
     )
     write_generations(output_dir, report.conditions, conversations)
+    write_profile(output_dir, report)
     path = write_results(output_dir, report)
     write_table(output_dir, report)
     (output_dir / JOURNAL_FILE).unlink()  # the results hold all of it
@@ -244,6 +247,7 @@ def _inputs(
         for name, spec in folders.items()
         if spec.draft_vocabulary_size is not None
     }
+    profiles = {path for c in conditions if (path := c.config.spec.synthetic_profile) is not None}
     return {
         "prompts": prompts_sha256(encoded.entries),
         "heads": {name: head_facts(spec.head) for name, spec in folders.items()},
@@ -251,6 +255,7 @@ def _inputs(
         "dtype": str(target.dtype),
         "device": target.device.type,
         **({"token_rankings": rankings} if rankings else {}),
+        **({"profiles": [sha256_of(Path(p)) for p in sorted(profiles)]} if profiles else {}),
     }
 
 

@@ -27,6 +27,8 @@ from typing import IO, NamedTuple, cast
 
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
+from mtp_research.decode.verify.profile_reader import PROFILE_FILE
+from mtp_research.evaluation.report.profile import GOLDEN_FILE
 from mtp_research.evaluation.report.stored import (
     GENERATIONS_FILE,
     PACKED_FILE,
@@ -174,8 +176,8 @@ def clear_folder(folder: Path, config: EvalConfig, *, inputs: Mapping[str, objec
             return
     except (ConfigError, IntegrityError):
         pass
-    written = (RESULTS_FILE, PACKED_FILE, JOURNAL_FILE, GENERATIONS_FILE, TABLE_FILE, *RUN_FILES)
-    for name in written:
+    ours = (RESULTS_FILE, PACKED_FILE, JOURNAL_FILE, GENERATIONS_FILE, TABLE_FILE)
+    for name in (*ours, PROFILE_FILE, GOLDEN_FILE, *RUN_FILES):
         (folder / name).unlink(missing_ok=True)
 
 
