@@ -100,7 +100,7 @@ def _heads_faults(config: TrainConfig) -> Iterator[str]:
     if head.init == "replicate" and head.path is None:
         expected = "must be set for head.init=replicate"
         yield rule_line("head.path", expected, "nothing", "head.path=PATH")
-    is_copy = head.init == "target_last_layer" and head.path is None
+    is_copy = head.init in ("auto", "target_last_layer") and head.path is None
     if not is_copy and head.init_noise not in (0, HeadConfig.init_noise):
         key = "head.init_noise"
         expected = "must be left alone for heads that do not start from the target's last layer"

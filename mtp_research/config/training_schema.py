@@ -61,8 +61,10 @@ class HeadConfig:
 
     num_mtp_modules: int = within(3, 1, MAX_SPECULATIVE_TOKENS)  # N, modules that are trained
     # native: the target's own MTP layers, N and the conventions below from its files where they are
-    # not typed; replicate: the one module of head.path, N times.
-    init: str = one_of("target_last_layer", "native", "random", "replicate", "target_last_layer")
+    # not typed, more modules than it has as copies; auto: native where its checkpoint holds modules
+    # that can be trained so, else target_last_layer; replicate: the one module of head.path, N
+    # times.
+    init: str = one_of("auto", "auto", "native", "random", "replicate", "target_last_layer")
     # init=target_last_layer: noise on the copied matrices, as a share of their root mean square. It
     # is drawn by `seed`, so that seeds and modules 1..N start apart; 0: exact copies.
     init_noise: float = within(0.02, 0.0, 1.0)

@@ -2,16 +2,19 @@
 
     random             the constructor's values
     target_last_layer  the target's last decoder layer
-    native             the target's own MTP layers; `record.py` says how they are run
+    native             the target's own MTP layers, more modules than it has as copies of them
     replicate          copies of one trained module (MiMo's recipe: train one, then tune copies)
+    auto               native where the target's checkpoint holds modules that can be trained as the
+                       configuration says, else target_last_layer
 
 Source: MiMo (arXiv:2505.07608) for `replicate`.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,19 +22,57 @@ from torch import nn
 from mtp_research.heads.native import (
     SINGLE_FILE,
     has_native_heads,
+    misfits,
     num_published_modules,
+    num_stored_modules,
     read_native,
 )
 from mtp_research.heads.record import CONVENTIONS
 from mtp_research.heads.stack import MTPHeads, MTPModule
 from mtp_research.heads.weights import native_folder, read_tensors
 from mtp_research.models.block import LayerStack
+from mtp_research.models.loading.source import CONFIG_FILE
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
-Init = Literal["native", "random", "replicate", "target_last_layer"]
+Init = Literal["auto", "native", "random", "replicate", "target_last_layer"]
 
 _MODULES = "mtp_modules"
+
+
+class Start(NamedTuple):
+    """What modules start from."""
+
+    init: Init  # never auto
+    phrase: str  # which and why, for people and for `head.json`
+
+
+def choose_start(heads: MTPHeads, *, init: Init) -> Start:
+    """What `head.init` stands for on the target of `heads`, which are still as they were built."""
+    count = heads.spec.num_mtp_modules
+    wanted = f"{count} module{'s' * (count != 1)}"
+    if init != "auto":
+        return Start(init, f"{init} ({wanted})")
+    if obstacle := _native_obstacle(heads):
+        return Start("target_last_layer", f"target_last_layer ({wanted}): {obstacle}")
+    return Start("native", f"native ({wanted}): the target's checkpoint holds MTP modules")
+
+
+def _native_obstacle(heads: MTPHeads) -> str | None:
+    """Why the target's own modules cannot be the start; None where they can."""
+    path, target = heads.target.path, heads.target
+    folder = native_folder(path, target) if path else None
+    num_stored = 0
+    if folder is not None and (folder / CONFIG_FILE).is_file():
+        num_stored = num_stored_modules(folder, target)
+    if num_stored == 0:
+        return "the target's checkpoint holds no MTP modules"
+    if target.family.owns_lm_head:
+        return "the target's MTP modules have output heads of their own, which are not trained"
+    if differing := _misfits(heads, num_published=num_stored):
+        fixes = " ".join(f"head.{name}={value}" for name, value in differing.items())
+        return f"the target's MTP modules are {fixes}"
+    return None
 
 
 def init_heads(
@@ -42,6 +83,8 @@ def init_heads(
     `path` is a folder of heads with one module, for `replicate`. `noise`, for `target_last_layer`,
     is the standard deviation of what is added to each matrix, relative to its root mean square.
     """
+    if init == "auto":
+        init = choose_start(heads, init=init).init
     if init == "target_last_layer":
         _copy_last_layer(heads)
         if noise:
@@ -168,20 +211,23 @@ def _check_native_conventions(heads: MTPHeads, folder: Path) -> None:
             f"head.init=native needs a target with MTP layers of its own, {heads.target.path!r} "
             "has none; set head.init=target_last_layer."
         )
-    family, spec = heads.target.family, heads.spec
-    if family.owns_lm_head:
+    if heads.target.family.owns_lm_head:
         raise ConfigError(
             f"modules of {str(folder)!r} have output heads of their own, which are decoded and not "
             "trained; set head.init=target_last_layer, which trains on the target's lm_head."
         )
-    wanted = {name: getattr(family, name) for name in CONVENTIONS} | {
-        "num_mtp_modules": num_published_modules(folder, heads.target)
-    }
-    differing = {name: value for name, value in wanted.items() if value != getattr(spec, name)}
-    if differing:
-        got = ", ".join(f"head.{name}={getattr(spec, name)}" for name in differing)
+    num_published = num_published_modules(folder, heads.target)
+    if differing := _misfits(heads, num_published=num_published):
+        got = ", ".join(f"head.{name}={getattr(heads.spec, name)}" for name in differing)
         fixes = " ".join(f"head.{name}={value}" for name, value in differing.items())
         raise ConfigError(
-            f"head.init=native must have as many modules as {str(folder)!r} holds, run as their "
+            f"head.init=native must have the modules of {str(folder)!r} or more, run as their "
             f"family runs them, got {got}; set {fixes}."
         )
+
+
+def _misfits(heads: MTPHeads, *, num_published: int) -> dict[str, object]:
+    """Keys of `head`, and the values that the target's own modules need."""
+    family = heads.target.family
+    published = {name: getattr(family, name) for name in CONVENTIONS}
+    return misfits(asdict(heads.spec), published | {"num_mtp_modules": num_published})

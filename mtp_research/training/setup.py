@@ -16,13 +16,15 @@ from accelerate import Accelerator
 
 from mtp_research.config.launched import PLUGINS
 from mtp_research.config.schema import TrainConfig
-from mtp_research.heads.init import Init, freeze_parts, init_heads
+from mtp_research.heads.init import Init, choose_start, freeze_parts, init_heads
+from mtp_research.heads.native import adopt_conventions
 from mtp_research.heads.record import check_weights, read_head_record, recorded_schedule
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_head_state
 from mtp_research.models.experts import ExpertLoads
 from mtp_research.models.family import ConcatOrder, NormPoint
 from mtp_research.models.loading.placement import resolve_device
+from mtp_research.models.loading.source import CONFIG_FILE, local_file
 from mtp_research.models.target import Target, load_target, warn_of_family
 from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError
@@ -75,11 +77,11 @@ def build_run(
     """Load target and documents, build heads and engine, go on from a checkpoint."""
     if checkpoint is not None and "head.init_noise" not in checkpoint.state["settings"]:
         config.head.init_noise = 0.0  # begun before the key: from exact copies
+    target, documents = load_inputs(config)
     num_depths = depths_of(config)
     spec = UnrollSpec(
         num_depths, config.objective.unroll, cast(ModuleSchedule, config.head.module_schedule)
     )
-    target, documents = load_inputs(config)
     heads = build_heads(config, target=target)
     prepare_target(target, trainer=config.trainer, ranks=accelerator)
     settings = run_settings(
@@ -112,7 +114,10 @@ def build_run(
 
 
 def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
-    """Heads to start from, with `head.lora_rank` and the parts of `head.freeze` frozen."""
+    """Heads to start from, with `head.lora_rank` and the parts of `head.freeze` frozen.
+
+    `head.init=auto` becomes what it stands for, in place, so that records name the start.
+    """
     head = config.head
     torch.manual_seed(config.seed)
     heads = MTPHeads(
@@ -132,9 +137,13 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
         _check_conventions(heads.spec, path=path, is_copied=head.init == "replicate")
     if path is not None and head.init != "replicate":
         load_head_state(heads, path / "model.safetensors")
+        started_from = f"head.path {path}"
     else:
-        start = cast(Init, head.init)
-        init_heads(heads, init=start, path=path, noise=head.init_noise, seed=config.seed)
+        start = choose_start(heads, init=cast(Init, head.init))
+        head = config.head = dataclasses.replace(head, init=start.init)
+        init_heads(heads, init=start.init, path=path, noise=head.init_noise, seed=config.seed)
+        started_from = start.phrase
+    heads.provenance = {"started_from": started_from}
     if head.lora_rank:
         add_lora(heads, rank=head.lora_rank)
     freeze_parts(heads, patterns=head.freeze)
@@ -171,6 +180,7 @@ class RunInputs(NamedTuple):
 def load_inputs(config: TrainConfig) -> RunInputs:
     """Load target and documents; a fault of the documents costs no loading."""
     model, found = config.model, read_head_documents(config.data)
+    is_fetched = local_file(model.path, CONFIG_FILE) is None
     target = load_target(
         model.path,
         dtype=_dtype(config),
@@ -179,6 +189,8 @@ def load_inputs(config: TrainConfig) -> RunInputs:
         experts=model.experts,
     )
     warn_of_family(target, family=model.family)
+    if is_fetched and config.head.init in ("auto", "native") and config.head.path is None:
+        adopt_conventions(config.head, path=model.path, typed=())  # its files were not here before
     documents = load_head_documents(
         config.data,
         found,
