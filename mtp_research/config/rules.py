@@ -73,6 +73,15 @@ def _pretrain_faults(pretrain: PretrainConfig) -> Iterator[str]:
         key = "model.pretrain.warmup_steps"
         expected = f"must be below max_steps={pretrain.max_steps}"
         yield rule_line(key, expected, pretrain.warmup_steps, f"{key}={pretrain.max_steps // 20}")
+    count, default = pretrain.num_mtp_modules, PretrainConfig.mtp_loss_weight
+    if count >= pretrain.seq_len:
+        key = "model.pretrain.num_mtp_modules"
+        expected = f"must be below model.pretrain.seq_len={pretrain.seq_len}"
+        yield rule_line(key, expected, count, f"{key}=1")
+    if count == 0 and pretrain.mtp_loss_weight != default:
+        key = "model.pretrain.mtp_loss_weight"
+        expected = f"must be {default} for model.pretrain.num_mtp_modules=0"
+        yield rule_line(key, expected, pretrain.mtp_loss_weight, f"{key}={default}")
     key, weights = "model.pretrain.domain_weights", pretrain.domain_weights
     for domain, weight in weights.items():
         if not 0 <= weight < float("inf"):

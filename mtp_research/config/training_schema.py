@@ -38,6 +38,9 @@ class PretrainConfig:
     compile: bool = True  # torch.compile on a GPU
     log_every: int = within(50, 1, 10**9)  # steps
     router_bias_rate: float = within(1e-3, 0.0, 1.0)  # step of the expert-balancing bias
+    # MTP modules that are trained with the target and saved in it, one a depth; 0: none.
+    num_mtp_modules: int = within(0, 0, MAX_SPECULATIVE_TOKENS)
+    mtp_loss_weight: float = above(0.3, 0.0, 100.0)  # of the modules' mean loss in the sum
 
 
 @dataclass

@@ -267,18 +267,32 @@ def wrap_target(
     route_experts(model, experts=experts)
     family_name = family_name or family_of(model.config.get_text_config().model_type)
     target = Target(model=model, family_name=family_name, path=path)
-    norm = model.base_model.get_submodule(target.family.final_norm)
-    # transformers 5.17 returns post-norm states only; a pre-hook gives the raw ones everywhere, and
-    # one that stays can be compiled.
-    norm.register_forward_pre_hook(
-        lambda _module, inputs: target._seen().update(pre_norm=inputs[0])
-    )
+    _keep_pre_norm(target)
     route_mixers(target.mixers.values())
     if target.family.sparse_attention:
         layers = cast(nn.ModuleList, model.base_model.layers)
         attentions = [layer.get_submodule(target.family.attention) for layer in layers]
         route_sparse(attentions, config=target.config)
     return target
+
+
+def trained_target(model: PreTrainedModel) -> Target:
+    """A target that is still being trained: neither frozen nor routed through our contexts."""
+    target = Target(model, family_of(model.config.get_text_config().model_type))
+    _keep_pre_norm(target)
+    return target
+
+
+def _keep_pre_norm(target: Target) -> None:
+    """Let `forward` see what the final norm is given.
+
+    transformers 5.17 returns post-norm states only; a pre-hook gives the raw ones everywhere, and
+    one that stays can be compiled.
+    """
+    norm = target.model.base_model.get_submodule(target.family.final_norm)
+    norm.register_forward_pre_hook(
+        lambda _module, inputs: target._seen().update(pre_norm=inputs[0])
+    )
 
 
 def load_target(

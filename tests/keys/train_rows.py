@@ -65,6 +65,14 @@ PRETRAIN = [
     _target("pretrain.compile", False, "model", "weights rows", reason=GPU),
     _target("pretrain.log_every", 1, "logged", "weights rows"),
     _target("pretrain.router_bias_rate", 0.5, "bias", "rows start"),
+    _target("pretrain.num_mtp_modules", 1, "weights", "rows start"),
+    _target(
+        "pretrain.mtp_loss_weight",
+        0.9,
+        "weights",
+        "rows start",
+        base={"model.pretrain.num_mtp_modules": 1},
+    ),
 ]
 DATA = [
     _heads("data.name", "mine", "config", "weights", reason="a name in records"),
