@@ -152,6 +152,8 @@ def _task_faults(config: TrainConfig) -> Iterator[str]:
     if seeds is not None and (len(set(seeds)) < max(len(seeds), 1) or min(seeds) < 0):
         expected = "must hold at least one number >= 0, each once"
         yield rule_line("matrix.seeds", expected, seeds, "matrix.seeds=[0,1,2]")
+    if config.data.check_hidden_cache and config.data.hidden_cache is None:
+        yield _must_be_false("data.check_hidden_cache", "data.hidden_cache=null", "data=cached")
     if config.task == "cache" and config.data.hidden_cache is None:
         yield rule_line("data.hidden_cache", "must be set for task=cache", "nothing", "data=cached")
 

@@ -28,9 +28,9 @@ from mtp_research.heads.native import (
     read_native,
 )
 from mtp_research.heads.record import CONVENTIONS
-from mtp_research.heads.stack import MTPHeads, MTPModule
+from mtp_research.heads.stack import HeadSpec, MTPHeads, MTPModule
 from mtp_research.heads.weights import native_folder, read_tensors
-from mtp_research.models.block import LayerStack
+from mtp_research.models.block import LayerStack, layers_like_block
 from mtp_research.models.loading.source import CONFIG_FILE
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
@@ -47,21 +47,20 @@ class Start(NamedTuple):
     phrase: str  # which and why, for people and for `head.json`
 
 
-def choose_start(heads: MTPHeads, *, init: Init) -> Start:
-    """What `head.init` stands for on the target of `heads`, which are still as they were built."""
-    count = heads.spec.num_mtp_modules
+def choose_start(target: Target, spec: HeadSpec, *, init: Init) -> Start:
+    """What `head.init` stands for, for heads of `spec` on `target`."""
+    count = spec.num_mtp_modules
     wanted = f"{count} module{'s' * (count != 1)}"
     if init != "auto":
         return Start(init, f"{init} ({wanted})")
-    if obstacle := _native_obstacle(heads):
+    if obstacle := _native_obstacle(target, spec):
         return Start("target_last_layer", f"target_last_layer ({wanted}): {obstacle}")
     return Start("native", f"native ({wanted}): the target's checkpoint holds MTP modules")
 
 
-def _native_obstacle(heads: MTPHeads) -> str | None:
+def _native_obstacle(target: Target, spec: HeadSpec) -> str | None:
     """Why the target's own modules cannot be the start; None where they can."""
-    path, target = heads.target.path, heads.target
-    folder = native_folder(path, target) if path else None
+    folder = native_folder(target.path, target) if target.path else None
     num_stored = 0
     if folder is not None and (folder / CONFIG_FILE).is_file():
         num_stored = num_stored_modules(folder, target)
@@ -69,7 +68,7 @@ def _native_obstacle(heads: MTPHeads) -> str | None:
         return "the target's checkpoint holds no MTP modules"
     if target.family.owns_lm_head:
         return "the target's MTP modules have output heads of their own, which are not trained"
-    if differing := _misfits(heads, num_published=num_stored):
+    if differing := _misfits(target, spec, num_published=num_stored):
         fixes = " ".join(f"head.{name}={value}" for name, value in differing.items())
         return f"the target's MTP modules are {fixes}"
     return None
@@ -84,7 +83,7 @@ def init_heads(
     is the standard deviation of what is added to each matrix, relative to its root mean square.
     """
     if init == "auto":
-        init = choose_start(heads, init=init).init
+        init = choose_start(heads.target, heads.spec, init=init).init
     if init == "target_last_layer":
         _copy_last_layer(heads)
         if noise:
@@ -150,22 +149,19 @@ def _matches(name: str, pattern: str) -> bool:
 def _copy_last_layer(heads: MTPHeads) -> None:
     """Copy every tensor of the target's last decoder layer whose name and shape match.
 
-    Where types of attention differ between layers, it is the last one of the block's type. A block
-    of several layers takes each from the target's last layer of that type.
+    Which layer that is, `block.layers_like_block` says.
 
     The final norm goes into `hnorm`'s place after the block; `eh_proj` starts as the average of its
     two inputs, so that the untrained module already passes a usable hidden state.
     """
     base = heads.target.model.base_model
     layers = cast(nn.ModuleList, base.layers)
+    sources = [layers[n] for n in layers_like_block(heads.target.model, heads.target.family)]
     final_norm = getattr(base, heads.target.family.final_norm).state_dict()
     for module in cast(Iterable[MTPModule], heads.mtp_modules):
-        if isinstance(module.block, LayerStack):
-            for layer in module.block.layers:
-                alike = [other for other in layers if other.block_type == layer.block_type]
-                _copy_matching(alike[-1], layer)
-        else:
-            _copy_matching(_last_like_block(heads.target), module.block)
+        stack = module.block.layers if isinstance(module.block, LayerStack) else [module.block]
+        for source, layer in zip(sources, stack, strict=True):
+            _copy_matching(source, layer)
         if module.shared_head is not None:
             module.shared_head.norm.load_state_dict(final_norm)
         weight = module.eh_proj.weight
@@ -183,15 +179,6 @@ def _add_noise(heads: MTPHeads, *, relative_std: float, seed: int) -> None:
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
             rms = parameter.float().square().mean().sqrt()
             parameter.copy_(parameter.float() + relative_std * rms * noise)
-
-
-def _last_like_block(target: Target) -> nn.Module:
-    """The target's last layer with the attention that its family's MTP modules have."""
-    layers = list(cast(nn.ModuleList, target.model.base_model.layers))
-    kinds = target.config.layer_types if "layer_types" in target.family.block_overrides else None
-    wanted = target.family.block_overrides.get("layer_types", [None])
-    alike = [layer for layer, kind in zip(layers, kinds or (), strict=False) if [kind] == wanted]
-    return (alike or layers)[-1]
 
 
 def _copy_matching(source: nn.Module, block: nn.Module) -> None:
@@ -217,7 +204,7 @@ def _check_native_conventions(heads: MTPHeads, folder: Path) -> None:
             "trained; set head.init=target_last_layer, which trains on the target's lm_head."
         )
     num_published = num_published_modules(folder, heads.target)
-    if differing := _misfits(heads, num_published=num_published):
+    if differing := _misfits(heads.target, heads.spec, num_published=num_published):
         got = ", ".join(f"head.{name}={getattr(heads.spec, name)}" for name in differing)
         fixes = " ".join(f"head.{name}={value}" for name, value in differing.items())
         raise ConfigError(
@@ -226,8 +213,7 @@ def _check_native_conventions(heads: MTPHeads, folder: Path) -> None:
         )
 
 
-def _misfits(heads: MTPHeads, *, num_published: int) -> dict[str, object]:
+def _misfits(target: Target, spec: HeadSpec, *, num_published: int) -> dict[str, object]:
     """Keys of `head`, and the values that the target's own modules need."""
-    family = heads.target.family
-    published = {name: getattr(family, name) for name in CONVENTIONS}
-    return misfits(asdict(heads.spec), published | {"num_mtp_modules": num_published})
+    published = {name: getattr(target.family, name) for name in CONVENTIONS}
+    return misfits(asdict(spec), published | {"num_mtp_modules": num_published})

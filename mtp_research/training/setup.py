@@ -6,6 +6,7 @@ cache_hidden   `task=cache`, which stops before there are heads
 """
 
 import dataclasses
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,7 @@ class RunParts:
     held_out_rows: TrainingRows  # packed held-out rows
     unroll_spec: UnrollSpec  # how the heads are run
     settings: dict[str, object]  # what a resumed run must share, see `checkpoint.run_settings`
+    loaded: str  # which part of the target was loaded for data.hidden_cache; empty without one
     expert_loads: ExpertLoads | None = None  # of the modules' routers; None for dense modules
 
 
@@ -77,7 +79,7 @@ def build_run(
     """Load target and documents, build heads and engine, go on from a checkpoint."""
     if checkpoint is not None and "head.init_noise" not in checkpoint.state["settings"]:
         config.head.init_noise = 0.0  # begun before the key: from exact copies
-    target, documents = load_inputs(config)
+    target, documents = load_inputs(config, is_whole=_needs_layers(config) is not None)
     num_depths = depths_of(config)
     spec = UnrollSpec(
         num_depths, config.objective.unroll, cast(ModuleSchedule, config.head.module_schedule)
@@ -109,6 +111,7 @@ def build_run(
         held_out_rows=rows.held_out,
         unroll_spec=spec,
         settings=settings,
+        loaded=_loaded_line(config, target=target),
         expert_loads=loads if loads.counts else None,
     )
 
@@ -120,18 +123,7 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
     """
     head = config.head
     torch.manual_seed(config.seed)
-    heads = MTPHeads(
-        target,
-        spec=HeadSpec(
-            num_mtp_modules=head.num_mtp_modules,
-            hidden_source=cast(NormPoint, head.hidden_source),
-            recycle_norm=cast(NormPoint, head.recycle_norm),
-            concat_order=cast(ConcatOrder, head.concat_order),
-            zero_position_0=head.zero_position_0,
-            unroll=config.objective.unroll,
-            module_schedule=cast(ModuleSchedule, head.module_schedule),
-        ),
-    )
+    heads = MTPHeads(target, spec=_head_spec(config))
     path = None if head.path is None else Path(head.path)
     if path is not None:
         _check_conventions(heads.spec, path=path, is_copied=head.init == "replicate")
@@ -139,7 +131,7 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
         load_head_state(heads, path / "model.safetensors")
         started_from = f"head.path {path}"
     else:
-        start = choose_start(heads, init=cast(Init, head.init))
+        start = choose_start(target, heads.spec, init=cast(Init, head.init))
         head = config.head = dataclasses.replace(head, init=start.init)
         init_heads(heads, init=start.init, path=path, noise=head.init_noise, seed=config.seed)
         started_from = start.phrase
@@ -148,6 +140,19 @@ def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
         add_lora(heads, rank=head.lora_rank)
     freeze_parts(heads, patterns=head.freeze)
     return heads.train()
+
+
+def _head_spec(config: TrainConfig) -> HeadSpec:
+    head = config.head
+    return HeadSpec(
+        num_mtp_modules=head.num_mtp_modules,
+        hidden_source=cast(NormPoint, head.hidden_source),
+        recycle_norm=cast(NormPoint, head.recycle_norm),
+        concat_order=cast(ConcatOrder, head.concat_order),
+        zero_position_0=head.zero_position_0,
+        unroll=config.objective.unroll,
+        module_schedule=cast(ModuleSchedule, head.module_schedule),
+    )
 
 
 def _check_conventions(spec: HeadSpec, *, path: Path, is_copied: bool) -> None:
@@ -177,17 +182,24 @@ class RunInputs(NamedTuple):
     documents: HeadDocuments
 
 
-def load_inputs(config: TrainConfig) -> RunInputs:
-    """Load target and documents; a fault of the documents costs no loading."""
+def load_inputs(config: TrainConfig, *, is_whole: bool = True) -> RunInputs:
+    """Load target and documents; a fault of the documents costs no loading.
+
+    A target that is not whole lacks its decoder layers, but for the one that modules start from.
+    """
     model, found = config.model, read_head_documents(config.data)
     is_fetched = local_file(model.path, CONFIG_FILE) is None
-    target = load_target(
+    load = functools.partial(
+        load_target,
         model.path,
         dtype=_dtype(config),
         device=model.device,
         device_map=model.device_map,
         experts=model.experts,
     )
+    target = load(layers="all" if is_whole else "none")
+    if target.num_left_out and _starts_from_layer(config, target=target):
+        target = load(layers="last")
     warn_of_family(target, family=model.family)
     if is_fetched and config.head.init in ("auto", "native") and config.head.path is None:
         adopt_conventions(config.head, path=model.path, typed=())  # its files were not here before
@@ -199,6 +211,38 @@ def load_inputs(config: TrainConfig) -> RunInputs:
         num_depths=depths_of(config),
     )
     return RunInputs(target, documents)
+
+
+def _needs_layers(config: TrainConfig) -> str | None:
+    """What runs the target's layers; None where hidden states from disk are all that is needed."""
+    reasons = {
+        "data.hidden_cache=null": config.data.hidden_cache is None,
+        f"task={config.task}": config.task != "heads",
+        "data.check_hidden_cache": config.data.check_hidden_cache,
+        "trainer.decode_eval_prompts": config.trainer.decode_eval_prompts > 0,
+        "trainer.shard_target": config.trainer.shard_target,
+        f"model.device_map={config.model.device_map}": config.model.device_map != "none",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _starts_from_layer(config: TrainConfig, *, target: Target) -> bool:
+    """Whether modules start from a decoder layer of the target."""
+    head = config.head
+    if head.path is not None:
+        return False
+    start = choose_start(target, _head_spec(config), init=cast(Init, head.init))
+    return start.init == "target_last_layer"
+
+
+def _loaded_line(config: TrainConfig, *, target: Target) -> str:
+    if config.data.hidden_cache is None:
+        return ""
+    if reason := _needs_layers(config):
+        return f"target: loaded whole beside data.hidden_cache, for {reason}"
+    if not target.num_left_out:
+        return "target: loaded whole beside data.hidden_cache, as its checkpoint asks for"
+    return f"target: {target.num_left_out} layers not loaded, hidden states from data.hidden_cache"
 
 
 def depths_of(config: TrainConfig) -> int:

@@ -114,7 +114,7 @@ def test_auto_starts_from_a_release_and_adopts_its_conventions(release: Path) ->
     assert (head.init, found) == ("auto", RELEASED[release.name])
     target = load_target(release, dtype="float32", device="cpu")
     heads = MTPHeads(target, spec=HeadSpec(head.num_mtp_modules, *found[:3]))  # type: ignore[arg-type]
-    start = choose_start(heads, init="auto")
+    start = choose_start(heads.target, heads.spec, init="auto")
     assert start.init == "native"
     assert "the target's checkpoint holds MTP modules" in start.phrase
     init_heads(heads, init="auto")
@@ -142,7 +142,7 @@ def test_auto_leaves_a_release_alone_that_does_not_fit_what_was_typed(
     assert (head.hidden_source, head.concat_order) == (plain.hidden_source, plain.concat_order)
     target = load_target(folder, dtype="float32", device="cpu")
     heads = MTPHeads(target, spec=HeadSpec(head.num_mtp_modules, head.hidden_source))  # type: ignore[arg-type]
-    start = choose_start(heads, init="auto")
+    start = choose_start(heads.target, heads.spec, init="auto")
     assert start.init == "target_last_layer"
     assert phrase in start.phrase
 
@@ -153,7 +153,7 @@ def test_auto_of_modules_with_own_heads_is_the_last_layer(tmp_path: Path) -> Non
     head = compose_config(TrainConfig, [f"model.path={folder}", "model.family=step3p5"]).head
     assert (head.num_mtp_modules, head.hidden_source) == (3, "post_norm")
     target = load_target(folder, dtype="float32", device="cpu")
-    start = choose_start(MTPHeads(target, spec=HeadSpec(3)), init="auto")
+    start = choose_start(target, HeadSpec(3), init="auto")
     assert start.init == "target_last_layer"
     assert "output heads of their own" in start.phrase
 
@@ -178,7 +178,7 @@ def test_promise_without_modules_is_no_native_start(tmp_path: Path) -> None:
     head = compose_config(TrainConfig, [f"model.path={tmp_path}"]).head
     assert head.num_mtp_modules == HeadConfig.num_mtp_modules
     loaded = load_target(tmp_path, dtype="float32", device="cpu")
-    start = choose_start(MTPHeads(loaded, spec=HeadSpec(1)), init="auto")
+    start = choose_start(loaded, HeadSpec(1), init="auto")
     assert start == (
         "target_last_layer",
         "target_last_layer (1 module): the target's checkpoint holds no MTP modules",

@@ -82,6 +82,13 @@ DATA = [
     _heads("data.eval_documents", 4, "rows weights walk"),
     _heads("data.max_documents", 18, "rows weights walk"),
     _heads("data.hidden_cache", "written cache", "num_forwards", "weights walk rows"),
+    _heads(
+        "data.check_hidden_cache",
+        True,
+        "num_forwards",
+        "weights walk rows",
+        base={"data.hidden_cache": "written cache"},
+    ),
     Row("data.seq_len", 40, "cache", "cache"),
     Row("data.eval_documents", 4, "cache", "cache"),
 ]
