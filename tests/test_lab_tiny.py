@@ -6,20 +6,10 @@ import pytest
 import torch
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.data.packing import EncodedDocument, pack_first_fit
-from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.sampling.sampling_params import SamplingParams
-from mtp_research.decode.settings import SpecSettings
-from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.run.prompts import encode_prompt, load_prompts
-from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target, load_target, load_tokenizer
-from mtp_research.policy.fields import MATCHING_POLICY
-from mtp_research.training.losses.losses import UnrollSpec
-from mtp_research.training.packed_rows import TrainingRows
-from mtp_research.training.walk.acceptance import replay_walk, response_ranges
-from mtp_research.training.walk.replay import held_out_drafts
+from tests.training.walks import assert_walk_is_loop, greedy_records
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "lab_tiny"
 STOP = (1, 5)
@@ -38,30 +28,14 @@ def prompts() -> list[tuple[int, ...]]:
     return [encode_prompt(prompt, tokenizer) for prompt in load_prompts(None)]
 
 
-def decode(
-    target: Target,
-    heads: MTPHeads | None,
-    prompts: list[tuple[int, ...]],
-    *,
-    policy: str = "training",
-    num_drafts: int,
-    num_new: int = NUM_NEW,
-    stop: tuple[int, ...] = STOP,
-) -> list[RequestRecord]:
-    decoder = SpecDecoder(
-        target,
-        heads,
-        spec=SpecSettings(policy=policy, num_speculative_tokens=num_drafts),
-        engine=ENGINE,
-    )
-    sampling = SamplingParams(max_new_tokens=num_new, stop_token_ids=stop)
-    records = list(decoder.generate(prompts, sampling=sampling))
-    return sorted(records, key=lambda record: int(record.request_id))
-
-
 @pytest.fixture(scope="session")
 def baseline(target: Target, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    return [record.output_token_ids for record in decode(target, None, prompts, num_drafts=0)]
+    return [
+        record.output_token_ids
+        for record in greedy_records(
+            target, None, prompts, num_drafts=0, num_new=NUM_NEW, stop=STOP
+        )
+    ]
 
 
 def test_assets_hold_enough_prompts_and_a_small_target(prompts: list[tuple[int, ...]]) -> None:
@@ -79,7 +53,9 @@ def test_greedy_text_equals_plain_decoding_on_all_shipped_prompts(
     num_drafts: int,
 ) -> None:
     heads = load_heads(ASSETS / "heads" / "chain_n3", target)
-    records = decode(target, heads, prompts, policy=policy, num_drafts=num_drafts)
+    records = greedy_records(
+        target, heads, prompts, policy=policy, num_drafts=num_drafts, num_new=NUM_NEW, stop=STOP
+    )
     assert [record.output_token_ids for record in records] == baseline
     assert sum(sum(record.num_accepted_per_round) for record in records) > 0
 
@@ -111,36 +87,5 @@ def test_replay_walk_equals_the_loop_round_for_round(
 ) -> None:
     heads = load_heads(ASSETS / "heads" / name, target)
     chosen = prompts[::8]
-    records = decode(
-        target,
-        heads,
-        chosen,
-        policy=MATCHING_POLICY[unroll],
-        num_drafts=num_depths,
-        num_new=48,
-        stop=(),
-    )
-    documents = [
-        EncodedDocument(
-            doc_id=str(index),
-            domain="lab",
-            token_ids=prompt + record.output_token_ids,
-            loss_mask=(False,) * len(prompt) + (True,) * len(record.output_token_ids),
-        )
-        for index, (prompt, record) in enumerate(zip(chosen, records, strict=True))
-    ]
-    packed = pack_first_fit(documents, seq_len=max(len(d.token_ids) for d in documents) + 60)
-    rows = TrainingRows(packed, target=target, hidden_source="post_norm", keep_hidden=False)
-    drafts = held_out_drafts(
-        heads,
-        rows,
-        spec=UnrollSpec(num_depths, unroll),
-        row_batches=[[index] for index in range(len(rows))],
-    )
-    num_rounds = 0
-    for index, record in enumerate(records):
-        ((start, stop),) = response_ranges(documents[index].loss_mask, num_depths=num_depths)
-        walk = replay_walk(drafts[index].is_hit, start=start, stop=stop)
-        assert record.num_accepted_per_round[: walk.num_rounds] == walk.accepted_per_round
-        num_rounds += walk.num_rounds
-    assert num_rounds > 5 * len(records)
+    walked = assert_walk_is_loop(heads, chosen, unroll=unroll, num_depths=num_depths)
+    assert walked.num_rounds > 5 * len(chosen)

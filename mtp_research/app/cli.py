@@ -47,6 +47,7 @@ from mtp_research.config.ranges import ALIASES, fault_line, schema_keys
 from mtp_research.config.rules import validate
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.config.training_schema import LauncherConfig
+from mtp_research.models.loading.source import CONFIG_FILE, local_file, may_hold_modules
 from mtp_research.runtime.errors import (
     ConfigError,
     EnvironmentFault,
@@ -315,7 +316,7 @@ def _typed(schema: type[ConfigT], composed: "DictConfig") -> ConfigT:
 def _checked(schema: type[ConfigT], composed: "DictConfig", overrides: Sequence[str]) -> ConfigT:
     config = _typed(schema, composed)
     _resolve_paths(config)
-    if isinstance(config, TrainConfig) and config.head.init == "native":
+    if isinstance(config, TrainConfig) and _may_start_native(config):
         _adopt_conventions(config, overrides)
     for line in adopt_launch(config, typed=overrides, environ=os.environ):
         if _rank() == "0":
@@ -333,6 +334,15 @@ def _hydra_faults(schema: type, overrides: Sequence[str]) -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as fault:
         raise ConfigError(_compose_fault(schema, fault, overrides)) from fault
+
+
+def _may_start_native(config: TrainConfig) -> bool:
+    """Whether the target's own modules may be the start; needs no torch."""
+    if config.head.init != "auto":
+        return config.head.init == "native"
+    file = local_file(config.model.path, CONFIG_FILE)
+    uses_head = config.task != "target" and config.head.path is None
+    return uses_head and file is not None and may_hold_modules(file.parent)
 
 
 def _adopt_conventions(config: TrainConfig, words: Sequence[str]) -> None:

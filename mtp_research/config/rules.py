@@ -74,6 +74,15 @@ def _pretrain_faults(pretrain: PretrainConfig) -> Iterator[str]:
         key = "model.pretrain.warmup_steps"
         expected = f"must be below max_steps={pretrain.max_steps}"
         yield rule_line(key, expected, pretrain.warmup_steps, f"{key}={pretrain.max_steps // 20}")
+    count, default = pretrain.num_mtp_modules, PretrainConfig.mtp_loss_weight
+    if count >= pretrain.seq_len:
+        key = "model.pretrain.num_mtp_modules"
+        expected = f"must be below model.pretrain.seq_len={pretrain.seq_len}"
+        yield rule_line(key, expected, count, f"{key}=1")
+    if count == 0 and pretrain.mtp_loss_weight != default:
+        key = "model.pretrain.mtp_loss_weight"
+        expected = f"must be {default} for model.pretrain.num_mtp_modules=0"
+        yield rule_line(key, expected, pretrain.mtp_loss_weight, f"{key}={default}")
     key, weights = "model.pretrain.domain_weights", pretrain.domain_weights
     for domain, weight in weights.items():
         if not 0 <= weight < float("inf"):
@@ -101,7 +110,7 @@ def _heads_faults(config: TrainConfig) -> Iterator[str]:
     if head.init == "replicate" and head.path is None:
         expected = "must be set for head.init=replicate"
         yield rule_line("head.path", expected, "nothing", "head.path=PATH")
-    is_copy = head.init == "target_last_layer" and head.path is None
+    is_copy = head.init in ("auto", "target_last_layer") and head.path is None
     if not is_copy and head.init_noise not in (0, HeadConfig.init_noise):
         key = "head.init_noise"
         expected = "must be left alone for heads that do not start from the target's last layer"
@@ -144,6 +153,8 @@ def _task_faults(config: TrainConfig) -> Iterator[str]:
     if seeds is not None and (len(set(seeds)) < max(len(seeds), 1) or min(seeds) < 0):
         expected = "must hold at least one number >= 0, each once"
         yield rule_line("matrix.seeds", expected, seeds, "matrix.seeds=[0,1,2]")
+    if config.data.check_hidden_cache and config.data.hidden_cache is None:
+        yield _must_be_false("data.check_hidden_cache", "data.hidden_cache=null", "data=cached")
     if config.task == "cache" and config.data.hidden_cache is None:
         yield rule_line("data.hidden_cache", "must be set for task=cache", "nothing", "data=cached")
 

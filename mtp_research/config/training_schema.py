@@ -38,6 +38,9 @@ class PretrainConfig:
     compile: bool = True  # torch.compile on a GPU
     log_every: int = within(50, 1, 10**9)  # steps
     router_bias_rate: float = within(1e-3, 0.0, 1.0)  # step of the expert-balancing bias
+    # MTP modules that are trained with the target and saved in it, one a depth; 0: none.
+    num_mtp_modules: int = within(0, 0, MAX_SPECULATIVE_TOKENS)
+    mtp_loss_weight: float = above(0.3, 0.0, 100.0)  # of the modules' mean loss in the sum
 
 
 @dataclass
@@ -53,6 +56,8 @@ class DataConfig:
     max_documents: int | None = within(None, 2, 10**9)  # documents that are read; None: all
     # Folder of the target's hidden states, written by task=cache; None: computed while training.
     hidden_cache: str | None = None
+    # Load the target's layers beside the cache, and compare a row of each shard with them.
+    check_hidden_cache: bool = False
 
 
 @dataclass
@@ -61,8 +66,10 @@ class HeadConfig:
 
     num_mtp_modules: int = within(3, 1, MAX_SPECULATIVE_TOKENS)  # N, modules that are trained
     # native: the target's own MTP layers, N and the conventions below from its files where they are
-    # not typed; replicate: the one module of head.path, N times.
-    init: str = one_of("target_last_layer", "native", "random", "replicate", "target_last_layer")
+    # not typed, more modules than it has as copies; auto: native where its checkpoint holds modules
+    # that can be trained so, else target_last_layer; replicate: the one module of head.path, N
+    # times.
+    init: str = one_of("auto", "auto", "native", "random", "replicate", "target_last_layer")
     # init=target_last_layer: noise on the copied matrices, as a share of their root mean square. It
     # is drawn by `seed`, so that seeds and modules 1..N start apart; 0: exact copies.
     init_noise: float = within(0.02, 0.0, 1.0)

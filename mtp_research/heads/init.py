@@ -2,16 +2,19 @@
 
     random             the constructor's values
     target_last_layer  the target's last decoder layer
-    native             the target's own MTP layers; `record.py` says how they are run
+    native             the target's own MTP layers, more modules than it has as copies of them
     replicate          copies of one trained module (MiMo's recipe: train one, then tune copies)
+    auto               native where the target's checkpoint holds modules that can be trained as the
+                       configuration says, else target_last_layer
 
 Source: MiMo (arXiv:2505.07608) for `replicate`.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,19 +22,56 @@ from torch import nn
 from mtp_research.heads.native import (
     SINGLE_FILE,
     has_native_heads,
+    misfits,
     num_published_modules,
+    num_stored_modules,
     read_native,
 )
 from mtp_research.heads.record import CONVENTIONS
-from mtp_research.heads.stack import MTPHeads, MTPModule
+from mtp_research.heads.stack import HeadSpec, MTPHeads, MTPModule
 from mtp_research.heads.weights import native_folder, read_tensors
-from mtp_research.models.block import LayerStack
+from mtp_research.models.block import LayerStack, layers_like_block
+from mtp_research.models.loading.source import CONFIG_FILE
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
-Init = Literal["native", "random", "replicate", "target_last_layer"]
+Init = Literal["auto", "native", "random", "replicate", "target_last_layer"]
 
 _MODULES = "mtp_modules"
+
+
+class Start(NamedTuple):
+    """What modules start from."""
+
+    init: Init  # never auto
+    phrase: str  # which and why, for people and for `head.json`
+
+
+def choose_start(target: Target, spec: HeadSpec, *, init: Init) -> Start:
+    """What `head.init` stands for, for heads of `spec` on `target`."""
+    count = spec.num_mtp_modules
+    wanted = f"{count} module{'s' * (count != 1)}"
+    if init != "auto":
+        return Start(init, f"{init} ({wanted})")
+    if obstacle := _native_obstacle(target, spec):
+        return Start("target_last_layer", f"target_last_layer ({wanted}): {obstacle}")
+    return Start("native", f"native ({wanted}): the target's checkpoint holds MTP modules")
+
+
+def _native_obstacle(target: Target, spec: HeadSpec) -> str | None:
+    """Why the target's own modules cannot be the start; None where they can."""
+    folder = native_folder(target.path, target) if target.path else None
+    num_stored = 0
+    if folder is not None and (folder / CONFIG_FILE).is_file():
+        num_stored = num_stored_modules(folder, target)
+    if num_stored == 0:
+        return "the target's checkpoint holds no MTP modules"
+    if target.family.owns_lm_head:
+        return "the target's MTP modules have output heads of their own, which are not trained"
+    if differing := _misfits(target, spec, num_published=num_stored):
+        fixes = " ".join(f"head.{name}={value}" for name, value in differing.items())
+        return f"the target's MTP modules are {fixes}"
+    return None
 
 
 def init_heads(
@@ -42,6 +82,8 @@ def init_heads(
     `path` is a folder of heads with one module, for `replicate`. `noise`, for `target_last_layer`,
     is the standard deviation of what is added to each matrix, relative to its root mean square.
     """
+    if init == "auto":
+        init = choose_start(heads.target, heads.spec, init=init).init
     if init == "target_last_layer":
         _copy_last_layer(heads)
         if noise:
@@ -107,22 +149,19 @@ def _matches(name: str, pattern: str) -> bool:
 def _copy_last_layer(heads: MTPHeads) -> None:
     """Copy every tensor of the target's last decoder layer whose name and shape match.
 
-    Where types of attention differ between layers, it is the last one of the block's type. A block
-    of several layers takes each from the target's last layer of that type.
+    Which layer that is, `block.layers_like_block` says.
 
     The final norm goes into `hnorm`'s place after the block; `eh_proj` starts as the average of its
     two inputs, so that the untrained module already passes a usable hidden state.
     """
     base = heads.target.model.base_model
     layers = cast(nn.ModuleList, base.layers)
+    sources = [layers[n] for n in layers_like_block(heads.target.model, heads.target.family)]
     final_norm = getattr(base, heads.target.family.final_norm).state_dict()
     for module in cast(Iterable[MTPModule], heads.mtp_modules):
-        if isinstance(module.block, LayerStack):
-            for layer in module.block.layers:
-                alike = [other for other in layers if other.block_type == layer.block_type]
-                _copy_matching(alike[-1], layer)
-        else:
-            _copy_matching(_last_like_block(heads.target), module.block)
+        stack = module.block.layers if isinstance(module.block, LayerStack) else [module.block]
+        for source, layer in zip(sources, stack, strict=True):
+            _copy_matching(source, layer)
         if module.shared_head is not None:
             module.shared_head.norm.load_state_dict(final_norm)
         weight = module.eh_proj.weight
@@ -142,15 +181,6 @@ def _add_noise(heads: MTPHeads, *, relative_std: float, seed: int) -> None:
             parameter.copy_(parameter.float() + relative_std * rms * noise)
 
 
-def _last_like_block(target: Target) -> nn.Module:
-    """The target's last layer with the attention that its family's MTP modules have."""
-    layers = list(cast(nn.ModuleList, target.model.base_model.layers))
-    kinds = target.config.layer_types if "layer_types" in target.family.block_overrides else None
-    wanted = target.family.block_overrides.get("layer_types", [None])
-    alike = [layer for layer, kind in zip(layers, kinds or (), strict=False) if [kind] == wanted]
-    return (alike or layers)[-1]
-
-
 def _copy_matching(source: nn.Module, block: nn.Module) -> None:
     tensors = source.state_dict()
     matching = {
@@ -168,20 +198,22 @@ def _check_native_conventions(heads: MTPHeads, folder: Path) -> None:
             f"head.init=native needs a target with MTP layers of its own, {heads.target.path!r} "
             "has none; set head.init=target_last_layer."
         )
-    family, spec = heads.target.family, heads.spec
-    if family.owns_lm_head:
+    if heads.target.family.owns_lm_head:
         raise ConfigError(
             f"modules of {str(folder)!r} have output heads of their own, which are decoded and not "
             "trained; set head.init=target_last_layer, which trains on the target's lm_head."
         )
-    wanted = {name: getattr(family, name) for name in CONVENTIONS} | {
-        "num_mtp_modules": num_published_modules(folder, heads.target)
-    }
-    differing = {name: value for name, value in wanted.items() if value != getattr(spec, name)}
-    if differing:
-        got = ", ".join(f"head.{name}={getattr(spec, name)}" for name in differing)
+    num_published = num_published_modules(folder, heads.target)
+    if differing := _misfits(heads.target, heads.spec, num_published=num_published):
+        got = ", ".join(f"head.{name}={getattr(heads.spec, name)}" for name in differing)
         fixes = " ".join(f"head.{name}={value}" for name, value in differing.items())
         raise ConfigError(
-            f"head.init=native must have as many modules as {str(folder)!r} holds, run as their "
+            f"head.init=native must have the modules of {str(folder)!r} or more, run as their "
             f"family runs them, got {got}; set {fixes}."
         )
+
+
+def _misfits(target: Target, spec: HeadSpec, *, num_published: int) -> dict[str, object]:
+    """Keys of `head`, and the values that the target's own modules need."""
+    published = {name: getattr(target.family, name) for name in CONVENTIONS}
+    return misfits(asdict(spec), published | {"num_mtp_modules": num_published})

@@ -36,7 +36,13 @@ from mtp_research.models.families import FAMILIES
 from mtp_research.models.family import NativeLayout, SharedTensor
 from mtp_research.models.loading.load_weights import loading, read_config
 from mtp_research.models.loading.quantised import dequantise, without_scales
-from mtp_research.models.loading.source import CONFIG_FILE, INDEX_FILE, read_weight_map
+from mtp_research.models.loading.source import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    local_file,
+    may_hold_modules,
+    read_weight_map,
+)
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
@@ -67,13 +73,21 @@ def load_native_heads(folder: str | Path, target: Target) -> MTPHeads:
 def read_native(heads: MTPHeads, *, folder: str | Path) -> None:
     """Put the MTP modules of a checkpoint folder into `heads`, in place.
 
-    `heads` have as many modules as the checkpoint, and its conventions. Every tensor must be there,
-    known and of the right shape, copies equal to the target's, and no two modules alike.
+    `heads` have the checkpoint's conventions and as many modules or more: of P published ones,
+    module i starts from module i mod P, which is the one that serving engines run at depth i. Every
+    tensor must be there, known and of the right shape, copies equal to the target's, and no two
+    published modules alike.
     """
     index, target = _published_native(folder), heads.target
+    num_published = num_published_modules(folder, target)
     layout = target.family.native
     keys = native_keys(index.files, layout, num_layers=target.config.num_hidden_layers)
-    views = native_views(heads, layout, has_stacked_experts=has_stacked_experts(keys))
+    views = native_views(
+        heads,
+        layout,
+        num_modules=num_published,
+        has_stacked_experts=has_stacked_experts(keys),
+    )
     copies = native_copies(heads, layout)
     _check_names(keys, views, copies, folder=index.folder)
     tensors = dequantise(index.read(keys))
@@ -82,7 +96,10 @@ def read_native(heads: MTPHeads, *, folder: str | Path) -> None:
     with torch.no_grad():
         for name, view in views.items():
             view.copy_(tensors[name])
-    _check_distinct(heads, folder=index.folder)
+    modules = list(cast(nn.ModuleList, heads.mtp_modules))
+    _check_distinct(modules[:num_published], folder=index.folder)
+    for module_idx, module in enumerate(modules[num_published:], start=num_published):
+        module.load_state_dict(modules[module_idx % num_published].state_dict())
 
 
 def has_native_heads(folder: str | Path, target: Target) -> bool:
@@ -93,9 +110,15 @@ def has_native_heads(folder: str | Path, target: Target) -> bool:
     folder = Path(folder)
     if not (folder / CONFIG_FILE).is_file():
         return False
+    promised = _promised(folder, target.family.native.count_field)
+    return num_stored_modules(folder, target) > 0 or bool(promised)
+
+
+def num_stored_modules(folder: str | Path, target: Target) -> int:
+    """How many MTP modules of the target's family the files of a checkpoint folder hold."""
     layout, num_layers = target.family.native, target.config.num_hidden_layers
-    keys = native_keys(read_index(folder).files, layout, num_layers=num_layers)
-    return num_native_modules(keys, layout) > 0 or bool(_promised(folder, layout.count_field))
+    keys = native_keys(read_index(Path(folder)).files, layout, num_layers=num_layers)
+    return num_native_modules(keys, layout)
 
 
 def num_published_modules(folder: str | Path, target: Target) -> int:
@@ -119,13 +142,21 @@ def num_published_modules(folder: str | Path, target: Target) -> int:
 
 
 def native_views(
-    heads: MTPHeads, layout: NativeLayout, *, has_stacked_experts: bool = False
+    heads: MTPHeads,
+    layout: NativeLayout,
+    *,
+    num_modules: int | None = None,
+    has_stacked_experts: bool = False,
 ) -> dict[str, Tensor]:
     """Every tensor of `heads` by its published name; writing a view writes the heads.
 
-    `has_stacked_experts` says whether the published file stacks experts as we do.
+    Args:
+        heads: the modules.
+        layout: names of the family.
+        num_modules: of the first so many modules only; None for all.
+        has_stacked_experts: whether the published file stacks experts as we do.
     """
-    num_modules = heads.spec.num_mtp_modules
+    num_modules = heads.spec.num_mtp_modules if num_modules is None else num_modules
     is_numbered = any("{" in layout.prefix + there for _, there in layout.names)
     if num_modules > 1 and not is_numbered:
         raise ConfigError(
@@ -135,6 +166,8 @@ def native_views(
     views: dict[str, Tensor] = {}
     for name, tensor in heads.state_dict(keep_vars=False).items():
         _, module_idx, own = name.split(".", 2)
+        if int(module_idx) >= num_modules:
+            continue
         for part, view in _parts(own, tensor, has_stacked_experts=has_stacked_experts):
             views[_published(part, layout, int(module_idx), heads)] = view
     return views
@@ -300,9 +333,9 @@ def _check_copies(
             )
 
 
-def _check_distinct(heads: MTPHeads, *, folder: Path) -> None:
+def _check_distinct(modules: Iterable[nn.Module], *, folder: Path) -> None:
     """Modules that are equal were loaded from one place: the last one written twice."""
-    states = [module.state_dict() for module in cast(nn.ModuleList, heads.mtp_modules)]
+    states = [module.state_dict() for module in modules]
     for (first, one), (second, other) in combinations(enumerate(states), 2):
         if all(torch.equal(one[name], other[name]) for name in one):
             raise IntegrityError(
@@ -345,28 +378,51 @@ def _pattern(template: str) -> str:
 def adopt_conventions(head: HeadConfig, *, path: str, typed: Collection[str]) -> dict[str, object]:
     """Set what a checkpoint's own modules need, in place, where nobody has set it.
 
-    `head` has `init=native`; what is not its default or is among the `typed` keys counts as set. A
-    `path` (`model.path`) that is no folder here, such as a hub id, is left to `init_heads`. Returns
-    the keys that were changed, with their new values.
+    `head` has `init=native` or `auto`; what is not its default or is among the `typed` keys counts
+    as set. Nothing is changed for a `path` (`model.path`) that is not on this machine yet, and for
+    an `auto` that `init.choose_start` will find to be no native start. Returns the keys that were
+    changed, with their new values.
     """
-    folder = Path(path)
-    if not (folder / CONFIG_FILE).is_file():
+    file = local_file(path, CONFIG_FILE)
+    if file is None or (head.init == "auto" and not may_hold_modules(file.parent)):
         return {}
     plain = {item.name: item.default for item in fields(HeadConfig)}
+    published = published_conventions(file.parent)
+    is_set = {name for name in published if name in typed or getattr(head, name) != plain[name]}
+    own = {name: getattr(head, name) for name in is_set}
+    if head.init == "auto" and ("num_mtp_modules" not in published or misfits(own, published)):
+        return {}
     changed = {
         name: value
-        for name, value in published_conventions(folder).items()
-        if name not in typed and getattr(head, name) == plain[name] and value != plain[name]
+        for name, value in published.items()
+        if name not in is_set and value != plain[name]
     }
     for name, value in changed.items():
         setattr(head, name, value)
     return changed
 
 
+def misfits(own: Mapping[str, object], published: Mapping[str, object]) -> dict[str, object]:
+    """Published values of the keys of `own` that modules of a release cannot be trained with.
+
+    More modules than were published start as copies; fewer would leave some of them out.
+    """
+    return {
+        name: value
+        for name, value in published.items()
+        if name in own
+        and (
+            cast(int, own[name]) < cast(int, value)
+            if name == "num_mtp_modules"
+            else own[name] != value
+        )
+    }
+
+
 def published_conventions(folder: Path) -> dict[str, object]:
     """Keys of `head` and their values for the modules in a checkpoint folder.
 
-    `num_mtp_modules` is left out where the folder holds none.
+    `num_mtp_modules` is left out where the folder holds none that can be trained.
     """
     with loading(str(folder)):
         published = read_config(str(folder))
@@ -375,4 +431,5 @@ def published_conventions(folder: Path) -> dict[str, object]:
     num_layers = published.config.get_text_config().num_hidden_layers
     keys = native_keys(read_index(folder).files, family.native, num_layers=num_layers)
     num_modules = num_native_modules(keys, family.native)
-    return found | ({"num_mtp_modules": num_modules} if num_modules else {})
+    is_trained = num_modules > 0 and not family.owns_lm_head
+    return found | ({"num_mtp_modules": num_modules} if is_trained else {})

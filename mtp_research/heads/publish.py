@@ -100,6 +100,7 @@ def model_card(record: Mapping[str, Mapping[str, object]]) -> str:
         "unroll": spec.get("unroll"),
         "conventions": conventions_phrase(spec),
         "order of modules": spec.get("module_schedule"),
+        "started from": provenance.get("started_from"),
         "acceptance length on held-out text": _walk_length(provenance),
         "training step": provenance.get("step", provenance.get("num_steps")),
         "kind of training text": provenance.get("data_kind"),

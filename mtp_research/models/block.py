@@ -78,6 +78,22 @@ def build_block(model: PreTrainedModel, family: Family) -> nn.Module:
     return block
 
 
+def layers_like_block(model: PreTrainedModel, family: Family) -> list[int]:
+    """Layers of the target that the block of an MTP module can start from, in the block's order.
+
+    The last one; where types of attention differ between layers, the last one of the block's type.
+    A block of several layers takes each from the target's last layer of that type.
+    """
+    last = len(cast(nn.ModuleList, model.base_model.layers)) - 1
+    for name in ("layers_block_type", "layer_types"):
+        if name in family.block_overrides:
+            kinds = list(getattr(model.config.get_text_config(), name) or ())
+            wanted = cast(list[str], family.block_overrides[name])
+            alike = [[n for n, kind in enumerate(kinds) if kind == one] for one in wanted]
+            return [numbers[-1] if numbers else last for numbers in alike]
+    return [last]
+
+
 def kv_layers(model: PreTrainedModel, family: Family) -> tuple[LayerGeometry, ...]:
     """What each decoder layer of `model` keeps of a token, in order."""
     return layer_geometries(

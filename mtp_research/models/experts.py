@@ -91,13 +91,17 @@ def route_experts(model: PreTrainedModel, *, experts: str = "auto") -> None:
             if config._experts_implementation == EXPERTS_NAME:
                 config._experts_implementation = _FALLBACK
         return
-    reason = next((found for stack in stacks if (found := why_not_fused(stack))), None)
+    place = model.device
+    found = (why_not_fused(stack, device=place) for stack in stacks)
+    reason = next(filter(None, found), None)
     if experts == "fused" and (reason is not None or not stacks):
         raise ConfigError(
             f"model.experts=fused needs experts that the kernel knows, got {reason or 'none'}; "
             "set model.experts=auto."
         )
-    if reason is None and (experts == "fused" or all(map(_is_tuned_for, stacks))):
+    if reason is None and (
+        experts == "fused" or all(_is_tuned_for(stack, place) for stack in stacks)
+    ):
         _set_implementation(stacks, EXPERTS_NAME)
         fuse_routers(model)
 
@@ -145,8 +149,11 @@ def _count_into(count: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...]], None
     return add
 
 
-def why_not_fused(stack: nn.Module) -> str | None:
-    """What the fused kernel does not know of an expert layer; None where it can run it."""
+def why_not_fused(stack: nn.Module, *, device: torch.device | None = None) -> str | None:
+    """What the fused kernel does not know of an expert layer; None where it can run it.
+
+    `device` counts as that of layers that were loaded without weights.
+    """
     if not _has_usual_layout(stack):
         return f"another layout in {type(stack).__name__}"
     is_usual = type(stack)._apply_gate is moe._default_apply_gate
@@ -155,7 +162,10 @@ def why_not_fused(stack: nn.Module) -> str | None:
     weights = [cast(Tensor, stack.gate_up_proj), cast(Tensor, stack.down_proj)]
     if any(isinstance(weight.data, DTensor) for weight in weights):
         return "experts split over ranks"
-    kinds = {(str(weight.dtype), weight.device.type, weight.is_contiguous()) for weight in weights}
+    kinds = {
+        (str(weight.dtype), _place_of(weight, device).type, weight.is_contiguous())
+        for weight in weights
+    }
     if kinds != {("torch.bfloat16", "cuda", True)}:
         return f"weights that are not contiguous bfloat16 on a GPU: {sorted(kinds)}"
     num_experts, *sizes = weights[1].shape
@@ -207,9 +217,13 @@ def _fits_every_expert(stack: nn.Module) -> bool:
     return is_whole and is_few and _has_usual_layout(stack)
 
 
-def _is_tuned_for(stack: nn.Module) -> bool:
-    device = cast(Tensor, stack.down_proj).device
-    return torch.cuda.get_device_capability(device)[0] == _TUNED_CAPABILITY
+def _place_of(weight: Tensor, device: torch.device | None) -> torch.device:
+    return device if weight.is_meta and device is not None else weight.device
+
+
+def _is_tuned_for(stack: nn.Module, device: torch.device) -> bool:
+    place = _place_of(cast(Tensor, stack.down_proj), device)
+    return torch.cuda.get_device_capability(place)[0] == _TUNED_CAPABILITY
 
 
 def every_expert(

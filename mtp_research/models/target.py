@@ -26,6 +26,7 @@ from mtp_research.models.families import FAMILIES, family_of, require_exact
 from mtp_research.models.family import Family, LayerGeometry
 from mtp_research.models.loading.gguf import unpacked
 from mtp_research.models.loading.load_weights import Placing, load_weights, loading
+from mtp_research.models.loading.parts import Layers
 from mtp_research.models.loading.placement import (
     require_one_device,
     resolve_device,
@@ -68,6 +69,7 @@ class Target:
     model: PreTrainedModel  # Hugging Face causal LM in eval mode, no parameter requires a gradient
     family_name: str  # key of `families.FAMILIES`
     path: str = ""  # folder or hub id it was loaded from; empty for models built in memory
+    num_left_out: int = 0  # decoder layers without weights: hidden states come from elsewhere
     # Where the hook on the final norm leaves its input during `forward`: a place for each thread,
     # since decoders of several may share a target, and one for what `torch.compile` traces.
     captured: threading.local = field(default_factory=threading.local, repr=False, compare=False)
@@ -225,7 +227,15 @@ class Target:
 
         Returns:
             Hidden states before and after the final norm.
+
+        Raises:
+            ConfigError: layers were left out when the target was loaded.
         """
+        if self.num_left_out:
+            raise ConfigError(
+                f"hidden states need all layers of the target, got {self.num_left_out} without "
+                "weights, as for training from data.hidden_cache; load it with layers='all'."
+            )
         output = self.model.base_model(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -248,7 +258,12 @@ class Target:
 
 
 def wrap_target(
-    model: PreTrainedModel, *, path: str = "", family_name: str | None = None, experts: str = "auto"
+    model: PreTrainedModel,
+    *,
+    path: str = "",
+    family_name: str | None = None,
+    experts: str = "auto",
+    num_left_out: int = 0,
 ) -> Target:
     """Freeze `model`, route its attention through our contexts and wrap it.
 
@@ -257,6 +272,7 @@ def wrap_target(
         path: where it was loaded from.
         family_name: key of `families.FAMILIES`; None goes by the model type.
         experts: what runs expert layers, see `experts.route_experts`.
+        num_left_out: decoder layers without weights.
 
     Raises:
         ConfigError: the model's family, or a setting of it, is not supported.
@@ -266,19 +282,33 @@ def wrap_target(
     model.set_attn_implementation(ATTENTION_NAME)
     route_experts(model, experts=experts)
     family_name = family_name or family_of(model.config.get_text_config().model_type)
-    target = Target(model=model, family_name=family_name, path=path)
-    norm = model.base_model.get_submodule(target.family.final_norm)
-    # transformers 5.17 returns post-norm states only; a pre-hook gives the raw ones everywhere, and
-    # one that stays can be compiled.
-    norm.register_forward_pre_hook(
-        lambda _module, inputs: target._seen().update(pre_norm=inputs[0])
-    )
+    target = Target(model=model, family_name=family_name, path=path, num_left_out=num_left_out)
+    _keep_pre_norm(target)
     route_mixers(target.mixers.values())
     if target.family.sparse_attention:
         layers = cast(nn.ModuleList, model.base_model.layers)
         attentions = [layer.get_submodule(target.family.attention) for layer in layers]
         route_sparse(attentions, config=target.config)
     return target
+
+
+def trained_target(model: PreTrainedModel) -> Target:
+    """A target that is still being trained: neither frozen nor routed through our contexts."""
+    target = Target(model, family_of(model.config.get_text_config().model_type))
+    _keep_pre_norm(target)
+    return target
+
+
+def _keep_pre_norm(target: Target) -> None:
+    """Let `forward` see what the final norm is given.
+
+    transformers 5.17 returns post-norm states only; a pre-hook gives the raw ones everywhere, and
+    one that stays can be compiled.
+    """
+    norm = target.model.base_model.get_submodule(target.family.final_norm)
+    norm.register_forward_pre_hook(
+        lambda _module, inputs: target._seen().update(pre_norm=inputs[0])
+    )
 
 
 def load_target(
@@ -289,6 +319,7 @@ def load_target(
     tp_plan: str = "none",
     device_map: str | Mapping[str, int | str] = "none",
     experts: str = "auto",
+    layers: Layers = "all",
 ) -> Target:
     """Load a frozen target from a folder, a GGUF file or a hub id.
 
@@ -301,6 +332,8 @@ def load_target(
         tp_plan: `none`, or `tensor` or `experts` to split it over the processes of torchrun.
         device_map: `none`, or `auto` or devices by module name to spread it over one process's.
         experts: `auto`, `fused` or `grouped_mm`; see `experts.route_experts`.
+        layers: `all`; for heads that train from cached hidden states `none`, or `last` for those
+            that modules can start from. The others then have no weights and `forward` is refused.
 
     Raises:
         ConfigError: nothing is there, or the family or an argument is not supported.
@@ -308,9 +341,15 @@ def load_target(
         EnvironmentFault: a GPU was asked for and none is usable.
     """
     path, place = unpacked(resolve_path(str(path))), resolve_device(device)
-    placing = Placing(place, resolve_dtype(dtype, place), tp_plan, device_map)
-    model, family_name = load_weights(path, placing=placing)
-    return wrap_target(model, path=path, family_name=family_name, experts=experts)
+    placing = Placing(place, resolve_dtype(dtype, place), tp_plan, device_map, layers)
+    model, family_name, num_left_out = load_weights(path, placing=placing)
+    return wrap_target(
+        model,
+        path=path,
+        family_name=family_name,
+        experts=experts,
+        num_left_out=num_left_out,
+    )
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from mtp_research.config.schema import ModelConfig
 from mtp_research.config.training_schema import PretrainConfig
 from mtp_research.data.tokenizer import BOS_ID, PAD_ID, STOP_IDS
+from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.fresh import (
     TargetModel,
     finish_training,
@@ -34,6 +36,7 @@ from mtp_research.models.fresh import (
     save_target,
 )
 from mtp_research.models.loading.placement import resolve_device, resolve_dtype
+from mtp_research.pretrain.joint import add_modules, count_modules, joint_loss, new_modules
 from mtp_research.pretrain.pretrain_data import (
     PretrainData,
     data_record,
@@ -117,7 +120,11 @@ def pretrain_target(
             on_start()
         result = run.train(stop)
         finish_training(target, stop_ids=STOP_IDS, bos_id=BOS_ID, pad_id=PAD_ID)
+        if run.modules is not None:
+            count_modules(run.modules.target, run.modules.spec.num_mtp_modules)
         num_bytes = save_target(target, target_dir)
+        if run.modules is not None:
+            num_bytes = add_modules(run.modules, target_dir)
         evaluation = evaluate_target(target, data, seq_len=model.pretrain.seq_len, report=report)
     provenance = record | {
         "model": dataclasses.asdict(model),
@@ -163,25 +170,31 @@ class TargetRun:
         root: Path,
         report: Report,
     ) -> None:
-        self.target, self.root = target, root
+        self.root = root
         self.pretrain = pretrain = model.pretrain
         device = target.device
         self.settings = run_settings(model, data, seed=seed, dtype=target.dtype, device=device)
-        target.train()
-        self.balancer = ExpertBalancer(routers(target), rate=pretrain.router_bias_rate)
+        self.modules = new_modules(target, pretrain, seed=seed)
+        trained: nn.Module = target
+        if self.modules is not None:
+            trained = nn.ModuleList([target, self.modules])
+            num_parameters = sum(parameter.numel() for parameter in self.modules.parameters())
+            report(f"with {pretrain.num_mtp_modules} MTP modules, {num_parameters:,} parameters")
+        self.trained = trained.train()
+        self.balancer = ExpertBalancer(routers(trained), rate=pretrain.router_bias_rate)
         self.optimizer = MasterWeights(
-            target.parameters(),
+            trained.parameters(),
             learning_rate=pretrain.learning_rate,
             weight_decay=pretrain.weight_decay,
             grad_clip=pretrain.grad_clip,
         )
         done = restore_progress(
-            root, target=target, optimizer=self.optimizer, settings=self.settings
+            root, trained=trained, optimizer=self.optimizer, settings=self.settings
         )
         clear_leftovers(root)
         if done.step:
             report(f"goes on after step {done.step}, with {done.spent_s:.0f} s spent")
-        self.loss_of = _loss_function(target, data, pretrain)
+        self.loss_of = _loss_function(target, data, pretrain, modules=self.modules)
         self.batches = device_batches(
             data, pretrain, seed=seed, device=device, first_step=done.step
         )
@@ -255,7 +268,7 @@ class TargetRun:
         save_progress(
             self.root,
             progress,
-            target=self.target,
+            trained=self.trained,
             optimizer=self.optimizer,
             settings=self.settings,
         )
@@ -263,11 +276,16 @@ class TargetRun:
 
 
 def _loss_function(
-    target: TargetModel, data: PretrainData, pretrain: PretrainConfig
+    target: TargetModel,
+    data: PretrainData,
+    pretrain: PretrainConfig,
+    *,
+    modules: MTPHeads | None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Row starts [B] -> mean loss over B x S predictions, compiled to one graph on a GPU.
 
-    `<|bos|>` is no label: what document comes next in a row is not to be learned.
+    With `modules` their weighted losses are in it. `<|bos|>` is no label: what document comes next
+    in a row is not to be learned.
     """
     device = target.device
     tokens = torch.from_numpy(token_array(data.streams, seq_len=pretrain.seq_len)).to(device)
@@ -275,6 +293,8 @@ def _loss_function(
 
     def loss_of(starts: torch.Tensor) -> torch.Tensor:
         rows = tokens[starts[:, None] + offsets].long()  # [B, S + 1]
+        if modules is not None:
+            return joint_loss(modules, rows, weight=pretrain.mtp_loss_weight)
         logits = next_token_logits(target, rows[:, :-1])  # [B, S, V]
         return functional.cross_entropy(
             logits.float().flatten(0, 1), rows[:, 1:].flatten(), ignore_index=BOS_ID

@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from mtp_research.config.schema import ModelConfig
 from mtp_research.config.training_schema import PretrainConfig
-from mtp_research.models.fresh import TargetModel, routers
+from mtp_research.models.fresh import routers
 from mtp_research.pretrain.pretrain_data import PretrainData
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
 from mtp_research.runtime.progress import clock
@@ -183,6 +184,8 @@ def run_settings(
     """What the parts of a run must share, by dotted key."""
     fields = dataclasses.asdict(model)
     pretrain = fields.pop("pretrain")
+    if not pretrain["num_mtp_modules"]:  # as in runs that were begun before these keys
+        del pretrain["num_mtp_modules"], pretrain["mtp_loss_weight"]
     settings = {f"model.{k}": v for k, v in fields.items() if k not in _FREE_KEYS}
     settings |= {
         f"model.pretrain.{k}": v for k, v in pretrain.items() if k not in _FREE_PRETRAIN_KEYS
@@ -198,37 +201,37 @@ def save_progress(
     root: Path,
     progress: Progress,
     *,
-    target: TargetModel,
+    trained: nn.Module,
     optimizer: MasterWeights,
     settings: Mapping[str, object],
 ) -> None:
     """Write a step folder in `root`, and remove the one before it."""
-    tensors = optimizer.tensors(list(trained_parameters(target)))
+    tensors = optimizer.tensors(list(trained_parameters(trained)))
     save_checkpoint(
         root,
         step=progress.step,
-        tensors={"optimizer": tensors, "routers": _biases(target)},
+        tensors={"optimizer": tensors, "routers": _biases(trained)},
         state={"settings": settings, "progress": dataclasses.asdict(progress)},
         keep_last=1,
     )
 
 
 def restore_progress(
-    root: Path, *, target: TargetModel, optimizer: MasterWeights, settings: Mapping[str, object]
+    root: Path, *, trained: nn.Module, optimizer: MasterWeights, settings: Mapping[str, object]
 ) -> Progress:
-    """Put the newest step folder of `root` into target and optimizer, in place; how far it was."""
+    """Put the newest step folder of `root` into module and optimizer, in place; how far it was."""
     checkpoint = newest_checkpoint(root)
     if checkpoint is None:
         return Progress()
     _require_equal(root, checkpoint.state["settings"], settings, step=checkpoint.step)
     tensors, biases = checkpoint.tensors("optimizer"), checkpoint.tensors("routers")
-    own = _biases(target)
+    own = _biases(trained)
     if biases.keys() != own.keys():
         raise IntegrityError(
             f"{checkpoint.folder}: expected biases of {len(own)} routers, got {len(biases)}; set "
             "output_dir=FOLDER."
         )
-    optimizer.restore(tensors, names=list(trained_parameters(target)))
+    optimizer.restore(tensors, names=list(trained_parameters(trained)))
     for name, bias in own.items():
         bias.copy_(biases[name])
     progress = Progress(**checkpoint.state["progress"])
@@ -243,8 +246,8 @@ def remove_progress(root: Path) -> None:
     (root / "latest").unlink(missing_ok=True)
 
 
-def _biases(target: TargetModel) -> dict[str, torch.Tensor]:
-    found = enumerate(routers(target))
+def _biases(trained: nn.Module) -> dict[str, torch.Tensor]:
+    found = enumerate(routers(trained))
     return {str(number): router.get_buffer("e_score_correction_bias") for number, router in found}
 
 

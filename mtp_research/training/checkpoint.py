@@ -269,6 +269,8 @@ def run_settings(
         if key not in _FREE_TRAINER_KEYS
     }
     settings |= {f"head.{key}": value for key, value in dataclasses.asdict(config.head).items()}
+    if config.head.init == "auto":  # begun from head.path, which was recorded so before `auto`
+        settings["head.init"] = "target_last_layer"
     settings |= {f"objective.{k}": v for k, v in dataclasses.asdict(config.objective).items()}
     target = heads.target
     norm = getattr(target.model.base_model, target.family.final_norm).weight

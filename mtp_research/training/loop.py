@@ -156,6 +156,9 @@ class TrainingRun:
         if self.step:
             view.note(f"resumed from step_{self.step:06d}")
         view.note(self.parts.documents.line())
+        if self.parts.loaded:
+            view.note(self.parts.loaded)
+        view.note(f"modules start from {self.parts.heads.provenance['started_from']}")
         if self.first_walk is None:
             self.first_walk = self._measure(tracker, view, decode_eval=decode_eval)
         while not self.is_finished:
@@ -251,6 +254,7 @@ class TrainingRun:
             "data_kind": self.config.data.kind,
             "data": self.parts.documents.facts(),
             **source_facts(self.config.model.path),
+            **self.parts.heads.provenance,
             "step": self.best.step,
             "held_out_walk": dataclasses.asdict(self.best.report),
         }

@@ -5,8 +5,9 @@ Hidden states are computed when a row is needed. When the run reads its rows mor
 fit, they stay in memory: always computed in the same blocks of rows, since the rounding of a
 batched forward depends on its neighbours and a resumed run must repeat it bit for bit. They may
 also come from a cache on disk, which `task=cache` makes of the same blocks, so that training from
-it gives the same bits. One row of each of its shards is computed again, so that a cache of another
-model cannot pass for this one's.
+it gives the same bits. Its header holds hashes of the target's files, so that a cache of
+another model cannot pass for this one's; a target with all its layers (`data.check_hidden_cache`)
+computes one row of each shard again as well.
 
 Letters: B batch rows, S row length, D hidden.
 """
@@ -70,8 +71,8 @@ class TrainingRows:
     """Rows of packed documents with their target hidden states, at the point that the heads read.
 
     `keep_hidden` holds hidden states once computed, if all of them fit in `CACHE_BYTES`. With a
-    `cache` on disk the target computes only samples: for `checks_cache`, a row of each shard is
-    compared with the target's own.
+    `cache` on disk the target computes nothing, or samples: for `checks_cache`, a row of each shard
+    is compared with the target's own.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ def build_rows(
             hidden_source=source,
             keep_hidden=may_keep and (name == HELD_OUT or rows_read > len(rows.token_ids)),
             cache=cache,
-            checks_cache=may_keep,
+            checks_cache=may_keep and target.num_left_out == 0,
         )
         found.append(part)
     return RunRows(*found)

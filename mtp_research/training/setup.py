@@ -6,6 +6,7 @@ cache_hidden   `task=cache`, which stops before there are heads
 """
 
 import dataclasses
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,15 @@ from accelerate import Accelerator
 
 from mtp_research.config.launched import PLUGINS
 from mtp_research.config.schema import TrainConfig
-from mtp_research.heads.init import Init, freeze_parts, init_heads
+from mtp_research.heads.init import Init, choose_start, freeze_parts, init_heads
+from mtp_research.heads.native import adopt_conventions
 from mtp_research.heads.record import check_weights, read_head_record, recorded_schedule
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_head_state
 from mtp_research.models.experts import ExpertLoads
 from mtp_research.models.family import ConcatOrder, NormPoint
 from mtp_research.models.loading.placement import resolve_device
+from mtp_research.models.loading.source import CONFIG_FILE, local_file
 from mtp_research.models.target import Target, load_target, warn_of_family
 from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError
@@ -53,6 +56,7 @@ class RunParts:
     held_out_rows: TrainingRows  # packed held-out rows
     unroll_spec: UnrollSpec  # how the heads are run
     settings: dict[str, object]  # what a resumed run must share, see `checkpoint.run_settings`
+    loaded: str  # which part of the target was loaded for data.hidden_cache; empty without one
     expert_loads: ExpertLoads | None = None  # of the modules' routers; None for dense modules
 
 
@@ -75,11 +79,11 @@ def build_run(
     """Load target and documents, build heads and engine, go on from a checkpoint."""
     if checkpoint is not None and "head.init_noise" not in checkpoint.state["settings"]:
         config.head.init_noise = 0.0  # begun before the key: from exact copies
+    target, documents = load_inputs(config, is_whole=_needs_layers(config) is not None)
     num_depths = depths_of(config)
     spec = UnrollSpec(
         num_depths, config.objective.unroll, cast(ModuleSchedule, config.head.module_schedule)
     )
-    target, documents = load_inputs(config)
     heads = build_heads(config, target=target)
     prepare_target(target, trainer=config.trainer, ranks=accelerator)
     settings = run_settings(
@@ -107,38 +111,48 @@ def build_run(
         held_out_rows=rows.held_out,
         unroll_spec=spec,
         settings=settings,
+        loaded=_loaded_line(config, target=target),
         expert_loads=loads if loads.counts else None,
     )
 
 
 def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:
-    """Heads to start from, with `head.lora_rank` and the parts of `head.freeze` frozen."""
+    """Heads to start from, with `head.lora_rank` and the parts of `head.freeze` frozen.
+
+    `head.init=auto` becomes what it stands for, in place, so that records name the start.
+    """
     head = config.head
     torch.manual_seed(config.seed)
-    heads = MTPHeads(
-        target,
-        spec=HeadSpec(
-            num_mtp_modules=head.num_mtp_modules,
-            hidden_source=cast(NormPoint, head.hidden_source),
-            recycle_norm=cast(NormPoint, head.recycle_norm),
-            concat_order=cast(ConcatOrder, head.concat_order),
-            zero_position_0=head.zero_position_0,
-            unroll=config.objective.unroll,
-            module_schedule=cast(ModuleSchedule, head.module_schedule),
-        ),
-    )
+    heads = MTPHeads(target, spec=_head_spec(config))
     path = None if head.path is None else Path(head.path)
     if path is not None:
         _check_conventions(heads.spec, path=path, is_copied=head.init == "replicate")
     if path is not None and head.init != "replicate":
         load_head_state(heads, path / "model.safetensors")
+        started_from = f"head.path {path}"
     else:
-        start = cast(Init, head.init)
-        init_heads(heads, init=start, path=path, noise=head.init_noise, seed=config.seed)
+        start = choose_start(target, heads.spec, init=cast(Init, head.init))
+        head = config.head = dataclasses.replace(head, init=start.init)
+        init_heads(heads, init=start.init, path=path, noise=head.init_noise, seed=config.seed)
+        started_from = start.phrase
+    heads.provenance = {"started_from": started_from}
     if head.lora_rank:
         add_lora(heads, rank=head.lora_rank)
     freeze_parts(heads, patterns=head.freeze)
     return heads.train()
+
+
+def _head_spec(config: TrainConfig) -> HeadSpec:
+    head = config.head
+    return HeadSpec(
+        num_mtp_modules=head.num_mtp_modules,
+        hidden_source=cast(NormPoint, head.hidden_source),
+        recycle_norm=cast(NormPoint, head.recycle_norm),
+        concat_order=cast(ConcatOrder, head.concat_order),
+        zero_position_0=head.zero_position_0,
+        unroll=config.objective.unroll,
+        module_schedule=cast(ModuleSchedule, head.module_schedule),
+    )
 
 
 def _check_conventions(spec: HeadSpec, *, path: Path, is_copied: bool) -> None:
@@ -168,17 +182,27 @@ class RunInputs(NamedTuple):
     documents: HeadDocuments
 
 
-def load_inputs(config: TrainConfig) -> RunInputs:
-    """Load target and documents; a fault of the documents costs no loading."""
+def load_inputs(config: TrainConfig, *, is_whole: bool = True) -> RunInputs:
+    """Load target and documents; a fault of the documents costs no loading.
+
+    A target that is not whole lacks its decoder layers, but for the one that modules start from.
+    """
     model, found = config.model, read_head_documents(config.data)
-    target = load_target(
+    is_fetched = local_file(model.path, CONFIG_FILE) is None
+    load = functools.partial(
+        load_target,
         model.path,
         dtype=_dtype(config),
         device=model.device,
         device_map=model.device_map,
         experts=model.experts,
     )
+    target = load(layers="all" if is_whole else "none")
+    if target.num_left_out and _starts_from_layer(config, target=target):
+        target = load(layers="last")
     warn_of_family(target, family=model.family)
+    if is_fetched and config.head.init in ("auto", "native") and config.head.path is None:
+        adopt_conventions(config.head, path=model.path, typed=())  # its files were not here before
     documents = load_head_documents(
         config.data,
         found,
@@ -187,6 +211,38 @@ def load_inputs(config: TrainConfig) -> RunInputs:
         num_depths=depths_of(config),
     )
     return RunInputs(target, documents)
+
+
+def _needs_layers(config: TrainConfig) -> str | None:
+    """What runs the target's layers; None where hidden states from disk are all that is needed."""
+    reasons = {
+        "data.hidden_cache=null": config.data.hidden_cache is None,
+        f"task={config.task}": config.task != "heads",
+        "data.check_hidden_cache": config.data.check_hidden_cache,
+        "trainer.decode_eval_prompts": config.trainer.decode_eval_prompts > 0,
+        "trainer.shard_target": config.trainer.shard_target,
+        f"model.device_map={config.model.device_map}": config.model.device_map != "none",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _starts_from_layer(config: TrainConfig, *, target: Target) -> bool:
+    """Whether modules start from a decoder layer of the target."""
+    head = config.head
+    if head.path is not None:
+        return False
+    start = choose_start(target, _head_spec(config), init=cast(Init, head.init))
+    return start.init == "target_last_layer"
+
+
+def _loaded_line(config: TrainConfig, *, target: Target) -> str:
+    if config.data.hidden_cache is None:
+        return ""
+    if reason := _needs_layers(config):
+        return f"target: loaded whole beside data.hidden_cache, for {reason}"
+    if not target.num_left_out:
+        return "target: loaded whole beside data.hidden_cache, as its checkpoint asks for"
+    return f"target: {target.num_left_out} layers not loaded, hidden states from data.hidden_cache"
 
 
 def depths_of(config: TrainConfig) -> int:

@@ -59,10 +59,10 @@ def test_native_with_other_conventions_names_the_key(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(init, "has_native_heads", lambda folder, target: True)
-    monkeypatch.setattr(init, "num_published_modules", lambda folder, target: 1)
+    monkeypatch.setattr(init, "num_published_modules", lambda folder, target: 5)
     heads = tiny_heads(target, hidden_source="pre_norm")
     with pytest.raises(
-        ConfigError, match=r"set head\.hidden_source=post_norm head\.num_mtp_modules=1\.$"
+        ConfigError, match=r"set head\.hidden_source=post_norm head\.num_mtp_modules=5\.$"
     ):
         init_heads(heads, init="native")
 

@@ -65,6 +65,14 @@ PRETRAIN = [
     _target("pretrain.compile", False, "model", "weights rows", reason=GPU),
     _target("pretrain.log_every", 1, "logged", "weights rows"),
     _target("pretrain.router_bias_rate", 0.5, "bias", "rows start"),
+    _target("pretrain.num_mtp_modules", 1, "weights", "rows start"),
+    _target(
+        "pretrain.mtp_loss_weight",
+        0.9,
+        "weights",
+        "rows start",
+        base={"model.pretrain.num_mtp_modules": 1},
+    ),
 ]
 DATA = [
     _heads("data.name", "mine", "config", "weights", reason="a name in records"),
@@ -74,6 +82,13 @@ DATA = [
     _heads("data.eval_documents", 4, "rows weights walk"),
     _heads("data.max_documents", 18, "rows weights walk"),
     _heads("data.hidden_cache", "written cache", "num_forwards", "weights walk rows"),
+    _heads(
+        "data.check_hidden_cache",
+        True,
+        "num_forwards",
+        "weights walk rows",
+        base={"data.hidden_cache": "written cache"},
+    ),
     Row("data.seq_len", 40, "cache", "cache"),
     Row("data.eval_documents", 4, "cache", "cache"),
 ]

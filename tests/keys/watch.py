@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.evaluation.run import evaluate as evaluate_module
+from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.rewrites.invariant import InvariantProducts
 from mtp_research.models.target import Target, load_target, load_tokenizer
@@ -112,6 +113,7 @@ class Watch:
 
     def _wrap_training(self, patch: pytest.MonkeyPatch) -> None:
         forward, logits = HeadObjective.forward, pretrain.next_token_logits
+        joint = pretrain.joint_loss
         make, recompute = setup.make_engine, parallel.checkpoint
 
         def objective(self_: HeadObjective, batch, hidden, *rest):
@@ -129,6 +131,12 @@ class Watch:
             self._list("rows").append((tuple(input_ids.shape), digest(input_ids)))
             return logits(model, input_ids)
 
+        def joined(heads: MTPHeads, rows: Tensor, **rest: float) -> Tensor:
+            if self.parts["start"] is None:
+                self.parts["start"] = digests(heads.target.model.state_dict())
+            self._list("rows").append((tuple(rows[:, :-1].shape), digest(rows[:, :-1])))
+            return joint(heads, rows, **rest)
+
         def made(*args, **kwargs):
             engine = make(*args, **kwargs)
             self.parts["engine"] = type(engine).__name__
@@ -143,6 +151,7 @@ class Watch:
 
         patch.setattr(HeadObjective, "forward", objective)
         patch.setattr(pretrain, "next_token_logits", predicted)
+        patch.setattr(pretrain, "joint_loss", joined)
         patch.setattr(setup, "make_engine", made)
         patch.setattr(parallel, "checkpoint", recomputed)
         patch.setattr(torch.nn.Module, "compile", compiled)

@@ -59,6 +59,7 @@ def test_training_from_cache_gives_the_bits_of_online_training(
         return forward(self, input_ids, **arguments)
 
     monkeypatch.setattr(Target, "forward", counted)
+    config.data.check_hidden_cache = True
     result = train_heads(config, tmp_path / "cached")
     assert num_rows_run == [1, 1]  # a sample of each shard
     assert weights(tmp_path / "cached") == weights(tmp_path / "online")
@@ -112,6 +113,7 @@ def test_cache_whose_numbers_are_not_the_targets_is_refused(lab, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(Target, "forward", shifted)
         cache_hidden(config)
+    config.data.check_hidden_cache = True
     run = build_run(config, accelerator=make_accelerator(config))
     with pytest.raises(IntegrityError, match="differs from this target"):
         run.rows.hidden([3])

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from mtp_research.models.families import FAMILIES, family_of, require_supported
+from mtp_research.models.loading.parts import LayerFilter, Layers
 from mtp_research.models.loading.placement import (
     auto_map,
     distribution,
@@ -61,6 +62,7 @@ class Placing:
     dtype: torch.dtype
     tp_plan: str = "none"  # or how ranks split the target
     device_map: str | Mapping[str, int | str] = "none"  # or `auto`, or devices by module name
+    layers: Layers = "all"  # decoder layers that are loaded, on one device; see `parts`
 
 
 class LoadedModel(NamedTuple):
@@ -68,6 +70,7 @@ class LoadedModel(NamedTuple):
 
     model: PreTrainedModel
     family_name: str
+    num_left_out: int = 0  # decoder layers without weights
 
 
 class PublishedConfig(NamedTuple):
@@ -89,9 +92,11 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
             check_sizes(Path(path), published.config)
         if method == "fp8":
             require_scales(Path(path))
+        parts = _layer_filter(published, placing)
+        load = AutoModelForCausalLM.from_pretrained if parts is None else parts.loader()
         with dequantising(published.config) as config:
             hub_id = split_hub_id(path)
-            loaded = AutoModelForCausalLM.from_pretrained(
+            loaded = load(
                 hub_id.name,
                 revision=hub_id.revision,
                 config=config,
@@ -104,7 +109,13 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
                 **_arguments(published, placing),
             )
     model, report = cast(tuple[Any, dict[str, set[str]]], loaded)
+    if parts is not None:
+        unexpected = report["unexpected_keys"]
+        report["unexpected_keys"] = {name for name in unexpected if not parts.is_left_out(name)}
     require_tensors(report, path=path)
+    if parts is not None:
+        model = parts.put_back(model.to(placing.device))
+        return LoadedModel(model, published.family_name, len(parts.left_out))
     if placing.tp_plan != "none":
         keep_local_parts(model)
     elif placing.device_map != "none":
@@ -112,6 +123,19 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
     elif method != "bitsandbytes":  # whose loader has placed them
         model = model.to(placing.device)
     return LoadedModel(model, published.family_name)
+
+
+def _layer_filter(published: PublishedConfig, placing: Placing) -> LayerFilter | None:
+    """What leaves layers out; None for whole models.
+
+    Those are also models of images and text and ones that stay quantised, whose loaders want to see
+    every layer.
+    """
+    config, family_name = published
+    is_plain = config.get_text_config() is config and quantisation_of(config) in (None, "fp8")
+    if placing.layers == "all" or not is_plain:
+        return None
+    return LayerFilter(config, FAMILIES[family_name], placing.layers)
 
 
 def _arguments(published: PublishedConfig, placing: Placing) -> dict[str, object]:

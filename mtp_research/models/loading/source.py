@@ -7,6 +7,7 @@ Neither torch nor transformers is imported here, and huggingface_hub only for hu
 import hashlib
 import importlib.util
 import json
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -35,6 +36,8 @@ _RANGES = {
     "vocab_size": (1, 1 << 26),
 }
 _GGUF_MAGIC = b"GGUF"
+_SINGLE_FILE = "model.safetensors"
+_LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 _MAX_INDEX_BYTES = 1 << 26
 _MAX_INDEX_ENTRIES = 400_000  # of the largest published model, 140,000
 
@@ -227,6 +230,33 @@ def _hub_answers() -> bool:
     asking.start()
     asking.join(_HUB_TIMEOUT_S)
     return answered.is_set()
+
+
+def may_hold_modules(folder: Path) -> bool:
+    """Whether a checkpoint folder may hold MTP modules, by the names of its tensors.
+
+    A look that needs no torch, before `heads.native` reads the family's own names: a name with
+    `mtp` in it, or of a layer behind the last that `config.json` counts. Files that cannot be read
+    hold none here, and are refused where they are loaded.
+    """
+    try:
+        names = read_weight_map(folder) or _header_names(folder / _SINGLE_FILE)
+    except (OSError, ValueError):
+        return False
+    count = _text_fields(folder / CONFIG_FILE).get("num_hidden_layers")
+    num_layers = count if isinstance(count, int) else _MAX_INDEX_ENTRIES
+    layers = (match for match in map(_LAYER_NUMBER.search, names) if match)
+    return any("mtp" in name for name in names) or any(
+        int(match[1]) >= num_layers for match in layers
+    )
+
+
+def _header_names(path: Path) -> list[str]:
+    """Names in a safetensors file, whose JSON header follows its length in eight bytes."""
+    with path.open("rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(num_bytes)) if num_bytes <= _MAX_INDEX_BYTES else {}
+    return list(header)
 
 
 def read_weight_map(folder: Path) -> dict[str, str] | None:

@@ -103,7 +103,7 @@ def prepare_target(target: Target, *, trainer: TrainerConfig, ranks: Accelerator
         mesh = init_device_mesh(ranks.device.type, (ranks.num_processes,))
         for layer in layers:
             fully_shard(layer, mesh=mesh)
-    elif trainer.compile:
+    elif trainer.compile and target.num_left_out == 0:
         for layer in layers:
             merge_projections(layer)  # one read of the layer's input, not three
             layer.compile(dynamic=False)
