@@ -60,7 +60,7 @@ def _condition(condition: ConditionResult, report: Report) -> dict[str, object]:
     by_domain: dict[str, list[RequestRecord]] = {}
     domains = {prompt.question_id: prompt.category for prompt in report.prompts}
     for record in records:
-        by_domain.setdefault(domains[record.request_id], []).append(record)
+        by_domain.setdefault(domains[condition.prompt_id(record)], []).append(record)
     head = mapping(mapping(report.run, "heads"), condition.head or "")
     return {
         "label": condition.label,
@@ -91,7 +91,7 @@ def _measured(records: Sequence[RequestRecord], num_drafts: int) -> dict[str, ob
     num_rounds = counts.num_rounds
     rates = [count / num_rounds for count in accepted] if num_rounds else []
     return {
-        "num_prompts": len(records),
+        "num_requests": len(records),
         "num_rounds": num_rounds,
         "num_drafted_per_position": drafted,
         "num_reached_per_position": reached,
@@ -117,7 +117,7 @@ def _golden(report: Report) -> list[dict[str, object]]:
         {
             "condition": condition.label,
             "id": record.request_id,
-            "sha256": hashes[record.request_id],
+            "sha256": hashes[condition.prompt_id(record)],
             "accepted": record.num_accepted_per_round,
         }
         for condition in _drafting(report)

@@ -107,6 +107,10 @@ class ConditionResult:
         """The later passes."""
         return self.passes[1:]
 
+    def prompt_id(self, record: RequestRecord) -> str:
+        """Id of the prompt that a record is a turn of."""
+        return self.prompt_of.get(record.request_id, record.request_id)
+
     @property
     def group(self) -> tuple[int | None, float | None]:
         """Batch size and temperature: conditions that share them share a baseline."""

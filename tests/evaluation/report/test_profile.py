@@ -103,7 +103,7 @@ def test_rounds_cut_short_and_unfinished_prompts(tmp_path: Path, report: Report)
     )
     write_profile(tmp_path, short)
     measured, nothing = json.loads((tmp_path / PROFILE_FILE).read_text())["conditions"]
-    assert measured["num_prompts"] == 1
+    assert measured["num_requests"] == 1
     assert measured["num_drafted_per_position"] == [3, 1, 0]
     assert measured["num_reached_per_position"] == [3, 1, 0]
     assert measured["num_accepted_per_position"] == [2, 1, 0]
@@ -115,3 +115,26 @@ def test_rounds_cut_short_and_unfinished_prompts(tmp_path: Path, report: Report)
     path = str(tmp_path / PROFILE_FILE)
     rates = profile_rates(path, condition=None, num_speculative_tokens=3)
     assert rates == (2 / 3, 1 / 3, 0.0)
+
+
+def test_later_turns_have_their_prompts_domain_and_hash(tmp_path: Path, report: Report) -> None:
+    records = tuple(generation(name, [1, 0]) for name in ("q0", "q0/2", "q1"))
+    condition = dataclasses.replace(
+        report.conditions[1], records=records, prompt_of={"q0/2": "q0"}, scores=None
+    )
+    turns = build_report([condition], prompts=some_prompts(2), dtype="float32", config={}, run={})
+    write_profile(tmp_path, turns)
+    (measured,) = json.loads((tmp_path / PROFILE_FILE).read_text())["conditions"]
+    hashes = {prompt.question_id: prompt.sha256 for prompt in turns.prompts}
+    lines = [json.loads(line) for line in (tmp_path / GOLDEN_FILE).read_text().splitlines()]
+    assert [(one["id"], one["sha256"]) for one in lines] == [
+        ("q0", hashes["q0"]),
+        ("q0/2", hashes["q0"]),
+        ("q1", hashes["q1"]),
+    ]
+    by_domain = {name: one["num_requests"] for name, one in measured["per_domain"].items()}
+    domains = {prompt.question_id: prompt.category for prompt in turns.prompts}
+    expected: dict[str, int] = {}
+    for name in ("q0", "q0", "q1"):
+        expected[domains[name]] = expected.get(domains[name], 0) + 1
+    assert by_domain == expected
