@@ -52,7 +52,7 @@ from mtp_research.config.training_schema import DataConfig, HeadConfig, TrainerC
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.models.fresh import new_target
 from mtp_research.models.target import Target, load_target, wrap_target
-from mtp_research.training.documents import HeadDocuments, load_head_documents
+from mtp_research.training.documents import HeadDocuments, load_head_documents, read_head_documents
 from mtp_research.training.loop import accumulate_gradients
 from mtp_research.training.losses import losses as head_losses
 from mtp_research.training.losses.loss_terms import loss_spec
@@ -346,12 +346,13 @@ def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> RunPart
         documents = HeadDocuments(made_up_documents(shape), [], num_short=0, data_sha256="none")
     else:
         sizes = {"vocab_size": target.config.vocab_size, "num_depths": shape.num_depths}
-        documents = load_head_documents(config.data, model_path=shape.model, **sizes)
+        found = read_head_documents(config.data)
+        documents = load_head_documents(config.data, found, model_path=shape.model, **sizes)
     packed = pack_first_fit(documents.train, seq_len=shape.seq_len, pad_id=0)
     kept = shape.keeps_hidden
     rows = TrainingRows(packed, target=target, hidden_source="post_norm", keep_hidden=kept)
     assert rows.keeps_hidden == kept, "the rows do not fit in CACHE_BYTES"
-    return RunParts(heads, engine, documents, rows, rows, unroll_spec=spec, settings={})
+    return RunParts(heads, engine, documents, rows, rows, unroll_spec=spec, settings={}, loaded="")
 
 
 def made_up_documents(shape: Shape, *, num_rows: int = 512) -> list[EncodedDocument]:

@@ -73,7 +73,7 @@ def test_rule_object_is_applied_and_named_in_faults(target) -> None:
     run(decoder)
     assert set(seen) == {7}
     assert rule_name(rule) == "verify_mine"
-    with pytest.raises(ConfigError, match=r"must be 0 for spec\.verify=verify_mine, got 0\.5"):
+    with pytest.raises(ConfigError, match=r"must be 0 for verify='verify_mine', got 0\.5"):
         decoder.add_request([5], sampling=SamplingParams(temperature=0.5))
 
 

@@ -256,7 +256,7 @@ def test_non_finite_draft_logits_count_as_made_and_rejected(target) -> None:
 
 @pytest.mark.parametrize("heads", ["null", "oracle"])
 def test_length_rule_without_passes_is_refused(target, heads: str) -> None:
-    with pytest.raises(ConfigError, match=r"spec\.draft_length must be fixed for spec\.head="):
+    with pytest.raises(ConfigError, match=r"draft_length must be FixedLength for heads="):
         SpecDecoder(target, heads, spec=SpecSettings(draft_length=ConfidenceLength(0.3)))
 
 
