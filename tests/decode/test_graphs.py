@@ -155,6 +155,25 @@ def test_graphs_decode_what_the_plain_loop_decodes(
 
 
 @needs_gpu
+@pytest.mark.parametrize(
+    "cut", [{"top_p": 0.9}, {"top_k": 12}, {"top_k": 12, "top_p": 0.9}], ids=str
+)
+def test_compiled_steps_truncate_as_the_plain_loop_does(
+    target: Target, cut: dict[str, float]
+) -> None:
+    heads = _heads(target)
+    sampling = [
+        SamplingParams(max_new_tokens=24, temperature=1.0, seed=seed, **cut)  # type: ignore[arg-type]
+        for seed in range(4)
+    ]
+    texts = []
+    for changes in ({}, {"cuda_graphs": True, "compile": True}):
+        decoder = SpecDecoder(target, heads, spec=SpecSettings(), engine=_engine(**changes))
+        texts.append(texts_of(run(decoder, PROMPTS, sampling=sampling)))
+    assert texts[0] == texts[1]
+
+
+@needs_gpu
 @pytest.mark.parametrize("policy", ["training", "eagle", "window"])
 def test_captured_steps_with_prompt_rows_decode_what_the_plain_loop_decodes(
     target, policy: str

@@ -22,6 +22,7 @@ from tests.inductor_kernels import compile_kernel, generated_kernels
 CPU = torch.device("cpu")
 HIDDEN_SIZE = 64
 BLOCK_SIZE = 16
+GREEDY = SamplingParams()
 
 
 class _Rows:
@@ -38,8 +39,14 @@ class _Rows:
         return torch.nn.functional.linear(hidden, self.weight)
 
 
-def _kernels(vocab_size: int, *, num_drafts: int, num_requests: int) -> dict[str, str]:
-    """Kernels of a greedy step, between the target's layers and the drafter."""
+def _kernels(
+    vocab_size: int,
+    *,
+    num_drafts: int,
+    num_requests: int,
+    sampling: SamplingParams = GREEDY,
+) -> dict[str, str]:
+    """Kernels of a step without draft passes, between the target's layers and the drafter."""
     slot_state = SlotState(
         num_requests,
         max_model_len=2048,
@@ -67,8 +74,7 @@ def _kernels(vocab_size: int, *, num_drafts: int, num_requests: int) -> dict[str
 
     slots = torch.zeros(num_requests, dtype=torch.int64)
     block_table = torch.zeros(num_requests, 2048 // BLOCK_SIZE + 1, dtype=torch.int32)
-    params = sampling_tensors([SamplingParams()] * num_requests, device=CPU)
-    assert params.all_greedy
+    params = sampling_tensors([sampling] * num_requests, device=CPU)
     return generated_kernels(run, slots, block_table, params)
 
 
@@ -90,5 +96,13 @@ def test_kernels_of_verification_and_bookkeeping_compile(
     # The largest logit is looked up, not looked for: Inductor splits that search at V = 16384.
     assert len(over_vocabulary) == 1
     assert not [name for name in kernels if "amax" in name]
+    for name, source in kernels.items():
+        assert compile_kernel(name, source, folder=tmp_path) >= 1
+
+
+def test_kernels_of_a_sampled_step_compile(tmp_path: Path) -> None:
+    sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=0)
+    kernels = _kernels(8192, num_drafts=0, num_requests=8, sampling=sampling)
+    assert kernels
     for name, source in kernels.items():
         assert compile_kernel(name, source, folder=tmp_path) >= 1

@@ -202,37 +202,50 @@ def scaled_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
     scaled = (logits.double() - best) / divisor
     if params.keeps_all:
         return scaled
-    keep = _keep_top(logits, params) & (scaled.exp() >= params.min_p[:, None, None])
+    laws = params.temperature, params.top_k, params.top_p
+    keep = keep_top(logits, *laws, params.top_k_bound)
+    keep = keep & (scaled.exp() >= params.min_p[:, None, None])
     return scaled.masked_fill(~keep & (temperature > 0), -torch.inf)
 
 
-def _keep_top(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Mask `[R, J, V]` of what top-k and top-p keep.
+# An operator of its own: Inductor of torch 2.11 fails at the sums over sorted values when it fuses
+# them (TypeError in get_block_shape), and gains nothing beside the sort.
+@torch.library.custom_op("mtp_research::keep_top", mutates_args=())
+def keep_top(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, top_k_bound: int | None
+) -> Tensor:
+    """Mask `[R, J, V]` of what top-k and top-p keep; arguments as in `SamplingTensors`.
 
     Both keep the first n tokens in falling order; n is found on sorted values alone. Values are
     sorted in their own dtype, which has half the bits of the probabilities, and only as many as a
     top-k can keep: at V = 150 000 sorting is most of the cost of sampling.
     """
     vocab_size = logits.shape[-1]
-    if params.top_k_bound is not None:
-        ordered = logits.topk(min(params.top_k_bound, vocab_size), dim=-1).values
+    if top_k_bound is not None:
+        ordered = logits.topk(min(top_k_bound, vocab_size), dim=-1).values
     else:
         ordered = logits.sort(dim=-1, descending=True).values
     rank = torch.arange(ordered.shape[-1], device=logits.device)
-    unbounded = params.top_k == 0
-    top_k = torch.where(unbounded, vocab_size, params.top_k)[:, None, None]
-    temperature = params.temperature[:, None, None]
+    unbounded = top_k[:, None, None] == 0
+    num_best = torch.where(unbounded, vocab_size, top_k[:, None, None])
     divisor = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
-    scaled = (ordered.double() - ordered[..., :1].double()) / divisor
-    probs = torch.softmax(scaled.masked_fill(rank >= top_k, -torch.inf), dim=-1)
+    scaled = (ordered.double() - ordered[..., :1].double()) / divisor[:, None, None]
+    probs = torch.softmax(scaled.masked_fill(rank >= num_best, -torch.inf), dim=-1)
     mass_before = probs.cumsum(dim=-1) - probs
-    top_p = params.top_p[:, None, None]
+    top_p = top_p[:, None, None]
     # At 1 the sum, which rounds, has no say: what a request keeps must not depend on the batch.
-    keep = (rank < top_k) & ((mass_before < top_p) | (top_p == 1) | (rank == 0))
+    keep = (rank < num_best) & ((mass_before < top_p) | (top_p == 1) | (rank == 0))
     kept = keep.sum(dim=-1, keepdim=True)
     first = _first_of_order(logits, ordered, kept)
     # A request without top-k that keeps all is not bound by a neighbour's top-k.
-    return first | (unbounded[:, None, None] & (top_p == 1))
+    return first | (unbounded & (top_p == 1))
+
+
+@keep_top.register_fake
+def _(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, top_k_bound: int | None
+) -> Tensor:
+    return torch.empty_like(logits, dtype=torch.bool)
 
 
 def _first_of_order(logits: Tensor, ordered: Tensor, kept: Tensor) -> Tensor:
