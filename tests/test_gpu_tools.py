@@ -15,6 +15,7 @@ from mtp_research.evaluation.run.engine_effect import DecodeTask
 from mtp_research.heads.engines import ENGINES
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target, load_target
+from mtp_research.runtime.provenance import REPOSITORY_ROOT as ROOT
 from tests.test_lab_tiny import ASSETS
 from tools import gpu_deterministic, gpu_engines, gpu_tensor_parallel
 
@@ -124,7 +125,9 @@ def test_engine_rounds_count_in_equal_texts_and_without_the_last() -> None:
     elsewhere = gpu_engines.Decoded((8,), (3, 3, 3))
     longer = one._replace(accepted=(2, 0, 0, 0))
     found = gpu_engines.agreement([one] * 4, [cut, other, elsewhere, longer])
-    assert found[:4] == (4, 3, 7, 5)  # a round that one side lacks is no equal one
+    # In each equal text the first rounds are compared: the second one differs once, and one side
+    # has a third.
+    assert found[:5] == (4, 3, 1, 7, 5)
     assert found.lengths == (2.0, pytest.approx(1 + 13 / 9))
 
 
@@ -151,6 +154,14 @@ def test_engine_tool_passes_only_with_vllm_s_rounds(
     assert row["control"]["num_equal_rounds"] != row["num_equal_rounds"]
 
 
+def test_engine_rounds_are_compared_where_they_begin() -> None:
+    tokens = tuple(range(9))
+    one = gpu_engines.Decoded(tokens, (0, 0, 2, 1, 0))
+    other = gpu_engines.Decoded(tokens, (1, 2, 1, 0))  # one round less, then the same ones
+    found = gpu_engines.agreement([one], [other])
+    assert (found.num_rounds, found.num_equal_rounds, found.num_whole_texts) == (4, 2, 0)
+
+
 def test_engine_tool_reports_a_case_that_fails_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,3 +173,17 @@ def test_engine_tool_reports_a_case_that_fails_and_goes_on(
     rows = json.loads((tmp_path / "engines.json").read_text())
     assert [row["case"] for row in rows] == ["mimo", "qwen3_next"]
     assert all("no kernel" in row["error"] for row in rows)
+
+
+def test_guide_says_what_vllm_was_seen_to_do() -> None:
+    stored = json.loads((ROOT / "docs" / "results" / "engines" / "vllm.json").read_text())
+    guide = " ".join((ROOT / "docs" / "guide.md").read_text().split())
+    for row in stored["rows"]:
+        if row["k"] == 3:
+            texts = f"{row['num_equal_texts']} of {row['num_texts']}"
+            rounds = f"{row['num_equal_rounds']:,} of {row['num_rounds']:,}"
+            assert texts in guide, row["case"]
+            assert rounds in guide, row["case"]
+    ours, theirs = stored["rows"][-1]["lengths"]
+    assert f"a length of {theirs:.3f} beside our {ours:.3f}" in guide
+    assert stored["not_run"].keys() == set(gpu_engines.BFLOAT16)
