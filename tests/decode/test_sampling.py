@@ -182,6 +182,27 @@ def test_target_probabilities_without_truncation_do_not_depend_on_the_batch() ->
     assert torch.equal(target_probabilities(logits.expand(2, 1, -1), both)[:1], alone)
 
 
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 5}], ids=str)
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)],
+)
+def test_a_compiled_step_of_a_batch_of_any_size_draws_the_same_tokens(
+    device: str, backend: str, cut: dict
+) -> None:
+    """At the vocabulary of SmolLM2: from some length on Inductor writes scans in another way."""
+    params = sampling_tensors([_params(seed=1, **cut)] * 3, device=torch.device(device))
+    logits = torch.randn(3, 1, 49_152, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def draw(logits: Tensor) -> Tensor:
+        position = torch.arange(3, device=device)[:, None]
+        noise = uniform_noise(params.seed[:, None], position, Stream.RESAMPLE)
+        return sample_from(target_probabilities(logits, params), noise)
+
+    compiled = torch.compile(draw, backend=backend, dynamic=True, fullgraph=True)
+    assert torch.equal(compiled(logits), draw(logits))
+
+
 def test_sample_from_follows_the_weights() -> None:
     weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 4.0, 0.0])
     uniform = uniform_noise(torch.tensor([1]), torch.arange(N), Stream.RESAMPLE)

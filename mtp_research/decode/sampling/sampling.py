@@ -208,8 +208,9 @@ def scaled_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
     return scaled.masked_fill(~keep & (temperature > 0), -torch.inf)
 
 
-# An operator of its own: Inductor of torch 2.11 fails at the sums over sorted values when it fuses
-# them (TypeError in get_block_shape), and gains nothing beside the sort.
+# Operators of their own, here and at `sample_from`: Inductor of torch 2.11 fails at running sums in
+# compiled steps (TypeError in get_block_shape over sorted values, no code for a scan over 49 152
+# values of a batch of any size), and gains nothing beside the sort and the scan.
 @torch.library.custom_op("mtp_research::keep_top", mutates_args=())
 def keep_top(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, top_k_bound: int | None
@@ -257,6 +258,7 @@ def _first_of_order(logits: Tensor, ordered: Tensor, kept: Tensor) -> Tensor:
     return above | (ties & (ties.cumsum(dim=-1) <= num_ties))
 
 
+@torch.library.custom_op("mtp_research::sample_from", mutates_args=())
 def sample_from(probs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF sampling.
 
@@ -273,6 +275,11 @@ def sample_from(probs: Tensor, uniform: Tensor) -> Tensor:
     # Rounding at the top of the range must not pick a token behind the last that has weight.
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(dim=-1)
     return torch.minimum(index, last)
+
+
+@sample_from.register_fake
+def _(probs: Tensor, uniform: Tensor) -> Tensor:
+    return torch.empty_like(uniform, dtype=torch.int64)
 
 
 def uniform_noise(
