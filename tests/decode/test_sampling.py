@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mtp_research.decode.sampling.sampling import (
     Stream,
+    keep_top,
     sample_from,
     sampling_tensors,
     target_probabilities,
@@ -201,6 +202,15 @@ def test_a_compiled_step_of_a_batch_of_any_size_draws_the_same_tokens(
 
     compiled = torch.compile(draw, backend=backend, dynamic=True, fullgraph=True)
     assert torch.equal(compiled(logits), draw(logits))
+
+
+def test_what_compiled_steps_are_told_of_an_operator_is_what_it_returns() -> None:
+    """Shapes, dtypes and strides, of arguments that lie in another order too."""
+    logits = torch.rand(7, 3, 4).permute(2, 1, 0)
+    params = sampling_tensors([_params(top_p=0.5, top_k=2)] * 4, device=CPU)
+    laws = params.temperature, params.top_k, params.top_p, params.top_k_bound
+    torch.library.opcheck(keep_top, (logits, *laws))
+    torch.library.opcheck(sample_from, (logits.double(), torch.rand(3, 4).double().t()))
 
 
 def test_sample_from_follows_the_weights() -> None:

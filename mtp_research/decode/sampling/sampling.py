@@ -239,14 +239,14 @@ def keep_top(
     kept = keep.sum(dim=-1, keepdim=True)
     first = _first_of_order(logits, ordered, kept)
     # A request without top-k that keeps all is not bound by a neighbour's top-k.
-    return first | (unbounded & (top_p == 1))
+    return (first | (unbounded & (top_p == 1))).contiguous()
 
 
 @keep_top.register_fake
 def _(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, top_k_bound: int | None
 ) -> Tensor:
-    return torch.empty_like(logits, dtype=torch.bool)
+    return logits.new_empty(logits.shape, dtype=torch.bool)
 
 
 def _first_of_order(logits: Tensor, ordered: Tensor, kept: Tensor) -> Tensor:
@@ -274,12 +274,13 @@ def sample_from(probs: Tensor, uniform: Tensor) -> Tensor:
     index = torch.searchsorted(cumulative, threshold, right=True)[..., 0]
     # Rounding at the top of the range must not pick a token behind the last that has weight.
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(dim=-1)
-    return torch.minimum(index, last)
+    # Compiled steps count on this layout, whatever that of the arguments.
+    return torch.minimum(index, last).contiguous()
 
 
 @sample_from.register_fake
 def _(probs: Tensor, uniform: Tensor) -> Tensor:
-    return torch.empty_like(uniform, dtype=torch.int64)
+    return uniform.new_empty(uniform.shape, dtype=torch.int64)
 
 
 def uniform_noise(
