@@ -1,0 +1,73 @@
+"""The heads for SmolLM2-135M-Instruct: their table is computed again, their recipe is their own."""
+
+import dataclasses
+import json
+import lzma
+from functools import cache
+
+import numpy as np
+import pytest
+
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import TrainConfig
+from mtp_research.evaluation.stats.bootstrap import Estimate, Ratio, estimate
+from mtp_research.runtime.files import sha256_of
+from mtp_research.runtime.provenance import REPOSITORY_ROOT
+
+HEADS = REPOSITORY_ROOT / "assets" / "smollm2" / "heads"
+RESULTS = REPOSITORY_ROOT / "docs" / "results" / "smollm2"
+PAGE = (REPOSITORY_ROOT / "docs" / "results.md").read_text(encoding="utf8")
+SETS = ("mt_bench", "gsm8k", "humaneval")
+STORED = json.loads((RESULTS / "heads.json").read_text())
+HEAD = json.loads((HEADS / "head.json").read_text())
+
+
+@cache
+def length(questions: str, head: str, num_drafts: int) -> Estimate:
+    """Acceptance length over the 80 questions of a set."""
+    lines = lzma.decompress((RESULTS / f"{questions}.jsonl.xz").read_bytes()).splitlines()
+    wanted = f"training {head}/head K={num_drafts}"
+    rounds = [one["accepted"] for one in map(json.loads, lines) if one["condition"] == wanted]
+    assert len(rounds) == 80
+    steps = np.array([len(one) for one in rounds], dtype=np.float64)
+    accepted = np.array([sum(one) for one in rounds], dtype=np.float64)
+    return estimate({"length": Ratio(steps + accepted, steps)}, seed=0)["length"]
+
+
+@pytest.mark.parametrize("num_drafts", [3, 5])
+@pytest.mark.parametrize(("head", "name"), [("n1", "one module"), ("n3", "three modules")])
+def test_row_of_the_table_is_computed_again(head: str, name: str, num_drafts: int) -> None:
+    found = [length(questions, head, num_drafts) for questions in SETS]
+    cells = [f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]" for one in found]
+    mean = sum(one.value or 0.0 for one in found) / len(SETS)
+    assert f"| {name} | {num_drafts} | {' | '.join(cells)} | {mean:.2f} |\n" in PAGE
+
+
+def test_facts_of_the_training_are_the_stored_ones() -> None:
+    n1, n3 = (STORED["curve"][name][-1] for name in ("n1", "n3"))
+    seconds = STORED["training_seconds"]
+    assert (n1["step"], n3["step"]) == (8000, 3000)
+    for fact in (
+        f"from {STORED['answers']:,} greedy answers ({STORED['answer_tokens'] / 1e6:.1f} M tokens)",
+        f"`mixed`, {n1['step']:,} steps, {seconds['n1']:.0f} s on an H200",
+        f"({n3['step']:,} steps, {seconds['n3']:.0f} s)",
+    ):
+        assert fact in PAGE
+    later = [one["length"] for one in STORED["curve"]["n1"] if one["step"] >= 7000]
+    assert max(later) - min(later) < 0.02  # "stands still"
+
+
+def test_shipped_heads_are_those_of_the_table() -> None:
+    assert HEAD["weights_sha256"] == STORED["head_sha256"]["n1"]
+    assert sha256_of(HEADS / "model.safetensors") == HEAD["weights_sha256"]
+
+
+def test_experiment_trains_what_the_shipped_heads_were_trained_by() -> None:
+    recorded = HEAD["provenance"]["config"]
+    config = compose_config(TrainConfig, ["experiment=smollm2_n1", "data.path=answers"])
+    composed = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert composed["head"] | {"init": "target_last_layer"} == recorded["head"]  # what `auto` meant
+    for part in ("objective", "trainer", "seed"):
+        assert composed[part] == recorded[part], part
+    for part in ("data", "model"):
+        assert composed[part] | {"path": None} == recorded[part] | {"path": None}, part
