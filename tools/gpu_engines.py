@@ -59,12 +59,18 @@ _SIZES: dict[str, object] = {"hidden_size": 256, "intermediate_size": 512, "voca
 _SIZES |= {"eos_token_id": None, "num_attention_heads": 4, "num_key_value_heads": 2}
 _MOE = {**_SIZES, "moe_intermediate_size": 128}
 _LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+# In bfloat16 every expert takes part: a router whose best two scores round to one picks another.
+_ALL_EXPERTS = {"num_experts_per_tok": 8}
 _NEXT = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 64}
 CASES: dict[str, dict[str, object]] = {  # family -> changes of the tiny recipe
     "glm4_moe": {**_MOE, "head_dim": 64},
-    "deepseek_v3": {**_MOE, **_LATENT, "num_attention_heads": 16, "num_key_value_heads": 16},
+    "deepseek_v3": {
+        **(_MOE | _LATENT | _ALL_EXPERTS),
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
     "mimo": _SIZES,
-    "qwen3_next": {**_MOE, **_NEXT, "shared_expert_intermediate_size": 128},
+    "qwen3_next": {**(_MOE | _NEXT | _ALL_EXPERTS), "shared_expert_intermediate_size": 128},
 }
 # The type of MiMo's configuration is remote code; vLLM goes by the architecture. It makes room for
 # the routers' biases by a key of DeepSeek's that transformers does not write.
