@@ -336,7 +336,7 @@ def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> RunPart
     target = make_target(shape.model, device=ranks.device, experts=shape.experts)
     config.objective.loss = shape.loss
     heads = build_heads(config, target=target)
-    prepare_target(target, trainer=config.trainer, ranks=ranks)
+    prepare_target(target, trainer=config.trainer)
     spec = head_losses.UnrollSpec(shape.num_depths, config.objective.unroll, "cycle")
     objective = head_losses.HeadObjective(
         heads, unroll_spec=spec, loss_spec=loss_spec(config.objective)

@@ -43,6 +43,11 @@ def validate(config: TrainConfig | EvalConfig) -> None:
         faults.append(
             rule_line("model.device_map", expected, model.device_map, "model.device_map=none")
         )
+    if model.weights == "random" and model.device_map != "none":
+        expected = "must be none for model.weights=random"
+        faults.append(
+            rule_line("model.device_map", expected, model.device_map, "model.device_map=none")
+        )
     faults += _train_faults(config) if isinstance(config, TrainConfig) else _eval_faults(config)
     if faults:
         raise ConfigError("\n".join(faults))
@@ -57,6 +62,9 @@ def _train_faults(config: TrainConfig) -> Iterator[str]:
         expected = f"must be disabled for task={config.task}, which logs to its run folder only"
         yield rule_line("logger.wandb", expected, config.logger.wandb, "logger=none")
     if config.task == "target":
+        if config.model.weights != "stored":
+            expected = "must be stored for task=target, which draws its own"
+            yield rule_line("model.weights", expected, config.model.weights, "model.weights=stored")
         if not config.model.architecture:
             expected = "must be set for task=target"
             yield rule_line("model.architecture", expected, "nothing", "model=lab_tiny")

@@ -30,6 +30,7 @@ CLEAN_POLICIES = tuple(name for name in POLICIES if _POLICIES[name].clean)
 VERIFY_RULES = ("block", "greedy", "relaxed", "standard", "synthetic", "typical")
 ARGMAX_RULES = ("greedy", "relaxed")  # they take the target's argmax: temperature must be 0
 DRAFT_LENGTHS = ("batch_table", "confidence", "expected_gain", "fixed")
+WEIGHTS = ("random", "stored")
 PRECISIONS = ("auto", "bfloat16", "float16", "float32", "float64")
 
 
@@ -47,6 +48,9 @@ class ModelConfig:
     tp_plan: str = one_of("none", "experts", "none", "tensor")
     # auto: spread over the GPUs of one process, then memory and disk; eval.py wants one GPU.
     device_map: str = one_of("none", "auto", "none")
+    # random: of the sizes in the config.json of model.path, where no other file is needed; the same
+    # for any number of processes. To rehearse a run: texts mean nothing.
+    weights: str = one_of("stored", *WEIGHTS)
     # Expert layers of a bfloat16 target on a GPU. fused: our kernel, for layers that are not being
     # trained; grouped_mm: transformers'; auto: fused on Hopper for the layouts that it knows.
     experts: str = one_of("auto", "auto", "fused", "grouped_mm")

@@ -31,7 +31,6 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
@@ -47,7 +46,7 @@ from mtp_research.kernels.experts.expert_router import (
     router_logits,
 )
 from mtp_research.kernels.experts.expert_routing import MAX_EXPERTS
-from mtp_research.models.loading.placement import has_split_experts
+from mtp_research.models.loading.placement import has_split_experts, stays_split
 from mtp_research.runtime.errors import ConfigError
 
 EXPERTS_NAME = "mtp_research_fused"
@@ -160,7 +159,7 @@ def why_not_fused(stack: nn.Module, *, device: torch.device | None = None) -> st
     if not is_usual or not isinstance(stack.act_fn, nn.SiLU | SiLUActivation):
         return f"another activation in {type(stack).__name__}"
     weights = [cast(Tensor, stack.gate_up_proj), cast(Tensor, stack.down_proj)]
-    if any(isinstance(weight.data, DTensor) for weight in weights):
+    if any(stays_split(weight.data) for weight in weights):
         return "experts split over ranks"
     kinds = {
         (str(weight.dtype), _place_of(weight, device).type, weight.is_contiguous())
@@ -212,7 +211,7 @@ def _has_usual_layout(stack: nn.Module) -> bool:
 def _fits_every_expert(stack: nn.Module) -> bool:
     """Whether `every_expert` knows the layer and nothing faster runs its dtype."""
     weight = cast(Tensor, stack.down_proj)
-    is_whole = not isinstance(weight.data, DTensor)
+    is_whole = not stays_split(weight.data)
     is_few = len(weight) <= MAX_EVERY_EXPERT and weight.dtype != torch.bfloat16
     return is_whole and is_few and _has_usual_layout(stack)
 

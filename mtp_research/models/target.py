@@ -320,8 +320,11 @@ def load_target(
     device_map: str | Mapping[str, int | str] = "none",
     experts: str = "auto",
     layers: Layers = "all",
+    weights: str = "stored",
 ) -> Target:
     """Load a frozen target from a folder, a GGUF file or a hub id.
+
+    Ranks that split it read what they keep of the files, and a fault of one ends all of them.
 
     Args:
         path: local folder in Hugging Face format, a `.gguf` file, or a hub id. A relative one is
@@ -334,6 +337,9 @@ def load_target(
         experts: `auto`, `fused` or `grouped_mm`; see `experts.route_experts`.
         layers: `all`; for heads that train from cached hidden states `none`, or `last` for those
             that modules can start from. The others then have no weights and `forward` is refused.
+            `sharded` spreads all over the processes of torchrun, gathered when they run.
+        weights: `stored`, or `random` for a folder that needs no more than a `config.json`: the
+            same for any number of ranks, of no use but to rehearse a run.
 
     Raises:
         ConfigError: nothing is there, or the family or an argument is not supported.
@@ -341,7 +347,14 @@ def load_target(
         EnvironmentFault: a GPU was asked for and none is usable.
     """
     path, place = unpacked(resolve_path(str(path))), resolve_device(device)
-    placing = Placing(place, resolve_dtype(dtype, place), tp_plan, device_map, layers)
+    placing = Placing(
+        place,
+        resolve_dtype(dtype, place),
+        tp_plan=tp_plan,
+        device_map=device_map,
+        layers=layers,
+        weights=weights,
+    )
     model, family_name, num_left_out = load_weights(path, placing=placing)
     return wrap_target(
         model,

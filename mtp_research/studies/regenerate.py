@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from mtp_research.config.schema import EngineConfig
+from mtp_research.config.schema import WEIGHTS, EngineConfig
 from mtp_research.data.row_forms import Question, read_questions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace) -> None:
     if not (kept or args.self_chat or args.self_text):
         raise ConfigError("nothing is asked; set --source, --self-chat or --self-text.")
     share = join_launch(args.device)
-    target = load_target(args.target, dtype=args.dtype, device=args.device)
+    target = load_target(args.target, dtype=args.dtype, device=args.device, weights=args.weights)
     tokenizer = cast(SpecialTokenizer, load_tokenizer(args.target))  # fields set at run time
     if share.rank == 0:
         _check_settings(args.output, target=target, sampling=sampling)
@@ -269,6 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--graphs", action="store_true", help="steps compiled and captured, as engine=h200")
     add("--dtype", default="auto")
     add("--device", default="auto")
+    add("--weights", default="stored", choices=WEIGHTS, help="random: to rehearse, see the guide")
     add("--seed", type=int, default=0)
     add("--xz", action="store_true", help="also write OUTPUT.xz, lines sorted by id")
     return parser

@@ -24,7 +24,7 @@ from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_head_state
 from mtp_research.models.experts import ExpertLoads
 from mtp_research.models.family import ConcatOrder, NormPoint
-from mtp_research.models.loading.placement import resolve_device
+from mtp_research.models.loading.placement import require_gpus, resolve_device
 from mtp_research.models.loading.source import CONFIG_FILE, local_file
 from mtp_research.models.target import Target, load_target, warn_of_family
 from mtp_research.policy.fields import ModuleSchedule
@@ -66,9 +66,11 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     What `accelerate launch` was told is in `config` by now, see `config.launched`: modules that it
     wrapped as well would be wrapped twice.
     """
+    device = resolve_device(config.model.device)
+    require_gpus(device)
     hidden = {name: os.environ.pop(name) for name in PLUGINS if name in os.environ}
     try:
-        return Accelerator(cpu=resolve_device(config.model.device).type == "cpu")
+        return Accelerator(cpu=device.type == "cpu")
     finally:
         os.environ.update(hidden)
 
@@ -85,7 +87,7 @@ def build_run(
         num_depths, config.objective.unroll, cast(ModuleSchedule, config.head.module_schedule)
     )
     heads = build_heads(config, target=target)
-    prepare_target(target, trainer=config.trainer, ranks=accelerator)
+    prepare_target(target, trainer=config.trainer)
     settings = run_settings(
         config,
         heads=heads,
@@ -196,8 +198,10 @@ def load_inputs(config: TrainConfig, *, is_whole: bool = True) -> RunInputs:
         device=model.device,
         device_map=model.device_map,
         experts=model.experts,
+        weights=model.weights,
     )
-    target = load(layers="all" if is_whole else "none")
+    whole = "sharded" if config.trainer.shard_target else "all"
+    target = load(layers=whole if is_whole else "none")
     if target.num_left_out and _starts_from_layer(config, target=target):
         target = load(layers="last")
     warn_of_family(target, family=model.family)

@@ -2,21 +2,26 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.target import Target, load_target, target_hashes
-from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError, IntegrityError
 from tests.decode.loops import draft_rightly, run, texts_of
+from tests.models import sharded_cases
+from tests.models.sharded_cases import FAMILIES, FAULTS, SHARDED, SPLIT
 from tests.tiny import tiny_heads, tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,12 +35,21 @@ PLANS = {
     "qwen3-tied": "tensor",
 }
 DRAWN = ("qwen3", "glm4_moe-experts")  # at temperature 1, where ranks must draw alike
+# What of a decoder layer is whole on every rank: what transformers' plan leaves alone, and buffers.
+READ_WHOLE = {
+    "split": {
+        *("input_layernorm.weight", "post_attention_layernorm.weight", "mlp.gate.weight"),
+        *("self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.gate.e_score_correction_bias"),
+    },
+    "sharded": {"mlp.gate.e_score_correction_bias"},
+}
 RANK = """
 import json, os, sys
 from pathlib import Path
 from tests.decode.test_tensor_parallel import decode_split
+from tests.models.sharded_cases import load_split
 folder = Path(sys.argv[1])
-found = decode_split(folder)
+found = decode_split(folder) | load_split(folder)
 (folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
 """
 
@@ -86,7 +100,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         recipe, _, _ = name.partition("-")
         model = tiny_target(recipe, dtype=torch.float32, tie_word_embeddings=is_tied).model
         model.save_pretrained(folder / name)
+    sharded_cases.write_checkpoints(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(models: Path) -> list[dict]:
+    """What each of two ranks found."""
+    return run_ranks(models)
 
 
 def run_ranks(folder: Path, *, num_ranks: int = 2) -> list[dict]:
@@ -113,8 +134,7 @@ def run_ranks(folder: Path, *, num_ranks: int = 2) -> list[dict]:
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def test_two_ranks_decode_what_one_process_decodes(models: Path) -> None:
-    ranks = run_ranks(models)
+def test_two_ranks_decode_what_one_process_decodes(models: Path, ranks: list[dict]) -> None:
     for name, plan in PLANS.items():
         target = load_target(models / name, dtype="float64", device="cpu")
         alone = json.loads(json.dumps(decode(target, draws=name in DRAWN)))
@@ -126,6 +146,76 @@ def test_two_ranks_decode_what_one_process_decodes(models: Path) -> None:
             split = rank[name].pop("kv_heads")
             assert split == [heads // 2 if is_split else heads for heads in whole]
             assert rank[name] == alone, f"{name} over two ranks"
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_checkpoint_decodes_as_whole_one(name: str, models: Path, ranks: list[dict]) -> None:
+    how = {key: value for key, value in SPLIT[name].items() if key != "tp_plan"}
+    alone = json.loads(json.dumps(sharded_cases.decode(sharded_cases.load(models / name, **how))))
+    assert [rank[f"{name} split"]["texts"] for rank in ranks] == [alone, alone]
+
+
+@pytest.mark.parametrize("name", [*SHARDED, *FAMILIES])
+def test_layers_spread_over_ranks_are_those_of_whole_target(
+    name: str, models: Path, ranks: list[dict]
+) -> None:
+    how = {"weights": SPLIT[name].get("weights", "stored")} if name in SPLIT else {}
+    target = sharded_cases.load(models / name, **how)
+    layers = sum(p.numel() for p in target.model.base_model.layers.parameters())
+    shared = sum(p.numel() for p in target.model.parameters()) - layers
+    for rank in ranks:
+        found = rank[f"{name} sharded"]
+        assert found["gaps"] == []
+        assert found["hidden"] == pytest.approx(sharded_cases.hidden_of(target), abs=1e-5)
+        assert found["held"] == pytest.approx(shared + layers / 2, rel=0.02)  # a norm of odd size
+        assert found["kept"] == found["held"], "a layer keeps nothing of what it gathered"
+
+
+@pytest.mark.parametrize("name", ["lab_tiny", "index", "fp8"])
+@pytest.mark.parametrize("way", READ_WHOLE)
+def test_rank_reads_its_slices_alone(way: str, name: str, models: Path, ranks: list[dict]) -> None:
+    sizes: Counter[str] = Counter()
+    for file in (models / name).glob("*.safetensors"):
+        for key, tensor in load_file(file).items():
+            sizes[of_all_experts(key)] += tensor.numel()
+    reads = [Counter(), Counter()]
+    for rank, read in zip(ranks, reads, strict=True):
+        for key, count in rank[f"{name} {way}"]["read"].items():
+            read[of_all_experts(key)] += count
+        assert all(read[key] <= size for key, size in sizes.items()), "no number is read twice"
+        layers = {key for key, size in sizes.items() if read[key] == size and ".layers." in key}
+        scales = {key for key in layers if key.endswith("_scale_inv")}  # a number for each block
+        assert {key.split(".", 3)[3] for key in layers - scales} <= READ_WHOLE[way]
+        assert all(
+            2 * read[key] == size
+            for key, size in sizes.items()
+            if key not in layers and "layers" in key
+        )
+    assert all(sum(read[key] for read in reads) >= size for key, size in sizes.items())
+
+
+def of_all_experts(name: str) -> str:
+    """A tensor's name without the number of its expert: a rank may own whole experts."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.", name)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_of_one_rank_ends_both(fault: str, ranks: list[dict]) -> None:
+    other, met = (rank["faults"][fault] for rank in ranks)
+    assert FAULTS[fault] in met[0]
+    assert "\n" not in met[0]
+    assert other[0] == f"rank 1 could not load its part of the target: {met[0]}"
+    assert max(met[1], other[1]) < 30
+
+
+def test_eval_of_random_weights_on_two_ranks_is_that_of_one(
+    models: Path, ranks: list[dict]
+) -> None:
+    assert [rank["exit_code"] for rank in ranks] == [IntegrityError.exit_code] * 2
+    assert [rank["evaluated"] for rank in ranks] == [0, 0]
+    assert sharded_cases.evaluate(models, "only_config", "alone") == 0
+    alone, split = ((models / name / "generations.jsonl") for name in ("alone", "texts"))
+    assert alone.read_text() == split.read_text()
 
 
 def test_plan_without_torchrun_is_refused(models: Path) -> None:

@@ -49,9 +49,12 @@ MODEL = [
     _row("model.device", "cuda", "fault", shows=fault("model.device=cuda"), reason=GPU),
     _row("model.tp_plan", "tensor", "fault", shows=fault("2 or more processes"), reason=RANKS),
     _row("model.device_map", "auto", "loaded", "texts", reason="one device: the same texts"),
+    _row("model.weights", "random", "fault", shows=fault("head")),
+    _row("model.weights", "random", "hashes texts", base={"spec.num_speculative_tokens": 0}),
     _row("model.experts", "grouped_mm", "loaded", "texts", reason=GPU),
     _price("model.dtype", "float64", "dtype loaded", "texts conditions"),
     _price("model.device_map", "auto", "loaded", "texts conditions"),
+    _price("model.weights", "random", "fault", shows=fault("head")),
     _price("model.experts", "grouped_mm", "loaded", "texts conditions", reason=GPU),
 ]
 SPEC = [

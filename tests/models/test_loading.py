@@ -175,6 +175,7 @@ def test_map_with_several_processes_is_refused(
         (EvalConfig, "model.device_map=auto engine=h200", "engine.cuda_graphs"),
         (EvalConfig, "model.tp_plan=tensor engine=h200", "engine.compile"),
         (EvalConfig, "model.tp_plan=tensor spec.draft_length=expected_gain", "draft_cost_ratio"),
+        (EvalConfig, "model.device_map=auto model.weights=random", "model.device_map"),
         (TrainConfig, "model.tp_plan=tensor", "model.tp_plan"),
         (TrainConfig, "model.device_map=auto trainer.compile=true", "trainer.compile"),
         (TrainConfig, "model.device_map=auto trainer.shard_target=true", "trainer.shard_target"),

@@ -26,6 +26,7 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams, TokenLo
 from mtp_research.decode.schedule.request import Request
 from mtp_research.decode.slot_state import to_device
 from mtp_research.policy.plan import DraftPlan
+from mtp_research.runtime.hash_bits import GOLDEN, mix, shift_right, signed
 
 
 class LogprobsPlan(NamedTuple):
@@ -108,7 +109,7 @@ def sampling_tensors(params: Sequence[SamplingParams], *, device: torch.device) 
         [(p.temperature, p.top_p, p.min_p) for p in params], dtype=torch.float64, device=device
     )
     whole = to_device(
-        [(p.top_k, _signed(p.seed or 0)) for p in params], dtype=torch.int64, device=device
+        [(p.top_k, signed(p.seed or 0)) for p in params], dtype=torch.int64, device=device
     )
     temperature, top_p, min_p = facts.unbind(dim=1)
     top_k, seed = whole.unbind(dim=1)
@@ -149,12 +150,6 @@ def _top_k_bound(params: Sequence[SamplingParams]) -> int | None:
     return None if 0 in ordered else 1 << (max(ordered, default=1) - 1).bit_length()
 
 
-def _signed(seed: int) -> int:
-    seed &= (1 << 64) - 1
-    return seed - (1 << 64) if seed >> 63 else seed
-
-
-_GOLDEN = 0x9E3779B97F4A7C15
 _NUM_STREAMS = 4  # room for one more
 
 
@@ -295,29 +290,18 @@ def uniform_noise(
         index: which number of this position and stream; an int or broadcastable int64.
 
     Returns:
-        float64 of the broadcast shape, 53 random bits each. The mixing function is SplitMix64's
-        finaliser (Steele et al., OOPSLA 2014) applied to seed, position and (stream, index).
+        float64 of the broadcast shape, 53 random bits each: `hash_bits.mix` applied to seed,
+        position and (stream, index).
     """
-    state = _mix(seed + _signed(_GOLDEN))
-    state = _mix(state ^ (position * _signed(0xD1342543DE82EF95)))
+    state = mix(seed + signed(GOLDEN))
+    state = mix(state ^ (position * signed(0xD1342543DE82EF95)))
     number = index * _NUM_STREAMS + int(stream)
-    state = _mix(state + _times_golden(number))
-    return _shift_right(state, 11).double() * 2.0**-53
+    state = mix(state + _times_golden(number))
+    return shift_right(state, 11).double() * 2.0**-53
 
 
 def _times_golden(number: Tensor | int) -> Tensor | int:
-    return _signed(number * _GOLDEN) if isinstance(number, int) else number * _signed(_GOLDEN)
-
-
-def _mix(state: Tensor) -> Tensor:
-    state = (state ^ _shift_right(state, 30)) * _signed(0xBF58476D1CE4E5B9)
-    state = (state ^ _shift_right(state, 27)) * _signed(0x94D049BB133111EB)
-    return state ^ _shift_right(state, 31)
-
-
-def _shift_right(state: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's `>>` on int64 keeps the sign."""
-    return (state >> bits) & ((1 << (64 - bits)) - 1)
+    return signed(number * GOLDEN) if isinstance(number, int) else number * signed(GOLDEN)
 
 
 class LogprobTensors(NamedTuple):

@@ -1,40 +1,70 @@
 """Weights of a target from its files: on one device, over those of a map, or split over ranks.
 
 First the config is read, and what cannot work is refused; then transformers loads, quietly and with
-its faults about files turned into ours, and what is not whole is refused.
+its faults about files turned into ours, and what is not whole is refused. Ranks read what they keep
+of the files: the model is cut before it has weights (`parts`), and tensors that are no plain ones
+are made when a part of them is asked for (`lazy_tensors`).
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    modeling_utils,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
+from mtp_research.config.schema import WEIGHTS
 from mtp_research.models.families import FAMILIES, family_of, require_supported
-from mtp_research.models.loading.parts import LayerFilter, Layers
+from mtp_research.models.loading.parts import (
+    LayerFilter,
+    Layers,
+    cut_layers,
+    fail_together,
+    join_ranks,
+    layer_mesh,
+)
 from mtp_research.models.loading.placement import (
     auto_map,
     distribution,
     keep_local_parts,
     num_ranks,
+    require_gpus,
     require_shared_place,
 )
-from mtp_research.models.loading.quantised import dequantising, quantisation_of, require_scales
+from mtp_research.models.loading.quantised import (
+    block_size,
+    dequantising,
+    plain_config,
+    quantisation_of,
+    require_scales,
+)
 from mtp_research.models.loading.sizes import check_sizes
-from mtp_research.models.loading.source import check_source, read_weight_map, split_hub_id
+from mtp_research.models.loading.source import (
+    check_source,
+    local_file,
+    read_weight_map,
+    split_hub_id,
+)
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +92,13 @@ class Placing:
     dtype: torch.dtype
     tp_plan: str = "none"  # or how ranks split the target
     device_map: str | Mapping[str, int | str] = "none"  # or `auto`, or devices by module name
-    layers: Layers = "all"  # decoder layers that are loaded, on one device; see `parts`
+    layers: Layers = "all"  # decoder layers that are loaded; see `parts`
+    weights: str = "stored"  # or random
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each rank keeps a part."""
+        return self.tp_plan != "none" or self.layers == "sharded"
 
 
 class LoadedModel(NamedTuple):
@@ -86,43 +122,137 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
     Raises what `load_target` does, and `ConfigError` where quantisation and placing do not agree.
     """
     with loading(path):
-        published = read_config(path)  # refuses before gigabytes are read
-        method = quantisation_of(published.config)
-        if method != "bitsandbytes" and Path(path).is_dir():  # which packs numbers
-            check_sizes(Path(path), published.config)
-        if method == "fp8":
-            require_scales(Path(path))
-        parts = _layer_filter(published, placing)
-        load = AutoModelForCausalLM.from_pretrained if parts is None else parts.loader()
-        with dequantising(published.config) as config:
-            hub_id = split_hub_id(path)
-            loaded = load(
-                hub_id.name,
-                revision=hub_id.revision,
-                config=config,
-                dtype=placing.dtype,
-                trust_remote_code=False,
-                use_safetensors=True,  # nothing pickled
-                attn_implementation="eager",
-                ignore_mismatched_sizes=True,  # refused below, by name
-                output_loading_info=True,
-                **_arguments(published, placing),
-            )
-    model, report = cast(tuple[Any, dict[str, set[str]]], loaded)
-    if parts is not None:
-        unexpected = report["unexpected_keys"]
-        report["unexpected_keys"] = {name for name in unexpected if not parts.is_left_out(name)}
-    require_tensors(report, path=path)
-    if parts is not None:
-        model = parts.put_back(model.to(placing.device))
-        return LoadedModel(model, published.family_name, len(parts.left_out))
+        published = read_config(path)  # refuses before gigabytes are read, or ranks wait
+        arguments = _arguments(published, placing)
+    if placing.is_split:
+        join_ranks(placing.device)
+    parts = _layer_filter(published, placing)
+    changes = [] if parts is None else [parts.take_out]
+    if placing.layers == "sharded":
+        changes.append(partial(cut_layers, mesh=layer_mesh(placing.device)))
+    with fail_together(is_split=placing.is_split), loading(path):
+        _check_files(path, published.config, placing)
+        with dequantising(published.config) as config, _without_warm_up(placing):
+            source = _lazy_source(path, config, placing) or _stored_source(path, config)
+            model, report = _build(source, changes, **arguments, dtype=placing.dtype)
+        if parts is not None:
+            unexpected = report["unexpected_keys"]
+            report["unexpected_keys"] = {name for name in unexpected if not parts.is_left_out(name)}
+        require_tensors(report, path=path)
+    if placing.weights == "random":
+        logger.warning("%s: weights are random, so texts, acceptance and losses mean nothing", path)
+    if "state_dict" in source and (file := local_file(path, GENERATION_CONFIG_NAME)):
+        model.generation_config = GenerationConfig.from_pretrained(file.parent)
     if placing.tp_plan != "none":
         keep_local_parts(model)
     elif placing.device_map != "none":
         require_shared_place(model, family=FAMILIES[published.family_name])
-    elif method != "bitsandbytes":  # whose loader has placed them
+    elif "device_map" not in arguments:
         model = model.to(placing.device)
-    return LoadedModel(model, published.family_name)
+    if parts is None:
+        return LoadedModel(model, published.family_name)
+    return LoadedModel(parts.put_back(model), published.family_name, len(parts.left_out))
+
+
+def _check_files(path: str, config: PreTrainedConfig, placing: Placing) -> None:
+    """Refuse files in a folder that cannot be those of `config`, by their headers."""
+    if placing.weights == "random" or not Path(path).is_dir():
+        return
+    method = quantisation_of(config)
+    if method != "bitsandbytes":  # which packs numbers
+        check_sizes(Path(path), config)
+    if method == "fp8":
+        require_scales(Path(path))
+
+
+def _stored_source(path: str, config: PreTrainedConfig) -> dict[str, object]:
+    """What `from_pretrained` takes to read the files as they are."""
+    hub_id = split_hub_id(path)
+    return {
+        "pretrained_model_name_or_path": hub_id.name,
+        "revision": hub_id.revision,
+        "config": config,
+        "use_safetensors": True,  # nothing pickled
+    }
+
+
+def _lazy_source(path: str, config: PreTrainedConfig, placing: Placing) -> dict[str, object] | None:
+    """What it takes instead where tensors are made as they are read; None where they are not."""
+    if placing.weights == "stored" and not (placing.is_split and quantisation_of(config)):
+        return None
+    from mtp_research.models.loading.lazy_tensors import Form, random_tensors, stored_tensors
+
+    form = Form(placing.dtype, placing.device)
+    if placing.weights == "random":
+        config = plain_config(config)
+        return {"config": config, "state_dict": random_tensors(_without_weights(config), form=form)}
+    hub_id = split_hub_id(path)
+    if not Path(path).is_dir():
+        files = ["*.json", "*.safetensors"]
+        path = snapshot_download(hub_id.name, revision=hub_id.revision, allow_patterns=files)
+    tensors = stored_tensors(Path(path), block=block_size(config), form=form)
+    return {"config": plain_config(config), "state_dict": tensors}
+
+
+def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
+
+
+def _build(
+    source: Mapping[str, object],
+    changes: Sequence[Callable[[PreTrainedModel], None]],
+    **arguments: object,
+) -> tuple[Any, dict[str, set[str]]]:
+    """A loaded model and the library's report; `changes` are made before there are weights."""
+    load, own = AutoModelForCausalLM.from_pretrained, None
+    if changes or "state_dict" in source:
+        config = cast(PreTrainedConfig, source["config"])
+        own = type(_without_weights(config))
+        if type(config) is not own.config_class:  # of images and text
+            source = {**source, "config": config.get_text_config()}
+        load = _changed(own, changes).from_pretrained
+    loaded = load(
+        **{"pretrained_model_name_or_path": None, **source, **arguments},
+        attn_implementation="eager",
+        ignore_mismatched_sizes=True,  # refused by name, see `require_tensors`
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+    model, report = cast(tuple[Any, dict[str, set[str]]], loaded)
+    if own is not None:
+        model.__class__ = own
+    return model, report
+
+
+def _changed(
+    own: type[PreTrainedModel], changes: Sequence[Callable[[PreTrainedModel], None]]
+) -> type[PreTrainedModel]:
+    """A class whose models are changed when they are built."""
+
+    def build(model: PreTrainedModel, config: PreTrainedConfig, *rest: object) -> None:
+        own.__init__(model, config, *rest)
+        for change in changes:
+            change(model)
+
+    def initialise(model: PreTrainedModel, module: nn.Module) -> None:
+        # What is missing is refused; drawing it might wait for ranks that have it.
+        if not any(isinstance(p.data, DTensor) for p in module.parameters(recurse=False)):
+            own._init_weights(model, module)
+
+    # The library finds its renaming rules by the name of the class and its module.
+    own_facts = {"__module__": own.__module__, "__init__": build, "_init_weights": initialise}
+    return type(own.__name__, (own,), own_facts)
+
+
+@contextmanager
+def _without_warm_up(placing: Placing) -> Iterator[None]:
+    """Keep the library from asking a GPU for the whole size of layers that ranks share."""
+    if placing.layers != "sharded":
+        yield
+        return
+    with patch.object(modeling_utils, "caching_allocator_warmup"):
+        yield
 
 
 def _layer_filter(published: PublishedConfig, placing: Placing) -> LayerFilter | None:
@@ -133,25 +263,30 @@ def _layer_filter(published: PublishedConfig, placing: Placing) -> LayerFilter |
     """
     config, family_name = published
     is_plain = config.get_text_config() is config and quantisation_of(config) in (None, "fp8")
-    if placing.layers == "all" or not is_plain:
+    if placing.layers in ("all", "sharded") or not is_plain:
         return None
-    return LayerFilter(config, FAMILIES[family_name], placing.layers)
+    return LayerFilter(FAMILIES[family_name], placing.layers)
 
 
 def _arguments(published: PublishedConfig, placing: Placing) -> dict[str, object]:
+    """Where the library is to put tensors; refuses what does not go together."""
     config, family_name = published
-    method = quantisation_of(config)
+    family = FAMILIES[family_name]
+    _require_matching(config, placing)
     if placing.tp_plan != "none":
-        if placing.device_map != "none" or method is not None:
-            other = "model.device_map" if method is None else f"a checkpoint stored as {method}"
+        text, plan = config.get_text_config(), placing.tp_plan
+        split = distribution(plan, config=text, family=family, device=placing.device)
+        return {"distributed_config": split}
+    if placing.layers == "sharded":
+        if num_ranks() < 2:
             raise ConfigError(
-                f"model.tp_plan={placing.tp_plan} does not go with {other}; set model.tp_plan=none."
+                "trainer.shard_target needs 2 or more ranks, got 1; set trainer.shard_target=false."
             )
-        text, family = config.get_text_config(), FAMILIES[family_name]
-        plan, device = placing.tp_plan, placing.device
-        return {"distributed_config": distribution(plan, config=text, family=family, device=device)}
+        require_gpus(placing.device)
     if placing.device_map == "none":
-        return {"device_map": {"": placing.device}} if method == "bitsandbytes" else {}
+        is_packed = quantisation_of(config) == "bitsandbytes"  # placed by its loader
+        is_placed = is_packed or placing.is_split or placing.weights == "random"
+        return {"device_map": {"": placing.device}} if is_placed else {}
     if num_ranks() > 1:
         raise ConfigError(
             f"model.device_map spreads a target over the devices of one process, got {num_ranks()} "
@@ -164,8 +299,29 @@ def _arguments(published: PublishedConfig, placing: Placing) -> dict[str, object
             f"model.device_map must be auto or none, got {placing.device_map!r}; "
             "set model.device_map=auto."
         )
-    family = FAMILIES[family_name]
     return {"device_map": auto_map(config, family=family, dtype=placing.dtype)}
+
+
+def _require_matching(config: PreTrainedConfig, placing: Placing) -> None:
+    """Refuse weights that are made or read in parts where something else wants them whole."""
+    if placing.weights not in WEIGHTS:
+        raise ConfigError(
+            f"model.weights must be one of {sorted(WEIGHTS)}, got {placing.weights!r}; set "
+            "model.weights=stored."
+        )
+    keys = {
+        f"model.tp_plan={placing.tp_plan}": (placing.tp_plan != "none", "model.tp_plan=none"),
+        "trainer.shard_target=true": (placing.layers == "sharded", "trainer.shard_target=false"),
+        "model.weights=random": (placing.weights == "random", "model.weights=stored"),
+    }
+    obstacles = {
+        "model.device_map": placing.device_map != "none",
+        "a checkpoint stored as bitsandbytes": quantisation_of(config) == "bitsandbytes",
+    }
+    for other in (name for name, is_there in obstacles.items() if is_there):
+        for key, (is_set, fix) in keys.items():
+            if is_set:
+                raise ConfigError(f"{key} does not go with {other}; set {fix}.")
 
 
 @contextmanager

@@ -126,12 +126,24 @@ TP_PLANS: tuple[TPPlan, ...] = get_args(TPPlan)
 # Config fields that the ranks must divide; transformers would split them unevenly, heads included.
 _SPLIT_FIELDS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
 _EXPERT_FIELDS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
-_EXPERTS_DIM = 3
+EXPERTS_DIM = 3  # of weights `[experts, output, input]`
+LAYER_MESH = "layers"  # of ranks that share decoder layers by `trainer.shard_target`
 
 
 def num_ranks() -> int:
     """Processes that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def require_gpus(device: torch.device) -> None:
+    """Refuse (`EnvironmentFault`) more ranks on this machine than it has GPUs."""
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type == "cuda" and num_here > torch.cuda.device_count():
+        num_gpus = torch.cuda.device_count()
+        raise EnvironmentFault(
+            f"each process of torchrun needs a GPU of its own, got {num_here} processes and "
+            f"{num_gpus} GPUs on this machine; launch torchrun with --nproc-per-node {num_gpus}."
+        )
 
 
 def distribution(
@@ -158,6 +170,7 @@ def distribution(
             "model.tp_plan=none."
         )
     _require_divisible(config, tp_plan, ranks)
+    require_gpus(device)
     if tp_plan == "tensor":
         return DistributedConfig(tp_size=ranks, tp_plan="auto")
     if "ep_size" in {field.name for field in dataclasses.fields(DistributedConfig)}:
@@ -179,7 +192,7 @@ def keep_local_parts(model: PreTrainedModel) -> None:
                 _make_whole(module)
             continue
         for name, part in list(module.named_parameters(recurse=False)):
-            if isinstance(part.data, DTensor) and part.dim() < _EXPERTS_DIM:
+            if isinstance(part.data, DTensor) and part.dim() < EXPERTS_DIM:
                 local = nn.Parameter(part.data.to_local(), requires_grad=False)
                 module.register_parameter(name, local)
         if isinstance(module, nn.Linear):
@@ -197,6 +210,13 @@ def _make_whole(embedding: nn.Embedding) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be split; every rank must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def stays_split(tensor: Tensor) -> bool:
+    """Whether a layer's forward sees this rank's part of a tensor alone."""
+    if not isinstance(tensor, DTensor):
+        return False
+    return tensor.device_mesh.mesh_dim_names != (LAYER_MESH,)
 
 
 def has_split_experts(model: PreTrainedModel) -> bool:

@@ -11,8 +11,9 @@ Letters: O output rows, C input columns.
 Source: DeepSeek-V3's FP8 weights, `weight = stored * weight_scale_inv` by blocks of 128 x 128.
 """
 
+import copy
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -115,16 +116,31 @@ def _settings(config: PreTrainedConfig) -> dict[str, object] | None:
     return None
 
 
-_BLOCK = 128
-_SCALES = ("_scale_inv", "_scale")
+SCALES = ("_scale_inv", "_scale")  # behind the name of the tensor that they belong to
+_BLOCK = (128, 128)
 _MATRIX_DIMS = 2
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def block_size(config: PreTrainedConfig) -> tuple[int, int]:
+    """Rows and columns of the blocks of a checkpoint."""
+    stored = (_settings(config) or {}).get("weight_block_size") or _BLOCK
+    rows, columns = cast("list[int]", stored)
+    return rows, columns
+
+
+def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy that says nothing of quantisation, to load plain numbers with."""
+    config = copy.deepcopy(config)
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)
+    return config
 
 
 def without_scales(names: Iterable[str]) -> set[str]:
     """Names less those of scales whose tensor is among them."""
     names = set(names)
-    return names - {name + suffix for name in names for suffix in _SCALES}
+    return names - {name + suffix for name in names for suffix in SCALES}
 
 
 def dequantise(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -132,7 +148,7 @@ def dequantise(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     plain = {}
     for name in without_scales(tensors):
         tensor = tensors[name]
-        scales = [tensors[name + suffix] for suffix in _SCALES if name + suffix in tensors]
+        scales = [tensors[name + suffix] for suffix in SCALES if name + suffix in tensors]
         if not scales and tensor.dtype in _FP8:
             raise IntegrityError(f"{name} is stored as {tensor.dtype} and has no scale beside it.")
         plain[name] = _scaled(name, tensor, scales[0]) if scales else tensor
@@ -141,14 +157,23 @@ def dequantise(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _scaled(name: str, stored: Tensor, scale: Tensor) -> Tensor:
     """`[O, C]` weights times a scale per tensor, per row or per block."""
+    require_fitting(name, stored.shape, scale, block=_BLOCK)
     if scale.numel() == 1 or scale.shape == (stored.shape[0], 1):
         return stored.float() * scale.float()
-    num_blocks = tuple(-(-size // _BLOCK) for size in stored.shape)
-    if stored.dim() != _MATRIX_DIMS or tuple(scale.shape) != num_blocks:
-        raise IntegrityError(
-            f"{name} {list(stored.shape)} needs a scale per tensor, row or {_BLOCK} x {_BLOCK} "
-            f"block {list(num_blocks)}, got {list(scale.shape)}."
-        )
     rows, columns = stored.shape
-    full = scale.float().repeat_interleave(_BLOCK, dim=0)[:rows]
-    return stored.float() * full.repeat_interleave(_BLOCK, dim=1)[:, :columns]
+    full = scale.float().repeat_interleave(_BLOCK[0], dim=0)[:rows]
+    return stored.float() * full.repeat_interleave(_BLOCK[1], dim=1)[:, :columns]
+
+
+def require_fitting(
+    name: str, shape: Sequence[int], scale: Tensor, *, block: tuple[int, int]
+) -> None:
+    """Refuse (`IntegrityError`) scales that are none per tensor, per row or per block."""
+    if scale.numel() == 1 or scale.shape == (shape[0], 1):
+        return
+    num_blocks = [-(-size // edge) for size, edge in zip(shape, block, strict=False)]
+    if len(shape) != _MATRIX_DIMS or list(scale.shape) != num_blocks:
+        raise IntegrityError(
+            f"{name} {list(shape)} needs a scale per tensor, row or {block[0]} x {block[1]} "
+            f"block {num_blocks}, got {list(scale.shape)}."
+        )

@@ -5,7 +5,7 @@
     zero1..zero3   DeepSpeed: shards of moments, + gradients, + weights  zero.py
 
 Whatever the way, masters and moments are fp32, a checkpoint holds whole tensors by name, and the
-frozen target is not wrapped: `trainer.shard_target` spreads its layers separately.
+frozen target is not wrapped: `trainer.shard_target` spreads its layers while they are loaded.
 """
 # ruff: noqa: D102 - the methods of engines are documented in `Engine`
 
@@ -16,15 +16,12 @@ from typing import Protocol, cast
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from mtp_research.config.training_schema import TrainerConfig
 from mtp_research.heads.stack import MTPHeads, MTPModule
 from mtp_research.models.rewrites.products import merge_projections
 from mtp_research.models.target import Target
-from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.losses.losses import HeadObjective
 from mtp_research.training.optim import MasterWeights, NamedTensors, trained_parameters
 
@@ -89,22 +86,10 @@ def prepare_modules(heads: MTPHeads, *, trainer: TrainerConfig) -> None:
             module.compile(dynamic=False)
 
 
-def prepare_target(target: Target, *, trainer: TrainerConfig, ranks: Accelerator) -> None:
-    """Apply `shard_target` and `compile` to the frozen target's layers, in place.
-
-    The embedding and lm_head stay whole on each rank: the modules and the loss read them directly.
-    """
-    layers = list(cast(nn.ModuleList, target.model.base_model.layers))
-    if trainer.shard_target:
-        if ranks.num_processes < 2:
-            raise ConfigError(
-                "trainer.shard_target needs 2 or more ranks, got 1; set trainer.shard_target=false."
-            )
-        mesh = init_device_mesh(ranks.device.type, (ranks.num_processes,))
-        for layer in layers:
-            fully_shard(layer, mesh=mesh)
-    elif trainer.compile and target.num_left_out == 0:
-        for layer in layers:
+def prepare_target(target: Target, *, trainer: TrainerConfig) -> None:
+    """Apply `compile` to the frozen target's layers, in place; shared ones are left."""
+    if trainer.compile and not trainer.shard_target and target.num_left_out == 0:
+        for layer in cast(nn.ModuleList, target.model.base_model.layers):
             merge_projections(layer)  # one read of the layer's input, not three
             layer.compile(dynamic=False)
 
