@@ -81,6 +81,33 @@ def test_deterministic_engine_with_compiled_steps_names_the_preset() -> None:
     assert compose_config(EvalConfig, ["engine=h200_deterministic"]).engine.deterministic
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("sampling.temperature=[0,1]", "sampling.temperature must be 0 for backend=[own,vllm]"),
+        ("sampling.repetition_penalty=1.5", "sampling.repetition_penalty must be 1.0 for backend"),
+        ("sampling.min_tokens=3", "sampling.min_tokens must be 0 for backend=[own,vllm]"),
+        ("spec.verify=relaxed", "spec.verify must be greedy for backend=[own,vllm], got relaxed"),
+        ("spec.draft_length=confidence", "spec.draft_length must be fixed for backend=[own,vllm]"),
+        ("spec.draft_vocabulary_size=9", "got 9; set spec.draft_vocabulary_size=null"),
+        ("engine.prefix_caching=true", "set engine.prefix_caching=false"),
+        ("model.tp_plan=tensor", "model.tp_plan must be none for backend=[own,vllm], got tensor"),
+        ("spec.head=oracle", "spec.head must be a folder for backend=[own,vllm], got oracle"),
+        ("spec.head=[null,assets]", "spec.head must be a folder for backend=[own,vllm], got null"),
+    ],
+)
+def test_keys_that_another_engine_does_not_read_are_refused(word: str, expected: str) -> None:
+    words = [word, "spec.policy=eagle"]
+    (line,) = fault_lines(EvalConfig, "backend=[own,vllm]", *words)
+    assert expected in line
+    assert compose_config(EvalConfig, words).backend == ["own"]
+
+
+def test_plain_decoding_by_several_engines_needs_no_head() -> None:
+    words = ["backend=[own,vllm]", "spec.head=null", "spec.k=0"]
+    assert compose_config(EvalConfig, words).backend == ["own", "vllm"]
+
+
 @pytest.mark.parametrize("mode", ["offline", "online"])
 def test_eval_takes_wandb(mode: str) -> None:
     words = ["logger=wandb", f"logger.wandb={mode}"]
@@ -193,6 +220,10 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (EvalConfig, "engine.audit_every=0", "set engine.audit_every=1"),
         (EvalConfig, "sampling.top_p=0.5", "must be 1 at temperature 0"),
         (EvalConfig, "spec.draft_sampling=sample", "must be greedy at temperature 0"),
+        (EvalConfig, "backend=[own,vlm]", "transformers | vllm, got vlm; nearest: vllm"),
+        (EvalConfig, "backend=vllm", "must name own, which others are compared with"),
+        (EvalConfig, "backend=[own,vllm,vllm]", "and each engine once"),
+        (EvalConfig, "backend=[own,transformers]", "set engine.max_num_requests=1"),
     ],
 )
 def test_wrong_override_gives_one_line_with_the_fix(schema: type, word: str, expected: str) -> None:

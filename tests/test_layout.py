@@ -30,7 +30,7 @@ FLOORS = (
     {"mtp_research"},  # the package's own two files: public names and the command
 )
 MOST_FILES_A_FOLDER = 15
-MOST_MODULES = 191  # 162 when the house was built; features that came later took the rest
+MOST_MODULES = 197  # 162 when the house was built; features that came later took the rest
 MOST_ARGUMENTS = 8
 # A heavy package -> the files and folders that may import it.
 HOMES = {
@@ -39,6 +39,7 @@ HOMES = {
         "mtp_research/heads/weights.py",
         "mtp_research/data/",
         "mtp_research/bench/shapes.py",
+        "mtp_research/evaluation/backends/transformers_backend.py",
     ),
     "wandb": (
         "mtp_research/runtime/wandb_run.py",
@@ -93,7 +94,8 @@ SCRIPTS = sorted(
 REUSED = [
     path
     for path in SOURCES
-    if {"decode", "kernels", "run", "stats"} & set(path.parts) and "runtime" not in path.parts
+    if {"decode", "kernels", "run", "stats", "backends"} & set(path.parts)
+    and "runtime" not in path.parts
 ]
 
 

@@ -39,6 +39,8 @@ _HEADER = ("convention", "trained with", "engine does", "effect on acceptance le
 # What loaders and writers call it, by what this command does.
 _OPTIONS = {
     "spec.head": "--head",
+    "spec.k": "--k",
+    "backend": "--for",
     "head.path": "--head",
     "model.path": "--model",
     "prompts.path": "--prompts",

@@ -7,15 +7,18 @@ equal batch size and temperature follow each other: they share a baseline.
 """
 
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from operator import attrgetter
 from typing import NamedTuple
 
-from mtp_research.config.ranges import check_values
+from mtp_research.config.ranges import check_values, schema_keys
 from mtp_research.config.schema import (
     ARGMAX_RULES,
     CLEAN_POLICIES,
     GRID_AXES,
+    OWN,
     EngineConfig,
     EvalConfig,
     GridConfig,
@@ -31,6 +34,14 @@ from mtp_research.config.training_schema import (
     parse_loss,
 )
 from mtp_research.runtime.errors import ConfigError, rule_line
+
+# Keys that other engines do not read, or read otherwise; with them these keep their defaults.
+_OF_OWN_LOOP = (
+    *("model.tp_plan", "model.device_map", "engine.prefix_caching", "spec.module_schedule"),
+    *("spec.draft_length", "spec.draft_sampling", "spec.draft_vocabulary_size"),
+    *("sampling.repetition_penalty", "sampling.frequency_penalty", "sampling.presence_penalty"),
+    *("sampling.dry_multiplier", "sampling.min_tokens"),
+)
 
 
 def validate(config: TrainConfig | EvalConfig) -> None:
@@ -217,6 +228,43 @@ def _eval_faults(config: EvalConfig) -> Iterator[str]:
     lines = {line.split()[0]: line for cell in cells for line in _cell_faults(cell)}
     yield from lines.values()
     yield from _eval_placing_faults(config)
+    if config.backend != [OWN]:
+        yield from _backend_faults(config)
+
+
+def _backend_faults(config: EvalConfig) -> Iterator[str]:
+    """Of a run with other engines, which know neither our rules nor our ways to spread a model."""
+    engines = config.backend
+    if OWN not in engines or len(set(engines)) < len(engines):
+        expected = f"must name {OWN}, which others are compared with, and each engine once"
+        yield rule_line("backend", expected, engines, "backend=[own,vllm]")
+        return
+    shown = f"backend=[{','.join(engines)}]"
+    most = max([config.engine.max_num_requests, *config.grid.max_num_requests])
+    if "transformers" in engines and most > 1:
+        key = "engine.max_num_requests"
+        expected = f"must be 1 for {shown}, as transformers drafts for one text at a time"
+        yield rule_line(key, expected, most, f"{key}=1")
+    hottest = max([config.sampling.temperature, *config.grid.temperature])
+    if hottest > 0:
+        key = "sampling.temperature"
+        expected = f"must be 0 for {shown}, whose texts are compared"
+        yield rule_line(key, expected, hottest, f"{key}=0")
+    if config.spec.verify not in ("auto", "greedy"):
+        expected = f"must be greedy for {shown}"
+        yield rule_line("spec.verify", expected, config.spec.verify, "spec.verify=greedy")
+    fields = schema_keys(EvalConfig)
+    for key in _OF_OWN_LOOP:
+        value, usual = attrgetter(key)(config), fields[key].default
+        if value != usual:
+            text = json.dumps(usual).strip('"')
+            yield rule_line(key, f"must be {text} for {shown}", value, f"{key}={text}")
+    heads = config.grid.head or [config.spec.head]
+    drafts = max([config.spec.num_speculative_tokens, *config.grid.num_speculative_tokens])
+    special = [head or "null" for head in heads if head in (None, "oracle")]
+    if drafts and special:
+        expected = f"must be a folder for {shown}"
+        yield rule_line("spec.head", expected, special[0], "spec.head=FOLDER")
 
 
 def _prompts_faults(prompts: PromptsConfig) -> Iterator[str]:

@@ -31,6 +31,8 @@ VERIFY_RULES = ("block", "greedy", "relaxed", "standard", "synthetic", "typical"
 ARGMAX_RULES = ("greedy", "relaxed")  # they take the target's argmax: temperature must be 0
 DRAFT_LENGTHS = ("batch_table", "confidence", "expected_gain", "fixed")
 WEIGHTS = ("random", "stored")
+OWN = "own"  # the engine that this project is
+BACKENDS = (OWN, "transformers", "vllm")
 PRECISIONS = ("auto", "bfloat16", "float16", "float32", "float64")
 
 
@@ -292,6 +294,9 @@ class EvalConfig:
     # evaluation it is enough to run the same command again with this.
     verbose: bool = False
     baseline: bool = True  # measure K = 0 on the same prompts
+    # Engines that decode the same prompts. own: this project's loop, which the others are compared
+    # with; transformers: its generate(); vllm: vLLM 0.24, which has to be installed.
+    backend: list[str] = field(default_factory=lambda: [OWN], metadata={"choices": BACKENDS})
     # fault_price: what the slots that unclean policies leave behind cost.
     task: str = one_of("evaluate", "evaluate", "fault_price")
     grid: GridConfig = field(default_factory=GridConfig)

@@ -150,20 +150,21 @@ def engine_for(name: str, heads: MTPHeads, *, num_drafts: int | None = None) -> 
         return None
     if engine.most_modules is not None and num_modules > engine.most_modules:
         raise ConfigError(
-            f"--head must have at most {engine.most_modules} module for --for {name} with family "
-            f"{family}, got {num_modules} ({engine.source}); train one module (head=shared_n1)."
+            f"spec.head must have at most {engine.most_modules} module for backend={name} with "
+            f"family {family}, got {num_modules} ({engine.source}); train one module "
+            "(head=shared_n1)."
         )
     if num_drafts is None:
         return engine
     if engine.drafts_per_module and num_drafts != num_modules:
         raise ConfigError(
-            f"--k must be {num_modules} for --for {name}, which drafts once a module, got "
-            f"{num_drafts}; leave --k out."
+            f"spec.k must be {num_modules} for backend={name}, which drafts once a module, got "
+            f"{num_drafts}; set spec.k={num_modules}."
         )
     if engine.drafts_in_multiples and num_drafts > num_modules and num_drafts % num_modules:
         raise ConfigError(
-            f"--k must be at most {num_modules}, the number of modules, or a multiple of it for "
-            f"--for {name}, got {num_drafts}; set --k {num_modules}."
+            f"spec.k must be at most {num_modules}, the number of modules, or a multiple of it for "
+            f"backend={name}, got {num_drafts}; set spec.k={num_modules}."
         )
     return engine
 

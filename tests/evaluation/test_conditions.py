@@ -47,6 +47,27 @@ def test_every_batch_size_and_temperature_has_its_own_baseline() -> None:
     assert [c.config.spec.verify for c in baselines] == ["greedy", "standard"] * 2
 
 
+def test_other_engine_has_its_baseline_and_our_loop_by_its_conventions() -> None:
+    found = conditions("backend=[own,vllm]", "spec.k=[1,3]", "spec.policy=eagle")
+    assert [(c.label, c.backend, c.conventions) for c in found] == [
+        ("baseline", "own", None),
+        ("eagle K=1", "own", None),
+        ("own as vllm K=1", "own", "vllm"),
+        ("eagle K=3", "own", None),
+        ("own as vllm K=3", "own", "vllm"),
+        ("vllm baseline", "vllm", None),
+        ("vllm K=1", "vllm", None),
+        ("vllm K=3", "vllm", None),
+    ]
+    assert [c.num_speculative_tokens for c in found if c.backend == "vllm"] == [0, 1, 3]
+    assert {c.policy for c in found if c.label.startswith(("vllm", "own as"))} == {None}
+    words = ["backend=[own,vllm]", "engine.max_num_requests=[1,8]", "baseline=false"]
+    assert labels(*words, "spec.policy=eagle") == [
+        *("eagle R=1", "own as vllm R=1", "vllm R=1"),
+        *("eagle R=8", "own as vllm R=8", "vllm R=8"),
+    ]
+
+
 def test_k_of_zero_in_a_list_is_the_baseline() -> None:
     assert labels("spec.k=[0,2]", "spec.policy=eagle") == ["baseline", "eagle"]
     assert labels("spec.k=[0,2]", "spec.policy=eagle", "baseline=false") == ["baseline", "eagle"]

@@ -13,10 +13,10 @@ import torch
 
 from mtp_research.app.cli import compose_config, run_entry
 from mtp_research.config.schema import EvalConfig
+from mtp_research.evaluation.backends import own_backend
 from mtp_research.evaluation.report.stored import recompute
 from mtp_research.evaluation.run import evaluate as evaluate_module
 from mtp_research.evaluation.run import journal as journal_module
-from mtp_research.evaluation.run import passes
 from mtp_research.evaluation.run.conditions import conditions_of
 from mtp_research.evaluation.run.evaluate import evaluate
 from mtp_research.evaluation.run.journal import (
@@ -215,7 +215,7 @@ def test_passes_run_in_abba_order_with_equal_texts(
         end_pass(self, label, number, times, **rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Journal, "end_pass", note)
-    monkeypatch.setattr(passes, "MAX_WARM_UPS", 3)
+    monkeypatch.setattr(own_backend, "MAX_WARM_UPS", 3)
     found = run(tmp_path, "timing.passes=2", "spec.policy=eagle", "engine.prefix_caching=true")
     assert order == [("baseline", 0), ("eagle", 0), ("eagle", 1), ("baseline", 1)]
     assert [len(c.repeats) for c in found] == [1, 1]

@@ -7,8 +7,8 @@ import pytest
 
 from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import EvalConfig
+from mtp_research.evaluation.backends import own_backend
 from mtp_research.evaluation.report.stored import recompute
-from mtp_research.evaluation.run import passes
 from mtp_research.evaluation.run.evaluate import evaluate
 from mtp_research.evaluation.run.timed_decode import Decoded
 
@@ -39,7 +39,7 @@ def test_one_changed_token_of_one_text_is_counted(
     changed: dict[str, tuple[int, int]],
     verdicts: tuple[str, str],
 ) -> None:
-    decode = passes.decode_prompts
+    decode = own_backend.decode_prompts
 
     def decode_and_change(*args, **kwargs) -> Decoded:
         decoded = decode(*args, **kwargs)
@@ -53,7 +53,7 @@ def test_one_changed_token_of_one_text_is_counted(
         records[text] = dataclasses.replace(records[text], output_token_ids=tuple(token_ids))
         return decoded._replace(records=tuple(records))
 
-    monkeypatch.setattr(passes, "decode_prompts", decode_and_change)
+    monkeypatch.setattr(own_backend, "decode_prompts", decode_and_change)
     evaluate(compose_config(EvalConfig, WORDS), tmp_path)
     baseline, *drafting = recompute(tmp_path / "results.json").conditions
     assert baseline.lossless == "is the baseline"

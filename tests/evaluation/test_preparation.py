@@ -11,6 +11,7 @@ from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode import build
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.evaluation.backends import own_backend
 from mtp_research.evaluation.run import passes as preparation
 from mtp_research.evaluation.run.evaluate import evaluate
 from mtp_research.runtime.errors import ConfigError
@@ -115,7 +116,7 @@ def test_decoders_that_live_side_by_side_get_equal_pools(
 
     monkeypatch.setattr(build, "free_bytes", free)
     monkeypatch.setattr(preparation, "free_bytes", free)
-    monkeypatch.setattr(preparation, "warm_up", warm_up)
+    monkeypatch.setattr(own_backend, "warm_up", warm_up)
     explicit = ["engine.num_blocks=50"] if memory == "explicit" else []
     with pytest.raises(BothAreBuilt):
         run(tmp_path, "timing.passes=2", *explicit)

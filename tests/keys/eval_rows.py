@@ -251,6 +251,13 @@ REST = [
     _price("verbose", True, "fault", shows=fault("verbose must be false")),
     _row("baseline", True, "labels lossless"),
     _price("baseline", False, "fault", shows=fault("baseline must be true")),
+    _row(
+        "backend",
+        ["own", "transformers"],
+        "labels",
+        base={"engine.max_num_requests": 1, "sampling.max_new_tokens": 2, "baseline": True},
+        shows=lambda a, b: [*a["labels"], "own as transformers"] == b["labels"][:3],
+    ),
     _row("task", "fault_price", "conditions", base={"spec.policy": ["window"], "baseline": True}),
     _row("timing.passes", 2, "num_passes", "texts rounds"),
     _row("reference", "eagle", "paired", "texts", base={"spec.policy": ["training", "eagle"]}),

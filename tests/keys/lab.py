@@ -30,8 +30,8 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs import decode_graphs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.evaluation.backends import own_backend
 from mtp_research.evaluation.run import evaluate as evaluate_module
-from mtp_research.evaluation.run import passes
 from mtp_research.evaluation.run.prompt_files import Prompt
 from mtp_research.evaluation.run.prompts import load_prompts
 from mtp_research.models.rewrites import apply_rewrites
@@ -347,7 +347,7 @@ def _whole_prompts(path: str, **asked: Any) -> list[Prompt]:
 
 def _evaluate(lab: Lab, folder: Path, changes: Changes) -> Parts:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "warm_up", lambda *_, **__: 1)
+        patch.setattr(own_backend, "warm_up", lambda *_, **__: 1)
         patch.setattr(evaluate_module, "load_prompts", _whole_prompts)
         run_evaluation(with_keys(lab.eval, changes), folder)
     if changes.get("task") == "fault_price":

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from mtp_research.config.schema import SamplingConfig
+from mtp_research.config.schema import OWN, SamplingConfig
 from mtp_research.evaluation.report.stored import PromptEntry, Report, Run, mapping, printable
 from mtp_research.evaluation.stats.speed import MAX_DRIFT
-from mtp_research.evaluation.stats.summary import ConditionSummary
+from mtp_research.evaluation.stats.summary import ConditionSummary, baseline_of
 from mtp_research.policy.fields import MATCHING_POLICY
 
 SweptPart = Literal["batch_size", "num_speculative_tokens", "temperature"]
@@ -98,8 +98,11 @@ class Entry:
 
     @property
     def series_name(self) -> str:
-        """Head and policy: what differs between the lines of a chart."""
-        return f"{self.head_label} {self.summary.result.policy or ''}".strip()
+        """Head, policy and engine: what differs between the lines of a chart."""
+        own = self.summary.result
+        words = [self.head_label, own.policy or "", own.engine_name * (own.engine_name != OWN)]
+        words += [f"as {own.conventions}"] if own.conventions else []
+        return " ".join(filter(None, words))
 
     @property
     def key(self) -> tuple[str, str]:
@@ -109,11 +112,9 @@ class Entry:
     @property
     def baseline(self) -> "Entry | None":
         """Plain decoding of the same run at the same batch size and temperature."""
-        own = self.summary.result
-        for other in self.run.report.summaries:
-            if other.result.num_speculative_tokens == 0 and other.result.group == own.group:
-                return replace(self, summary=other)
-        return None
+        found = baseline_of(self.summary.result, self.run.report.conditions)
+        summaries = (one for one in self.run.report.summaries if one.result is found)
+        return next((replace(self, summary=one) for one in summaries), None)
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,9 @@ def policy_matrices(found: Sequence[Entry]) -> list[PolicyMatrix]:
     """A matrix for every setting that at least two heads share, in the order of the entries."""
     by_setting: dict[Setting, list[Entry]] = {}
     for entry in drafting(found):
-        if entry.summary.result.policy is not None:  # `oracle` and `null` draft without one
+        own = entry.summary.result
+        # `oracle`, `null` and other engines draft without a policy of ours.
+        if own.policy is not None and own.conventions is None:
             by_setting.setdefault(entry.setting, []).append(entry)
     made = []
     for setting, members in by_setting.items():

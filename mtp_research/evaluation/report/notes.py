@@ -6,7 +6,8 @@ docs/metrics.md. Letter: K drafts per step.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from mtp_research.evaluation.report.stored import Report, longest, printable
+from mtp_research.evaluation.report.stored import Report, has_engines, longest, printable
+from mtp_research.evaluation.stats.agreement import LAST_ROUND_NOTE
 from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS, Estimate
 from mtp_research.evaluation.stats.speed import MAX_DRIFT
 from mtp_research.evaluation.stats.statistics import ACCEPTED_WARNING, FORMULAS
@@ -116,6 +117,7 @@ def _paragraphs(report: Report) -> list[str]:
         *_weights_note(report),
         *(f"heads {name}: {phrase}" for name, phrase in head_conventions(report.run).items()),
         *_timing_notes(report),
+        *_engine_notes(report),
         f"acceptance length (micro) = {FORMULAS['acceptance_length_micro']}",
         f"acceptance length (macro) = {FORMULAS['acceptance_length_macro']}",
         f"[low, high] = {100 * LEVEL:.0f} % cluster bootstrap over prompts, {NUM_DRAWS} draws, "
@@ -226,6 +228,29 @@ def _timing_notes(report: Report) -> Iterator[str]:
             "tau / (1 + K c + v): tau = acceptance length; unit = target + verify of a K = 0 step; "
             "c = one draft pass, v = target + verify beyond the unit; host time is in neither"
         )
+
+
+def _engine_notes(report: Report) -> Iterator[str]:
+    """How engines were compared, and what their own counters say of their step outputs."""
+    if not has_engines(report):
+        return
+    yield (
+        "engines: the same token ids in the same order, all requests there when the clock starts, "
+        "batch size by the condition; loading and compiling come before; ratio, to baseline = over "
+        "K = 0 of the same engine; `lossless` is of texts against our own K = 0; `own as ENGINE` = "
+        "our loop with the heads read back from the engine's checkpoint, run by its conventions"
+    )
+    yield LAST_ROUND_NOTE
+    for one in report.conditions:
+        counted = one.first.engine_counters
+        if counted:
+            steps = sum(record.num_target_forwards for record in one.records)
+            found, label = counted.get("num_drafts"), printable(one.label)
+            kept = counted.get("num_accepted_tokens")
+            yield (
+                f"{'warning: ' * (found != steps)}{label}: the engine's own counters say {found} "
+                f"rounds and {kept} accepted drafts, its step outputs {steps} rounds"
+            )
 
 
 def _preparation_notes(report: Report) -> Iterator[str]:

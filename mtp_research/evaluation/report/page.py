@@ -266,6 +266,7 @@ def _settings(report: Report) -> dict[str, str]:
         "head conventions": "; ".join(
             f"{name}: {phrase}" for name, phrase in notes.head_conventions(report.run).items()
         ),
+        "engines": each(s.first.backend for s in found),
         "drafts K": each(s.num_speculative_tokens for s in found),
         "batch": each(s.max_num_requests for s in found),
         "temperature": each(s.temperature for s in found),

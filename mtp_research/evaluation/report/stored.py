@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from mtp_research.evaluation.stats.agreement import Agreement, agreements
 from mtp_research.evaluation.stats.bootstrap import LEVEL, NUM_DRAWS
 from mtp_research.evaluation.stats.outcome import ConditionResult, PromptEntry
 from mtp_research.evaluation.stats.statistics import ACCEPTED_WARNING, FORMULAS
@@ -53,6 +54,7 @@ class Report:
     conditions: tuple[ConditionResult, ...]  # with unique labels
     summaries: tuple[ConditionSummary, ...]  # of each condition, in the same order
     paired: tuple[PairedComparison, ...]  # to the reference of equal K and group
+    agreements: tuple[Agreement, ...]  # of other engines with our loop; empty without any
     config: Mapping[str, object]  # resolved
     run: Mapping[str, object]  # `provenance.run_record`
     skipped_prompts: tuple[str, ...] = ()  # ids; they fill the context
@@ -100,6 +102,7 @@ def build_report(
         paired=compare_to_reference(
             conditions, reference=None if reference is None else str(reference), seed=seed
         ),
+        agreements=agreements(conditions),
         config=config,
         run=run,
         skipped_prompts=tuple(skipped_prompts),
@@ -139,7 +142,12 @@ def to_json(report: Report) -> dict[str, object]:
         "accepted_warning": ACCEPTED_WARNING,
         "config": report.config,
         "run": report.run,
-        "summary": {"conditions": plain(report.summaries), "paired": plain(report.paired)},
+        "summary": {
+            "conditions": plain(report.summaries),
+            "paired": plain(report.paired),
+            # Files of our loop alone have none, as those from before there were others.
+            **({"agreements": plain(report.agreements)} if report.agreements else {}),
+        },
         "prompts": plain(report.prompts),
         "skipped_prompts": plain(report.skipped_prompts),
         "conditions": plain(report.conditions),
@@ -268,6 +276,11 @@ def longest(report: Report) -> ConditionSummary | None:
         and (length := summary.acceptance.acceptance_length_micro.value) is not None
     ]
     return max(lengths, key=lambda pair: pair[0])[1] if lengths else None
+
+
+def has_engines(report: Report) -> bool:
+    """Whether several engines decoded the prompts."""
+    return any(condition.first.backend is not None for condition in report.conditions)
 
 
 def mapping(parent: Mapping[str, object], key: str) -> Mapping[str, object]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_research.config.schema import BACKENDS
 from mtp_research.evaluation.report.notes import (
     UNDEFINED,
     WARNINGS,
@@ -24,7 +25,8 @@ from mtp_research.evaluation.report.notes import (
     note_paragraphs,
     number,
 )
-from mtp_research.evaluation.report.stored import Report, printable
+from mtp_research.evaluation.report.stored import Report, has_engines, printable
+from mtp_research.evaluation.stats.agreement import Agreement
 from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.stats.summary import ConditionSummary, PairedComparison
 from mtp_research.runtime.files import write_atomically
@@ -144,6 +146,7 @@ def report_grids(report: Report, *, per_table: int = _PER_TABLE) -> list[Grid]:
         grids = [_metric_grid(some, title) for some in _groups(summaries, per_table)]
         grids += [_domain_grid(some) for some in _groups(drafting, per_table)]
         grids += [paired_grid(pair) for pair in report.paired]
+    grids.append(_agreement_grid(report.agreements))
     grids += [_cost_grid(summaries), *_asked_grids(summaries)]
     return [grid for grid in grids if grid.rows]
 
@@ -154,7 +157,8 @@ def _title(report: Report) -> str:
 
 def _has_lists(report: Report) -> bool:
     grid = report.config.get("grid")
-    return isinstance(grid, Mapping) and any(len(values) > 1 for values in grid.values())
+    is_grid = isinstance(grid, Mapping) and any(len(values) > 1 for values in grid.values())
+    return is_grid or has_engines(report)
 
 
 def paired_grid(pair: PairedComparison) -> Grid:
@@ -223,6 +227,7 @@ def _short_grids(report: Report, width: int) -> list[Grid]:
             whole = [_metric_grid(some, title) for some in _groups(report.summaries, per_table)]
             main = [replace(one, rows=tuple(filter(_is_main, one.rows))) for one in whole]
         main += [_paired_row_grid(report.paired)] if len(report.paired) > 1 else []
+        main += [_agreement_grid(report.agreements)] if report.agreements else []
         return main + [grid for grid in _asked_grids(report.summaries) if grid.rows]
 
     return _fitting(grids, width)
@@ -384,7 +389,24 @@ def _length_grid(summaries: Sequence[ConditionSummary], title: str) -> Grid:
         "ratio": lambda s: number(s.speed.ratio_end_to_end, ".3f"),
         "lossless": lambda s: printable(s.result.lossless),
     }
+    if any(summary.result.first.backend for summary in summaries):
+        columns = {"engine": lambda s: printable(s.result.first.backend or UNDEFINED), **columns}
     return _row_grid(title, columns, summaries)
+
+
+def _agreement_grid(agreements: Sequence[Agreement]) -> Grid:
+    """Texts and rounds of other engines that are those of our loop."""
+    rows = [
+        (
+            *(label_text(one.condition), label_text(one.reference)),
+            f"{one.num_equal_texts} of {one.num_texts}",
+            f"{one.num_equal_rounds} of {one.num_rounds}" if one.num_rounds else UNDEFINED,
+            f"{one.num_whole_texts} of {one.num_equal_texts}" if one.num_rounds else UNDEFINED,
+        )
+        for one in agreements
+    ]
+    header = ("condition", "against", "equal texts", "equal rounds in them", "all rounds equal")
+    return Grid("Other engines, text by text and round by round", header, tuple(rows))
 
 
 def _decode_grid(summaries: Sequence[ConditionSummary]) -> Grid:
@@ -433,7 +455,7 @@ def _paired_row_grid(pairs: Sequence[PairedComparison]) -> Grid:
     """Differences to a reference of equal K, batch size and temperature, named by what differs."""
     rows = []
     for pair in pairs:
-        shared = set(pair.condition.split())
+        shared = set(pair.condition.split()) - set(BACKENDS)
         other = " ".join(word for word in pair.reference.split() if word not in shared)
         names = ("acceptance_length_micro", "acceptance_rate")
         cells = (interval(pair.differences[name], "+.3f") for name in names)

@@ -1,17 +1,19 @@
 """The columns of an evaluation: K = 0 and every policy in every cell of the grid, and their names.
 
+Another engine has K = 0 and one column a cell, beside one of our loop run by its conventions.
+
 Between configuration and decode loop; imports no torch, so that a wrong list is refused before a
 model is loaded. A *group* is the conditions of one batch size and temperature: it has its own
 K = 0 baseline. Letter: K drafts per step.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import NamedTuple
 
 from mtp_research.config.rules import expand
-from mtp_research.config.schema import EvalConfig
+from mtp_research.config.schema import OWN, EvalConfig
 from mtp_research.runtime.errors import ConfigError
 
 BASELINE = "baseline"
@@ -36,6 +38,9 @@ class Condition:
     # `spec.head=null`
     head: str | None
     config: EvalConfig  # the configuration of this cell alone, without lists
+    backend: str = OWN  # the engine
+    # Engine whose conventions our loop runs the heads by, its policy too; None for their own
+    conventions: str | None = None
 
     @property
     def group(self) -> Group:
@@ -46,17 +51,32 @@ class Condition:
 def conditions_of(config: EvalConfig) -> list[Condition]:
     """Every condition, group by group; in each group K = 0 first, where it is asked for."""
     cells = expand(config).cells
-    names = head_names(cells)
+    names, others = head_names(cells), [name for name in config.backend if name != OWN]
     conditions: list[Condition] = []
     for group in dict.fromkeys(map(_group_of, cells)):
         members = [cell for cell in cells if _group_of(cell) == group]
         num_drafts = [cell.spec.num_speculative_tokens for cell in members]
-        if config.baseline or 0 in num_drafts:
+        drafting = [cell for cell in members if cell.spec.num_speculative_tokens > 0]
+        has_baseline = config.baseline or 0 in num_drafts
+        if has_baseline:
             label = _label(BASELINE, members[0], cells, names, is_baseline=True)
             conditions.append(Condition(label, None, 0, None, members[0]))
-        for cell in members:
-            if cell.spec.num_speculative_tokens > 0:
-                conditions += _drafting(cell, cells, names)
+        for cell in drafting:
+            conditions += _drafting(cell, cells, names)
+            conditions += [_as_engine(name, cell, cells, names) for name in others]
+        for name in others:
+            if has_baseline:
+                label = _label(f"{name} {BASELINE}", members[0], cells, names, is_baseline=True)
+                conditions.append(Condition(label, None, 0, None, members[0], backend=name))
+            conditions += [
+                replace(
+                    _as_engine(name, cell, cells, names),
+                    label=_label(name, cell, cells, names, is_baseline=False),
+                    backend=name,
+                    conventions=None,
+                )
+                for cell in drafting
+            ]
     _check_reference(config.reference, conditions)
     return conditions
 
@@ -94,6 +114,20 @@ def _drafting(
         )
         for policy in policies
     ]
+
+
+def _as_engine(
+    name: str, cell: EvalConfig, cells: Sequence[EvalConfig], names: dict[Head, str | None]
+) -> Condition:
+    """Our loop, the heads run as engine `name` does; its policy is known with the target."""
+    return Condition(
+        label=_label(f"own as {name}", cell, cells, names, is_baseline=False),
+        policy=None,
+        num_speculative_tokens=cell.spec.num_speculative_tokens,
+        head=names[cell.spec.head],
+        config=cell,
+        conventions=name,
+    )
 
 
 def _label(

@@ -13,9 +13,16 @@ from pathlib import Path
 from typing import cast
 
 from mtp_research.config.rules import expand
-from mtp_research.config.schema import EvalConfig
+from mtp_research.config.schema import OWN, EvalConfig
 from mtp_research.decode.build import Heads
 from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
+from mtp_research.evaluation.backends.exports import (
+    EXPORT_FOLDER,
+    EngineHeads,
+    check_engines,
+    export_heads_for,
+)
+from mtp_research.evaluation.backends.protocol import HeadsKey, Workload, token_ids_sha256
 from mtp_research.evaluation.report.profile import write_profile
 from mtp_research.evaluation.report.stored import (
     Report,
@@ -42,7 +49,7 @@ from mtp_research.evaluation.run.journal import (
     open_journal,
     prompts_sha256,
 )
-from mtp_research.evaluation.run.passes import Workload, run_group
+from mtp_research.evaluation.run.passes import run_group
 from mtp_research.evaluation.run.prompt_files import Prompt
 from mtp_research.evaluation.run.prompts import (
     EncodedPrompts,
@@ -51,6 +58,7 @@ from mtp_research.evaluation.run.prompts import (
     load_prompts,
 )
 from mtp_research.evaluation.run.scoring import Scorer
+from mtp_research.evaluation.stats.agreement import without_last_round
 from mtp_research.evaluation.stats.outcome import ConditionResult, turns_by_prompt
 from mtp_research.evaluation.stats.summary import num_equal_texts
 from mtp_research.heads.weights import load_heads
@@ -104,6 +112,8 @@ def _evaluate(
         max_prompts=config.prompts.max_prompts,
         seed=config.seed,
     )
+    if config.backend != [OWN]:
+        _check_compared(config, prompts)
     target = load_target(
         config.model.path,
         dtype=config.model.dtype,
@@ -119,6 +129,8 @@ def _evaluate(
     encoded, asked = conversations.encoded, config.prompts
     scorer = Scorer(conversations, score=asked.score, run_code=asked.run_code)
     inputs = _inputs(conditions, encoded, target)
+    if config.backend != [OWN]:
+        inputs["prompt_token_ids"] = token_ids_sha256(encoded.token_ids)
     if finished := finished_report(output_dir, config, inputs=inputs):
         print_report(finished, verbose=config.verbose, stored_at=results_file(output_dir))
         sys.stderr.write("already finished in this folder; overwrite=true runs it anew\n")
@@ -127,6 +139,8 @@ def _evaluate(
     decoded = _decode(
         config, conditions, conversations, target, inputs, output_dir, on_start=on_start
     )
+    if config.backend != [OWN]:
+        decoded = [_comparable(one) for one in decoded]
     report = build_report(
         _scored(decoded, scorer),
         prompts=encoded.entries,
@@ -152,6 +166,22 @@ def _evaluate(
     print_report(report, verbose=config.verbose, stored_at=path)
     publish_report(report, output_dir=output_dir, run=wandb_run)
     return _last_line(report, output_dir)
+
+
+def _check_compared(config: EvalConfig, prompts: Sequence[Prompt]) -> None:
+    """What several engines need: their files in a folder, and prompts that hold no answers."""
+    shown, folder = f"backend=[{','.join(config.backend)}]", config.model.path
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"model.path must be a folder for {shown}, got {folder}; download it and set "
+            "model.path=FOLDER."
+        )
+    several = sum(len(prompt.turns) > 1 for prompt in prompts)
+    if several and config.prompts.turns == "all":
+        raise ConfigError(
+            f"prompts.turns must be first for {shown}, as later turns hold an engine's own "
+            f"answers, got all ({several} prompts have several turns); set prompts.turns=first."
+        )
 
 
 def _conversations(config: EvalConfig, prompts: Sequence[Prompt], target: Target) -> Conversations:
@@ -193,8 +223,13 @@ def _decode(
     on_start: Callable[[], object],
 ) -> list[ConditionResult]:
     heads = _load_heads(conditions, target)
+    entries = check_engines(conditions, heads, target)
     clear_folder(output_dir, config, inputs=inputs)
     on_start()
+    exported = export_heads_for(entries, heads, out=output_dir / EXPORT_FOLDER)
+    twins = {key: one.heads for key, one in exported.items()}
+    checkpoints = {key: one.checkpoint for key, one in exported.items()}
+    conditions = [_with_policy(one, exported) for one in conditions]
     if config.model.tp_plan != "none":  # ranks must decode alike, and were not killed alike
         (output_dir / JOURNAL_FILE).unlink(missing_ok=True)
     asked = conversations.request_ids
@@ -211,11 +246,16 @@ def _decode(
     )
     try:
         with progress:
-            workload = Workload(target, heads, conversations, journal, progress)
+            workload = Workload(
+                target, heads | twins, conversations, journal, progress, checkpoints
+            )
             results: list[ConditionResult] = []
             for group in dict.fromkeys(condition.group for condition in conditions):
                 members = [condition for condition in conditions if condition.group == group]
-                made = run_group(members, workload, num_passes=num_passes)
+                own = [condition for condition in members if condition.backend == OWN]
+                made = run_group(own, workload, num_passes=num_passes)
+                for other in members[len(own) :]:  # engines would not share a GPU
+                    made += run_group([other], workload, num_passes=num_passes)
                 results += [_with_verdict(result, made) for result in made]
     except KeyboardInterrupt:
         if config.model.tp_plan != "none":
@@ -229,13 +269,20 @@ def _decode(
     return results
 
 
-def _load_heads(conditions: Sequence[Condition], target: Target) -> dict[str | None, Heads]:
-    heads: dict[str | None, Heads] = {None: "null", "oracle": "oracle"}
+def _load_heads(conditions: Sequence[Condition], target: Target) -> dict[HeadsKey, Heads]:
+    heads: dict[HeadsKey, Heads] = {(None, None): "null", ("oracle", None): "oracle"}
     for condition in conditions:
         folder = condition.config.spec.head
-        if condition.num_speculative_tokens > 0 and folder is not None and folder not in heads:
-            heads[folder] = load_heads(folder, target)
+        is_drafting = condition.num_speculative_tokens > 0
+        if is_drafting and folder is not None and (folder, None) not in heads:
+            heads[folder, None] = load_heads(folder, target)
     return heads
+
+
+def _with_policy(condition: Condition, exported: Mapping[HeadsKey, EngineHeads]) -> Condition:
+    """Our loop run by an engine's conventions has its policy, too."""
+    found = exported.get((condition.config.spec.head, condition.conventions))
+    return condition if found is None else dataclasses.replace(condition, policy=found.policy)
 
 
 def _inputs(
@@ -271,12 +318,22 @@ def _context_length(config: EvalConfig, target: Target) -> int:
     return wanted or limit
 
 
+def _comparable(result: ConditionResult) -> ConditionResult:
+    """Without the rounds that engines report in different ways."""
+    records = tuple(without_last_round(record) for record in result.records)
+    return dataclasses.replace(result, records=records)
+
+
 def _with_verdict(result: ConditionResult, group: Sequence[ConditionResult]) -> ConditionResult:
-    if result.num_speculative_tokens == 0:
+    """Texts of our own K = 0 are what all others are held against; without it our first answers."""
+    own = [other for other in group if other.engine_name == OWN]
+    baseline = next((other for other in own if other.num_speculative_tokens == 0), None)
+    if result is baseline:
         return dataclasses.replace(result, lossless="is the baseline")
     if result.verify not in LOSSLESS_RULES:
         return dataclasses.replace(result, lossless=f"lossy rule: {result.verify}")
-    baseline = next((other for other in group if other.num_speculative_tokens == 0), None)
+    if baseline is None and result.engine_name != OWN:
+        baseline = own[0]
     if baseline is None or baseline.temperature:
         return result
     equal = num_equal_texts(result.records, baseline.records, prompt_of=result.prompt_of)

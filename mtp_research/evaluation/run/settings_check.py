@@ -4,6 +4,9 @@ The types check ranges and each other, so building them is the check that `prefl
 model is loaded.
 """
 
+from collections.abc import Iterable
+from importlib.util import find_spec
+
 from mtp_research.config.rules import expand
 from mtp_research.config.schema import EvalConfig, SamplingConfig, SpecConfig
 from mtp_research.decode.draft.draft_length import (
@@ -16,14 +19,24 @@ from mtp_research.decode.draft.draft_length import (
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.verify.verify_options import check_options
 from mtp_research.evaluation.run.conditions import conditions_of
-from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 
 def check_settings(config: EvalConfig) -> None:
     """Build every setting of every cell of the grid and throw it away."""
+    check_installed(config.backend)
     conditions_of(config)
     for cell in expand(config).cells:
         _check_cell(cell)
+
+
+def check_installed(engines: Iterable[str]) -> None:
+    """Refuse an engine that is no dependency of ours and not there; imports nothing."""
+    if "vllm" in engines and find_spec("vllm") is None:
+        raise EnvironmentFault(
+            "backend=vllm must find vLLM 0.24, got none; pip install vllm==0.24.0 on a machine "
+            "with a GPU, or set backend=[own,transformers]."
+        )
 
 
 def _check_cell(config: EvalConfig) -> None:

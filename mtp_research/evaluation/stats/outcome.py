@@ -12,6 +12,7 @@ Letter: K drafts per step.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from mtp_research.config.schema import OWN
 from mtp_research.decode.stats import RequestRecord
 
 Turns = tuple[RequestRecord, ...]  # of one prompt, in the order in which they were asked
@@ -71,6 +72,10 @@ class PassRecord:
     # results file has the sum over the passes alone, which is read back into the first.
     parts: StepParts | None = None
     is_resumed: bool = False  # it was interrupted, and finished by a later process
+    # Engine and version, such as `vllm 0.24.0`; None where ours alone was asked for
+    backend: str | None = None
+    # What the engine counted by itself in this pass, by its own names; None where it counts nothing
+    engine_counters: Mapping[str, int] | None = None
     num_texts_equal: int | None = None  # of a later pass, prompts with the first pass's token ids
 
 
@@ -96,6 +101,8 @@ class ConditionResult:
     cut_prompts: tuple[str, ...] = ()  # ids of prompts whose next turn did not fit the context
     # 1 for a right answer and 0 for a wrong one, by prompt's id; None where nothing was scored
     scores: Mapping[str, int] | None = None
+    # Engine whose conventions our loop ran the heads by; None for their own
+    conventions: str | None = None
 
     @property
     def first(self) -> PassRecord:
@@ -106,6 +113,11 @@ class ConditionResult:
     def repeats(self) -> tuple[PassRecord, ...]:
         """The later passes."""
         return self.passes[1:]
+
+    @property
+    def engine_name(self) -> str:
+        """Which engine decoded it, without its version."""
+        return (self.first.backend or OWN).split()[0]
 
     def prompt_id(self, record: RequestRecord) -> str:
         """Id of the prompt that a record is a turn of."""

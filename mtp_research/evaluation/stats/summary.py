@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Any
 
 from mtp_research.decode.stats import RequestRecord
+from mtp_research.evaluation.stats.agreement import partner_of
 from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.stats.outcome import (
     ConditionResult,
@@ -47,8 +48,11 @@ _RECORD_TYPES = {
 _RECORD_LISTS = ("output_token_ids", "num_accepted_per_round", "num_drafted_per_round")
 _TIMES = ("wall_s", "decode_wall_s", "num_decode_tokens", "full_wall_s", "num_full_tokens")
 _OF_ALL_PASSES = (*_TIMES, "device_s", "num_late_builds")
-_SUMMARISED = ("num_steps", "rows_per_step", "peak_memory_bytes", "is_resumed")
-_OF_FIRST_PASS = (*_OF_ALL_PASSES, *_SUMMARISED, "num_warm_ups", "capture_s")
+_SUMMARISED = ("num_steps", "rows_per_step", "peak_memory_bytes", "is_resumed", "backend")
+_OF_FIRST_PASS = (
+    *(*_OF_ALL_PASSES, *_SUMMARISED),
+    *("num_warm_ups", "capture_s", "engine_counters"),
+)
 
 
 @dataclass(frozen=True)
@@ -121,9 +125,10 @@ def summarise(
 def baseline_of(
     condition: ConditionResult, conditions: Sequence[ConditionResult]
 ) -> ConditionResult | None:
-    """The K = 0 condition of the same batch size and temperature."""
-    found = (c for c in conditions if c.num_speculative_tokens == 0 and c.group == condition.group)
-    return next(found, None)
+    """The K = 0 condition of the same engine, batch size and temperature."""
+    place = (condition.engine_name, condition.group)
+    plain = (one for one in conditions if one.num_speculative_tokens == 0)
+    return next((one for one in plain if (one.engine_name, one.group) == place), None)
 
 
 def num_equal_texts(
@@ -158,7 +163,8 @@ def compare_to_reference(
     """Paired differences to the reference of every condition that drafts.
 
     Only conditions of equal K, batch size and temperature are compared. Their reference is the one
-    with the label `reference`, else the first with that policy, else the first of them.
+    with the label `reference`, else the first with that policy, else the first of them. Another
+    engine is also compared with our loop run by its conventions.
     """
     drafting = [condition for condition in conditions if condition.num_speculative_tokens > 0]
     alike: dict[object, list[ConditionResult]] = {}
@@ -171,6 +177,8 @@ def compare_to_reference(
         wanted += [c for c in members if c.policy == reference] if reference else []
         first = [*wanted, *members][0]
         pairs += [paired(c, first, seed=seed) for c in members if c is not first]
+        partners = ((c, partner_of(c, members)) for c in members)
+        pairs += [paired(c, p, seed=seed) for c, p in partners if p is not None and p is not first]
     return tuple(pairs)
 
 
@@ -255,7 +263,8 @@ def _result_fields(result: ConditionResult) -> dict[str, object]:
 
 def _summary_fields(summary: ConditionSummary) -> dict[str, object]:
     of_result = ("label", "policy", "num_speculative_tokens", "lossless", "audit", "head",
-                 "max_num_requests", "temperature", "verify", "draft_sampling")  # fmt: skip
+                 "max_num_requests", "temperature", "verify", "draft_sampling",
+                 "conventions")  # fmt: skip
     return {
         **_some(summary.result, of_result),
         **_some(summary.result.first, _SUMMARISED),

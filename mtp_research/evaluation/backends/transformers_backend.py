@@ -1,0 +1,120 @@
+"""transformers' own generation behind the protocol of engines: `generate`, with MTP for K > 0.
+
+One text at a time, in the order of the prompts. What a step adds is read from a streamer, which the
+library hands the tokens of each round. It loads the MTP modules anew for every text, and the clock
+runs: that is what a caller of it waits for. It stops a round's drafts at a drafted end token; the
+record counts K drafts all the same, as our loop, which judges all of them.
+
+Sources: transformers 5.17.0, `_assisted_decoding` in `generation/utils.py` and
+`MTPCandidateGenerator` in `generation/candidate_generator.py`. Letter: K drafts per step.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.evaluation.backends.protocol import (
+    EngineRun,
+    Pass,
+    StepLog,
+    Workload,
+    engine_pass,
+    warm_up,
+)
+from mtp_research.evaluation.run.conditions import Condition
+from mtp_research.evaluation.run.prompts import EncodedPrompts
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.library_mtp import layer_pattern
+from mtp_research.models.loading.load_weights import quiet_loading
+
+
+class TransformersBackend:
+    """The model of a condition as the library loads it: the target, or its export with modules."""
+
+    def __init__(self, condition: Condition, workload: Workload) -> None:
+        self._condition, self._workload = condition, workload
+        self._model: PreTrainedModel | None = None
+
+    def prepare(self) -> None:
+        """Load the checkpoint in the target's dtype on its device; warm up."""
+        if self._model is not None:
+            return
+        workload, condition = self._workload, self._condition
+        target, folder = workload.target, workload.checkpoint_of(condition)
+        with quiet_loading():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
+        model = cast(PreTrainedModel, model.to(target.device).eval())  # type: ignore[arg-type]
+        model.generation_config = GenerationConfig()  # sampling of the release's own is not ours
+        if condition.num_speculative_tokens:
+            heads = workload.heads[condition.config.spec.head, condition.backend]
+            assert isinstance(heads, MTPHeads), f"an export has modules, got {heads}"
+            pattern = layer_pattern(target, num_modules=heads.spec.num_mtp_modules)
+            if pattern is not None:
+                model._keys_to_ignore_on_load_unexpected = [pattern]
+        self._model = model
+        warm_up(self._run, workload.conversations.encoded)
+
+    def decode(self, number: int, done: Sequence[RequestRecord]) -> Pass:
+        """One text after the other; their rounds are those that the streamer saw."""
+        version = f"{self._condition.backend} {transformers.__version__}"
+        return engine_pass(
+            self._run, self._workload, self._condition, number=number, done=done, version=version
+        )
+
+    def close(self) -> None:
+        """Give back the model."""
+        self._model = None
+
+    @torch.no_grad()
+    def _run(self, encoded: EncodedPrompts, max_new_tokens: int) -> EngineRun:
+        assert self._model is not None, "prepare() comes before decode()"
+        num_drafts = self._condition.num_speculative_tokens
+        ends = self._workload.stop_token_ids(self._condition)
+        settings = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            use_mtp=num_drafts > 0,
+            eos_token_id=list(ends) or None,
+            pad_token_id=0,  # of batches, which there are none of; the library asks for one
+        )
+        log = StepLog(self._condition.backend, num_drafts=num_drafts)
+        asked = {
+            prompt.question_id: token_ids
+            for prompt, token_ids in zip(encoded.prompts, encoded.token_ids, strict=True)
+        }
+        for name, token_ids in asked.items():  # all are there when the clock starts
+            log.begin(name, token_ids)
+        for name, token_ids in asked.items():
+            ids = torch.tensor([token_ids], device=self._model.device)
+            with quiet_loading():  # of the modules
+                self._model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    generation_config=settings,
+                    streamer=_Streamer(log, name),
+                )
+            log.end(name, "stop" if log.token_ids(name)[-1] in ends else "length")
+        return EngineRun(tuple(map(log.record, asked)), num_steps=None)
+
+
+class _Streamer(BaseStreamer):
+    """Hands a request's log the prompt and then what each step adds."""
+
+    def __init__(self, log: StepLog, request_id: str) -> None:
+        self._log, self._request_id = log, request_id
+        self._has_prompt = False
+
+    def put(self, value: Tensor) -> None:
+        """The prompt, or tokens of one step."""
+        hand = self._log.add if self._has_prompt else self._log.confirm
+        hand(self._request_id, value.flatten().tolist())
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Nothing is held back."""
