@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import TrainConfig
+from mtp_research.evaluation.report.grids import report_grids
 from mtp_research.evaluation.report.stored import Report, recompute
-from mtp_research.evaluation.report.terminal import render_short, report_grids
+from mtp_research.evaluation.report.terminal import render_short
 from mtp_research.evaluation.stats import bootstrap, matrix_seeds
 from mtp_research.evaluation.stats.fault_study import read_study
 from mtp_research.evaluation.stats.matrix_seeds import GroupFigures, SeedMatrix, group_figures

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mtp_research.evaluation.report.grids import Grid
 from mtp_research.evaluation.report.notes import UNDEFINED, interval, number
 from mtp_research.evaluation.report.stored import (
     mapping,
@@ -29,10 +30,7 @@ from mtp_research.evaluation.report.stored import (
     require_stored_figures,
     write_json,
 )
-from mtp_research.evaluation.report.terminal import (
-    Grid,
-    markdown_table,
-)
+from mtp_research.evaluation.report.terminal import markdown_table
 from mtp_research.evaluation.stats import bootstrap, fault_study, matrix_seeds
 from mtp_research.evaluation.stats.fault_study import FAULTS, FaultCondition, FaultStudy
 from mtp_research.evaluation.stats.matrix_seeds import (

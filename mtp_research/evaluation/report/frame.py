@@ -17,9 +17,9 @@ from typing import NamedTuple
 import pandas as pd
 
 from mtp_research.evaluation.report.comparable import Entry
+from mtp_research.evaluation.report.grids import Grid, label_text
 from mtp_research.evaluation.report.notes import UNDEFINED, interval, number
 from mtp_research.evaluation.report.stored import printable
-from mtp_research.evaluation.report.terminal import Grid, label_text
 from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.stats.speed import divide
 from mtp_research.evaluation.stats.statistics import AcceptanceStatistics, acceptance_by_context

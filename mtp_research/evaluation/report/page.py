@@ -31,14 +31,11 @@ from mtp_research.evaluation.report.frame import (
     speed_tables,
     square,
 )
+from mtp_research.evaluation.report.grids import Grid, report_grids
 from mtp_research.evaluation.report.notes import UNDEFINED, headline
 from mtp_research.evaluation.report.run_charts import matrix_cells, run_charts, sweep_charts
 from mtp_research.evaluation.report.stored import PromptEntry, Report, Run, mapping
-from mtp_research.evaluation.report.terminal import (
-    Grid,
-    markdown_table,
-    report_grids,
-)
+from mtp_research.evaluation.report.terminal import markdown_table
 from mtp_research.runtime.errors import EnvironmentFault
 from mtp_research.runtime.files import write_atomically
 

@@ -13,6 +13,7 @@ from pandas.api.types import is_numeric_dtype
 
 from mtp_research.evaluation.report.comparable import entries
 from mtp_research.evaluation.report.frame import figures_csv, frame_of, grid_latex, run_tables
+from mtp_research.evaluation.report.grids import Grid, report_grids
 from mtp_research.evaluation.report.page import Section, clean, render_page
 from mtp_research.evaluation.report.stored import (
     Report,
@@ -21,7 +22,6 @@ from mtp_research.evaluation.report.stored import (
     recompute,
     write_results,
 )
-from mtp_research.evaluation.report.terminal import Grid, report_grids
 from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.studies.draw_report import main
 from tests.evaluation.generations import generation, some_prompts, three_conditions, timed

@@ -14,6 +14,7 @@ from mtp_research.evaluation.report.comparable import (
     sweeps,
 )
 from mtp_research.evaluation.report.frame import frame_of
+from mtp_research.evaluation.report.grids import Grid
 from mtp_research.evaluation.report.page import results_sections, speed_grids
 from mtp_research.evaluation.report.run_charts import sweep_charts
 from mtp_research.evaluation.report.stored import (
@@ -23,7 +24,6 @@ from mtp_research.evaluation.report.stored import (
     read_runs,
     write_results,
 )
-from mtp_research.evaluation.report.terminal import Grid
 from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord
 from mtp_research.studies.draw_report import main
 from tests.evaluation.generations import some_prompts, three_conditions

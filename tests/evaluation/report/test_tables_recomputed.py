@@ -12,8 +12,8 @@ import pytest
 
 from mtp_research.evaluation.report.comparable import entries
 from mtp_research.evaluation.report.frame import frame_of, run_tables
+from mtp_research.evaluation.report.grids import Grid, report_grids
 from mtp_research.evaluation.report.stored import Report, Run, recompute, write_results
-from mtp_research.evaluation.report.terminal import Grid, report_grids
 from tests.evaluation.report.test_run_charts import length, report
 
 __all__ = ["report"]  # a fixture

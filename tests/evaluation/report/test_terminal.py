@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from mtp_research.evaluation.report import page
+from mtp_research.evaluation.report.grids import report_grids
 from mtp_research.evaluation.report.notes import headline, interval, note_paragraphs
 from mtp_research.evaluation.report.stored import Report, build_report, last_line
 from mtp_research.evaluation.report.terminal import (
     print_report,
     render_short,
     render_text,
-    report_grids,
     rich_table,
 )
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
