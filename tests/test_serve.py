@@ -1,11 +1,9 @@
 """`examples.serve` before a client of another project: texts, streams, faults, counters."""
 
-import asyncio
 import http.client
 import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +14,10 @@ from typing import Any
 import pytest
 
 from examples.serve import Server, load_server
-from examples.serve_protocol import serve
 from mtp_research import SpecDecoder, SpecSettings, load_heads, load_target
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.runtime.errors import ConfigError
+from tests.serving import Running
 
 LAB_TINY = Path(__file__).resolve().parents[1] / "assets" / "lab_tiny"
 CODE = "def add(a, b):\n"
@@ -27,43 +25,8 @@ QUESTION = [{"role": "user", "content": "How do I boil an egg?"}]
 GREEDY: dict[str, Any] = {"model": "lab_tiny", "temperature": 0}
 
 
-class Running:
-    """A server in a thread of its own."""
-
-    def __init__(self, server: Server) -> None:
-        self.server, self.port = server, 0
-        self._loop = asyncio.new_event_loop()
-        self._is_up = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-        assert self._is_up.wait(20)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        listener = self._loop.run_until_complete(
-            serve(self.server.answer, host="127.0.0.1", port=0)
-        )
-        self.port = listener.sockets[0].getsockname()[1]
-        self._is_up.set()
-        self._loop.run_forever()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.close()
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(20)
-
-    def ask(self, method: str, path: str, body: object = None) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        content = body if isinstance(body, str) else json.dumps(body)
-        connection.request(method, path, None if body is None else content.encode())
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        connection.close()
-        return answer.status, text
+class Counted(Running):
+    """A server whose counters are read."""
 
     def counters(self) -> dict[str, float]:
         """Values by name without `vllm:` and the labels that all have."""
@@ -87,8 +50,8 @@ def server() -> Server:
 
 
 @pytest.fixture(scope="module")
-def running(server: Server) -> Iterator[Running]:
-    running = Running(server)
+def running(server: Server) -> Iterator[Counted]:
+    running = Counted(server.answer)
     yield running
     running.stop()
 
@@ -247,7 +210,7 @@ def test_other_paths(running: Running) -> None:
 
 
 def test_metrics_are_the_decoders_counters(
-    running: Running, server: Server, offline: SpecDecoder
+    running: Counted, server: Server, offline: SpecDecoder
 ) -> None:
     before, told = running.counters(), len(offline.stats.records)
     for prompt in (CODE, "Tea", CODE + CODE):
@@ -275,7 +238,7 @@ def test_metrics_are_the_decoders_counters(
     assert server.decoder.stats.records == []
 
 
-def test_client_that_leaves_aborts_its_request(running: Running, server: Server) -> None:
+def test_client_that_leaves_aborts_its_request(running: Counted, server: Server) -> None:
     name = 'request_success_total,finished_reason="abort"'
     before = running.counters().get(name, 0)
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)

@@ -377,6 +377,8 @@ def _resolve_paths(config: TrainConfig | EvalConfig) -> None:
         config.data.hidden_cache = config.data.hidden_cache and resolve_path(
             config.data.hidden_cache
         )
+        imported = config.data.import_hidden
+        config.data.import_hidden = imported and resolve_path(imported)
         config.head.path = config.head.path and resolve_path(config.head.path)
         deepspeed = config.trainer.deepspeed_config
         config.trainer.deepspeed_config = deepspeed and resolve_path(deepspeed)

@@ -45,7 +45,9 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
         if config.task == "target":  # model.path and data.path are not read
             return
         prompts = config.matrix.prompts if config.task == "matrix" else []
-        _require_paths(("head.path", config.head.path))
+        _require_paths(
+            ("head.path", config.head.path), ("data.import_hidden", config.data.import_hidden)
+        )
         check_source_exists(config.data.path, key="data.path")
         for path in prompts:
             check_source_exists(path, key="matrix.prompts")
@@ -83,6 +85,7 @@ def require_possible_paths(config: TrainConfig | EvalConfig) -> None:
         paths |= {
             "data.path": config.data.path,
             "data.hidden_cache": config.data.hidden_cache,
+            "data.import_hidden": config.data.import_hidden,
             "head.path": config.head.path,
             "trainer.resume": config.trainer.resume,
             "trainer.deepspeed_config": config.trainer.deepspeed_config,

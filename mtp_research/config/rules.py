@@ -176,6 +176,9 @@ def _task_faults(config: TrainConfig) -> Iterator[str]:
         yield _must_be_false("data.check_hidden_cache", "data.hidden_cache=null", "data=cached")
     if config.task == "cache" and config.data.hidden_cache is None:
         yield rule_line("data.hidden_cache", "must be set for task=cache", "nothing", "data=cached")
+    if config.data.import_hidden is not None and config.task != "cache":
+        key, expected = "data.import_hidden", f"must be null for task={config.task}"
+        yield rule_line(key, expected, config.data.import_hidden, "task=cache data=cached")
 
 
 def _sharing_faults(config: TrainConfig) -> Iterator[str]:

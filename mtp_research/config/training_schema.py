@@ -56,6 +56,9 @@ class DataConfig:
     max_documents: int | None = within(None, 2, 10**9)  # documents that are read; None: all
     # Folder of the target's hidden states, written by task=cache; None: computed while training.
     hidden_cache: str | None = None
+    # Folder of hidden states that vLLM or speculators wrote, which task=cache takes; None: the
+    # target computes them.
+    import_hidden: str | None = None
     # Load the target's layers beside the cache, and compare a row of each shard with them.
     check_hidden_cache: bool = False
 

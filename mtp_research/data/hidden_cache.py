@@ -63,6 +63,12 @@ class HiddenCacheWriter:
         if (folder / _INDEX).exists():
             saved, self._shards = _read_index(folder)
             _check_header(saved, expected=header, folder=folder)
+            origins = [one.versions.get("imported_from") for one in (saved, header)]
+            if origins[0] != origins[1]:  # what is there would be kept, whatever it is
+                raise IntegrityError(
+                    f"{folder}: cached hidden states were imported from {origins[0]}, this run "
+                    f"imports from {origins[1]}; set data.hidden_cache to another folder."
+                )
 
     def missing(self) -> list[int]:
         """Numbers of the shards that are not written yet, or whose file has gone."""

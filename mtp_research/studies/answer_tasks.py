@@ -5,9 +5,10 @@ of a launch decodes them. Questions that are also asked in an evaluation are lef
 `Evaluated`: heads must not be measured on what they learnt.
 """
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from jinja2 import TemplateError
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.data.prompt_text import ChatTokenizer, begin_of_text
-from mtp_research.data.row_forms import Question
+from mtp_research.data.row_forms import Question, Turns
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
@@ -40,6 +41,7 @@ class SpecialTokenizer(ChatTokenizer, Protocol):
     """A chat tokenizer that also names its special tokens."""
 
     all_special_ids: list[int]
+    eos_token_id: int | None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids."""
@@ -55,6 +57,40 @@ class Task:
     prompt: tuple[int, ...]
     own_words: tuple[int, ...] = ()  # what the target invented of the prompt
     number: int = 0  # among all that are asked for: its seed, whichever process decodes it
+    messages: Turns = ()  # that the prompt was made of
+
+    def line(self, output_token_ids: Sequence[int], **marks: bool) -> str:
+        """The answer as a line of the output; `marks` are further fields."""
+        record = {
+            "id": self.doc_id,
+            "domain": self.domain,
+            "token_ids": [*self.prompt, *output_token_ids],
+            "num_prompt_tokens": len(self.prompt),
+        }
+        return json.dumps(record | marks, separators=(",", ":")) + "\n"
+
+
+class Answered(NamedTuple):
+    """What became of the tasks of one call."""
+
+    num_written: int  # lines appended
+    num_there: int  # tasks that the output held before
+    num_too_long: int  # prompts that leave no room for a token
+
+
+class Sorted(NamedTuple):
+    """Tasks of a call, and what is not asked."""
+
+    asked: list[Task]
+    num_there: int
+    num_too_long: int
+
+
+def sort_out(tasks: Sequence[Task], *, done: Set[str], max_model_len: int | None) -> Sorted:
+    """Leave out tasks that are `done`, and prompts as long as the context (None: no limit)."""
+    new = [task for task in tasks if task.doc_id not in done]
+    fitting = [task for task in new if max_model_len is None or len(task.prompt) < max_model_len]
+    return Sorted(fitting, len(tasks) - len(new), len(new) - len(fitting))
 
 
 class Share(NamedTuple):
@@ -150,7 +186,9 @@ def question_tasks(questions: Sequence[Question], tokenizer: ChatTokenizer) -> l
             raise ConfigError(
                 f"the chat template refuses {question.doc_id} ({fault}); leave it out of --source."
             ) from fault
-        tasks.append(Task(question.doc_id, question.domain, tuple(token_ids), number=number))
+        prompt, asked = tuple(token_ids), question.messages
+        task = Task(question.doc_id, question.domain, prompt, number=number, messages=asked)
+        tasks.append(task)
     return tasks
 
 

@@ -11,7 +11,8 @@ document and then goes on. Seeds make every task repeatable, whatever else is de
 line holds token ids, so that encoding again cannot change the trajectory. Killed runs resume behind
 the last whole line: ids that the output already has are not made again, and `OUTPUT.settings.json`
 keeps a run with other settings from mixing its answers in. Under torchrun every process decodes
-its share on a GPU of its own; the lines are the same for any number of them.
+its share on a GPU of its own; the lines are the same for any number of them. With `--endpoint URL`
+a server of OpenAI's API answers instead (`studies.endpoint`), and no layer of the target is loaded.
 """
 
 import argparse
@@ -29,11 +30,18 @@ from mtp_research.data.row_forms import Question, read_questions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.models.loading.placement import num_ranks
 from mtp_research.models.target import Target, load_target, load_tokenizer, target_hashes
-from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
+from mtp_research.runtime.errors import (
+    ConfigError,
+    EnvironmentFault,
+    IntegrityError,
+    Interrupted,
+)
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import write_error
 from mtp_research.studies.answer_tasks import (
+    Answered,
     Evaluated,
     SpecialTokenizer,
     Task,
@@ -42,36 +50,83 @@ from mtp_research.studies.answer_tasks import (
     question_tasks,
     self_chat,
     self_text,
+    sort_out,
 )
+from mtp_research.studies.endpoint import Reader, answer_by_server, find_server
+
+# What one way of answering reads and the other does not.
+_LOCAL_OPTIONS = ("self_chat", "self_text", "batch", "graphs", "dtype", "device")
+_ENDPOINT_OPTIONS = ("served_model", "concurrency", "timeout_s", "api_key_variable")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the module; see its docstring."""
+    args = _parser().parse_args(argv)
     try:
-        _run(_parser().parse_args(argv))
+        _check_mode(args)
+        (_run if args.endpoint is None else _run_endpoint)(args)
     except (ConfigError, IntegrityError, EnvironmentFault) as fault:
         write_error(str(fault))
         return fault.exit_code
+    except KeyboardInterrupt:
+        write_error(
+            f"stopped by Ctrl-C; {args.output} keeps its answers, the same command goes on."
+        )
+        return Interrupted.exit_code
     return 0
 
 
-def _run(args: argparse.Namespace) -> None:
+def _check_mode(args: argparse.Namespace) -> None:
+    """Refuse options that the way of answering does not read."""
+    is_server = args.endpoint is not None
+    names = _LOCAL_OPTIONS if is_server else _ENDPOINT_OPTIONS
+    unread = [name for name in names if getattr(args, name) != _parser().get_default(name)]
+    if unread:
+        listed = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
+        fix = "leave it out" if is_server else "set --endpoint"
+        raise ConfigError(
+            f"{listed} must be used {'without' if is_server else 'with'} --endpoint; {fix}."
+        )
+    if is_server and num_ranks() > 1:
+        raise ConfigError(
+            f"--endpoint needs one process, got {num_ranks()}; set --concurrency instead."
+        )
+    if args.concurrency < 1:
+        raise ConfigError(f"--concurrency must be at least 1, got {args.concurrency}.")
+
+
+def _sampling(args: argparse.Namespace) -> SamplingParams:
     is_greedy = args.temperature == 0
-    sampling = SamplingParams(
+    return SamplingParams(
         temperature=args.temperature,
         top_k=0 if is_greedy else args.top_k,
         top_p=1.0 if is_greedy else args.top_p,
         seed=args.seed,
         max_new_tokens=args.max_new_tokens,
     )
+
+
+class _Asked(NamedTuple):
+    """What is asked of others' questions."""
+
+    questions: list[Question]
+    num_left_out: int  # which an evaluation asks too
+
+
+def _questions(args: argparse.Namespace, evaluated: Evaluated) -> _Asked:
     questions: list[Question] = []
     for source in args.source:
         found = read_questions(source, field=args.field)
         questions += found[: args.max_prompts]
-    evaluated = Evaluated(args.exclude)
     kept = [q for q in questions if not any(evaluated.holds(text) for _, text in q.messages)]
     if not (kept or args.self_chat or args.self_text):
         raise ConfigError("nothing is asked; set --source, --self-chat or --self-text.")
+    return _Asked(kept, len(questions) - len(kept))
+
+
+def _run(args: argparse.Namespace) -> None:
+    sampling, evaluated = _sampling(args), Evaluated(args.exclude)
+    kept, num_left_out = _questions(args, evaluated)
     share = join_launch(args.device)
     target = load_target(args.target, dtype=args.dtype, device=args.device, weights=args.weights)
     tokenizer = cast(SpecialTokenizer, load_tokenizer(args.target))  # fields set at run time
@@ -86,7 +141,7 @@ def _run(args: argparse.Namespace) -> None:
     tasks += invented(self_text, count=args.self_text, first_number=len(kept) + args.self_chat)
     num_asked = len(tasks)
     tasks = [task for task in tasks if not evaluated.holds(tokenizer.decode(task.own_words))]
-    num_left_out = share.sums([num_asked - len(tasks)])[0] + len(questions) - len(kept)
+    num_left_out += share.sums([num_asked - len(tasks)])[0]
     sampling = replace(sampling, stop_token_ids=target.stop_token_ids)
     output = part_of(args.output, share.rank)
     answered = answer(target, tasks, output=output, sampling=sampling, engine=engine, done=done)
@@ -94,13 +149,50 @@ def _run(args: argparse.Namespace) -> None:
     share.leave()
     if share.rank == 0:
         gather_parts(args.output)
-        if args.xz:
-            write_xz(args.output)
+        _finish(args, answered, num_left_out=num_left_out)
+
+
+def _run_endpoint(args: argparse.Namespace) -> None:
+    """Let a server answer; the target gives its tokenizer, and its embedding to be known by."""
+    sampling = _sampling(args)
+    kept, num_left_out = _questions(args, Evaluated(args.exclude))
+    server = find_server(
+        args.endpoint,
+        target=args.target,
+        served_model=args.served_model,
+        timeout_s=args.timeout_s,
+        key_variable=args.api_key_variable,
+    )
+    limits = [limit for limit in (server.max_model_len, args.max_model_len) if limit is not None]
+    server = replace(server, max_model_len=min(limits, default=None))
+    target = load_target(args.target, device="cpu", layers="none")
+    tokenizer = cast(SpecialTokenizer, load_tokenizer(args.target))  # fields set at run time
+    _check_settings(args.output, target=target, sampling=sampling, served_model=server.model)
+    found = answer_by_server(
+        server,
+        question_tasks(kept, tokenizer),
+        output=args.output,
+        sampling=sampling,
+        reader=Reader(tokenizer, target.stop_token_ids, target.config.vocab_size),
+        concurrency=args.concurrency,
+        done=_existing_ids(args.output),
+    )
+    _finish(args, found.answered, num_left_out=num_left_out)
+    if found.num_encoded:
         print(
-            f"{answered.num_written} of {sum(answered)} documents written to {args.output}, "
-            f"{answered.num_there} were there, {answered.num_too_long} prompts fill the context, "
-            f"{num_left_out} left out as questions of --exclude"
+            f"{found.num_encoded} answers came as text and were tokenised here, "
+            f"{found.num_different} of them into another number of tokens than the server counts"
         )
+
+
+def _finish(args: argparse.Namespace, answered: Answered, *, num_left_out: int) -> None:
+    if args.xz:
+        write_xz(args.output)
+    print(
+        f"{answered.num_written} of {sum(answered)} documents written to {args.output}, "
+        f"{answered.num_there} were there, {answered.num_too_long} prompts fill the context, "
+        f"{num_left_out} left out as questions of --exclude"
+    )
 
 
 def _engine(args: argparse.Namespace) -> EngineConfig:
@@ -140,14 +232,6 @@ def gather_parts(output: Path) -> None:
         part.unlink()
 
 
-class Answered(NamedTuple):
-    """What became of the tasks of one call."""
-
-    num_written: int  # lines appended
-    num_there: int  # tasks that the output held before
-    num_too_long: int  # prompts that leave no room for a token
-
-
 def answer(
     target: Target,
     tasks: Sequence[Task],
@@ -163,35 +247,24 @@ def answer(
     left out and counted; the seed of `sampling` is shifted by the task's number.
     """
     decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
-    by_id = {task.doc_id: task for task in tasks}
-    num_there = num_too_long = num_written = 0
-    for task in tasks:
-        if task.doc_id in done:
-            num_there += 1
-        elif len(task.prompt) >= decoder.max_model_len:
-            num_too_long += 1
-        else:
-            params = replace(sampling, seed=(sampling.seed or 0) + task.number)
-            decoder.add_request(task.prompt, sampling=params, request_id=task.doc_id)
+    found = sort_out(tasks, done=done, max_model_len=decoder.max_model_len)
+    by_id = {task.doc_id: task for task in found.asked}
+    for task in found.asked:
+        params = replace(sampling, seed=(sampling.seed or 0) + task.number)
+        decoder.add_request(task.prompt, sampling=params, request_id=task.doc_id)
+    num_written, num_there = 0, found.num_there
     progress = WorkProgress(
-        "answers", total=len(tasks) - num_too_long, unit="documents", first=num_there
+        "answers", total=len(found.asked) + num_there, unit="documents", first=num_there
     )
     with output.open("a", encoding="utf8") as file, progress:
         while decoder.has_work:
             decoder.step()
             for record in decoder.stats.records[num_written:]:
-                task = by_id[record.request_id]
-                line = {
-                    "id": task.doc_id,
-                    "domain": task.domain,
-                    "token_ids": [*task.prompt, *record.output_token_ids],
-                    "num_prompt_tokens": len(task.prompt),
-                }
-                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+                file.write(by_id[record.request_id].line(record.output_token_ids))
                 num_written += 1
             file.flush()
             progress.done(num_there + num_written)
-    return Answered(num_written, num_there, num_too_long)
+    return Answered(num_written, num_there, found.num_too_long)
 
 
 def write_xz(output: Path) -> None:
@@ -223,11 +296,14 @@ def _parse(lines: Sequence[str], path: Path) -> Iterator[dict]:
             ) from fault
 
 
-def _check_settings(output: Path, *, target: Target, sampling: SamplingParams) -> None:
+def _check_settings(
+    output: Path, *, target: Target, sampling: SamplingParams, served_model: str | None = None
+) -> None:
     """Refuse to go on with answers of another target or of other settings; else record them."""
     path = output.with_name(f"{output.name}.settings.json")
     names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
     settings = target_hashes(target) | {name: getattr(sampling, name) for name in names}
+    settings["served_model"] = served_model  # None: answered by our own decode loop
     if output.is_file() and path.is_file():
         try:
             saved = json.loads(path.read_text(encoding="utf8"))
@@ -272,6 +348,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--weights", default="stored", choices=WEIGHTS, help="random: to rehearse, see the guide")
     add("--seed", type=int, default=0)
     add("--xz", action="store_true", help="also write OUTPUT.xz, lines sorted by id")
+    served = parser.add_argument_group("answers of a server")
+    add = served.add_argument
+    add(
+        "--endpoint", metavar="URL", help="server of OpenAI's API, such as http://localhost:8000/v1"
+    )
+    add("--served-model", metavar="NAME", help="what it calls the target; left out: a name alike")
+    add("--concurrency", type=int, default=32, help="requests open at once")
+    add("--timeout-s", type=float, default=600.0, help="seconds that an answer may take")
+    add("--api-key-variable", metavar="NAME", help="environment variable that holds its key")
     return parser
 
 

@@ -7,25 +7,30 @@ batched forward depends on its neighbours and a resumed run must repeat it bit f
 also come from a cache on disk, which `task=cache` makes of the same blocks, so that training from
 it gives the same bits. Its header holds hashes of the target's files, so that a cache of
 another model cannot pass for this one's; a target with all its layers (`data.check_hidden_cache`)
-computes one row of each shard again as well.
+computes one row of each shard again as well. A cache can also be made of hidden states that an
+inference engine wrote (`data.import_hidden`), to which only the final norm is applied here.
 
 Letters: B batch rows, S row length, D hidden.
 """
 
+import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mtp_research.config.schema import TrainConfig
+from mtp_research.data.engine_states import EngineStates
 from mtp_research.data.hidden_cache import (
     SHARD_ROWS,
     CacheHeader,
@@ -33,7 +38,7 @@ from mtp_research.data.hidden_cache import (
     HiddenCacheWriter,
     files_sha256,
 )
-from mtp_research.data.packing import PackedRows, pack_first_fit
+from mtp_research.data.packing import EncodedDocument, PackedRows, pack_first_fit
 from mtp_research.models.attention.attention import DenseContext, document_ends, flat_ends
 from mtp_research.models.family import NormPoint
 from mtp_research.models.loading.source import check_source
@@ -153,8 +158,10 @@ class TrainingRows:
 
     def _compare(self, cached: Tensor, *, index: int) -> None:
         """Refuse a row `[S, D]` of the cache that this target does not compute."""
-        own = self._forward(self.batch([index])).post_norm[0].float()
-        error = float((cached.float() - own).norm() / own.norm())
+        batch = self.batch([index])
+        is_text = batch.document_index[0] >= 0  # an imported row is empty elsewhere
+        own = self._forward(batch).post_norm[0][is_text].float()
+        error = float((cached[is_text].float() - own).norm() / own.norm())
         limit = 1e-3 if self._target.dtype.itemsize >= torch.float32.itemsize else 0.05
         if not error <= limit:
             raise IntegrityError(
@@ -180,6 +187,75 @@ class TrainingRows:
         )
         is_post = self._hidden_source == "post_norm"
         return BatchHidden(hidden.post_norm if is_post else hidden.pre_norm, hidden.post_norm)
+
+
+class ImportedRows:
+    """Packed rows whose hidden states come from the files of an engine."""
+
+    def __init__(
+        self,
+        packed: PackedRows,
+        *,
+        documents: Sequence[EncodedDocument],
+        states: EngineStates,
+        target: Target,
+        hidden_source: NormPoint,
+    ) -> None:
+        """Find the file of every document that is in a row.
+
+        Raises:
+            ConfigError: some have none.
+        """
+        self._packed, self._states, self._target = packed, states, target
+        self._hidden_source = hidden_source
+        self.sampled_nll: list[float] = []  # a row of each call, see `nll_per_token`
+        self._spans = [list(_spans(row)) for row in packed.document_index]
+        lacking = [
+            documents[packed.document_index[row, span.start]].doc_id
+            for row, spans in enumerate(self._spans)
+            for span in spans
+            if not states.has(packed.token_ids[row, span])
+        ]
+        if lacking:
+            raise ConfigError(
+                f"data.import_hidden must hold the hidden states of every document of data.path, "
+                f"{states.folder} lacks {len(lacking)} of {sum(map(len, self._spans))}, such as "
+                f"{min(lacking)!r}; let the engine read its token ids as a prompt."
+            )
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @torch.no_grad()
+    def computed(self, indices: range) -> dict[str, Tensor]:
+        """Hidden states `[rows, S, D]` by name, zero where a row is empty."""
+        target, packed = self._target, self._packed
+        shape = (len(indices), packed.token_ids.shape[1], target.config.hidden_size)
+        pre_norm = torch.zeros(shape, dtype=target.dtype)
+        for place, row in enumerate(indices):
+            for span in self._spans[row]:
+                pre_norm[place, span] = self._states.states(packed.token_ids[row, span])
+        final_norm = target.model.base_model.get_submodule(target.family.final_norm)
+        post_norm = final_norm(pre_norm.to(target.device))
+        self.sampled_nll += self._nll(post_norm[0], row=indices[0])
+        names = {"post_norm": post_norm}
+        return names if self._hidden_source == "post_norm" else names | {"source": pre_norm}
+
+    def _nll(self, post_norm: Tensor, *, row: int) -> list[float]:
+        """Of each of the target's own tokens of a row, given its states `[S, D]`; nats."""
+        packed = self._packed
+        is_own = torch.from_numpy(packed.loss_mask[row, 1:] & (packed.position[row, 1:] > 0))
+        labels = torch.from_numpy(packed.token_ids[row, 1:])[is_own].to(post_norm.device)
+        logits = self._target.logits(post_norm[:-1][is_own.to(post_norm.device)])
+        return functional.cross_entropy(logits.float(), labels, reduction="none").tolist()
+
+
+def _spans(document_index: np.ndarray) -> Iterator[slice]:
+    """Where the documents of a row `[S]` stand."""
+    bounds = np.flatnonzero(np.diff(document_index, prepend=-2, append=-2))
+    for start, end in itertools.pairwise(bounds.tolist()):
+        if document_index[start] >= 0:
+            yield slice(start, end)
 
 
 def num_row_labels(packed: PackedRows) -> np.ndarray:
@@ -240,16 +316,23 @@ def write_hidden_cache(
 ) -> dict[str, object]:
     """Write what is missing of `data.hidden_cache`; a repeated call continues a stopped one.
 
-    The JSON-serialisable result has rows, tokens, bytes, shards written now and seconds.
+    The JSON-serialisable result has rows, tokens, bytes, shards written now and seconds; of
+    imported states also `nll_per_token`, the mean negative log-likelihood (nats) of the target's
+    own tokens in a row of each shard. It is low for text that the target wrote, and high where the
+    states are another layer's.
     """
     started_s = time.perf_counter()
     assert config.data.hidden_cache is not None, "validation asks for data.hidden_cache"
     root, source = Path(config.data.hidden_cache), cast(NormPoint, config.head.hidden_source)
     packed = _pack(config, documents=documents, target=target, num_depths=num_depths)
-    missing: list[tuple[HiddenCacheWriter, TrainingRows, int]] = []
+    missing: list[tuple[HiddenCacheWriter, TrainingRows | ImportedRows, int]] = []
+    all_rows = _rows_to_cache(config, packed, documents=documents, target=target)
     for name, part in packed.items():
-        rows = TrainingRows(part, target=target, hidden_source=source, keep_hidden=False)
+        rows = all_rows[name]
         header = cache_header(part, target=target, hidden_source=source)
+        if config.data.import_hidden is not None:
+            origin = {"imported_from": config.data.import_hidden}
+            header = dataclasses.replace(header, versions=origin)
         writer = HiddenCacheWriter(root / name, header=header)
         missing += [(writer, rows, number) for number in writer.missing()]
     with WorkProgress("hidden states", total=len(missing), unit="shards") as progress:
@@ -257,7 +340,12 @@ def write_hidden_cache(
             indices = range(number * SHARD_ROWS, min((number + 1) * SHARD_ROWS, len(rows)))
             writer.write(number, rows.computed(indices))
             progress.advance()
-    return {
+    imported = [rows for rows in all_rows.values() if isinstance(rows, ImportedRows)]
+    sampled = [nll for rows in imported for nll in rows.sampled_nll]
+    facts: dict[str, object] = {}
+    if sampled:
+        facts["nll_per_token"] = round(float(np.mean(sampled)), 4)
+    return facts | {
         "hidden_cache": str(root),
         "num_rows": sum(len(part.token_ids) for part in packed.values()),
         "num_tokens": sum(int((part.document_index >= 0).sum()) for part in packed.values()),
@@ -265,6 +353,35 @@ def write_hidden_cache(
         "num_shards_written": len(missing),
         "bytes": sum(path.stat().st_size for path in root.rglob("*.safetensors")),
         "seconds": round(time.perf_counter() - started_s, 1),
+    }
+
+
+def _rows_to_cache(
+    config: TrainConfig,
+    packed: Mapping[str, PackedRows],
+    *,
+    documents: HeadDocuments,
+    target: Target,
+) -> dict[str, TrainingRows] | dict[str, ImportedRows]:
+    """Rows that compute their hidden states, or take them from `data.import_hidden`."""
+    source, folder = cast(NormPoint, config.head.hidden_source), config.data.import_hidden
+    if folder is None:
+        return {
+            name: TrainingRows(part, target=target, hidden_source=source, keep_hidden=False)
+            for name, part in packed.items()
+        }
+    states = EngineStates(
+        Path(folder),
+        hidden_size=target.config.hidden_size,
+        dtype=target.dtype,
+        lengths={part.token_ids.shape[1] for part in packed.values()},
+    )
+    texts = {TRAIN: documents.train, HELD_OUT: documents.held_out}
+    return {
+        name: ImportedRows(
+            part, documents=texts[name], states=states, target=target, hidden_source=source
+        )
+        for name, part in packed.items()
     }
 
 

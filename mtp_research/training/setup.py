@@ -202,7 +202,7 @@ def load_inputs(config: TrainConfig, *, is_whole: bool = True) -> RunInputs:
     )
     whole = "sharded" if config.trainer.shard_target else "all"
     target = load(layers=whole if is_whole else "none")
-    if target.num_left_out and _starts_from_layer(config, target=target):
+    if config.task != "cache" and target.num_left_out and _starts_from_layer(config, target=target):
         target = load(layers="last")
     warn_of_family(target, family=model.family)
     if is_fetched and config.head.init in ("auto", "native") and config.head.path is None:
@@ -259,7 +259,7 @@ def cache_hidden(config: TrainConfig) -> dict[str, object]:
     num_processes = make_accelerator(config).num_processes
     if num_processes > 1:
         raise ConfigError(f"task=cache runs in one process, got {num_processes}; launch one.")
-    target, documents = load_inputs(config)
+    target, documents = load_inputs(config, is_whole=config.data.import_hidden is None)
     return write_hidden_cache(
         config, documents=documents, target=target, num_depths=depths_of(config)
     )

@@ -35,6 +35,7 @@ from mtp_research.evaluation.run import evaluate as evaluate_module
 from mtp_research.evaluation.run.prompt_files import Prompt
 from mtp_research.evaluation.run.prompts import load_prompts
 from mtp_research.models.rewrites import apply_rewrites
+from mtp_research.models.target import load_target
 from mtp_research.pretrain import pretrain
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from mtp_research.studies import matrix_cell
@@ -95,6 +96,7 @@ class Lab:
             "other target": lambda: str(self._other_target()),
             "other corpus": self._other_corpus,
             "written cache": lambda: f"{_cached(self)['folder']}/cache",
+            "engine states": self._engine_states,
             "finished heads": lambda: f"{_finished(self)['folder']}/head",
             "one layer": lambda: {**ARCHITECTURES["glm4_moe"], "num_hidden_layers": 1},
         }
@@ -122,6 +124,17 @@ class Lab:
         if isinstance(value, list):
             return [self._named(one) for one in value]
         return self.known[value]() if isinstance(value, str) and value in self.known else value
+
+    def _engine_states(self) -> str:
+        """Hidden states of all documents, as vLLM writes them and of no model."""
+        folder = self.root / "states"
+        folder.mkdir(exist_ok=True)
+        size = load_target(self.train.model.path, device="cpu").config.hidden_size
+        for number, line in enumerate(Path(self.train.data.path).read_text().splitlines()):
+            token_ids = torch.tensor(json.loads(line)["token_ids"])
+            tensors = {"token_ids": token_ids, "hidden_states": torch.rand(len(token_ids), 1, size)}
+            save_file(tensors, folder / f"hs_{number}.safetensors")
+        return str(folder)
 
     def _prompts(self, name: str, prompts: Iterable[Changes]) -> str:
         path = self.root / f"{name}.jsonl"

@@ -91,6 +91,7 @@ DATA = [
         "weights walk rows",
         base={"data.hidden_cache": "written cache"},
     ),
+    Row("data.import_hidden", "engine states", "cache", "cache"),
     Row("data.seq_len", 40, "cache", "cache"),
     Row("data.eval_documents", 4, "cache", "cache"),
 ]
