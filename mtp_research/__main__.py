@@ -25,6 +25,7 @@ COMMANDS = {
     "report": ("mtp_research.studies.draw_report", "main"),
     "tables": ("mtp_research.studies.tables", "main"),
     "doctor": ("mtp_research.app.doctor", "main"),
+    "plan": ("mtp_research.app.plan_command", "main"),
     "export": ("mtp_research.app.export_command", "main"),
     "regenerate": ("mtp_research.studies.regenerate", "main"),
     "trace": ("mtp_research.policy.simulate", "trace_main"),

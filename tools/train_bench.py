@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -43,10 +42,9 @@ import torch
 import yaml
 from accelerate import Accelerator
 from mtp_research.kernels.bench.bench_runner import describe_machine, drain, timed
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import PreTrainedConfig
 
+from mtp_research.bench.planned import flops_per_token
 from mtp_research.config.schema import ModelConfig, TrainConfig
 from mtp_research.config.training_schema import DataConfig, HeadConfig, TrainerConfig
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
@@ -155,7 +153,13 @@ def measure(
     run = StepRunner(parts, config, ranks)
     warm_s = run.seconds(WARM_UP_STEPS)
     stages = stages_of(parts, config, learning_rate=LEARNING_RATE)
-    flops = flops_per_token(parts, shape)
+    flops = flops_per_token(
+        parts.heads,
+        seq_len=shape.seq_len,
+        num_depths=shape.num_depths,
+        has_teacher=shape.loss != "ce",
+        runs_target=not shape.keeps_hidden,
+    )
     tokens = shape.batch_size * shape.seq_len
     for variant in ("", *args.variants):
         with loss_fields(parts, variant):
@@ -370,40 +374,6 @@ def made_up_documents(shape: Shape, *, num_rows: int = 512) -> list[EncodedDocum
             mask = (False, *[True] * (size - 1))
             found.append(EncodedDocument(f"{index}-{part}", "synthetic", tuple(tokens), mask))
     return found
-
-
-def flops_per_token(parts: RunParts, shape: Shape) -> dict[str, float]:
-    """Useful floating-point operations per token of a step; recomputation does not count.
-
-    2 N_act for the target, 6 P_act a depth for the modules, 4 D V a depth for lm_head (logits and
-    their way back; it is frozen), 2 D V for the teacher's logits; attention over S / 2 keys.
-    """
-    target, config = parts.heads.target, parts.heads.target.config
-    hidden, vocab = config.hidden_size, config.vocab_size
-    width = config.num_attention_heads * config.head_dim
-    attention = 4 * width * shape.seq_len / 2  # forward, one layer
-    decoder = cast(nn.ModuleList, target.model.base_model.layers)
-    layers = active_parameters(decoder, config)
-    modules = active_parameters(parts.heads.mtp_modules, config) / len(parts.heads.mtp_modules)
-    depths = shape.num_depths
-    forward = 2 * layers + attention * len(decoder)
-    return {
-        "target": 0.0 if shape.keeps_hidden else forward,
-        "modules": depths * (6 * modules + 3 * attention),
-        "lm_head": depths * 4 * hidden * vocab,
-        "teacher": 0.0 if shape.loss == "ce" else 2 * hidden * vocab,
-    }
-
-
-def active_parameters(module: torch.nn.Module, config: PreTrainedConfig) -> float:
-    """Parameters that one token meets: of the routed experts only those it is sent to."""
-    total = 0.0
-    for name, parameter in module.named_parameters():
-        share = 1.0
-        if ".experts." in name and parameter.ndim == 3:
-            share = config.num_experts_per_tok / parameter.shape[0]
-        total += parameter.numel() * share
-    return total
 
 
 def matmul_tflops(device: torch.device, *, size: int = 8192, repeats: int = 10) -> float:

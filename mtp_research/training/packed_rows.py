@@ -36,6 +36,7 @@ from mtp_research.data.hidden_cache import (
     CacheHeader,
     HiddenCache,
     HiddenCacheWriter,
+    cached_bytes_per_token,
     files_sha256,
 )
 from mtp_research.data.packing import EncodedDocument, PackedRows, pack_first_fit
@@ -105,8 +106,9 @@ class TrainingRows:
             torch.from_numpy(np.ascontiguousarray(array)).to(target.device) for array in arrays
         ]
         self._num_labels = num_row_labels(packed)
-        num_tensors = 1 if hidden_source == "post_norm" else 2
-        bytes_per_token = target.config.hidden_size * target.dtype.itemsize * num_tensors
+        bytes_per_token = cached_bytes_per_token(
+            target.config.hidden_size, dtype=target.dtype, hidden_source=hidden_source
+        )
         self.keeps_hidden = keep_hidden and self._rows[0].numel() * bytes_per_token <= CACHE_BYTES
         self._blocks: dict[int, BatchHidden] = {}
 

@@ -81,7 +81,7 @@ def build_run(
     """Load target and documents, build heads and engine, go on from a checkpoint."""
     if checkpoint is not None and "head.init_noise" not in checkpoint.state["settings"]:
         config.head.init_noise = 0.0  # begun before the key: from exact copies
-    target, documents = load_inputs(config, is_whole=_needs_layers(config) is not None)
+    target, documents = load_inputs(config, is_whole=needs_layers(config) is not None)
     num_depths = depths_of(config)
     spec = UnrollSpec(
         num_depths, config.objective.unroll, cast(ModuleSchedule, config.head.module_schedule)
@@ -217,7 +217,7 @@ def load_inputs(config: TrainConfig, *, is_whole: bool = True) -> RunInputs:
     return RunInputs(target, documents)
 
 
-def _needs_layers(config: TrainConfig) -> str | None:
+def needs_layers(config: TrainConfig) -> str | None:
     """What runs the target's layers; None where hidden states from disk are all that is needed."""
     reasons = {
         "data.hidden_cache=null": config.data.hidden_cache is None,
@@ -242,7 +242,7 @@ def _starts_from_layer(config: TrainConfig, *, target: Target) -> bool:
 def _loaded_line(config: TrainConfig, *, target: Target) -> str:
     if config.data.hidden_cache is None:
         return ""
-    if reason := _needs_layers(config):
+    if reason := needs_layers(config):
         return f"target: loaded whole beside data.hidden_cache, for {reason}"
     if not target.num_left_out:
         return "target: loaded whole beside data.hidden_cache, as its checkpoint asks for"

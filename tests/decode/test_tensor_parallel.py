@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
-from mtp_research.config.schema import EngineConfig
+from mtp_research.bench.shapes import sizes_only
+from mtp_research.config.schema import EngineConfig, ModelConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
@@ -76,7 +78,13 @@ def decode(target: Target, *, draws: bool) -> dict[str, object]:
         found[f"{policy} accepted"] = [r.num_accepted_per_round for r in records.values()]
     found["kv_heads"] = [layer.num_kv_heads for layer in target.kv_layers]
     found["hashes"] = target_hashes(target)
+    found["num_parameters"] = sum(local_size(part) for part in target.model.parameters())
     return found
+
+
+def local_size(part: torch.Tensor) -> int:
+    """Numbers of a parameter that lie on this rank."""
+    return (part.to_local() if isinstance(part, DTensor) else part).numel()
 
 
 def decode_split(folder: Path) -> dict[str, object]:
@@ -140,12 +148,20 @@ def test_two_ranks_decode_what_one_process_decodes(models: Path, ranks: list[dic
         alone = json.loads(json.dumps(decode(target, draws=name in DRAWN)))
         accepted = [count for rounds in alone["eagle accepted"] for count in rounds]
         assert name in DRAWN or {0, 3} <= set(accepted), "some drafts must be right, some wrong"
-        whole = alone.pop("kv_heads")
+        whole, _ = alone.pop("kv_heads"), alone.pop("num_parameters")
         is_split = plan == "tensor" and not target.family.latent_attention
         for rank in ranks:
-            split = rank[name].pop("kv_heads")
+            split, held = rank[name].pop("kv_heads"), rank[name].pop("num_parameters")
+            assert plan != "tensor" or held == planned_size(models / name)
             assert split == [heads // 2 if is_split else heads for heads in whole]
             assert rank[name] == alone, f"{name} over two ranks"
+
+
+def planned_size(folder: Path) -> int:
+    """Numbers of one of two ranks by the plan that `mtp plan` makes of the configuration."""
+    model = ModelConfig("", "", str(folder))
+    target = sizes_only(model, dtype=torch.float64, num_ranks=2).target
+    return sum(part.numel() for part in target.model.parameters())
 
 
 @pytest.mark.parametrize("name", SPLIT)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from mtp_research.app.preflight import check_inputs
 from mtp_research.config.schema import TrainConfig
-from mtp_research.models.target import Target
+from mtp_research.data.hidden_cache import cached_bytes_per_token
+from mtp_research.models.target import Target, load_target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.training.loop import train_heads
 from mtp_research.training.setup import build_run, cache_hidden, make_accelerator
@@ -136,3 +137,17 @@ def test_short_documents_are_counted_in_the_result(lab, tmp_path):
     expected = 0 if any(document.doc_id == "short" for document in held_out) else 1
     assert expected == 1, "the short document must be one to train on; give it another id"
     assert train_heads(config, tmp_path / "run")["num_short_documents"] == 1
+
+
+@pytest.mark.parametrize("source", ["post_norm", "pre_norm"])
+def test_cache_takes_the_bytes_a_token_that_are_planned(lab, tmp_path, source):
+    config = cached(lab, tmp_path / "cache", hidden_source=source)
+    cache_hidden(config)
+    stored, num_tokens = 0, 0  # padding of the rows as well
+    for path in (tmp_path / "cache").rglob("*.safetensors"):
+        header = int.from_bytes(path.read_bytes()[:8], "little")
+        stored += path.stat().st_size - 8 - header
+        num_tokens += load_file(path)["post_norm"].shape[:2].numel()
+    width = load_target(config.model.path).config.hidden_size
+    planned = cached_bytes_per_token(width, dtype=torch.float32, hidden_source=source)
+    assert stored == num_tokens * planned

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mtp_research.runtime.errors import ConfigError
-from mtp_research.training.optim import MasterWeights, cosine_learning_rate
+from mtp_research.training.optim import MasterWeights, cosine_learning_rate, trained_bytes
 
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -85,6 +85,21 @@ def test_step_clears_gradients_and_ignores_frozen_parameters() -> None:
     assert trained.grad is None
     assert len(masters.masters) == 1
     torch.testing.assert_close(frozen, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_of_a_trained_parameter_is_what_a_step_holds(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.ones(100, 3, dtype=dtype))
+    masters = MasterWeights([parameter], learning_rate=0.1)
+    parameter.grad = torch.ones_like(parameter)
+    own = parameter.grad.nbytes  # until the update is done
+    masters.step()
+    (master,) = masters.masters
+    assert master.grad is not None
+    state = masters.optimizer.state[master]
+    moments = [tensor.nbytes for tensor in state.values() if tensor.numel() > 1]
+    held = (parameter.nbytes, own + master.grad.nbytes, master.nbytes + sum(moments))
+    assert tuple(300 * size for size in trained_bytes(dtype)) == held
 
 
 def test_all_frozen_is_refused() -> None:

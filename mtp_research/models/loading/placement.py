@@ -13,6 +13,7 @@ take the same decisions without asking each other.
 
 import dataclasses
 import os
+import re
 from typing import Literal, cast, get_args
 
 import torch
@@ -128,6 +129,7 @@ _SPLIT_FIELDS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
 _EXPERT_FIELDS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
 EXPERTS_DIM = 3  # of weights `[experts, output, input]`
 LAYER_MESH = "layers"  # of ranks that share decoder layers by `trainer.shard_target`
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 def num_ranks() -> int:
@@ -163,13 +165,7 @@ def distribution(
             f"model.tp_plan={tp_plan} on the CPU needs a machine without visible GPUs, got "
             f"{torch.cuda.device_count()}; set CUDA_VISIBLE_DEVICES= or model.device=cuda."
         )
-    if family.mixer is not None or family.sparse_attention:
-        kind = "recurrent layers" if family.mixer is not None else "sparse attention"
-        raise ConfigError(
-            f"model.tp_plan must be none for a model with {kind}, whose states are not split; set "
-            "model.tp_plan=none."
-        )
-    _require_divisible(config, tp_plan, ranks)
+    _require_divisible(config, tp_plan, ranks, family=family)
     require_gpus(device)
     if tp_plan == "tensor":
         return DistributedConfig(tp_size=ranks, tp_plan="auto")
@@ -225,7 +221,43 @@ def has_split_experts(model: PreTrainedModel) -> bool:
     return settings is not None and settings.enable_expert_parallel
 
 
-def _require_divisible(config: PreTrainedConfig, tp_plan: str, ranks: int) -> None:
+def split_sizes(model: PreTrainedModel, *, family: Family, num_ranks: int) -> list[str]:
+    """Give a model on the meta device the sizes of one rank's part of `tp_plan=tensor`, in place.
+
+    Returns:
+        Names of the weights whose outputs the ranks add up, one sum a pass each.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    _require_divisible(model.config.get_text_config(), "tensor", num_ranks, family=family)
+    plan, summed = model.tp_plan, []
+    for name, part in list(model.named_parameters(remove_duplicate=False)):
+        owner_name, _, own = name.rpartition(".")
+        owner, pattern = model.get_submodule(owner_name), _LAYER_NUMBER.sub(".*", name)
+        style = plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
+        by_column, by_row = "colwise" in style, "rowwise" in style and part.dim() > 1
+        if isinstance(owner, nn.Embedding) or not (by_column or by_row):
+            continue  # whole on every rank
+        shape = list(part.shape)
+        shape[-2 if by_column and part.dim() > 1 else -1] //= num_ranks
+        owner.register_parameter(own, nn.Parameter(part.new_empty(shape), requires_grad=False))
+        if isinstance(owner, nn.Linear):
+            owner.out_features, owner.in_features = owner.weight.shape
+        if by_row:
+            summed.append(name)
+    return summed
+
+
+def _require_divisible(
+    config: PreTrainedConfig, tp_plan: str, ranks: int, *, family: Family
+) -> None:
+    if family.mixer is not None or family.sparse_attention:
+        kind = "recurrent layers" if family.mixer is not None else "sparse attention"
+        raise ConfigError(
+            f"model.tp_plan must be none for a model with {kind}, whose states are not split; set "
+            "model.tp_plan=none."
+        )
     fields = _SPLIT_FIELDS if tp_plan == "tensor" else _EXPERT_FIELDS
     sizes = {name: getattr(config, name) for name in fields if getattr(config, name, None)}
     if not sizes:

@@ -1,0 +1,442 @@
+"""What a model takes before it is loaded: bytes by part, limits of a step, operations, training.
+
+Everything is read from modules, which may lie on the meta device (`shapes.sizes_only`). A time is a
+limit over the share of it that was measured of the nearest shape; the rows below are the owners of
+these shares, and the tests hold them against `docs/results` and `docs/log.md`.
+
+Letters: K drafts per step, N MTP modules, D hidden, V vocabulary, S row length.
+"""
+
+import functools
+import math
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from mtp_research.bench.bench_row import evenly_used, expert_weights, step_bytes
+from mtp_research.bench.shapes import SHAPES, sizes_only
+from mtp_research.config.schema import EngineConfig, ModelConfig
+from mtp_research.config.training_schema import TrainerConfig
+from mtp_research.decode.build import build_drafter
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.pool_size import NUM_SPARE_BLOCKS, PoolNeeds, pool_needs
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.models.block import layers_like_block
+from mtp_research.models.family import ATTENTION_BLOCK
+from mtp_research.models.recurrent import RecurrentStates
+from mtp_research.models.target import Target
+from mtp_research.training.optim import trained_bytes, trained_parameters
+
+_EXPERTS_DIM = 3  # weights of all experts of a layer in one tensor
+_TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k")
+_OTHER_ATTENTION = 4.0  # a choice, not a measurement; see the table in docs/recipes.md
+_NUM_GATHERED = 2  # layers of a spread target that are whole: the one that runs and the next
+
+
+class Gpu(NamedTuple):
+    """One kind of GPU; figures that were measured are of `docs/benchmarks.md`."""
+
+    memory_gib: int  # that torch can use
+    copy_tb_per_s: float | None  # measured; None: not
+    product_tflops: float | None  # measured, bfloat16; None: not
+    peak_tb_per_s: float  # the vendor's
+    link_gb_per_s: float  # the vendor's, to the other GPUs of a host, one way
+
+
+GPUS = {"h100": Gpu(79, None, None, 3.35, 450), "h200": Gpu(139, 4.25, 787, 4.8, 450)}
+
+
+class MeasuredStep(NamedTuple):
+    """A decode step that was timed on one H200, in bfloat16."""
+
+    shape: str  # key of `SHAPES`
+    batch: int
+    num_drafts: int  # K
+    limit_ms: float  # its bytes over the copy bandwidth of the run
+    step_ms: float
+
+    @property
+    def share(self) -> float:
+        """Of the limit, as `docs/benchmarks.md` has it."""
+        return self.limit_ms / self.step_ms
+
+
+# docs/results/bench_decode.json; the GLM shapes from docs/log.md, where routing was random.
+MEASURED_STEPS = (
+    MeasuredStep("dense_1b", 1, 0, 0.49603, 1.07823),
+    MeasuredStep("dense_1b", 1, 3, 0.70257, 1.53529),
+    MeasuredStep("dense_1b", 32, 0, 1.17742, 1.83807),
+    MeasuredStep("dense_1b", 32, 3, 1.61679, 2.60182),
+    MeasuredStep("mimo_7b", 1, 0, 3.32882, 4.24184),
+    MeasuredStep("mimo_7b", 1, 3, 4.52775, 5.67385),
+    MeasuredStep("mimo_7b", 32, 0, 4.57819, 5.64089),
+    MeasuredStep("mimo_7b", 32, 3, 6.0976, 8.4737),
+    MeasuredStep("lab_base", 1, 0, 0.03138, 0.50413),
+    MeasuredStep("lab_base", 1, 3, 0.07028, 0.73896),
+    MeasuredStep("lab_base", 32, 0, 0.11192, 0.59326),
+    MeasuredStep("lab_base", 32, 3, 0.17512, 1.0394),
+    MeasuredStep("lab_small", 1, 0, 0.00868, 0.29473),
+    MeasuredStep("lab_small", 1, 3, 0.01998, 0.50604),
+    MeasuredStep("lab_small", 32, 0, 0.0271, 0.47136),
+    MeasuredStep("lab_small", 32, 3, 0.05047, 0.61592),
+    MeasuredStep("glm45_air_8", 1, 3, 3.484, 4.448),
+    MeasuredStep("glm45_air_8", 32, 3, 12.431, 13.755),
+    MeasuredStep("glm47_flash", 1, 3, 3.971, 7.599),
+    MeasuredStep("glm47_flash", 32, 3, 15.908, 20.803),
+)
+
+
+class MeasuredTraining(NamedTuple):
+    """A head training step that was timed on one H200: chain, N = 3, 256 rows of 256 tokens."""
+
+    shape: str
+    is_compiled: bool
+    step_ms: float
+    tflops: float  # useful operations a second
+    product_tflops: float  # of the same run
+    peak_gb: float  # of the allocator
+
+    @property
+    def mfu(self) -> float:
+        """Share of the rate of a large product."""
+        return self.tflops / self.product_tflops
+
+
+# docs/log.md, "Head training step"
+MEASURED_TRAINING = (
+    MeasuredTraining("lab_base", True, 73.73, 322.4, 787, 10.2),
+    MeasuredTraining("lab_small", True, 40.43, 194.3, 787, 6.1),
+    MeasuredTraining("lab_base", False, 211.0, 112.7, 763, 14.5),
+)
+TRAINING_ROWS, TRAINING_LENGTH, TRAINING_DEPTHS = 256, 256, 3  # of these steps
+# Two GPUs over one, docs/benchmarks.md, "Head training".
+TWO_GPUS = {"ddp": 1.96, "fsdp2": 1.94, "zero2": 1.82, "zero3": 1.33}
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Numbers in the parameters of a module, shared ones once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def num_bytes(*modules: nn.Module) -> int:
+    """Bytes of parameters, shared ones once."""
+    found = {id(p): p.nbytes for module in modules for p in module.parameters()}
+    return sum(found.values())
+
+
+def weight_parts(target: Target) -> dict[str, int]:
+    """Bytes of the target's parameters by part; every parameter is in one."""
+    model, kinds = target.model, dict[int, str]()
+    for layer in cast(nn.ModuleList, model.base_model.layers):
+        attention = dict(layer.named_children()).get(target.family.attention)
+        is_own = getattr(layer, "block_type", ATTENTION_BLOCK) == ATTENTION_BLOCK
+        if attention is not None and is_own:
+            kinds |= dict.fromkeys(map(id, attention.parameters()), "attention")
+    for mixer in target.mixers.values():
+        kinds |= dict.fromkeys(map(id, mixer.parameters()), "recurrent layers")
+    for module in model.modules():
+        kinds |= dict.fromkeys(map(id, expert_weights(module)), "routed experts")
+    kinds[id(target.lm_head.weight)] = "lm_head"
+    kinds[id(target.embed_tokens.weight)] = "embedding"
+    parts: dict[str, int] = {}
+    for parameter in model.parameters():
+        part = kinds.get(id(parameter), "MLP, shared experts, norms")
+        parts[part] = parts.get(part, 0) + parameter.nbytes
+    return parts
+
+
+class DecodeMemory(NamedTuple):
+    """Bytes on one GPU of a decoder."""
+
+    weights: int  # of the target, or the rank's part of it
+    modules: int  # whole on every rank
+    states: int  # of recurrent layers
+    needs: PoolNeeds  # of all requests at their longest
+    num_blocks: int  # of the pool that is asked for
+    fraction: float  # of the free memory that the pool may take
+
+    @property
+    def fixed(self) -> int:
+        """Bytes beside the pool."""
+        return self.weights + self.modules + self.states
+
+    @property
+    def pool(self) -> int:
+        """Bytes of the pool that is asked for."""
+        return self.num_blocks * self.needs.block_bytes
+
+    @property
+    def needed(self) -> float:
+        """Bytes with which `engine.memory_fraction` leaves enough to the pool."""
+        return self.fixed + self.pool / self.fraction
+
+    def num_requests(self, memory: int) -> int:
+        """Requests of the longest length whose pages fit a GPU of `memory` bytes."""
+        blocks = int((memory - self.fixed) * self.fraction) // self.needs.block_bytes
+        own = self.needs.num_least - NUM_SPARE_BLOCKS
+        return max(blocks - NUM_SPARE_BLOCKS, 0) // own
+
+
+def decode_memory(
+    heads: MTPHeads, *, spec: SpecSettings, engine: EngineConfig, max_model_len: int
+) -> DecodeMemory:
+    """What a decoder with these settings holds, its pool counted as the engine counts it."""
+    target, plan, has_drafts = heads.target, spec.plan(heads), spec.num_speculative_tokens > 0
+    drafter, _ = build_drafter(target, heads if has_drafts else None, spec=spec, engine=engine)
+    needs = pool_needs(target, drafter, plan=plan, engine=engine, max_model_len=max_model_len)
+    states = 0
+    if target.has_recurrent_state:
+        slots = RecurrentStates(
+            target.mixers,
+            num_slots=engine.max_num_requests,
+            num_speculative_tokens=plan.num_speculative_tokens,
+        )
+        states = sum(part.nbytes for layer in slots.layers.values() for part in layer)
+    return DecodeMemory(
+        num_bytes(target.model),
+        num_bytes(heads) if has_drafts else 0,
+        states,
+        needs,
+        engine.num_blocks + NUM_SPARE_BLOCKS if engine.num_blocks else needs.num_enough,
+        engine.memory_fraction,
+    )
+
+
+class StepLimit(NamedTuple):
+    """The least time of a decoding step of one GPU, by the bytes that it reads."""
+
+    limit_ms: float
+    num_rows: int  # of the target
+    num_logits: int  # rows of logits, drafts included
+    unique_experts: float | None  # mean of the target's expert layers; None without
+    gigabytes: float
+
+
+def step_limit(
+    heads: MTPHeads,
+    *,
+    gpu: Gpu,
+    spec: SpecSettings,
+    engine: EngineConfig,
+    batch: int,
+    context: int,
+) -> StepLimit:
+    """Limit of a step of `batch` texts of `context` tokens, experts drawn evenly."""
+    drafts, target = spec.num_speculative_tokens, heads.target
+    top_k, num_rows = experts_per_token(target), batch * (drafts + 1)
+    used = evenly_used(target.model, num_rows=num_rows, top_k=top_k)
+    counts = [stack.count for stack in used.values()]
+    decoder = SpecDecoder(target, heads if drafts else None, spec=spec, engine=engine)
+    if drafts:
+        rows = batch * spec.plan(heads).num_rows_per_step / drafts  # of a pass, on average
+        used |= evenly_used(heads, num_rows=rows, top_k=top_k)
+    needed = step_bytes(decoder, heads if drafts else None, num_tokens=batch * context, used=used)
+    total = needed.target_weights + needed.draft_weights + needed.keys_values
+    tb_per_s = gpu.copy_tb_per_s or gpu.peak_tb_per_s
+    unique = sum(counts) / len(counts) if counts else None
+    logits = num_rows + batch * drafts
+    return StepLimit(total / tb_per_s / 1e9, num_rows, logits, unique, total / 1e9)
+
+
+def link_time_ms(
+    target: Target, limit: StepLimit, *, gpu: Gpu, num_gpus: int, num_sums: int
+) -> float:
+    """Time that sums over ranks and gathered logits spend on the link, without their latency.
+
+    A ring of n GPUs sends 2 (n - 1) / n of what is added up, and (n - 1) / n of what is gathered.
+    """
+    added = 2 * num_sums * limit.num_rows * target.config.hidden_size
+    gathered = limit.num_logits * target.config.vocab_size
+    sent = (added + gathered) * target.dtype.itemsize * (num_gpus - 1) / num_gpus
+    return sent / gpu.link_gb_per_s / 1e6
+
+
+def nearest_step(
+    target: Target, *, batch: int, num_drafts: int, limit_ms: float, but: str | None = None
+) -> MeasuredStep:
+    """The measured step that is most alike: batch, experts or none, then the nearest limit, then K.
+
+    Another kind of attention (heads, latent) counts as a limit that is `_OTHER_ATTENTION` times as
+    far. `but` leaves one shape out, for a look at how far such a choice can be trusted.
+    """
+    has_experts = any(map(expert_weights, target.model.modules()))
+
+    def away(row: MeasuredStep) -> tuple[float, ...]:
+        fields = SHAPES[row.shape].arguments
+        is_other = ("n_routed_experts" in fields) != has_experts
+        factor = abs(math.log(row.limit_ms / limit_ms))
+        if ("kv_lora_rank" in fields) != target.family.latent_attention:
+            factor += math.log(_OTHER_ATTENTION)
+        return row.batch != batch, is_other, factor
+
+    rows = [row for row in MEASURED_STEPS if row.shape != but]
+    best = min(rows, key=away)
+    same = (row for row in rows if (row.shape, row.batch) == (best.shape, best.batch))
+    return min(same, key=lambda row: abs(row.num_drafts - num_drafts))
+
+
+class TrainMemory(NamedTuple):
+    """Bytes on one GPU of a training of heads."""
+
+    target: float
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def needed(self) -> float:
+        """All of them."""
+        return sum(self)
+
+
+# How much of weights, gradients and optimizer each of n ranks holds, n = 1 / share.
+_SPREAD = {
+    "ddp": (False, False, False),
+    "zero1": (False, False, True),
+    "zero2": (False, True, True),
+    "zero3": (True, True, True),
+    "fsdp2": (True, True, True),
+}
+
+
+def training_memory(
+    heads: MTPHeads,
+    trainer: TrainerConfig,
+    *,
+    num_gpus: int,
+    num_rows: int,
+    is_cached: bool,
+    starts_from_layer: bool,
+) -> TrainMemory:
+    """What a GPU holds; buffers of communication are not counted.
+
+    Args:
+        heads: modules as they are trained, on the whole target.
+        trainer: spread and micro-batch.
+        num_gpus: ranks.
+        num_rows: tokens of a micro-batch times trained depths.
+        is_cached: hidden states come from disk, and the target's layers stay there.
+        starts_from_layer: all the same the layers that modules start from are loaded.
+    """
+    target = heads.target
+    layers = list(cast(nn.ModuleList, target.model.base_model.layers))
+    own = num_bytes(target.model) - num_bytes(*layers)
+    if is_cached:
+        alike = layers_like_block(target.model, target.family) if starts_from_layer else []
+        held = num_bytes(*(layers[number] for number in alike))
+    elif trainer.shard_target and num_gpus > 1:
+        held = num_bytes(*layers) / num_gpus + _NUM_GATHERED * max(map(num_bytes, layers))
+    else:
+        held = num_bytes(*layers)
+    per = trained_bytes(target.dtype)
+    count = sum(p.numel() for p in trained_parameters(heads).values())
+    sizes = (num_bytes(heads), count * per.gradients, count * per.optimizer)
+    spread = _SPREAD[trainer.parallel]
+    kept = (
+        size / num_gpus if is_spread else size
+        for size, is_spread in zip(sizes, spread, strict=True)
+    )
+    values = num_rows * values_per_row(trainer.compile) if num_rows else 0.0
+    activations = values * target.config.hidden_size * target.dtype.itemsize
+    return TrainMemory(own + held, *kept, activations=activations)
+
+
+@functools.cache  # it builds a model
+def values_per_row(is_compiled: bool) -> float:
+    """Numbers that a micro-batch keeps for a token and depth, as a multiple of D.
+
+    Of the peak of a measured step weights and their state are taken off; the rest, what the target
+    needs for a while included, is held to grow with tokens, depths and D. That is an assumption:
+    the peaks of the other measured steps say how good it is.
+    """
+    row = measured_training(is_compiled)
+    heads, no_state = measured_heads(row), {"is_cached": False, "starts_from_layer": False}
+    states = training_memory(heads, TrainerConfig(), num_gpus=1, num_rows=0, **no_state).needed
+    num_rows = TRAINING_ROWS * TRAINING_LENGTH * TRAINING_DEPTHS
+    left = (row.peak_gb * 1e9 - states) / heads.target.dtype.itemsize
+    return left / num_rows / heads.target.config.hidden_size
+
+
+def measured_heads(row: MeasuredTraining) -> MTPHeads:
+    """The modules of a measured training step, without weights."""
+    shape = SHAPES[row.shape]
+    model = ModelConfig(
+        row.shape, shape.model_type, f"random:{row.shape}", architecture=dict(shape.arguments)
+    )
+    sizes = sizes_only(model, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        return MTPHeads(sizes.target, spec=HeadSpec(num_mtp_modules=TRAINING_DEPTHS))
+
+
+def measured_training(is_compiled: bool) -> MeasuredTraining:
+    """The first measured step of a kind, that of the largest shape."""
+    return next(row for row in MEASURED_TRAINING if row.is_compiled == is_compiled)
+
+
+def speedup(parallel: str, num_gpus: int) -> tuple[float, str]:
+    """Of n GPUs over one, and a note that says where that was not measured."""
+    if num_gpus == 1:
+        return 1.0, ""
+    if num_gpus == 2 and parallel in TWO_GPUS:
+        return TWO_GPUS[parallel], f", {TWO_GPUS[parallel]} times one GPU as lab_base ({parallel})"
+    return float(num_gpus), f", {num_gpus} times one GPU: not measured"
+
+
+def nearest_training(*, is_compiled: bool, tflop: float) -> MeasuredTraining:
+    """The measured step of the same kind whose operations are nearest to `tflop`."""
+
+    def distance(row: MeasuredTraining) -> float:
+        return abs(math.log(row.tflops * row.step_ms / 1e3 / tflop))
+
+    return min((row for row in MEASURED_TRAINING if row.is_compiled == is_compiled), key=distance)
+
+
+def flops_per_token(
+    heads: MTPHeads, *, seq_len: int, num_depths: int, has_teacher: bool, runs_target: bool = True
+) -> dict[str, float]:
+    """Useful floating-point operations per token of a training step; recomputation does not count.
+
+    2 N_act for the target, 6 P_act a depth for the modules, 4 D V a depth for lm_head (logits and
+    their way back; it is frozen), 2 D V for the teacher's logits; attention over S / 2 keys.
+
+    Args:
+        heads: the modules and their target.
+        seq_len: S, tokens of a row.
+        num_depths: depths that are trained.
+        has_teacher: the loss reads the target's own logits.
+        runs_target: its hidden states are computed in the step, not read.
+    """
+    target, config = heads.target, heads.target.config
+    hidden, vocab = config.hidden_size, config.vocab_size
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    attention = 4 * config.num_attention_heads * head_dim * seq_len / 2  # forward, one layer
+    decoder = cast(nn.ModuleList, target.model.base_model.layers)
+    top_k = experts_per_token(target)
+    layers = active_parameters(decoder, top_k=top_k)
+    modules = active_parameters(heads.mtp_modules, top_k=top_k) / len(heads.mtp_modules)
+    return {
+        "target": 2 * layers + attention * len(decoder) if runs_target else 0.0,
+        "modules": num_depths * (6 * modules + 3 * attention),
+        "lm_head": num_depths * 4 * hidden * vocab,
+        "teacher": 2 * hidden * vocab if has_teacher else 0.0,
+    }
+
+
+def active_parameters(module: nn.Module, *, top_k: int) -> float:
+    """Parameters that one token meets: of the routed experts only those it is sent to."""
+    total = 0.0
+    for name, parameter in module.named_parameters():
+        share = 1.0
+        if ".experts." in name and parameter.ndim == _EXPERTS_DIM:
+            share = top_k / parameter.shape[0]
+        total += parameter.numel() * share
+    return total
+
+
+def experts_per_token(target: Target) -> int:
+    """Routed experts that a token is sent to, by any name that families have for it; 0 for none."""
+    found = (getattr(target.config, name, None) for name in _TOP_K_FIELDS)
+    return next(filter(None, found), 0)

@@ -1,0 +1,213 @@
+"""`mtp plan`: what it reads, what it refuses, and what it says of models that do not fit."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from mtp_research.app import plan_command
+from mtp_research.app.plan_command import GIB, Line, Plan, make_plan, read_words
+from mtp_research.bench.planned import GPUS
+from mtp_research.bench.shapes import SHAPES
+from mtp_research.runtime.errors import ConfigError
+
+LAB_TINY = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny" / "target"
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@functools.cache
+def planned(words: str) -> Plan:
+    return make_plan(read_words(words.split()))
+
+
+def section(words: str, start: str) -> dict[str, Line]:
+    """Lines by name of the section whose title begins so; of equal names the last."""
+    return {line.name: line for line in lines_of(words, start)}
+
+
+def lines_of(words: str, start: str) -> list[Line]:
+    (title,) = (name for name in planned(words) if name.startswith(start))
+    return planned(words)[title]
+
+
+def refusal(words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(read_words(words.split()))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("gpus=1xcpu", "gpus must be 1 to 8 of h100 or h200, such as 2xh200, got 1xcpu; CPUs are"),
+        ("gpus=9xh200", "got 9xh200"),
+        ("gpus=h200", "got h200"),
+        ("tokens=many", "tokens must be a number of tokens, got many; set tokens=1e8"),
+        ("context=0", "context must be a number of tokens, got 0; set context=1024"),
+        ("engine.prefix_caching=true", "plan does not read engine.prefix_caching; nearest: "),
+        ("engine.max_num_request=3", "nearest: engine.max_num_requests"),
+        ("model=lab_tini", "model must be one of"),
+        ("spec.k=[1,3]", "plan takes one value a key, got a list for num_speculative_tokens"),
+        ("spec.policy=[eagle,training]", "got a list for spec.policy; run it once for each"),
+        ("engine.block_size=24", "block_size"),
+        ("model=qwen3", "is not in the hub cache, and the hub is offline"),
+    ],
+)
+def test_word_that_cannot_be_planned_is_refused(words: str, message: str) -> None:
+    assert message in refusal(words)
+
+
+def test_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_command.main(["model=lab_tiny", "spec.k=1"]) == 0
+    table = capsys.readouterr().out
+    assert "\ndecoding on 1xh200, each GPU\n" in table
+    assert plan_command.main(["model=lab_tiny", "spec.k=1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for title, lines in found.items():
+        assert title in table
+        for line in lines:
+            assert line.keys() == {"name", "figure", "unit", "rests_on"}
+            assert line["rests_on"] in table
+    assert plan_command.main(["gpus=1xcpu"]) == 2
+    assert capsys.readouterr().err.startswith("error: gpus must be ")
+
+
+def test_folder_with_a_config_alone_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((LAB_TINY / "config.json").read_text())
+    by_path, by_name = (
+        section(f"{words} head.num_mtp_modules=2", "weights")
+        for words in (f"model.path={tmp_path}", "model=lab_tiny")
+    )
+    assert by_path == by_name
+    sizes = [line.figure for name, line in by_name.items() if name != "MTP modules"]
+    assert sum(size or 0 for size in sizes) == 3_863_040 * 2 / GIB
+
+
+def test_release_gives_number_and_source_of_its_modules() -> None:
+    own = section("model=mimo", "model")["MTP modules"]
+    assert own.rests_on == "N = 1, the release's own"
+    typed = section("model=mimo head.num_mtp_modules=3", "model")["MTP modules"]
+    assert typed.rests_on == "N = 3, head.num_mtp_modules"
+    assert typed.figure == pytest.approx(3 * (own.figure or 0))
+    # Modules of MiMo read states before the final norm, so both sides are kept.
+    assert section("model=mimo", "hidden")["a token"].figure == 4096 * 2 * 2
+    assert section("model=mimo head=shared_n1", "hidden")["a token"].figure == 4096 * 2
+
+
+def test_model_that_does_not_fit_says_by_how_much_and_what_would_do() -> None:
+    decoding = section("model=glm45_air gpus=1xh200", "decoding")
+    needed = decoding["needed on each of 1"]
+    assert needed.rests_on == f"does not fit: {(needed.figure or 0) - 139:.1f} GiB missing"
+    assert decoding["needed on each of 2"].rests_on.startswith("fits: ")
+    assert decoding["would fit: GPUs"].rests_on == "gpus=2xh200"
+    eight_bits = decoding["would fit: FP8 weights"]
+    assert eight_bits.figure == pytest.approx((needed.figure or 0) - decoding["target"].figure / 2)
+    assert decoding["requests that fit"].figure == 0
+    assert "would fit: requests at a time" not in decoding
+
+
+def test_pool_that_does_not_fit_says_how_many_requests_do() -> None:
+    words = "model=mimo engine.max_model_len=32768 engine.max_num_requests={}"
+    decoding = section(words.format(64), "decoding")
+    count = decoding["would fit: requests at a time"]
+    assert count.rests_on == f"engine.max_num_requests={count.figure}: the others wait"
+    assert decoding["requests that fit"].figure == count.figure
+    for more, verdict in ((0, "fits: "), (1, "does not fit: ")):
+        again = section(words.format(count.figure + more), "decoding")
+        assert again["needed on each of 1"].rests_on.startswith(verdict)
+    assert "would fit: requests at a time" not in section(words.format(count.figure), "decoding")
+
+
+def test_training_that_does_not_fit_says_what_would() -> None:
+    words = "model=glm45_air gpus=2xh200"
+    lines = [line for line in lines_of(words, "head training") if line.name == "would fit"]
+    ways = [line.rests_on for line in lines]
+    assert ways == [
+        "gpus=2xh200 data.hidden_cache=FOLDER, written by task=cache model.device_map=auto",
+        "gpus=2xh200 trainer.parallel=fsdp2 data.hidden_cache=FOLDER, written by task=cache "
+        "model.device_map=auto",
+        "gpus=2xh200 trainer.shard_target=true trainer.parallel=fsdp2",
+    ]
+    more = f"{words} trainer.shard_target=true trainer.parallel=fsdp2"
+    spread = section(more, "head training")["needed on each of 2"]
+    assert spread.figure == lines[2].figure
+    assert spread.rests_on.startswith("fits: ")
+    cached = section(f"{words} data.hidden_cache=FOLDER", "head training")
+    assert cached["needed on each of 2"].figure == lines[0].figure
+    assert "target 0%" in cached["operations of a step"].rests_on
+
+
+def test_micro_batch_that_does_not_fit_says_that_one_row_would() -> None:
+    lines = lines_of("model=lab_base trainer.batch_size=4096 data.seq_len=2048", "head training")
+    assert {line.name: line for line in lines}["needed on each of 1"].rests_on.startswith("does")
+    assert "gpus=1xh200 trainer.batch_size=1" in [line.rests_on for line in lines]
+
+
+def test_target_that_cannot_be_split_is_planned_for_one_gpu() -> None:
+    decoding = section("model=smollm2 gpus=2xh200", "decoding")
+    assert decoding["needed on each of 2"].figure is None
+    assert "divides {'num_attention_heads': 9" in decoding["needed on each of 2"].rests_on
+    assert decoding["needed on each of 1"].rests_on.startswith("fits")
+    assert section("model=smollm2 gpus=2xh200", "a decode step")["step"].figure is None
+
+
+def test_times_rest_on_what_was_measured_alone() -> None:
+    steps = section("model=mimo context=1140", "a decode step")
+    limit, step = steps["batch 1, K = 0: limit"], steps["batch 1, K = 0: step"]
+    assert step.rests_on == "share 0.785 of mimo_7b, batch 1, K = 0"
+    assert (limit.figure or 0) / (step.figure or 1) == pytest.approx(3.32882 / 4.24184)
+    assert step.figure == pytest.approx(4.24184, rel=0.005)
+    two = section("model=mimo gpus=2xh200", "a decode step")
+    assert two["batch 1, K = 3: step"].rests_on.endswith("; steps on 2 GPUs were not measured")
+    link = two["batch 1, K = 3: link"]
+    assert "the vendor's 450 GB/s; latency was not measured" in link.rests_on
+    share = 4.52775 / 5.67385
+    expected = (two["batch 1, K = 3: limit"].figure or 0) / share + (link.figure or 0)
+    assert two["batch 1, K = 3: step"].figure == pytest.approx(expected)
+    for words in ("model=mimo gpus=1xh100", "model=mimo model.dtype=float32"):
+        other, training = section(words, "a decode step"), section(words, "head training")
+        assert other["batch 32, K = 0: limit"].figure is not None
+        assert other["batch 32, K = 0: step"].figure is None
+        assert training["step"].figure is None
+    assert other["batch 32, K = 0: step"].rests_on.endswith("on an H200 in bfloat16 only")
+
+
+def test_hours_follow_from_tokens_and_gpus() -> None:
+    words = "model=lab_base trainer.compile=true trainer.batch_size=256 tokens=65536e3"
+    one = section(words, "head training")
+    assert one["step"].figure == pytest.approx(73.73, rel=0.03)  # the measured step itself
+    hours = 1000 * (one["step"].figure or 0) / 3600e3
+    assert one["65,536,000 tokens"].figure == pytest.approx(hours)
+    two = section(f"{words} gpus=2xh200", "head training")
+    assert two["65,536,000 tokens"].figure == pytest.approx(hours / 1.96)
+    eight = section(f"{words} gpus=8xh200", "head training")["step"]
+    assert eight.figure == pytest.approx(one["step"].figure)
+    assert eight.rests_on.endswith("8 times one GPU: not measured")
+    slow = section(words.replace("true", "false"), "head training")["step"]
+    assert "14.8% of 787 TFLOP/s, as lab_base, not compiled" in slow.rests_on
+
+
+def test_precision_of_the_training_is_its_own() -> None:
+    half, full = (
+        section(f"model=lab_tiny trainer.precision={name}", "head training")["weights"].figure
+        for name in ("auto", "float32")
+    )
+    assert full == 2 * (half or 0)
+
+
+def test_frozen_and_low_rank_parts_have_no_optimizer() -> None:
+    words = "model=lab_tiny head.num_mtp_modules=1"
+    whole = section(words, "head training")["optimizer"].figure or 0
+    part = section(f"{words} head.freeze=[experts]", "head training")["optimizer"].figure or 0
+    assert 0 < part < whole
+
+
+def test_kinds_and_shapes_are_the_named_ones() -> None:
+    assert {name: gpu.memory_gib for name, gpu in GPUS.items()} == {"h100": 79, "h200": 139}
+    assert len({shape.path for shape in SHAPES.values() if shape.path}) == 6
