@@ -2,9 +2,8 @@
 
 Sizes come from the classes that a run would build, on the meta device; the KV pool and the bytes of
 a step from the decode engine's own code. A time is a limit over a share of it that was measured of
-the nearest shape (`bench/planned.py`); where nothing was measured there is none.
-
-Letters: K drafts per step, N MTP modules.
+the nearest shape (`bench/planned.py`); where nothing was measured there is none. Letters: K drafts
+per step, N MTP modules.
 """
 
 import argparse
@@ -97,6 +96,11 @@ class Setup(NamedTuple):
         return GPUS[self.kind]
 
     @property
+    def memory(self) -> int:
+        """Bytes of one GPU."""
+        return self.gpu.memory_gib * GIB
+
+    @property
     def counts(self) -> list[int]:
         """Numbers of GPUs for which it is said what fits."""
         return sorted({*NUM_GPUS, self.num_gpus})
@@ -171,14 +175,13 @@ def _number(own: Mapping[str, str], key: str) -> float:
 
 def make_plan(setup: Setup) -> Plan:
     """Every figure, section by section; `setup.training.head` takes what the release says of it."""
-    dtype = resolve_dtype(
-        setup.evaluation.model.dtype, torch.device("cuda")
-    )  # nothing is put there
+    device = torch.device("cuda")  # nothing is put there
+    dtype = resolve_dtype(setup.evaluation.model.dtype, device)
     whole = sizes_only(setup.evaluation.model, dtype=dtype)
     origin = _adopt_release(setup, whole)
     heads = trained = planned_heads(whole, setup)
     if setup.training.trainer.precision != "auto":
-        precision = resolve_dtype(setup.training.trainer.precision, torch.device("cuda"))
+        precision = resolve_dtype(setup.training.trainer.precision, device)
         trained = planned_heads(sizes_only(setup.evaluation.model, dtype=precision), setup)
     place = f"{setup.num_gpus}x{setup.kind}"
     return {
@@ -261,7 +264,7 @@ def _decode_lines(setup: Setup, dtype: torch.dtype) -> Iterator[Line]:
             yield from _decode_parts(setup, found[count], requests=requests)
     yield from (_verdict(setup, count, one.needed) for count, one in found.items())
     own = found.get(setup.num_gpus)
-    if own is not None and own.needed > setup.gpu.memory_gib * GIB:
+    if own is not None and own.needed > setup.memory:
         yield from _decode_fixes(setup, own, found)
 
 
@@ -275,29 +278,26 @@ def _decode_parts(setup: Setup, own: DecodeMemory, *, requests: str) -> Iterator
     yield Line("KV pool", own.pool / GIB, "GiB", pool)
     rest, note = own.needed - own.fixed - own.pool, "what captured graphs take was not measured"
     yield Line("left to activations and graphs", rest / GIB, "GiB", note)
-    fitting = own.num_requests(setup.gpu.memory_gib * GIB)
-    yield Line("requests that fit", fitting, "", "at their longest, at a time")
+    yield Line("requests that fit", own.num_requests(setup.memory), "", "at their longest")
 
 
 def _verdict(setup: Setup, count: int, needed: float) -> Line:
-    memory = setup.gpu.memory_gib * GIB
-    word, left = ("fits", "free") if needed <= memory else ("does not fit", "missing")
-    rests_on = f"{word}: {abs(memory - needed) / GIB:,.1f} GiB {left}"
+    word, left = ("fits", "free") if needed <= setup.memory else ("does not fit", "missing")
+    rests_on = f"{word}: {abs(setup.memory - needed) / GIB:,.1f} GiB {left}"
     return Line(f"needed on each of {count}", needed / GIB, "GiB", rests_on)
 
 
 def _decode_fixes(
     setup: Setup, own: DecodeMemory, found: Mapping[int, DecodeMemory]
 ) -> Iterator[Line]:
-    memory = setup.gpu.memory_gib * GIB
-    enough = next((count for count, one in found.items() if one.needed <= memory), None)
+    enough = next((count for count, one in found.items() if one.needed <= setup.memory), None)
     if enough is not None:
         yield Line("would fit: GPUs", enough, "", f"gpus={enough}x{setup.kind}")
-    if (count := own.num_requests(memory)) > 0:
+    if (count := own.num_requests(setup.memory)) > 0:
         fix = f"engine.max_num_requests={count}: the others wait"
         yield Line("would fit: requests at a time", count, "", fix)
     halved = own.needed - own.weights / 2
-    if halved <= memory:
+    if halved <= setup.memory:
         note = "not with this code, which de-quantises FP8 checkpoints as it loads them"
         yield Line("would fit: FP8 weights", halved / GIB, "GiB", note)
 
@@ -318,11 +318,9 @@ def _step(
     setup: Setup, sizes: Sizes, heads: MTPHeads, *, batch: int, num_drafts: int
 ) -> Iterator[Line]:
     name, gpu, target = f"batch {batch}, K = {num_drafts}: ", setup.gpu, sizes.target
+    spec, engine = _spec(setup, num_drafts), _engine(setup, target)
     limit = planned.step_limit(
-        heads,
-        **{"gpu": gpu, "batch": batch, "context": setup.context},
-        spec=_spec(setup, num_drafts),
-        engine=_engine(setup, target),
+        heads, gpu=gpu, batch=batch, context=setup.context, spec=spec, engine=engine
     )
     rate, unique = f"{gpu.copy_tb_per_s or gpu.peak_tb_per_s} TB/s", limit.unique_experts
     rate += " as copied" if gpu.copy_tb_per_s else ", the vendor's figure"
@@ -331,9 +329,9 @@ def _step(
     yield Line(f"{name}limit", limit.limit_ms, "ms", rests_on)
     link_ms, note, count = 0.0, "", setup.num_gpus
     if count > 1:
-        ranks = {"num_gpus": count, "num_sums": sizes.num_sums}
-        link_ms = planned.link_time_ms(target, limit, gpu=gpu, **ranks)
-        sent = f"{sizes.num_sums} sums and logits of {limit.num_rows} rows at the vendor's"
+        sums = sizes.num_sums
+        link_ms = planned.link_time_ms(target, limit, gpu=gpu, num_gpus=count, num_sums=sums)
+        sent = f"{sums} sums and logits of {limit.num_rows} rows at the vendor's"
         rests_on = f"{sent} {gpu.link_gb_per_s:g} GB/s; latency was not measured"
         yield Line(f"{name}link", link_ms, "ms", rests_on)
         note = f"; steps on {count} GPUs were not measured"
@@ -362,7 +360,7 @@ def _training_lines(setup: Setup, heads: MTPHeads) -> Iterator[Line]:
     for count in setup.counts:
         needed = _training_memory(setup, heads, count, config.trainer, is_cached=is_cached).needed
         yield _verdict(setup, count, needed)
-    if own.needed > setup.gpu.memory_gib * GIB:
+    if own.needed > setup.memory:
         yield from _training_fixes(setup, heads)
     yield from _training_times(setup, heads)
 
@@ -382,7 +380,7 @@ def _training_memory(
 
 
 def _training_fixes(setup: Setup, heads: MTPHeads) -> Iterator[Line]:
-    trainer, memory, own = setup.training.trainer, setup.gpu.memory_gib * GIB, setup.num_gpus
+    trainer, own = setup.training.trainer, setup.num_gpus
     parallel = dataclasses.replace(trainer, parallel="fsdp2")
     spread = dataclasses.replace(parallel, shard_target=True)
     cache = "data.hidden_cache=FOLDER, written by task=cache model.device_map=auto"
@@ -396,7 +394,7 @@ def _training_fixes(setup: Setup, heads: MTPHeads) -> Iterator[Line]:
     for way in ways:  # each with the fewest GPUs that do
         for words, count, changed, is_cached in way:
             needed = _training_memory(setup, heads, count, changed, is_cached=is_cached).needed
-            if needed <= memory:
+            if needed <= setup.memory:
                 yield Line("would fit", needed / GIB, "GiB", f"gpus={count}x{setup.kind} {words}")
                 break
 
