@@ -30,7 +30,8 @@ import numpy as np
 from mtp_research.config.schema import SamplingConfig, SpecConfig
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
-from mtp_research.evaluation.report import terminal
+from mtp_research.evaluation.report.grids import paired_grid
+from mtp_research.evaluation.report.notes import UNDEFINED, interval, number
 from mtp_research.evaluation.report.stored import (
     Report,
     mapping,
@@ -39,6 +40,7 @@ from mtp_research.evaluation.report.stored import (
     recompute,
     results_file,
 )
+from mtp_research.evaluation.report.terminal import markdown_table, plain_text
 from mtp_research.evaluation.stats.bootstrap import Estimate, Ratio, estimate
 from mtp_research.evaluation.stats.statistics import (
     FINISHED,
@@ -99,7 +101,7 @@ def _compare_text(paths: Sequence[Path]) -> str:
             sides = " and ".join((digest or "no such prompt")[:16] for digest in hashes)
             lines.append(f"  {printable(name)}: {sides}")
         raise ConfigError("\n".join(lines)) from None
-    grids = [terminal.plain_text(terminal.paired_grid(pair)) for pair in pairs.values()]
+    grids = [plain_text(paired_grid(pair)) for pair in pairs.values()]
     known = (w for s in (*ours.summaries, *theirs.summaries) for w in s.acceptance.warnings)
     grids += [f"warning: {warning}" for warning in dict.fromkeys(known)]
     title = f"{runs[0].name} - {runs[1].name}, {len(ours.prompts)} prompts"
@@ -110,7 +112,7 @@ def _context_text(paths: Sequence[Path]) -> str:
     report = recompute(results_file(paths[0]))
     rows = context_rows(report)
     notes = context_notes(report, rows)
-    return "\n\n".join([terminal.markdown_table(_CONTEXT_HEADER, rows), *notes])
+    return "\n\n".join([markdown_table(_CONTEXT_HEADER, rows), *notes])
 
 
 def _policy_text(paths: Sequence[Path]) -> str:
@@ -121,7 +123,7 @@ def _policy_text(paths: Sequence[Path]) -> str:
         f"heads {folder.name}: {conventions_phrase(read_head_record(folder)['spec'])}"
         for folder in heads
     ]
-    return "\n".join([terminal.markdown_table(_POLICY_HEADER, rows), "", *lines])
+    return "\n".join([markdown_table(_POLICY_HEADER, rows), "", *lines])
 
 
 def _fault_text(paths: Sequence[Path]) -> str:
@@ -317,11 +319,11 @@ def _context_row(
     return (
         f"{low} to {2 * low - 1}",
         label,
-        str(bucket.num_rounds) if bucket else terminal.UNDEFINED,
-        terminal.interval(bucket.acceptance_length) if bucket else terminal.UNDEFINED,
+        str(bucket.num_rounds) if bucket else UNDEFINED,
+        interval(bucket.acceptance_length) if bucket else UNDEFINED,
         str(speed[0]),
-        terminal.interval(speed[1], ".1f"),
-        terminal.number(own / theirs if own and theirs else None, ".2f"),
+        interval(speed[1], ".1f"),
+        number(own / theirs if own and theirs else None, ".2f"),
     )
 
 
@@ -346,9 +348,9 @@ def policy_rows(report: Report) -> list[tuple[str, ...]]:
             *(head.name, str(num_modules), str(one.num_speculative_tokens), one.policy),
             str(plan.num_rows_per_step),
             *_fault_percentages(one.audit),
-            terminal.interval(figures.acceptance_length_micro),
+            interval(figures.acceptance_length_micro),
             _difference(report, one.label),
-            " ".join(terminal.number(rate.value, ".3f") for rate in rates),
+            " ".join(number(rate.value, ".3f") for rate in rates),
         ))  # fmt: skip
     return rows
 
@@ -361,14 +363,14 @@ def _difference(report: Report, label: str) -> str:
     """Acceptance length minus the reference's, a dash where there is none."""
     by_label = {condition.label: condition for condition in report.conditions}
     if label == _REFERENCE or _REFERENCE not in by_label:
-        return terminal.UNDEFINED
+        return UNDEFINED
     pair = paired(by_label[label], by_label[_REFERENCE], seed=report.seed)
-    return terminal.interval(pair.differences["acceptance_length_micro"], "+.3f")
+    return interval(pair.differences["acceptance_length_micro"], "+.3f")
 
 
 def _fault_percentages(audit: Mapping[str, int] | None) -> tuple[str, ...]:
     if audit is None or not audit.get("slots"):
-        return (terminal.UNDEFINED,) * len(_FAULTS)
+        return (UNDEFINED,) * len(_FAULTS)
     return tuple(f"{100 * audit[fault] / audit['slots']:.2f}" for fault in _FAULTS)
 
 
