@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtp_research.config.schema import ModelConfig
+from mtp_research.models.loading.gguf import unpacked
 from mtp_research.models.loading.load_weights import loading, read_config
 from mtp_research.models.loading.placement import split_sizes
 from mtp_research.models.loading.source import CONFIG_FILE, local_file
@@ -145,5 +146,5 @@ def _config_of(model: ModelConfig) -> _Known:
         config = AutoConfig.for_model(SHAPES[name].model_type, **SHAPES[name].arguments)
         return _Known(config, model.family, f"shape {name} of mtp_research/bench/shapes.py")
     with loading(model.path):
-        published = read_config(model.path)
+        published = read_config(unpacked(model.path))
     return _Known(*published, source=str(file or f"{model.path} on the hub"))

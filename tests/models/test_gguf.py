@@ -7,6 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mtp_research import SpecDecoder, SpecSettings, load_target
+from mtp_research.bench.shapes import sizes_only
+from mtp_research.config.schema import ModelConfig
 from mtp_research.models.loading.source import check_source, source_facts
 from mtp_research.models.target import load_tokenizer
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
@@ -118,6 +120,15 @@ def test_gguf_decodes_as_transformers_does(file):
     again = LlamaForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
     text = again.generate(torch.tensor([[1, 3, 4, 5]]), max_new_tokens=8, do_sample=False)
     assert list(record.output_token_ids) == text[0, 4:].tolist()
+
+
+@pytest.mark.parametrize("is_unpacked", [False, True])
+def test_sizes_of_a_plan_are_those_of_the_file(file, model, is_unpacked):
+    if is_unpacked:
+        load_target(file)
+    sizes = sizes_only(ModelConfig("", "", str(file)), dtype=torch.float32)
+    planned, built = (dict(one.named_parameters()) for one in (sizes.target.model, model))
+    assert {n: p.shape for n, p in planned.items()} == {n: p.shape for n, p in built.items()}
 
 
 def test_gguf_special_tokens_and_template_are_those_of_the_file(file):
