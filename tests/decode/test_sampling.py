@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mtp_research.decode.sampling.sampling import (
+    SamplingTensors,
     Stream,
     keep_top,
     sample_from,
@@ -195,13 +196,15 @@ def test_a_compiled_step_of_a_batch_of_any_size_draws_the_same_tokens(
     params = sampling_tensors([_params(seed=1, **cut)] * 3, device=torch.device(device))
     logits = torch.randn(3, 1, 49_152, generator=torch.Generator().manual_seed(0)).to(device)
 
-    def draw(logits: Tensor) -> Tensor:
-        position = torch.arange(3, device=device)[:, None]
+    def draw(logits: Tensor, params: SamplingTensors) -> Tensor:
+        position = torch.arange(len(logits), device=device)[:, None]
         noise = uniform_noise(params.seed[:, None], position, Stream.RESAMPLE)
         return sample_from(target_probabilities(logits, params), noise)
 
-    compiled = torch.compile(draw, backend=backend, dynamic=True, fullgraph=True)
-    assert torch.equal(compiled(logits), draw(logits))
+    for tensor in (logits, *(one for one in params if isinstance(one, Tensor))):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # as steps mark them: requests, not tokens
+    compiled = torch.compile(draw, backend=backend, fullgraph=True)
+    assert torch.equal(compiled(logits, params), draw(logits, params))
 
 
 def test_what_compiled_steps_are_told_of_an_operator_is_what_it_returns() -> None:
