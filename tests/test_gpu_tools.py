@@ -11,11 +11,13 @@ from typing import cast
 import pytest
 import torch
 
+from mtp_research.evaluation.backends.vllm_backend import SWITCHES
 from mtp_research.evaluation.run.engine_effect import DecodeTask
 from mtp_research.heads.engines import ENGINES
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target, load_target
 from mtp_research.runtime.provenance import REPOSITORY_ROOT as ROOT
+from tests.evaluation.backends.played_vllm import PlayedVllm
 from tests.test_lab_tiny import ASSETS
 from tools import gpu_deterministic, gpu_engines, gpu_tensor_parallel
 
@@ -152,6 +154,19 @@ def test_engine_tool_passes_only_with_vllm_s_rounds(
     assert row["passed"] == (code == 0)
     assert row["num_equal_texts"] == 6
     assert row["control"]["num_equal_rounds"] != row["num_equal_rounds"]
+
+
+def test_engine_tool_reads_rounds_from_the_steps_of_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in SWITCHES:  # so that they are taken back
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setitem(sys.modules, "vllm", PlayedVllm())
+    words = ["--out", str(tmp_path), "--cases", "glm4_moe", "--k", "3", "--prompts", "3"]
+    assert gpu_engines.main([*words, "--max-new-tokens", "16"]) == 0
+    (row,) = json.loads((tmp_path / "engines.json").read_text())
+    assert row["num_equal_texts"] == 3
+    assert row["num_equal_rounds"] == row["num_rounds"] > 3
 
 
 def test_engine_rounds_are_compared_where_they_begin() -> None:

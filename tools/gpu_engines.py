@@ -15,10 +15,8 @@ Letters: K drafts per step, N rows, D hidden, V vocabulary.
 """
 
 import argparse
-import importlib
 import itertools
 import json
-import os
 import random
 import sys
 import traceback
@@ -37,9 +35,14 @@ wait_passively()
 import torch
 
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.evaluation.backends.vllm_backend import (
+    engine_words,
+    load_vllm,
+    sampling_params,
+)
 from mtp_research.evaluation.run.engine_effect import DecodeTask, decode_as
 from mtp_research.evaluation.run.prompts import encode_prompt, load_prompts
-from mtp_research.heads.engines import ENGINES, VERSIONS, HeadRun, trained_run
+from mtp_research.heads.engines import ENGINES, HeadRun, trained_run
 from mtp_research.heads.export import stitch_heads
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
@@ -52,8 +55,6 @@ from tests.heads.release import change_config, write_release
 LAB_TINY = ROOT / "assets" / "lab_tiny"
 LEAST_EQUAL = 0.99  # of the rounds of equal texts
 LEAST_WHOLE = 0.97  # of the equal texts
-# Off: another process, and the loop that the table is not about.
-VLLM_SWITCHES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER")
 _LONGEST_PROMPT = 160  # tokens
 _SIZES: dict[str, object] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 16}
 _SIZES |= {"eos_token_id": None, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -169,27 +170,26 @@ def our_side(heads: MTPHeads, run: HeadRun, task: DecodeTask) -> list[Decoded]:
     return [Decoded(one.token_ids, one.num_accepted_per_round) for one in records]
 
 
-def vllm_side(
-    folder: Path, task: DecodeTask, stop_token_ids: Sequence[int], options: argparse.Namespace
-) -> list[Decoded]:
+def vllm_side(folder: Path, task: DecodeTask, stop_token_ids: Sequence[int]) -> list[Decoded]:
     """One request at a time: what a step adds to a text is a round."""
-    os.environ |= dict.fromkeys(VLLM_SWITCHES, "0")
     family = folder.parent.name
-    vllm = importlib.import_module("vllm")  # of the machine, no dependency of ours
-    assert vllm.__version__.startswith(VERSIONS["vllm"]), vllm.__version__
-    drafts = {"method": "mtp", "num_speculative_tokens": task.spec.num_speculative_tokens}
+    vllm = load_vllm()
+    words = engine_words(
+        folder,
+        dtype="bfloat16" if family in BFLOAT16 else "float32",
+        num_drafts=task.spec.num_speculative_tokens,
+        max_model_len=256,
+        max_num_seqs=1,
+    )
     attention = "TRITON_MLA" if family == "deepseek_v3" else "TRITON_ATTN"
-    dtype = "bfloat16" if family in BFLOAT16 else "float32"
-    words = {"model": str(folder), "skip_tokenizer_init": True, "dtype": dtype, "seed": 0}
-    words |= {"max_model_len": 256, "max_num_seqs": 1, "enforce_eager": True}
-    words |= {"enable_prefix_caching": False, "async_scheduling": False}
-    words |= {"gpu_memory_utilization": 0.05, "attention_config": {"backend": attention}}
+    words |= {"enforce_eager": True, "gpu_memory_utilization": 0.05}
+    words |= {"attention_config": {"backend": attention}}
     if family == "qwen3_next":  # the other kernel is FlashInfer's
         words |= {"gdn_prefill_backend": "triton"}
-    engine = vllm.LLM(**words, speculative_config=drafts).llm_engine
-    limits = {"max_tokens": task.max_new_tokens, "stop_token_ids": list(stop_token_ids)}
-    params = vllm.SamplingParams(temperature=0.0, detokenize=False, **limits)
-    params.output_kind = vllm.sampling_params.RequestOutputKind.DELTA
+    engine = vllm.LLM(**words).llm_engine
+    params = sampling_params(
+        vllm, max_new_tokens=task.max_new_tokens, stop_token_ids=stop_token_ids
+    )
     found = []
     for index, prompt in enumerate(task.prompts):
         engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
@@ -239,7 +239,7 @@ def _compare(
     run = ENGINES["vllm"][heads.target.family_name].run
     ours = theirs = our_side(heads, run, task)
     if not options.prepare_only:
-        theirs = vllm_side(folder, task, heads.target.stop_token_ids, options)
+        theirs = vllm_side(folder, task, heads.target.stop_token_ids)
     own = replace(trained_run(heads), policy=run.policy, module_schedule=run.module_schedule)
     found, control = agreement(ours, theirs), agreement(our_side(heads, own, task), theirs)
     passed = found.num_equal_rounds >= LEAST_EQUAL * found.num_rounds > 0

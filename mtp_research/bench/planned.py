@@ -25,11 +25,11 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.block import layers_like_block
 from mtp_research.models.family import ATTENTION_BLOCK
+from mtp_research.models.loading.placement import EXPERTS_DIM
 from mtp_research.models.recurrent import RecurrentStates
 from mtp_research.models.target import Target
 from mtp_research.training.optim import trained_bytes, trained_parameters
 
-_EXPERTS_DIM = 3  # weights of all experts of a layer in one tensor
 _TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k")
 _OTHER_ATTENTION = 4.0  # a choice, not a measurement; see the table in docs/recipes.md
 _NUM_GATHERED = 2  # layers of a spread target that are whole: the one that runs and the next
@@ -430,7 +430,7 @@ def active_parameters(module: nn.Module, *, top_k: int) -> float:
     total = 0.0
     for name, parameter in module.named_parameters():
         share = 1.0
-        if ".experts." in name and parameter.ndim == _EXPERTS_DIM:
+        if ".experts." in name and parameter.ndim == EXPERTS_DIM:
             share = top_k / parameter.shape[0]
         total += parameter.numel() * share
     return total

@@ -1,13 +1,26 @@
 """Made-up generations with consistent counters, and conditions made of them."""
 
 import dataclasses
+import json
 import random
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.run.prompt_files import Prompt
 from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord, PromptEntry
+
+
+def asked_file(path: Path, questions: Sequence[str]) -> str:
+    """Write questions as a prompt file; returns the override that asks them."""
+    lines = (
+        json.dumps({"question_id": f"q{i}", "category": "x", "turns": [text]})
+        for i, text in enumerate(questions)
+    )
+    path.write_text("\n".join(lines))
+    return f"prompts.path={path}"
 
 
 def generation(

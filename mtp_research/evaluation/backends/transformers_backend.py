@@ -84,10 +84,7 @@ class TransformersBackend:
             pad_token_id=0,  # of batches, which there are none of; the library asks for one
         )
         log = StepLog(self._condition.backend, num_drafts=num_drafts)
-        asked = {
-            prompt.question_id: token_ids
-            for prompt, token_ids in zip(encoded.prompts, encoded.token_ids, strict=True)
-        }
+        asked = encoded.by_id()
         for name, token_ids in asked.items():  # all are there when the clock starts
             log.begin(name, token_ids)
         for name, token_ids in asked.items():

@@ -102,10 +102,7 @@ class VllmBackend:
     def _run(self, encoded: EncodedPrompts, max_new_tokens: int) -> EngineRun:
         engine, num_drafts = self._llm.llm_engine, self._condition.num_speculative_tokens
         ends = self._workload.stop_token_ids(self._condition)
-        asked = {
-            prompt.question_id: token_ids
-            for prompt, token_ids in zip(encoded.prompts, encoded.token_ids, strict=True)
-        }
+        asked = encoded.by_id()
         params = sampling_params(self._vllm, max_new_tokens=max_new_tokens, stop_token_ids=ends)
         log = StepLog(self._condition.backend, num_drafts=num_drafts)
         before = counters(self._llm)

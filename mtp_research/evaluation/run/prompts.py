@@ -70,6 +70,11 @@ class EncodedPrompts:
             and (marks[-1] == self.thinking_token_ids[0])
         )
 
+    def by_id(self) -> dict[str, tuple[int, ...]]:
+        """Token ids of each prompt, in order."""
+        ids = (prompt.question_id for prompt in self.prompts)
+        return dict(zip(ids, self.token_ids, strict=True))
+
     def longest_text(self, max_new_tokens: int) -> int:
         """Tokens that the longest prompt can grow to; one more is never reached."""
         return max(map(len, self.token_ids), default=0) + max_new_tokens + 1

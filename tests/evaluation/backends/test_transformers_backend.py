@@ -16,6 +16,7 @@ from mtp_research.evaluation.run.evaluate import evaluate
 from mtp_research.evaluation.stats.agreement import Agreement
 from mtp_research.evaluation.stats.outcome import ConditionResult
 from mtp_research.runtime.errors import ConfigError, IntegrityError
+from tests.evaluation.generations import asked_file
 
 WORDS = [
     *("backend=[own,transformers]", "model.dtype=float32", "model.device=cpu", "spec.k=3"),
@@ -36,13 +37,7 @@ class Whole(NamedTuple):
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("asked") / "prompts.jsonl"
-    lines = (
-        json.dumps({"question_id": f"q{i}", "category": "x", "turns": [text]})
-        for i, text in enumerate(QUESTIONS)
-    )
-    path.write_text("\n".join(lines))
-    return f"prompts.path={path}"
+    return asked_file(tmp_path_factory.mktemp("asked") / "prompts.jsonl", QUESTIONS)
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ from mtp_research.evaluation.run.settings_check import check_settings
 from mtp_research.evaluation.stats.outcome import ConditionResult
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 from tests.evaluation.backends.played_vllm import PlayedVllm
+from tests.evaluation.generations import asked_file
 
 WORDS = [
     *("backend=[own,vllm]", "model.dtype=float32", "model.device=cpu", "spec.k=3"),
@@ -43,13 +44,7 @@ def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("asked") / "prompts.jsonl"
-    lines = (
-        json.dumps({"question_id": f"q{i}", "category": "x", "turns": [text]})
-        for i, text in enumerate(QUESTIONS)
-    )
-    path.write_text("\n".join(lines))
-    return f"prompts.path={path}"
+    return asked_file(tmp_path_factory.mktemp("asked") / "prompts.jsonl", QUESTIONS)
 
 
 @pytest.fixture
