@@ -25,13 +25,13 @@ HEAD = json.loads((HEADS / "head.json").read_text())
 @cache
 def length(questions: str, head: str, num_drafts: int) -> Estimate:
     """Acceptance length over the 80 questions of a set, greedy."""
-    return length_of(questions, f"training {head}/head K={num_drafts}", num_prompts=80)
+    return length_of(questions, f"training {head}/head K={num_drafts}")
 
 
-def length_of(file: str, condition: str, *, num_prompts: int) -> Estimate:
+def length_of(file: str, condition: str) -> Estimate:
     lines = lzma.decompress((RESULTS / f"{file}.jsonl.xz").read_bytes()).splitlines()
     rounds = [one["accepted"] for one in map(json.loads, lines) if one["condition"] == condition]
-    assert len(rounds) == num_prompts
+    assert len(rounds) == 80
     steps = np.array([len(one) for one in rounds], dtype=np.float64)
     accepted = np.array([sum(one) for one in rounds], dtype=np.float64)
     return estimate({"length": Ratio(steps + accepted, steps)}, seed=0)["length"]
@@ -47,22 +47,38 @@ def test_row_of_the_table_is_computed_again(head: str, name: str, num_drafts: in
     found = [length(questions, head, num_drafts) for questions in SETS]
     mean = sum(one.value or 0.0 for one in found) / len(SETS)
     cells = " | ".join(map(as_text, found))
-    assert f"| {name} | {num_drafts} | 0 | {cells} | {mean:.2f} |\n" in PAGE
+    assert f"| {name} | {num_drafts} | 0 | greedy | {cells} | {mean:.2f} |\n" in PAGE
 
 
-def test_row_at_temperature_1_is_computed_again() -> None:
-    found = [length_of(f"{one}_t1", "training", num_prompts=40) for one in SETS]
+@pytest.mark.parametrize("num_drafts", [3, 5])
+@pytest.mark.parametrize("drafts", ["greedy", "sample"])
+def test_row_at_temperature_1_is_computed_again(drafts: str, num_drafts: int) -> None:
+    condition = f"training K={num_drafts} {drafts}"
+    found = [length_of(f"{one}_t1", condition) for one in SETS]
     mean = sum(one.value or 0.0 for one in found) / len(SETS)
     cells = " | ".join(map(as_text, found))
-    assert f"| one module | 3 | 1 | {cells} | {mean:.2f} |\n" in PAGE
+    assert f"| one module | {num_drafts} | 1 | {drafts} | {cells} | {mean:.2f} |\n" in PAGE
+
+
+def test_table_of_speeds_is_the_stored_one() -> None:
+    rows = json.loads((RESULTS / "speed.json").read_text())["rows"]
+    for plain, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert (plain["condition"], ours["condition"]) == ("baseline", "training")
+        cells = [f"{ours['batch']}", f"{ours['num_prompts']}", f"{ours['acceptance_length']:.2f}"]
+        for what in ("tokens_per_s_full", "tokens_per_s_end_to_end"):
+            ratio = f"{ours[what] / plain[what]:.2f}".removeprefix("0")
+            cells += [f"{plain[what]:,.0f}", f"{ours[what]:,.0f}", ratio]
+        assert f"| {' | '.join(cells)} |\n" in PAGE
 
 
 def test_facts_of_the_training_are_the_stored_ones() -> None:
     n1, n3 = (STORED["curve"][name][-1] for name in ("n1", "n3"))
     seconds = STORED["training_seconds"]
-    assert (n1["step"], n3["step"]) == (8000, 3000)
+    asked = STORED["answers_to_corpus_questions"]
     for fact in (
         f"from {STORED['answers']:,} greedy answers ({STORED['answer_tokens'] / 1e6:.1f} M tokens)",
+        f"to {asked:,} questions of",
+        f"to {STORED['answers'] - asked:,} that it invented",
         f"`mixed`, {n1['step']:,} steps, {seconds['n1']:.0f} s on an H200",
         f"({n3['step']:,} steps, {seconds['n3']:.0f} s)",
     ):
