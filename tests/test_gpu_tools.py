@@ -202,3 +202,13 @@ def test_guide_says_what_vllm_was_seen_to_do() -> None:
         begin = f"| {names[row['case']]} | {row['dtype']} | {row['k']} | "
         assert f"{begin}{texts} | {rounds} | {ours:.3f}, {theirs:.3f} |\n" in guide
     assert {row["case"] for row in stored["rows"]} == {"lab_tiny", *gpu_engines.CASES}
+    (agreed,) = [one for one in stored["report"]["agreements"] if one["reference"] == "own as vllm"]
+    lengths = {c["label"]: c["acceptance_length"]["value"] for c in stored["report"]["conditions"]}
+    found = stored["report"]["difference"]
+    for fact in (
+        f"of {agreed['num_texts']} texts {agreed['num_equal_texts']} were equal",
+        f"{agreed['num_equal_rounds']:,} of {agreed['num_rounds']:,} rounds, "
+        f"length {lengths['vllm']:.3f} against {lengths['own as vllm']:.3f}",
+        f"{found['value']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]",
+    ):
+        assert fact in guide

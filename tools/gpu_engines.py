@@ -73,12 +73,8 @@ CASES: dict[str, dict[str, object]] = {  # family -> changes of the tiny recipe
     "mimo": _SIZES,
     "qwen3_next": {**(_MOE | _NEXT | _ALL_EXPERTS), "shared_expert_intermediate_size": 128},
 }
-# The type of MiMo's configuration is remote code; vLLM goes by the architecture. It makes room for
-# the routers' biases by a key of DeepSeek's that transformers does not write.
-CONFIGS = {
-    "mimo": {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]},
-    "deepseek_v3": {"topk_method": "noaux_tc"},
-}
+# The type of MiMo's configuration is remote code; vLLM goes by the architecture.
+CONFIGS = {"mimo": {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}}
 BFLOAT16 = ("deepseek_v3", "qwen3_next")
 
 

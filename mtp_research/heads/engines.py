@@ -12,7 +12,7 @@ is from the concepts page. transformers: 5.17.0, compared draft by draft with ou
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import cast
 
 from mtp_research.heads.stack import HeadSpec, MTPHeads
@@ -51,6 +51,8 @@ class Engine:
     # K above the number of modules N must be a multiple of N.
     drafts_in_multiples: bool = False
     drafts_per_module: bool = False  # K is the number of modules, and cannot be chosen
+    # Keys of config.json that releases have and transformers does not write, with their values.
+    config: Mapping[str, str] = field(default_factory=dict)
 
 
 _DEEPSEEK_NORMS = ("enorm", "hnorm", "shared_head.norm")
@@ -75,6 +77,8 @@ ENGINES: Mapping[str, Mapping[str, Engine]] = {
             False,
             "deepseek_mtp.py, deepseek_v2.py",
             drafts_in_multiples=True,
+            # Without them it scores experts by a softmax, and has no room for the routers' biases.
+            config={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         ),
         "glm4_moe": Engine(
             replace(_POST, recycle_norm="pre_norm", zero_position_0=True),

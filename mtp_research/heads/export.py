@@ -105,7 +105,8 @@ def stitch_heads(
         out: destination, missing or empty.
         source: checkpoint of their target.
         engine: key of `ENGINES` that the checkpoint is for. A source without lm_head.weight gets it
-            unless the engine is known to do without; None leaves the source as it is.
+            unless the engine is known to do without, and config.json the keys that it wants; None
+            leaves the source as it is.
 
     Raises:
         ConfigError: as `export_heads`, or the engine refuses so many modules.
@@ -122,6 +123,8 @@ def stitch_heads(
         weight = heads.target.lm_head_weight.detach()
         tensors[LM_HEAD] = weight.to("cpu", _exact_dtype(weight)).contiguous().clone()
     config = exported_config(heads, source, tensors)
+    if entry is not None:
+        config = {**entry.config, **config}
     _make_folder(out)
     is_single = set(index.files.values()) == {SINGLE_FILE}
     # A file called model.safetensors would be taken for the whole model, index or not.

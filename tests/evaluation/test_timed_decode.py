@@ -145,12 +145,15 @@ def test_full_batch_of_one_is_every_decoding_call_but_the_edges(
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-def test_warm_up_of_captured_steps_decodes_two_uneven_batches(
+def test_warm_up_of_captured_steps_decodes_two_uneven_batches_of_the_longest_prompts(
     monkeypatch: pytest.MonkeyPatch, is_captured: bool
 ) -> None:
     asked: list[list[int]] = []
 
     def decode(_, few: EncodedPrompts, sampling: list[SamplingParams], *, salt: str) -> object:
+        lengths = [len(token_ids) for token_ids in few.token_ids]
+        assert lengths == (list(range(12, 2, -1)) if is_captured else [1, 2, 3, 4])
+        assert [int(one.question_id) for one in few.prompts] == [n - 1 for n in lengths]
         assert len(few.prompts) == len(sampling)
         asked.append([params.max_new_tokens for params in sampling])
         return SimpleNamespace(step_s=[1.0])
@@ -158,7 +161,7 @@ def test_warm_up_of_captured_steps_decodes_two_uneven_batches(
     monkeypatch.setattr(timed_decode, "decode_prompts", decode)
     decoder = SimpleNamespace(is_captured=is_captured, engine=EngineConfig(max_num_requests=5))
     prompts = tuple(SimpleNamespace(question_id=str(i)) for i in range(12))
-    encoded = EncodedPrompts(prompts, ([7],) * 12, ())
+    encoded = EncodedPrompts(prompts, tuple((7,) * (i + 1) for i in range(12)), ())
     sampling = [SamplingParams(max_new_tokens=64)] * 12
     assert timed_decode.warm_up(decoder, encoded, sampling, most=3) == 2
     assert len(asked[0]) == (10 if is_captured else 4)

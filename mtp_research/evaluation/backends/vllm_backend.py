@@ -7,8 +7,7 @@ Steps must not overlap (`async_scheduling`), or an output would be of another st
 runner, V2, runs modules by other rules than those of `heads.engines`.
 
 Sources: vLLM 0.24.0, `outputs.py`, `v1/engine/llm_engine.py`, `v1/engine/output_processor.py`,
-`v1/core/sched/scheduler.py` (what is counted), `v1/metrics/reader.py`. Arguments: as in the runs of
-`tools/gpu_engines.py`. This file itself was not run with vLLM yet.
+`v1/core/sched/scheduler.py` (what is counted), `v1/metrics/reader.py`.
 Letters: K drafts per step, R requests decoded at a time.
 """
 

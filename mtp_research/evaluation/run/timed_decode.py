@@ -279,16 +279,22 @@ def warm_up(
 
     At most `most` times. On a GPU kernels are compiled for the shapes that they first meet, which
     takes a second where a step takes a millisecond: there as many prompts are decoded as two
-    batches hold.
+    batches hold, the longest of all, whose steps have the most rows.
     """
-    count = _WARM_UP_PROMPTS
+    count, order = _WARM_UP_PROMPTS, list(range(len(encoded.prompts)))
     if decoder.is_captured:  # two batches that end unevenly meet the shapes of mixed steps
         count = max(count, 2 * decoder.engine.max_num_requests)
-    few = EncodedPrompts(encoded.prompts[:count], encoded.token_ids[:count], ())
+        order.sort(key=lambda index: -len(encoded.token_ids[index]))
+    chosen = order[:count]
+    few = EncodedPrompts(
+        tuple(encoded.prompts[index] for index in chosen),
+        tuple(encoded.token_ids[index] for index in chosen),
+        (),
+    )
     spread = _WARM_UP_TOKENS if decoder.is_captured else 1
     short = [
         replace(params, max_new_tokens=min(params.max_new_tokens, _WARM_UP_TOKENS + index % spread))
-        for index, params in enumerate(sampling[:count])
+        for index, params in enumerate(sampling[place] for place in chosen)
     ]
     last = None
     for number in range(1, most + 1):
