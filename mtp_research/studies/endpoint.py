@@ -4,53 +4,31 @@ A server takes one of four forms of a request, tried in this order with the firs
 of our token ids or a chat, each with and without asking for the token ids of the answer, which vLLM
 gives (`return_token_ids`). Where there are none, the text is tokenised, and the line says so.
 
-The name of a server's model has to be found in the target's, or to be given; it has to count as
-many tokens in the first question as the target's tokenizer, and in every prompt as many as we sent.
+The server has to count as many tokens in the first question as the target's tokenizer, and in
+every prompt as many as we sent.
 """
 
 import asyncio
-import logging
-import os
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Sequence, Set, Sized
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
-
 from mtp_research.data.prompt_text import completion_ids
+from mtp_research.data.server import REFUSED_FORM, Connection, Json, Options, Refused, Server
 from mtp_research.decode.sampling.sampling_params import SamplingParams
-from mtp_research.runtime.errors import ConfigError, EnvironmentFault, escaped
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.studies.answer_tasks import Answered, SpecialTokenizer, Task, sort_out
 
-logger = logging.getLogger(__name__)
-
-WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # between attempts, where the server does not say how long
-_CONNECT_S = 10.0
-_REFUSED_FORM = (400, 404, 405, 415, 422, 501)  # another form may be taken
-_MAX_SAID = 300  # characters of a server's message that are repeated
-
-Json = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Server:
-    """Where a target is served, and as what."""
-
-    url: str  # up to `/v1`
-    model: str  # the name to ask for
-    max_model_len: int | None  # tokens of prompt and answer; None where it does not say
-    timeout_s: float  # of one answer
-    key: str | None  # sent as a bearer token
-
-    def connection(self) -> "_Connection":
-        """A connection; use as an asynchronous context manager."""
-        return _Connection(self.url, timeout_s=self.timeout_s, key=self.key)
+OPTIONS = Options(
+    "--endpoint",
+    "--target",
+    name_fix="set --served-model",
+    key_fix="--api-key-variable",
+    goes_on="keeps what was answered",
+)
 
 
 class Reader(NamedTuple):
@@ -73,183 +51,6 @@ _FORMS = (
     _Form("/chat/completions", is_chat=True, asks_ids=True),
     _Form("/chat/completions", is_chat=True, asks_ids=False),
 )
-
-
-class _Refused(Exception):
-    """The server understood a request and does not take it."""
-
-    def __init__(self, status: int, said: str) -> None:
-        super().__init__(f"{status} {said}")
-        self.status = status
-
-
-class _Connection:
-    """Requests to one server, each tried again where waiting may help."""
-
-    def __init__(self, url: str, *, timeout_s: float, key: str | None) -> None:
-        self._url, self._is_told = url, False
-        self._client = httpx.AsyncClient(
-            base_url=url,
-            headers={} if key is None else {"Authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None),
-            limits=httpx.Limits(max_connections=None),  # as many as there are workers
-        )
-
-    async def __aenter__(self) -> "_Connection":
-        await self._client.__aenter__()
-        return self
-
-    async def __aexit__(self, *fault: Any) -> None:
-        await self._client.__aexit__(*fault)
-
-    async def ask(self, method: str, path: str, body: Json | None = None) -> Json:
-        """The reply's JSON object.
-
-        Raises:
-            _Refused: a status that another attempt would not change.
-            EnvironmentFault: no answer in as many attempts as there are `WAITS_S`, and one more.
-        """
-        for wait_s in (*WAITS_S, None):
-            told_s = None
-            try:
-                reply = await self._client.request(method, path, json=body)
-            except httpx.TransportError as fault:
-                said = " ".join(f"{type(fault).__name__}: {fault}".split())
-            else:
-                if reply.is_success:
-                    return _object(reply, self._url)
-                said = f"status {reply.status_code} ({_message(reply)})"
-                if not _may_pass(reply.status_code):
-                    raise _Refused(reply.status_code, _message(reply))
-                told_s = _retry_after_s(reply)
-            if wait_s is None:
-                break
-            await self._pause(wait_s if told_s is None else told_s, said)
-        raise EnvironmentFault(
-            f"the server of --endpoint {self._url} must answer, got {said} "
-            f"{len(WAITS_S) + 1} times in a row; start it and run the same command again, which "
-            "keeps what was answered."
-        )
-
-    async def _pause(self, wait_s: float, said: str) -> None:
-        if not self._is_told:  # once: every worker meets the same
-            logger.warning("%s: %s; trying again in %g s", self._url, escaped(said), wait_s)
-            self._is_told = True
-        await asyncio.sleep(wait_s)
-
-
-def _may_pass(status: int) -> bool:
-    return status == 429 or (status >= 500 and status not in _REFUSED_FORM)
-
-
-def _retry_after_s(reply: httpx.Response) -> float | None:
-    """What the header says, in seconds or as a date; None without one that can be read."""
-    said = reply.headers.get("retry-after", "")
-    if re.fullmatch(r"\d+(\.\d+)?", said):
-        return float(said)
-    try:
-        moment = parsedate_to_datetime(said)
-    except ValueError:
-        return None
-    return max((moment.astimezone(UTC) - datetime.now(UTC)).total_seconds(), 0.0)
-
-
-def _object(reply: httpx.Response, url: str) -> Json:
-    try:
-        content = reply.json()
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise EnvironmentFault(
-            f"--endpoint {url} must answer with JSON objects as OpenAI's API does, got "
-            f"{reply.text[:80]!r} for {reply.request.url.path}; set --endpoint to its /v1."
-        )
-    return content
-
-
-def _message(reply: httpx.Response) -> str:
-    """What a server says of a fault, on one line."""
-    try:
-        content = reply.json()
-    except ValueError:
-        content = reply.text
-    for name in ("error", "message", "detail"):
-        if isinstance(content, dict) and content.get(name):
-            content = content[name]
-    return " ".join(str(content).split())[:_MAX_SAID] or "no message"
-
-
-def find_server(
-    endpoint: str,
-    *,
-    target: str,
-    served_model: str | None,
-    timeout_s: float,
-    key_variable: str | None,
-) -> Server:
-    """The server at an address, once it has said that it serves the target.
-
-    Args:
-        endpoint: `http://HOST:PORT`, with or without `/v1`.
-        target: folder or hub id, whose parts are compared with the names of the server.
-        served_model: the name to take, whatever the target is called; None: one that fits.
-        timeout_s: seconds that an answer may take.
-        key_variable: environment variable that holds the server's key.
-
-    Raises:
-        ConfigError: the address is none, or no name of the server fits.
-        EnvironmentFault: it does not answer.
-    """
-    url = endpoint.rstrip("/")
-    try:
-        parsed = httpx.URL(url)
-        is_address = parsed.scheme in ("http", "https") and bool(parsed.host)
-    except httpx.InvalidURL:
-        is_address = False
-    if not is_address:
-        raise ConfigError(
-            f"--endpoint must be an address such as http://localhost:8000/v1, got {endpoint!r}."
-        )
-    url = url if url.endswith("/v1") else f"{url}/v1"
-    key = None if key_variable is None else os.environ.get(key_variable)
-    if key_variable is not None and not key:
-        raise ConfigError(
-            f"--api-key-variable must name an environment variable with the server's key, "
-            f"{key_variable!r} is not set."
-        )
-
-    async def read() -> Json:
-        async with _Connection(url, timeout_s=timeout_s, key=key) as connection:
-            return await connection.ask("GET", "/models")
-
-    try:
-        listed = asyncio.run(read()).get("data")
-    except _Refused as fault:
-        raise ConfigError(
-            f"--endpoint {url} must list its models, got {fault} for GET /models; set --endpoint "
-            "to an address of OpenAI's API, and --api-key-variable where it asks for a key."
-        ) from None
-    models = [one for one in listed or [] if isinstance(one, dict) and one.get("id")]
-    chosen = _choose(models, target=target, served_model=served_model, url=url)
-    limit = chosen.get("max_model_len")
-    return Server(url, str(chosen["id"]), limit if isinstance(limit, int) else None, timeout_s, key)
-
-
-def _choose(models: Sequence[Json], *, target: str, served_model: str | None, url: str) -> Json:
-    known = set(_parts(target))
-    for model in models:
-        names = [_parts(str(model[field]))[-1] for field in ("id", "root") if model.get(field)]
-        fits = model["id"] == served_model if served_model else not known.isdisjoint(names)
-        if fits:
-            return model
-    wanted = f"serve {served_model!r}" if served_model else f"serve --target {target}"
-    names = ", ".join(sorted(str(model["id"]) for model in models)) or "no model"
-    raise ConfigError(f"--endpoint {url} must {wanted}, got {names}; set --served-model.")
-
-
-def _parts(name: str) -> list[str]:
-    """Parts of a path or hub id in lower case, those of the hub's cache folders as well."""
-    return [part for part in re.split(r"/|\\|--", name.lower().partition("@")[0]) if part] or [""]
 
 
 class ServerAnswers(NamedTuple):
@@ -398,7 +199,7 @@ async def _answer_all(
             for task in waiting:  # shared by all workers
                 try:
                     reply = await connection.ask("POST", form.path, work.body(task, form))
-                except _Refused as fault:
+                except Refused as fault:
                     raise ConfigError(
                         f"--endpoint {work.server.url} must answer {task.doc_id}, got {fault}; set "
                         "--max-model-len where the prompt is too long, or leave it out of --source."
@@ -419,15 +220,15 @@ async def _answer_all(
             raise faults.exceptions[0] from None
 
 
-async def _first_answer(connection: _Connection, work: _Work, task: Task) -> tuple[_Form, Json]:
+async def _first_answer(connection: Connection, work: _Work, task: Task) -> tuple[_Form, Json]:
     """The first form of a request that the server takes, and its answer."""
     refusals: dict[str, str] = {}
     for form in _FORMS:
         try:
             return form, await connection.ask("POST", form.path, work.body(task, form))
-        except _Refused as fault:
+        except Refused as fault:
             refusals[form.path] = str(fault)  # the plainer form of a path comes last
-            if fault.status not in _REFUSED_FORM:
+            if fault.status not in REFUSED_FORM:
                 break
     said = "; ".join(f"{path}: {fault}" for path, fault in refusals.items())
     raise ConfigError(
@@ -436,13 +237,13 @@ async def _first_answer(connection: _Connection, work: _Work, task: Task) -> tup
     )
 
 
-async def _check_tokenizer(connection: _Connection, work: _Work, task: Task) -> None:
+async def _check_tokenizer(connection: Connection, work: _Work, task: Task) -> None:
     """Let the server count the first question as text: our ids would pass any tokenizer."""
     text, tokenizer = task.messages[-1][1], work.reader.tokenizer
     body = {"model": work.server.model, "prompt": text, "max_tokens": 1, "temperature": 0}
     try:
         usage = (await connection.ask("POST", _FORMS[0].path, body)).get("usage") or {}
-    except _Refused:  # takes token ids alone
+    except Refused:  # takes token ids alone
         return
     ours = completion_ids(text, tokenizer), tokenizer.encode(text, add_special_tokens=True)
     if usage.get("prompt_tokens") not in (None, *map(len, ours)):

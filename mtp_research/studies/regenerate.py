@@ -27,6 +27,7 @@ from typing import NamedTuple, cast
 
 from mtp_research.config.schema import WEIGHTS, EngineConfig
 from mtp_research.data.row_forms import Question, read_questions
+from mtp_research.data.server import find_server
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
@@ -52,7 +53,7 @@ from mtp_research.studies.answer_tasks import (
     self_text,
     sort_out,
 )
-from mtp_research.studies.endpoint import Reader, answer_by_server, find_server
+from mtp_research.studies.endpoint import OPTIONS, Reader, answer_by_server
 
 # What one way of answering reads and the other does not.
 _LOCAL_OPTIONS = ("self_chat", "self_text", "batch", "graphs", "dtype", "device")
@@ -162,6 +163,7 @@ def _run_endpoint(args: argparse.Namespace) -> None:
         served_model=args.served_model,
         timeout_s=args.timeout_s,
         key_variable=args.api_key_variable,
+        options=OPTIONS,
     )
     limits = [limit for limit in (server.max_model_len, args.max_model_len) if limit is not None]
     server = replace(server, max_model_len=min(limits, default=None))

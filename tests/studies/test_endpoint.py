@@ -15,6 +15,7 @@ import pytest
 
 from examples.serve import load_server
 from mtp_research.config.training_schema import DataConfig
+from mtp_research.data import server as api
 from mtp_research.models.target import load_tokenizer
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from mtp_research.studies import endpoint
@@ -111,8 +112,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], tuple[str, ...]]:
 
     def use(handler: Any) -> tuple[str, ...]:
         client = partial(httpx.AsyncClient, transport=httpx.MockTransport(handler))
-        monkeypatch.setattr(endpoint.httpx, "AsyncClient", client)
-        monkeypatch.setattr(endpoint, "WAITS_S", (0.0, 0.0))
+        monkeypatch.setattr(api.httpx, "AsyncClient", client)
+        monkeypatch.setattr(api, "WAITS_S", (0.0, 0.0))
         return ("--endpoint", "http://server")
 
     return use
@@ -188,8 +189,8 @@ def test_fault_that_passes_is_tried_again(tmp_path, source, served, tokenizer, m
     async def sleep(seconds: float) -> None:
         waited.append(seconds)
 
-    monkeypatch.setattr(endpoint.asyncio, "sleep", sleep)
-    monkeypatch.setattr(endpoint, "WAITS_S", (1.0, 2.0))
+    monkeypatch.setattr(api.asyncio, "sleep", sleep)
+    monkeypatch.setattr(api, "WAITS_S", (1.0, 2.0))
     assert run(tmp_path / "out.jsonl", source, *words) == 0
     assert waited == ([0.25, 0.25] if first == "429" else [1.0, 2.0])
     assert len(lines(tmp_path / "out.jsonl")) == len(QUESTIONS)
@@ -197,7 +198,7 @@ def test_fault_that_passes_is_tried_again(tmp_path, source, served, tokenizer, m
 
 def test_retry_after_is_read_as_seconds_or_as_a_date():
     def read(said: str) -> float | None:
-        return endpoint._retry_after_s(httpx.Response(429, headers={"Retry-After": said}))
+        return api.retry_after_s(httpx.Response(429, headers={"Retry-After": said}))
 
     assert (read("7"), read("soon"), read("")) == (7.0, None, None)
     assert read("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
@@ -299,13 +300,13 @@ def test_server_whose_tokenizer_counts_otherwise_is_refused(
 )
 def test_name_of_the_target_is_found_among_those_of_the_server(target, model, fits):
     models = [{"id": "first"}, model]
+    choose = partial(api.choose_model, models, target=target, url="u", options=endpoint.OPTIONS)
     if fits:
-        assert endpoint._choose(models, target=target, served_model=None, url="u") == model
+        assert choose(served_model=None) == model
     else:
         with pytest.raises(endpoint.ConfigError, match="got Qwen3-8B-Base, first"):
-            endpoint._choose(models, target=target, served_model=None, url="u")
-    chosen = endpoint._choose(models, target=target, served_model="first", url="u")
-    assert chosen == {"id": "first"}
+            choose(served_model=None)
+    assert choose(served_model="first") == {"id": "first"}
 
 
 def test_local_answers_are_not_mixed_with_those_of_a_server(
@@ -338,7 +339,7 @@ def test_sampling_context_and_key_reach_the_server(
 
 def test_answer_that_was_ended_gets_the_token_that_ended_it(tokenizer):
     reader = endpoint.Reader(tokenizer, (5, 9), 4096)
-    server = endpoint.Server("u", "m", None, 1.0, None)
+    server = endpoint.Server("u", "m", None, 1.0, None, endpoint.OPTIONS)
     work = endpoint._Work(server, endpoint.SamplingParams(), reader)
     ended = {"finish_reason": "stop"}
     usual = tokenizer.eos_token_id if tokenizer.eos_token_id in (5, 9) else 5
