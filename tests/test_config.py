@@ -197,6 +197,7 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (TrainConfig, "objective.depth_weights=none", "decay | dpace | expected_length | uniform"),
         (TrainConfig, "task=cache", "must be set for task=cache, got nothing; set data=cached"),
         (TrainConfig, "data.import_hidden=x", "set task=cache data=cached"),
+        (TrainConfig, "data.states_ahead=2", "must be 32 for data.states_endpoint=null"),
         (TrainConfig, "head.module_schedule=first", "set head=shared_n1"),
         (EvalConfig, "spec.policy=[]", "at least one policy"),
         (EvalConfig, "spec.policy=[eagle,eagle]", "each once"),

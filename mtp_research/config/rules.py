@@ -85,6 +85,7 @@ def _train_faults(config: TrainConfig) -> Iterator[str]:
         yield from _loss_faults(config.objective)
         yield from _task_faults(config)
         yield from _sharing_faults(config)
+    yield from _served_faults(config)
     yield from _train_placing_faults(config)
 
 
@@ -179,6 +180,26 @@ def _task_faults(config: TrainConfig) -> Iterator[str]:
     if config.data.import_hidden is not None and config.task != "cache":
         key, expected = "data.import_hidden", f"must be null for task={config.task}"
         yield rule_line(key, expected, config.data.import_hidden, "task=cache data=cached")
+
+
+def _served_faults(config: TrainConfig) -> Iterator[str]:
+    data = config.data
+    key, got = "data.states_endpoint", data.states_endpoint
+    if got is None:
+        for unread in ("data.states_model", "data.states_ahead"):
+            value, usual = attrgetter(unread)(config), schema_keys(TrainConfig)[unread].default
+            if value != usual:
+                text = json.dumps(usual)
+                yield rule_line(unread, f"must be {text} for {key}=null", value, f"{unread}={text}")
+        return
+    reasons = {
+        "beside data.hidden_cache": data.hidden_cache is not None,
+        f"for task={config.task}": config.task != "heads",
+        "for trainer.shard_target=true": config.trainer.shard_target,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield rule_line(key, f"must be null {reason}", got, f"{key}=null")
 
 
 def _sharing_faults(config: TrainConfig) -> Iterator[str]:

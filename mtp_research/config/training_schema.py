@@ -59,6 +59,12 @@ class DataConfig:
     # Folder of hidden states that vLLM or speculators wrote, which task=cache takes; None: the
     # target computes them.
     import_hidden: str | None = None
+    # Server that runs the target and writes hidden states to a local folder while heads train, such
+    # as http://localhost:8000/v1; None: the target computes them.
+    states_endpoint: str | None = None
+    states_model: str | None = None  # what the server calls the target; None: a name alike
+    # Rows that the server is asked for before they are needed; more of them never wait on disk.
+    states_ahead: int = within(32, 1, 10**5)
     # Load the target's layers beside the cache, and compare a row of each shard with them.
     check_hidden_cache: bool = False
 

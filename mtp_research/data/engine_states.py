@@ -19,6 +19,7 @@ Source: vLLM `docs/features/speculative_decoding/extract_hidden_states.md`; spec
 import hashlib
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,15 +37,12 @@ _NUM_DIMS = 3  # of `[T, L, D]`
 class EngineStates:
     """The files of a folder and its folders; all are checked when it is opened."""
 
-    def __init__(
-        self, folder: Path, *, hidden_size: int, dtype: torch.dtype, lengths: Collection[int]
-    ) -> None:
+    def __init__(self, folder: Path, *, form: "StatesForm", lengths: Collection[int]) -> None:
         """Look through the files.
 
         Args:
             folder: may hold further folders.
-            hidden_size: D of the target.
-            dtype: of the target.
+            form: what the target's states are like.
             lengths: a file is also found by its first tokens, this many, as rows cut documents.
 
         Raises:
@@ -52,17 +50,16 @@ class EngineStates:
             IntegrityError: a file is damaged, or its shapes do not fit.
         """
         self.folder = folder
-        self._hidden_size, self._dtype = hidden_size, dtype
         self._paths: dict[bytes, Path] = {}
         paths = sorted(folder.rglob("*.safetensors"))
         if not paths:
             raise ConfigError(
-                f"data.import_hidden must be a folder of .safetensors files with `{_TOKENS}` and "
-                f"`{_STATES}`, {str(folder)!r} has none; set data.import_hidden."
+                f"{form.key} must be a folder of .safetensors files with `{_TOKENS}` and "
+                f"`{_STATES}`, {str(folder)!r} has none; set {form.key}."
             )
         with WorkProgress("files of hidden states", total=len(paths), unit="files") as progress:
             for number, path in enumerate(paths, start=1):
-                token_ids = self._checked(path)
+                token_ids = read_token_ids(path, form=form)
                 for length in {len(token_ids), *lengths}:
                     if length <= len(token_ids):
                         self._paths.setdefault(_key(token_ids[:length]), path)
@@ -73,59 +70,76 @@ class EngineStates:
         return _key(token_ids) in self._paths
 
     def states(self, token_ids: np.ndarray) -> Tensor:
-        """States `[n, D]` of `[n]` tokens, before the final norm, on the CPU.
+        """States `[n, D]` of `[n]` tokens, see `read_last_states`."""
+        return read_last_states(self._paths[_key(token_ids)], length=len(token_ids))
 
-        Raises:
-            IntegrityError: some are not finite.
-        """
-        path = self._paths[_key(token_ids)]
+
+class StatesForm(NamedTuple):
+    """What the files of a target have to hold, and the setting that names them in messages."""
+
+    key: str  # such as `data.import_hidden`
+    hidden_size: int  # D
+    dtype: torch.dtype
+
+
+def read_token_ids(path: Path, *, form: StatesForm) -> np.ndarray:
+    """Token ids `[T]` of a file, whose states fit them and the target.
+
+    Raises:
+        ConfigError: the states are of another dtype.
+        IntegrityError: the file is damaged, or its shapes do not fit.
+    """
+    try:
         with safe_open(path, framework="pt") as file:
+            lacking = sorted({_STATES, _TOKENS} - set(file.keys()))
+            if lacking:
+                raise IntegrityError(
+                    f"{path}: expected tensors {_STATES} and {_TOKENS}, got {file.keys()}; "
+                    f"set {form.key} to what writes an engine's hidden states."
+                )
+            token_ids = file.get_tensor(_TOKENS)
             found = file.get_slice(_STATES)
-            last = found.get_shape()[1] - 1
-            states = found[: len(token_ids), last : last + 1][:, 0]
-        if not torch.isfinite(states).all():
-            raise IntegrityError(
-                f"{path}: hidden states must be finite, got others; remove the file and let the "
-                "engine write it again."
-            )
-        return states
+            shape, dtype = found.get_shape(), found.get_dtype()
+    except (SafetensorError, OSError) as fault:
+        raise IntegrityError(
+            f"{path}: cut off or damaged ({fault}); remove it and let the engine write it again."
+        ) from fault
+    fits = len(shape) == _NUM_DIMS and shape[0] == len(token_ids) and shape[1] > 0
+    if token_ids.dim() != 1 or token_ids.is_floating_point() or not fits:
+        raise IntegrityError(
+            f"{path}: expected {_STATES} [T, L, D] of {_TOKENS} [T], got {shape} of "
+            f"{[*token_ids.shape]} {token_ids.dtype}; let the engine write it again."
+        )
+    if shape[2] != form.hidden_size:
+        raise IntegrityError(
+            f"{path}: expected states of the target's hidden size {form.hidden_size}, got "
+            f"{shape[2]}: another model wrote them; set {form.key} or model.path."
+        )
+    if _DTYPES.get(dtype) != form.dtype:
+        name = str(_DTYPES.get(dtype, dtype)).removeprefix("torch.")
+        raise ConfigError(
+            f"{form.key} must give states of the target's dtype {form.dtype}, {path} has {name}; "
+            f"set model.dtype={name}."
+        )
+    return token_ids.numpy().astype(np.int64)
 
-    def _checked(self, path: Path) -> np.ndarray:
-        """Token ids of a file whose states fit them and the target."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                lacking = sorted({_STATES, _TOKENS} - set(file.keys()))
-                if lacking:
-                    raise IntegrityError(
-                        f"{path}: expected tensors {_STATES} and {_TOKENS}, got {file.keys()}; "
-                        "set data.import_hidden to a folder of an engine's hidden states."
-                    )
-                token_ids = file.get_tensor(_TOKENS)
-                found = file.get_slice(_STATES)
-                shape, dtype = found.get_shape(), found.get_dtype()
-        except (SafetensorError, OSError) as fault:
-            raise IntegrityError(
-                f"{path}: cut off or damaged ({fault}); remove it and let the engine write it "
-                "again."
-            ) from fault
-        fits = len(shape) == _NUM_DIMS and shape[0] == len(token_ids) and shape[1] > 0
-        if token_ids.dim() != 1 or token_ids.is_floating_point() or not fits:
-            raise IntegrityError(
-                f"{path}: expected {_STATES} [T, L, D] of {_TOKENS} [T], got {shape} of "
-                f"{[*token_ids.shape]} {token_ids.dtype}; let the engine write it again."
-            )
-        if shape[2] != self._hidden_size:
-            raise IntegrityError(
-                f"{path}: expected states of the target's hidden size {self._hidden_size}, got "
-                f"{shape[2]}: another model wrote them; set data.import_hidden or model.path."
-            )
-        if _DTYPES.get(dtype) != self._dtype:
-            name = str(_DTYPES.get(dtype, dtype)).removeprefix("torch.")
-            raise ConfigError(
-                f"data.import_hidden must hold states of the target's dtype {self._dtype}, {path} "
-                f"has {name}; set model.dtype={name}."
-            )
-        return token_ids.numpy().astype(np.int64)
+
+def read_last_states(path: Path, *, length: int) -> Tensor:
+    """States `[length, D]` of a checked file's first tokens, before the final norm, on the CPU.
+
+    Raises:
+        IntegrityError: some are not finite.
+    """
+    with safe_open(path, framework="pt") as file:
+        found = file.get_slice(_STATES)
+        last = found.get_shape()[1] - 1
+        states = found[:length, last : last + 1][:, 0]
+    if not torch.isfinite(states).all():
+        raise IntegrityError(
+            f"{path}: hidden states must be finite, got others; remove the file and let the "
+            "engine write it again."
+        )
+    return states
 
 
 def _key(token_ids: np.ndarray) -> bytes:

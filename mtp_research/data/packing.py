@@ -7,6 +7,7 @@ of a row. Both packers are pure functions of their arguments, so that data order
 Source: first-fit decreasing bin packing (Johnson 1973).
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -182,3 +183,11 @@ def _epochs(stream: TokenStream, *, seq_len: int, seed: int) -> Iterator[int]:
     while True:
         yield from pack_stream(stream, seq_len=seq_len, seed=seed, epoch=epoch).tolist()
         epoch += 1
+
+
+def document_spans(document_index: np.ndarray) -> Iterator[slice]:
+    """Where the documents of a row `[S]` stand."""
+    bounds = np.flatnonzero(np.diff(document_index, prepend=-2, append=-2))
+    for start, end in itertools.pairwise(bounds.tolist()):
+        if document_index[start] >= 0:
+            yield slice(start, end)

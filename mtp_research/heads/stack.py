@@ -77,7 +77,7 @@ class MTPModule(nn.Module):
     ) -> None:
         super().__init__()
         hidden_size = target.config.hidden_size
-        final_norm = getattr(target.model.base_model, target.family.final_norm)
+        final_norm = target.final_norm
         norm_class = type(final_norm)
         eps = getattr(target.config, target.family.norm_eps)
         self.concat_order = concat_order

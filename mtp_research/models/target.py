@@ -104,6 +104,11 @@ class Target:
         """Dtype of the embedding table."""
         return cast(Tensor, self.embed_tokens.weight).dtype
 
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm behind the last decoder layer."""
+        return self.model.base_model.get_submodule(self.family.final_norm)
+
     @functools.cached_property
     def kv_layers(self) -> tuple[LayerGeometry, ...]:
         """What each cache layer keeps of a token; layers without attention keep nothing."""
@@ -305,7 +310,7 @@ def _keep_pre_norm(target: Target) -> None:
     transformers 5.17 returns post-norm states only; a pre-hook gives the raw ones everywhere, and
     one that stays can be compiled.
     """
-    norm = target.model.base_model.get_submodule(target.family.final_norm)
+    norm = target.final_norm
     norm.register_forward_pre_hook(
         lambda _module, inputs: target._seen().update(pre_norm=inputs[0])
     )

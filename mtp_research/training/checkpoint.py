@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -273,7 +274,7 @@ def run_settings(
         settings["head.init"] = "target_last_layer"
     settings |= {f"objective.{k}": v for k, v in dataclasses.asdict(config.objective).items()}
     target = heads.target
-    norm = getattr(target.model.base_model, target.family.final_norm).weight
+    norm = cast(Tensor, target.final_norm.weight)
     return settings | {
         "seed": config.seed,
         "objective.num_depths": num_depths,

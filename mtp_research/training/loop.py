@@ -25,7 +25,7 @@ from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import save_heads
 from mtp_research.models.loading.source import source_facts
-from mtp_research.runtime.errors import IntegrityError, Interrupted
+from mtp_research.runtime.errors import EnvironmentFault, IntegrityError, Interrupted
 from mtp_research.training.checkpoint import (
     Checkpoint,
     clear_leftovers,
@@ -161,8 +161,10 @@ class TrainingRun:
         view.note(f"modules start from {self.parts.heads.provenance['started_from']}")
         if self.first_walk is None:
             self.first_walk = self._measure(tracker, view, decode_eval=decode_eval)
+        self._announce_rows()
         while not self.is_finished:
-            self._train_step()
+            with self._saving_faults(tracker, view):
+                self._train_step()
             self._report(self.figures.ready(), tracker=tracker, view=view)
             is_last = self.step == trainer.max_steps
             is_measured = is_last or self.step % trainer.eval_every == 0
@@ -186,6 +188,30 @@ class TrainingRun:
         }
         tracker.result(step=self.step, values=result, head=self.output_dir / "head")
         return jsonable(result)
+
+    @contextmanager
+    def _saving_faults(self, tracker: Tracker, view: ProgressView) -> Iterator[None]:
+        """Save the steps that were done when a server of hidden states has gone."""
+        try:
+            yield
+        except EnvironmentFault:
+            if self.accelerator.num_processes == 1:  # other ranks would wait for one another
+                self._report(self.figures.drain(), tracker=tracker, view=view)
+                self._save()
+            raise
+
+    def _announce_rows(self) -> None:
+        """Tell the rows what the steps to come will read."""
+        config = self.config
+        micros = range(config.trainer.gradient_accumulation_steps)
+        self.parts.rows.follow(
+            index
+            for step in range(self.step, config.trainer.max_steps)
+            for micro in micros
+            for index in _rows_of(
+                micro, parts=self.parts, config=config, ranks=self.accelerator, step=step
+            )
+        )
 
     def _train_step(self) -> None:
         """Queue one optimizer step on the device; nothing here waits for it."""

@@ -4,23 +4,19 @@ Which rows a step sees is a pure function of (seed, position), so a resumed run 
 Hidden states are computed when a row is needed. When the run reads its rows more than once and they
 fit, they stay in memory: always computed in the same blocks of rows, since the rounding of a
 batched forward depends on its neighbours and a resumed run must repeat it bit for bit. They may
-also come from a cache on disk, which `task=cache` makes of the same blocks, so that training from
-it gives the same bits. Its header holds hashes of the target's files, so that a cache of
-another model cannot pass for this one's; a target with all its layers (`data.check_hidden_cache`)
-computes one row of each shard again as well. A cache can also be made of hidden states that an
-inference engine wrote (`data.import_hidden`), to which only the final norm is applied here.
+also come from a cache on disk, which `task=cache` makes (`cache_rows`). Its header holds hashes of
+the target's files, so that a cache of another model cannot pass for this one's; a target with all
+its layers (`data.check_hidden_cache`) computes one row of each shard again as well. Or a server
+computes them while heads train (`data.states_endpoint`), and only the final norm is applied here.
 
 Letters: B batch rows, S row length, D hidden.
 """
 
-import dataclasses
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -30,22 +26,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtp_research.config.schema import TrainConfig
-from mtp_research.data.engine_states import EngineStates
+from mtp_research.data.engine_states import StatesForm
 from mtp_research.data.hidden_cache import (
-    SHARD_ROWS,
     CacheHeader,
     HiddenCache,
-    HiddenCacheWriter,
     cached_bytes_per_token,
     files_sha256,
 )
-from mtp_research.data.packing import EncodedDocument, PackedRows, pack_first_fit
+from mtp_research.data.packing import PackedRows, pack_first_fit
+from mtp_research.data.served_states import ServedStates
+from mtp_research.data.server import Options, Server, find_server
 from mtp_research.models.attention.attention import DenseContext, document_ends, flat_ends
 from mtp_research.models.family import NormPoint
 from mtp_research.models.loading.source import check_source
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
-from mtp_research.runtime.progress import WorkProgress
 from mtp_research.training.documents import HeadDocuments
 
 logger = logging.getLogger(__name__)
@@ -53,6 +48,14 @@ logger = logging.getLogger(__name__)
 CACHE_BYTES = 1 << 30
 BLOCK_ROWS = 8
 TRAIN, HELD_OUT = "train", "held_out"  # folders of a cache
+OPTIONS = Options(
+    "data.states_endpoint",
+    "model.path",
+    name_fix="set data.states_model",
+    key_fix="start it without a key",
+    goes_on="goes on from the last checkpoint",
+)
+_TIMEOUT_S = 600.0  # that a server may take for one document
 
 
 class Batch(NamedTuple):
@@ -78,7 +81,7 @@ class TrainingRows:
 
     `keep_hidden` holds hidden states once computed, if all of them fit in `CACHE_BYTES`. With a
     `cache` on disk the target computes nothing, or samples: for `checks_cache`, a row of each shard
-    is compared with the target's own.
+    is compared with the target's own. With `served` states it computes the final norm alone.
     """
 
     def __init__(
@@ -90,11 +93,13 @@ class TrainingRows:
         keep_hidden: bool,
         cache: HiddenCache | None = None,
         checks_cache: bool = True,
+        served: ServedStates | None = None,
     ) -> None:
         self._target = target
         self._hidden_source = hidden_source
         self._cache = cache
         self._checks_cache = checks_cache
+        self._served = served
         arrays = (
             packed.token_ids,
             packed.position,
@@ -127,8 +132,15 @@ class TrainingRows:
             num_labels=int(self._num_labels[list(indices)].sum()),
         )
 
+    def follow(self, order: Iterable[int]) -> None:
+        """Prepare for `hidden` of these rows, one after the other."""
+        if self._served is not None:
+            self._served.follow(order)
+
     def hidden(self, indices: Sequence[int]) -> BatchHidden:
         """Target hidden states of the rows of `indices`, without gradient."""
+        if self._served is not None:
+            return self._normed(self._served.rows(indices))
         if self._cache is not None:
             return self._read(self._cache, indices)
         if not self.keeps_hidden:
@@ -138,6 +150,16 @@ class TrainingRows:
         if self._hidden_source == "post_norm":
             return BatchHidden(source, source)
         return BatchHidden(source, torch.stack([part.post_norm[row] for part, row in parts]))
+
+    @torch.no_grad()
+    def own_nll(self, index: int) -> float:
+        """Mean of `own_token_nll` of a row, to see whether its states are those of its tokens."""
+        batch, hidden = self.batch([index]), self.hidden([index])
+        is_own = batch.loss_mask[0] & (batch.position_ids[0] > 0)
+        found = own_token_nll(
+            self._target, hidden.post_norm[0], token_ids=batch.input_ids[0], is_own=is_own
+        )
+        return float(np.mean(found)) if found else float("nan")
 
     def computed(self, indices: range) -> dict[str, Tensor]:
         """Hidden states `[rows, S, D]` of whole blocks by name, for a cache; none stays here."""
@@ -157,6 +179,13 @@ class TrainingRows:
             for index in samples:
                 self._compare(post_norm[list(indices).index(index)], index=index)
         return BatchHidden(source, post_norm)
+
+    @torch.no_grad()
+    def _normed(self, states: Tensor) -> BatchHidden:
+        """Of states `[B, S, D]` before the final norm."""
+        pre_norm = states.to(self._target.device)
+        post_norm = self._target.final_norm(pre_norm)
+        return BatchHidden(post_norm if self._hidden_source == "post_norm" else pre_norm, post_norm)
 
     def _compare(self, cached: Tensor, *, index: int) -> None:
         """Refuse a row `[S, D]` of the cache that this target does not compute."""
@@ -191,73 +220,23 @@ class TrainingRows:
         return BatchHidden(hidden.post_norm if is_post else hidden.pre_norm, hidden.post_norm)
 
 
-class ImportedRows:
-    """Packed rows whose hidden states come from the files of an engine."""
+def own_token_nll(
+    target: Target, post_norm: Tensor, *, token_ids: Tensor, is_own: Tensor
+) -> list[float]:
+    """Negative log-likelihood (nats) of each of the target's own tokens of a row.
 
-    def __init__(
-        self,
-        packed: PackedRows,
-        *,
-        documents: Sequence[EncodedDocument],
-        states: EngineStates,
-        target: Target,
-        hidden_source: NormPoint,
-    ) -> None:
-        """Find the file of every document that is in a row.
+    It is low for text that the target wrote, and high where the states are another layer's.
 
-        Raises:
-            ConfigError: some have none.
-        """
-        self._packed, self._states, self._target = packed, states, target
-        self._hidden_source = hidden_source
-        self.sampled_nll: list[float] = []  # a row of each call, see `nll_per_token`
-        self._spans = [list(_spans(row)) for row in packed.document_index]
-        lacking = [
-            documents[packed.document_index[row, span.start]].doc_id
-            for row, spans in enumerate(self._spans)
-            for span in spans
-            if not states.has(packed.token_ids[row, span])
-        ]
-        if lacking:
-            raise ConfigError(
-                f"data.import_hidden must hold the hidden states of every document of data.path, "
-                f"{states.folder} lacks {len(lacking)} of {sum(map(len, self._spans))}, such as "
-                f"{min(lacking)!r}; let the engine read its token ids as a prompt."
-            )
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    @torch.no_grad()
-    def computed(self, indices: range) -> dict[str, Tensor]:
-        """Hidden states `[rows, S, D]` by name, zero where a row is empty."""
-        target, packed = self._target, self._packed
-        shape = (len(indices), packed.token_ids.shape[1], target.config.hidden_size)
-        pre_norm = torch.zeros(shape, dtype=target.dtype)
-        for place, row in enumerate(indices):
-            for span in self._spans[row]:
-                pre_norm[place, span] = self._states.states(packed.token_ids[row, span])
-        final_norm = target.model.base_model.get_submodule(target.family.final_norm)
-        post_norm = final_norm(pre_norm.to(target.device))
-        self.sampled_nll += self._nll(post_norm[0], row=indices[0])
-        names = {"post_norm": post_norm}
-        return names if self._hidden_source == "post_norm" else names | {"source": pre_norm}
-
-    def _nll(self, post_norm: Tensor, *, row: int) -> list[float]:
-        """Of each of the target's own tokens of a row, given its states `[S, D]`; nats."""
-        packed = self._packed
-        is_own = torch.from_numpy(packed.loss_mask[row, 1:] & (packed.position[row, 1:] > 0))
-        labels = torch.from_numpy(packed.token_ids[row, 1:])[is_own].to(post_norm.device)
-        logits = self._target.logits(post_norm[:-1][is_own.to(post_norm.device)])
-        return functional.cross_entropy(logits.float(), labels, reduction="none").tolist()
-
-
-def _spans(document_index: np.ndarray) -> Iterator[slice]:
-    """Where the documents of a row `[S]` stand."""
-    bounds = np.flatnonzero(np.diff(document_index, prepend=-2, append=-2))
-    for start, end in itertools.pairwise(bounds.tolist()):
-        if document_index[start] >= 0:
-            yield slice(start, end)
+    Args:
+        target: its lm_head gives the logits.
+        post_norm: states `[S, D]` after the final norm.
+        token_ids: `[S]`.
+        is_own: `[S]`, True at tokens that the target wrote behind others of their document.
+    """
+    is_label = is_own[1:].to(post_norm.device)
+    labels = token_ids[1:].to(post_norm.device)[is_label]
+    logits = target.logits(post_norm[:-1][is_label])
+    return functional.cross_entropy(logits.float(), labels, reduction="none").tolist()
 
 
 def num_row_labels(packed: PackedRows) -> np.ndarray:
@@ -290,101 +269,52 @@ def build_rows(
     config: TrainConfig, *, documents: HeadDocuments, target: Target, num_depths: int
 ) -> RunRows:
     """Rows of a training run, with hidden states from `data.hidden_cache` if it is set."""
-    packed = _pack(config, documents=documents, target=target, num_depths=num_depths)
+    packed = pack_rows(config, documents=documents, target=target, num_depths=num_depths)
     source, trainer = cast(NormPoint, config.head.hidden_source), config.trainer
     rows_read = trainer.max_steps * trainer.batch_size * trainer.gradient_accumulation_steps
     # Ranks that share the target's layers run it together or wait for one another for ever.
     may_keep = not trainer.shard_target
     root, found = config.data.hidden_cache, []
+    server = _server(config)
     for name, rows in packed.items():
-        cache = None
+        keep_hidden = may_keep and (name == HELD_OUT or rows_read > len(rows.token_ids))
+        cache = served = None
         if root is not None:
             header = cache_header(rows, target=target, hidden_source=source)
             cache = HiddenCache(Path(root) / name, header=header)
+        if server is not None:
+            size = rows.token_ids.size * target.config.hidden_size * target.dtype.itemsize
+            served = ServedStates(
+                rows,
+                server=server,
+                form=StatesForm(OPTIONS.endpoint, target.config.hidden_size, target.dtype),
+                ahead=config.data.states_ahead,
+                keeps=keep_hidden and size <= CACHE_BYTES,
+            )
         part = TrainingRows(
             rows,
             target=target,
             hidden_source=source,
-            keep_hidden=may_keep and (name == HELD_OUT or rows_read > len(rows.token_ids)),
+            keep_hidden=keep_hidden,
             cache=cache,
             checks_cache=may_keep and target.num_left_out == 0,
+            served=served,
         )
         found.append(part)
     return RunRows(*found)
 
 
-def write_hidden_cache(
-    config: TrainConfig, *, documents: HeadDocuments, target: Target, num_depths: int
-) -> dict[str, object]:
-    """Write what is missing of `data.hidden_cache`; a repeated call continues a stopped one.
-
-    The JSON-serialisable result has rows, tokens, bytes, shards written now and seconds; of
-    imported states also `nll_per_token`, the mean negative log-likelihood (nats) of the target's
-    own tokens in a row of each shard. It is low for text that the target wrote, and high where the
-    states are another layer's.
-    """
-    started_s = time.perf_counter()
-    assert config.data.hidden_cache is not None, "validation asks for data.hidden_cache"
-    root, source = Path(config.data.hidden_cache), cast(NormPoint, config.head.hidden_source)
-    packed = _pack(config, documents=documents, target=target, num_depths=num_depths)
-    missing: list[tuple[HiddenCacheWriter, TrainingRows | ImportedRows, int]] = []
-    all_rows = _rows_to_cache(config, packed, documents=documents, target=target)
-    for name, part in packed.items():
-        rows = all_rows[name]
-        header = cache_header(part, target=target, hidden_source=source)
-        if config.data.import_hidden is not None:
-            origin = {"imported_from": config.data.import_hidden}
-            header = dataclasses.replace(header, versions=origin)
-        writer = HiddenCacheWriter(root / name, header=header)
-        missing += [(writer, rows, number) for number in writer.missing()]
-    with WorkProgress("hidden states", total=len(missing), unit="shards") as progress:
-        for writer, rows, number in missing:
-            indices = range(number * SHARD_ROWS, min((number + 1) * SHARD_ROWS, len(rows)))
-            writer.write(number, rows.computed(indices))
-            progress.advance()
-    imported = [rows for rows in all_rows.values() if isinstance(rows, ImportedRows)]
-    sampled = [nll for rows in imported for nll in rows.sampled_nll]
-    facts: dict[str, object] = {}
-    if sampled:
-        facts["nll_per_token"] = round(float(np.mean(sampled)), 4)
-    return facts | {
-        "hidden_cache": str(root),
-        "num_rows": sum(len(part.token_ids) for part in packed.values()),
-        "num_tokens": sum(int((part.document_index >= 0).sum()) for part in packed.values()),
-        "num_short_documents": documents.num_short,
-        "num_shards_written": len(missing),
-        "bytes": sum(path.stat().st_size for path in root.rglob("*.safetensors")),
-        "seconds": round(time.perf_counter() - started_s, 1),
-    }
-
-
-def _rows_to_cache(
-    config: TrainConfig,
-    packed: Mapping[str, PackedRows],
-    *,
-    documents: HeadDocuments,
-    target: Target,
-) -> dict[str, TrainingRows] | dict[str, ImportedRows]:
-    """Rows that compute their hidden states, or take them from `data.import_hidden`."""
-    source, folder = cast(NormPoint, config.head.hidden_source), config.data.import_hidden
-    if folder is None:
-        return {
-            name: TrainingRows(part, target=target, hidden_source=source, keep_hidden=False)
-            for name, part in packed.items()
-        }
-    states = EngineStates(
-        Path(folder),
-        hidden_size=target.config.hidden_size,
-        dtype=target.dtype,
-        lengths={part.token_ids.shape[1] for part in packed.values()},
+def _server(config: TrainConfig) -> Server | None:
+    """The server of `data.states_endpoint`, once it has said that it serves the target."""
+    if config.data.states_endpoint is None:
+        return None
+    return find_server(
+        config.data.states_endpoint,
+        target=config.model.path,
+        served_model=config.data.states_model,
+        timeout_s=_TIMEOUT_S,
+        options=OPTIONS,
     )
-    texts = {TRAIN: documents.train, HELD_OUT: documents.held_out}
-    return {
-        name: ImportedRows(
-            part, documents=texts[name], states=states, target=target, hidden_source=source
-        )
-        for name, part in packed.items()
-    }
 
 
 def cache_header(packed: PackedRows, *, target: Target, hidden_source: NormPoint) -> CacheHeader:
@@ -420,7 +350,7 @@ def _chat_template_sha256(folder: Path) -> str:
     return "none" if template is None else hashlib.sha256(str(template).encode()).hexdigest()
 
 
-def _pack(
+def pack_rows(
     config: TrainConfig, *, documents: HeadDocuments, target: Target, num_depths: int
 ) -> dict[str, PackedRows]:
     """Training rows of `data.seq_len`; held-out rows long enough for the longest document."""

@@ -29,6 +29,7 @@ from mtp_research.models.loading.source import CONFIG_FILE, local_file
 from mtp_research.models.target import Target, load_target, warn_of_family
 from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError
+from mtp_research.training.cache_rows import write_hidden_cache
 from mtp_research.training.checkpoint import (
     Checkpoint,
     check_same_run,
@@ -41,7 +42,7 @@ from mtp_research.training.documents import HeadDocuments, load_head_documents, 
 from mtp_research.training.losses.loss_terms import loss_spec
 from mtp_research.training.losses.losses import HeadObjective, UnrollSpec
 from mtp_research.training.optim import add_lora
-from mtp_research.training.packed_rows import TrainingRows, build_rows, write_hidden_cache
+from mtp_research.training.packed_rows import TrainingRows, build_rows
 from mtp_research.training.parallel.parallel import Engine, make_engine, prepare_target
 
 
@@ -56,7 +57,7 @@ class RunParts:
     held_out_rows: TrainingRows  # packed held-out rows
     unroll_spec: UnrollSpec  # how the heads are run
     settings: dict[str, object]  # what a resumed run must share, see `checkpoint.run_settings`
-    loaded: str  # which part of the target was loaded for data.hidden_cache; empty without one
+    loaded: str  # which part of the target was loaded beside hidden states; empty without them
     expert_loads: ExpertLoads | None = None  # of the modules' routers; None for dense modules
 
 
@@ -113,7 +114,7 @@ def build_run(
         held_out_rows=rows.held_out,
         unroll_spec=spec,
         settings=settings,
-        loaded=_loaded_line(config, target=target),
+        loaded=_loaded_line(config, target=target, rows=rows.train),
         expert_loads=loads if loads.counts else None,
     )
 
@@ -220,7 +221,7 @@ def load_inputs(config: TrainConfig, *, is_whole: bool = True) -> RunInputs:
 def needs_layers(config: TrainConfig) -> str | None:
     """What runs the target's layers; None where hidden states from disk are all that is needed."""
     reasons = {
-        "data.hidden_cache=null": config.data.hidden_cache is None,
+        "data.hidden_cache=null": _states_from(config) is None,
         f"task={config.task}": config.task != "heads",
         "data.check_hidden_cache": config.data.check_hidden_cache,
         "trainer.decode_eval_prompts": config.trainer.decode_eval_prompts > 0,
@@ -239,14 +240,28 @@ def _starts_from_layer(config: TrainConfig, *, target: Target) -> bool:
     return start.init == "target_last_layer"
 
 
-def _loaded_line(config: TrainConfig, *, target: Target) -> str:
-    if config.data.hidden_cache is None:
+def _states_from(config: TrainConfig) -> str | None:
+    """The key that hidden states come from; None where the target computes them."""
+    keys = {
+        "hidden_cache": config.data.hidden_cache,
+        "states_endpoint": config.data.states_endpoint,
+    }
+    return next((f"data.{key}" for key, value in keys.items() if value is not None), None)
+
+
+def _loaded_line(config: TrainConfig, *, target: Target, rows: TrainingRows) -> str:
+    key = _states_from(config)
+    if key is None:
         return ""
     if reason := needs_layers(config):
-        return f"target: loaded whole beside data.hidden_cache, for {reason}"
+        return f"target: loaded whole beside {key}, for {reason}"
     if not target.num_left_out:
-        return "target: loaded whole beside data.hidden_cache, as its checkpoint asks for"
-    return f"target: {target.num_left_out} layers not loaded, hidden states from data.hidden_cache"
+        return f"target: loaded whole beside {key}, as its checkpoint asks for"
+    line = f"target: {target.num_left_out} layers not loaded, hidden states from {key}"
+    if config.data.states_endpoint is None:
+        return line
+    # Nothing in a file says which layer it is of.
+    return f"{line}; by them its own tokens of a row have {rows.own_nll(0):.4f} nats each"
 
 
 def depths_of(config: TrainConfig) -> int:

@@ -9,6 +9,7 @@ from tests.keys.row import Row, fault
 
 GPU = "needs a GPU; here what reaches the place where it is read"
 RANKS = "needs ranks, which tests/training/test_parallel.py has"
+SERVER = "needs a server, which tests/training/test_served_states.py has"
 _LAB_TINY = "assets/lab_tiny"
 
 
@@ -92,6 +93,11 @@ DATA = [
         base={"data.hidden_cache": "written cache"},
     ),
     Row("data.import_hidden", "engine states", "cache", "cache"),
+    _heads(
+        "data.states_endpoint", "here", "fault", shows=fault("must be an address"), reason=SERVER
+    ),
+    _heads("data.states_model", "x", "fault", shows=fault("data.states_model"), reason=SERVER),
+    _heads("data.states_ahead", 2, "fault", shows=fault("data.states_ahead"), reason=SERVER),
     Row("data.seq_len", 40, "cache", "cache"),
     Row("data.eval_documents", 4, "cache", "cache"),
 ]
