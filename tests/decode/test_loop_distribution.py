@@ -5,6 +5,7 @@ drafter. So the drafter here is a blurred copy of the target, and the rate is as
 """
 
 import functools
+import itertools
 from collections import Counter
 
 import pytest
@@ -91,9 +92,13 @@ def seeded(temperature: float) -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("draft_sampling", ["greedy", "sample"])
-@pytest.mark.parametrize("verify", ["standard", "block"])
+WAYS = [(drafts, verify) for drafts in ("greedy", "sample") for verify in ("standard", "block")]
+# Every policy, and every way of drafting and verifying: neither knows of the other.
+CASES = [(policy, *way) for policy, way in zip(sorted(POLICIES), itertools.cycle(WAYS))]
+CASES += [("training", *way) for way in WAYS if ("training", *way) not in CASES]
+
+
+@pytest.mark.parametrize(("policy", "draft_sampling", "verify"), CASES)
 def test_sampled_text_is_the_targets_where_half_of_the_drafts_are_kept(
     target: Target, exact: dict[str, Tensor], policy: str, draft_sampling: str, verify: str
 ) -> None:
