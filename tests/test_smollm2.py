@@ -71,6 +71,23 @@ def test_table_of_speeds_is_the_stored_one() -> None:
         assert f"| {' | '.join(cells)} |\n" in PAGE
 
 
+def test_speed_on_a_cpu_is_the_stored_one() -> None:
+    plain, ours = json.loads((RESULTS / "cpu.json").read_text())["conditions"].values()
+    rates = [one["tokens_per_s_end_to_end"] for one in (ours, plain)]
+    spreads = " and ".join(
+        f"{one['tokens_per_s_end_to_end_low']:.1f} to {one['tokens_per_s_end_to_end_high']:.1f}"
+        for one in (ours, plain)
+    )
+    assert ours["num_equal"] == ours["num_prompts"] == 8
+    for fact in (
+        f"{ours['num_passes']} alternating passes",
+        f"makes {rates[0]:.1f} tokens/s where K = 0 makes {rates[1]:.1f}: "
+        f"{rates[0] / rates[1]:.2f} times, at {ours['acceptance_length']:.2f} tokens a round",
+        f"fastest pass: {spreads}.",
+    ):
+        assert fact in PAGE
+
+
 def test_facts_of_the_training_are_the_stored_ones() -> None:
     n1, n3 = (STORED["curve"][name][-1] for name in ("n1", "n3"))
     seconds = STORED["training_seconds"]
