@@ -18,6 +18,7 @@ Source: vLLM 0.24.0, `example_hidden_states_connector.py` (`load_hidden_states`,
 import asyncio
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -37,6 +38,8 @@ try:
     import fcntl
 except ImportError:  # not on Windows
     fcntl = None
+
+MOST_AT_ONCE = 128  # documents that a server is asked for, each with a connection and a file
 
 
 class ServedStates:
@@ -65,8 +68,9 @@ class ServedStates:
         self._order: Iterator[int] = iter(())
         self._asked: deque[tuple[int, Future[Tensor]]] = deque()  # in the order of their use
         self._loop = asyncio.new_event_loop()
-        self._connection = server.connection()
+        self._connection, self._places = server.connection(), asyncio.Semaphore(MOST_AT_ONCE)
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
 
     def follow(self, order: Iterable[int]) -> None:
         """Ask ahead for these rows, which `rows` is going to be called for, one after the other."""
@@ -119,6 +123,10 @@ class ServedStates:
         return states
 
     async def _document(self, token_ids: np.ndarray) -> Tensor:
+        async with self._places:
+            return await self._answered(token_ids)
+
+    async def _answered(self, token_ids: np.ndarray) -> Tensor:
         body = {"model": self._server.model, "prompt": token_ids.tolist()}
         body |= {"max_tokens": 1, "temperature": 0}
         try:

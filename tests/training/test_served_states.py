@@ -18,10 +18,10 @@ from torch import Tensor
 from mtp_research.app.cli import compose_config
 from mtp_research.config.rules import validate
 from mtp_research.config.schema import TrainConfig
+from mtp_research.data import served_states
 from mtp_research.data import server as api
 from mtp_research.data.engine_states import StatesForm
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
-from mtp_research.data.served_states import ServedStates
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.training.loop import train_heads
@@ -38,7 +38,7 @@ class Engine:
     def __init__(self, target: Target, folder: Path) -> None:
         self.target, self.folder = target, folder
         self.prompts: list[list[int]] = []
-        self.most_files = 0
+        self.most_files = self.num_open = self.most_open = 0
         self.change: Callable[[dict[str, Tensor]], object] = lambda tensors: None
         self.reply: Callable[[dict[str, Any]], dict[str, Any]] = lambda reply: reply
         self.status = 200
@@ -52,8 +52,12 @@ class Engine:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 assert (body["model"], body["max_tokens"]) == ("lab_tiny", 1)
+                engine.num_open += 1
+                engine.most_open = max(engine.most_open, engine.num_open)
                 with engine._lock:
-                    self._send(engine.status, engine.answer(body["prompt"]))
+                    status, answer = engine.status, engine.answer(body["prompt"])
+                    engine.num_open -= 1  # before the reply, behind which the next one comes
+                self._send(status, answer)
 
             def _send(self, status: int, content: dict[str, Any]) -> None:
                 text = json.dumps(content).encode()
@@ -121,14 +125,15 @@ def test_heads_learn_what_they_learn_beside_the_target(lab, engine, tmp_path, hi
     assert list(engine.folder.iterdir()) == [], "what was read is removed"
 
 
-def test_server_is_asked_a_few_rows_ahead_in_the_order_of_their_use(engine, target):
+def test_server_is_asked_a_few_rows_ahead_in_the_order_of_their_use(engine, target, monkeypatch):
+    monkeypatch.setattr(served_states, "MOST_AT_ONCE", 2)
     texts = [tuple(range(start, start + 9)) for start in range(6)]
     documents = [EncodedDocument(f"{n}", "d", text, (True,) * 9) for n, text in enumerate(texts)]
     packed = pack_first_fit(documents, seq_len=12, pad_id=0)
     asked = [list(row[:9]) for row in packed.token_ids.tolist()]
     server = api.Server(f"{engine.url}/v1", "lab_tiny", None, 10.0, None, OPTIONS)
     form = StatesForm(OPTIONS.endpoint, target.config.hidden_size, target.dtype)
-    states = ServedStates(packed, server=server, form=form, ahead=2, keeps=True)
+    states = served_states.ServedStates(packed, server=server, form=form, ahead=2, keeps=True)
 
     def settled(count: int) -> list[list[int]]:
         deadline = time.monotonic() + 10
@@ -149,6 +154,8 @@ def test_server_is_asked_a_few_rows_ahead_in_the_order_of_their_use(engine, targ
     assert settled(4) == sorted([asked[4], asked[0], asked[5], asked[3]])
     states.rows([4, 3])  # both are kept
     assert len(settled(4)) == 4
+    states.rows(range(6))
+    assert engine.most_open == 2
     assert engine.most_files <= 3
 
 
