@@ -161,7 +161,7 @@ class SpecDecoder:
         if not schedule.entries:
             self._ledger.commit(schedule, None, draft_limit=0)
             return
-        params, limit = self._begin(schedule)
+        schedule, params, limit = self._begin(schedule)
         result = self._replay(schedule, params, limit)
         if result is None:  # the device's part of the step was not captured
             parts = self.device_step.parts
@@ -436,7 +436,13 @@ class SpecDecoder:
         self.cache.fill(0.0)
         if self.graphs is not None:
             with torch.inference_mode():
-                self.graphs.prepare(sampling, num_requests=num_requests, log=log)
+                self.graphs.prepare(
+                    sampling,
+                    draft_limits=self.spec.draft_length.limits(self.num_speculative_tokens),
+                    num_requests=num_requests,
+                    log=log,
+                )
+            self.recent.prices = self.graphs.step_seconds
 
     def observe(self, wrap: Callable[[DeviceParts], DeviceParts] | None) -> None:
         """Put wrapped parts in the place of the step's own; None puts these back.
@@ -483,20 +489,26 @@ class SpecDecoder:
         self._ledger.drop_in_flight()
         self._fault = None
 
-    def _begin(self, schedule: Schedule) -> tuple[SamplingTensors, int]:
-        """Give admitted requests their texts; sampling tensors and draft limit of the step."""
+    def _begin(self, schedule: Schedule) -> tuple[Schedule, SamplingTensors, int]:
+        """Give admitted requests their texts; rows, sampling tensors and draft limit of the step.
+
+        The limit holds for the drafts that are verified too. Where the host is a step late it
+        says how many rows that takes; else the host knows the drafts themselves.
+        """
         self._ledger.begin(schedule)
         start_texts(schedule.admitted, slot_state=self.slot_state)
         requests = [entry.request for entry in schedule.entries]
         limit = self.spec.draft_length.num_drafts(batch_size=len(requests), recent=self.recent)
-        return self._sampling.tensors(requests), limit
+        if self.scheduler.deferred:
+            schedule = schedule._replace(entries=[e.verifying(limit) for e in schedule.entries])
+        return schedule, self._sampling.tensors(requests), limit
 
     def _replay(self, schedule: Schedule, params: SamplingTensors, limit: int) -> StepResult | None:
         """The result of a captured step; None where there is none for these entries."""
         entries = schedule.entries
-        if self.graphs is None or not self.graphs.accepts(entries, params, draft_limit=limit):
+        if self.graphs is None or not self.graphs.accepts(entries, params):
             return None
-        return self.graphs.run(entries, params)
+        return self.graphs.run(entries, params, draft_limit=limit)
 
     def _inputs(self, schedule: Schedule) -> StepInputs:
         return build_inputs(

@@ -43,6 +43,8 @@ def commit_entry(
             scheduler.blocks.publish(request, num_rows=entry.end_position)
         return
     request.num_in_flight -= 1
+    if not entry.is_prefill:
+        del request.draft_token_ids[entry.num_scheduled_tokens - 1 :]  # these were not verified
     had_drafts = bool(request.draft_token_ids)
     if not entry.ends_at_newest_token:  # recomputed after a preemption: the next token is known
         _continue(scheduler, request, drafts)
@@ -240,7 +242,11 @@ class Ledger:
                 and not started.num_prompt_rows
                 and started.draft_limit == step.draft_limit
             )
-            self.recent.end_step(num_drafts=step.draft_limit, seconds=seconds if is_alike else None)
+            self.recent.end_step(
+                num_drafts=step.draft_limit,
+                seconds=seconds if is_alike else None,
+                batch_size=len(step.entries),
+            )
 
     def drop_in_flight(self) -> None:
         """Forget the step that runs: none of its requests is live."""

@@ -18,7 +18,7 @@ from mtp_research.config.training_schema import MAX_SPECULATIVE_TOKENS
 from mtp_research.decode.draft.draft_length import DraftLength, FixedLength
 from mtp_research.decode.draft.drafter import DRAFT_SAMPLINGS, DraftSampling, Heads
 from mtp_research.decode.sampling.sampling_params import SamplingParams, check_sampling
-from mtp_research.decode.verify.verify_options import check_options, without_profile
+from mtp_research.decode.verify.verify_options import check_options, with_rates
 from mtp_research.decode.verify.verify_rules import RULES, Rule
 from mtp_research.heads.record import decoded_schedule
 from mtp_research.heads.stack import HeadSpec, MTPHeads
@@ -85,10 +85,8 @@ class SpecSettings:
 
     @property
     def step_options(self) -> VerifyOptions:
-        """`verify_options` as steps read them: rates in the place of a profile."""
-        return without_profile(
-            self.verify_options, num_speculative_tokens=self.num_speculative_tokens
-        )
+        """`verify_options` as steps read them: rates in the place of a profile or a length."""
+        return with_rates(self.verify_options, num_speculative_tokens=self.num_speculative_tokens)
 
     def plan(self, heads: Heads) -> DraftPlan:
         """What a decoder with these heads drafts; ConfigError for an order they do not know."""

@@ -205,9 +205,9 @@ class SlotState:
         )
         self.draft_probs[slots, draft_step] = probs
 
-    def read_draft_probs(self, slots: Tensor) -> Tensor | None:
-        """Distributions `[R, K, V]` of the current drafts; None when drafts are one-hot."""
-        return None if self.draft_probs is None else self.draft_probs[slots]
+    def read_draft_probs(self, slots: Tensor, *, num_drafts: int) -> Tensor | None:
+        """Distributions `[R, n, V]` of the first n current drafts; None when drafts are one-hot."""
+        return None if self.draft_probs is None else self.draft_probs[slots, :num_drafts]
 
 
 def to_device(values: list, *, dtype: torch.dtype, device: torch.device) -> Tensor:

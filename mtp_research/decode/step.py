@@ -113,7 +113,7 @@ class DeviceStep:
         hidden = self.target.forward(
             inputs.input_ids[None], position_ids=position_ids, context=context
         )
-        rows = inputs.logits_indices(self.plan.num_speculative_tokens)
+        rows = inputs.logits_indices()
         return TargetRows(hidden, self.target.logits(hidden.post_norm[0, rows]))
 
     def _verify(self, inputs: StepInputs, target: TargetRows, params: SamplingTensors) -> Verified:
@@ -150,7 +150,9 @@ class DeviceStep:
         verify_inputs = VerifyInputs(
             target_logits=logits,
             draft_token_ids=inputs.draft_token_ids,
-            draft_probs=self.slot_state.read_draft_probs(inputs.slots),
+            draft_probs=self.slot_state.read_draft_probs(
+                inputs.slots, num_drafts=inputs.draft_token_ids.shape[1]
+            ),
             params=params,
             positions=inputs.num_tokens[:, None] + column,
             is_thinking=is_thinking,
@@ -202,7 +204,7 @@ class DeviceStep:
         return drafts
 
     def _columns(self, inputs: StepInputs) -> Tensor:
-        return torch.arange(self.plan.num_speculative_tokens + 1, device=inputs.slots.device)
+        return torch.arange(inputs.draft_token_ids.shape[1] + 1, device=inputs.slots.device)
 
 
 def _inside(part: Callable, context: AbstractContextManager[object]) -> Callable:

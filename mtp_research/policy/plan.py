@@ -178,6 +178,7 @@ class DraftPlan:
         draft_step: int,
         *,
         static: bool = False,
+        num_fresh: int | None = None,
         base_rows: BaseRows | None = None,
         makes_draft: bool = True,
     ) -> PassPlan:
@@ -189,6 +190,7 @@ class DraftPlan:
             static: give every request the same number of base rows (K+1, or K for `window`),
                 padding with rows that write nothing; for captured graphs. Only valid when every
                 request is decoding.
+            num_fresh: fresh rows of every request, in the static form; None for K+1.
             base_rows: bounds of the base rows (`max_base_rows`), padded in the same way; for
                 batches with prompt rows whose plan must not wait for the device.
             makes_draft: the pass is sampled. Otherwise it has no rows above the frontier: the next
@@ -199,6 +201,8 @@ class DraftPlan:
         frontier = state.frontier
         start = self._first_base_row(state)
         num_static_base = self._num_static_base if has_base else 0
+        if num_fresh is not None and has_base and policy.rows == "fresh":
+            num_static_base = num_fresh
         first_base = frontier - num_static_base + 1 if static else start
         if base_rows is not None:
             first_base = frontier - base_rows.counts + 1

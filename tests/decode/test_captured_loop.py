@@ -196,7 +196,7 @@ def test_buckets_are_captured_before_the_first_step_and_large_steps_are_left_out
     decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=3), engine=engine)
     sampling = SamplingParams(max_new_tokens=3)
     with torch.inference_mode():
-        decoder.graphs.prepare(sampling)
+        decoder.graphs.prepare(sampling, draft_limits=[3])
     mixed = decoder.graphs._mixed
     assert len(mixed._graphs) == 2
     list(decoder.generate([[5] * 9], sampling=sampling))

@@ -58,17 +58,24 @@ def test_best_number_of_drafts_equals_exhaustive_search(
             tokens += product
         return tokens / (1 + cost_ratio * n)
 
-    best = best_num_drafts(rates, cost_ratio=cost_ratio)
+    best = best_num_drafts(rates, costs=[1 + cost_ratio * n for n in range(len(rates) + 1)])
     scores = [tokens_per_cost(n) for n in range(len(rates) + 1)]
     assert scores[best] == pytest.approx(max(scores))
     assert all(score < scores[best] + 1e-12 for score in scores[:best])
 
 
 def test_expected_gain_worked_example() -> None:
-    assert best_num_drafts([0.8, 0.5], cost_ratio=0.2) == 2
-    assert best_num_drafts([0.8, 0.5], cost_ratio=0.4) == 1
-    assert best_num_drafts([0.8, 0.5], cost_ratio=0.9) == 0
-    assert best_num_drafts([1.0, 1.0], cost_ratio=0.0) == 2
+    assert best_num_drafts([0.8, 0.5], costs=[1.0, 1.2, 1.4]) == 2
+    assert best_num_drafts([0.8, 0.5], costs=[1.0, 1.4, 1.8]) == 1
+    assert best_num_drafts([0.8, 0.5], costs=[1.0, 1.9, 2.8]) == 0
+    assert best_num_drafts([1.0, 1.0], costs=[1.0, 1.0, 1.0]) == 2
+
+
+def test_the_number_stays_unless_another_is_clearly_better() -> None:
+    rates = [0.8, 0.5]  # 1, 1.5 and 1.51 or 1.57 tokens per cost
+    assert best_num_drafts(rates, costs=[1.0, 1.2, 1.455]) == 2
+    assert best_num_drafts(rates, costs=[1.0, 1.2, 1.455], current=1) == 1
+    assert best_num_drafts(rates, costs=[1.0, 1.2, 1.4], current=1) == 2
 
 
 def feed(recent: RecentRounds, rounds: list[tuple[int, int]], *, times: int = 1) -> None:

@@ -33,6 +33,7 @@ from mtp_research.runtime.errors import ConfigError
 from tests import oracle, tiny
 from tests.decode.loops import PROMPTS, draft_rightly, run, texts_of
 from tests.decode.markov import decode, text_p_value
+from tests.decode.test_captured_loop import stand_in_for_graphs
 from tests.decode.test_exactness import VOCAB, DictatedLoop
 
 CLEAN = [("training", 3), ("training", 1), ("eagle", 1), ("eagle", 2), ("eagle", 3)]
@@ -49,6 +50,10 @@ class RandomLength:
         """Reads the number of steps only, so that a run can be repeated."""
         rng = random.Random(f"{self.seed} {recent.num_steps} {sum(recent.reached)}")
         return rng.randint(0, recent.plan.num_speculative_tokens)
+
+    def limits(self, num_speculative_tokens: int) -> range:
+        """Any."""
+        return range(num_speculative_tokens + 1)
 
     def keeps(self, probability: torch.Tensor) -> torch.Tensor:
         """A coin per request, from the bits of its probability."""
@@ -326,3 +331,75 @@ def test_rows_of_a_pass_without_a_draft(makes_draft: bool) -> None:
         assert above == ([21] if makes_draft and name == "eagle" else [])
         assert (20 in plan.position.tolist()) == (name == "training" or modules > 1)
     assert DraftPlan(POLICIES["eagle"], 3, 1).num_rows_per_step == 6
+
+
+def _by_graphs(target, heads, policy: str, rule: DraftLength, **changes: object) -> SpecDecoder:
+    settings = {"max_num_requests": 3, "max_prefill_chunk": 4, "max_model_len": 64}
+    settings |= {"deferred_output": True, "audit": False, **changes}
+    spec = SpecSettings(policy=policy, num_speculative_tokens=3, draft_length=rule)
+    return SpecDecoder(target, heads, spec=spec, engine=EngineConfig(**settings))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_captured_steps_of_every_number_decode_what_the_plain_loop_decodes(
+    target, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Same texts and same drafts, whatever numbers follow one another."""
+    stand_in_for_graphs(monkeypatch)
+    heads, rule = tiny.tiny_heads(target), RandomLength(seed=5, stops=False)
+    sampling = [
+        SamplingParams(max_new_tokens=count, temperature=temperature, seed=count)
+        for count, temperature in ((24, 0.0), (9, 0.0), (17, 0.8), (20, 0.0))
+    ]
+    plain = _by_graphs(target, heads, policy, rule)
+    captured = _by_graphs(target, heads, policy, rule, cuda_graphs=True, capture_mixed=True)
+    found = [run(decoder, PROMPTS, sampling=sampling) for decoder in (plain, captured)]
+    assert texts_of(found[0]) == texts_of(found[1])
+    for name, record in found[0].items():
+        other = found[1][name]
+        assert record.num_accepted_per_round == other.num_accepted_per_round
+        assert record.num_drafted_per_round == other.num_drafted_per_round
+    assert plain.stats.num_target_rows == captured.stats.num_target_rows
+    assert {key[1] for key in captured.graphs._graphs} == {0, 1, 2, 3}
+
+
+def test_a_late_host_verifies_as_many_rows_as_the_limit_says(target) -> None:
+    heads = tiny.tiny_heads(target)
+    rows = {}
+    for number in (3, 1):
+        decoder = _by_graphs(target, heads, "eagle", BatchTableLength(((1, number),)))
+        records = run(decoder, PROMPTS[:1], sampling=SamplingParams(max_new_tokens=20))
+        prompt_rows, record = decoder.stats.num_prompt_rows, next(iter(records.values()))
+        rows[number] = (decoder.stats.num_target_rows - prompt_rows) / record.num_target_forwards
+        assert max(record.num_drafted_per_round) == number
+    assert rows == {3: 4, 1: 2}
+
+
+def test_captured_steps_are_timed_and_their_times_decide(
+    target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_for_graphs(monkeypatch)
+    heads, rule = tiny.tiny_heads(target), ExpectedGainLength()
+    decoder = _by_graphs(target, heads, "training", rule, cuda_graphs=True)
+    decoder.warm_up(SamplingParams())
+    assert sorted(decoder.recent.prices) == [2, 3]
+    assert all(set(row) == {0, 1, 2, 3} for row in decoder.recent.prices.values())
+    num_graphs = decoder.graphs.num_graphs
+    for price, usual in ((1.0, 0), (0.0, 3)):  # seconds of one more draft: never, always
+        decoder.recent.prices = {size: {n: 1 + n * price for n in range(4)} for size in (2, 3)}
+        assert rule.num_drafts(batch_size=1, recent=decoder.recent) == usual
+    run(decoder, PROMPTS, sampling=SamplingParams(max_new_tokens=9))
+    assert decoder.graphs.num_graphs == num_graphs
+
+
+def test_what_all_steps_take_beyond_their_price_makes_drafts_cheaper() -> None:
+    recent = RecentRounds(DraftPlan(POLICIES["eagle"], 1, 1))
+    recent.prices = {4: {0: 1.0, 1: 1.9}, 8: {0: 1.0, 1: 1.5}}
+    assert recent.costs(3) == {0: 1.0, 1: 1.9}
+    assert recent.costs(5) == recent.costs(99) == {0: 1.0, 1: 1.5}
+    rule = ExpectedGainLength()
+    assert rule.num_drafts(batch_size=3, recent=recent) == 0  # 1 or 1.8 / 1.9 tokens a second
+    for _ in range(3):
+        recent.end_step(num_drafts=0, seconds=2.0, batch_size=3)  # long texts: 1 more for all
+    assert recent.costs(3) == {0: 2.0, 1: 2.9}
+    assert rule.num_drafts(batch_size=3, recent=recent) == 1  # 1 / 2 or 1.8 / 2.9

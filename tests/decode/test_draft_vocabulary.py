@@ -66,7 +66,9 @@ def test_only_chosen_tokens_are_drafted(heads: MTPHeads, draft_sampling: str) ->
     assert len(drafted) > 1
     assert drafted <= set(SOME)
     if draft_sampling == "sample":
-        probs = loop.slot_state.read_draft_probs(torch.arange(4))
+        probs = loop.slot_state.read_draft_probs(
+            torch.arange(4), num_drafts=loop.num_speculative_tokens
+        )
         assert probs is not None
         outside = [t for t in range(heads.target.config.vocab_size) if t not in SOME]
         assert probs[..., outside].eq(0).all()

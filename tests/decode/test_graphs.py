@@ -53,22 +53,22 @@ def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPa
     )
     lines: list[str] = []
 
-    def capture(bucket: int, _: object) -> None:
+    def capture(bucket: int, *_: object) -> None:
         assert len(lines) == {4: 0, 2: 1, 1: 2}[bucket]  # not all of them at the end
         graphs._capture_s += 10.0 * bucket + 0.25
 
     monkeypatch.setattr(graphs, "_capture", capture)
-    graphs.prepare(SamplingParams(), log=lines.append)
+    graphs.prepare(SamplingParams(), draft_limits=[0], log=lines.append)
     assert lines == [
         "captured 1 of 3: batch 4, 40.2 s, 40 s so far",
         "captured 2 of 3: batch 2, 20.2 s, 60 s so far",
         "captured 3 of 3: batch 1, 10.2 s, 71 s so far",
     ]
-    graphs.prepare(SamplingParams())  # is there already, and nobody listens
+    graphs.prepare(SamplingParams(), draft_limits=[0])  # is there already, and nobody listens
     assert graphs.capture_s == 70.75
     lines.clear()
     monkeypatch.setattr(graphs, "_captured", lambda *_: None)
-    graphs.prepare(SamplingParams(), num_requests=2, log=lines.append)
+    graphs.prepare(SamplingParams(), draft_limits=[0], num_requests=2, log=lines.append)
     assert [line.split(",")[0] for line in lines] == [
         "captured 1 of 2: batch 2",
         "captured 2 of 2: batch 1",

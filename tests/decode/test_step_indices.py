@@ -35,7 +35,9 @@ def test_compiled_target_pass_keeps_its_index_tensors_and_their_values() -> None
         return module.forward
 
     def indices() -> tuple[torch.Tensor, ...]:
-        inputs = StepInputs.decoding(slots, table, slot_state=slot_state, block_size=16)
+        inputs = StepInputs.decoding(
+            slots, table, slot_state=slot_state, block_size=16, num_drafts=3
+        )
         context = inputs.target_context(cache, backend="auto")
         assert isinstance(context, PagedContext)
         return context.slot_mapping, context.seq_lens, context.query_start_loc

@@ -68,7 +68,11 @@ def _kernels(
 
     def run(slots: Tensor, block_table: Tensor, params: SamplingTensors) -> StepResult:
         inputs = StepInputs.decoding(
-            slots, block_table, slot_state=slot_state, block_size=BLOCK_SIZE
+            slots,
+            block_table,
+            slot_state=slot_state,
+            block_size=BLOCK_SIZE,
+            num_drafts=num_drafts,
         )
         return step.run(inputs, params, request_ids=[], draft_limit=num_drafts)
 

@@ -20,8 +20,11 @@ What a draft that is not made saves:
     eagle, N modules             the pass's draft rows; the whole pass if its module ran before
     training and the ablations   no module row
 
-With deferred output every request is verified with K + 1 rows, because the host learns too late how
-many drafts there are; a limit below K then leaves the captured graph, and `keeps` saves nothing.
+With deferred output the host learns too late how many drafts there are. Every request is then
+verified with as many rows as the step's limit says: when the limit falls, drafts above it are
+dropped unseen, and when it rises, the first step has rows whose drafts were not made. `keeps` saves
+no row there. Captured steps are one graph per limit, and `warm_up` times each: that is the cost
+table of `ExpectedGainLength`.
 
 **Losslessness.** A limit may depend on the past, never on the token just drawn: a draft that is
 kept only when its own probability is high is no draw from the draft distribution, and rejection
@@ -37,9 +40,9 @@ Source: stopping at a low draft probability as in llama.cpp (`p_min`) and transf
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from mtp_research.runtime.errors import ConfigError
 
@@ -70,7 +73,12 @@ class RecentRounds:
     accepted: list[float] = field(init=False)  # of these, those that accepted it
     # latest times of steps that made n drafts after a step that made n
     step_seconds: dict[int, deque[float]] = field(default_factory=dict)
-    _last_num_drafts: int | None = None
+    # seconds of a captured step by bucket and number of drafts, timed where it was captured with
+    # short texts; empty where nothing was
+    prices: dict[int, dict[int, float]] = field(default_factory=dict)
+    # what latest steps took beyond their price: reading long texts, and the host
+    extra_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TIMES))
+    last_num_drafts: int | None = None  # of the last step that the host knows
 
     def __post_init__(self) -> None:
         self.reached = [0.0] * self.plan.num_speculative_tokens
@@ -91,7 +99,7 @@ class RecentRounds:
         for index in range(since, len(drafted)):
             self.add_round(num_drafted=drafted[index], num_accepted=accepted[index])
 
-    def end_step(self, *, num_drafts: int, seconds: float | None) -> None:
+    def end_step(self, *, num_drafts: int, seconds: float | None, batch_size: int = 1) -> None:
         """Let the counters fade after a step that made `num_drafts` drafts a request.
 
         The time is kept only if the step before made as many: a step verifies what that one
@@ -101,10 +109,12 @@ class RecentRounds:
         self.reached = [weight * fading for weight in self.reached]
         self.accepted = [weight * fading for weight in self.accepted]
         self.num_steps += 1
-        if seconds is not None and num_drafts == self._last_num_drafts:
+        if seconds is not None and num_drafts == self.last_num_drafts:
             times = self.step_seconds.setdefault(num_drafts, deque(maxlen=_NUM_TIMES))
             times.append(seconds)
-        self._last_num_drafts = num_drafts
+            if self.prices:
+                self.extra_seconds.append(seconds - self._price(batch_size)[num_drafts])
+        self.last_num_drafts = num_drafts
 
     def conditional_acceptance(self) -> list[float]:
         """Estimated chance of draft 1..K, given that it is made and all before it are accepted."""
@@ -112,6 +122,22 @@ class RecentRounds:
         return [
             (accepted + prior) / (reached + self.prior_rounds)
             for accepted, reached in zip(self.accepted, self.reached, strict=True)
+        ]
+
+    def costs(self, batch_size: int) -> dict[int, float] | None:
+        """Expected seconds of a step by its number of drafts; None where none was timed.
+
+        What a step takes beyond the price it was timed at is taken to be the same for all numbers.
+        """
+        if not self.prices:
+            return None
+        extra = statistics.median(self.extra_seconds) if self.extra_seconds else 0.0
+        return {n: price + max(extra, 0.0) for n, price in self._price(batch_size).items()}
+
+    def _price(self, batch_size: int) -> dict[int, float]:
+        largest = max(self.prices)
+        return self.prices[
+            min((size for size in self.prices if size >= batch_size), default=largest)
         ]
 
     def cost_ratio(self) -> float | None:
@@ -133,6 +159,7 @@ class RecentRounds:
 NOT_DRAFTED = -2  # any id outside the vocabulary is rejected; this one was not even proposed
 _PROBE_STEPS = 6  # steps in a row with the same number of drafts while costs are measured
 _NUM_PROBES = 4  # runs of them: K, 0, K, 0
+_LEAST_GAIN = 1.02  # for which the number of drafts changes
 
 
 class DraftLength(Protocol):
@@ -147,6 +174,10 @@ class DraftLength(Protocol):
         """
         ...
 
+    def limits(self, num_speculative_tokens: int) -> Sequence[int]:
+        """What `num_drafts` may answer for K, the usual number first."""
+        ...
+
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         """Most drafts of this step for each request, 0..K; computed from host values alone."""
         ...
@@ -157,6 +188,10 @@ class FixedLength:
     """Always K drafts."""
 
     keeps = None
+
+    def limits(self, num_speculative_tokens: int) -> Sequence[int]:
+        """K alone."""
+        return (num_speculative_tokens,)
 
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         """K."""
@@ -178,6 +213,10 @@ class ConfidenceLength:
             raise ConfigError(
                 f"spec.draft_p_min must be in [0, 1], got {self.p_min}; set spec.draft_p_min=0.3."
             )
+
+    def limits(self, num_speculative_tokens: int) -> Sequence[int]:
+        """K alone."""
+        return (num_speculative_tokens,)
 
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         """K."""
@@ -209,6 +248,11 @@ class BatchTableLength:
                 f"{dict(self.table)}; set spec.draft_table={{1:3,32:1}}."
             )
 
+    def limits(self, num_speculative_tokens: int) -> Sequence[int]:
+        """Every number of the table, none above K."""
+        numbers = {min(number, num_speculative_tokens) for _, number in self.table}
+        return sorted(numbers, reverse=True)
+
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         """The number of the largest batch size that is reached; never above K."""
         entry = max(pair for pair in self.table if pair[0] <= max(batch_size, 1))
@@ -225,8 +269,9 @@ class ExpectedGainLength:
 
     Attributes:
         cost_ratio: c, price of one more draft (its pass or logits, and its verification row) in
-            units of a step that makes none, >= 0. None: measured by the clock over the first
-            decode steps, which alternate between K drafts and none for it.
+            units of a step that makes none, >= 0. None: as captured steps were timed by batch size
+            and number (`RecentRounds.costs`); where none were, measured by the clock over the
+            first decode steps, which alternate between K drafts and none for it.
     """
 
     cost_ratio: float | None = None
@@ -239,28 +284,47 @@ class ExpectedGainLength:
                 "set spec.draft_cost_ratio=null to measure it."
             )
 
+    def limits(self, num_speculative_tokens: int) -> Sequence[int]:
+        """K..0."""
+        return range(num_speculative_tokens, -1, -1)
+
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         """The best n, or K and none in turn while the price is measured."""
+        chances = recent.conditional_acceptance()
+        numbers = range(len(chances) + 1)
         if self.cost_ratio is not None:
-            return best_num_drafts(recent.conditional_acceptance(), cost_ratio=self.cost_ratio)
+            return best_num_drafts(chances, costs=[1.0 + self.cost_ratio * n for n in numbers])
+        if (costs := recent.costs(batch_size)) is not None:
+            ordered = [costs[n] for n in numbers]
+            return best_num_drafts(chances, costs=ordered, current=recent.last_num_drafts)
         run = recent.num_steps // _PROBE_STEPS
         measured = recent.cost_ratio()
         if run < _NUM_PROBES or measured is None:
             return 0 if run % 2 else recent.plan.num_speculative_tokens
-        return best_num_drafts(recent.conditional_acceptance(), cost_ratio=measured)
+        return best_num_drafts(chances, costs=[1.0 + measured * n for n in numbers])
 
 
-def best_num_drafts(conditional_acceptance: list[float], *, cost_ratio: float) -> int:
+def best_num_drafts(
+    conditional_acceptance: list[float], *, costs: Sequence[float], current: int | None = None
+) -> int:
     """The n that maximises expected tokens per cost; the smallest of equals.
 
+    Args:
+        conditional_acceptance: chance of draft 1..K, given that all before it are accepted.
+        costs: of a step that makes 0..K drafts, in any unit, > 0.
+        current: what steps make now; it stays unless another n is 2 % better, since the step in
+            which the number changes verifies fewer drafts than it pays for.
+
     Example:
-        chances (0.8, 0.5), c = 0.2: n = 0 gives 1 token per step, n = 1 gives 1.8 / 1.2 = 1.5,
-        n = 2 gives 2.2 / 1.4 = 1.57, so 2.
+        chances (0.8, 0.5), costs 1, 1.2, 1.4: n = 0 gives 1 token per step, n = 1 gives
+        1.8 / 1.2 = 1.5, n = 2 gives 2.2 / 1.4 = 1.57, so 2.
     """
     reach = itertools.accumulate(conditional_acceptance, lambda left, right: left * right)
     tokens = itertools.accumulate(reach, initial=1.0)
-    rates = [total / (1.0 + cost_ratio * n) for n, total in enumerate(tokens)]
-    return max(range(len(rates)), key=lambda n: (rates[n], -n))
+    rates = [total / cost for total, cost in zip(tokens, costs, strict=True)]
+    best = max(range(len(rates)), key=lambda n: (rates[n], -n))
+    stays = current is not None and rates[best] < _LEAST_GAIN * rates[current]
+    return cast(int, current) if stays else best
 
 
 def drafts_made(draft_token_ids: list[int]) -> list[int]:

@@ -152,6 +152,7 @@ class MTPDrafter:
                 self._state(step, is_open),
                 draft_step,
                 static=step.inputs.static,
+                num_fresh=step.inputs.max_query_len if step.inputs.static else None,
                 base_rows=base_rows,
                 makes_draft=draft_step < step.draft_limit,
             )

@@ -13,6 +13,7 @@ the same `DeviceStep` without a graph.
 Letters: R requests, B bucket, M blocks per table, K drafts per step.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import cast
@@ -45,6 +46,7 @@ from mtp_research.runtime.compiling import count_kernels, num_compilations
 
 # A compiled step has one version per bucket and kind of sampling.
 _MAX_COMPILED_VERSIONS = 64
+_NUM_TIMED_REPLAYS = 9
 
 
 def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) -> "StepGraphs":
@@ -118,6 +120,8 @@ class StepGraphs:
             options = compile_options(overlaps=overlap_launches)
             self._device_part = torch.compile(self._run_step, dynamic=False, options=options)
         self._capture_s = 0.0
+        # by bucket and number of drafts, where a step may make several
+        self.step_seconds: dict[int, dict[int, float]] = {}
 
     @property
     def num_graphs(self) -> int:
@@ -139,42 +143,43 @@ class StepGraphs:
         """The decode step that was captured last, for a look at it alone; see `bench_split`."""
         return list(self._graphs.values())[-1]
 
-    def accepts(
-        self, entries: list[Scheduled], params: SamplingTensors, *, draft_limit: int
-    ) -> bool:
+    def accepts(self, entries: list[Scheduled], params: SamplingTensors) -> bool:
         """Whether the step of these entries can be replayed."""
-        if not params.is_plain or draft_limit != self._step.plan.num_speculative_tokens:
-            return False
-        if have_axis_positions(entries):
+        if not params.is_plain or have_axis_positions(entries):
             return False
         if not _has_prompt_rows(entries):
             return True
         return self._mixed is not None and self._mixed.accepts(entries)
 
-    def run(self, entries: list[Scheduled], params: SamplingTensors) -> StepResult:
-        """Replay the step; the result is overwritten by the next replay of the same bucket.
+    def run(
+        self, entries: list[Scheduled], params: SamplingTensors, *, draft_limit: int
+    ) -> StepResult:
+        """Replay the step, which verifies and makes at most `draft_limit` drafts a request.
 
-        A batch above the largest bucket is replayed in parts, whose results are copied.
+        The result is overwritten by the next replay of the same graph. A batch above the largest
+        bucket is replayed in parts, whose results are copied.
         """
         if self._mixed is not None and _has_prompt_rows(entries):
             self._uploaded_slots = []  # it takes news of the tables, which ours must have too
-            return self._mixed.run(entries, params)
+            return self._mixed.run(entries, params, draft_limit=draft_limit)
         if len(entries) <= len(self._slots):
-            return self._replay(entries, params)
+            return self._replay(entries, params, draft_limit)
         results = []
         for part in split_batch(len(entries), len(self._slots)):
             fields = params._asdict().items()
             cut = {name: value[part] for name, value in fields if isinstance(value, Tensor)}
-            result = self._replay(entries[part], params._replace(**cut))
+            result = self._replay(entries[part], params._replace(**cut), draft_limit)
             results.append([tensor.clone() for tensor in result[:3]])
         sampled, is_finite, drafts = (torch.cat(parts) for parts in zip(*results, strict=True))
         return StepResult(sampled, is_finite, drafts)
 
-    def _replay(self, entries: list[Scheduled], params: SamplingTensors) -> StepResult:
+    def _replay(
+        self, entries: list[Scheduled], params: SamplingTensors, draft_limit: int
+    ) -> StepResult:
         num_requests = len(entries)
         bucket = bucket_of(num_requests, self._batch_sizes)
         self._upload(entries, bucket)
-        captured = self._captured(bucket, params)
+        captured = self._captured(bucket, params, draft_limit)
         captured.graph.replay()
         sampled, is_finite, drafts, _ = captured.result  # a plain step has no log-probabilities
         return StepResult(sampled[:num_requests], is_finite[:num_requests], drafts[:num_requests])
@@ -183,12 +188,14 @@ class StepGraphs:
         self,
         sampling: SamplingParams,
         *,
+        draft_limits: Sequence[int],
         num_requests: int | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
         """Capture every bucket for requests sampled like this, before a clock starts.
 
         Only those that `num_requests` requests can fill, the largest and first needed one first.
+        Each is captured for all `draft_limits`; where there are several, their steps are timed.
         """
         first_s, most = self.capture_s, self._batch_sizes[-1]
         largest = bucket_of(min(num_requests or most, most), self._batch_sizes)
@@ -196,7 +203,10 @@ class StepGraphs:
         for number, bucket in enumerate(sizes, start=1):
             before_s = self.capture_s
             params = sampling_tensors([sampling] * bucket, device=self._slots.device)
-            self._captured(bucket, params)
+            for draft_limit in draft_limits:
+                self._captured(bucket, params, draft_limit)
+            if len(draft_limits) > 1:
+                self.step_seconds[bucket] = self._timed(bucket, params, draft_limits)
             if log is not None:
                 log(
                     f"captured {number} of {len(sizes)}: batch {bucket}, "
@@ -204,16 +214,36 @@ class StepGraphs:
                 )
         if self._mixed is not None:
             before_s = self.capture_s
-            self._mixed.prepare(sampling_tensors([sampling], device=self._slots.device))
+            params = sampling_tensors([sampling], device=self._slots.device)
+            self._mixed.prepare(params, draft_limits=draft_limits)
             if log is not None:
                 log(f"captured steps with prompt rows in {self.capture_s - before_s:.1f} s")
 
-    def _captured(self, bucket: int, params: SamplingTensors) -> Captured:
+    def _captured(self, bucket: int, params: SamplingTensors, draft_limit: int) -> Captured:
         self._params.upload(params)
-        key = (bucket, *self._params.key(params))
+        key = (bucket, draft_limit, *self._params.key(params))
         if key not in self._graphs:
-            self._graphs[key] = self._capture(bucket, params)
+            self._graphs[key] = self._capture(bucket, params, draft_limit)
         return self._graphs[key]
+
+    def _timed(
+        self, bucket: int, params: SamplingTensors, draft_limits: Sequence[int]
+    ) -> dict[int, float]:
+        """Seconds of a step by its number of drafts, of requests whose texts are short."""
+        self._slots[:bucket], self._block_table[:bucket] = self._spare_slot, self._spare_block
+        self._uploaded_slots = []
+        seconds = {}
+        for draft_limit in draft_limits:
+            graph = self._captured(bucket, params, draft_limit).graph
+            times = []
+            for _ in range(_NUM_TIMED_REPLAYS):
+                started = time.perf_counter()
+                graph.replay()
+                if self._slots.is_cuda:
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter() - started)
+            seconds[draft_limit] = statistics.median(times)
+        return seconds
 
     def _upload(self, entries: list[Scheduled], bucket: int) -> None:
         """Slots and block tables of the batch; nothing when they are there already."""
@@ -228,7 +258,7 @@ class StepGraphs:
             return
         self._tables.read(self._slots[:bucket], out=self._block_table[:bucket])
 
-    def _capture(self, bucket: int, params: SamplingTensors) -> Captured:
+    def _capture(self, bucket: int, params: SamplingTensors, draft_limit: int) -> Captured:
         """Warm up and capture one bucket; its requests must not be in the spare slot."""
         started = time.perf_counter()
         slots, table = self._slots[:bucket].clone(), self._block_table[:bucket].clone()
@@ -239,6 +269,7 @@ class StepGraphs:
             self._slots[:bucket],
             self._block_table[:bucket],
             self._params.view(params, bucket),
+            draft_limit,
         )
         mark_any_size(*inputs[:2], *(v for v in inputs[2] if isinstance(v, Tensor)), dim=0)
         captured = capture_call(lambda: self._device_part(*inputs), pool=self._pool)
@@ -246,15 +277,19 @@ class StepGraphs:
         self._capture_s += time.perf_counter() - started
         return captured
 
-    def _run_step(self, slots: Tensor, block_table: Tensor, params: SamplingTensors) -> StepResult:
+    def _run_step(
+        self, slots: Tensor, block_table: Tensor, params: SamplingTensors, num_drafts: int
+    ) -> StepResult:
         slot_state = self._step.slot_state
         slot_state.num_tokens[self._spare_slot :].fill_(1)  # padding requests must not grow
         inputs = StepInputs.decoding(
-            slots, block_table, slot_state=slot_state, block_size=self._block_size
+            slots,
+            block_table,
+            slot_state=slot_state,
+            block_size=self._block_size,
+            num_drafts=num_drafts,
         )
-        return self._step.run(
-            inputs, params, request_ids=[], draft_limit=self._step.plan.num_speculative_tokens
-        )
+        return self._step.run(inputs, params, request_ids=[], draft_limit=num_drafts)
 
 
 def _has_prompt_rows(entries: Sequence[Scheduled]) -> bool:

@@ -9,6 +9,7 @@ second.
 Letters: R requests, T packed rows, M blocks per table, K drafts per step, P padding requests.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -102,34 +103,39 @@ class MixedGraphs:
         num_rows = sum(entry.num_scheduled_tokens for entry in entries)
         return num_rows <= self._shapes[-1].num_rows and len(entries) <= self._max_requests
 
-    def run(self, entries: Sequence[Scheduled], params: SamplingTensors) -> StepResult:
+    def run(
+        self, entries: Sequence[Scheduled], params: SamplingTensors, *, draft_limit: int
+    ) -> StepResult:
         """Replay the step; the next replay of the same bucket overwrites the result."""
         num_rows = sum(entry.num_scheduled_tokens for entry in entries)
         shape = next(shape for shape in self._shapes if num_rows <= shape.num_rows)
         self._params.upload(params)
-        captured = self._captured(shape, params)
+        captured = self._captured(shape, params, draft_limit)
         self._upload(shape, entries)
         captured.graph.replay()
         sampled, is_finite, drafts, _ = captured.result
         num_requests = len(entries)
         return StepResult(sampled[:num_requests], is_finite[:num_requests], drafts[:num_requests])
 
-    def prepare(self, params: SamplingTensors) -> None:
+    def prepare(self, params: SamplingTensors, *, draft_limits: Sequence[int]) -> None:
         """Capture every bucket for requests sampled like `params`."""
         self._params.upload(params)
-        for shape in reversed(self._shapes):
-            self._captured(shape, params)
+        for shape, draft_limit in itertools.product(reversed(self._shapes), draft_limits):
+            self._captured(shape, params, draft_limit)
 
-    def _captured(self, shape: MixedShape, params: SamplingTensors) -> Captured:
-        key = (shape.num_rows, *self._params.key(params))
+    def _captured(self, shape: MixedShape, params: SamplingTensors, draft_limit: int) -> Captured:
+        key = (shape.num_rows, draft_limit, *self._params.key(params))
         if key not in self._graphs:
             started = time.perf_counter()
             self._upload(shape, [])  # warming up must change no request
-            self._graphs[key] = capture_call(self._device_part(shape, params), pool=self._pool)
+            call = self._device_part(shape, params, draft_limit)
+            self._graphs[key] = capture_call(call, pool=self._pool)
             self.capture_s += time.perf_counter() - started
         return self._graphs[key]
 
-    def _device_part(self, shape: MixedShape, params: SamplingTensors) -> Callable[[], StepResult]:
+    def _device_part(
+        self, shape: MixedShape, params: SamplingTensors, draft_limit: int
+    ) -> Callable[[], StepResult]:
         num_requests = shape.num_requests
         static = self._params.view(params, num_requests)
         slot_state, step = self._step.slot_state, self._step
@@ -149,7 +155,6 @@ class MixedGraphs:
                     longest=shape.longest_base,
                 ),
             )
-            draft_limit = step.plan.num_speculative_tokens
             return step.run(inputs, static, request_ids=[], draft_limit=draft_limit)
 
         return run

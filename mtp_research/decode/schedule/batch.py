@@ -40,13 +40,14 @@ class StepInputs:
     row_counts: tuple[int, ...]  # the same on the host; empty where a graph may not depend on it
     num_tokens: Tensor  # `[R]` int64, accepted tokens before the step (L)
     num_drafts: Tensor  # `[R]` int64, drafts among the rows
-    draft_token_ids: Tensor  # `[R, K]` int64, -1 padded
+    # `[R, K]` int64, -1 padded; `[R, n]` where a decoding step verifies n drafts of every request
+    draft_token_ids: Tensor
     ends_at_newest_token: Tensor  # `[R]` bool, a token is sampled
     ends_recompute: Tensor  # `[R]` bool, after a preemption: drafts follow, the next token is known
     prefilling: Tensor  # `[R]` bool, the rows are prompt rows
     max_query_len: int  # most rows of one request
     block_size: int  # tokens a page
-    static: bool  # every request decodes with K+1 rows, so that all shapes follow from R
+    static: bool  # every request decodes with as many rows, so that all shapes follow from R
     # `prefilling` on the host, where drafting must not wait for the shapes of its passes; else None
     is_prefill: tuple[bool, ...] | None = None
     # bounds of the draft passes' base rows, in a captured step with prompt rows
@@ -104,16 +105,24 @@ class StepInputs:
 
     @classmethod
     def decoding(
-        cls, slots: Tensor, block_table: Tensor, *, slot_state: SlotState, block_size: int
+        cls,
+        slots: Tensor,
+        block_table: Tensor,
+        *,
+        slot_state: SlotState,
+        block_size: int,
+        num_drafts: int,
     ) -> "StepInputs":
-        """Inputs of a step in which every request decodes with K+1 rows, made on the device."""
-        num_drafts = slot_state.draft_token_ids.shape[1]
+        """Inputs of a step in which every request decodes, made on the device.
+
+        Each verifies the first `num_drafts` of its K drafts.
+        """
         rows_each = num_drafts + 1
         layout = equal_rows(rows_each, slots)
         num_tokens = slot_state.num_tokens[slots]
         first_position = num_tokens - 1
         request_index, positions = layout.request_index, layout.positions(first_position)
-        drafts = slot_state.draft_token_ids[slots]
+        drafts = slot_state.draft_token_ids[slots, :num_drafts]
         yes = torch.ones_like(slots, dtype=torch.bool)
         return cls(
             input_ids=slot_state.read_inputs(slots, request_index, positions, drafts),
@@ -173,14 +182,14 @@ class StepInputs:
             num_rows=self.row_counts,
         )
 
-    def logits_indices(self, num_speculative_tokens: int) -> Tensor:
+    def logits_indices(self) -> Tensor:
         """`[R, K+1]` rows whose logits decide tokens: the last accepted token's, then the drafts'.
 
         Requests with fewer drafts repeat their last row; the padding drafts there are never
         accepted. Requests inside their prompt get their last row, and nothing is sampled from it.
         """
         last = self.query_start_loc[1:].long() - 1
-        column = torch.arange(num_speculative_tokens + 1, device=last.device)
+        column = torch.arange(self.draft_token_ids.shape[1] + 1, device=last.device)
         return torch.minimum((last - self.num_drafts)[:, None] + column, last[:, None])
 
 
@@ -223,7 +232,13 @@ def _rows_of(
     is_prefill = tuple(entry.is_prefill for entry in scheduled)
     if deferred and not any(is_prefill):
         slots = to_device([r.slot for r in requests], dtype=torch.int64, device=device)
-        return StepInputs.decoding(slots, block_table, slot_state=slot_state, block_size=block_size)
+        return StepInputs.decoding(
+            slots,
+            block_table,
+            slot_state=slot_state,
+            block_size=block_size,
+            num_drafts=scheduled[0].num_scheduled_tokens - 1,
+        )
     counts = [entry.num_scheduled_tokens for entry in scheduled]
     inputs = StepInputs.mixed(
         to_device([facts_of(entry) for entry in scheduled], dtype=torch.int64, device=device),

@@ -139,6 +139,12 @@ class Scheduled(NamedTuple):
         """Position behind the last row, as far as the host knows."""
         return self.first_position + self.num_scheduled_tokens
 
+    def verifying(self, num_drafts: int) -> "Scheduled":
+        """The same rows, those of a decoding request without drafts beyond `num_drafts`."""
+        if self.is_prefill or self.num_scheduled_tokens <= num_drafts + 1:
+            return self
+        return self._replace(num_scheduled_tokens=num_drafts + 1)
+
 
 class Schedule(NamedTuple):
     """One step's work."""

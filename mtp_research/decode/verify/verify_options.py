@@ -86,13 +86,20 @@ def synthetic_rates(options: VerifyOptions, *, num_speculative_tokens: int) -> t
     )
 
 
-def without_profile(options: VerifyOptions, *, num_speculative_tokens: int) -> VerifyOptions:
-    """The same options with rates in the place of a profile, so that no step reads a file."""
-    if options.synthetic_profile is None:
+def with_rates(options: VerifyOptions, *, num_speculative_tokens: int) -> VerifyOptions:
+    """The same options with rates in the place of a profile or a length.
+
+    No step reads a file then, and one that verifies fewer than K drafts takes the first rates of K.
+    """
+    if options.synthetic_profile is None and options.synthetic_length is None:
         return options
     rates = synthetic_rates(options, num_speculative_tokens=num_speculative_tokens)
     return dataclasses.replace(
-        options, synthetic_rates=list(rates), synthetic_profile=None, synthetic_condition=None
+        options,
+        synthetic_rates=list(rates),
+        synthetic_length=None,
+        synthetic_profile=None,
+        synthetic_condition=None,
     )
 
 
