@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mtp_research.config.schema import EngineConfig
+from mtp_research.config.schema import EngineConfig, VerifyOptions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft import drafter as draft
 from mtp_research.decode.draft.draft_length import (
@@ -403,3 +403,20 @@ def test_what_all_steps_take_beyond_their_price_makes_drafts_cheaper() -> None:
         recent.end_step(num_drafts=0, seconds=2.0, batch_size=3)  # long texts: 1 more for all
     assert recent.costs(3) == {0: 2.0, 1: 2.9}
     assert rule.num_drafts(batch_size=3, recent=recent) == 1  # 1 / 2 or 1.8 / 2.9
+
+
+@pytest.mark.parametrize("options", [{"synthetic_rates": [1.0, 1.0, 0.0]}, {"synthetic_length": 3}])
+def test_a_shorter_step_takes_the_first_rates_of_k(target, options: dict) -> None:
+    """Rates 1, 1, 0: whoever verifies one draft accepts it, and none where none is verified."""
+    spec = SpecSettings(
+        verify="synthetic",
+        verify_options=VerifyOptions(**options),
+        draft_length=BatchTableLength(((1, 1), (2, 0))),
+    )
+    decoder = SpecDecoder(
+        target, tiny.tiny_heads(target), spec=spec, engine=EngineConfig(deferred_output=True)
+    )
+    one = run(decoder, PROMPTS[:1], sampling=SamplingParams(max_new_tokens=12))
+    (record,) = one.values()
+    assert set(record.num_accepted_per_round[1:-1]) == {1}
+    run(decoder, PROMPTS[:2], sampling=SamplingParams(max_new_tokens=12))

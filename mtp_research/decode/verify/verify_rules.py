@@ -74,10 +74,10 @@ def verify_synthetic(inputs: VerifyInputs) -> VerifyOutput:
     under a mask (its logit is -inf) is rejected here too.
     """
     num_drafts = inputs.draft_token_ids.shape[1]
-    rates = tuple(inputs.options.synthetic_rates[:num_drafts])  # of K drafts, which may be more
+    rates = tuple(inputs.options.synthetic_rates)  # of K drafts, which may be more
     if not rates:
         rates = synthetic_rates(inputs.options, num_speculative_tokens=num_drafts)
-    chances = _conditional(rates)
+    chances = _conditional(rates[:num_drafts])
     noise = inputs.noise(Stream.ACCEPT)
     by_chance = [noise[:, step] < chance for step, chance in enumerate(chances)]
     accepted = inputs.is_valid & _is_unmasked(inputs)

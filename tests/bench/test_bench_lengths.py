@@ -1,0 +1,30 @@
+"""bench_lengths on the tiny shape without a GPU: its rates, its line and its JSON."""
+
+import json
+
+import pytest
+
+from mtp_research.bench import bench_lengths
+
+FEW = ["--shape", "tiny", "--cpu", "--k", "2", "--prompt", "8", "--steps", "12", "--repeats", "1"]
+
+
+def test_rates_of_every_number_and_of_the_rule(tmp_path, capsys) -> None:
+    path = tmp_path / "rows.json"
+    words = ["--batch", "2", "--accept", "1.0", "--json", str(path)]
+    assert bench_lengths.main([*FEW, *words]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert set(row["tokens_per_s"]) == {"0", "1", "2", "chosen"}
+    assert min(row["tokens_per_s"].values()) > 0 < row["plain"]
+    fixed = {n: rate for n, rate in row["tokens_per_s"].items() if n != "chosen"}
+    assert row["best"] == max(fixed, key=fixed.__getitem__)
+    assert row["chosen_over_best"] == pytest.approx(
+        row["tokens_per_s"]["chosen"] / fixed[row["best"]]
+    )
+    assert 0 <= row["mean_chosen"] <= 2
+    assert f"of n = {row['best']}" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert bench_lengths.main(["--shape", "tiny"]) == 4
