@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[dict[str, object]] = []
     for batch in options.batch:
         plain = _decoder(target, None, options, batch=batch, accept=0.0)
-        plain_rates = [_tokens_per_s(plain, options, seed=s) for s in range(options.repeats)]
+        plain_rates = [_tokens_per_s(plain, options, seed=s)[0] for s in range(options.repeats)]
         del plain
         for accept in options.accept:
             rows.append({"batch": batch, "accept": accept, "plain": statistics.median(plain_rates)})
@@ -96,10 +96,13 @@ def _measured(
     }
     rules[CHOSEN] = decoder.spec.draft_length
     rates: dict[str, list[float]] = {name: [] for name in rules}
-    lengths: list[int] = []
+    chosen: list[float] = []
     for seed, (name, rule) in itertools.product(range(options.repeats), rules.items()):
         decoder.spec = replace(decoder.spec, draft_length=rule)
-        rates[name].append(_tokens_per_s(decoder, options, seed=seed, lengths=lengths))
+        rate, mean_drafts = _tokens_per_s(decoder, options, seed=seed)
+        rates[name].append(rate)
+        if name == CHOSEN:
+            chosen.append(mean_drafts)
     medians = {name: statistics.median(found) for name, found in rates.items()}
     best = max(medians, key=lambda name: medians[name] if name != CHOSEN else 0.0)
     spread = max(abs(rate / medians[name] - 1) for name, found in rates.items() for rate in found)
@@ -108,8 +111,8 @@ def _measured(
         "best": best,
         "chosen_over_best": medians[CHOSEN] / medians[best],
         "spread": spread,
-        "mean_chosen": statistics.fmean(lengths),
-        "step_ms": {n: 1e3 * s for n, s in (decoder.recent.costs(batch) or {}).items()},
+        "mean_chosen": statistics.fmean(chosen),
+        "step_seconds": decoder.step_seconds,
         "ready_s": decoder.capture_s,
     }
 
@@ -150,13 +153,9 @@ def _decoder(
 
 
 def _tokens_per_s(
-    decoder: SpecDecoder,
-    options: argparse.Namespace,
-    *,
-    seed: int,
-    lengths: list[int] | None = None,
-) -> float:
-    """Of steps in which every place is taken, as the device finished them."""
+    decoder: SpecDecoder, options: argparse.Namespace, *, seed: int
+) -> tuple[float, float]:
+    """Tokens per second of steps in which every place is taken, and drafts that a request verifies."""
     draw = random.Random(seed)
     vocab_size = decoder.target.config.vocab_size
     sampling = SamplingParams(max_new_tokens=decoder.max_model_len, seed=seed)
@@ -172,16 +171,20 @@ def _tokens_per_s(
     for _ in range(_SETTLING_STEPS):
         decoder.step()
     drain()
-    before, started = decoder.stats.num_emitted_tokens, time.perf_counter()
+    before, started = _counts(decoder), time.perf_counter()
     for _ in range(options.steps):
         decoder.step()
-        if lengths is not None and isinstance(decoder.spec.draft_length, ExpectedGainLength):
-            lengths.append(decoder.recent.last_num_drafts or 0)
     drain()
-    rate = (decoder.stats.num_emitted_tokens - before) / (time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    tokens, rows, entries = (new - old for old, new in zip(before, _counts(decoder), strict=True))
     for request in requests:
         decoder.abort(request)
-    return rate
+    return tokens / seconds, rows / entries - 1
+
+
+def _counts(decoder: SpecDecoder) -> tuple[int, int, int]:
+    stats = decoder.stats
+    return stats.num_emitted_tokens, stats.num_target_rows, stats.num_entries
 
 
 def _line(row: dict) -> str:

@@ -405,6 +405,11 @@ class SpecDecoder:
         return None if self.graphs is None else self.graphs.num_builds
 
     @property
+    def step_seconds(self) -> dict[int, dict[int, float]]:
+        """Seconds of captured steps by batch size and number of drafts; {} where none was timed."""
+        return {} if self.graphs is None else self.graphs.step_seconds
+
+    @property
     def newest_capture(self) -> "Captured | None":
         """The decode step that was captured last, for a look at it alone; None without graphs."""
         return None if self.graphs is None else self.graphs.newest
@@ -442,7 +447,7 @@ class SpecDecoder:
                     num_requests=num_requests,
                     log=log,
                 )
-            self.recent.prices = self.graphs.step_seconds
+            self.recent.prices = self.step_seconds
 
     def observe(self, wrap: Callable[[DeviceParts], DeviceParts] | None) -> None:
         """Put wrapped parts in the place of the step's own; None puts these back.

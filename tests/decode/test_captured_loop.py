@@ -14,7 +14,12 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs import decode_graphs as graphs
 from mtp_research.decode.graphs import mixed_graphs
 from mtp_research.decode.graphs.capture import no_collection
-from mtp_research.decode.graphs.mixed_graphs import MIXED_ROWS, MixedShape, padding_rows
+from mtp_research.decode.graphs.mixed_graphs import (
+    MIXED_ROWS,
+    MixedShape,
+    padding_rows,
+    pays_captured,
+)
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.step import StepResult
@@ -204,6 +209,16 @@ def test_buckets_are_captured_before_the_first_step_and_large_steps_are_left_out
     list(decoder.generate([[5] * 3, [6] * 2], sampling=sampling))
     assert _replays(decoder) == 1
     assert len(mixed._graphs) == 2
+
+
+def test_small_targets_have_larger_steps_captured() -> None:
+    largest = {
+        num_parameters: max(
+            r for r in MIXED_ROWS if pays_captured(r, num_parameters=num_parameters)
+        )
+        for num_parameters in (135_000_000, 1_500_000_000, 7_000_000_000)
+    }
+    assert largest == {135_000_000: 4096, 1_500_000_000: 2048, 7_000_000_000: 1024}
 
 
 @given(st.integers(1, 1024), st.integers(1, 70), st.integers(16, 600), st.integers(0, 5))

@@ -1,8 +1,9 @@
 """What happens before the clock: refusals before capture, progress of capture, equal pools."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -43,12 +44,21 @@ class FakeGraphs:
 
     capture_s = 0.0
     num_builds = 0
+    step_seconds: ClassVar[dict[int, dict[int, float]]] = {}
 
     def accepts(self, *_: object, **__: object) -> bool:
         self.num_builds += 1
         return False
 
-    def prepare(self, _: object, *, num_requests: int, log: Callable[[str], None]) -> None:
+    def prepare(
+        self,
+        _: object,
+        *,
+        draft_limits: Sequence[int],
+        num_requests: int,
+        log: Callable[[str], None],
+    ) -> None:
+        assert len(draft_limits) == 1
         assert num_requests == 2
         assert torch.is_inference_mode_enabled()
         for number in (1, 2):

@@ -3,7 +3,7 @@
 A request that arrives while others decode brings prompt rows into their step. Without a graph such
 a step takes as long as its launches, in which nobody else decodes. Steps of few rows are padded to
 a bucket: padding requests in the spare slot take the rows that are left over. Larger steps keep the
-device busy without a graph. These steps are not compiled, so that a bucket is captured in about a
+device busy without a graph; how large depends on the target. These steps are not compiled, so that a bucket is captured in about a
 second.
 
 Letters: R requests, T packed rows, M blocks per table, K drafts per step, P padding requests.
@@ -25,7 +25,11 @@ from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.policy.plan import BaseRows
 
-MIXED_ROWS = (64, 128, 256, 512, 1024)  # T of the buckets, ascending
+MIXED_ROWS = (64, 128, 256, 512, 1024, 2048, 4096)  # T of the buckets, ascending
+# The largest of them for every target; above it a row keeps a large one busier than a launch takes.
+_ALWAYS_ROWS = 1024
+# Rows times parameters up to which launches take longer: 8e12 operations are about 15 ms of an H200
+_LAUNCH_BOUND = 4e12
 _NUM_FACTS = 6
 _SLOT = 0  # the first of them
 
@@ -73,6 +77,7 @@ class MixedGraphs:
         self._max_requests, self._tables = max_requests, tables
         self._spare_slot = step.slot_state.spare_slot
         num_rerun = step.plan.num_speculative_tokens
+        num_parameters = sum(weight.numel() for weight in step.target.model.parameters())
         self._shapes = [
             MixedShape.of(
                 num_rows,
@@ -81,7 +86,8 @@ class MixedGraphs:
                 num_rerun=num_rerun,
             )
             for num_rows in MIXED_ROWS
-            if num_rows < 2 * max_rows or num_rows == MIXED_ROWS[0]
+            if (num_rows < 2 * max_rows or num_rows == MIXED_ROWS[0])
+            and pays_captured(num_rows, num_parameters=num_parameters)
         ]
         device = step.slot_state.text.device
         most = max(shape.num_requests for shape in self._shapes)
@@ -185,6 +191,11 @@ class MixedGraphs:
         if not isinstance(drafter, MTPDrafter):
             return []
         return drafter.plan.max_base_rows(counts, is_prefill=is_prefill)
+
+
+def pays_captured(num_rows: int, *, num_parameters: int) -> bool:
+    """Whether a step of so many rows ends sooner as a graph, padding included."""
+    return num_rows <= _ALWAYS_ROWS or num_rows * num_parameters <= _LAUNCH_BOUND
 
 
 def padding_rows(num_rows: int, num_requests: int, *, most: int) -> list[int]:
