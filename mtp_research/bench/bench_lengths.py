@@ -155,7 +155,7 @@ def _decoder(
 def _tokens_per_s(
     decoder: SpecDecoder, options: argparse.Namespace, *, seed: int
 ) -> tuple[float, float]:
-    """Tokens per second of steps in which every place is taken, and drafts that a request verifies."""
+    """Tokens per second where every place is taken, and drafts that a request verifies."""
     draw = random.Random(seed)
     vocab_size = decoder.target.config.vocab_size
     sampling = SamplingParams(max_new_tokens=decoder.max_model_len, seed=seed)

@@ -120,7 +120,8 @@ class SpecConfig(VerifyOptions):
     draft_p_min: float = within(0.3, 0.0, 1.0)
     # batch_table: drafts by least batch size, such as {1:3,8:2,32:0}.
     draft_table: dict[int, int] = field(default_factory=dict)
-    # expected_gain: price of one more draft in steps that make none; None: measured by the clock.
+    # expected_gain: price of one more draft in steps that make none; None: captured steps are timed
+    # at the start, others by the clock as they go.
     draft_cost_ratio: float | None = within(None, 0.0, 1e3)
     # Draft from so many tokens only, the most frequent ones by token_ranking.json of spec.head;
     # None: all.

@@ -1,11 +1,13 @@
 """bench_lengths on the tiny shape without a GPU: its rates, its line and its JSON."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from mtp_research.bench import bench_lengths
 
+ROOT = Path(__file__).resolve().parents[2]
 FEW = ["--shape", "tiny", "--cpu", "--k", "2", "--prompt", "8", "--steps", "12", "--repeats", "1"]
 
 
@@ -28,3 +30,18 @@ def test_rates_of_every_number_and_of_the_rule(tmp_path, capsys) -> None:
 def test_without_a_gpu_it_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert bench_lengths.main(["--shape", "tiny"]) == 4
+
+
+def test_table_is_the_stored_one() -> None:
+    stored = json.loads((ROOT / "docs" / "results" / "draft_length.json").read_text())
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for row in stored["rows"]:
+        rates, best = row["tokens_per_s"], row["best"]
+        fixed = {n: rate for n, rate in rates.items() if n != "chosen"}
+        assert best == max(fixed, key=fixed.__getitem__)
+        cells = [f"{row['batch']}", f"{row['accept']:.1f}", f"{row['plain']:,.0f}"]
+        cells += [f"{rates['0']:,.0f}", f"{rates[best]:,.0f} at n = {best}"]
+        cells += [f"{rates['chosen']:,.0f} at n = {row['mean_chosen']:.2f}"]
+        cells += [f"{rates['chosen'] / rates[best]:.3f}", f"{row['spread']:.3f}"]
+        cells += [f"{rates['chosen'] / row['plain']:.2f}"]
+        assert f"| {' | '.join(cells)} |\n" in page

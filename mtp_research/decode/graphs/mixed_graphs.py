@@ -3,8 +3,8 @@
 A request that arrives while others decode brings prompt rows into their step. Without a graph such
 a step takes as long as its launches, in which nobody else decodes. Steps of few rows are padded to
 a bucket: padding requests in the spare slot take the rows that are left over. Larger steps keep the
-device busy without a graph; how large depends on the target. These steps are not compiled, so that a bucket is captured in about a
-second.
+device busy without a graph; how large depends on the target. These steps are not compiled, so that
+a bucket is captured in about a second.
 
 Letters: R requests, T packed rows, M blocks per table, K drafts per step, P padding requests.
 """
