@@ -420,3 +420,28 @@ def test_a_shorter_step_takes_the_first_rates_of_k(target, options: dict) -> Non
     (record,) = one.values()
     assert set(record.num_accepted_per_round[1:-1]) == {1}
     run(decoder, PROMPTS[:2], sampling=SamplingParams(max_new_tokens=12))
+
+
+@dataclass
+class InTurn:
+    """3 drafts, then 1, and so on."""
+
+    keeps = None
+    num_steps: int = 0
+
+    def limits(self, _: int) -> list[int]:
+        """Both."""
+        return [3, 1]
+
+    def num_drafts(self, **_: object) -> int:
+        """The next of the two."""
+        self.num_steps += 1
+        return 3 if self.num_steps % 2 else 1
+
+
+def test_drafts_that_were_made_and_not_verified_are_in_no_rate(target) -> None:
+    """Of three drafts a step of one verifies the first; one of three finds a single draft made."""
+    decoder = _by_graphs(target, tiny.tiny_heads(target), "training", InTurn())
+    (record,) = run(decoder, PROMPTS[:1], sampling=SamplingParams(max_new_tokens=20)).values()
+    assert set(record.num_drafted_per_round) == {1}
+    assert len(record.num_drafted_per_round) > 8

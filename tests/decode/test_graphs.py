@@ -5,6 +5,7 @@ import torch
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.draft.draft_length import BatchTableLength
 from mtp_research.decode.graphs.capture import (
     bucket_of,
     captured_sizes,
@@ -152,6 +153,22 @@ def test_graphs_decode_what_the_plain_loop_decodes(
         name: r.num_accepted_per_round for name, r in plain.items()
     }
     assert decoder.graphs.num_graphs >= 2
+
+
+@needs_gpu
+@pytest.mark.parametrize("compile_step", [False, True])
+def test_graphs_of_every_number_of_drafts_decode_what_the_plain_loop_decodes(
+    target, compile_step: bool
+) -> None:
+    heads = _heads(target)
+    rule = BatchTableLength(((1, 3), (2, 1), (3, 0)))
+    spec = SpecSettings(policy="training", draft_length=rule)
+    sampling = [SamplingParams(max_new_tokens=count) for count in (24, 9, 17, 30)]
+    texts = []
+    for changes in ({}, {"cuda_graphs": True, "compile": compile_step, "capture_mixed": True}):
+        decoder = SpecDecoder(target, heads, spec=spec, engine=_engine(**changes))
+        texts.append(texts_of(run(decoder, PROMPTS, sampling=sampling)))
+    assert texts[0] == texts[1]
 
 
 @needs_gpu
