@@ -169,6 +169,17 @@ def test_engine_tool_reads_rounds_from_the_steps_of_vllm(
     assert row["num_equal_rounds"] == row["num_rounds"] > 3
 
 
+def test_engine_tool_says_what_rounding_alone_does(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path), "--cases", "deepseek_v3", "--k", "1", "--prepare-only"]
+    assert gpu_engines.main([*words, "--prompts", "4", "--max-new-tokens", "32"]) == 0
+    (row,) = json.loads((tmp_path / "engines.json").read_text())
+    rounding = row["rounding"]
+    assert row["num_equal_rounds"] == row["num_rounds"]  # ours against itself
+    assert rounding["lengths"][0] == row["lengths"][0]
+    assert rounding["num_equal_rounds"] > 0
+    assert rounding["lengths"][0] != rounding["lengths"][1] or rounding["num_equal_texts"] < 4
+
+
 def test_engine_rounds_are_compared_where_they_begin() -> None:
     tokens = tuple(range(9))
     one = gpu_engines.Decoded(tokens, (0, 0, 2, 1, 0))
@@ -202,6 +213,10 @@ def test_guide_says_what_vllm_was_seen_to_do() -> None:
         begin = f"| {names[row['case']]} | {row['dtype']} | {row['k']} | "
         assert f"{begin}{texts} | {rounds} | {ours:.3f}, {theirs:.3f} |\n" in guide
     assert {row["case"] for row in stored["rows"]} == {"lab_tiny", *gpu_engines.CASES}
+    rounding = [row["rounding"] for row in stored["rows"] if "rounding" in row]
+    assert len(rounding) == 2
+    for one in rounding:
+        assert f" {one['num_equal_rounds']:,} of {one['num_rounds']:,} " in guide
     (agreed,) = [one for one in stored["report"]["agreements"] if one["reference"] == "own as vllm"]
     lengths = {c["label"]: c["acceptance_length"]["value"] for c in stored["report"]["conditions"]}
     found = stored["report"]["difference"]

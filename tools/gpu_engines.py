@@ -8,8 +8,9 @@ A case is the shipped target with its trained head, or a random target of one fa
 modules, whose lm_head is fitted so that texts do not hang on rounding. Both loops decode the
 exported one greedily: equal texts are counted, and equal rounds in them. `control` is our loop by
 the family's own conventions: where it agrees as well, the case tells nothing. vLLM has no float32
-kernels for latent attention and for gated delta rules: these cases are decoded in bfloat16. Exit
-status 1: a case failed or too few rounds are equal.
+kernels for latent attention and for gated delta rules: these cases are decoded in bfloat16, and
+`rounding` is our loop in float32 against our loop in bfloat16: what no engine could be blamed for.
+Our side runs on the CPU. Exit status 1: a case failed or too few rounds are equal.
 
 Letters: K drafts per step, N rows, D hidden, V vocabulary.
 """
@@ -240,7 +241,11 @@ def _compare(
     found, control = agreement(ours, theirs), agreement(our_side(heads, own, task), theirs)
     passed = found.num_equal_rounds >= LEAST_EQUAL * found.num_rounds > 0
     passed = passed and found.num_whole_texts >= LEAST_WHOLE * found.num_equal_texts
-    return {"passed": passed, **found._asdict(), "control": control._asdict()}
+    row: dict[str, object] = {"passed": passed, **found._asdict(), "control": control._asdict()}
+    if folder.parent.name in BFLOAT16:
+        rounded = load_heads(folder, load_target(folder, dtype="bfloat16", device="cpu"))
+        row["rounding"] = agreement(ours, our_side(rounded, run, task))._asdict()
+    return row
 
 
 def _prompts(case: str, count: int, *, vocab_size: int) -> list[list[int]]:
