@@ -112,8 +112,9 @@ class RecentRounds:
         if seconds is not None and num_drafts == self.last_num_drafts:
             times = self.step_seconds.setdefault(num_drafts, deque(maxlen=_NUM_TIMES))
             times.append(seconds)
-            if self.prices:
-                self.extra_seconds.append(seconds - self._price(batch_size)[num_drafts])
+            price = self._price(batch_size).get(num_drafts) if self.prices else None
+            if price is not None:
+                self.extra_seconds.append(seconds - price)
         self.last_num_drafts = num_drafts
 
     def conditional_acceptance(self) -> list[float]:
