@@ -52,11 +52,12 @@ def test_greedy_text_equals_plain_decoding_on_all_shipped_prompts(
     policy: str,
     num_drafts: int,
 ) -> None:
-    heads = load_heads(ASSETS / "heads" / "chain_n3", target)
+    every = 1 if num_drafts == 3 else 4  # the other numbers on a quarter of the prompts
+    heads, chosen = load_heads(ASSETS / "heads" / "chain_n3", target), prompts[::every]
     records = greedy_records(
-        target, heads, prompts, policy=policy, num_drafts=num_drafts, num_new=NUM_NEW, stop=STOP
+        target, heads, chosen, policy=policy, num_drafts=num_drafts, num_new=NUM_NEW, stop=STOP
     )
-    assert [record.output_token_ids for record in records] == baseline
+    assert [record.output_token_ids for record in records] == baseline[::every]
     assert sum(sum(record.num_accepted_per_round) for record in records) > 0
 
 
@@ -86,6 +87,6 @@ def test_replay_walk_equals_the_loop_round_for_round(
     target: Target, prompts: list[tuple[int, ...]], name: str, unroll: str, num_depths: int
 ) -> None:
     heads = load_heads(ASSETS / "heads" / name, target)
-    chosen = prompts[::8]
+    chosen = prompts[::16]
     walked = assert_walk_is_loop(heads, chosen, unroll=unroll, num_depths=num_depths)
     assert walked.num_rounds > 5 * len(chosen)

@@ -4,6 +4,7 @@ Imports are read from the syntax tree, so that one inside a function counts as w
 """
 
 import ast
+import functools
 import inspect
 import subprocess
 import sys
@@ -108,8 +109,13 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in SOURCES}
 
 
-def imported_modules(path: Path) -> Iterator[str]:
+@functools.cache
+def imported_modules(path: Path) -> tuple[str, ...]:
     """Names of all modules that a file imports, inside functions and for types as well."""
+    return tuple(_imports_of(path))
+
+
+def _imports_of(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -88,7 +88,7 @@ def _decode(models, policy: str, *, num_drafts: int = 3, **changes: object):
     )
     sampling = [
         SamplingParams(max_new_tokens=count, temperature=temperature, seed=count)
-        for count, temperature in ((14, 0.0), (6, 0.0), (10, 0.8), (12, 0.0))
+        for count, temperature in ((9, 0.0), (4, 0.0), (7, 0.8), (8, 0.0))
     ]
     records = run(decoder, PROMPTS, sampling=sampling)
     rounds = {name: record.num_accepted_per_round for name, record in records.items()}
@@ -125,8 +125,8 @@ def test_steps_of_one_kind_decode_what_the_plain_loop_decodes(lab) -> None:
 @pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize("policy", ["eagle", "training"])
 def test_steps_with_a_grammar_run_beside_captured_ones(lab, policy) -> None:
-    grammar = SamplingParams(grammar=PAIRS, stop_token_ids=(1, 2), max_new_tokens=9)
-    plain = SamplingParams(max_new_tokens=18)
+    grammar = SamplingParams(grammar=PAIRS, stop_token_ids=(1, 2), max_new_tokens=6)
+    plain = SamplingParams(max_new_tokens=16)
     sampling = [plain, grammar, grammar, plain]
     target, heads = lab["chain_n3"]
     expected = texts_of(

@@ -15,7 +15,7 @@ from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.decode.loops import PROMPTS, draft_rightly, texts_of
 
-NUM_TOKENS = 6
+NUM_TOKENS = 4
 # Greedy K=0, one prompt at a time; what every other loop is compared with.
 ALONE = {"num_speculative_tokens": 0, "max_num_requests": 1}
 LOOPS = {

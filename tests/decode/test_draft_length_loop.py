@@ -189,7 +189,8 @@ def test_shorter_rounds_verify_and_draft_fewer_rows(
     target, monkeypatch: pytest.MonkeyPatch, policy: str, num_modules: int
 ) -> None:
     """What each policy saves, as the module docstring of `draft_length` has it."""
-    heads, sampling = tiny.tiny_heads(target, num_mtp_modules=num_modules), SamplingParams()
+    heads = tiny.tiny_heads(target, num_mtp_modules=num_modules)
+    sampling = SamplingParams(max_new_tokens=24)
     module_rows: list[int] = []
     run_module = heads.run_module
 
@@ -349,7 +350,7 @@ def test_captured_steps_of_every_number_decode_what_the_plain_loop_decodes(
     heads, rule = tiny.tiny_heads(target), RandomLength(seed=5, stops=False)
     sampling = [
         SamplingParams(max_new_tokens=count, temperature=temperature, seed=count)
-        for count, temperature in ((24, 0.0), (9, 0.0), (17, 0.8), (20, 0.0))
+        for count, temperature in ((14, 0.0), (6, 0.0), (10, 0.8), (12, 0.0))
     ]
     plain = _by_graphs(target, heads, policy, rule)
     captured = _by_graphs(target, heads, policy, rule, cuda_graphs=True, capture_mixed=True)

@@ -134,7 +134,7 @@ def _assert_drafts_equal_full_recompute(
     assert blocks.num_free_blocks == blocks.num_blocks
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 256])
+@pytest.mark.parametrize("chunk", [1, 3, 256])
 @pytest.mark.parametrize(
     ("policy", "num_modules"),
     [("training", 3), ("training", 2), ("training", 1), ("eagle", 1), ("eagle", 2), ("eagle", 3)],
@@ -163,9 +163,9 @@ def test_drafts_read_the_norms_that_the_head_records(
     )
 
 
-@pytest.mark.parametrize("chunk", [3, 256])
 @pytest.mark.parametrize(
-    ("policy", "num_modules"), [("training", 3), ("training", 1), ("eagle", 1), ("eagle", 3)]
+    ("policy", "num_modules", "chunk"),
+    [("training", 3, 3), ("training", 1, 256), ("eagle", 1, 3), ("eagle", 3, 256)],
 )
 def test_drafts_of_families_equal_full_recompute_for_any_history(
     policy: str, num_modules: int, chunk: int, family_target
@@ -311,7 +311,7 @@ def test_foreign_pages_filled_with_nan_change_nothing(target, policy: str) -> No
             decoder.slot_state.hidden.fill_(torch.nan)
         prompts = [[3, 4, 5, 6, 7, 8], [9], [10, 11], list(range(20, 43))]
         for prompt in prompts:
-            decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=10))
+            decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=7))
         seen = []
         while decoder.scheduler.has_work:
             decoder.step()
@@ -323,7 +323,7 @@ def test_foreign_pages_filled_with_nan_change_nothing(target, policy: str) -> No
 @pytest.mark.parametrize("policy", ["eagle", "training"])
 def test_permuting_requests_permutes_outputs(target, policy: str) -> None:
     heads = tiny.tiny_heads(target)
-    prompts = [[i, 2 * i + 1, 3] * (1 + i % 3) for i in range(1, 7)]
+    prompts = [[i, 2 * i + 1, 3] * (1 + i % 3) for i in range(1, 5)]
     forward = {
         r.request_id: (r.output_token_ids, r.num_accepted_per_round)
         for r in _generate(target, heads, policy, prompts)
@@ -341,4 +341,4 @@ def _generate(target, heads, policy: str, prompts: list[list[int]]):
     decoder = SpecDecoder(
         target, heads, spec=SpecSettings(policy=policy), engine=EngineConfig(max_num_requests=2)
     )
-    return list(decoder.generate(prompts, max_new_tokens=8))
+    return list(decoder.generate(prompts, max_new_tokens=6))

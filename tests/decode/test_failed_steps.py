@@ -18,7 +18,7 @@ from mtp_research.runtime.errors import ConfigError, DecoderClosed, EnvironmentF
 from tests import tiny
 from tests.decode.loops import PROMPTS
 
-SAMPLING = SamplingParams(max_new_tokens=10)
+SAMPLING = SamplingParams(max_new_tokens=6)
 PLACES = ("schedule", "target", "draft", "commit", "wait", "apply")
 FAULTS = [(place, call) for place in PLACES for call in (1, 4)]
 

@@ -54,7 +54,7 @@ def test_baseline_equals_full_recompute_and_transformers(target, baseline) -> No
     assert tuple(text[0, len(PROMPTS[0]) :].tolist()) == baseline["0"]
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_greedy_text_equals_baseline_for_every_policy(
     target, heads, baseline, policy: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
@@ -263,7 +263,7 @@ def test_sampled_text_depends_on_seed_and_prompt_alone(
     target, heads, verify: str, draft_sampling: str
 ) -> None:
     params = [
-        SamplingParams(temperature=1.0, top_k=6, seed=seed, max_new_tokens=6)
+        SamplingParams(temperature=1.0, top_k=6, seed=seed, max_new_tokens=4)
         for seed in (1, 2, 2**40, -5)
     ]
 
@@ -289,7 +289,7 @@ def test_sampled_text_depends_on_seed_and_prompt_alone(
     pressed, num_preemptions = decoded(small_pool(7))
     assert num_preemptions > 0
     assert pressed == expected
-    other = [SamplingParams(temperature=1.0, top_k=6, seed=99, max_new_tokens=6)] * 4
+    other = [SamplingParams(temperature=1.0, top_k=6, seed=99, max_new_tokens=4)] * 4
     decoder = SpecDecoder(
         target, heads, spec=SpecSettings(verify=verify, draft_sampling=draft_sampling)
     )

@@ -3,9 +3,6 @@
 import json
 import os
 import re
-import socket
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -24,9 +21,9 @@ from mtp_research.runtime.errors import ConfigError, IntegrityError
 from tests.decode.loops import draft_rightly, run, texts_of
 from tests.models import sharded_cases
 from tests.models.sharded_cases import FAMILIES, FAULTS, SHARDED, SPLIT
+from tests.ranks import run_ranks
 from tests.tiny import tiny_heads, tiny_target
 
-ROOT = Path(__file__).resolve().parents[2]
 # Recipe -> plan. Attention of glm4_moe_lite is latent, mimo_v2's has sinks and windows.
 PLANS = {
     "qwen3": "tensor",
@@ -45,15 +42,6 @@ READ_WHOLE = {
     },
     "sharded": {"mlp.gate.e_score_correction_bias"},
 }
-RANK = """
-import json, os, sys
-from pathlib import Path
-from tests.decode.test_tensor_parallel import decode_split
-from tests.models.sharded_cases import load_split
-folder = Path(sys.argv[1])
-found = decode_split(folder) | load_split(folder)
-(folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
-"""
 
 
 def decode(target: Target, *, draws: bool) -> dict[str, object]:
@@ -61,7 +49,7 @@ def decode(target: Target, *, draws: bool) -> dict[str, object]:
     found: dict[str, object] = {}
     heads = tiny_heads(target)
     engine = EngineConfig(max_num_requests=4, block_size=4, max_prefill_chunk=3)
-    sampling = SamplingParams(max_new_tokens=10, temperature=float(draws), seed=5)
+    sampling = SamplingParams(max_new_tokens=7, temperature=float(draws), seed=5)
     plain = texts_of(
         run(
             SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine),
@@ -96,6 +84,12 @@ def decode_split(folder: Path) -> dict[str, object]:
     }
 
 
+def write_found(folder: str) -> None:
+    """The work of one rank: what it decodes and loads of the models in `folder`."""
+    found = decode_split(Path(folder)) | sharded_cases.load_split(Path(folder))
+    (Path(folder) / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
 def load_split(path: Path, plan: str) -> Target:
     return load_target(path, dtype="float64", device="cpu", tp_plan=plan)
 
@@ -115,31 +109,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(models: Path) -> list[dict]:
     """What each of two ranks found."""
-    return run_ranks(models)
-
-
-def run_ranks(folder: Path, *, num_ranks: int = 2) -> list[dict]:
-    """What each rank found."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    processes = []
-    for rank in range(num_ranks):
-        env = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-c", RANK, str(folder)]
-        processes.append(
-            subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
-        )
-    errors = [process.communicate(timeout=110)[1] for process in processes]
-    for process, text in zip(processes, errors, strict=True):
-        assert process.returncode == 0, text[-3000:]
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(num_ranks)]
+    run_ranks(__name__, "write_found", str(models))
+    return [json.loads((models / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_two_ranks_decode_what_one_process_decodes(models: Path, ranks: list[dict]) -> None:

@@ -3,9 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,25 +15,15 @@ from mtp_research.models.rewrites.products import MergedLinear
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.loop import train_heads
 from mtp_research.training.parallel.parallel import prepare_target
+from tests.ranks import run_ranks
 from tests.training.tiny import save_lab, trainable_heads
 
-ROOT = Path(__file__).resolve().parents[2]
 # AdamW divides by the root of the second moment, so a rounding difference in a gradient near zero
 # is one of the size of the learning rate times that rounding: 2e-3 and float32. The largest gap of
 # a mode was 1.2e-5 to 2.7e-5, by the processor; a step moves weights by up to 2e-3.
 TOLERANCE = 5e-5
 # Resumed under another number of ranks: the global batch is the same, so the rows are too.
 DRIFT = ["world_size", "trainer.batch_size", "trainer.parallel"]
-RANK = """
-import json, sys
-from pathlib import Path
-from mtp_research.training.loop import train_heads
-from tests.training.test_parallel import read_config
-folder = Path(sys.argv[1])
-for name, keys in json.loads(sys.argv[2]).items():
-    print("training", name, file=sys.stderr)
-    train_heads(read_config(folder, **keys), folder / name)
-"""
 
 
 def read_config(folder: Path, **trainer: object) -> TrainConfig:
@@ -65,29 +52,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_ranks(folder: Path, runs: dict[str, dict], *, num_ranks: int = 2) -> None:
-    """Train each of `runs` (name -> trainer keys) in processes that all ranks share."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-    }
-    processes = []
-    for rank in range(num_ranks):
-        env = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-c", RANK, str(folder), json.dumps(runs)]
-        processes.append(
-            subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
-        )
-    errors = [process.communicate(timeout=110)[1] for process in processes]
-    for process, text in zip(processes, errors, strict=True):
-        assert process.returncode == 0, text[-2000:]
+def train_rank(folder: str, runs: str) -> None:
+    """The work of one rank: each of `runs` (JSON, name -> trainer keys), one after the other."""
+    for name, keys in json.loads(runs).items():
+        sys.stderr.write(f"training {name}\n")
+        train_heads(read_config(Path(folder), **keys), Path(folder) / name)
 
 
 def largest_gap(folder: Path, other: Path) -> float:
@@ -125,7 +94,8 @@ def test_two_ranks_equal_one(lab: Path) -> None:
         runs |= {"zero1": {}, "zero2": {"deepspeed_config": str(file)}, "zero3": {}}
         runs |= {"zero2-resumed": resumed, "zero3-resumed": resumed}
     modes = {name: name.removesuffix("-resumed") for name in runs}
-    run_ranks(lab, {name: {"batch_size": 2, "parallel": modes[name]} | runs[name] for name in runs})
+    runs = {name: {"batch_size": 2, "parallel": modes[name]} | runs[name] for name in runs}
+    run_ranks(__name__, "train_rank", str(lab), json.dumps(runs))
     check(lab, *runs)
 
 
