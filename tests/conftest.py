@@ -17,6 +17,9 @@ from hypothesis import settings
 
 from mtp_research.runtime.threads import wait_passively
 
+os.fsync = lambda _: (
+    None
+)  # what a test writes need not survive a power cut; each takes milliseconds
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 wait_passively()

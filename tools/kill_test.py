@@ -31,8 +31,9 @@ wait_passively()
 import torch
 
 from mtp_research.__main__ import run_training
-from mtp_research.app.cli import run_entry
+from mtp_research.app.cli import compose_config, run_entry
 from mtp_research.config.schema import TrainConfig
+from mtp_research.training import setup  # noqa: F401 - imported for the children
 from mtp_research.training.checkpoint import newest_checkpoint
 from tests.training.tiny import save_lab
 
@@ -52,6 +53,7 @@ def main() -> int:
 def kill_test(args: argparse.Namespace, *, folder: Path) -> int:
     """Run once, then again with kills, and compare."""
     folder.mkdir(parents=True, exist_ok=True)
+    compose_config(TrainConfig, [])  # imports what every child would import anew
     finish(fork(lambda: save_lab(folder)))
     words = [f"model.path={folder / 'target'}", f"data.path={folder / 'answers.jsonl'}"]
     words += ["model.family=qwen3", "model.device=cpu", f"trainer.max_steps={args.steps}"]

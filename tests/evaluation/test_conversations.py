@@ -37,7 +37,7 @@ from tests.evaluation.generations import generation, random_generations
 from tests.evaluation.test_prompts import SpyTokenizer
 
 TARGET = str(REPOSITORY_ROOT / "assets" / "lab_tiny" / "target")
-NUM_NEW = 12
+NUM_NEW = 8
 WORDS = [
     *("model.dtype=float32", "model.device=cpu", f"sampling.max_new_tokens={NUM_NEW}"),
     *("engine.max_num_requests=2", "spec.k=3"),
@@ -126,7 +126,7 @@ def test_first_turns_alone_are_the_first_turns_of_all(tmp_path: Path, whole: Rep
     assert "turns:" not in render_text(first)
 
 
-@pytest.mark.parametrize("num_writes", [1, 2, 4])
+@pytest.mark.parametrize("num_writes", [1, 4])
 def test_conversation_killed_between_turns_goes_on_with_its_own_answers(
     tmp_path: Path, whole: Report, monkeypatch: pytest.MonkeyPatch, num_writes: int
 ) -> None:
@@ -142,14 +142,14 @@ def test_conversation_killed_between_turns_goes_on_with_its_own_answers(
 
         patch.setattr(Journal, "add", add_and_die)
         with pytest.raises(Killed):
-            run(tmp_path)
+            run(tmp_path, "spec.policy=[eagle]")
     lines = (tmp_path / JOURNAL_FILE).read_text().splitlines()[1:]
     parts = [json.loads(line) for line in lines]
     done = {r["request_id"] for p in parts if p["condition"] == "eagle" for r in p["records"]}
     assert 0 < len(done) < 8
     assert any(name in done and later not in done for later, name in LATER.items())
-    resumed = run(tmp_path)
-    for ours, theirs in zip(resumed.conditions, whole.conditions, strict=True):
+    resumed = run(tmp_path, "spec.policy=[eagle]")
+    for ours, theirs in zip(resumed.conditions, whole.conditions[:2], strict=True):
         plain = [
             [dataclasses.replace(r, ttft_s=0.0, decode_s=0.0) for r in one.records]
             for one in (ours, theirs)

@@ -191,7 +191,7 @@ ENGINE = [
         False,
         "steps",
         "texts",
-        base={"engine.max_num_requests": 2, "prompts.path": "many prompts", **_LONG},
+        base={"engine.max_num_requests": 2, "prompts.path": "many prompts"},
     ),
     _row("engine.deterministic", True, "num_products", "texts rounds"),
     _row("engine.audit", False, "audit", "texts rounds"),

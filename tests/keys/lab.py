@@ -59,7 +59,7 @@ _SCORED = [
 ]
 _EARLY_TOKEN = 435  # third of the greedy answer to the first prompt
 _LONG_PROMPT = {"category": "code", "prompt": "def add(a, b):\n    return a + b\n\n\n" * 3}
-_MANY = [{"id": f"q{n}", "category": "arith", "question": f"What is {n}?"} for n in range(9)]
+_MANY = [{"id": f"q{n}", "category": "arith", "question": f"What is {n}?"} for n in range(5)]
 
 
 class Lab:
