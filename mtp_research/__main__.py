@@ -9,10 +9,11 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from mtp_research import __version__
 from mtp_research.config.schema import EvalConfig, TrainConfig
@@ -20,6 +21,8 @@ from mtp_research.runtime.compiling import keep_compiled_code
 from mtp_research.runtime.errors import EnvironmentFault, extras_needed
 from mtp_research.runtime.provenance import describe_run, write_error
 from mtp_research.runtime.threads import wait_passively
+
+ConfigT = TypeVar("ConfigT", TrainConfig, EvalConfig)
 
 
 class Command(NamedTuple):
@@ -83,20 +86,24 @@ def main() -> int:
 
 def train() -> int:
     """`train.py`: heads, a small target, cached hidden states or a matrix, by `task`."""
-    wait_passively()
-    keep_compiled_code()
-    from mtp_research.app.cli import run_entry
-
-    return run_entry(TrainConfig, run_training)
+    return _enter(TrainConfig, run_training)
 
 
 def evaluate() -> int:
     """`eval.py`: decode the prompts under each condition, or price faulty slots, by `task`."""
+    return _enter(EvalConfig, run_evaluation)
+
+
+def _enter(schema: type[ConfigT], run: Callable[[ConfigT, Path], None]) -> int:
     wait_passively()
     keep_compiled_code()
-    from mtp_research.app.cli import run_entry
-
-    return run_entry(EvalConfig, run_evaluation)
+    try:
+        with extras_needed():
+            from mtp_research.app.cli import run_entry
+    except EnvironmentFault as fault:
+        write_error(str(fault))
+        return fault.exit_code
+    return run_entry(schema, run)
 
 
 def run_training(config: TrainConfig, output_dir: Path) -> None:

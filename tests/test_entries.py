@@ -280,6 +280,41 @@ def test_help_needs_no_extra_and_does_no_work(name: str) -> None:
     assert shown.stdout.startswith("usage: ")
 
 
+@pytest.mark.parametrize("entry", ["eval.py", "train.py"])
+def test_python_without_the_packages_is_named_in_one_line(entry: str) -> None:
+    code = (
+        "import runpy, sys; sys.modules['safetensors'] = None; "
+        f"sys.argv = [{entry!r}, 'spec.k=3']; runpy.run_path({entry!r}, run_name='__main__')"
+    )
+    done = python("-c", code)
+    assert done.returncode == 4
+    assert done.stderr.startswith(
+        f"error: safetensors must be installed for this, {sys.executable}"
+    )
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "num_parameters", "is_said"),
+    [
+        ([], 135_000_000, True),
+        ([], 3_900_000, False),
+        (["trainer.max_steps=8500", "trainer.batch_size=32"], 135_000_000, False),
+    ],
+)
+def test_training_says_that_a_schedule_of_lab_tiny_is_short(
+    words: list[str], num_parameters: int, is_said: bool
+) -> None:
+    from mtp_research.training.setup import schedule_note
+
+    config = compose_config(TrainConfig, words)
+    note = schedule_note(config, num_parameters=num_parameters, num_processes=1)
+    assert (note is not None) == is_said
+    if note is not None:
+        assert "reads 0.41 M tokens" in note
+        assert "135 M parameters" in note
+
+
 def test_training_on_a_terminal_ends_with_the_next_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
@@ -425,6 +460,13 @@ def test_word_behind_the_name_of_a_secret_is_never_shown(
 )
 def test_redact_leaves_ordinary_text(text: str) -> None:
     assert provenance.redact(text) == text
+
+
+def test_working_folder_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PWD", "/home/me/heads")  # as every shell exports it
+    monkeypatch.setenv("DB_PWD", "hunter2-hunter2")
+    found = provenance.redact("/home/me/heads/runs hunter2-hunter2")
+    assert found == f"/home/me/heads/runs {provenance.HIDDEN}"
 
 
 def test_relative_path_counts_from_the_working_directory_then_the_repository(
