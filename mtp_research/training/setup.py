@@ -38,7 +38,12 @@ from mtp_research.training.checkpoint import (
     run_settings,
     step_folders,
 )
-from mtp_research.training.documents import HeadDocuments, load_head_documents, read_head_documents
+from mtp_research.training.documents import (
+    HeadDocuments,
+    load_head_documents,
+    mark_words,
+    read_head_documents,
+)
 from mtp_research.training.losses.loss_terms import loss_spec
 from mtp_research.training.losses.losses import HeadObjective, UnrollSpec
 from mtp_research.training.optim import add_lora
@@ -194,6 +199,7 @@ def load_inputs(config: TrainConfig, *, is_whole: bool = True) -> RunInputs:
     A target that is not whole lacks its decoder layers, but for the one that modules start from.
     """
     model, found = config.model, read_head_documents(config.data)
+    mark_words(config.data, found)
     is_fetched = local_file(model.path, CONFIG_FILE) is None
     load = functools.partial(
         load_target,
