@@ -239,7 +239,7 @@ def test_token_ids_of_another_tokenizer_are_refused(tmp_path) -> None:
     beside.write_text(json.dumps(settings))
     load()
     beside.write_text(json.dumps(settings | {"tokenizer_sha256": "0" * 64}))
-    with pytest.raises(ConfigError, match="another tokenizer; set data.path to"):
+    with pytest.raises(ConfigError, match=r"another tokenizer; set data.path to"):
         load()
 
 
