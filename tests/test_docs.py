@@ -50,10 +50,12 @@ def commands(entry: str) -> list[str]:
 
 
 def printed_blocks() -> Iterator[tuple[str, str]]:
-    """Command and output of every fenced block that begins with `$ python -m`."""
+    """Command and output of every `console` block that begins with `$ python -m`."""
     for page in PAGES:
         text = page.read_text(encoding="utf8")
-        for block in re.findall(r"^```\n\$ python -m (.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for block in re.findall(
+            r"^```console\n\$ python -m (.*?)^```", text, re.DOTALL | re.MULTILINE
+        ):
             command, _, output = block.partition("\n")
             yield command, output
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from mtp_research.__main__ import COMMANDS, run_evaluation
+import mtp_research
+from mtp_research.__main__ import COMMANDS, main, run_evaluation, run_training
 from mtp_research.app.cli import compose_config, run_entry
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.runtime import errors, provenance
@@ -233,7 +234,7 @@ def test_hydra_writes_to_the_run_folder_only_and_keeps_the_working_directory(
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_commands_of_the_package_exist(name: str) -> None:
-    module, function = COMMANDS[name]
+    module, function, _ = COMMANDS[name]
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert f"def {function}(" in Path(str(spec.origin)).read_text()
@@ -245,7 +246,91 @@ def test_package_runs_a_command_and_refuses_another() -> None:
     assert "python eval.py" in shown.stdout
     refused = python("-m", "mtp_research", "evla")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: evla is not a command; nearest: eval; usage: ")
+    assert refused.stderr.startswith("error: evla is not a command; nearest: eval; ")
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), ([], 2)])
+def test_package_lists_its_commands_with_what_they_do(
+    words: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["mtp", *words])
+    assert main() == code
+    shown = "".join(capsys.readouterr()).splitlines()
+    listed = {line.split()[0]: line for line in shown if line.startswith("  ")}
+    assert set(listed) == set(COMMANDS)
+    assert all(COMMANDS[name].about in line for name, line in listed.items())
+    assert max(map(len, shown)) <= 80
+
+
+def test_package_says_its_version(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["mtp", "--version"])
+    assert main() == 0
+    assert capsys.readouterr().out == f"mtp-research {mtp_research.__version__}\n"
+
+
+@pytest.mark.parametrize("name", ["report", "doctor"])
+def test_help_needs_no_extra_and_does_no_work(name: str) -> None:
+    hidden = ["matplotlib", "pandas"]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({hidden})); sys.argv = ['mtp', "
+        f"{name!r}, '--help']; from mtp_research.__main__ import main; sys.exit(main())"
+    )
+    shown = python("-c", code)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("usage: ")
+
+
+@pytest.mark.parametrize("entry", ["eval.py", "train.py"])
+def test_python_without_the_packages_is_named_in_one_line(entry: str) -> None:
+    code = (
+        "import runpy, sys; sys.modules['safetensors'] = None; "
+        f"sys.argv = [{entry!r}, 'spec.k=3']; runpy.run_path({entry!r}, run_name='__main__')"
+    )
+    done = python("-c", code)
+    assert done.returncode == 4
+    assert done.stderr.startswith(
+        f"error: safetensors must be installed for this, {sys.executable}"
+    )
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "num_parameters", "is_said"),
+    [
+        ([], 135_000_000, True),
+        ([], 3_900_000, False),
+        (["trainer.max_steps=8500", "trainer.batch_size=32"], 135_000_000, False),
+    ],
+)
+def test_training_says_that_a_schedule_of_lab_tiny_is_short(
+    words: list[str], num_parameters: int, is_said: bool
+) -> None:
+    from mtp_research.training.setup import schedule_note
+
+    config = compose_config(TrainConfig, words)
+    note = schedule_note(config, num_parameters=num_parameters, num_processes=1)
+    assert (note is not None) == is_said
+    if note is not None:
+        assert "reads 0.41 M tokens" in note
+        assert "135 M parameters" in note
+
+
+def test_training_on_a_terminal_ends_with_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    from mtp_research.studies import matrix_cell
+    from mtp_research.training import loop
+
+    monkeypatch.setattr(matrix_cell, "decode_probe", lambda config: None)
+    monkeypatch.setattr(loop, "train_heads", lambda *_, **__: {"head": "a b/head"})
+    monkeypatch.setattr(sys, "argv", ["mtp train"])
+    config = compose_config(TrainConfig, ["model.name=x"])
+    run_training(config, tmp_path)
+    assert json.loads(capsys.readouterr().out) == {"head": "a b/head"}
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    run_training(config, tmp_path)
+    words = f"model.path={config.model.path} 'spec.head=a b/head' spec.k=3"
+    assert capsys.readouterr().out == f"heads: a b/head\nnext:  mtp eval {words}\n"
 
 
 @pytest.mark.parametrize(
@@ -375,6 +460,13 @@ def test_word_behind_the_name_of_a_secret_is_never_shown(
 )
 def test_redact_leaves_ordinary_text(text: str) -> None:
     assert provenance.redact(text) == text
+
+
+def test_working_folder_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PWD", "/home/me/heads")  # as every shell exports it
+    monkeypatch.setenv("DB_PWD", "hunter2-hunter2")
+    found = provenance.redact("/home/me/heads/runs hunter2-hunter2")
+    assert found == f"/home/me/heads/runs {provenance.HIDDEN}"
 
 
 def test_relative_path_counts_from_the_working_directory_then_the_repository(

@@ -96,6 +96,17 @@ def test_version_is_that_of_the_source_tree() -> None:
     assert mtp_research.__version__ == PROJECT["version"]
 
 
+def test_citation_and_changelog_name_the_version() -> None:
+    version = PROJECT["version"]
+    cited = (ROOT / "CITATION.cff").read_text(encoding="utf8")
+    assert f"\nversion: {version}\n" in cited
+    newest = re.search(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(encoding="utf8"), re.M)
+    assert newest is not None
+    named = re.fullmatch(rf"{re.escape(version)} \((\d{{4}}-\d\d-\d\d)\)", newest[1])
+    assert named is not None, f"expected a section {version} (DATE), got {newest[1]}"
+    assert f"\ndate-released: {named[1]}\n" in cited
+
+
 def test_package_that_is_missing_is_named_with_its_extra(tmp_path: Path) -> None:
     probe = (
         "import sys; sys.modules['hydra'] = None; sys.argv = ['mtp', 'train']\n"

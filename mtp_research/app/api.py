@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from mtp_research.app.cli import compose_config, run_folder
-from mtp_research.app.preflight import check_inputs
+from mtp_research.app.preflight import check_inputs, described_target
 from mtp_research.config.schema import EvalConfig, ModelConfig, TrainConfig
 from mtp_research.runtime.errors import ArgumentTypeError, ConfigError, extras_needed
 from mtp_research.runtime.provenance import describe_run, resolve_path
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Settings = Mapping[str, object]
 ConfigT = TypeVar("ConfigT", TrainConfig, EvalConfig)
 _PLAIN = re.compile(r"[\w./+-]+")  # of a text that needs no quotes in a list
-_NO_NAME = re.compile(r"[^\w.+-]+")
 
 
 @dataclass(frozen=True, repr=False)
@@ -218,19 +217,9 @@ def _compose(
             raise ConfigError(f"{key} is given twice, in settings too; leave it out of settings.")
         settings[key] = value
     if given["model.path"] is not None and "model" not in settings:
-        settings = _described(str(given["model.path"])) | settings
+        name, family = described_target(resolve_path(str(given["model.path"])))
+        settings = {"model.name": name, "model.family": family} | settings
     return compose_config(schema, [f"{key}={_spelled(value)}" for key, value in settings.items()])
-
-
-def _described(path: str) -> dict[str, object]:
-    """Name and family of a target, which `model=NAME` says on the command line."""
-    from mtp_research.models.loading.load_weights import loading, read_config
-
-    path = resolve_path(path)
-    with loading(path):
-        family = read_config(path).family_name
-    name = _NO_NAME.sub("-", Path(path.partition("@")[0]).name).strip("-.+")
-    return {"model.name": name or family, "model.family": family}
 
 
 def _spelled(value: object, *, is_item: bool = False) -> str:

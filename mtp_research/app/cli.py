@@ -163,6 +163,7 @@ class _Command(Generic[ConfigT]):
 
     def _run_one(self, config: ConfigT, overrides: Sequence[str]) -> int:
         check_inputs(config)
+        _name_target(config, overrides)
         if _is_submitted(config, overrides, self.flags):
             return 0
         codes: list[int] = []
@@ -214,6 +215,7 @@ class _Command(Generic[ConfigT]):
             config.output_dir = str(HydraConfig.get().runtime.output_dir)
             preflight.require_inside(HydraConfig.get().sweep.dir, config.output_dir)
         check_inputs(config)
+        _name_target(config, typed)
         if not _is_submitted(config, typed, self.flags):
             with run_folder(config) as folder:
                 self.run(config, folder)
@@ -354,6 +356,16 @@ def _adopt_conventions(config: TrainConfig, words: Sequence[str]) -> None:
     if "head" in keys:  # a file of the group, which is chosen for its number of modules
         typed.add("num_mtp_modules")
     adopt_conventions(config.head, path=config.model.path, typed=typed)
+
+
+def _name_target(config: TrainConfig | EvalConfig, words: Sequence[str]) -> None:
+    """Take name and family of a target that was given by `model.path` alone from it, in place."""
+    keys = {word.lstrip("+").partition("=")[0] for word in words}
+    if "model.path" not in keys or keys & {"model", "model.family"} or config.task == "target":
+        return
+    name, config.model.family = preflight.described_target(config.model.path)
+    if "model.name" not in keys:
+        config.model.name = name
 
 
 def _compose_fault(schema: type, fault: Exception, overrides: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 A check is `ok`, `note` (works, with a limit to know) or `fail` (what the project needs is broken).
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -23,6 +24,8 @@ _SHOWN = ("accelerate", "datasets", "deepspeed", "hydra-core", "wandb")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run every check; returns 0, or 4 where one failed."""
+    about = "Can this machine run the project? A line a check, one JSON line, exit code 0 or 4."
+    argparse.ArgumentParser(prog="mtp doctor", description=about).parse_args(argv)
     findings = []
     with WorkProgress("looking at this machine", total=len(CHECKS), unit="checks") as progress:
         for name in CHECKS:

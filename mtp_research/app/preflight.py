@@ -29,6 +29,7 @@ from mtp_research.models.loading.source import (
     check_source,
     looks_like_hub_id,
     read_sizes,
+    split_hub_id,
 )
 from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
@@ -37,6 +38,7 @@ SPECIAL_HEADS = (None, "oracle")
 _MAX_NAME_BYTES = 255
 _MAX_PATH_BYTES = 4096 - 256  # the system's limit, and room for our own files
 _NUM_SHOWN = 60
+_NO_NAME = re.compile(r"[^\w.+-]+")  # what a name of a run folder does not hold
 
 
 def check_inputs(config: TrainConfig | EvalConfig) -> None:
@@ -72,6 +74,21 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
         read_prompt_files(config.prompts.path)
     if config.engine.cuda_graphs:
         _require_gpu(config.model.device)
+
+
+def described_target(path: str) -> tuple[str, str]:
+    """Name and family of the model at a path, which `model=NAME` says for the models of `conf/`.
+
+    Imports torch, fetches the `config.json` of a hub id, and unpacks a GGUF file.
+    """
+    from mtp_research.models.loading.gguf import unpacked
+    from mtp_research.models.loading.load_weights import loading, read_config
+
+    folder = unpacked(path)
+    with loading(folder):
+        family = read_config(folder).family_name
+    name = _NO_NAME.sub("-", Path(split_hub_id(path).name).name).strip("-.+")
+    return name or family, family
 
 
 def require_possible_paths(config: TrainConfig | EvalConfig) -> None:

@@ -162,7 +162,8 @@ class EngineConfig:
     block_size: int = within(16, 1, 1 << 12)
     # None: enough for max_num_requests, as far as memory_fraction goes.
     num_blocks: int | None = within(None, 1, 1 << 31)
-    memory_fraction: float = above(0.9, 0.0, 1.0)  # of a GPU's free memory, for the pool
+    # Of a GPU's free memory, or of half a CPU's, for the pool.
+    memory_fraction: float = above(0.9, 0.0, 1.0)
     max_num_requests: int = within(16, 1, 1 << 16)  # R, requests that decode side by side
     max_num_batched_tokens: int = within(512, 1, 1 << 20)  # T, rows of a step
     max_prefill_chunk: int = within(256, 1, 1 << 20)  # prompt rows of one request in a step

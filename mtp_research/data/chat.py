@@ -20,8 +20,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mtp_research.data.packing import EncodedDocument
+from mtp_research.data.prompt_text import ChatTokenizer, is_lab_tokenizer
 from mtp_research.data.sources import Document
-from mtp_research.data.tokenizer import SPECIAL_TOKENS, encode_documents
+from mtp_research.data.tokenizer import encode_documents
 from mtp_research.runtime.errors import ConfigError
 
 Messages = list[dict[str, str]]
@@ -49,7 +50,7 @@ def encode_for_target(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
 ) -> list[EncodedDocument]:
     """Token ids and loss masks as the target of this tokenizer reads them."""
-    if tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(len(SPECIAL_TOKENS))):
+    if is_lab_tokenizer(cast(ChatTokenizer, tokenizer)):
         return list(encode_documents(documents, cast(PreTrainedTokenizerFast, tokenizer)))
     return list(encode_in_template(documents, cast(TemplateTokenizer, tokenizer)))
 

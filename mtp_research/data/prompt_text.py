@@ -1,6 +1,8 @@
 """How a prompt in words becomes token ids: the one rule of evaluation and of the Python interface.
 
-Plain text is completed: the bos token, if the tokenizer has one, and the text. A conversation goes
+Plain text is completed: what the tokenizer's own rule puts before a text (`<|begin_of_text|>` with
+Llama, nothing with Qwen3 and SmolLM2), and the text. Tokenizers of lab targets have no rule; every
+text that they learnt from begins with `<|bos|>`, so that token comes first. A conversation goes
 through the model's chat template, with the opening of the assistant's turn.
 """
 
@@ -11,15 +13,21 @@ from mtp_research.runtime.errors import ConfigError
 
 Message = Mapping[str, str]  # `role` and `content`
 
+# Of the lab targets' tokenizers, at ids 0 to 5.
+SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
+
 
 class ChatTokenizer(Protocol):
     """What is needed of a transformers tokenizer."""
 
-    bos_token_id: int | None
     chat_template: str | None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
+        ...
+
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
+        """Their ids."""
         ...
 
     def apply_chat_template(
@@ -35,18 +43,28 @@ class ChatTokenizer(Protocol):
         ...
 
 
+def is_lab_tokenizer(tokenizer: ChatTokenizer) -> bool:
+    """Whether it was made by `task=target`."""
+    found = tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
+    return found == list(range(len(SPECIAL_TOKENS)))
+
+
 def begin_of_text(tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """The bos token, if the tokenizer has one."""
-    return () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+    """The tokens that stand before a text; those that a tokenizer puts behind it are left out."""
+    if is_lab_tokenizer(tokenizer):
+        return (0,)
+    bare, whole = (tokenizer.encode("a", add_special_tokens=rule) for rule in (False, True))
+    starts = range(len(whole) - len(bare) + 1)
+    return tuple(
+        next((whole[:start] for start in starts if whole[start : start + len(bare)] == bare), [])
+    )
 
 
 def completion_ids(text: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """Token ids of a text that the model is to continue; one that spells the bos gets no other."""
-    begin, token_ids = (
-        begin_of_text(tokenizer),
-        tuple(tokenizer.encode(text, add_special_tokens=False)),
-    )
-    return token_ids if begin and token_ids[:1] == begin else (*begin, *token_ids)
+    """Token ids of a text to be continued; one that spells what stands before gets no other."""
+    begin = begin_of_text(tokenizer)
+    token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+    return token_ids if token_ids[: len(begin)] == begin else (*begin, *token_ids)
 
 
 def chat_ids(

@@ -15,10 +15,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from mtp_research.data.packing import EncodedDocument
+from mtp_research.data.prompt_text import SPECIAL_TOKENS
 from mtp_research.data.sources import Document, hash_of
 from mtp_research.runtime.errors import ConfigError
 
-SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
 BOS_ID, EOS_ID, PAD_ID, USER_ID, ASSISTANT_ID, END_ID = range(len(SPECIAL_TOKENS))
 STOP_IDS = (EOS_ID, END_ID)
 ROLE_IDS = {"user": USER_ID, "assistant": ASSISTANT_ID}

@@ -6,7 +6,9 @@ Letters: L cache layers.
 """
 
 import logging
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from mtp_research.runtime.errors import ConfigError
 NUM_SPARE_BLOCKS = 1  # the last block belongs to the padding of captured batches
 
 _GIB = 1 << 30
+_MEMORY_FILE = Path("/proc/meminfo")
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +80,18 @@ def bytes_per_block(layers: Sequence[LayerGeometry], *, block_size: int, dtype: 
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Device memory that is not in use, PyTorch's own cache included; None on a CPU."""
-    if device.type != "cuda":
+    """Memory of the device that is not in use, PyTorch's own cache included; None if unknown.
+
+    On a CPU half of what Linux could give without swapping: the machine is not ours alone.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        found = re.search(r"^MemAvailable: +(\d+) kB$", _MEMORY_FILE.read_text(), re.MULTILINE)
+    except OSError:  # another system
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return None if found is None else int(found[1]) * 1024 // 2
 
 
 def plan_side_by_side(

@@ -6,6 +6,7 @@ says what was expected, what was got and which key or call fixes it.
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -87,10 +88,16 @@ EXTRAS = {
     "wandb": "train",
 }
 
+# What every environment of the project has: one without them is another environment.
+CORE = (
+    *("httpx", "huggingface_hub", "jinja2", "numpy", "packaging", "safetensors", "torch"),
+    "transformers",
+)
+
 
 @contextmanager
 def extras_needed() -> Iterator[None]:
-    """Turn the failed import of a package that an extra brings into the line that says which.
+    """Turn the failed import of a package into the line that says what brings it.
 
     Raises:
         EnvironmentFault: it is not installed.
@@ -98,7 +105,13 @@ def extras_needed() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as fault:
-        extra = EXTRAS.get((fault.name or "").split(".")[0])
+        package = (fault.name or "").split(".")[0]
+        if package in CORE:
+            raise EnvironmentFault(
+                f"{package} must be installed for this, {sys.executable} has none; run it with the "
+                "Python that `make venv` builds (source .venv/bin/activate), or pip install ."
+            ) from fault
+        extra = EXTRAS.get(package)
         if extra is None:
             raise
         raise EnvironmentFault(

@@ -203,7 +203,9 @@ def _secret_values() -> list[str]:
     return [
         value
         for name, value in os.environ.items()
-        if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH
+        if _SECRET_NAME.search(name)
+        and name != "PWD"  # every shell's working folder, and part of most paths that we name
+        and len(value) >= _MIN_SECRET_LENGTH
     ]
 
 

@@ -15,17 +15,18 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mtp_research.evaluation.report.charts import slug
-from mtp_research.evaluation.report.page import Section, results_sections, write_report
 from mtp_research.evaluation.report.stored import PACKED_FILE, RESULTS_FILE, read_runs
 from mtp_research.evaluation.stats.fault_study import STUDY_FILE
 from mtp_research.evaluation.stats.matrix_seeds import MATRIX_FILE
 from mtp_research.runtime.errors import EnvironmentFault, IntegrityError
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import write_error
-from mtp_research.studies.study_pages import fault_section, matrix_section, training_section
 from mtp_research.training.tracking import METRICS_FILE
+
+if TYPE_CHECKING:
+    from mtp_research.evaluation.report.page import Section
 
 _RESULTS = (RESULTS_FILE, PACKED_FILE)
 _FILES = (MATRIX_FILE, STUDY_FILE, *_RESULTS, METRICS_FILE)
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("results", nargs="+", type=Path, help=taken)
     parser.add_argument("--out", type=Path, help="default: `report` beside the first file")
     options = parser.parse_args(argv)
+    from mtp_research.evaluation.report.page import results_sections, write_report  # extra `report`
+
     first: Path = options.results[0]
     folder = options.out or (first if first.is_dir() else first.parent) / "report"
     try:
@@ -77,7 +80,10 @@ def _number_order(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-def _study_sections(files: Sequence[Path]) -> list[Section]:
+def _study_sections(files: Sequence[Path]) -> "list[Section]":
+    from mtp_research.evaluation.report.charts import slug
+    from mtp_research.studies.study_pages import fault_section, matrix_section, training_section
+
     sections: list[Section] = []
     for number, file in enumerate(files, start=1):
         folder = slug(file.resolve().parent.name)
@@ -92,7 +98,7 @@ def _study_sections(files: Sequence[Path]) -> list[Section]:
     return sections
 
 
-def _require_outputs(sections: Sequence[Section], page: Path) -> None:
+def _require_outputs(sections: "Sequence[Section]", page: Path) -> None:
     """Refuse to call a report whole in which a condition has no figure at all."""
     empty = [label for section in sections for label in section.empty]
     if empty:

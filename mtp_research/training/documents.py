@@ -89,6 +89,18 @@ def read_head_documents(data: DataConfig) -> list[RawDocument]:
     return _read(data.path)
 
 
+def mark_words(data: DataConfig, found: Sequence[RawDocument]) -> None:
+    """Rows of words are no record of what the target wrote: `data.kind` is `original`, in place."""
+    if data.kind != "original" and isinstance(found[0], Document):  # a source has one form
+        data.kind = "original"
+        logger.warning(
+            "data.path holds words: unless the target wrote them, heads learn another model's text "
+            "and draft worse; mtp regenerate --target MODEL --source %s --output FILE lets the "
+            "target answer the same questions",
+            data.path,
+        )
+
+
 def load_head_documents(
     data: DataConfig,
     found: Sequence[RawDocument],
@@ -234,8 +246,8 @@ def _check_tokenizer(settings: Mapping[str, object], *, path: Path, model_path: 
     if theirs is not None and ours is not None and theirs != ours:
         raise ConfigError(
             f"data.path must hold token ids of this target, {str(path)!r} was made with another "
-            f"tokenizer; run python -m mtp_research.studies.regenerate --target {model_path} "
-            "--output FILE, and set data.path=FILE."
+            "tokenizer; set data.path to conversations or texts of your own, or to what "
+            f"mtp regenerate --target {model_path} --source QUESTIONS --output FILE writes."
         )
 
 

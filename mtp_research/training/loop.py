@@ -35,7 +35,13 @@ from mtp_research.training.checkpoint import (
 from mtp_research.training.losses.losses import batch_labels, label_counts
 from mtp_research.training.optim import cosine_learning_rate, merged_tensors
 from mtp_research.training.packed_rows import row_indices
-from mtp_research.training.setup import RunParts, build_run, find_checkpoint, make_accelerator
+from mtp_research.training.setup import (
+    RunParts,
+    build_run,
+    find_checkpoint,
+    make_accelerator,
+    schedule_note,
+)
 from mtp_research.training.tracking import (
     FigureQueue,
     ProgressView,
@@ -159,6 +165,12 @@ class TrainingRun:
         if self.parts.loaded:
             view.note(self.parts.loaded)
         view.note(f"modules start from {self.parts.heads.provenance['started_from']}")
+        if note := schedule_note(
+            self.config,
+            num_parameters=sum(one.numel() for one in self.parts.heads.target.model.parameters()),
+            num_processes=self.accelerator.num_processes,
+        ):
+            view.note(note)
         if self.first_walk is None:
             self.first_walk = self._measure(tracker, view, decode_eval=decode_eval)
         self._announce_rows()

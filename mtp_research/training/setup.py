@@ -38,12 +38,20 @@ from mtp_research.training.checkpoint import (
     run_settings,
     step_folders,
 )
-from mtp_research.training.documents import HeadDocuments, load_head_documents, read_head_documents
+from mtp_research.training.documents import (
+    HeadDocuments,
+    load_head_documents,
+    mark_words,
+    read_head_documents,
+)
 from mtp_research.training.losses.loss_terms import loss_spec
 from mtp_research.training.losses.losses import HeadObjective, UnrollSpec
 from mtp_research.training.optim import add_lora
 from mtp_research.training.packed_rows import TrainingRows, build_rows
 from mtp_research.training.parallel.parallel import Engine, make_engine, prepare_target
+
+_LARGE_TARGET = 50_000_000  # parameters; lab_tiny has 3.9 M, lab_small 47 M
+_FEW_TOKENS = 1_500_000  # lab_base's heads, of 202 M parameters, saw 1.6 M
 
 
 @dataclass(frozen=True)
@@ -191,6 +199,7 @@ def load_inputs(config: TrainConfig, *, is_whole: bool = True) -> RunInputs:
     A target that is not whole lacks its decoder layers, but for the one that modules start from.
     """
     model, found = config.model, read_head_documents(config.data)
+    mark_words(config.data, found)
     is_fetched = local_file(model.path, CONFIG_FILE) is None
     load = functools.partial(
         load_target,
@@ -229,6 +238,21 @@ def needs_layers(config: TrainConfig) -> str | None:
         f"model.device_map={config.model.device_map}": config.model.device_map != "none",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def schedule_note(config: TrainConfig, *, num_parameters: int, num_processes: int) -> str | None:
+    """A line on a schedule that is too short for the target; the defaults are those of lab_tiny."""
+    trainer = config.trainer
+    num_rows = trainer.batch_size * trainer.gradient_accumulation_steps * num_processes
+    num_tokens = trainer.max_steps * num_rows * config.data.seq_len
+    if num_parameters < _LARGE_TARGET or num_tokens >= _FEW_TOKENS:
+        return None
+    return (
+        f"trainer.max_steps={trainer.max_steps} reads {num_tokens / 1e6:.2g} M tokens at a peak "
+        f"rate of {trainer.learning_rate:g}, which fits lab_tiny; heads of a target of "
+        f"{num_parameters / 1e6:.0f} M parameters want about 100 M tokens (docs/recipes.md, "
+        "Schedule by size)"
+    )
 
 
 def _starts_from_layer(config: TrainConfig, *, target: Target) -> bool:

@@ -107,6 +107,36 @@ def test_target_of_ones_own_brings_its_name_and_family(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ([], ("my-model", "qwen3")),
+        (["model.name=mine"], ("mine", "qwen3")),
+        (["model=llama"], ("llama", "llama")),  # said, and warned of when it is loaded
+        (["model.family=llama"], ("lab_tiny", "llama")),
+    ],
+)
+def test_command_takes_name_and_family_of_a_target_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], expected: tuple[str, str]
+) -> None:
+    from mtp_research.app.cli import run_entry
+    from tests.tiny import tiny_target
+
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my model!"
+    tiny_target("qwen3").model.config.save_pretrained(folder)
+    seen: list[tuple[str, str, str]] = []
+
+    def run(config: EvalConfig, output_dir: Path) -> None:
+        seen.append((config.model.name, config.model.family, output_dir.name))
+
+    words = [f"model.path={folder}", "spec.head=null", *more]
+    assert run_entry(EvalConfig, run, argv=words) == 0
+    ((name, family, output_dir),) = seen
+    assert (name, family) == expected
+    assert output_dir.startswith(f"eval-{expected[0]}-")
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (

@@ -112,7 +112,7 @@ def test_exit_code_and_last_line_say_what_failed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(doctor, "CHECKS", {"one": lambda: (status, "a detail")})
-    assert doctor.main() == code
+    assert doctor.main([]) == code
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines == [f"{status:5} one          a detail"]
     assert json.loads(last)["failed"] == ["one"] * (status == "fail")

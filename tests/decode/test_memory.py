@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.decode import build
+from mtp_research.decode import build, pool_size
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs.capture import split_batch
 from mtp_research.decode.pool_size import (
@@ -100,6 +100,22 @@ def test_loop_in_a_pool_cut_to_the_free_memory_decodes_the_same(monkeypatch) -> 
     decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
     assert decoder.scheduler.blocks.num_blocks == 17  # 0.9 x 20, less the block for padding
     assert texts_of(run(decoder)) == expected
+
+
+def test_pool_on_a_cpu_takes_no_more_than_half_of_the_memory_that_is_there(
+    monkeypatch, tmp_path
+) -> None:
+    """A model of many positions must not ask for terabytes when it is decoded with the defaults."""
+    target = tiny.tiny_target("qwen3", dtype=torch.float32)
+    spec, engine = SpecSettings(num_speculative_tokens=0), EngineConfig(max_model_len=4096)
+    block_bytes = bytes_per_block(target.kv_layers, block_size=16, dtype=torch.float32)
+    memory = tmp_path / "meminfo"
+    memory.write_text(f"MemFree: 1 kB\nMemAvailable:   {1000 * block_bytes // 1024} kB\n")
+    monkeypatch.setattr(pool_size, "_MEMORY_FILE", memory)
+    decoder = SpecDecoder(target, spec=spec, engine=engine)
+    assert 440 <= decoder.cache.num_bytes / block_bytes <= 450  # 0.9 x 500, of 4,097 wanted
+    monkeypatch.setattr(pool_size, "_MEMORY_FILE", tmp_path / "absent")
+    assert SpecDecoder(target, spec=spec, engine=engine).cache.num_bytes == 4097 * block_bytes
 
 
 @given(num_requests=st.integers(1, 500), largest=st.integers(1, 64))

@@ -12,6 +12,7 @@ from mtp_research.evaluation.run.prompts import (
     encode_prompt,
     load_prompts,
 )
+from mtp_research.models.target import load_tokenizer
 from mtp_research.runtime.errors import ConfigError
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -24,14 +25,19 @@ def shipped() -> list[Prompt]:
 
 
 class SpyTokenizer:
-    """Encodes a character as its code point and shows which call was made."""
+    """Encodes a character as its code point, between what its rule puts around a text."""
 
-    bos_token_id: int | None = 0
+    bos_token_id: int | None = 0  # no tokenizer is asked for it: its rule decides
     chat_template: str | None = "some template"
+    before: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens, "completion prompts get their bos from encode_prompt alone"
-        return [ord(character) for character in text]
+        own = [ord(character) for character in text]
+        return [*self.before, *own, *self.behind] if add_special_tokens else own
+
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
+        return [9] * len(tokens)
 
     def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize, return_dict):
         assert add_generation_prompt
@@ -132,12 +138,31 @@ def test_chat_prompt_goes_through_the_template():
     assert encode_prompt(prompt, SpyTokenizer()) == (7, ord("h"), ord("i"), 8)
 
 
-@pytest.mark.parametrize(("bos", "expected"), [(0, (0, ord("a"))), (None, (ord("a"),))])
-def test_completion_prompt_is_bos_and_text(bos: int | None, expected: tuple[int, ...]):
+@pytest.mark.parametrize("before", [(), (0,), (5, 6)])
+@pytest.mark.parametrize("behind", [(), (1,)])
+def test_completion_prompt_begins_as_the_tokenizer_rule_says_and_has_no_end(
+    before: tuple[int, ...], behind: tuple[int, ...]
+):
     tokenizer = SpyTokenizer()
-    tokenizer.bos_token_id = bos
-    tokenizer.chat_template = None
-    assert encode_prompt(Prompt("a", "x", ("a",), "completion"), tokenizer) == expected
+    tokenizer.before, tokenizer.behind, tokenizer.chat_template = before, behind, None
+    prompt = Prompt("a", "x", ("ab",), "completion")
+    assert encode_prompt(prompt, tokenizer) == (*before, ord("a"), ord("b"))
+
+
+def test_text_that_spells_its_beginning_gets_no_other():
+    tokenizer = SpyTokenizer()
+    tokenizer.before = (ord("<"),)
+    assert encode_prompt(Prompt("a", "x", ("<a",), "completion"), tokenizer) == (60, 97)
+
+
+def test_completion_prompt_of_a_lab_target_begins_with_bos():
+    """Its tokenizer has no rule, but every text that it was trained on began with the token."""
+    tokenizer = load_tokenizer("assets/lab_tiny/target")
+    assert tokenizer.encode("a", add_special_tokens=True) == tokenizer.encode(
+        "a", add_special_tokens=False
+    )
+    found = encode_prompt(Prompt("a", "x", ("def f",), "completion"), tokenizer)
+    assert found == (0, *tokenizer.encode("def f", add_special_tokens=False))
 
 
 def test_transformers_tokenizer_gives_the_chat_form():
@@ -155,7 +180,7 @@ def test_transformers_tokenizer_gives_the_chat_form():
         ),
     )
     assert encode_prompt(Prompt("a", "x", ("hi",), "chat"), tokenizer) == (0, 1, 4, 3, 2)
-    assert encode_prompt(Prompt("a", "x", ("hi",), "completion"), tokenizer) == (0, 4)
+    assert encode_prompt(Prompt("a", "x", ("hi",), "completion"), tokenizer) == (4,)
 
 
 def test_chat_prompt_without_template_is_refused():

@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mtp_research import SpecDecoder, SpecSettings, load_target
+from mtp_research.app.preflight import described_target
 from mtp_research.bench.shapes import sizes_only
 from mtp_research.config.schema import ModelConfig
 from mtp_research.models.loading.source import check_source, source_facts
@@ -48,7 +49,7 @@ def interleaved(weight, num_heads):
     return halves.transpose(1, 2).reshape(rows, columns)
 
 
-def write_gguf(path, model):
+def write_gguf(path, model, *, add_bos=None, pattern=None):
     """The model as GGUF, matrices in 8-bit blocks; its weights become what the blocks can hold."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(SIZES["max_position_embeddings"])
@@ -68,6 +69,10 @@ def write_gguf(path, model):
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_chat_template(TEMPLATE)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
+    if pattern is not None:
+        writer.add_tokenizer_pre(pattern)
     heads = {"attn_q": SIZES["num_attention_heads"], "attn_k": SIZES["num_key_value_heads"]}
     for name, parameter in model.named_parameters():
         there = gguf_name(name)
@@ -182,3 +187,22 @@ def test_gguf_wrong_paths_are_refused_before_anything_is_read(tmp_path, file, mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EnvironmentFault, match=r"install mtp-research\[gguf\]"):
         check_source(str(file))
+
+
+@pytest.mark.parametrize(
+    ("said", "pattern", "begin"),
+    [(True, None, (1,)), (None, "llama-bpe", (1,)), (False, "llama-bpe", ()), (None, "smollm", ())],
+)
+def test_text_begins_as_the_file_says_and_as_llama_cpp_does_where_it_does_not(
+    tmp_path, model, said, pattern, begin
+):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, model, add_bos=said, pattern=pattern)
+    target = load_target(path)
+    assert target.encode("ab") == (*begin, 6)
+    assert target.encode("<begin>ab") == (1, 6)
+    assert target.encode([{"role": "user", "content": "ab"}]) == (1, 6, 2, 1)
+
+
+def test_a_file_is_described_by_what_is_in_it(file):
+    assert described_target(str(file)) == ("tiny.Q8_0.gguf", "llama")

@@ -17,6 +17,7 @@ from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from mtp_research.training.documents import (
     held_out_indices,
     load_head_documents,
+    mark_words,
     overlap,
     read_head_documents,
 )
@@ -143,6 +144,20 @@ def test_load_head_documents_messages_and_text_are_encoded(tmp_path):
     assert plain.loss_mask == (False,) + (True,) * (len(plain.token_ids) - 1)
 
 
+def test_words_are_not_taken_for_the_targets_own_text(tmp_path, caplog):
+    words = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    own, other = tmp_path / "own.jsonl", tmp_path / "other.jsonl"
+    write(own, [trajectory(0), trajectory(1)])
+    write(other, [words, words])
+    data = DataConfig(name="x", path=str(own))
+    mark_words(data, read_head_documents(data))
+    assert (data.kind, caplog.text) == ("regenerated", "")
+    data = DataConfig(name="x", path=str(other))
+    mark_words(data, read_head_documents(data))
+    assert data.kind == "original"
+    assert f"--source {other} --output FILE lets the target answer" in caplog.text
+
+
 def test_load_head_documents_of_another_tokenizer_go_through_its_chat_template(tmp_path):
     folder = tmp_path / "target"
     shutil.copytree(LAB_TARGET, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -224,7 +239,7 @@ def test_token_ids_of_another_tokenizer_are_refused(tmp_path) -> None:
     beside.write_text(json.dumps(settings))
     load()
     beside.write_text(json.dumps(settings | {"tokenizer_sha256": "0" * 64}))
-    with pytest.raises(ConfigError, match="another tokenizer; run python -m"):
+    with pytest.raises(ConfigError, match=r"another tokenizer; set data.path to"):
         load()
 
 

@@ -146,5 +146,5 @@ def _question(
 
 def _pool_line(decoder: SpecDecoder) -> str:
     free = free_bytes(decoder.target.device)
-    rest = "" if free is None else f"; {free / _GIB:.2f} GiB of the device stay free"
+    rest = "" if free is None else f"; {free / _GIB:.2f} GiB stay free for others"
     return f"KV pool: {decoder.num_blocks} blocks, {decoder.pool_bytes / _GIB:.2f} GiB{rest}"

@@ -133,7 +133,7 @@ def encode_prompt(
     """Token ids that the model is given at the turn behind so many answers.
 
     `chat` goes through the model's template, with the opening of the assistant's turn;
-    `completion` is the bos token, if the tokenizer has one, and all texts in a row.
+    `completion` is all texts in a row, behind what the tokenizer's rule puts before a text.
 
     Args:
         prompt: has a turn more than there are answers, at least.

@@ -30,6 +30,13 @@ _SPECIAL_TOKENS = {
     "tokenizer.ggml.unknown_token_id": "unk_token",
     "tokenizer.ggml.padding_token_id": "pad_token",
 }
+_BOS_RULE = "tokenizer.ggml.add_bos_token"
+# llama.cpp puts the begin token before a text of these where a file does not say: SentencePiece
+# vocabularies, and the byte-level ones that share Llama 3's pattern (src/llama-vocab.cpp).
+_BEGUN_MODELS = ("llama",)
+_BEGUN_PATTERNS = (
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+)
 
 
 def unpacked(path: str) -> str:
@@ -82,6 +89,8 @@ def _write(file: Path, folder: Path) -> dict[str, object]:
     vars(model).update(hf_quantizer=None, is_quantized=False)
     del model.config.quantization_config
     _name_special_tokens(tokenizer, reader)
+    if _begins_text(reader):
+        tokenizer.add_bos_token = True  # also of the rule that tokenizer.json holds
     tokenizer.clean_up_tokenization_spaces = False  # it would cost spaces of the text
     with quiet_loading():
         model.save_pretrained(folder)
@@ -100,3 +109,16 @@ def _name_special_tokens(tokenizer: PreTrainedTokenizerBase, reader: Any) -> Non
         field = reader.get_field(name)
         if field is not None:
             setattr(tokenizer, special, tokenizer.convert_ids_to_tokens(int(field.contents())))
+
+
+def _begins_text(reader: Any) -> bool:
+    """Whether the begin token stands before a text; transformers does not read what a file says."""
+    said, model, pattern = (
+        None if field is None else field.contents()
+        for field in map(
+            reader.get_field, (_BOS_RULE, "tokenizer.ggml.model", "tokenizer.ggml.pre")
+        )
+    )
+    if said is None:
+        return model in _BEGUN_MODELS or pattern in _BEGUN_PATTERNS
+    return bool(said)

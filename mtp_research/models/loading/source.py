@@ -21,6 +21,7 @@ from mtp_research.runtime.files import user_cache
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 GGUF_FACTS = "gguf.json"  # in the folder of a target that was unpacked from a GGUF file
+_GGUF_FORM = 2  # of an unpacked folder; 2: the tokenizer puts the begin token before a text
 _HUB_TIMEOUT_S = 3.0
 _NUM_HUB_ID_PARTS = 2  # ORGANISATION/NAME
 _NUM_LISTED = 3
@@ -104,7 +105,7 @@ def gguf_folder(path: str) -> Path:
     """Where a GGUF file is unpacked: in the user's cache, by its place, size and time."""
     file = Path(path).resolve()
     facts = file.stat()
-    name = f"{file}:{facts.st_size}:{facts.st_mtime_ns}"
+    name = f"{file}:{facts.st_size}:{facts.st_mtime_ns}:{_GGUF_FORM}"
     return user_cache("gguf") / f"{file.stem}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
