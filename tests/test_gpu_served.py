@@ -146,18 +146,20 @@ def test_training_that_takes_too_long_is_killed_with_its_children(tmp_path: Path
 def test_rate_is_of_the_steps_behind_the_first_third(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    line = {"kind": "train", "loss": 1.0, "num_tokens": 100}
+    line = {"kind": "train", "loss": 1.0}
     program = f"""if True:
         import json, time
         file = open({str(folder / "metrics.jsonl")!r}, "w")
         for step, wait_s in enumerate((0, 0.3, 0.3, 0)):
-            print(json.dumps({line!r} | {{"step": step}}), file=file, flush=True)
+            print(json.dumps({line!r} | {{"num_tokens": 100 * step}}), file=file, flush=True)
             time.sleep(wait_s)
         print('{{"kind": "result", "acceptance_length_last": 1.5}}', file=file, flush=True)
         time.sleep(0.2)"""
     found = gpu_served.train(["-c", program], folder, num_steps=4, limit_s=30.0)
     assert (found["losses"], found["acceptance_length"]) == ([1.0] * 4, 1.5)
-    assert 30 < found["tokens_per_s"] < 200 / 0.25  # two steps behind the second one
+    assert 50 < found["tokens_per_s"] < 500 / 0.25
+    exact = gpu_served.figures(folder, [0.0, 1.0, 2.0, 3.0])
+    assert exact["tokens_per_s"] == pytest.approx((200 + 300) / 2)
     words = ["-c", "raise SystemExit(5)"]
     with pytest.raises(RuntimeError, match=r"other ended with 5 at step 0"):
         gpu_served.train(words, tmp_path / "other", num_steps=2, limit_s=20.0)

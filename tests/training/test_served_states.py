@@ -212,7 +212,7 @@ def test_file_that_is_not_of_the_row_ends_the_run(lab, engine, tmp_path, change,
         (lambda reply: {"choices": []}, "must say where it wrote"),
         (
             lambda reply: {"kv_transfer_params": {"hidden_states_path": "/nowhere/x.safetensors"}},
-            "must write to a folder of this machine",
+            "must write to a folder of this machine.* leave its use_synchronization_lock on",
         ),
     ],
     ids=["no-path", "far-away"],
