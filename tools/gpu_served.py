@@ -59,11 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     server, found, fault = None, {}, None
     try:
         target = random_target(work / "target") if options.random else options.target
-        write_documents(work / "rows.jsonl", target, options)
         url = options.endpoint or f"http://127.0.0.1:{PORT}/v1"
         if options.endpoint is None:
             words = server_words(target, work / "states", seq_len=options.seq_len)
             server = _start(words, work / "server.log")
+        write_documents(work / "rows.jsonl", target, options)
         for name in ("again", "live", "served"):
             if name == "live":
                 found["ready_s"] = wait_ready(url, server, started_s)
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         stop(server)
         num_left = len(list((work / "states").iterdir()))
-        shutil.rmtree(work)
+        shutil.rmtree(work, ignore_errors=True)
     result = compare(found) if fault is None else {"is_fine": False, "fault": fault}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     record: dict[str, Any] = {"device": gpu, "torch": torch.__version__, "num_files_left": num_left}
@@ -248,8 +248,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", default="llama", help="of conf/model")
     add("--endpoint", help="a server that serves the target and writes to this machine")
     add("--steps", type=int, default=240)
-    add("--batch", type=int, default=16, help="rows a step, even")
-    add("--seq-len", type=int, default=512)
+    add("--batch", type=int, default=8, help="rows a step, even")
+    add("--seq-len", type=int, default=1024)
     return parser.parse_args(argv)
 
 
