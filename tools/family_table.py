@@ -18,7 +18,8 @@ from mtp_research.runtime.threads import wait_passively
 
 wait_passively()
 
-from mtp_research.heads.engines import ENGINES, VERSIONS, Engine
+from mtp_research.config.schema import VERSIONS
+from mtp_research.heads.engines import ENGINES, Engine
 from mtp_research.models.families import FAMILIES, REFUSED, REFUSED_FIELDS
 from mtp_research.models.family import Family
 from tests.decode.test_exactness import ALL_TESTED, FAMILIES_TESTED

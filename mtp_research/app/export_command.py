@@ -14,13 +14,13 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from mtp_research.config.schema import VERSIONS
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run.engine_effect import DecodeTask, Effects, measure_effects
 from mtp_research.evaluation.run.prompts import encode_prompts, load_prompts
 from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.heads.engines import (
     ENGINES,
-    VERSIONS,
     Engine,
     HeadRun,
     differences,

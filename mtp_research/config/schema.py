@@ -32,7 +32,9 @@ ARGMAX_RULES = ("greedy", "relaxed")  # they take the target's argmax: temperatu
 DRAFT_LENGTHS = ("batch_table", "confidence", "expected_gain", "fixed")
 WEIGHTS = ("random", "stored")
 OWN = "own"  # the engine that this project is
-BACKENDS = (OWN, "transformers", "vllm")
+# Of engines whose conventions and outputs were read in their sources.
+VERSIONS = {"sglang": "0.5.23", "transformers": "5.17.0", "vllm": "0.24.0"}
+BACKENDS = (OWN, *VERSIONS)
 PRECISIONS = ("auto", "bfloat16", "float16", "float32", "float64")
 
 
@@ -297,7 +299,8 @@ class EvalConfig:
     verbose: bool = False
     baseline: bool = True  # measure K = 0 on the same prompts
     # Engines that decode the same prompts. own: this project's loop, which the others are compared
-    # with; transformers: its generate(); vllm: vLLM 0.24, which has to be installed.
+    # with; transformers: its generate(); sglang, vllm: the versions in VERSIONS, which have to be
+    # installed.
     backend: list[str] = field(default_factory=lambda: [OWN], metadata={"choices": BACKENDS})
     # fault_price: what the slots that unclean policies leave behind cost.
     task: str = one_of("evaluate", "evaluate", "fault_price")

@@ -149,7 +149,8 @@ class ServedStates:
         if not path.is_file():
             raise ConfigError(
                 f"{self._form.key} {self._server.url} must write to a folder of this machine, it "
-                f"named {path}, which is not here; set its shared_storage_path."
+                f"named {path}, which is not here; set its shared_storage_path, and leave its "
+                "use_synchronization_lock on."
             )
         found = read_token_ids(path, form=self._form)
         if not np.array_equal(found, token_ids):
@@ -181,5 +182,5 @@ def _wait_for_writer(path: Path) -> None:
     try:
         with _lock_of(path).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
-    except FileNotFoundError:  # written without one: whole when it is named
+    except FileNotFoundError:  # vLLM writes without one where it is told so, and then any time
         return

@@ -5,10 +5,10 @@ does with one family, from reading the files in `source`; nothing here was measu
 None stands for what was not found out, and a family without an entry for what was not read.
 
 vLLM: 0.24.0, the loop of `v1/spec_decode/llm_base_proposer.py` (not that of model runner v2), which
-never says to a module which draft step it is at, so that module 0 makes all drafts. SGLang: files
-of sgl-project/sglang at the commits named; its loop was not read beyond them, so which rows it runs
-is from the concepts page. transformers: 5.17.0, compared draft by draft with our loop in
-`tests/heads/test_library_drafts.py`.
+never says to a module which draft step it is at, so that module 0 makes all drafts. SGLang: 0.5.23,
+the loop of `speculative/eagle_worker_v2.py`, which takes one module. transformers: 5.17.0, compared
+draft by draft with our loop in `tests/heads/test_library_drafts.py`. `config.schema.VERSIONS` has
+the versions.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,6 @@ from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.family import ConcatOrder, NormPoint
 from mtp_research.policy.fields import MATCHING_POLICY, ModuleSchedule
 from mtp_research.runtime.errors import ConfigError
-
-VERSIONS = {"sglang": "of the commits named", "transformers": "5.17.0", "vllm": "0.24.0"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,9 @@ class Engine:
 
 
 _DEEPSEEK_NORMS = ("enorm", "hnorm", "shared_head.norm")
+# Without them vLLM scores experts by a softmax and has no room for the routers' biases, and SGLang
+# does not load the target.
+_DEEPSEEK_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _MIMO_NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm")
 _QWEN_NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 # The loop of vLLM and SGLang: rows up to the frontier from the target's states, then one row a
@@ -77,8 +78,7 @@ ENGINES: Mapping[str, Mapping[str, Engine]] = {
             False,
             "deepseek_mtp.py, deepseek_v2.py",
             drafts_in_multiples=True,
-            # Without them it scores experts by a softmax, and has no room for the routers' biases.
-            config={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+            config=_DEEPSEEK_ROUTER,
         ),
         "glm4_moe": Engine(
             replace(_POST, recycle_norm="pre_norm", zero_position_0=True),
@@ -107,29 +107,30 @@ ENGINES: Mapping[str, Mapping[str, Engine]] = {
         "deepseek_v3": Engine(
             _POST,
             _DEEPSEEK_NORMS,
-            None,
-            "deepseek_nextn.py @0114f9c",
+            True,
+            "deepseek_nextn.py, deepseek_v2.py",
             most_modules=1,
+            config=_DEEPSEEK_ROUTER,
         ),
         "glm4_moe": Engine(
             _POST,
             _DEEPSEEK_NORMS,
             False,
-            "glm4_moe_nextn.py @008b79d, glm4_moe.py @005ffc6",
+            "glm4_moe_nextn.py, glm4_moe.py",
             most_modules=1,
         ),
         "mimo": Engine(
             HeadRun("eagle", "post_norm", "post_norm", "hidden_first", True, "first"),
             _MIMO_NORMS,
             True,
-            "mimo_mtp.py @0564b52, mimo.py @14de7d3",
+            "mimo_mtp.py, mimo.py",
             most_modules=1,
         ),
         "qwen3_next": Engine(
             _POST,
             _QWEN_NORMS,
             False,
-            "qwen3_next_mtp.py @0053421, qwen3_next.py @0201bc8",
+            "qwen3_next_mtp.py, qwen3_next.py",
             most_modules=1,
         ),
     },

@@ -92,8 +92,9 @@ def test_quantisation_described_in_another_file_alone_is_refused(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_keys_that_an_engine_wants_are_written_where_the_source_has_none(
-    heads: MTPHeads, tmp_path: Path
+    engine: str, heads: MTPHeads, tmp_path: Path
 ) -> None:
     write_release(heads.target, tmp_path / "release")
     for name, changes, expected in (
@@ -101,6 +102,6 @@ def test_keys_that_an_engine_wants_are_written_where_the_source_has_none(
         ("released", {"scoring_func": "softmax"}, "softmax"),
     ):
         change_config(tmp_path / "release", changes)
-        stitch_heads(heads, tmp_path / name, source=tmp_path / "release", engine="vllm")
+        stitch_heads(heads, tmp_path / name, source=tmp_path / "release", engine=engine)
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert (config["scoring_func"], config["topk_method"]) == (expected, "noaux_tc")

@@ -10,12 +10,15 @@ records of these: in a greedy text a step adds the drafts that were kept and one
 Letter: K drafts per step.
 """
 
+import gc
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+import torch
 
 from mtp_research.decode.build import Heads
 from mtp_research.decode.stats import RequestRecord
@@ -179,6 +182,13 @@ class EngineRun(NamedTuple):
     records: tuple[RequestRecord, ...]  # one a prompt
     num_steps: int | None  # of its loop; None where it does not tell
     counters: Mapping[str, int] | None = None  # its own, see `PassRecord`
+
+
+def free_memory() -> None:
+    """Give back what decoders that have ended left cached, before an engine takes its share."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def warm_up(run: Callable[[EncodedPrompts, int], EngineRun], encoded: EncodedPrompts) -> None:

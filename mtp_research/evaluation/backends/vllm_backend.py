@@ -11,8 +11,6 @@ Sources: vLLM 0.24.0, `outputs.py`, `v1/engine/llm_engine.py`, `v1/engine/output
 Letters: K drafts per step, R requests decoded at a time.
 """
 
-import gc
-import importlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,13 +25,12 @@ from mtp_research.evaluation.backends.protocol import (
     StepLog,
     Workload,
     engine_pass,
+    free_memory,
     warm_up,
 )
 from mtp_research.evaluation.run.conditions import Condition
 from mtp_research.evaluation.run.prompts import EncodedPrompts
-from mtp_research.evaluation.run.settings_check import check_installed
-from mtp_research.heads.engines import VERSIONS
-from mtp_research.runtime.errors import EnvironmentFault
+from mtp_research.evaluation.run.settings_check import load_engine
 
 # Off: another process, and the runner that the table of conventions is not about.
 SWITCHES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER")
@@ -55,9 +52,7 @@ class VllmBackend:
         """Load the checkpoint, compile and capture as vLLM does; warm up."""
         if self._llm is not None:
             return
-        gc.collect()  # decoders that have ended
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
         self._vllm = load_vllm()
         self._llm = self._vllm.LLM(**self._words())
         warm_up(self._run, self._workload.conversations.encoded)
@@ -113,26 +108,9 @@ class VllmBackend:
 
 
 def load_vllm() -> Module:
-    """The module, with the runner that we know.
-
-    Raises:
-        EnvironmentFault: it is not installed, cannot be loaded here, or is of another version.
-    """
-    check_installed(["vllm"])
+    """The module, with the runner that we know; raises as `load_engine` does."""
     os.environ |= dict.fromkeys(SWITCHES, "0")
-    try:
-        vllm = importlib.import_module("vllm")
-    except (ImportError, OSError) as fault:  # built for another torch or CUDA
-        raise EnvironmentFault(
-            f"backend=vllm must load vLLM {VERSIONS['vllm']}, got {type(fault).__name__}: {fault}; "
-            "install the build for this torch, or set backend=own."
-        ) from fault
-    if not str(vllm.__version__).startswith(VERSIONS["vllm"]):
-        raise EnvironmentFault(
-            f"backend=vllm must find vLLM {VERSIONS['vllm']}, whose conventions and step outputs "
-            f"are known, got {vllm.__version__}; pip install vllm=={VERSIONS['vllm']}."
-        )
-    return vllm
+    return load_engine("vllm")
 
 
 def engine_words(

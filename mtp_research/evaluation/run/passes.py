@@ -14,6 +14,7 @@ from mtp_research.config.schema import OWN
 from mtp_research.decode.pool_size import NUM_SPARE_BLOCKS, free_bytes, plan_side_by_side
 from mtp_research.evaluation.backends.own_backend import OwnBackend
 from mtp_research.evaluation.backends.protocol import Backend, Pass, Workload
+from mtp_research.evaluation.backends.sglang_backend import SglangBackend
 from mtp_research.evaluation.backends.transformers_backend import TransformersBackend
 from mtp_research.evaluation.backends.vllm_backend import VllmBackend
 from mtp_research.evaluation.run.conditions import Condition
@@ -107,6 +108,8 @@ class _Runner:
 def _backend(
     condition: Condition, workload: Workload, *, num_passes: int, num_blocks: int | None
 ) -> Backend:
+    if condition.backend == "sglang":
+        return SglangBackend(condition, workload)
     if condition.backend == "vllm":
         return VllmBackend(condition, workload)
     if condition.backend == "transformers":

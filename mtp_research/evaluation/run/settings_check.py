@@ -4,11 +4,13 @@ The types check ranges and each other, so building them is the check that `prefl
 model is loaded.
 """
 
+import importlib
 from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import Any
 
 from mtp_research.config.rules import expand
-from mtp_research.config.schema import EvalConfig, SamplingConfig, SpecConfig
+from mtp_research.config.schema import VERSIONS, EvalConfig, SamplingConfig, SpecConfig
 from mtp_research.decode.draft.draft_length import (
     BatchTableLength,
     ConfidenceLength,
@@ -21,6 +23,8 @@ from mtp_research.decode.verify.verify_options import check_options
 from mtp_research.evaluation.run.conditions import conditions_of
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
+_NAMES = {"sglang": "SGLang", "vllm": "vLLM"}  # engines that are no dependencies, as written
+
 
 def check_settings(config: EvalConfig) -> None:
     """Build every setting of every cell of the grid and throw it away."""
@@ -32,11 +36,36 @@ def check_settings(config: EvalConfig) -> None:
 
 def check_installed(engines: Iterable[str]) -> None:
     """Refuse an engine that is no dependency of ours and not there; imports nothing."""
-    if "vllm" in engines and find_spec("vllm") is None:
+    for engine in sorted(_NAMES.keys() & engines):
+        if find_spec(engine) is None:
+            raise EnvironmentFault(
+                f"backend={engine} must find {_NAMES[engine]} {VERSIONS[engine]}, got none; pip "
+                f"install {engine}=={VERSIONS[engine]} on a machine with a GPU, or set "
+                "backend=[own,transformers]."
+            )
+
+
+def load_engine(engine: str) -> Any:
+    """The module of an engine that is no dependency of ours, of the version that we know.
+
+    Raises:
+        EnvironmentFault: it is not installed, cannot be loaded here, or is of another version.
+    """
+    check_installed([engine])
+    known = f"{_NAMES[engine]} {VERSIONS[engine]}"
+    try:
+        module = importlib.import_module(engine)
+    except (ImportError, OSError) as fault:  # built for another torch or CUDA
         raise EnvironmentFault(
-            "backend=vllm must find vLLM 0.24, got none; pip install vllm==0.24.0 on a machine "
-            "with a GPU, or set backend=[own,transformers]."
+            f"backend={engine} must load {known}, got {type(fault).__name__}: {fault}; install the "
+            "build for this torch, or set backend=own."
+        ) from fault
+    if not str(module.__version__).startswith(VERSIONS[engine]):
+        raise EnvironmentFault(
+            f"backend={engine} must find {known}, whose conventions and step outputs are known, "
+            f"got {module.__version__}; pip install {engine}=={VERSIONS[engine]}."
         )
+    return module
 
 
 def _check_cell(config: EvalConfig) -> None:

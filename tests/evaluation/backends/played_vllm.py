@@ -77,16 +77,15 @@ class _Engine:
     _counts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        target = load_target(self.words["model"], dtype=self.words["dtype"], device="cpu")
-        self.num_drafts = self.words.get("speculative_config", {}).get("num_speculative_tokens", 0)
-        spec, heads = SpecSettings(num_speculative_tokens=0), None
-        if self.num_drafts:
-            run = ENGINES[self.module.played_engine][target.family_name].run
-            assert run.policy is not None
-            heads = run_as(load_heads(Path(self.words["model"]), target), run)
-            spec = SpecSettings(num_speculative_tokens=self.num_drafts, policy=run.policy)
-        engine = EngineConfig(max_model_len=self.words["max_model_len"])
-        self._decoder = SpecDecoder(target, heads, spec=spec, engine=engine)
+        words = self.words
+        self.num_drafts = words.get("speculative_config", {}).get("num_speculative_tokens", 0)
+        self._decoder = loop_of(
+            Path(words["model"]),
+            words["dtype"],
+            num_drafts=self.num_drafts,
+            max_model_len=words["max_model_len"],
+            conventions=self.module.played_engine,
+        )
         self._counts = dict.fromkeys(("num_drafts", "num_draft_tokens", "num_accepted_tokens"), 0)
         self.engine_core = SimpleNamespace(shutdown=self._shutdown)
 
@@ -97,7 +96,7 @@ class _Engine:
             max_new_tokens=params.max_tokens, stop_token_ids=tuple(params.stop_token_ids)
         )
         (record,) = self._decoder.generate([prompt["prompt_token_ids"]], sampling=sampling)
-        pieces = _pieces(record, has_rounds=self.num_drafts > 0)
+        pieces = pieces_of(record, has_rounds=self.num_drafts > 0)
         if self.module.merged_steps and len(pieces) > 2:
             pieces[1:3] = [[*pieces[1], *pieces[2]]]
         rounds = record.num_accepted_per_round
@@ -149,7 +148,22 @@ class _Engine:
         self.module.num_open -= 1
 
 
-def _pieces(record: RequestRecord, *, has_rounds: bool) -> list[list[int]]:
+def loop_of(
+    checkpoint: Path, dtype: str, *, num_drafts: int, max_model_len: int, conventions: str
+) -> SpecDecoder:
+    """Our loop over a checkpoint, which runs its modules as the engine `conventions` does."""
+    target = load_target(checkpoint, dtype=dtype, device="cpu")
+    spec, heads = SpecSettings(num_speculative_tokens=0), None
+    if num_drafts:
+        run = ENGINES[conventions][target.family_name].run
+        assert run.policy is not None
+        heads = run_as(load_heads(checkpoint, target), run)
+        spec = SpecSettings(num_speculative_tokens=num_drafts, policy=run.policy)
+    engine = EngineConfig(max_model_len=max_model_len)
+    return SpecDecoder(target, heads, spec=spec, engine=engine)
+
+
+def pieces_of(record: RequestRecord, *, has_rounds: bool) -> list[list[int]]:
     """What steps added, the last cut by the end of the text; a chunk of the prompt adds nothing."""
     tokens = list(record.output_token_ids)
     sizes = [1, *(kept + 1 for kept in record.num_accepted_per_round)]

@@ -20,6 +20,7 @@ from mtp_research.evaluation.report.comparable import drafting, entries
 from mtp_research.evaluation.report.page import results_sections
 from mtp_research.evaluation.report.stored import Report, Run, read_checked
 from mtp_research.evaluation.run import evaluate as evaluate_module
+from mtp_research.evaluation.run import settings_check
 from mtp_research.evaluation.run.evaluate import evaluate
 from mtp_research.evaluation.run.settings_check import check_settings
 from mtp_research.evaluation.stats.outcome import ConditionResult
@@ -238,7 +239,7 @@ def test_engines_are_alone_in_memory_and_a_journal_is_read(
 
 def test_missing_engine_is_refused_before_anything_is_loaded() -> None:
     config = compose_config(EvalConfig, WORDS)
-    with pytest.raises(EnvironmentFault, match=r"must find vLLM 0\.24, got none; pip install vllm"):
+    with pytest.raises(EnvironmentFault, match=r"must find vLLM 0\.24\.0, got none; pip "):
         check_settings(config)
     with pytest.raises(EnvironmentFault, match="got none"):
         load_vllm()
@@ -257,7 +258,7 @@ def test_build_that_does_not_load_says_why(
     def fails(_: str) -> ModuleType:
         raise ImportError("libcudart.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(vllm_backend.importlib, "import_module", fails)
+    monkeypatch.setattr(settings_check.importlib, "import_module", fails)
     with pytest.raises(EnvironmentFault, match=r"got ImportError: libcudart\.so\.13"):
         load_vllm()
 
