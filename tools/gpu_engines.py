@@ -4,10 +4,10 @@
     python tools/gpu_engines.py --out $OUT --cases lab_tiny,mimo --k 1,3
     python tools/gpu_engines.py --out /tmp/x --prepare-only         on a CPU: our side alone
 
-A case is the shipped target with its trained head, or a random target of one family with random
-modules, whose lm_head is fitted so that texts do not hang on rounding. Both loops decode the
-exported one greedily: equal texts are counted, and equal rounds in them. `control` is our loop by
-the family's own conventions: where it agrees as well, the case tells nothing. vLLM has no float32
+A case is the shipped target with its head, or a small target and module of one family, trained so
+that rounding tips neither texts nor drafts and that other conventions give other drafts. Both loops
+decode the exported one greedily: equal texts are counted, and equal rounds in them. `control` is
+our loop by other conventions: where it agrees as well, the case tells nothing. vLLM has no float32
 kernels for latent attention and for gated delta rules: these cases are decoded in bfloat16, and
 `rounding` is our loop in float32 against our loop in bfloat16: what no engine could be blamed for.
 Our side runs on the CPU. Exit status 1: a case failed or too few rounds are equal.
@@ -34,6 +34,7 @@ from mtp_research.runtime.threads import wait_passively
 wait_passively()
 
 import torch
+from torch import Tensor
 
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.backends.vllm_backend import (
@@ -43,7 +44,7 @@ from mtp_research.evaluation.backends.vllm_backend import (
 )
 from mtp_research.evaluation.run.engine_effect import DecodeTask, decode_as
 from mtp_research.evaluation.run.prompts import encode_prompt, load_prompts
-from mtp_research.heads.engines import ENGINES, HeadRun, trained_run
+from mtp_research.heads.engines import ENGINES, HeadRun, run_as, trained_run
 from mtp_research.heads.export import stitch_heads
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
@@ -77,6 +78,9 @@ CASES: dict[str, dict[str, object]] = {  # family -> changes of the tiny recipe
 # The type of MiMo's configuration is remote code; vLLM goes by the architecture.
 CONFIGS = {"mimo": {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}}
 BFLOAT16 = ("deepseek_v3", "qwen3_next")
+NUM_STEPS = 100
+_TRAINED_ON = (4, 48)  # texts, tokens
+_SKIPS = ((0, 3, 10), (5, 8, 15))  # tokens after which drafts are wrong, by side
 
 
 class Decoded(NamedTuple):
@@ -131,34 +135,58 @@ def prepare(case: str, folder: Path) -> MTPHeads:
     if case != "lab_tiny":  # norms near 1 would hide what is recycled
         norm = heads.mtp_modules[0].shared_head.norm.weight
         norm.data += torch.linspace(-0.8, 4, len(norm)).roll(17)
-        fit_lm_head(heads)
+        train(heads, sides(heads))
         write_release(target, source)
     stitch_heads(heads, folder / "exported", source=source, engine="vllm")
     change_config(folder / "exported", CONFIGS.get(case, {}))
     return load_heads(folder / "exported", target)  # rounded to bfloat16, of the family's way
 
 
-@torch.no_grad()
-def fit_lm_head(heads: MTPHeads, *, num_rows: int = 48, length: int = 40) -> None:
-    """Let target and modules name the successor of the last token, as well as one matrix can.
+def sides(heads: MTPHeads) -> tuple[HeadRun, HeadRun]:
+    """How vLLM runs the heads, and the control: the family's conventions, or others if the same."""
+    run = ENGINES["vllm"][heads.target.family_name].run
+    own = replace(trained_run(heads), policy=run.policy, module_schedule=run.module_schedule)
+    return run, own if own != run else replace(own, hidden_source="pre_norm")
 
-    Least squares `[V, D]` from the final states of random text to a permutation of the vocabulary.
+
+def train(heads: MTPHeads, conventions: tuple[HeadRun, HeadRun]) -> None:
+    """Train target and module until neither texts nor drafts are close calls, in place.
+
+    Texts are random tokens, then count on through the vocabulary. Drafts do too, but skip a token
+    after some: the lengths lie well between 1 and K + 1. Run by the other side's conventions, they
+    skip after other tokens. Side 0 learns three drafts, side 1 only the first.
     """
-    target = heads.target
-    generator = torch.Generator().manual_seed(0)
-    follow = torch.randperm(target.config.vocab_size, generator=generator)
-    ids = torch.randint(len(follow), (num_rows, length), generator=generator)
-    positions, document = torch.arange(length).expand_as(ids), torch.zeros_like(ids)
-    seen = target.forward(ids, position_ids=positions, context=DenseContext(document))
-    inputs = RowInputs(ids, heads.source(seen), positions, document)
-    (drafted,) = unroll(heads, inputs, num_depths=1, kind="chain")
-    states = torch.cat((seen.post_norm.flatten(0, 1), drafted.post_norm[:, :-1].flatten(0, 1)))
-    named = follow[torch.cat((ids.flatten(), ids[:, 1:].flatten()))]
-    wanted = torch.nn.functional.one_hot(named, len(follow)).double()
-    ridge = torch.eye(states.shape[1], dtype=torch.float64)
-    gram = states.double().T @ states.double() + ridge
-    weight = torch.linalg.solve(gram, states.double().T @ wanted).T
-    target.lm_head.weight.copy_(20 * weight)
+    target, generator = heads.target, torch.Generator().manual_seed(0)
+    vocab_size = target.config.vocab_size
+    twins = [run_as(heads, side) for side in conventions]
+    for twin in twins:
+        twin.mtp_modules = heads.mtp_modules  # one set of weights
+    weights = [*target.model.requires_grad_().parameters(), *heads.requires_grad_().parameters()]
+    optimizer = torch.optim.Adam(weights, lr=1e-3)
+    for step in range(NUM_STEPS):
+        ids = torch.randint(vocab_size, _TRAINED_ON, generator=generator)
+        ids[:, 12:] = (ids[:, 11:12] + torch.arange(1, ids.shape[1] - 11)) % vocab_size
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        seen = target.forward(ids, position_ids=positions, context=DenseContext(None))
+        loss = _cross_entropy(target.logits(seen.post_norm), (ids + 1) % vocab_size)
+        for twin, num_depths, skips in zip(twins, (3, 1), _SKIPS, strict=True):
+            inputs = RowInputs(ids, twin.source(seen), positions, torch.zeros_like(ids))
+            drafted = unroll(twin, inputs, num_depths=num_depths, kind="ttt", schedule="first")
+            drafts = (ids + 1 + torch.isin(ids, torch.tensor(skips))) % vocab_size
+            for depth, output in enumerate(drafted, start=1):
+                logits = twin.logits(output.post_norm[:, :-depth])
+                loss = loss + _cross_entropy(logits, drafts[:, depth:])
+        optimizer.param_groups[0]["lr"] = 1e-3 * min(1, 2 - 2 * step / NUM_STEPS)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+    target.model.requires_grad_(False)
+    heads.requires_grad_(False)
+
+
+def _cross_entropy(logits: Tensor, named: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), named.flatten())
 
 
 def our_side(heads: MTPHeads, run: HeadRun, task: DecodeTask) -> list[Decoded]:
@@ -168,7 +196,7 @@ def our_side(heads: MTPHeads, run: HeadRun, task: DecodeTask) -> list[Decoded]:
 
 
 def vllm_side(folder: Path, task: DecodeTask, stop_token_ids: Sequence[int]) -> list[Decoded]:
-    """One request at a time: what a step adds to a text is a round."""
+    """Eight requests side by side: what a step adds to a text is a round."""
     family = folder.parent.name
     vllm = load_vllm()
     words = engine_words(
@@ -176,26 +204,25 @@ def vllm_side(folder: Path, task: DecodeTask, stop_token_ids: Sequence[int]) -> 
         dtype="bfloat16" if family in BFLOAT16 else "float32",
         num_drafts=task.spec.num_speculative_tokens,
         max_model_len=256,
-        max_num_seqs=1,
+        max_num_seqs=8,
     )
-    attention = "TRITON_MLA" if family == "deepseek_v3" else "TRITON_ATTN"
     words |= {"enforce_eager": True, "gpu_memory_utilization": 0.05}
-    words |= {"attention_config": {"backend": attention}}
+    attention = "TRITON_MLA" if family == "deepseek_v3" else "TRITON_ATTN"
+    words["attention_config"] = {"backend": attention}
     if family == "qwen3_next":  # the other kernel is FlashInfer's
-        words |= {"gdn_prefill_backend": "triton"}
+        words["gdn_prefill_backend"] = "triton"
     engine = vllm.LLM(**words).llm_engine
     params = sampling_params(
         vllm, max_new_tokens=task.max_new_tokens, stop_token_ids=stop_token_ids
     )
-    found = []
-    for index, prompt in enumerate(task.prompts):
-        engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
-        pieces: list[list[int]] = []
-        while engine.has_unfinished_requests():
-            pieces += [list(one.outputs[0].token_ids) for one in engine.step()]
-        found.append(decoded([piece for piece in pieces if piece]))
+    pieces: dict[str, list[list[int]]] = {str(index): [] for index in range(len(task.prompts))}
+    for name, prompt in zip(pieces, task.prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+    while engine.has_unfinished_requests():
+        for one in engine.step():
+            pieces[one.request_id].append(list(one.outputs[0].token_ids))
     engine.engine_core.shutdown()  # the next case needs its memory
-    return found
+    return [decoded([piece for piece in some if piece]) for some in pieces.values()]
 
 
 def decoded(pieces: Sequence[Sequence[int]]) -> Decoded:
@@ -233,12 +260,11 @@ def _compare(
     prompts = _prompts(folder.parent.name, options.prompts, vocab_size=vocab_size)
     spec = SpecSettings(num_speculative_tokens=num_drafts)
     task = DecodeTask(prompts, spec, options.max_new_tokens)
-    run = ENGINES["vllm"][heads.target.family_name].run
+    run, control_run = sides(heads)
     ours = theirs = our_side(heads, run, task)
     if not options.prepare_only:
         theirs = vllm_side(folder, task, heads.target.stop_token_ids)
-    own = replace(trained_run(heads), policy=run.policy, module_schedule=run.module_schedule)
-    found, control = agreement(ours, theirs), agreement(our_side(heads, own, task), theirs)
+    found, control = agreement(ours, theirs), agreement(our_side(heads, control_run, task), theirs)
     passed = found.num_equal_rounds >= LEAST_EQUAL * found.num_rounds > 0
     passed = passed and found.num_whole_texts >= LEAST_WHOLE * found.num_equal_texts
     row: dict[str, object] = {"passed": passed, **found._asdict(), "control": control._asdict()}
