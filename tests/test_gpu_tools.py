@@ -120,8 +120,7 @@ def test_tool_without_the_devices_it_needs_says_so_and_exits_4(
 
 
 def test_engine_rounds_count_in_equal_texts_and_without_the_last() -> None:
-    one = gpu_engines.decoded([[7], [1, 2, 3], [4], [5, 6]])
-    assert one == gpu_engines.Decoded((7, 1, 2, 3, 4, 5, 6), (2, 0, 1))
+    one = gpu_engines.Decoded((7, 1, 2, 3, 4, 5, 6), (2, 0, 1))
     cut = one._replace(accepted=(2, 0, 0))  # the last round ends with the text
     other = one._replace(accepted=(2, 1, 1))
     elsewhere = gpu_engines.Decoded((8,), (3, 3, 3))
@@ -200,10 +199,11 @@ def test_trained_case_outlasts_rounding_and_tells_conventions_apart(
     small_case: str, tmp_path: Path
 ) -> None:
     row = prepared(small_case, tmp_path, num_drafts=3)
-    rounding, control = row["rounding"], row["control"]
-    assert rounding["num_equal_texts"] == control["num_equal_texts"] == 6
+    rounding = row["rounding"]
+    assert rounding["num_equal_texts"] == row["control"]["num_equal_texts"] == 6
     assert rounding["num_equal_rounds"] >= 0.995 * rounding["num_rounds"]
-    assert control["num_equal_rounds"] < 0.8 * control["num_rounds"]
+    for other in (row["control"], row["recycling"]):
+        assert other["num_equal_rounds"] < 0.9 * other["num_rounds"]
     assert 2 < row["lengths"][0] < 3.6  # drafts are right and wrong
 
 

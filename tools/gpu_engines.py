@@ -1,13 +1,13 @@
 """Exported heads in vLLM against our loop run by vLLM's conventions, round by round, on a GPU.
 
     python tools/gpu_engines.py --out $OUT                          all cases; wants vLLM 0.24
-    python tools/gpu_engines.py --out $OUT --cases lab_tiny,mimo --k 1,3
     python tools/gpu_engines.py --out /tmp/x --prepare-only         on a CPU: our side alone
 
 A case is the shipped target with its head, or a small target and module of one family, trained so
 that rounding tips neither texts nor drafts and that other conventions give other drafts. Both loops
-decode the exported one greedily: equal texts are counted, and equal rounds in them. `control` is
-our loop by other conventions: where it agrees as well, the case tells nothing. vLLM has no float32
+decode the exported one greedily: equal texts are counted, and equal rounds in them. Our loop with
+the states of the target from the other side of its norm is `control`, with those of the module
+`recycling` (for K > 1): where these agree as well, the case tells nothing. vLLM has no float32
 kernels for latent attention and for gated delta rules: these cases are decoded in bfloat16, and
 `rounding` is our loop in float32 against our loop in bfloat16: what no engine could be blamed for.
 Our side runs on the CPU. Exit status 1: a case failed or too few rounds are equal.
@@ -21,7 +21,7 @@ import json
 import random
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -37,18 +37,22 @@ import torch
 from torch import Tensor
 
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.evaluation.backends.protocol import StepLog
 from mtp_research.evaluation.backends.vllm_backend import (
+    drive,
     engine_words,
     load_vllm,
     sampling_params,
 )
 from mtp_research.evaluation.run.engine_effect import DecodeTask, decode_as
 from mtp_research.evaluation.run.prompts import encode_prompt, load_prompts
-from mtp_research.heads.engines import ENGINES, HeadRun, run_as, trained_run
+from mtp_research.heads.engines import ENGINES, HeadRun, run_as
 from mtp_research.heads.export import stitch_heads
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.attention.attention import DenseContext
+from mtp_research.models.family import NormPoint
 from mtp_research.models.target import load_target, load_tokenizer
 from mtp_research.training.unroll import RowInputs, unroll
 from tests import tiny
@@ -62,25 +66,23 @@ _SIZES: dict[str, object] = {"hidden_size": 256, "intermediate_size": 512, "voca
 _SIZES |= {"eos_token_id": None, "num_attention_heads": 4, "num_key_value_heads": 2}
 _MOE = {**_SIZES, "moe_intermediate_size": 128}
 _LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_LATENT |= {"num_attention_heads": 16, "num_key_value_heads": 16}
 # In bfloat16 every expert takes part: a router whose best two scores round to one picks another.
 _ALL_EXPERTS = {"num_experts_per_tok": 8}
 _NEXT = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 64}
 CASES: dict[str, dict[str, object]] = {  # family -> changes of the tiny recipe
     "glm4_moe": {**_MOE, "head_dim": 64},
-    "deepseek_v3": {
-        **(_MOE | _LATENT | _ALL_EXPERTS),
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-    },
+    "deepseek_v3": _MOE | _LATENT | _ALL_EXPERTS,
     "mimo": _SIZES,
     "qwen3_next": {**(_MOE | _NEXT | _ALL_EXPERTS), "shared_expert_intermediate_size": 128},
 }
 # The type of MiMo's configuration is remote code; vLLM goes by the architecture.
 CONFIGS = {"mimo": {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}}
 BFLOAT16 = ("deepseek_v3", "qwen3_next")
-NUM_STEPS = 100
+NUM_STEPS = 60
 _TRAINED_ON = (4, 48)  # texts, tokens
-_SKIPS = ((0, 3, 10), (5, 8, 15))  # tokens after which drafts are wrong, by side
+_HERE, _ELSEWHERE = (0, 3, 10), (5, 8, 15)  # tokens after which drafts are wrong
+_SKIPS = ((_HERE,) * 3, (_ELSEWHERE,), (_HERE, _ELSEWHERE))  # by `sides`, then by draft
 
 
 class Decoded(NamedTuple):
@@ -133,8 +135,8 @@ def prepare(case: str, folder: Path) -> MTPHeads:
     target = load_target(source, dtype="float32", device="cpu")
     heads = load_heads(head, target)
     if case != "lab_tiny":  # norms near 1 would hide what is recycled
-        norm = heads.mtp_modules[0].shared_head.norm.weight
-        norm.data += torch.linspace(-0.8, 4, len(norm)).roll(17)
+        for norm in (target.final_norm.weight, heads.mtp_modules[0].shared_head.norm.weight):
+            norm.data += torch.linspace(-0.8, 4, len(norm)).roll(17)
         train(heads, sides(heads))
         write_release(target, source)
     stitch_heads(heads, folder / "exported", source=source, engine="vllm")
@@ -142,19 +144,20 @@ def prepare(case: str, folder: Path) -> MTPHeads:
     return load_heads(folder / "exported", target)  # rounded to bfloat16, of the family's way
 
 
-def sides(heads: MTPHeads) -> tuple[HeadRun, HeadRun]:
-    """How vLLM runs the heads, and the control: the family's conventions, or others if the same."""
+def sides(heads: MTPHeads) -> list[HeadRun]:
+    """Conventions of vLLM, then the same with the target's, with the module's states across a norm."""
     run = ENGINES["vllm"][heads.target.family_name].run
-    own = replace(trained_run(heads), policy=run.policy, module_schedule=run.module_schedule)
-    return run, own if own != run else replace(own, hidden_source="pre_norm")
+    other: dict[str | None, NormPoint] = {"post_norm": "pre_norm", "pre_norm": "post_norm"}
+    control = replace(run, hidden_source=other[run.hidden_source])
+    return [run, control, replace(run, recycle_norm=other[run.recycle_norm])]
 
 
-def train(heads: MTPHeads, conventions: tuple[HeadRun, HeadRun]) -> None:
+def train(heads: MTPHeads, conventions: Sequence[HeadRun]) -> None:
     """Train target and module until neither texts nor drafts are close calls, in place.
 
     Texts are random tokens, then count on through the vocabulary. Drafts do too, but skip a token
-    after some: the lengths lie well between 1 and K + 1. Run by the other side's conventions, they
-    skip after other tokens. Side 0 learns three drafts, side 1 only the first.
+    after some: the lengths lie well between 1 and K + 1. Run by other conventions than the first,
+    they skip after other tokens, from the first draft on that the conventions reach.
     """
     target, generator = heads.target, torch.Generator().manual_seed(0)
     vocab_size = target.config.vocab_size
@@ -169,13 +172,13 @@ def train(heads: MTPHeads, conventions: tuple[HeadRun, HeadRun]) -> None:
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         seen = target.forward(ids, position_ids=positions, context=DenseContext(None))
         loss = _cross_entropy(target.logits(seen.post_norm), (ids + 1) % vocab_size)
-        for twin, num_depths, skips in zip(twins, (3, 1), _SKIPS, strict=True):
+        for twin, skips in zip(twins, _SKIPS, strict=True):
             inputs = RowInputs(ids, twin.source(seen), positions, torch.zeros_like(ids))
-            drafted = unroll(twin, inputs, num_depths=num_depths, kind="ttt", schedule="first")
-            drafts = (ids + 1 + torch.isin(ids, torch.tensor(skips))) % vocab_size
-            for depth, output in enumerate(drafted, start=1):
+            drafted = unroll(twin, inputs, num_depths=len(skips), kind="ttt", schedule="first")
+            for depth, (output, after) in enumerate(zip(drafted, skips, strict=True), start=1):
+                named = (ids + 1 + torch.isin(ids, torch.tensor(after))) % vocab_size
                 logits = twin.logits(output.post_norm[:, :-depth])
-                loss = loss + _cross_entropy(logits, drafts[:, depth:])
+                loss = loss + _cross_entropy(logits, named[:, depth:])
         optimizer.param_groups[0]["lr"] = 1e-3 * min(1, 2 - 2 * step / NUM_STEPS)
         optimizer.zero_grad()
         loss.backward()
@@ -191,8 +194,7 @@ def _cross_entropy(logits: Tensor, named: Tensor) -> Tensor:
 
 def our_side(heads: MTPHeads, run: HeadRun, task: DecodeTask) -> list[Decoded]:
     """Our loop, with the heads run as `run` says."""
-    records = decode_as(heads, run, task)
-    return [Decoded(one.token_ids, one.num_accepted_per_round) for one in records]
+    return _decoded(decode_as(heads, run, task))
 
 
 def vllm_side(folder: Path, task: DecodeTask, stop_token_ids: Sequence[int]) -> list[Decoded]:
@@ -215,20 +217,15 @@ def vllm_side(folder: Path, task: DecodeTask, stop_token_ids: Sequence[int]) -> 
     params = sampling_params(
         vllm, max_new_tokens=task.max_new_tokens, stop_token_ids=stop_token_ids
     )
-    pieces: dict[str, list[list[int]]] = {str(index): [] for index in range(len(task.prompts))}
-    for name, prompt in zip(pieces, task.prompts, strict=True):
-        engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
-    while engine.has_unfinished_requests():
-        for one in engine.step():
-            pieces[one.request_id].append(list(one.outputs[0].token_ids))
+    log = StepLog("vllm", num_drafts=task.spec.num_speculative_tokens)
+    asked = {str(index): prompt for index, prompt in enumerate(task.prompts)}
+    drive(engine, asked, params, log=log)
     engine.engine_core.shutdown()  # the next case needs its memory
-    return [decoded([piece for piece in some if piece]) for some in pieces.values()]
+    return _decoded(map(log.record, asked))
 
 
-def decoded(pieces: Sequence[Sequence[int]]) -> Decoded:
-    """What each step added: the prompt's token, then per round the kept drafts and one more."""
-    tokens = (token for piece in pieces for token in piece)
-    return Decoded(tuple(tokens), tuple(len(piece) - 1 for piece in pieces[1:]))
+def _decoded(records: Iterable[RequestRecord]) -> list[Decoded]:
+    return [Decoded(one.token_ids, one.num_accepted_per_round) for one in records]
 
 
 def agreement(ours: Sequence[Decoded], theirs: Sequence[Decoded]) -> Agreement:
@@ -260,14 +257,16 @@ def _compare(
     prompts = _prompts(folder.parent.name, options.prompts, vocab_size=vocab_size)
     spec = SpecSettings(num_speculative_tokens=num_drafts)
     task = DecodeTask(prompts, spec, options.max_new_tokens)
-    run, control_run = sides(heads)
+    run, *others = sides(heads)
     ours = theirs = our_side(heads, run, task)
     if not options.prepare_only:
         theirs = vllm_side(folder, task, heads.target.stop_token_ids)
-    found, control = agreement(ours, theirs), agreement(our_side(heads, control_run, task), theirs)
+    found = agreement(ours, theirs)
+    controls = [agreement(our_side(heads, other, task), theirs)._asdict() for other in others]
     passed = found.num_equal_rounds >= LEAST_EQUAL * found.num_rounds > 0
     passed = passed and found.num_whole_texts >= LEAST_WHOLE * found.num_equal_texts
-    row: dict[str, object] = {"passed": passed, **found._asdict(), "control": control._asdict()}
+    row: dict[str, object] = {"passed": passed, **found._asdict()}
+    row |= {"control": controls[0], "recycling": controls[1]}
     if folder.parent.name in BFLOAT16:
         rounded = load_heads(folder, load_target(folder, dtype="bfloat16", device="cpu"))
         row["rounding"] = agreement(ours, our_side(rounded, run, task))._asdict()
