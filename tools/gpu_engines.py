@@ -145,7 +145,7 @@ def prepare(case: str, folder: Path) -> MTPHeads:
 
 
 def sides(heads: MTPHeads) -> list[HeadRun]:
-    """Conventions of vLLM, then the same with the target's, with the module's states across a norm."""
+    """Conventions of vLLM; the same with the target's states, with a module's, across the norm."""
     run = ENGINES["vllm"][heads.target.family_name].run
     other: dict[str | None, NormPoint] = {"post_norm": "pre_norm", "pre_norm": "post_norm"}
     control = replace(run, hidden_source=other[run.hidden_source])
