@@ -6,7 +6,7 @@
 A case is the shipped target with its head, or a small target and module of one family, trained so
 that rounding tips neither texts nor drafts and that other conventions give other drafts. Both loops
 decode the exported one greedily: equal texts are counted, and equal rounds in them. Our loop runs
-by other conventions too: `control` (the target's states across its norm), `recycling` (the module's,
+by other conventions too: `control` (the target's states across a norm), `recycling` (the module's,
 for K > 1), `position_0` (its embedding; float32 cases). vLLM has no float32 kernels for latent
 attention and for gated delta rules: these cases are decoded in bfloat16, and `rounding` is our loop
 in float32 against our loop in bfloat16.
