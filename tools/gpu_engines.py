@@ -72,7 +72,7 @@ _ALL_EXPERTS = {"num_experts_per_tok": 8}
 _NEXT = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 64}
 CASES: dict[str, dict[str, object]] = {  # family -> changes of the tiny recipe
     "glm4_moe": {**_MOE, "head_dim": 64},
-    "deepseek_v3": _MOE | _LATENT | _ALL_EXPERTS,
+    "deepseek_v3": {**_MOE, **_LATENT, **_ALL_EXPERTS},
     "mimo": _SIZES,
     "qwen3_next": {**(_MOE | _NEXT | _ALL_EXPERTS), "shared_expert_intermediate_size": 128},
 }
