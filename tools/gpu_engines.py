@@ -79,7 +79,7 @@ CASES: dict[str, dict[str, object]] = {  # family -> changes of the tiny recipe
 # The type of MiMo's configuration is remote code; vLLM goes by the architecture.
 CONFIGS = {"mimo": {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}}
 BFLOAT16 = ("deepseek_v3", "qwen3_next")
-NUM_STEPS = 60  # where rounding is bfloat16's, else a fourth
+NUM_STEPS = 60  # where rounding is bfloat16's, else a fifth
 _TRAINED_ON = (4, 48)  # texts, tokens
 _HERE, _ELSEWHERE = (0, 3, 10), (5, 8, 15)  # tokens after which drafts are wrong
 _SKIPS = ((_HERE,) * 3, (_ELSEWHERE,), (_HERE, _ELSEWHERE))  # by `sides`, then by draft
@@ -137,7 +137,7 @@ def prepare(case: str, folder: Path) -> MTPHeads:
     if case != "lab_tiny":  # norms near 1 would hide what is recycled
         for norm in (target.final_norm.weight, heads.mtp_modules[0].shared_head.norm.weight):
             norm.data += torch.linspace(-0.8, 4, len(norm)).roll(17)
-        train(heads, num_steps=NUM_STEPS if case in BFLOAT16 else NUM_STEPS // 4)
+        train(heads, num_steps=NUM_STEPS if case in BFLOAT16 else NUM_STEPS // 5)
         write_release(target, source)
     stitch_heads(heads, folder / "exported", source=source, engine="vllm")
     change_config(folder / "exported", CONFIGS.get(case, {}))
