@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -120,8 +120,7 @@ def test_tool_without_the_devices_it_needs_says_so_and_exits_4(
 
 
 def test_engine_rounds_count_in_equal_texts_and_without_the_last() -> None:
-    one = gpu_engines.decoded([[7], [1, 2, 3], [4], [5, 6]])
-    assert one == gpu_engines.Decoded((7, 1, 2, 3, 4, 5, 6), (2, 0, 1))
+    one = gpu_engines.Decoded((7, 1, 2, 3, 4, 5, 6), (2, 0, 1))
     cut = one._replace(accepted=(2, 0, 0))  # the last round ends with the text
     other = one._replace(accepted=(2, 1, 1))
     elsewhere = gpu_engines.Decoded((8,), (3, 3, 3))
@@ -153,7 +152,8 @@ def test_engine_tool_passes_only_with_vllm_s_rounds(
     (row,) = json.loads((tmp_path / "engines.json").read_text())
     assert row["passed"] == (code == 0)
     assert row["num_equal_texts"] == 6
-    assert row["control"]["num_equal_rounds"] != row["num_equal_rounds"]
+    for name in ("control", "recycling", "position_0"):
+        assert row[name]["num_equal_rounds"] != row["num_equal_rounds"]
 
 
 def test_engine_tool_reads_rounds_from_the_steps_of_vllm(
@@ -162,6 +162,7 @@ def test_engine_tool_reads_rounds_from_the_steps_of_vllm(
     for name in SWITCHES:  # so that they are taken back
         monkeypatch.setenv(name, "1")
     monkeypatch.setitem(sys.modules, "vllm", PlayedVllm())
+    monkeypatch.setattr(gpu_engines, "NUM_STEPS", 0)
     words = ["--out", str(tmp_path), "--cases", "glm4_moe", "--k", "3", "--prompts", "3"]
     assert gpu_engines.main([*words, "--max-new-tokens", "16"]) == 0
     (row,) = json.loads((tmp_path / "engines.json").read_text())
@@ -169,15 +170,41 @@ def test_engine_tool_reads_rounds_from_the_steps_of_vllm(
     assert row["num_equal_rounds"] == row["num_rounds"] > 3
 
 
-def test_engine_tool_says_what_rounding_alone_does(tmp_path: Path) -> None:
-    words = ["--out", str(tmp_path), "--cases", "deepseek_v3", "--k", "1", "--prepare-only"]
-    assert gpu_engines.main([*words, "--prompts", "4", "--max-new-tokens", "32"]) == 0
-    (row,) = json.loads((tmp_path / "engines.json").read_text())
-    rounding = row["rounding"]
+def prepared(case: str, folder: Path, *, num_drafts: int) -> dict[str, Any]:
+    """The row of our side alone, for a small target."""
+    words = ["--out", str(folder), "--cases", case, "--k", str(num_drafts), "--prepare-only"]
+    assert gpu_engines.main([*words, "--prompts", "6", "--max-new-tokens", "32"]) == 0
+    (row,) = json.loads((folder / "engines.json").read_text())
     assert row["num_equal_rounds"] == row["num_rounds"]  # ours against itself
-    assert rounding["lengths"][0] == row["lengths"][0]
-    assert rounding["num_equal_rounds"] > 0
-    assert rounding["lengths"][0] != rounding["lengths"][1] or rounding["num_equal_texts"] < 4
+    assert row["rounding"]["lengths"][0] == row["lengths"][0]
+    return row
+
+
+@pytest.fixture(params=["deepseek_v3", "qwen3_next"])
+def small_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    sizes = {"vocab_size": 16, "eos_token_id": None, "num_experts_per_tok": 8}
+    monkeypatch.setitem(gpu_engines.CASES, request.param, sizes)
+    return request.param
+
+
+def test_engine_tool_says_what_rounding_alone_does(
+    small_case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_engines, "NUM_STEPS", 0)  # close calls of random weights
+    rounding = prepared(small_case, tmp_path, num_drafts=1)["rounding"]
+    assert rounding["lengths"][0] != rounding["lengths"][1] or rounding["num_equal_texts"] < 6
+
+
+def test_trained_case_outlasts_rounding_and_tells_conventions_apart(
+    small_case: str, tmp_path: Path
+) -> None:
+    row = prepared(small_case, tmp_path, num_drafts=3)
+    rounding = row["rounding"]
+    assert rounding["num_equal_texts"] == row["control"]["num_equal_texts"] == 6
+    assert rounding["num_equal_rounds"] >= 0.995 * rounding["num_rounds"]
+    for other in (row["control"], row["recycling"]):
+        assert other["num_equal_rounds"] < 0.9 * other["num_rounds"]
+    assert 2 < row["lengths"][0] < 3.6  # drafts are right and wrong
 
 
 def test_engine_rounds_are_compared_where_they_begin() -> None:

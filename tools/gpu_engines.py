@@ -1,15 +1,15 @@
 """Exported heads in vLLM against our loop run by vLLM's conventions, round by round, on a GPU.
 
     python tools/gpu_engines.py --out $OUT                          all cases; wants vLLM 0.24
-    python tools/gpu_engines.py --out $OUT --cases lab_tiny,mimo --k 1,3
     python tools/gpu_engines.py --out /tmp/x --prepare-only         on a CPU: our side alone
 
-A case is the shipped target with its trained head, or a random target of one family with random
-modules, whose lm_head is fitted so that texts do not hang on rounding. Both loops decode the
-exported one greedily: equal texts are counted, and equal rounds in them. `control` is our loop by
-the family's own conventions: where it agrees as well, the case tells nothing. vLLM has no float32
-kernels for latent attention and for gated delta rules: these cases are decoded in bfloat16, and
-`rounding` is our loop in float32 against our loop in bfloat16: what no engine could be blamed for.
+A case is the shipped target with its head, or a small target and module of one family, trained so
+that rounding tips neither texts nor drafts and that other conventions give other drafts. Both loops
+decode the exported one greedily: equal texts are counted, and equal rounds in them. Our loop runs
+by other conventions too: `control` (the target's states across a norm), `recycling` (the module's,
+for K > 1), `position_0` (its embedding; float32 cases). vLLM has no float32 kernels for latent
+attention and for gated delta rules: these cases are decoded in bfloat16, and `rounding` is our loop
+in float32 against our loop in bfloat16.
 Our side runs on the CPU. Exit status 1: a case failed or too few rounds are equal.
 
 Letters: K drafts per step, N rows, D hidden, V vocabulary.
@@ -21,7 +21,7 @@ import json
 import random
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,20 +34,25 @@ from mtp_research.runtime.threads import wait_passively
 wait_passively()
 
 import torch
+from torch import Tensor
 
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.evaluation.backends.protocol import StepLog
 from mtp_research.evaluation.backends.vllm_backend import (
+    drive,
     engine_words,
     load_vllm,
     sampling_params,
 )
 from mtp_research.evaluation.run.engine_effect import DecodeTask, decode_as
 from mtp_research.evaluation.run.prompts import encode_prompt, load_prompts
-from mtp_research.heads.engines import ENGINES, HeadRun, trained_run
+from mtp_research.heads.engines import ENGINES, HeadRun, run_as
 from mtp_research.heads.export import stitch_heads
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.attention.attention import DenseContext
+from mtp_research.models.family import NormPoint
 from mtp_research.models.target import load_target, load_tokenizer
 from mtp_research.training.unroll import RowInputs, unroll
 from tests import tiny
@@ -61,22 +66,23 @@ _SIZES: dict[str, object] = {"hidden_size": 256, "intermediate_size": 512, "voca
 _SIZES |= {"eos_token_id": None, "num_attention_heads": 4, "num_key_value_heads": 2}
 _MOE = {**_SIZES, "moe_intermediate_size": 128}
 _LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_LATENT |= {"num_attention_heads": 16, "num_key_value_heads": 16}
 # In bfloat16 every expert takes part: a router whose best two scores round to one picks another.
 _ALL_EXPERTS = {"num_experts_per_tok": 8}
 _NEXT = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 64}
 CASES: dict[str, dict[str, object]] = {  # family -> changes of the tiny recipe
     "glm4_moe": {**_MOE, "head_dim": 64},
-    "deepseek_v3": {
-        **(_MOE | _LATENT | _ALL_EXPERTS),
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-    },
+    "deepseek_v3": {**_MOE, **_LATENT, **_ALL_EXPERTS},
     "mimo": _SIZES,
     "qwen3_next": {**(_MOE | _NEXT | _ALL_EXPERTS), "shared_expert_intermediate_size": 128},
 }
 # The type of MiMo's configuration is remote code; vLLM goes by the architecture.
 CONFIGS = {"mimo": {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}}
 BFLOAT16 = ("deepseek_v3", "qwen3_next")
+NUM_STEPS = 60  # where rounding is bfloat16's, else a fifth
+_TRAINED_ON = (4, 48)  # texts, tokens
+_HERE, _ELSEWHERE = (0, 3, 10), (5, 8, 15)  # tokens after which drafts are wrong
+_SKIPS = ((_HERE,) * 3, (_ELSEWHERE,), (_HERE, _ELSEWHERE))  # by `sides`, then by draft
 
 
 class Decoded(NamedTuple):
@@ -129,46 +135,70 @@ def prepare(case: str, folder: Path) -> MTPHeads:
     target = load_target(source, dtype="float32", device="cpu")
     heads = load_heads(head, target)
     if case != "lab_tiny":  # norms near 1 would hide what is recycled
-        norm = heads.mtp_modules[0].shared_head.norm.weight
-        norm.data += torch.linspace(-0.8, 4, len(norm)).roll(17)
-        fit_lm_head(heads)
+        for norm in (target.final_norm.weight, heads.mtp_modules[0].shared_head.norm.weight):
+            norm.data += torch.linspace(-0.8, 4, len(norm)).roll(17)
+        train(heads, num_steps=NUM_STEPS if case in BFLOAT16 else NUM_STEPS // 5)
         write_release(target, source)
     stitch_heads(heads, folder / "exported", source=source, engine="vllm")
     change_config(folder / "exported", CONFIGS.get(case, {}))
     return load_heads(folder / "exported", target)  # rounded to bfloat16, of the family's way
 
 
-@torch.no_grad()
-def fit_lm_head(heads: MTPHeads, *, num_rows: int = 48, length: int = 40) -> None:
-    """Let target and modules name the successor of the last token, as well as one matrix can.
+def sides(heads: MTPHeads) -> list[HeadRun]:
+    """Conventions of vLLM; the same with the target's states, with a module's, across the norm."""
+    run = ENGINES["vllm"][heads.target.family_name].run
+    other: dict[str | None, NormPoint] = {"post_norm": "pre_norm", "pre_norm": "post_norm"}
+    control = replace(run, hidden_source=other[run.hidden_source])
+    return [run, control, replace(run, recycle_norm=other[run.recycle_norm])]
 
-    Least squares `[V, D]` from the final states of random text to a permutation of the vocabulary.
+
+def train(heads: MTPHeads, *, num_steps: int) -> None:
+    """Train target and module until neither texts nor drafts are close calls, in place.
+
+    Texts are random tokens, then count on through the vocabulary. Drafts do too, but skip a token
+    after some: the lengths lie well between 1 and K + 1. Run by other conventions than the first,
+    they skip after other tokens, from the first draft on that the conventions reach. Few steps
+    leave close calls, and drafts that hang on the first token's embedding.
     """
-    target = heads.target
-    generator = torch.Generator().manual_seed(0)
-    follow = torch.randperm(target.config.vocab_size, generator=generator)
-    ids = torch.randint(len(follow), (num_rows, length), generator=generator)
-    positions, document = torch.arange(length).expand_as(ids), torch.zeros_like(ids)
-    seen = target.forward(ids, position_ids=positions, context=DenseContext(document))
-    inputs = RowInputs(ids, heads.source(seen), positions, document)
-    (drafted,) = unroll(heads, inputs, num_depths=1, kind="chain")
-    states = torch.cat((seen.post_norm.flatten(0, 1), drafted.post_norm[:, :-1].flatten(0, 1)))
-    named = follow[torch.cat((ids.flatten(), ids[:, 1:].flatten()))]
-    wanted = torch.nn.functional.one_hot(named, len(follow)).double()
-    ridge = torch.eye(states.shape[1], dtype=torch.float64)
-    gram = states.double().T @ states.double() + ridge
-    weight = torch.linalg.solve(gram, states.double().T @ wanted).T
-    target.lm_head.weight.copy_(20 * weight)
+    target, generator = heads.target, torch.Generator().manual_seed(0)
+    vocab_size = target.config.vocab_size
+    twins = [run_as(heads, side) for side in sides(heads)]
+    for twin in twins:
+        twin.mtp_modules = heads.mtp_modules  # one set of weights
+    weights = [*target.model.requires_grad_().parameters(), *heads.requires_grad_().parameters()]
+    optimizer = torch.optim.Adam(weights, lr=1e-3)
+    for step in range(num_steps):
+        ids = torch.randint(vocab_size, _TRAINED_ON, generator=generator)
+        ids[:, 12:] = (ids[:, 11:12] + torch.arange(1, ids.shape[1] - 11)) % vocab_size
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        seen = target.forward(ids, position_ids=positions, context=DenseContext(None))
+        loss = _cross_entropy(target.logits(seen.post_norm), (ids + 1) % vocab_size)
+        for twin, skips in zip(twins, _SKIPS, strict=True):
+            inputs = RowInputs(ids, twin.source(seen), positions, torch.zeros_like(ids))
+            drafted = unroll(twin, inputs, num_depths=len(skips), kind="ttt", schedule="first")
+            for depth, (output, after) in enumerate(zip(drafted, skips, strict=True), start=1):
+                named = (ids + 1 + torch.isin(ids, torch.tensor(after))) % vocab_size
+                logits = twin.logits(output.post_norm[:, :-depth])
+                loss = loss + _cross_entropy(logits, named[:, depth:])
+        optimizer.param_groups[0]["lr"] = 1e-3 * min(1, 2 - 2 * step / num_steps)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+    target.model.requires_grad_(False)
+
+
+def _cross_entropy(logits: Tensor, named: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), named.flatten())
 
 
 def our_side(heads: MTPHeads, run: HeadRun, task: DecodeTask) -> list[Decoded]:
     """Our loop, with the heads run as `run` says."""
-    records = decode_as(heads, run, task)
-    return [Decoded(one.token_ids, one.num_accepted_per_round) for one in records]
+    return _decoded(decode_as(heads, run, task))
 
 
 def vllm_side(folder: Path, task: DecodeTask, stop_token_ids: Sequence[int]) -> list[Decoded]:
-    """One request at a time: what a step adds to a text is a round."""
+    """Eight requests side by side: what a step adds to a text is a round."""
     family = folder.parent.name
     vllm = load_vllm()
     words = engine_words(
@@ -176,32 +206,26 @@ def vllm_side(folder: Path, task: DecodeTask, stop_token_ids: Sequence[int]) -> 
         dtype="bfloat16" if family in BFLOAT16 else "float32",
         num_drafts=task.spec.num_speculative_tokens,
         max_model_len=256,
-        max_num_seqs=1,
+        max_num_seqs=8,
     )
-    attention = "TRITON_MLA" if family == "deepseek_v3" else "TRITON_ATTN"
     words |= {"enforce_eager": True, "gpu_memory_utilization": 0.05}
-    words |= {"attention_config": {"backend": attention}}
+    attention = "TRITON_MLA" if family == "deepseek_v3" else "TRITON_ATTN"
+    words["attention_config"] = {"backend": attention}
     if family == "qwen3_next":  # the other kernel is FlashInfer's
-        words |= {"gdn_prefill_backend": "triton"}
+        words["gdn_prefill_backend"] = "triton"
     engine = vllm.LLM(**words).llm_engine
     params = sampling_params(
         vllm, max_new_tokens=task.max_new_tokens, stop_token_ids=stop_token_ids
     )
-    found = []
-    for index, prompt in enumerate(task.prompts):
-        engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
-        pieces: list[list[int]] = []
-        while engine.has_unfinished_requests():
-            pieces += [list(one.outputs[0].token_ids) for one in engine.step()]
-        found.append(decoded([piece for piece in pieces if piece]))
+    log = StepLog("vllm", num_drafts=task.spec.num_speculative_tokens)
+    asked = {str(index): prompt for index, prompt in enumerate(task.prompts)}
+    drive(engine, asked, params, log=log)
     engine.engine_core.shutdown()  # the next case needs its memory
-    return found
+    return _decoded(map(log.record, asked))
 
 
-def decoded(pieces: Sequence[Sequence[int]]) -> Decoded:
-    """What each step added: the prompt's token, then per round the kept drafts and one more."""
-    tokens = (token for piece in pieces for token in piece)
-    return Decoded(tuple(tokens), tuple(len(piece) - 1 for piece in pieces[1:]))
+def _decoded(records: Iterable[RequestRecord]) -> list[Decoded]:
+    return [Decoded(one.token_ids, one.num_accepted_per_round) for one in records]
 
 
 def agreement(ours: Sequence[Decoded], theirs: Sequence[Decoded]) -> Agreement:
@@ -233,15 +257,17 @@ def _compare(
     prompts = _prompts(folder.parent.name, options.prompts, vocab_size=vocab_size)
     spec = SpecSettings(num_speculative_tokens=num_drafts)
     task = DecodeTask(prompts, spec, options.max_new_tokens)
-    run = ENGINES["vllm"][heads.target.family_name].run
+    run, *others = sides(heads)
+    others.append(replace(run, zero_position_0=not run.zero_position_0))
     ours = theirs = our_side(heads, run, task)
     if not options.prepare_only:
         theirs = vllm_side(folder, task, heads.target.stop_token_ids)
-    own = replace(trained_run(heads), policy=run.policy, module_schedule=run.module_schedule)
-    found, control = agreement(ours, theirs), agreement(our_side(heads, own, task), theirs)
+    found = agreement(ours, theirs)
+    controls = [agreement(our_side(heads, other, task), theirs)._asdict() for other in others]
     passed = found.num_equal_rounds >= LEAST_EQUAL * found.num_rounds > 0
     passed = passed and found.num_whole_texts >= LEAST_WHOLE * found.num_equal_texts
-    row: dict[str, object] = {"passed": passed, **found._asdict(), "control": control._asdict()}
+    row: dict[str, object] = {"passed": passed, **found._asdict()}
+    row |= dict(zip(("control", "recycling", "position_0"), controls, strict=True))
     if folder.parent.name in BFLOAT16:
         rounded = load_heads(folder, load_target(folder, dtype="bfloat16", device="cpu"))
         row["rounding"] = agreement(ours, our_side(rounded, run, task))._asdict()
