@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mtp_research.models.attention.attention import AttentionCall
-from mtp_research.training.unroll import ModuleRows, masked_attention, merge_draft_rows
+from mtp_research.training.unroll import ModuleRows
 
 HEADS, KV_HEADS, LENGTH, DIM = 4, 2, 9, 8
 DOCUMENT_INDEX = torch.tensor([[0] * 5 + [1] * 3 + [-1]])
@@ -47,17 +47,3 @@ def test_module_rows_three_passes_equal_explicit_keys(window):
         for anchor in range(8):
             expected = explicit(passes, anchor=anchor, window=window, scale=0.3)
             torch.testing.assert_close(output[0, anchor], expected, rtol=0, atol=1e-12)
-
-
-def test_merge_draft_rows_row_without_context_reads_drafts_only():
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 2, 2, 3, 4, generator=generator, requires_grad=True)
-    key, value, draft_key, draft_value = torch.randn(4, 1, 2, 3, 4, generator=generator)
-    allowed = torch.zeros(1, 1, 1, 3, 3, dtype=torch.bool)
-    output, lse = masked_attention(query, key, value, allowed=allowed, scale=0.5)
-    merged = merge_draft_rows(
-        output, lse, query=query, drafts=[(draft_key, draft_value)], scale=0.5
-    )
-    torch.testing.assert_close(merged, draft_value[:, :, None].expand_as(merged))
-    merged.sum().backward()
-    assert torch.isfinite(query.grad).all()
