@@ -23,7 +23,6 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mtp_research.config.schema import TrainConfig
 from mtp_research.data.engine_states import StatesForm
@@ -36,6 +35,7 @@ from mtp_research.data.hidden_cache import (
 from mtp_research.data.packing import PackedRows, pack_first_fit
 from mtp_research.data.served_states import ServedStates
 from mtp_research.data.server import Options, Server, find_server
+from mtp_research.kernels.losses.cross_entropy import cross_entropy
 from mtp_research.models.attention.attention import DenseContext, document_ends, flat_ends
 from mtp_research.models.family import NormPoint
 from mtp_research.models.loading.source import check_source
@@ -235,8 +235,9 @@ def own_token_nll(
     """
     is_label = is_own[1:].to(post_norm.device)
     labels = token_ids[1:].to(post_norm.device)[is_label]
-    logits = target.logits(post_norm[:-1][is_label])
-    return functional.cross_entropy(logits.float(), labels, reduction="none").tolist()
+    states, valid = post_norm[:-1][is_label], torch.ones_like(labels, dtype=torch.bool)
+    result = cross_entropy(states, labels=labels, valid=valid, lm_head=target.lm_head_weight)
+    return result.nll.tolist()
 
 
 def num_row_labels(packed: PackedRows) -> np.ndarray:
