@@ -37,6 +37,7 @@ from mtp_research.data.served_states import ServedStates
 from mtp_research.data.server import Options, Server, find_server
 from mtp_research.kernels.losses.cross_entropy import cross_entropy
 from mtp_research.models.attention.attention import DenseContext, document_ends, flat_ends
+from mtp_research.models.attention.paged import require_exact_length
 from mtp_research.models.family import NormPoint
 from mtp_research.models.loading.source import check_source
 from mtp_research.models.target import Target
@@ -361,6 +362,8 @@ def pack_rows(
             "ones, got none; set data.path."
         )
     pad_id = target.config.pad_token_id or 0
+    exact = target.max_exact_tokens
+    require_exact_length(config.data.seq_len, limit=exact, key="data.seq_len")
     packed = pack_first_fit(documents.train, seq_len=config.data.seq_len, pad_id=pad_id)
     logger.info(
         "%d rows of %d tokens; %d documents cut (%d tokens), %d shorter than %d tokens left out",
@@ -372,6 +375,6 @@ def pack_rows(
         num_depths + 2,
     )
     longest = max(len(document.token_ids) for document in documents.held_out)
-    limit = target.config.max_position_embeddings
+    limit = exact or target.config.max_position_embeddings
     held_out = pack_first_fit(documents.held_out, seq_len=min(longest, limit), pad_id=pad_id)
     return {TRAIN: packed, HELD_OUT: held_out}
