@@ -235,7 +235,8 @@ def _show(result: dict) -> None:
     peak = "" if result["peak_gb"] is None else f"  peak {result['peak_gb']:.1f} GB"
     print(
         f"{result['model']} S={result['seq_len']} B={result['batch_size']} {result['loss']} "
-        f"{result['unroll']} N={result['num_mtp_modules']} hidden {result['hidden']} experts {result['experts']} compiled={result['compiled']} "
+        f"{result['unroll']} N={result['num_mtp_modules']} hidden {result['hidden']} "
+        f"experts {result['experts']} compiled={result['compiled']} "
         f"[{result['variant']}]  {result['step_ms']:.2f} ms "
         f"(+-{result['step_ms_spread']:.2f})  {result['tokens_per_s']:,.0f} tok/s  "
         f"{result['tflops']:.2f} TFLOP/s  MFU {100 * result['mfu']:.1f} %{peak}  "

@@ -234,7 +234,9 @@ def fix_rotary(model: PreTrainedModel) -> None:
     `exact_rotary_tokens` nothing changes.
     """
     rotary = getattr(model.base_model, "rotary_emb", None)
-    kinds = getattr(rotary, "rope_type", None)  # one, or one for each layer type
+    if rotary is None or not hasattr(rotary, "rope_type"):
+        return
+    kinds = rotary.rope_type  # one, or one for each layer type
     if isinstance(kinds, dict):
         fixed = {name: "default" if kind in _BY_LENGTH else kind for name, kind in kinds.items()}
         rotary.rope_type = fixed

@@ -68,9 +68,7 @@ def compare(rows, sinks, *, window, has_sinks, documents=DOCUMENT_INDEX, tol=1e-
     ends = torch.from_numpy(document_ends(documents.numpy()))
     placed["cu_seqlens"] = flat_ends(place(ends), length=documents.shape[1])
     got = with_gradients(
-        lambda rows, sink=None: attend_rows(
-            rows, scale=SCALE, window=window, sinks=sink, **placed
-        ),
+        lambda rows, sink=None: attend_rows(rows, scale=SCALE, window=window, sinks=sink, **placed),
         [place(part) for part in rows],
         [place(part) for part in sinks],
         is_text=placed["document_index"] >= 0,

@@ -57,8 +57,7 @@ def test_modules_get_the_target_s_angles_in_training_and_in_the_loop(kind):
     heads = scaled_heads(kind)
     target = heads.target
     ours, theirs = (
-        Angles(layer)
-        for layer in (heads.mtp_modules[0].block, target.model.base_model.layers[0])
+        Angles(layer) for layer in (heads.mtp_modules[0].block, target.model.base_model.layers[0])
     )
     unroll(heads, RowInputs(**make_batch(heads)), num_depths=3, kind="ttt")
     assert ours.found.keys() >= set(range(8))

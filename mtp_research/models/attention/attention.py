@@ -5,7 +5,7 @@ Hugging Face's layers call the registered function; it hands the projected tenso
 `PagedContext` (models/attention/paged.py), training a `DenseContext` (here) or an unroll's own
 context. There is no attention mask to build: transformers makes none for a name it does not know.
 
-On a GPU `DenseContext` attends to packed documents by their ends, without a mask (`context_rows`). A
+On a GPU `DenseContext` attends to packed documents by their ends, without a mask: `context_rows`. A
 mask makes the fused kernels of torch compute all S x S scores of a row, repeat keys per head group
 and read the mask for every head; flash attention takes the ends instead and computes only what lies
 below the diagonal of each document. Where it does not fit, and there are no sinks, torch's kernels

@@ -140,7 +140,7 @@ def _attend_op(
 
 
 @_attend_op.register_fake
-def _attend_fake(rows, sinks, document_index, cu_seqlens, scale, window):  # noqa: ANN001, ANN202
+def _attend_fake(rows, sinks, document_index, cu_seqlens, scale, window):
     return _empty_result(_Parts(*rows[:3]))
 
 
@@ -181,18 +181,18 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _backward_fake(grad, output, lse, rows, sinks, *seen):  # noqa: ANN001, ANN002, ANN202
+def _backward_fake(grad, output, lse, rows, sinks, *seen):
     every = [*rows] if sinks is None else [*rows, sinks]
     return [row.new_empty(row.shape) for row in every]
 
 
-def _save(ctx, inputs, output) -> None:  # noqa: ANN001
+def _save(ctx, inputs, output) -> None:
     rows, sinks, document_index, cu_seqlens, *ctx.scalars = inputs
     ctx.num_rows = len(rows)
     ctx.save_for_backward(*output, *rows, sinks, document_index, cu_seqlens)
 
 
-def _backward(ctx, grad, _grad_lse):  # noqa: ANN001, ANN202
+def _backward(ctx, grad, _grad_lse):
     output, lse, *saved = ctx.saved_tensors
     rows, (sinks, *documents) = saved[: ctx.num_rows], saved[ctx.num_rows :]
     grads = _backward_op(grad, output, lse, rows, sinks, *documents, *ctx.scalars)
@@ -224,9 +224,7 @@ def _flash_backward(
     unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # state of a dropout of 0
     flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
     limits = (ends, ends, length, length, 0.0, _is_causal(seen), unused, unused)
-    found = flash_backward(
-        outer, *flat, padded, flat_lse, *limits, **_options(seen)
-    )
+    found = flash_backward(outer, *flat, padded, flat_lse, *limits, **_options(seen))
     grads = [part.unflatten(0, (shape[0], length)).transpose(1, 2).contiguous() for part in found]
     return [*grads[:2], grads[2][..., :value_dim].contiguous()]
 
