@@ -5,8 +5,13 @@ import torch
 from torch import Tensor
 
 from mtp_research import EngineConfig, SamplingParams, SpecDecoder, SpecSettings
+from mtp_research.config.schema import ModelConfig, TrainConfig
+from mtp_research.config.training_schema import DataConfig
+from mtp_research.data.packing import EncodedDocument
 from mtp_research.models.attention.attention import DenseContext
 from mtp_research.runtime.errors import ConfigError
+from mtp_research.training.documents import HeadDocuments
+from mtp_research.training.packed_rows import pack_rows
 from mtp_research.training.unroll import RowInputs, unroll
 from tests.tiny import tiny_heads, tiny_target
 from tests.training.tiny import make_batch
@@ -101,6 +106,18 @@ def test_texts_beyond_the_fixed_frequencies_are_refused(kind, limit):
     with pytest.raises(ConfigError, match=rf"set engine\.max_model_len={limit}\."):
         SpecDecoder(target, spec=spec, engine=EngineConfig(max_model_len=limit + 1))
     SpecDecoder(target, spec=spec, engine=EngineConfig(max_model_len=limit))
+
+
+def test_training_rows_beyond_the_fixed_frequencies_are_refused():
+    document = EncodedDocument("one", "code", tuple(range(3, 23)), (False,) * 5 + (True,) * 15)
+    data = DataConfig("made up", "", seq_len=49, eval_documents=1)
+    config = TrainConfig(model=ModelConfig("tiny", "qwen3", "", device="cpu"), data=data)
+    documents = HeadDocuments([document], [document], num_short=0, data_sha256="none")
+    fixed = {"documents": documents, "num_depths": 3}
+    with pytest.raises(ConfigError, match=r"set data\.seq_len=48\."):
+        pack_rows(config, target=scaled_heads("longrope").target, **fixed)
+    rows = pack_rows(config, target=scaled_heads("yarn").target, **fixed)
+    assert rows["train"].token_ids.shape[1] == 49
 
 
 @pytest.mark.parametrize("kind", SCALINGS)

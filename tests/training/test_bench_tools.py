@@ -65,4 +65,6 @@ def test_bench_of_random_states_runs_no_target_and_each_unroll(tmp_path):
         ("mixed", 1),
     ]
     assert all(row["mflop_per_token"]["target"] == 0 for row in report["rows"])
+    ttt, mixed = (row["loss_first"] for row in report["rows"])
+    assert ttt != mixed  # the same weights, rows and states
     assert all(row["loss_last"] < row["loss_first"] for row in report["rows"])

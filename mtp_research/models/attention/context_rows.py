@@ -219,8 +219,7 @@ def _flash_backward(
     """From the merged `lse` and `output`: the context's share of the gradients."""
     shape, value_dim, flat = parts.query.shape, parts.value.shape[-1], _flat(parts)
     ends, length = seen.cu_seqlens, shape[2]
-    width = (0, shape[-1] - value_dim)
-    outer, padded = (pad(part, width).flatten(0, 1) for part in (grad, output))
+    outer, padded = (_widened(part, shape[-1]).flatten(0, 1) for part in (grad, output))
     unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # state of a dropout of 0
     flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
     limits = (ends, ends, length, length, 0.0, _is_causal(seen), unused, unused)
@@ -231,9 +230,14 @@ def _flash_backward(
 
 def _flat(parts: _Parts) -> list[Tensor]:
     """Each `[B * S, heads, Dk]`, values padded."""
-    width = (0, parts.key.shape[-1] - parts.value.shape[-1])
-    every = (parts.query, parts.key, pad(parts.value, width) if width[1] else parts.value)
+    every = (parts.query, parts.key, _widened(parts.value, parts.key.shape[-1]))
     return [part.transpose(1, 2).flatten(0, 1) for part in every]
+
+
+def _widened(values: Tensor, width: int) -> Tensor:
+    """`[..., width]` with zeros behind `[..., Dv]`; `pad` would copy what is wide enough."""
+    missing = width - values.shape[-1]
+    return pad(values, (0, missing)) if missing else values
 
 
 def _is_causal(seen: _Seen) -> bool:
