@@ -358,7 +358,8 @@ def short_target(name: str, *, device: torch.device, experts: str) -> Target:
     fields = {**arguments, "num_hidden_layers": last + 1}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = AutoConfig.for_model(SHAPES[name].model_type, **fields)
-    with torch.device(device):
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     return wrap_target(model, experts=experts)
 
@@ -368,7 +369,10 @@ class RandomStates:
 
     def __init__(self, target: Target, *, seq_len: int) -> None:
         shape = (1, seq_len, target.config.hidden_size)
-        self._states = torch.randn(shape, device=target.device, dtype=target.dtype)
+        generator = torch.Generator(target.device).manual_seed(0)
+        self._states = torch.randn(
+            shape, generator=generator, device=target.device, dtype=target.dtype
+        )
 
     def open_shard(self, index: int) -> bool:
         """Nothing is to be checked."""

@@ -209,7 +209,7 @@ class OnCuda(torch.Tensor):
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=["d128", "mla"])
 @pytest.mark.parametrize(("window", "num_drafts"), [(None, 0), (None, 2), (64, 0), (3, 2), (0, 2)])
 def test_flash_rows_equal_float64_on_a_gpu(window, num_drafts, dims, has_sinks):
-    lengths = [[70, 120, 61, -5], [256]]
+    lengths = [[90, 150, 71, -9], [320]]
     documents = torch.stack(
         [
             torch.cat([torch.full((abs(n),), i if n > 0 else -1) for i, n in enumerate(row)])
