@@ -1,48 +1,51 @@
 """Measure acceptance against context length.
 
     python -m examples.acceptance_by_context
+    python -m examples.acceptance_by_context --target DIR --heads DIR --text FILE --longest 32768
 
 A head learns on short rows and is used on long texts. The records of finished requests say how many
-drafts each round accepted, and with that where in the text the round was.
+drafts each round accepted, and with that how much text stood before it. With `--text` the first
+64, 128, ... tokens of a long text are continued, up to `--longest`.
 """
 
-from collections import defaultdict
-from itertools import accumulate
+import argparse
 from pathlib import Path
 
-from mtp_research import SamplingParams, SpecDecoder, SpecSettings, load_heads, load_target
+from mtp_research import EngineConfig, SamplingParams, SpecDecoder, load_heads, load_target
 from mtp_research.evaluation.run.prompts import encode_prompts, load_prompts
-from mtp_research.models.target import load_tokenizer
+from mtp_research.evaluation.stats.statistics import acceptance_by_context
 
 LAB_TINY = Path(__file__).resolve().parents[1] / "assets" / "lab_tiny"
-BUCKET = 64  # tokens of context
 
 
-def main(num_tokens: int = 240) -> None:
+def main(words: list[str] | None = None) -> None:
     """Decode past every stop token and print rounds and acceptance by context length."""
-    target = load_target(LAB_TINY / "target", dtype="float32", device="cpu")
-    prompts = load_prompts(str(LAB_TINY / "prompts"), max_prompts=8)
-    tokenizer = load_tokenizer(str(LAB_TINY / "target"))
-    token_ids = encode_prompts(prompts, tokenizer, max_model_len=1024).token_ids
-    heads = load_heads(LAB_TINY / "heads" / "chain_n3", target)
-    decoder = SpecDecoder(
-        target, heads, spec=SpecSettings(policy="training", num_speculative_tokens=3)
-    )
-    sampling = SamplingParams(max_new_tokens=num_tokens)  # no stop tokens
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--target", default=str(LAB_TINY / "target"))
+    parser.add_argument("--heads", default=str(LAB_TINY / "heads" / "chain_n3"))
+    parser.add_argument("--text", type=Path, help="file; left out: eight prompts of lab_tiny")
+    parser.add_argument("--longest", type=int, default=784, help="tokens")
+    parser.add_argument("--tokens", type=int, default=240, help="that continue each context")
+    args = parser.parse_args(words)
+    target = load_target(args.target)
+    heads = load_heads(args.heads, target)
+    if args.text is None:
+        prompts = load_prompts(str(LAB_TINY / "prompts"), max_prompts=8)
+        contexts = encode_prompts(prompts, target.tokenizer, max_model_len=args.longest).token_ids
+    else:
+        token_ids = target.encode(args.text.read_text(encoding="utf8"))[: args.longest]
+        sizes = [1 << n for n in range(6, len(token_ids).bit_length())]
+        contexts = [token_ids[:size] for size in sizes]
+    engine = EngineConfig(max_model_len=args.longest + args.tokens)
+    decoder = SpecDecoder(target, heads, engine=engine)  # three drafts a round
+    sampling = SamplingParams(max_new_tokens=args.tokens)  # no stop tokens
+    records = list(decoder.generate(contexts, sampling=sampling))
 
-    rounds: dict[int, list[int]] = defaultdict(list)
-    for record in decoder.generate(token_ids, sampling=sampling):
-        accepted = record.num_accepted_per_round
-        # The prefill gives the first token, each round its accepted drafts and one token more.
-        starts = accumulate((1 + a for a in accepted), initial=record.num_prompt_tokens + 1)
-        for start, count in zip(starts, accepted, strict=False):
-            rounds[start // BUCKET].append(count)
-
-    print(f"{'context':>12}{'rounds':>8}{'acceptance length':>19}{'p_1':>7}{'p_2':>7}{'p_3':>7}")
-    for bucket, counts in sorted(rounds.items()):
-        context = f"{bucket * BUCKET}-{(bucket + 1) * BUCKET - 1}"
-        rates = "".join(f"{sum(c >= i for c in counts) / len(counts):7.3f}" for i in (1, 2, 3))
-        print(f"{context:>12}{len(counts):8}{1 + sum(counts) / len(counts):19.3f}{rates}")
+    print(f"{'context':>14}{'requests':>10}{'rounds':>8}{'acceptance length [95 %]':>30}")
+    for part in acceptance_by_context(records, seed=0):
+        size, length = f"{part.low}-{part.high - 1}", part.acceptance_length
+        interval = f"{length.value:.3f} [{length.low:.3f}, {length.high:.3f}]"
+        print(f"{size:>14}{part.num_prompts:10}{part.num_rounds:8}{interval:>30}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@
         --documents runs/lab_base/answers.jsonl                  trained weights and their own text
     python tools/train_bench.py --out $OUT --models lab_base --losses ce \
         --variants half_logits=false fused_rows=false --profile 20        what each lever brings
+    python tools/train_bench.py --out $OUT --models mimo_7b --hidden random --unrolls ttt mixed \
+        --modules 1 --seq-len 32768 --batch-size 1 --losses ce --steps 3     long rows
     python tools/train_bench.py --out /tmp/x --models lab_tiny --losses ce --seq-len 64 \
         --batch-size 2 --steps 3 --compile no                    tiny, on a CPU
 
@@ -13,7 +15,10 @@ Per model, batch size, loss and hidden state source: tokens/s and MFU of the who
 time a step; the split by stage, each drained, so that the parts add up to more than the step. A
 table, and all as `train_bench.json`. Weights are random unless a folder is given; the text is a
 noisy permutation of a few tokens, which heads learn within tens of steps. A trained target with
-experts should read its own text, which decides how evenly its experts are used.
+experts should read its own text, which decides how evenly its experts are used. `--hidden random`
+reads no text's states but random ones, as if from a cache, and builds no more of a target than
+embedding, lm_head and the layer that modules start from: for shapes of `bench/shapes.py` whose
+target would not fit beside the step.
 Letters: D hidden, V vocabulary, N modules, k depths, S row length.
 """
 
@@ -29,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -43,10 +49,13 @@ import yaml
 from accelerate import Accelerator
 from mtp_research.kernels.bench.bench_runner import describe_machine, drain, timed
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_research.bench.planned import flops_per_token
+from mtp_research.bench.shapes import SHAPES
 from mtp_research.config.schema import ModelConfig, TrainConfig
 from mtp_research.config.training_schema import DataConfig, HeadConfig, TrainerConfig
+from mtp_research.data.hidden_cache import HiddenCache
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.models.fresh import new_target
 from mtp_research.models.target import Target, load_target, wrap_target
@@ -58,12 +67,14 @@ from mtp_research.training.packed_rows import TrainingRows
 from mtp_research.training.parallel.parallel import make_engine, prepare_target
 from mtp_research.training.setup import RunParts, build_heads
 from mtp_research.training.tracking import FigureQueue, StopRequest
+from mtp_research.training.unroll import UNROLLS
 
 WARM_UP_STEPS, NUM_ROUNDS = 3, 3
 NUM_SPLITS, NUM_PROFILED = 5, 2
 LEARNING_RATE = 1e-3
 CHOICES = {"no": [False], "yes": [True], "both": [False, True]}
 USED_TOKENS = 256  # of the vocabulary
+MADE_UP_TOKENS = 1 << 19  # at the most, of made-up text
 # lab_base with the widths of a model that people use: 2.6 G parameters.
 LARGE = {
     **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 1024},
@@ -82,8 +93,10 @@ class Shape:
     batch_size: int
     loss: str = "ce"
     documents: str | None = None  # file that `data.path` takes; None for made-up text
-    keeps_hidden: bool = False  # hidden states of the target are computed once, as in a cache
+    # of the target's states: `live`, `kept` once computed as in a cache, or `random`
+    hidden: str = "live"
     experts: str = "auto"  # what `model.experts` takes
+    unroll: str = "chain"
     num_mtp_modules: int = 3
     num_depths: int = 3
 
@@ -113,11 +126,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The head training step on one GPU.")
     add = parser.add_argument
     add("--out", type=Path, required=True)
-    models = "names of conf/model or `large`, with random weights; or folders with trained ones"
+    models = "names of conf/model or `large`, with random weights; or folders with trained ones; "
+    models += "with --hidden random: names of mtp_research/bench/shapes.py"
     add("--models", nargs="+", default=["lab_small", "lab_base"], help=models)
     add("--documents", help="what data.path takes; left out: made-up text")
     add("--losses", nargs="+", default=["ce", "kl"])
-    add("--hidden", nargs="+", choices=["kept", "live"], default=["live"])
+    add("--hidden", nargs="+", choices=["kept", "live", "random"], default=["live"])
+    add("--unrolls", nargs="+", choices=UNROLLS, default=["chain"])
+    add("--modules", type=int, default=3, help="MTP modules, N")
     add("--experts", nargs="+", default=["auto"], help="what model.experts takes")
     add("--seq-len", type=int, default=256)
     add("--batch-size", type=int, nargs="+", default=[256])
@@ -130,10 +146,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _shapes_of(args: argparse.Namespace) -> list[Shape]:
-    every = itertools.product(args.models, args.batch_size, args.losses, args.hidden, args.experts)
+    lists = (args.models, args.batch_size, args.losses, args.hidden, args.experts, args.unrolls)
     return [
-        Shape(model, args.seq_len, size, loss, args.documents, hidden == "kept", experts)
-        for model, size, loss, hidden, experts in every
+        Shape(model, args.seq_len, size, loss, args.documents, *words, num_mtp_modules=args.modules)
+        for model, size, loss, *words in itertools.product(*lists)
     ]
 
 
@@ -158,7 +174,7 @@ def measure(
         seq_len=shape.seq_len,
         num_depths=shape.num_depths,
         has_teacher=shape.loss != "ce",
-        runs_target=not shape.keeps_hidden,
+        runs_target=shape.hidden == "live",
     )
     tokens = shape.batch_size * shape.seq_len
     for variant in ("", *args.variants):
@@ -217,10 +233,10 @@ class StepRunner:
 def _show(result: dict) -> None:
     parts = "  ".join(f"{name} {ms:.2f}" for name, ms in result["split_ms"].items())
     peak = "" if result["peak_gb"] is None else f"  peak {result['peak_gb']:.1f} GB"
-    hidden = "kept" if result["keeps_hidden"] else "live"
     print(
         f"{result['model']} S={result['seq_len']} B={result['batch_size']} {result['loss']} "
-        f"hidden {hidden} experts {result['experts']} compiled={result['compiled']} "
+        f"{result['unroll']} N={result['num_mtp_modules']} hidden {result['hidden']} "
+        f"experts {result['experts']} compiled={result['compiled']} "
         f"[{result['variant']}]  {result['step_ms']:.2f} ms "
         f"(+-{result['step_ms_spread']:.2f})  {result['tokens_per_s']:,.0f} tok/s  "
         f"{result['tflops']:.2f} TFLOP/s  MFU {100 * result['mfu']:.1f} %{peak}  "
@@ -335,10 +351,47 @@ def make_target(name: str, *, device: torch.device, experts: str = "auto") -> Ta
     return wrap_target(model, experts=experts)
 
 
+def short_target(name: str, *, device: torch.device, experts: str) -> Target:
+    """A shape of `bench/shapes.py` without the layers that no module starts from."""
+    arguments = SHAPES[name].arguments
+    last = int(cast(int, arguments.get("first_k_dense_replace", 0)))
+    fields = {**arguments, "num_hidden_layers": last + 1}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = AutoConfig.for_model(SHAPES[name].model_type, **fields)
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    return wrap_target(model, experts=experts)
+
+
+class RandomStates:
+    """Stands in for a cache on disk: the same random states for whatever rows are asked for."""
+
+    def __init__(self, target: Target, *, seq_len: int) -> None:
+        shape = (1, seq_len, target.config.hidden_size)
+        generator = torch.Generator(target.device).manual_seed(0)
+        self._states = torch.randn(
+            shape, generator=generator, device=target.device, dtype=target.dtype
+        )
+
+    def open_shard(self, index: int) -> bool:
+        """Nothing is to be checked."""
+        del index
+        return False
+
+    def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
+        """`[rows, S, D]`."""
+        del name
+        return self._states.expand(len(indices), -1, -1).contiguous()
+
+
 def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> RunParts:
     """A run without a held-out part: heads, engine and training rows."""
-    target = make_target(shape.model, device=ranks.device, experts=shape.experts)
-    config.objective.loss = shape.loss
+    if shape.hidden == "random":
+        target = short_target(shape.model, device=ranks.device, experts=shape.experts)
+    else:
+        target = make_target(shape.model, device=ranks.device, experts=shape.experts)
+    config.objective.loss, config.objective.unroll = shape.loss, shape.unroll
     heads = build_heads(config, target=target)
     prepare_target(target, trainer=config.trainer)
     spec = head_losses.UnrollSpec(shape.num_depths, config.objective.unroll, "cycle")
@@ -353,14 +406,24 @@ def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> RunPart
         found = read_head_documents(config.data)
         documents = load_head_documents(config.data, found, model_path=shape.model, **sizes)
     packed = pack_first_fit(documents.train, seq_len=shape.seq_len, pad_id=0)
-    kept = shape.keeps_hidden
-    rows = TrainingRows(packed, target=target, hidden_source="post_norm", keep_hidden=kept)
+    kept, states = shape.hidden == "kept", None
+    if shape.hidden == "random":
+        states = cast(HiddenCache, RandomStates(target, seq_len=shape.seq_len))
+    rows = TrainingRows(
+        packed,
+        target=target,
+        hidden_source="post_norm",
+        keep_hidden=kept,
+        cache=states,
+        checks_cache=False,
+    )
     assert rows.keeps_hidden == kept, "the rows do not fit in CACHE_BYTES"
     return RunParts(heads, engine, documents, rows, rows, unroll_spec=spec, settings={}, loaded="")
 
 
-def made_up_documents(shape: Shape, *, num_rows: int = 512) -> list[EncodedDocument]:
+def made_up_documents(shape: Shape) -> list[EncodedDocument]:
     """Documents of half to three quarters of a row; nine tokens in ten follow a permutation."""
+    num_rows = min(512, max(4, MADE_UP_TOKENS // shape.seq_len))
     generator = np.random.default_rng(0)
     follow = generator.permutation(USED_TOKENS)
     found = []

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 _PIPELINE_BYTES = 104 * 1024
 _MAX_STAGES = 4
 _PROGRAMS_PER_SM = 2
-MAX_SPLITS = 64
-_SPLITS_OF_A_WARP = 4
+# One request with one KV head reaches 128 of the 132 multiprocessors; at 64 splits it reached 64.
+MAX_SPLITS = 128
+_SPLITS_OF_A_WARP, _SPLITS_OF_FOUR_WARPS = 4, 64
 # Keys of a split whose bounds do not depend on the batch; a multiple of every tile width.
 INVARIANT_SPLIT_KEYS = 512
 # Start, drain and partial write of a split, in units of one key tile. Estimated, not measured.
@@ -132,16 +133,21 @@ def launch_paged_attention(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        # A warp holds a row of few splits; four would wait for each other.
-        num_warps = 1 if num_splits <= _SPLITS_OF_A_WARP and not invariant else 4
         merge_splits(
             split,
             query_start_loc=rows.query_start_loc,
             out=out,
-            num_warps=num_warps,
+            num_warps=4 if invariant else merge_warps(num_splits),
             in_order=invariant,
         )
     return out
+
+
+def merge_warps(num_splits: int) -> int:
+    """Warps of a program that merges one row: as few as hold its partial outputs in registers."""
+    if num_splits <= _SPLITS_OF_A_WARP:  # more warps would wait for each other
+        return 1
+    return 4 if num_splits <= _SPLITS_OF_FOUR_WARPS else 8
 
 
 def _new_row_strides(new_rows: NewRows | None) -> tuple[int, ...]:

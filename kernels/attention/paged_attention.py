@@ -198,7 +198,7 @@ def paged_attention(
         rows: where the rows sit and what they read.
         scoring: scale, window and sinks.
         backend: `auto`, `invariant`, `reference` or `triton`, see `checks.resolve_backend`.
-        num_splits: programs a request's keys are spread over, 1..64; None chooses. Triton only.
+        num_splits: programs a request's keys are spread over, 1..128; None chooses. Triton only.
 
     Returns:
         `[T, H, Dv]` in the dtype of `query`. Padded rows and rows without a visible key are zero.

@@ -93,6 +93,8 @@ FULL_SHAPES = [
     *(AttentionShape(8, 8192, q, block_size=size) for size in (16, 64) for q in (1, 4, 8)),
     *(AttentionShape(batch, 1024, q) for batch in (1, 32) for q in (1, 4)),
     *(AttentionShape(8, 8192, q, 96, block_size=size) for size in (16, 64) for q in (1, 4)),
+    *(AttentionShape(batch, 131_072, 4) for batch in (1, 4)),
+    *(AttentionShape(1, 131_072, 4, 4 * kv_heads, kv_heads) for kv_heads in (1, 2)),
 ]
 QUICK_SHAPES = [AttentionShape(8, 8192, 1), AttentionShape(8, 8192, 4), AttentionShape(1, 1024, 4)]
 SWEEP_SHAPES = [AttentionShape(8, 8192, 4), AttentionShape(8, 8192, 4, num_heads=96)]

@@ -11,7 +11,13 @@ where serving engines disagree, the project's families page gives the reason for
 from collections.abc import Mapping
 
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -185,6 +191,9 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "use_bidirectional_attention": "attention to later tokens, which no text can be decoded with",
 }
 
+_LONG_ROPE = "longrope"
+_BY_LENGTH = ("dynamic", _LONG_ROPE)  # rotary kinds whose frequencies follow the longest text
+
 
 def family_of(model_type: str) -> str:
     """Name of the family that a published `model_type` belongs to."""
@@ -215,6 +224,38 @@ def require_exact(config: PreTrainedConfig) -> None:
                 f"model.path must hold a model without {field}, got {value}: {reason}; set "
                 "model.path to another model."
             )
+
+
+def fix_rotary(model: PreTrainedModel) -> None:
+    """Keep rotary frequencies at those of short texts where the library changes them, in place.
+
+    `dynamic` and `longrope` take others when any row of a pass lies beyond a length. A text would
+    then depend on its batch, and cached keys would keep the rotation that they once got. Up to
+    `exact_rotary_tokens` nothing changes.
+    """
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is None or not hasattr(rotary, "rope_type"):
+        return
+    kinds = rotary.rope_type  # one, or one for each layer type
+    if isinstance(kinds, dict):
+        fixed = {name: "default" if kind in _BY_LENGTH else kind for name, kind in kinds.items()}
+        rotary.rope_type = fixed
+    elif kinds in _BY_LENGTH:
+        rotary.rope_type = "default"
+
+
+def exact_rotary_tokens(config: PreTrainedConfig) -> int | None:
+    """Longest text whose rotary frequencies `fix_rotary` leaves as they are; None: any."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    every = [parameters] if "rope_type" in parameters else parameters.values()
+    limits = [
+        part.get("original_max_position_embeddings", config.max_position_embeddings)
+        if part["rope_type"] == _LONG_ROPE
+        else config.max_position_embeddings
+        for part in every
+        if isinstance(part, dict) and part.get("rope_type") in _BY_LENGTH
+    ]
+    return min(limits, default=None)
 
 
 def _supported() -> list[str]:

@@ -22,7 +22,13 @@ from mtp_research.models.attention.attention import ATTENTION_NAME, AttentionCon
 from mtp_research.models.attention.paged import route_sparse
 from mtp_research.models.block import block_kv_layer, kv_layers
 from mtp_research.models.experts import route_experts
-from mtp_research.models.families import FAMILIES, family_of, require_exact
+from mtp_research.models.families import (
+    FAMILIES,
+    exact_rotary_tokens,
+    family_of,
+    fix_rotary,
+    require_exact,
+)
 from mtp_research.models.family import Family, LayerGeometry
 from mtp_research.models.loading.gguf import unpacked
 from mtp_research.models.loading.load_weights import Placing, load_weights, loading
@@ -123,7 +129,10 @@ class Target:
     @property
     def max_exact_tokens(self) -> int | None:
         """Longest text that is computed as the model means it; None where there is no limit."""
-        return self.config.index_topk if self.family.sparse_attention else None
+        limits = [self.config.index_topk] if self.family.sparse_attention else []
+        if (by_rotary := exact_rotary_tokens(self.config)) is not None:
+            limits.append(by_rotary)
+        return min(limits, default=None)
 
     @property
     def mixers(self) -> dict[int, nn.Module]:
@@ -285,6 +294,7 @@ def wrap_target(
     require_exact(model.config.get_text_config())
     model.eval().requires_grad_(False)
     model.set_attn_implementation(ATTENTION_NAME)
+    fix_rotary(model)
     route_experts(model, experts=experts)
     family_name = family_name or family_of(model.config.get_text_config().model_type)
     target = Target(model=model, family_name=family_name, path=path, num_left_out=num_left_out)

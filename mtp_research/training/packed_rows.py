@@ -23,7 +23,6 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mtp_research.config.schema import TrainConfig
 from mtp_research.data.engine_states import StatesForm
@@ -36,7 +35,9 @@ from mtp_research.data.hidden_cache import (
 from mtp_research.data.packing import PackedRows, pack_first_fit
 from mtp_research.data.served_states import ServedStates
 from mtp_research.data.server import Options, Server, find_server
+from mtp_research.kernels.losses.cross_entropy import cross_entropy
 from mtp_research.models.attention.attention import DenseContext, document_ends, flat_ends
+from mtp_research.models.attention.paged import require_exact_length
 from mtp_research.models.family import NormPoint
 from mtp_research.models.loading.source import check_source
 from mtp_research.models.target import Target
@@ -235,8 +236,9 @@ def own_token_nll(
     """
     is_label = is_own[1:].to(post_norm.device)
     labels = token_ids[1:].to(post_norm.device)[is_label]
-    logits = target.logits(post_norm[:-1][is_label])
-    return functional.cross_entropy(logits.float(), labels, reduction="none").tolist()
+    states, valid = post_norm[:-1][is_label], torch.ones_like(labels, dtype=torch.bool)
+    result = cross_entropy(states, labels=labels, valid=valid, lm_head=target.lm_head_weight)
+    return result.nll.tolist()
 
 
 def num_row_labels(packed: PackedRows) -> np.ndarray:
@@ -360,6 +362,8 @@ def pack_rows(
             "ones, got none; set data.path."
         )
     pad_id = target.config.pad_token_id or 0
+    exact = target.max_exact_tokens
+    require_exact_length(config.data.seq_len, limit=exact, key="data.seq_len")
     packed = pack_first_fit(documents.train, seq_len=config.data.seq_len, pad_id=pad_id)
     logger.info(
         "%d rows of %d tokens; %d documents cut (%d tokens), %d shorter than %d tokens left out",
@@ -371,6 +375,6 @@ def pack_rows(
         num_depths + 2,
     )
     longest = max(len(document.token_ids) for document in documents.held_out)
-    limit = target.config.max_position_embeddings
+    limit = exact or target.config.max_position_embeddings
     held_out = pack_first_fit(documents.held_out, seq_len=min(longest, limit), pad_id=pad_id)
     return {TRAIN: packed, HELD_OUT: held_out}

@@ -34,3 +34,13 @@ def test_buckets_add_up_to_all_rounds_of_finished_generations() -> None:
 def test_nothing_drafted_gives_no_bucket() -> None:
     assert acceptance_by_context([], seed=0) == ()
     assert acceptance_by_context([generation("q0", [], num_plain_steps=4)], seed=0) == ()
+
+
+def test_contexts_of_32k_tokens_have_buckets_of_their_own() -> None:
+    # Rounds at 32,767 and, after the bonus, at 32,768.
+    record = dataclasses.replace(generation("q0", [0, 2]), num_prompt_tokens=32_766)
+    buckets = acceptance_by_context([record], seed=0)
+    assert [(b.low, b.num_rounds, b.acceptance_length.value) for b in buckets] == [
+        (16_384, 1, 1.0),
+        (32_768, 1, 3.0),
+    ]

@@ -15,13 +15,24 @@ from mtp_research.kernels.attention.attention_launch import (
         pytest.param(256, 128, 1, id="32_requests_fill_the_device"),
         pytest.param(8, 16, 16, id="one_request_one_tile_each"),
         pytest.param(8, 1, 1, id="one_tile_cannot_split"),
-        pytest.param(1, 10_000, MAX_SPLITS, id="never_more_than_the_maximum"),
+        pytest.param(1, 12_800, MAX_SPLITS, id="never_more_than_the_maximum"),
         pytest.param(4096, 128, 1, id="prefill_tiles_suffice"),
+        pytest.param(8, 2048, 33, id="one_request_of_128k_8_heads_fill_one_wave"),
+        pytest.param(32, 2048, 8, id="4_requests_of_128k_fill_one_wave"),
+        pytest.param(1, 2048, 128, id="one_request_of_128k_one_head"),
     ],
 )
 def test_choose_num_splits_fills_132_multiprocessors(num_programs, max_key_tiles, expected):
     chosen = choose_num_splits(num_programs, max_key_tiles=max_key_tiles, num_sms=132)
     assert chosen == expected
+
+
+@pytest.mark.parametrize("num_programs", [2, 4, 8, 16, 24, 32, 64, 128, 256, 300])
+def test_few_requests_of_128k_tokens_keep_the_device_busy(num_programs):
+    # Tiles of work over the tiles that 264 slots run meanwhile; 2 programs take 128 splits each.
+    num_splits = choose_num_splits(num_programs, max_key_tiles=2048, num_sms=132)
+    waves, tiles = -(-num_programs * num_splits // 264), -(-2048 // num_splits)
+    assert num_programs * 2048 / 264 / (waves * tiles) > 0.9
 
 
 def test_choose_num_splits_one_program_an_sm_takes_half_the_splits():

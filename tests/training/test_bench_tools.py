@@ -23,7 +23,7 @@ def test_bench_of_a_trained_folder_counts_each_loss_and_source(tmp_path):
     config = save_lab(tmp_path)
     words = ["--models", config.model.path, "--documents", config.data.path]
     report = measured(tmp_path, *words, "--losses", "ce", "kl", "--hidden", "live", "kept")
-    rows = {(row["loss"], row["keeps_hidden"]): row for row in report["rows"]}
+    rows = {(row["loss"], row["hidden"] == "kept"): row for row in report["rows"]}
     assert rows.keys() == {("ce", False), ("ce", True), ("kl", False), ("kl", True)}
     for (loss, keeps_hidden), row in rows.items():
         flops = row["mflop_per_token"]
@@ -55,3 +55,16 @@ def test_bench_measures_variants_of_the_loss_in_the_same_run(tmp_path):
     assert other["loss_last"] < row["loss_last"]  # the same run went on
     assert row["host_ms"] > 0
     assert {len(kernels) for kernels in row["kernels"].values()} == {2}
+
+
+def test_bench_of_random_states_runs_no_target_and_each_unroll(tmp_path):
+    words = ["--models", "tiny_experts", "--losses", "ce", "--hidden", "random", "--modules", "1"]
+    report = measured(tmp_path, *words, "--unrolls", "ttt", "mixed")
+    assert [(row["unroll"], row["num_mtp_modules"]) for row in report["rows"]] == [
+        ("ttt", 1),
+        ("mixed", 1),
+    ]
+    assert all(row["mflop_per_token"]["target"] == 0 for row in report["rows"])
+    ttt, mixed = (row["loss_first"] for row in report["rows"])
+    assert ttt != mixed  # the same weights, rows and states
+    assert all(row["loss_last"] < row["loss_first"] for row in report["rows"])

@@ -1,11 +1,12 @@
-"""Attention of draft rows against a softmax over an explicit key list."""
+"""Attention of draft rows against a softmax over an explicit key list; compiled passes."""
 
 import pytest
 import torch
 from torch import nn
 
 from mtp_research.models.attention.attention import AttentionCall
-from mtp_research.training.unroll import ModuleRows, masked_attention, merge_draft_rows
+from mtp_research.training.unroll import ModuleRows, RowInputs, unroll
+from tests.training.tiny import make_batch, trainable_heads
 
 HEADS, KV_HEADS, LENGTH, DIM = 4, 2, 9, 8
 DOCUMENT_INDEX = torch.tensor([[0] * 5 + [1] * 3 + [-1]])
@@ -49,15 +50,26 @@ def test_module_rows_three_passes_equal_explicit_keys(window):
             torch.testing.assert_close(output[0, anchor], expected, rtol=0, atol=1e-12)
 
 
-def test_merge_draft_rows_row_without_context_reads_drafts_only():
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 2, 2, 3, 4, generator=generator, requires_grad=True)
-    key, value, draft_key, draft_value = torch.randn(4, 1, 2, 3, 4, generator=generator)
-    allowed = torch.zeros(1, 1, 1, 3, 3, dtype=torch.bool)
-    output, lse = masked_attention(query, key, value, allowed=allowed, scale=0.5)
-    merged = merge_draft_rows(
-        output, lse, query=query, drafts=[(draft_key, draft_value)], scale=0.5
-    )
-    torch.testing.assert_close(merged, draft_value[:, :, None].expand_as(merged))
-    merged.sum().backward()
-    assert torch.isfinite(query.grad).all()
+def test_compiled_module_runs_each_pass_as_one_graph():
+    """Windows and sinks included; nothing of the attention is traced, and no pass breaks."""
+    torch._dynamo.reset()
+    heads = trainable_heads("mimo_v2")
+    inputs = RowInputs(**make_batch(heads))
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    def loss_and_gradients():
+        outputs = unroll(heads, inputs, num_depths=3, kind="ttt")
+        loss = sum(torch.sin(output.post_norm[output.valid]).sum() for output in outputs)
+        return loss, *torch.autograd.grad(loss, list(heads.parameters()), allow_unused=True)
+
+    expected = loss_and_gradients()
+    heads.mtp_modules[0].compile(backend=backend, dynamic=False, fullgraph=True)
+    for got, wanted in zip(loss_and_gradients(), expected, strict=True):
+        if wanted is not None:
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+    assert len(graphs) == 3
+    assert all(sum("attend_rows" in name for name in graph) == 1 for graph in graphs)

@@ -5,17 +5,15 @@ Hugging Face's layers call the registered function; it hands the projected tenso
 `PagedContext` (models/attention/paged.py), training a `DenseContext` (here) or an unroll's own
 context. There is no attention mask to build: transformers makes none for a name it does not know.
 
-On a GPU `DenseContext` attends to packed documents by their ends, without a mask. A mask makes the
-fused kernels of torch compute all S x S scores of a row, repeat keys per head group and read the
-mask for every head; flash attention takes the ends instead and computes only what lies below the
-diagonal of each document. It knows half precision, equal head dims and no sinks; everything else
-goes through the mask.
+On a GPU `DenseContext` attends to packed documents by their ends, without a mask: `context_rows`. A
+mask makes the fused kernels of torch compute all S x S scores of a row, repeat keys per head group
+and read the mask for every head; flash attention takes the ends instead and computes only what lies
+below the diagonal of each document. Where it does not fit, and there are no sinks, torch's kernels
+take the mask.
 
 Letters: B batch rows, S row length, P documents of a row, H / Hkv heads, Dk / Dv head dims.
-Source: FlashAttention-2 (arXiv:2307.08691) through torch.nn.attention.varlen.
 """
 
-import inspect
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
@@ -23,15 +21,10 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-_DTYPES = (torch.bfloat16, torch.float16)
-_MAX_HEAD_DIM = 256
-# The backward pass pads every document to 128 rows of float32; shorter ones would cost memory.
-_MIN_MEAN_TOKENS = 64
-# torch 2.11 takes fewer key heads as they are; from 2.12 on they must be announced.
-_ANNOUNCES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+from mtp_research.models.attention.context_rows import attend_rows, fits_varlen
+
 ATTENTION_NAME = "mtp_research"
 
 
@@ -111,17 +104,21 @@ class DenseContext:
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """See `AttentionContext`; padding rows attend to padding only."""
-        ends = self.cu_seqlens
-        if ends is not None and fits_varlen(call, cu_seqlens=ends):
-            return attend_documents(call, cu_seqlens=ends)
         query, key, value, scale, sliding_window, sinks = call
-        fused = self.document_index is None and sliding_window is None and sinks is None
+        ends = self.cu_seqlens
+        if sinks is not None or (ends is not None and fits_varlen(call[:3], ends)):
+            return attend_rows(
+                call[:3],
+                scale=scale,
+                window=sliding_window,
+                sinks=sinks,
+                document_index=self.document_index,
+                cu_seqlens=ends,
+            )
+        fused = self.document_index is None and sliding_window is None
         mask = (
             None if fused else self.mask(sliding_window, length=query.shape[2], device=query.device)
         )
-        if sinks is not None:
-            assert mask is not None, "the fused kernel knows no sinks"
-            key, value, mask = with_sinks(key, value, mask, sinks)
         if mask is not None and query.is_cuda and key.shape[1] != query.shape[1]:
             # The fused kernels that take a mask know no head groups; what is left writes [S, S].
             groups = query.shape[1] // key.shape[1]
@@ -190,42 +187,3 @@ def flat_ends(ends: Tensor, *, length: int) -> Tensor:
     """`[B * P + 1]` int32 starts and ends in the flattened batch, from `ends` `[B, P]`, no sync."""
     first = torch.arange(len(ends), dtype=torch.int32, device=ends.device) * length
     return torch.nn.functional.pad((ends + first[:, None]).flatten(), (1, 0))
-
-
-def fits_varlen(call: AttentionCall, *, cu_seqlens: Tensor) -> bool:
-    """Whether `attend_documents` takes this call."""
-    query, head_dim = call.query, call.query.shape[-1]
-    return (
-        query.is_cuda
-        and query.dtype in _DTYPES
-        and call.sinks is None
-        and head_dim == call.key.shape[-1] == call.value.shape[-1]
-        and head_dim % 8 == 0
-        and head_dim <= _MAX_HEAD_DIM
-        and len(cu_seqlens) * _MIN_MEAN_TOKENS <= query.shape[0] * query.shape[2]
-    )
-
-
-def attend_documents(call: AttentionCall, *, cu_seqlens: Tensor) -> Tensor:
-    """Causal attention without sinks inside each document, `[B, S, H, Dv]`.
-
-    `cu_seqlens` of `flat_ends` has a fixed number for all batches of a run, so that compiled layers
-    are compiled once.
-    """
-    batch_size, _, length, _ = call.query.shape
-    flat = [part.transpose(1, 2).flatten(0, 1) for part in call[:3]]
-    is_grouped = call.query.shape[1] != call.key.shape[1]
-    announced = {"enable_gqa": True} if is_grouped and _ANNOUNCES_GROUPS else {}
-    window = call.sliding_window
-    output = varlen_attn(
-        *flat,
-        cu_seqlens,
-        cu_seqlens,
-        length,
-        length,
-        scale=call.scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        **announced,
-    )
-    assert isinstance(output, Tensor), "the log-sum-exp was not asked for"
-    return output.unflatten(0, (batch_size, length))

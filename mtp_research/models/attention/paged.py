@@ -363,13 +363,15 @@ def route_sparse(attentions: Iterable[nn.Module], *, config: PreTrainedConfig) -
         attention.forward = partial(_attend_densely, attention, num_keys=config.index_topk)
 
 
-def require_exact_length(num_tokens: int, *, limit: int | None) -> None:
-    """Refuse (`ConfigError`) texts that dense attention computes otherwise than the index would."""
+def require_exact_length(
+    num_tokens: int, *, limit: int | None, key: str = "engine.max_model_len"
+) -> None:
+    """Refuse (`ConfigError`) texts that are computed here otherwise than the model means them."""
     if limit is not None and num_tokens > limit:
         raise ConfigError(
-            f"engine.max_model_len must be <= {limit} (index_topk) for a model with sparse "
-            f"attention, which is run densely and exact up to there, got {num_tokens}; set "
-            f"engine.max_model_len={limit}."
+            f"{key} must be <= {limit} for this model, got {num_tokens}: its sparse attention is "
+            "run densely (index_topk), or its rotary frequencies are those of short texts "
+            f"(rope_type dynamic or longrope), which is exact up to there; set {key}={limit}."
         )
 
 
