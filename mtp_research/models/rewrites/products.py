@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtp_research.kernels.products.few_rows_product import (
+from mtp_research.kernels.products.few_rows_choice import (
     choose_config,
     choose_gated_config,
-    few_rows_product,
     has_config,
     runs_on,
 )
+from mtp_research.kernels.products.few_rows_product import few_rows_product
 
 # Projections of one input in Hugging Face's decoder layers, in the order they are called.
 _GROUPS = (
