@@ -51,8 +51,8 @@ class ExpertConfig(NamedTuple):
     down: ProductConfig
 
 
-# Of FP8 weights, by the most pairs an expert. A step has half the bytes on their way, so one is
-# loaded further ahead; numbers are converted once a tile, which other shapes repeat in each warp. Chosen by
+# Of FP8 weights, by the most pairs an expert. A step has half the bytes on their way, so there are
+# more of them; numbers are converted once a tile, which other shapes repeat in each warp. Chosen by
 # what the compiler makes of them for sm_90, not timed yet.
 _FP8_CONFIGS = {
     10: ExpertConfig(16, ProductConfig(32, 128, 4, 5), ProductConfig(64, 128, 4, 5)),

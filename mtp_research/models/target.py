@@ -24,6 +24,7 @@ from mtp_research.models.block import block_kv_layer, kv_layers
 from mtp_research.models.experts import route_experts
 from mtp_research.models.families import FAMILIES, family_of, require_exact
 from mtp_research.models.family import Family, LayerGeometry
+from mtp_research.models.fp8_layers import holds_fp8
 from mtp_research.models.loading.gguf import unpacked
 from mtp_research.models.loading.load_weights import Placing, load_weights, loading
 from mtp_research.models.loading.parts import Layers
@@ -103,6 +104,11 @@ class Target:
     def dtype(self) -> torch.dtype:
         """Dtype of the embedding table."""
         return cast(Tensor, self.embed_tokens.weight).dtype
+
+    @functools.cached_property
+    def holds_fp8(self) -> bool:
+        """Whether some weights are FP8, kept as they were stored."""
+        return holds_fp8(self.model)
 
     @property
     def final_norm(self) -> nn.Module:
@@ -326,6 +332,7 @@ def load_target(
     experts: str = "auto",
     layers: Layers = "all",
     weights: str = "stored",
+    keep_fp8: bool = False,
 ) -> Target:
     """Load a frozen target from a folder, a GGUF file or a hub id.
 
@@ -345,6 +352,7 @@ def load_target(
             `sharded` spreads all over the processes of torchrun, gathered when they run.
         weights: `stored`, or `random` for a folder that needs no more than a `config.json`: the
             same for any number of ranks, of no use but to rehearse a run.
+        keep_fp8: matrices that the files hold as FP8 stay so, on one device; see `kept_fp8`.
 
     Raises:
         ConfigError: nothing is there, or the family or an argument is not supported.
@@ -359,6 +367,7 @@ def load_target(
         device_map=device_map,
         layers=layers,
         weights=weights,
+        keep_fp8=keep_fp8,
     )
     model, family_name, num_left_out = load_weights(path, placing=placing)
     return wrap_target(

@@ -1,0 +1,158 @@
+"""Targets whose weights stay FP8 give the numbers and texts of the de-quantised ones."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from mtp_research.kernels.products.scaled_weights import FP8
+from safetensors.torch import save_file
+from torch import nn
+
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.models.fp8_layers import Fp8Linear, fp8_linear
+from mtp_research.models.loading import kept_fp8
+from mtp_research.models.target import Target, load_target, target_hashes
+from mtp_research.runtime.errors import ConfigError
+from tests.decode.loops import run, small_pool, texts_of
+from tests.models.test_loading import BLOCK, LAYOUTS, logits_of, quantise, read, save
+from tests.tiny import tiny_heads, tiny_target
+
+SIZES = {"moe_intermediate_size": 40, "intermediate_size": 72}  # blocks of 32 are cut off
+KEPT = {"dtype": "float32", "device": "cpu", "keep_fp8": True}
+
+
+def stored_twice(folder: Path, layout: str, recipe: str = "glm4_moe") -> tuple[Target, Target]:
+    """The same FP8 checkpoint, kept and de-quantised."""
+    quantise(save(folder, recipe, **SIZES), layout=layout)
+    return load_target(folder, **KEPT), load_target(folder, **KEPT | {"keep_fp8": False})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kept_target_gives_the_logits_of_the_dequantised_one(layout: str, tmp_path: Path) -> None:
+    kept, plain = stored_twice(tmp_path, layout)
+    found = {name: p for name, p in kept.model.named_parameters() if p.dtype == FP8}
+    sizes = {name: p.shape for name, p in plain.model.named_parameters()}
+    assert {name: p.shape for name, p in found.items()}.items() <= sizes.items()
+    others = [name for name, p in plain.model.named_parameters() if name not in found]
+    assert not [name for name in others if name.endswith("proj.weight")], (
+        "all that was stored as FP8 is"
+    )
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(others)
+    assert any("experts.gate_up_proj" in name for name in found)
+    torch.testing.assert_close(logits_of(kept), logits_of(plain), atol=2e-6, rtol=1e-5)
+    assert kept.holds_fp8
+    assert not plain.holds_fp8
+    assert target_hashes(kept) == target_hashes(plain)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_kept_target_decodes_the_text_of_the_dequantised_one(
+    num_drafts: int, layout: str, tmp_path: Path
+) -> None:
+    texts = []
+    for target in stored_twice(tmp_path, layout):
+        heads = tiny_heads(target) if num_drafts else None
+        spec = SpecSettings(num_speculative_tokens=num_drafts, policy="training")
+        texts.append(texts_of(run(SpecDecoder(target, heads, spec=spec, engine=small_pool(64)))))
+    assert texts[0] == texts[1]
+
+
+def test_layers_that_something_else_reads_are_dequantised(tmp_path: Path) -> None:
+    """Latent attention multiplies by `kv_b_proj` itself, and recurrent layers are code of ours."""
+    for recipe, plain_part in (("deepseek_v3", "kv_b_proj"), ("qwen3_next", "linear_attn")):
+        kept, plain = stored_twice(tmp_path / recipe, "blocks", recipe)
+        for name, parameter in kept.model.named_parameters():
+            assert not (plain_part in name and parameter.dtype == FP8), name
+        torch.testing.assert_close(logits_of(kept), logits_of(plain), atol=2e-6, rtol=1e-5)
+
+
+def test_layer_with_scales_of_two_layouts_is_dequantised(tmp_path: Path) -> None:
+    """One expert with a scale per row beside others with blocks; and a scale of a whole matrix."""
+    quantise(save(tmp_path, "glm4_moe", **SIZES))
+    path = tmp_path / "model.safetensors"
+    tensors = read(path)
+    other = next(name for name in tensors if "experts.1.down_proj.weight_scale" in name)
+    tensors[other] = torch.ones(len(tensors[other.removesuffix("_scale_inv")]), 1)
+    whole = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    tensors[whole] = torch.tensor(1 / 64)
+    save_file(tensors, path, metadata={"format": "pt"})
+    kept, plain = (load_target(tmp_path, **KEPT | {"keep_fp8": keeps}) for keeps in (True, False))
+    stack = kept.model.get_submodule(other.partition(".1.down_proj")[0])
+    assert {p.dtype for p in stack.parameters()} == {torch.float32}
+    layer = kept.model.get_submodule(whole.removesuffix(".weight_scale_inv"))
+    assert isinstance(layer, Fp8Linear)
+    assert (layer.block, layer.weight_scale.shape) == (0, (layer.out_features, 1))
+    torch.testing.assert_close(logits_of(kept), logits_of(plain), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block", [32, 0])
+def test_linear_layer_multiplies_by_the_numbers_that_it_stands_for(block: int) -> None:
+    layer = Fp8Linear(nn.Linear(40, 70), block=block)
+    assert layer.weight_scale.shape == ((3, 2) if block else (70, 1))
+    layer.weight.copy_(torch.randn(70, 40).to(FP8))
+    layer.weight_scale.copy_(torch.rand(layer.weight_scale.shape))
+    scale = layer.weight_scale
+    if block:
+        scale = scale.repeat_interleave(32, 0)[:70].repeat_interleave(32, 1)[:, :40]
+    x = torch.randn(2, 3, 40)
+    expected = x @ (layer.weight.float() * scale).T + layer.bias
+    torch.testing.assert_close(layer(x), expected)
+    operands = (layer.weight, layer.weight_scale, layer.bias.detach(), block)
+    torch.library.opcheck(fp8_linear, (x, *operands), test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_random_fp8_target_is_built_from_a_config_alone(layout: str, tmp_path: Path) -> None:
+    quantise(save(tmp_path, "glm4_moe", **SIZES), layout=layout)
+    stored = load_target(tmp_path, **KEPT)
+    (tmp_path / "model.safetensors").unlink()
+    drawn = load_target(tmp_path, **KEPT, weights="random")
+    forms = [
+        {name: (p.dtype, p.shape) for name, p in target.model.state_dict().items()}
+        for target in (stored, drawn)
+    ]
+    assert forms[0] == forms[1]
+    assert logits_of(drawn).isfinite().all()
+    width = drawn.config.initializer_range
+    layer = drawn.model.get_submodule("model.layers.0.self_attn.q_proj")
+    numbers = layer.weight.float() * layer.weight_scale.max()
+    assert numbers.std().item() == pytest.approx(width, rel=0.1)
+
+
+def test_layers_that_a_config_names_stay_plain_in_a_random_target(tmp_path: Path) -> None:
+    quantise(save(tmp_path, "glm4_moe", **SIZES))
+    model = load_target(tmp_path, **KEPT | {"keep_fp8": False}).model
+    names = ["model.layers.0.mlp", "re:.*self_attn.q_proj$", "model.layers.1.mlp.gate"]
+    model.config.quantization_config = LAYOUTS["rows"] | {"ignore": names}
+    blocks = kept_fp8.random_blocks(model, model.config)
+    assert set(blocks.values()) == {0}
+    assert not [name for name in blocks if "layers.0.mlp" in name or "q_proj" in name]
+    assert {"model.layers.0.self_attn.k_proj", "model.layers.1.mlp.experts"} <= blocks.keys()
+    assert "model.layers.1.mlp.shared_experts.gate_proj" in blocks, "gate is no part of its name"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({}, "needs matrices of decoder layers that are stored as FP8"),
+        ({"device_map": "auto"}, "keep_fp8=true does not go with model.device_map"),
+        ({"experts": "grouped_mm"}, "grouped_mm does not know FP8 weights"),
+    ],
+    ids=["plain", "map", "grouped"],
+)
+def test_what_does_not_go_with_fp8_is_refused(how: dict, message: str, tmp_path: Path) -> None:
+    save(tmp_path, "glm4_moe", **SIZES)
+    if how:
+        quantise(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_target(tmp_path, **KEPT, **how)
+
+
+def test_oblong_blocks_are_refused_where_they_would_stay(tmp_path: Path) -> None:
+    quantise(save(tmp_path, "glm4_moe", **SIZES))
+    config = tiny_target("glm4_moe").config
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [BLOCK, 1]}
+    with pytest.raises(ConfigError, match="square blocks, powers of two from 16 on, got 32 x 1"):
+        kept_fp8.square_block(config)
