@@ -53,6 +53,9 @@ class ModelConfig:
     # random: of the sizes in the config.json of model.path, where no other file is needed; the same
     # for any number of processes. To rehearse a run: texts mean nothing.
     weights: str = one_of("stored", *WEIGHTS)
+    # Matrices that the checkpoint stores as FP8 stay FP8, with their scales, on one device; false:
+    # de-quantised as they are read. With weights=random: those that an FP8 release stores so.
+    keep_fp8: bool = False
     # Expert layers of a bfloat16 target on a GPU. fused: our kernel, for layers that are not being
     # trained; grouped_mm: transformers'; auto: fused on Hopper for the layouts that it knows.
     experts: str = one_of("auto", "auto", "fused", "grouped_mm")

@@ -109,6 +109,25 @@ def _is_convolution(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d)
 
 
+def plain_state(module: nn.Module, *, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The state of a module with plain weights in place of FP8 ones, for modules without scales."""
+    state = module.state_dict()
+    for name, layer in module.named_modules():
+        block = layer.block if isinstance(layer, Fp8Linear) else vars(layer).get("fp8_block")
+        if block is None:
+            continue
+        for own in ("weight",) if isinstance(layer, Fp8Linear) else FP8_PROJECTIONS:
+            full = f"{name}.{own}" if name else own
+            num_parts = 2 if own == "gate_up_proj" else 1
+            weight, scale = (
+                part.unflatten(-2, (num_parts, -1))
+                for part in (state[full], state[f"{full}_scale"])
+            )
+            state[full] = dequantise(weight, scale, block=block, dtype=dtype).flatten(-3, -2)
+            del state[f"{full}_scale"]
+    return state
+
+
 def holds_fp8(model: nn.Module) -> bool:
     """Whether some weights of a model are FP8."""
     return any(parameter.dtype == FP8 for parameter in model.parameters())

@@ -200,6 +200,7 @@ def load_inputs(config: TrainConfig, *, is_whole: bool = True) -> RunInputs:
         device_map=model.device_map,
         experts=model.experts,
         weights=model.weights,
+        keep_fp8=model.keep_fp8,
     )
     whole = "sharded" if config.trainer.shard_target else "all"
     target = load(layers=whole if is_whole else "none")

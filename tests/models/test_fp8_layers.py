@@ -1,5 +1,7 @@
 """Targets whose weights stay FP8 give the numbers and texts of the de-quantised ones."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -8,15 +10,21 @@ from mtp_research.kernels.products.scaled_weights import FP8
 from safetensors.torch import save_file
 from torch import nn
 
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.heads.init import init_heads
+from mtp_research.heads.weights import load_heads, save_heads
 from mtp_research.models.fp8_layers import Fp8Linear, fp8_linear
 from mtp_research.models.loading import kept_fp8
 from mtp_research.models.target import Target, load_target, target_hashes
 from mtp_research.runtime.errors import ConfigError
+from mtp_research.training.unroll import RowInputs, unroll
 from tests.decode.loops import run, small_pool, texts_of
 from tests.models.test_loading import BLOCK, LAYOUTS, logits_of, quantise, read, save
 from tests.tiny import tiny_heads, tiny_target
+from tests.training.tiny import make_batch
 
 SIZES = {"moe_intermediate_size": 40, "intermediate_size": 72}  # blocks of 32 are cut off
 KEPT = {"dtype": "float32", "device": "cpu", "keep_fp8": True}
@@ -57,6 +65,70 @@ def test_kept_target_decodes_the_text_of_the_dequantised_one(
         spec = SpecSettings(num_speculative_tokens=num_drafts, policy="training")
         texts.append(texts_of(run(SpecDecoder(target, heads, spec=spec, engine=small_pool(64)))))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_heads_train_against_a_kept_target_as_against_the_dequantised_one(
+    layout: str, tmp_path: Path
+) -> None:
+    losses = []
+    for target in stored_twice(tmp_path, layout):
+        heads = tiny_heads(target, num_mtp_modules=1).requires_grad_(True)
+        init_heads(heads, init="target_last_layer")
+        (output,) = unroll(heads, RowInputs(**make_batch(heads)), num_depths=1, kind="chain")
+        loss = target.logits(output.post_norm).logsumexp(-1).mean()
+        loss.backward()
+        gradients = {name: p.grad for name, p in heads.named_parameters()}
+        losses.append((loss, gradients, {n: p.detach() for n, p in heads.named_parameters()}))
+    (kept, kept_gradients, started), (plain, gradients, expected) = losses
+    torch.testing.assert_close(kept, plain, atol=1e-5, rtol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(started[name], expected[name], atol=0, rtol=0)
+        if gradient is not None:
+            torch.testing.assert_close(kept_gradients[name], gradient, atol=1e-4, rtol=1e-3)
+
+
+def test_head_of_plain_weights_runs_on_the_fp8_copy_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, plain = stored_twice(tmp_path / "target", "rows")
+    for folder, target in (("plain", plain), ("kept", kept)):
+        save_heads(tiny_heads(target, num_mtp_modules=1), tmp_path / folder)
+    record = json.loads((tmp_path / "kept" / "head.json").read_text())["target"]
+    assert record["holds_fp8"] is True
+    for folder, target, warns in (("plain", plain, 0), ("plain", kept, 1), ("kept", plain, 1)):
+        caplog.clear()
+        load_heads(tmp_path / folder, target)
+        assert caplog.text.count("acceptance may differ") == warns
+    caplog.clear()
+    load_heads(tmp_path / "kept", kept)
+    assert not caplog.records
+
+
+def test_deterministic_decoding_of_fp8_weights_is_refused(tmp_path: Path) -> None:
+    kept, _ = stored_twice(tmp_path, "blocks")
+    spec = SpecSettings(num_speculative_tokens=0)
+    engine = dataclasses.replace(small_pool(64), deterministic=True)
+    with pytest.raises(ConfigError, match=r"no batch-invariant products .* model\.keep_fp8=false"):
+        SpecDecoder(kept, spec=spec, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words", "key"),
+    [
+        (EvalConfig, "model.tp_plan=tensor", "model.tp_plan"),
+        (EvalConfig, "model.device_map=auto", "model.device_map"),
+        (EvalConfig, "model.experts=grouped_mm", "model.experts"),
+        (EvalConfig, "engine.deterministic=true", "engine.deterministic"),
+        (EvalConfig, "backend=[own,transformers]", "model.keep_fp8"),
+        (TrainConfig, "trainer.shard_target=true", "trainer.shard_target"),
+        (TrainConfig, "task=target", "model.keep_fp8"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_keys_that_do_not_go_with_fp8_are_refused(schema: type, words: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} must be "):
+        compose_config(schema, ["model.keep_fp8=true", words])
 
 
 def test_layers_that_something_else_reads_are_dequantised(tmp_path: Path) -> None:

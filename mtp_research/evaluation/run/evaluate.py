@@ -122,6 +122,7 @@ def _evaluate(
         device_map=config.model.device_map,
         experts=config.model.experts,
         weights=config.model.weights,
+        keep_fp8=config.model.keep_fp8,
     )
     warn_of_family(target, family=config.model.family)
     check_backend(config.engine.backend, target.device)
