@@ -119,12 +119,9 @@ def plain_state(module: nn.Module, *, dtype: torch.dtype) -> dict[str, Tensor]:
         for own in ("weight",) if isinstance(layer, Fp8Linear) else FP8_PROJECTIONS:
             full = f"{name}.{own}" if name else own
             num_parts = 2 if own == "gate_up_proj" else 1
-            weight, scale = (
-                part.unflatten(-2, (num_parts, -1))
-                for part in (state[full], state[f"{full}_scale"])
-            )
+            stored = (state[full], state.pop(f"{full}_scale"))
+            weight, scale = (part.unflatten(-2, (num_parts, -1)) for part in stored)
             state[full] = dequantise(weight, scale, block=block, dtype=dtype).flatten(-3, -2)
-            del state[f"{full}_scale"]
     return state
 
 
