@@ -27,7 +27,6 @@ Source: permutation and its inverse as in Megatron's token dispatcher.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import NamedTuple, cast
 
 import torch
@@ -47,6 +46,7 @@ from mtp_research.kernels.experts.expert_router import (
     router_logits,
 )
 from mtp_research.kernels.experts.expert_routing import MAX_EXPERTS
+from mtp_research.kernels.products.scaled_weights import FP8
 from mtp_research.models.loading.placement import has_split_experts, stays_split
 from mtp_research.runtime.errors import ConfigError
 
@@ -59,8 +59,6 @@ _SMALLEST_STEP = 16  # sizes must divide by it: rows are read in whole vectors
 EVERY_EXPERT_NAME = "mtp_research_every_expert"
 MAX_EVERY_EXPERT = 32  # more do too much that is thrown away
 _MAX_ROWS = 2048  # at a time: the inner activations of all experts take E / top_k times the memory
-# Routers that the kernel was compared with; both are DeepSeek-V3's rule.
-_KNOWN_ROUTERS = (Glm4MoeTopkRouter, Glm4MoeLiteTopkRouter)
 _NARROW_IDS = 128  # sorted as one byte: an eighth of the passes of int64
 
 
@@ -196,11 +194,11 @@ def unknown_form(stack: nn.Module) -> str | None:
 
 
 def expert_scales(stack: nn.Module) -> ExpertScales | None:
-    """Scales of FP8 experts, which `fp8_layers.keep_fp8` makes; None for plain ones."""
-    if (block := vars(stack).get("fp8_block")) is None:
+    """Scales of FP8 experts, which `fp8_layers.keep_fp8` makes; None for others. Can be traced."""
+    if cast(Tensor, stack.down_proj).dtype != FP8:
         return None
-    scales = (cast(Tensor, stack.get_parameter(f"{name}_scale")) for name in FP8_PROJECTIONS)
-    return ExpertScales(*scales, block)
+    gate_up, down = cast(Tensor, stack.gate_up_proj_scale), cast(Tensor, stack.down_proj_scale)
+    return ExpertScales(gate_up, down, cast(int, stack.fp8_block))
 
 
 def experts_forward(
@@ -377,7 +375,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def fuse_routers(model: nn.Module) -> int:
-    """Replace the `forward` of routers that the kernel knows, in place; returns how many.
+    """Give routers that the kernel knows a class with a `forward` of ours; returns how many.
 
     Routers of several groups are left alone, and so are those whose `forward` something else has
     replaced, as libraries do that move weights. The choice of experts is then one kernel instead of
@@ -385,22 +383,42 @@ def fuse_routers(model: nn.Module) -> int:
     an order that its batch does not change, so that deterministic decoding may call it. A trained
     router's logits and weights are PyTorch's, with their gradients.
     """
-    known = [module for module in model.modules() if type(module) in _KNOWN_ROUTERS]
+    known = [module for module in model.modules() if type(module) in _FUSED_ROUTERS]
     fused = [router for router in known if _is_fusable(router)]
     for router in fused:
-        router.forward = MethodType(router_forward, router)
+        router.__class__ = _FUSED_ROUTERS[type(router)]
     return len(fused)
 
 
-def router_forward(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits `[T, E]`, weights and indices `[T, top_k]` of `[..., H]`, as the class's `forward`."""
-    if not hidden_states.is_cuda:
-        return type(router).forward(router, hidden_states)
-    return fused_router(router, hidden_states)
+class FusedRouter(Glm4MoeTopkRouter):
+    """GLM-4.5's router, by the kernel on a GPU."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits `[T, E]`, weights and indices `[T, top_k]` of `[..., H]`, as the library's."""
+        if not hidden_states.is_cuda:
+            return super().forward(hidden_states)
+        return fused_router(self, hidden_states)
+
+
+class FusedLiteRouter(Glm4MoeLiteTopkRouter):
+    """GLM-4.7-Flash's router, likewise."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `FusedRouter.forward`."""
+        if not hidden_states.is_cuda:
+            return super().forward(hidden_states)
+        return fused_router(self, hidden_states)
+
+
+# Routers that the kernel was compared with, and theirs of ours; both are DeepSeek-V3's rule.
+_FUSED_ROUTERS: dict[type[nn.Module], type[nn.Module]] = {
+    Glm4MoeTopkRouter: FusedRouter,
+    Glm4MoeLiteTopkRouter: FusedLiteRouter,
+}
 
 
 def fused_router(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `router_forward`, on any device."""
+    """As `FusedRouter.forward`, on any device."""
     weight = cast(Tensor, router.weight)
     rows = hidden_states.reshape(-1, weight.shape[1])
     is_trained = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
