@@ -52,15 +52,8 @@ READ = {
     TrainConfig: (
         *("model", "model.path", "model.family", "model.dtype", "model.architecture"),
         *("model.keep_fp8", "data.seq_len", "data.hidden_cache", "head", "head.num_mtp_modules"),
-        *(
-            "head.init",
-            "head.path",
-            "head.hidden_source",
-            "head.lora_rank",
-            "head.freeze",
-            "objective",
-        ),
-        *("objective.num_depths", "objective.loss", "trainer", "trainer.precision"),
+        *("head.init", "head.path", "head.hidden_source", "head.lora_rank", "head.freeze"),
+        *("objective", "objective.num_depths", "objective.loss", "trainer", "trainer.precision"),
         *("trainer.batch_size", "trainer.gradient_accumulation_steps", "trainer.parallel"),
         *("trainer.shard_target", "trainer.compile"),
     ),

@@ -97,7 +97,6 @@ SHAPES: dict[str, Shape] = {
         "glm4_moe",
         _GLM_AIR_FULL | {"quantization_config": _FP8_ROWS},
         "GLM-4.5-Air-FP8, a scale per output row",
-        "zai-org/GLM-4.5-Air-FP8",
     ),
     "glm45_air_8_fp8": Shape(
         "glm4_moe",

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_research.kernels.products.scaled_weights import FP8
+from mtp_research.kernels.products.scaled_weights import FP8, dequantise
 from safetensors.torch import save_file
 from torch import nn
 
 from mtp_research.app.cli import compose_config
-from mtp_research.config.schema import EvalConfig, TrainConfig
+from mtp_research.config.schema import EngineConfig, EvalConfig, TrainConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.init import init_heads
 from mtp_research.heads.weights import load_heads, save_heads
+from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.fp8_layers import Fp8Linear, fp8_linear
 from mtp_research.models.loading import kept_fp8
 from mtp_research.models.target import Target, load_target, target_hashes
@@ -228,3 +229,55 @@ def test_oblong_blocks_are_refused_where_they_would_stay(tmp_path: Path) -> None
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [BLOCK, 1]}
     with pytest.raises(ConfigError, match="square blocks, powers of two from 16 on, got 32 x 1"):
         kept_fp8.square_block(config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [128, 0], ids=["blocks", "rows"])
+@torch.inference_mode()
+def test_linear_layer_on_gpu_is_the_plain_product_for_any_number_of_rows(block: int) -> None:
+    layer = Fp8Linear(nn.Linear(1408, 4096, device="cuda"), block=block)
+    layer.weight.copy_(torch.randn(4096, 1408, device="cuda").mul_(64).to(FP8))
+    layer.weight_scale.uniform_(0.5, 1.0).div_(64 * 1408**0.5)
+    layer.bias.data = layer.bias.data.bfloat16()
+    plain = dequantise(layer.weight, layer.weight_scale, block=block, dtype=torch.float32)
+    for num_rows in (0, 1, 7, 32, 128, 129, 1000):  # the kernel's, and those of a plain copy
+        x = torch.randn(2, num_rows, 1408, device="cuda", dtype=torch.bfloat16)[:1]
+        expected = x.float() @ plain.T + layer.bias.float()
+        torch.testing.assert_close(layer(x).float(), expected, atol=5e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_kept_target_decodes_captured_steps_on_gpu(
+    num_drafts: int, layout: str, tmp_path: Path
+) -> None:
+    """Sizes that divide by 32, so that projections are merged; logits are those of plain copies."""
+    sizes = {"moe_intermediate_size": 64, "intermediate_size": 96}
+    quantise(save(tmp_path, "glm4_moe", **sizes), layout=layout)
+    how = {"dtype": "bfloat16", "device": "cuda"}
+    kept, plain = (load_target(tmp_path, **how, keep_fp8=keeps) for keeps in (True, False))
+    ids = torch.arange(5, 25, device="cuda")[None]
+    found = []
+    with torch.inference_mode():
+        for target in (kept, plain):
+            context = DenseContext()
+            positions = torch.arange(20, device="cuda")[None]
+            hidden = target.forward(ids, position_ids=positions, context=context)
+            found.append(target.logits(hidden.post_norm).float())
+    error = (found[0] - found[1]).norm() / found[1].norm()
+    assert error < 0.05, f"relative difference of logits {error:.3f}"
+    heads = tiny_heads(kept, num_mtp_modules=1) if num_drafts else None
+    spec = SpecSettings(num_speculative_tokens=num_drafts, policy="training")
+    engine = EngineConfig(
+        max_num_requests=4,
+        max_model_len=128,
+        deferred_output=True,
+        audit=False,
+        cuda_graphs=True,
+        compile=True,
+    )
+    decoder = SpecDecoder(kept, heads, spec=spec, engine=engine)
+    prompts = [list(range(5, 5 + length)) for length in (3, 9, 20)]
+    outputs = list(decoder.generate(prompts, max_new_tokens=16, ignore_eos=True))
+    assert [len(output.output_token_ids) for output in outputs] == [16] * 3
