@@ -13,6 +13,7 @@ from torch import nn
 from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import EngineConfig, EvalConfig, TrainConfig
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.init import init_heads
 from mtp_research.heads.weights import load_heads, save_heads
@@ -279,5 +280,5 @@ def test_kept_target_decodes_captured_steps_on_gpu(
     )
     decoder = SpecDecoder(kept, heads, spec=spec, engine=engine)
     prompts = [list(range(5, 5 + length)) for length in (3, 9, 20)]
-    outputs = list(decoder.generate(prompts, max_new_tokens=16, ignore_eos=True))
+    outputs = list(decoder.generate(prompts, sampling=SamplingParams(max_new_tokens=16)))
     assert [len(output.output_token_ids) for output in outputs] == [16] * 3
