@@ -148,8 +148,7 @@ def _random_fp8_target(
             dtype=str(dtype).removeprefix("torch."),
             device=device.type,
             experts=experts,
-            weights="random",
-            keep_fp8=True,
+            weights="random_fp8",
         )
     return dataclasses.replace(found, path=f"random:{name}")
 

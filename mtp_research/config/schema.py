@@ -31,6 +31,7 @@ VERIFY_RULES = ("block", "greedy", "relaxed", "standard", "synthetic", "typical"
 ARGMAX_RULES = ("greedy", "relaxed")  # they take the target's argmax: temperature must be 0
 DRAFT_LENGTHS = ("batch_table", "confidence", "expected_gain", "fixed")
 WEIGHTS = ("random", "stored")
+FP8_SUFFIX = "_fp8"  # of these, in Python, with `model.keep_fp8`
 OWN = "own"  # the engine that this project is
 BACKENDS = (OWN, "transformers", "vllm")
 PRECISIONS = ("auto", "bfloat16", "float16", "float32", "float64")
@@ -63,6 +64,11 @@ class ModelConfig:
     architecture: dict[str, Any] = field(default_factory=dict)
     # Read by task=target only; eval.py takes it because both entries share the files of conf/model.
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
+
+    @property
+    def weights_form(self) -> str:
+        """`weights` and `keep_fp8` as `load_target` takes them."""
+        return f"{self.weights}{FP8_SUFFIX}" if self.keep_fp8 else self.weights
 
 
 @dataclass

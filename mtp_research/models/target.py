@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from mtp_research.config.schema import FP8_SUFFIX
 from mtp_research.data.prompt_text import ChatTokenizer, Message, chat_ids, completion_ids
 from mtp_research.models.attention.attention import ATTENTION_NAME, AttentionContext
 from mtp_research.models.attention.paged import route_sparse
@@ -332,7 +333,6 @@ def load_target(
     experts: str = "auto",
     layers: Layers = "all",
     weights: str = "stored",
-    keep_fp8: bool = False,
 ) -> Target:
     """Load a frozen target from a folder, a GGUF file or a hub id.
 
@@ -352,7 +352,7 @@ def load_target(
             `sharded` spreads all over the processes of torchrun, gathered when they run.
         weights: `stored`, or `random` for a folder that needs no more than a `config.json`: the
             same for any number of ranks, of no use but to rehearse a run.
-        keep_fp8: matrices that the files hold as FP8 stay so, on one device; see `kept_fp8`.
+            `stored_fp8` and `random_fp8` keep what is stored as FP8, on one device: `kept_fp8`.
 
     Raises:
         ConfigError: nothing is there, or the family or an argument is not supported.
@@ -360,14 +360,15 @@ def load_target(
         EnvironmentFault: a GPU was asked for and none is usable.
     """
     path, place = unpacked(resolve_path(str(path))), resolve_device(device)
+    source = weights.removesuffix(FP8_SUFFIX)
     placing = Placing(
         place,
         resolve_dtype(dtype, place),
         tp_plan=tp_plan,
         device_map=device_map,
         layers=layers,
-        weights=weights,
-        keep_fp8=keep_fp8,
+        weights=source,
+        keep_fp8=source != weights,
     )
     model, family_name, num_left_out = load_weights(path, placing=placing)
     return wrap_target(

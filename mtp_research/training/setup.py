@@ -199,8 +199,7 @@ def load_inputs(config: TrainConfig, *, is_whole: bool = True) -> RunInputs:
         device=model.device,
         device_map=model.device_map,
         experts=model.experts,
-        weights=model.weights,
-        keep_fp8=model.keep_fp8,
+        weights=model.weights_form,
     )
     whole = "sharded" if config.trainer.shard_target else "all"
     target = load(layers=whole if is_whole else "none")

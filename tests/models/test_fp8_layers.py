@@ -29,13 +29,14 @@ from tests.tiny import tiny_heads, tiny_target
 from tests.training.tiny import make_batch
 
 SIZES = {"moe_intermediate_size": 40, "intermediate_size": 72}  # blocks of 32 are cut off
-KEPT = {"dtype": "float32", "device": "cpu", "keep_fp8": True}
+FORMS = ("stored_fp8", "stored")
+KEPT = {"dtype": "float32", "device": "cpu", "weights": "stored_fp8"}
 
 
 def stored_twice(folder: Path, layout: str, recipe: str = "glm4_moe") -> tuple[Target, Target]:
     """The same FP8 checkpoint, kept and de-quantised."""
     quantise(save(folder, recipe, **SIZES), layout=layout)
-    return load_target(folder, **KEPT), load_target(folder, **KEPT | {"keep_fp8": False})
+    return load_target(folder, **KEPT), load_target(folder, **KEPT | {"weights": "stored"})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -152,7 +153,7 @@ def test_layer_with_scales_of_two_layouts_is_dequantised(tmp_path: Path) -> None
     whole = "model.layers.0.self_attn.o_proj.weight_scale_inv"
     tensors[whole] = torch.tensor(1 / 64)
     save_file(tensors, path, metadata={"format": "pt"})
-    kept, plain = (load_target(tmp_path, **KEPT | {"keep_fp8": keeps}) for keeps in (True, False))
+    kept, plain = (load_target(tmp_path, **KEPT | {"weights": form}) for form in FORMS)
     stack = kept.model.get_submodule(other.partition(".1.down_proj")[0])
     assert {p.dtype for p in stack.parameters()} == {torch.float32}
     layer = kept.model.get_submodule(whole.removesuffix(".weight_scale_inv"))
@@ -182,7 +183,7 @@ def test_random_fp8_target_is_built_from_a_config_alone(layout: str, tmp_path: P
     quantise(save(tmp_path, "glm4_moe", **SIZES), layout=layout)
     stored = load_target(tmp_path, **KEPT)
     (tmp_path / "model.safetensors").unlink()
-    drawn = load_target(tmp_path, **KEPT, weights="random")
+    drawn = load_target(tmp_path, **KEPT | {"weights": "random_fp8"})
     forms = [
         {name: (p.dtype, p.shape) for name, p in target.model.state_dict().items()}
         for target in (stored, drawn)
@@ -197,7 +198,7 @@ def test_random_fp8_target_is_built_from_a_config_alone(layout: str, tmp_path: P
 
 def test_layers_that_a_config_names_stay_plain_in_a_random_target(tmp_path: Path) -> None:
     quantise(save(tmp_path, "glm4_moe", **SIZES))
-    model = load_target(tmp_path, **KEPT | {"keep_fp8": False}).model
+    model = load_target(tmp_path, **KEPT | {"weights": "stored"}).model
     names = ["model.layers.0.mlp.gate", "re:.*q_proj$", "model.layers.1.mlp.shared_experts"]
     model.config.quantization_config = LAYOUTS["rows"] | {"ignore": names}
     blocks = kept_fp8.random_blocks(model, model.config)
@@ -257,7 +258,7 @@ def test_kept_target_decodes_captured_steps_on_gpu(
     sizes = {"moe_intermediate_size": 64, "intermediate_size": 96}
     quantise(save(tmp_path, "glm4_moe", **sizes), layout=layout)
     how = {"dtype": "bfloat16", "device": "cuda"}
-    kept, plain = (load_target(tmp_path, **how, keep_fp8=keeps) for keeps in (True, False))
+    kept, plain = (load_target(tmp_path, **how, weights=form) for form in FORMS)
     ids = torch.arange(5, 25, device="cuda")[None]
     found = []
     with torch.inference_mode():

@@ -115,7 +115,7 @@ def test_layers_that_keep_fp8_are_compiled_once_for_each_kind(
     num_drafts: int, compiled: Counter[str], tmp_path: Path
 ) -> None:
     quantise(save(tmp_path, "glm4_moe", num_hidden_layers=3))
-    target = load_target(tmp_path, dtype="float32", device="cpu", keep_fp8=True)
+    target = load_target(tmp_path, dtype="float32", device="cpu", weights="stored_fp8")
     models = target, tiny.tiny_heads(target, num_mtp_modules=2)
     plain = decode(models, num_drafts=num_drafts)
     assert decode(models, num_drafts=num_drafts, **CAPTURED) == plain
