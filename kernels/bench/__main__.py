@@ -21,6 +21,7 @@ from mtp_research.kernels.bench import (
     bench_append,
     bench_attention,
     bench_experts,
+    bench_fp8,
     bench_losses,
     bench_products,
 )
@@ -34,6 +35,7 @@ BENCHES: dict[str, runner.Bench] = {
     "latent": bench_attention.LATENT,
     "invariant": bench_products.INVARIANT,
     "experts": bench_experts.EXPERTS,
+    "fp8": bench_fp8.FP8_WEIGHTS,
     "few_rows": bench_products.FEW_ROWS,
     "distill": bench_losses.DISTILL,
 }

@@ -32,10 +32,9 @@ from mtp_research.kernels.bench.bench_runner import (
     time_calls,
     write_report,
 )
+from mtp_research.kernels.products.few_rows_choice import choose_config, choose_gated_config
 from mtp_research.kernels.products.few_rows_product import (
     FewRowsConfig,
-    choose_config,
-    choose_gated_config,
     choose_num_splits,
     few_rows_constants,
     few_rows_product,

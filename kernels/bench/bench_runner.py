@@ -205,19 +205,30 @@ def _version_of(package: str) -> str | None:
 
 
 def show_row(
-    row: Row, ours: Timing | None, peer: Timing | None = None, *, copy: float, num_flops: int = 0
+    row: Row,
+    ours: Timing | None,
+    peer: Timing | None = None,
+    *,
+    copy: float,
+    num_flops: int = 0,
+    ceiling: str = "copy",
 ) -> Row:
     """Print one line of the table and return its row with the figures.
 
     `row` has `kernel`, `shape`, the `bytes` that must move, and what else belongs to it; `ours` and
     `peer` are None where the kernel or the same work elsewhere could not be run; `copy` is the
-    bandwidth of a copy in TB/s; `num_flops` of 0 leaves the products' rate out.
+    bandwidth of a copy in TB/s, or of what `ceiling` names; `num_flops` of 0 leaves the products'
+    rate out.
     """
     text = f"{row['kernel']:<17}{row['shape']:<50}"
     if ours is not None:
         share = row["bytes"] / ours.median_us / 1e6 / copy
-        row |= {"median_us": ours.median_us, "spread_us": ours.spread_us, "share_of_copy": share}
-        text += f"{ours.median_us:9.1f} us +- {ours.spread_us:6.1f}  {share:6.1%} of copy"
+        row |= {
+            "median_us": ours.median_us,
+            "spread_us": ours.spread_us,
+            f"share_of_{ceiling}": share,
+        }
+        text += f"{ours.median_us:9.1f} us +- {ours.spread_us:6.1f}  {share:6.1%} of {ceiling}"
         if num_flops:
             row["tflop_per_s"] = num_flops / ours.median_us / 1e6
             text += f"  {row['tflop_per_s']:6.1f} TFLOP/s"

@@ -6,13 +6,17 @@ than the product for narrow experts, and at a few tokens a step it leaves bandwi
 Maths: out[t] = sum_j w[t, j] * down[e] (silu(gate[e] x[t]) * (up[e] x[t])), e = index[t, j].
 Layout: `[gate; up]` rows of an expert follow each other, as transformers 5 stores them. Pairs of a
 token and an expert are sorted into tiles of one expert (`expert_routing`); outputs are scattered
-to `[T, top_k, H]` and added up in that order, so results do not depend on the launch.
-Letters: T tokens, P pairs, E experts, H hidden size, I inner size of an expert.
+to `[T, top_k, H]` and added up in that order, so results do not depend on the launch. Weights may
+be FP8 with scales (`scaled_weights`), also where pairs are many: plain copies of a layer of
+GLM-4.5-Air would take 4.4 GB.
+Letters: T tokens, P pairs, E experts, H hidden size, I inner size of an expert, B edge of a scale's
+block.
 Source: fused MoE kernels of serving engines; shapes and epilogues are ours.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,6 +24,7 @@ from mtp_research.kernels import checks
 from mtp_research.kernels.attention.splits import ceil_div
 from mtp_research.kernels.experts.expert_mlp_triton import down_kernel, gate_up_kernel
 from mtp_research.kernels.experts.expert_routing import MAX_EXPERTS, route_pairs
+from mtp_research.kernels.products.scaled_weights import check_scale, dequantise, fitting_depth
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -46,10 +51,28 @@ class ExpertConfig(NamedTuple):
     down: ProductConfig
 
 
+# Of FP8 weights, by the most pairs an expert. A step has half the bytes on their way, so there are
+# more of them; numbers are converted once a tile, which other shapes repeat in each warp. Chosen by
+# what the compiler makes of them for sm_90, not timed yet.
+_FP8_CONFIGS = {
+    10: ExpertConfig(16, ProductConfig(32, 128, 4, 5), ProductConfig(64, 128, 4, 5)),
+    24: ExpertConfig(32, ProductConfig(64, 128, 8, 4), ProductConfig(64, 128, 4, 5)),
+    math.inf: ExpertConfig(64, ProductConfig(64, 64, 8, 4, 8), ProductConfig(128, 64, 8, 4, 8)),
+}
+
+
+class ExpertScales(NamedTuple):
+    """float32 scales of FP8 experts; see `scaled_weights`."""
+
+    gate_up: Tensor  # [E, 2 ceil(I / B), ceil(H / B)]: those of gate, then of up; [E, 2I, 1], B = 0
+    down: Tensor  # [E, ceil(H / B), ceil(I / B)]; [E, H, 1] for B = 0
+    block: int  # B
+
+
 def choose_expert_config(
-    num_pairs: int, *, num_experts: int, inner_size: int, element_bytes: int
+    num_pairs: int, *, num_experts: int, inner_size: int, element_bytes: int, is_fp8: bool = False
 ) -> ExpertConfig:
-    """Tile shapes by the pairs that an expert has on average.
+    """Tile shapes by the pairs that an expert has on average; `element_bytes` are those of rows.
 
     Few pairs: weights are streamed once, and blocks are small so that enough programs are in
     flight. Many pairs: tiles of wgmma size. float32 multiplies without tensor cores.
@@ -58,6 +81,8 @@ def choose_expert_config(
         small = ProductConfig(32, 32, num_warps=4, num_stages=2)
         return ExpertConfig(16, small, small)
     pairs_an_expert = num_pairs / num_experts
+    if is_fp8:
+        return next(c for most, c in _FP8_CONFIGS.items() if pairs_an_expert <= most)
     if pairs_an_expert <= 24:
         return ExpertConfig(
             16 if pairs_an_expert <= 10 else 32,
@@ -88,6 +113,7 @@ def launch_expert_pairs(
     top_k_weights: Tensor,
     *,
     out: Tensor,
+    scales: ExpertScales | None = None,
     config: ExpertConfig | None = None,
 ) -> None:
     """Route, then both products; arguments as in `expert_mlp.expert_pairs`, writes `out`."""
@@ -97,16 +123,24 @@ def launch_expert_pairs(
         num_experts=num_experts,
         inner_size=inner_size,
         element_bytes=x.element_size(),
+        is_fp8=scales is not None,
     )
     tiles = route_pairs(
         top_k_index.reshape(-1), num_experts=num_experts, block_m=config.block_m, backend="triton"
     )
-    inner = launch_gate_up(x, gate_up_proj, tiles=tiles, top_k=top_k_index.shape[1], config=config)
-    launch_down(inner, down_proj, top_k_weights.reshape(-1), tiles=tiles, out=out, config=config)
+    shared = {"tiles": tiles, "scales": scales, "config": config}
+    inner = launch_gate_up(x, gate_up_proj, top_k=top_k_index.shape[1], **shared)
+    launch_down(inner, down_proj, top_k_weights.reshape(-1), out=out, **shared)
 
 
 def launch_gate_up(
-    x: Tensor, weight: Tensor, *, tiles: PairTiles, top_k: int, config: ExpertConfig
+    x: Tensor,
+    weight: Tensor,
+    *,
+    tiles: PairTiles,
+    top_k: int,
+    config: ExpertConfig,
+    scales: ExpertScales | None = None,
 ) -> Tensor:
     """Activated inner rows `[tiles x block_m, I]` in the order of `tiles`; padding is undefined."""
     num_tiles, inner_size = len(tiles.tile_group), weight.shape[1] // 2
@@ -116,12 +150,13 @@ def launch_gate_up(
         gate_up_kernel[(num_tiles * ceil_div(inner_size, product.block_n),)](
             x,
             weight,
+            None if scales is None else scales.gate_up,
             inner,
             *tiles,
             num_tiles,
             x.stride(0),
             TOP_K=top_k,
-            **product_constants(weight.shape[2], inner_size, config.block_m, product),
+            **product_constants(weight.shape[2], inner_size, config.block_m, product, scales),
             num_warps=product.num_warps,
             num_stages=product.num_stages,
         )
@@ -136,6 +171,7 @@ def launch_down(
     tiles: PairTiles,
     out: Tensor,
     config: ExpertConfig,
+    scales: ExpertScales | None = None,
 ) -> None:
     """Weighted outputs of `inner`, scattered to their pairs in `out` `[T, top_k, H]`."""
     num_tiles, product = len(tiles.tile_group), config.down
@@ -143,40 +179,62 @@ def launch_down(
         down_kernel[(num_tiles * ceil_div(weight.shape[1], product.block_n),)](
             inner,
             weight,
+            None if scales is None else scales.down,
             router_weights,
             out,
             *tiles,
             num_tiles,
-            **product_constants(*weight.shape[1:], config.block_m, product),
+            **product_constants(*weight.shape[1:], config.block_m, product, scales),
             num_warps=product.num_warps,
             num_stages=product.num_stages,
         )
 
 
 def product_constants(
-    hidden_size: int, inner_size: int, block_m: int, product: ProductConfig
+    hidden_size: int,
+    inner_size: int,
+    block_m: int,
+    product: ProductConfig,
+    scales: ExpertScales | None = None,
 ) -> dict[str, int]:
     """The compile-time arguments that both kernels have, by parameter name."""
+    scale_block = 0 if scales is None else scales.block
     return {
         "HIDDEN": hidden_size,
         "INNER": inner_size,
         "BLOCK_M": block_m,
         "BLOCK_N": product.block_n,
-        "BLOCK_K": product.block_k,
+        "BLOCK_K": fitting_depth(product.block_k, scale_block),
         "GROUP_TILES": product.group_tiles,
+        "SCALE_BLOCK": scale_block,
     }
 
 
 def expert_pairs_ref(
-    x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    scales: ExpertScales | None = None,
 ) -> Tensor:
     """Plain PyTorch, one expert at a time, in the dtype of `x`. As `expert_pairs`."""
+
+    def plain(weight: Tensor, scale: Tensor | None, *, num_parts: int) -> Tensor:
+        parts = (
+            one if one is None else one.unflatten(0, (num_parts, -1)) for one in (weight, scale)
+        )
+        block = 0 if scales is None else scales.block
+        return dequantise(*parts, block=block, dtype=x.dtype).flatten(0, 1)
+
     out = x.new_zeros(*top_k_index.shape, x.shape[1])
     for expert in top_k_index.unique().tolist():
         token, choice = torch.where(top_k_index == expert)
-        gate_up = x[token] @ gate_up_proj[expert].to(x.dtype).mT
-        gate, up = gate_up.chunk(2, dim=-1)
-        outputs = (torch.nn.functional.silu(gate) * up) @ down_proj[expert].to(x.dtype).mT
+        of_gate_up, of_down = (None, None) if scales is None else (s[expert] for s in scales[:2])
+        gate, up = (x[token] @ plain(gate_up_proj[expert], of_gate_up, num_parts=2).mT).chunk(2, -1)
+        inner = torch.nn.functional.silu(gate) * up
+        outputs = inner @ plain(down_proj[expert], of_down, num_parts=1).mT
         weights = top_k_weights[token, choice, None]
         out[token, choice] = (outputs * weights).to(x.dtype)
     return out
@@ -189,6 +247,7 @@ def expert_mlp(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     *,
+    scales: ExpertScales | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Output `[T, H]` of the experts; args as in `expert_pairs`.
@@ -196,8 +255,8 @@ def expert_mlp(
     The sum over a token's experts is PyTorch's, which adds up in float32 and in the order of
     `top_k_index`: under `torch.compile` it joins the additions that follow.
     """
-    pairs = expert_pairs(x, gate_up_proj, down_proj, top_k_index, top_k_weights, backend=backend)
-    return pairs.sum(dim=1)
+    operands = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
+    return expert_pairs(*operands, scales=scales, backend=backend).sum(dim=1)
 
 
 def expert_pairs(
@@ -207,6 +266,7 @@ def expert_pairs(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     *,
+    scales: ExpertScales | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Weighted output of every pair of a token and an expert; one node for `torch.compile`.
@@ -215,16 +275,18 @@ def expert_pairs(
 
     Args:
         x: `[T, H]`, last dimension contiguous.
-        gate_up_proj: `[E, 2I, H]`, contiguous, dtype of `x`; rows of gate, then of up.
-        down_proj: `[E, H, I]`, contiguous, dtype of `x`.
+        gate_up_proj: `[E, 2I, H]`, contiguous, dtype of `x` or FP8; rows of gate, then of up.
+        down_proj: `[E, H, I]`, contiguous, dtype of `gate_up_proj`.
         top_k_index: `[T, top_k]` int64 in [0, E).
         top_k_weights: `[T, top_k]`, any floating dtype.
+        scales: of FP8 weights; None for plain ones.
         backend: `auto`, `reference` or `triton`.
 
     Returns:
         `[T, top_k, H]` in the dtype of `x`.
     """
-    return _expert_pairs_op(x, gate_up_proj, down_proj, top_k_index, top_k_weights, backend)
+    operands = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
+    return _expert_pairs_op(*operands, *(scales or (None, None, 0)), backend)
 
 
 @torch.library.custom_op("mtp_research::expert_pairs", mutates_args=())
@@ -234,15 +296,21 @@ def _expert_pairs_op(
     down_proj: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
+    gate_up_scale: torch.Tensor | None,
+    down_scale: torch.Tensor | None,
+    scale_block: int,
     backend: str,
 ) -> torch.Tensor:
-    _check_operands(x, gate_up_proj, down_proj, top_k_index, top_k_weights)
+    operands, scales = (x, gate_up_proj, down_proj, top_k_index, top_k_weights), None
+    if gate_up_scale is not None and down_scale is not None:
+        scales = ExpertScales(gate_up_scale, down_scale, scale_block)
+    _check_operands(*operands, scales=scales)
     if checks.resolve_backend(backend, tensor=x, kernel=gate_up_kernel) == "reference":
-        return expert_pairs_ref(x, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    _check_layout(x, gate_up_proj, down_proj)
+        return expert_pairs_ref(*operands, scales=scales)
+    _check_layout(x, gate_up_proj, down_proj, *(scales or ())[:2])
     out = x.new_empty(*top_k_index.shape, x.shape[1])
     if out.numel():
-        launch_expert_pairs(x, gate_up_proj, down_proj, top_k_index, top_k_weights, out=out)
+        launch_expert_pairs(*operands, scales=scales, out=out)
     return out
 
 
@@ -254,7 +322,13 @@ def _expert_pairs_fake(
 
 
 def _check_operands(
-    x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    scales: ExpertScales | None,
 ) -> None:
     checks.check_rank("x", x, letters="[T, H]")
     checks.check_rank("down_proj", down_proj, letters="[E, H, I]")
@@ -269,24 +343,29 @@ def _check_operands(
     checks.check_shape("top_k_index", top_k_index, shape=shape, letters="[T, top_k]")
     checks.check_shape("top_k_weights", top_k_weights, shape=shape, letters="[T, top_k]")
     checks.check_dtype("top_k_index", top_k_index, dtype=torch.int64)
+    if scales is not None:
+        fits = {"block": scales.block}
+        check_scale("gate_up_proj", gate_up_proj, scales.gate_up, num_parts=2, **fits)
+        check_scale("down_proj", down_proj, scales.down, **fits)
     for name, tensor in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
-        checks.check_dtype(name, tensor, dtype=x.dtype)
+        checks.check_dtype(name, tensor, dtype=x.dtype if scales is None else tensor.dtype)
         checks.check_device(name, tensor, device=x.device)
     for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
         checks.check_device(name, tensor, device=x.device)
 
 
-def _check_layout(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+def _check_layout(x: Tensor, *weights: Tensor) -> None:
     checks.check_kernel_dtype("x", x, kernel=gate_up_kernel)
     checks.check_last_dim_contiguous("x", x)
-    for name, tensor in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+    names = ("gate_up_proj", "down_proj", "gate_up_proj_scale", "down_proj_scale")
+    for name, tensor in zip(names, weights, strict=False):
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous for backend 'triton', got strides {tensor.stride()}; "
                 "call .contiguous() or use backend='reference'."
             )
-    if len(down_proj) > MAX_EXPERTS:
+    if len(weights[0]) > MAX_EXPERTS:
         raise ValueError(
-            f"E must be <= {MAX_EXPERTS} for backend 'triton', got {len(down_proj)}; "
+            f"E must be <= {MAX_EXPERTS} for backend 'triton', got {len(weights[0])}; "
             "use backend='reference'."
         )

@@ -5,12 +5,21 @@ Maths: inner[p] = silu(gate[e] x[t]) * (up[e] x[t]); out[p] = router_weight[p] *
 for every pair p of token t and expert e, accumulated in float32.
 Layout: `inner` stays in the order of the tiles, so that only the first product gathers and only the
 second one scatters. Weights of one expert are contiguous; those that no token chose are not read.
-Letters: T tokens, P pairs, E experts, H hidden size, I inner size of an expert.
+FP8 weights are converted to the dtype of the rows in registers, which is exact, and what a step
+adds is multiplied by the scales of its block (`scaled_weights`); with a scale per row the sum is.
+Letters: T tokens, P pairs, E experts, H hidden size, I inner size of an expert, B edge of a scale's
+block.
 """
 
 from __future__ import annotations
 
 from mtp_research.kernels import checks
+from mtp_research.kernels.products.scaled_weights import (
+    add_product,
+    scaled_by_row,
+    scales_at,
+    widened,
+)
 
 try:
     import triton.language as tl
@@ -32,9 +41,23 @@ def place_of(program, num_tiles, num_blocks, GROUP_TILES: tl.constexpr):
 
 
 @checks.kernel_jit
+def scales_of(
+    scale, matrix, rows, NUM_ROWS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """As `scales_at`, of one matrix of many, `[NUM_ROWS, DEPTH]` each."""
+    if scale is not None:
+        if BLOCK > 0:
+            scale += matrix * (((NUM_ROWS + BLOCK - 1) // BLOCK) * ((DEPTH + BLOCK - 1) // BLOCK))
+        else:
+            scale += matrix * NUM_ROWS
+    return scales_at(scale, rows[None, :], DEPTH, BLOCK)
+
+
+@checks.kernel_jit
 def gate_up_kernel(
     x,  # [T, H]
     weight,  # [E, 2I, H]: rows of gate, then of up
+    scale,  # float32 [E, 2 ceil(I / B), ceil(H / B)], [E, 2I, 1] for SCALE_BLOCK 0, or None
     inner,  # [tiles x BLOCK_M, I], written where a row holds a pair
     pair_index,  # [tiles x BLOCK_M] int32, -1 for padding
     tile_expert,  # [tiles] int32, -1 for spare tiles
@@ -47,6 +70,7 @@ def gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_TILES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,  # B, a multiple of BLOCK_K, or 0
 ):
     """Gathers the rows of one tile and multiplies them with a block of gate and the same of up."""
     num_blocks: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
@@ -65,6 +89,8 @@ def gate_up_kernel(
     rows = tl.minimum(output, INNER - 1)  # a repeated row instead of a mask
     gate_at = weight + expert.to(tl.int64) * (2 * INNER * HIDDEN) + rows[:, None] * HIDDEN + k
     up_at = gate_at + INNER * HIDDEN
+    gate_scale = scales_of(scale, 2 * expert, rows, INNER, HIDDEN, SCALE_BLOCK)
+    up_scale = scales_of(scale, 2 * expert + 1, rows, INNER, HIDDEN, SCALE_BLOCK)
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, HIDDEN, BLOCK_K):
@@ -77,11 +103,14 @@ def gate_up_kernel(
             a = tl.load(x_at, mask=is_row[:, None] & inside, other=0.0)
             g = tl.load(gate_at, mask=inside, other=0.0)
             u = tl.load(up_at, mask=inside, other=0.0)
-        gate = tl.dot(a, tl.trans(g), gate, input_precision="ieee")
-        up = tl.dot(a, tl.trans(u), up, input_precision="ieee")
+        g, u = tl.trans(widened(g, a.dtype)), tl.trans(widened(u, a.dtype))
+        gate = add_product(gate, a, g, gate_scale, start, SCALE_BLOCK)
+        up = add_product(up, a, u, up_scale, start, SCALE_BLOCK)
         x_at += BLOCK_K
         gate_at += BLOCK_K
         up_at += BLOCK_K
+    gate = scaled_by_row(gate, gate_scale, SCALE_BLOCK)
+    up = scaled_by_row(up, up_scale, SCALE_BLOCK)
     value = gate * tl.sigmoid(gate) * up
     target = inner + place.to(tl.int64)[:, None] * INNER + output[None, :]
     tl.store(target, value.to(inner.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
@@ -91,6 +120,7 @@ def gate_up_kernel(
 def down_kernel(
     inner,  # [tiles x BLOCK_M, I]
     weight,  # [E, H, I]
+    scale,  # float32 [E, ceil(H / B), ceil(I / B)], [E, H, 1] for SCALE_BLOCK 0, or None
     router_weights,  # [P]
     out,  # [P, H], written
     pair_index,  # [tiles x BLOCK_M] int32, -1 for padding
@@ -102,6 +132,7 @@ def down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_TILES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,  # B, a multiple of BLOCK_K, or 0
 ):
     """Multiplies the rows of one tile with a block of down and scatters them to their pairs."""
     num_blocks: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
@@ -119,6 +150,7 @@ def down_kernel(
     inner_at = inner + place.to(tl.int64)[:, None] * INNER + k
     rows = tl.minimum(output, HIDDEN - 1)  # a repeated row instead of a mask
     weight_at = weight + expert.to(tl.int64) * (HIDDEN * INNER) + rows[:, None] * INNER + k
+    scale_at = scales_of(scale, expert, rows, HIDDEN, INNER, SCALE_BLOCK)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, INNER, BLOCK_K):
         if even:
@@ -128,9 +160,11 @@ def down_kernel(
             inside = k < INNER - start
             a = tl.load(inner_at, mask=is_row[:, None] & inside, other=0.0)
             w = tl.load(weight_at, mask=inside, other=0.0)
-        acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+        w = tl.trans(widened(w, a.dtype))
+        acc = add_product(acc, a, w, scale_at, start, SCALE_BLOCK)
         inner_at += BLOCK_K
         weight_at += BLOCK_K
+    acc = scaled_by_row(acc, scale_at, SCALE_BLOCK)
     share = tl.load(router_weights + tl.maximum(pair, 0), mask=is_row, other=0.0).to(tl.float32)
     target = out + pair.to(tl.int64)[:, None] * HIDDEN + output[None, :]
     value = (acc * share[:, None]).to(out.dtype.element_ty)

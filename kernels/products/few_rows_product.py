@@ -1,11 +1,9 @@
 """Products of a few rows with a weight that is read once, near the bandwidth of the memory.
 
 Where it sits: `models/rewrites/products.py` calls it in compiled decode steps, for the projections
-that `choose_config` names: its rows are measurements, the program shapes that `bench_few_rows`
-found fastest on one H200, by the size of the weight, where they were faster than the library's
-product. Such a product is as slow as its weight is long. A library's leaves a tenth to a third of
-the bandwidth unused there, in part because it splits K over programs and adds the parts up in a
-second kernel.
+that `few_rows_choice` names. Such a product is as slow as its weight is long. A library's leaves a
+tenth to a third of the bandwidth unused there, in part because it splits K over programs and adds
+the parts up in a second kernel.
 Maths: out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n], accumulated in float32.
 Layout: one program per BLOCK_N rows of the weight, the first operand of the matrix instruction, so
 that the padded dimension of the other one is 8, 16, ... 128. Tiles are small enough to give every
@@ -16,7 +14,9 @@ On Hopper a launch overlaps the end of the kernel in front of it (programmatic d
 program asks for the beginning of its weight rows, which no kernel writes, before it waits for `x`.
 A gated product has the rows of `gate` and `up` in one weight `[2F, K]`; a program multiplies half a
 tile of each and stores silu(gate) * up.
-Letters: T rows, N outputs, K depth, S splits of K, F gated outputs.
+An FP8 weight is converted to the dtype of `x` in registers, which is exact, and what a step adds is
+multiplied by the scales of its block (`scaled_weights`); with a scale per row the sum is.
+Letters: T rows, N outputs, K depth, S splits of K, F gated outputs, B edge of a scale's block.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
+from mtp_research.kernels.products.scaled_weights import (
+    FP8,
+    add_product,
+    check_scale,
+    dequantise,
+    fitting_depth,
+    scaled_by_row,
+    scales_at,
+    widened,
+)
 from torch.nn import functional
 
 if TYPE_CHECKING:
@@ -43,6 +53,7 @@ def few_rows_kernel(
     x,  # [T, K], rows contiguous
     weight,  # [N, K], rows contiguous
     weight_tiles,  # its descriptor, or None
+    scale,  # float32 [ceil(N / B), ceil(K / B)], [N, 1] for SCALE_BLOCK 0, or None
     bias,  # [N] or None
     out,  # [T, N], contiguous; written
     parts,  # [S, T, N] float32, or None for one split; written
@@ -61,6 +72,7 @@ def few_rows_kernel(
     NUM_EARLY_LINES: tl.constexpr,  # cache lines of a weight row asked for before that, power of 2
     LINE: tl.constexpr,  # elements a cache line
     IS_GATED: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,  # B, a multiple of BLOCK_K, or 0
 ):
     """One tile of outputs over all of K, or over one split of it."""
     tile = tl.program_id(0)
@@ -81,6 +93,7 @@ def few_rows_kernel(
     x_at = x + row.to(tl.int64)[:, None] * stride_x + begin * BLOCK_K + k
     is_row = row < num_rows
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    scale_at = scales_at(scale, weight_row[:, None], depth, SCALE_BLOCK)
     if OVERLAPS:
         line = begin * BLOCK_K + tl.arange(0, NUM_EARLY_LINES)[None, :] * LINE
         _ask_for(weight_rows + tl.minimum(line, depth - 1))
@@ -93,10 +106,12 @@ def few_rows_kernel(
         else:
             w = weight_tiles.load([tile * BLOCK_N, step * BLOCK_K])
         a = tl.load(x_at, mask=is_row[:, None] & inside, other=0.0)
-        acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+        w = widened(w, a.dtype)
+        acc = add_product(acc, w, tl.trans(a), scale_at, step * BLOCK_K, SCALE_BLOCK)
         x_at += BLOCK_K
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()  # whoever comes next may overwrite `x`
+    acc = scaled_by_row(acc, scale_at, SCALE_BLOCK)
     place = row.to(tl.int64)[None, :] * num_outputs + output[:, None]
     is_place = is_row[None, :] & (output < num_outputs)[:, None]
     if parts is not None:
@@ -168,10 +183,16 @@ class FewRowsConfig(NamedTuple):
 
 
 def few_rows_product_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_gated: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    is_gated: bool = False,
+    scale: Tensor | None = None,
+    scale_block: int = 0,
 ) -> Tensor:
     """Plain PyTorch. Arguments and result as in `few_rows_product`."""
-    out = x.float() @ weight.float().T
+    out = x.float() @ dequantise(weight, scale, block=scale_block, dtype=torch.float32).T
     out = (out if bias is None else out + bias.float()).to(x.dtype)
     if not is_gated:
         return out
@@ -186,29 +207,38 @@ def few_rows_product(
     *,
     config: FewRowsConfig,
     is_gated: bool = False,
+    scale: Tensor | None = None,
+    scale_block: int = 0,
     backend: str = "auto",
 ) -> Tensor:
     """`x @ weight.T + bias` for at most 128 rows, in one kernel; the same bits at every call.
 
     Args:
         x: `[T, K]`, 0 <= T <= 128, rows contiguous.
-        weight: `[N, K]`, rows contiguous, dtype of `x`.
+        weight: `[N, K]`, rows contiguous, dtype of `x`, or FP8 if there are scales.
         bias: `[N]`, dtype of `x`; None for none.
-        config: shape of the programs, from `few_rows_choice` or a benchmark.
+        config: shape of the programs, from `few_rows_choice` or a benchmark; steps are made no
+            deeper than a scale's block.
         is_gated: `weight` holds `gate` and `up`, F rows each; without bias, splits or descriptor.
+        scale: float32 scales of an FP8 weight, `[ceil(N / B), ceil(K / B)]`, or `[N, 1]` for B = 0.
+        scale_block: B, edge of a scale's block.
         backend: `auto`, `reference` or `triton`.
 
     Returns:
         `[T, N]`, contiguous, in the dtype of `x`; silu(gate) * up `[T, F]` if gated.
     """
-    _check(x, weight, bias)
+    _check(x, weight, bias, dtype=x.dtype if scale is None else FP8)
+    if scale is not None:
+        check_scale("weight", weight, scale, block=scale_block)
     if is_gated:
         _check_gated(weight, bias, config)
     if checks.resolve_backend(backend, tensor=x, kernel=few_rows_kernel) == "reference":
-        return few_rows_product_ref(x, weight, bias, is_gated=is_gated)
+        scales = {"scale": scale, "scale_block": scale_block}
+        return few_rows_product_ref(x, weight, bias, is_gated=is_gated, **scales)
+    checks.check_kernel_dtype("x", x, kernel=few_rows_kernel)
     for name, tensor in (("x", x), ("weight", weight)):
-        checks.check_kernel_dtype(name, tensor, kernel=few_rows_kernel)
         checks.check_last_dim_contiguous(name, tensor)
+    config = config._replace(block_k=fitting_depth(config.block_k, scale_block))
     out = x.new_empty(len(x), len(weight) // 2 if is_gated else len(weight))
     if out.numel() == 0:
         return out
@@ -221,6 +251,7 @@ def few_rows_product(
             x,
             weight,
             _tiles(weight, config) if config.uses_descriptor else None,
+            None if scale is None else scale.contiguous(),
             bias,
             out,
             x.new_empty(num_splits, *out.shape, dtype=torch.float32) if is_split else None,
@@ -234,10 +265,11 @@ def few_rows_product(
             **few_rows_constants(
                 len(x),
                 weight.shape[1],
-                dtype=x.dtype,
+                dtype=weight.dtype,
                 config=config,
                 overlaps=overlaps,
                 is_gated=is_gated,
+                scale_block=scale_block,
             ),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -262,8 +294,9 @@ def few_rows_constants(
     config: FewRowsConfig,
     overlaps: bool,
     is_gated: bool,
+    scale_block: int = 0,
 ) -> dict[str, int | bool]:
-    """The compile-time arguments of the kernel, by parameter name."""
+    """The compile-time arguments of the kernel, by parameter name; `dtype` is the weight's."""
     return {
         "EVEN_DEPTH": depth % config.block_k == 0,
         "BLOCK_T": max(8, 1 << (num_rows - 1).bit_length()),
@@ -272,6 +305,7 @@ def few_rows_constants(
         "LINE": _LINE_BYTES // dtype.itemsize,
         "OVERLAPS": overlaps,
         "IS_GATED": is_gated,
+        "SCALE_BLOCK": scale_block,
         "NUM_EARLY_LINES": _NUM_EARLY_LINES,
     }
 
@@ -298,7 +332,7 @@ def _arrived(device: torch.device) -> Tensor:
     return torch.zeros(_MAX_SHARED_TILES, dtype=torch.int32, device=device)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype) -> None:
     checks.check_rank("x", x, letters="[T, K]")
     checks.check_rank("weight", weight, letters="[N, K]")
     checks.check_shape("weight", weight, shape=(weight.shape[0], x.shape[1]), letters="[N, K]")
@@ -306,13 +340,12 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(
             f"x must have at most {MAX_ROWS} rows, got {len(x)}; use torch.nn.functional.linear."
         )
-    operands = {"weight": weight}
+    checks.check_dtype("weight", weight, dtype=dtype)
+    checks.check_device("weight", weight, device=x.device)
     if bias is not None:
         checks.check_shape("bias", bias, shape=(len(weight),), letters="[N]")
-        operands["bias"] = bias
-    for name, tensor in operands.items():
-        checks.check_dtype(name, tensor, dtype=x.dtype)
-        checks.check_device(name, tensor, device=x.device)
+        checks.check_dtype("bias", bias, dtype=x.dtype)
+        checks.check_device("bias", bias, device=x.device)
 
 
 def _check_gated(weight: Tensor, bias: Tensor | None, config: FewRowsConfig) -> None:
@@ -322,87 +355,3 @@ def _check_gated(weight: Tensor, bias: Tensor | None, config: FewRowsConfig) -> 
             f"splits and descriptor, got {len(weight)} rows, bias {bias is not None} and {config}; "
             "use is_gated=False."
         )
-
-
-_HOPPER = (9, 0)
-_DTYPES = (torch.bfloat16, torch.float16)
-
-
-class _Choice(NamedTuple):
-    """A program shape for weights of so many rows, `[min_outputs, end_outputs)`, and columns."""
-
-    min_outputs: int
-    end_outputs: int
-    min_depth: int
-    config: FewRowsConfig
-
-
-_ANY = 1 << 62
-_WIDE_SPLIT = FewRowsConfig(64, 128, 4, 6, 2, uses_descriptor=True)
-_NARROW = FewRowsConfig(32, 256, 2, 5, uses_descriptor=True)
-# By the padded number of rows; the first row that fits is taken.
-_CHOICES: dict[int, tuple[_Choice, ...]] = {
-    8: (
-        _Choice(2048, 2560, 2048, _WIDE_SPLIT),
-        _Choice(2560, 8192, 1024, _NARROW),
-        _Choice(12_288, 20_480, 4096, _WIDE_SPLIT),
-        _Choice(20_480, 24_576, 4096, _NARROW),
-        _Choice(24_576, _ANY, 2048, _WIDE_SPLIT),
-    ),
-    16: (
-        _Choice(2048, 2560, 4096, FewRowsConfig(64, 128, 4, 5, 2)),
-        _Choice(2560, 8192, 2048, FewRowsConfig(32, 256, 2, 5)),
-        _Choice(12_288, _ANY, 2048, FewRowsConfig(64, 128, 4, 5, 2, uses_descriptor=True)),
-    ),
-    32: (
-        _Choice(4096, 8192, 4096, FewRowsConfig(64, 128, 4, 7, 1)),
-        _Choice(28_672, _ANY, 2048, FewRowsConfig(64, 128, 4, 4, 2, uses_descriptor=True)),
-    ),
-    64: (_Choice(28_672, _ANY, 2048, FewRowsConfig(128, 128, 8, 4, 1, uses_descriptor=True)),),
-}
-# Of gated products, by the rows of both halves together.
-_GATED_CHOICES: dict[int, tuple[_Choice, ...]] = {
-    8: (_Choice(20_480, _ANY, 4096, FewRowsConfig(32, 256, 2, 5)),),
-    16: (_Choice(20_480, _ANY, 4096, FewRowsConfig(64, 128, 4, 5)),),
-}
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether the program shapes were measured on a device like this one."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == _HOPPER
-
-
-def choose_config(
-    num_rows: int, num_outputs: int, depth: int, *, dtype: torch.dtype
-) -> FewRowsConfig | None:
-    """Program shape of T >= 1 rows times a weight `[N, K]`; None: the library's is faster."""
-    return _choose(_CHOICES, num_rows, num_outputs, depth, dtype)
-
-
-def has_config(num_outputs: int, depth: int, *, dtype: torch.dtype) -> bool:
-    """Whether `choose_config` names a program shape for some number of rows."""
-    return any(choose_config(rows, num_outputs, depth, dtype=dtype) for rows in _CHOICES)
-
-
-def choose_gated_config(
-    num_rows: int, num_weight_rows: int, depth: int, *, dtype: torch.dtype
-) -> FewRowsConfig | None:
-    """As `choose_config`, for a gated product; `num_weight_rows` are 2F, those of both halves."""
-    return _choose(_GATED_CHOICES, num_rows, num_weight_rows, depth, dtype)
-
-
-def _choose(
-    choices: dict[int, tuple[_Choice, ...]],
-    num_rows: int,
-    num_outputs: int,
-    depth: int,
-    dtype: torch.dtype,
-) -> FewRowsConfig | None:
-    if dtype not in _DTYPES or depth % 8:  # rows of the weight start at 16 bytes
-        return None
-    # Compared and not computed with: code compiled for any number of rows then holds for a range.
-    for padded_rows, of_size in choices.items():
-        if num_rows <= padded_rows:
-            fits = (c for c in of_size if c.min_outputs <= num_outputs < c.end_outputs)
-            return next((c.config for c in fits if depth >= c.min_depth), None)
-    return None

@@ -43,16 +43,17 @@ OWN_KEYS = {"gpus": "1xh200", "tokens": "1e8", "context": "1024"}
 # What is read of either entry's configuration; what a plan would ignore is refused.
 READ = {
     EvalConfig: (
-        *("model", "model.path", "model.family", "model.dtype", "model.architecture", "engine"),
+        *("model", "model.path", "model.family", "model.dtype", "model.architecture"),
+        *("model.keep_fp8", "engine"),
         *("engine.block_size", "engine.num_blocks", "engine.memory_fraction"),
         *("engine.max_num_requests", "engine.max_model_len", "engine.deferred_output"),
         *("spec.k", "spec.num_speculative_tokens", "spec.policy"),
     ),
     TrainConfig: (
         *("model", "model.path", "model.family", "model.dtype", "model.architecture"),
-        *("data.seq_len", "data.hidden_cache", "head", "head.num_mtp_modules", "head.init"),
-        *("head.path", "head.hidden_source", "head.lora_rank", "head.freeze", "objective"),
-        *("objective.num_depths", "objective.loss", "trainer", "trainer.precision"),
+        *("model.keep_fp8", "data.seq_len", "data.hidden_cache", "head", "head.num_mtp_modules"),
+        *("head.init", "head.path", "head.hidden_source", "head.lora_rank", "head.freeze"),
+        *("objective", "objective.num_depths", "objective.loss", "trainer", "trainer.precision"),
         *("trainer.batch_size", "trainer.gradient_accumulation_steps", "trainer.parallel"),
         *("trainer.shard_target", "trainer.compile"),
     ),
@@ -297,8 +298,8 @@ def _decode_fixes(
         fix = f"engine.max_num_requests={count}: the others wait"
         yield Line("would fit: requests at a time", count, "", fix)
     halved = own.needed - own.weights / 2
-    if halved <= setup.memory:
-        note = "not with this code, which de-quantises FP8 checkpoints as it loads them"
+    if halved <= setup.memory and not setup.evaluation.model.keep_fp8:
+        note = "about; model.keep_fp8=true with a checkpoint that is stored as FP8, on one GPU"
         yield Line("would fit: FP8 weights", halved / GIB, "GiB", note)
 
 

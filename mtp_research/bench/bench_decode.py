@@ -115,7 +115,9 @@ def _run(options: argparse.Namespace) -> int:
 def _measure_shape(
     target: Target, shape: str, options: argparse.Namespace, copy_tb_per_s: float | None
 ) -> Iterator[dict[str, object]]:
-    heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=options.modules)).requires_grad_(False)
+    with target.device:  # a module of GLM-4.5-Air takes a minute to draw on a CPU
+        heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=options.modules))
+    heads.requires_grad_(False)
     for case in _cases_of(shape, options):
         yield measure_row(target, heads, case, options, copy_tb_per_s)
         gc.collect()

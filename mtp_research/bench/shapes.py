@@ -4,6 +4,8 @@ Sizes are those of the configs on the hub, cut where noted. `sizes_only` builds 
 of a `config.json` without memory, for plans.
 """
 
+import dataclasses
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,11 +14,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mtp_research.config.schema import ModelConfig
+from mtp_research.models.fp8_layers import keep_fp8
 from mtp_research.models.loading.gguf import unpacked
+from mtp_research.models.loading.kept_fp8 import random_blocks
 from mtp_research.models.loading.load_weights import loading, read_config
 from mtp_research.models.loading.placement import split_sizes
 from mtp_research.models.loading.source import CONFIG_FILE, local_file
-from mtp_research.models.target import Target, wrap_target
+from mtp_research.models.target import Target, load_target, wrap_target
+from mtp_research.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,11 @@ _GLM_AIR = _LONG | _sizes(151_552, 4096, 10_944, 8, 96, 8) | _experts(128, 8, 14
 _GLM_AIR |= {"head_dim": 128, "attention_bias": True}
 _GLM_AIR |= {"rope_parameters": {**_HALF_ROTARY, "rope_theta": 1e6}}
 _GLM_AIR_FULL = _GLM_AIR | {"num_hidden_layers": 46, "max_position_embeddings": 131_072}
+# As the two layouts of FP8 releases say it: a scale per block, and one per output row.
+_FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+_FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
+_FP8_ROWS = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+_FP8_ROWS |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": _FP8_WEIGHTS}}}
 _GLM_45 = _GLM_AIR_FULL | _sizes(151_552, 5120, 12_288, 92, 96, 8) | _experts(160, 8, 1536, 2.5)
 _GLM_45 |= {"first_k_dense_replace": 3, "use_qk_norm": True}
 _GLM_FLASH = _LONG | _sizes(154_880, 2048, 10_240, 47, 20, 20) | _experts(64, 4, 1536, 1.8)
@@ -78,6 +88,21 @@ SHAPES: dict[str, Shape] = {
         "qwen2", _MIMO_7B, "MiMo-7B, whose layers are Qwen2's", "XiaomiMiMo/MiMo-7B-Base"
     ),
     "glm45_air": Shape("glm4_moe", _GLM_AIR_FULL, "GLM-4.5-Air", "zai-org/GLM-4.5-Air"),
+    "glm45_air_fp8": Shape(
+        "glm4_moe",
+        _GLM_AIR_FULL | {"quantization_config": _FP8_BLOCKS},
+        "GLM-4.5-Air, decoder layers in FP8, scales of 128 x 128 blocks",
+    ),
+    "glm45_air_fp8_rows": Shape(
+        "glm4_moe",
+        _GLM_AIR_FULL | {"quantization_config": _FP8_ROWS},
+        "GLM-4.5-Air-FP8, a scale per output row",
+    ),
+    "glm45_air_8_fp8": Shape(
+        "glm4_moe",
+        _GLM_AIR | {"quantization_config": _FP8_BLOCKS},
+        "as glm45_air_fp8, 8 of 46 layers",
+    ),
     "glm45": Shape("glm4_moe", _GLM_45, "GLM-4.5", "zai-org/GLM-4.5"),
     "glm45_air_8": Shape("glm4_moe", _GLM_AIR, "GLM-4.5-Air, 8 of 46 layers"),
     "glm47_flash": Shape("glm4_moe_lite", _GLM_FLASH, "GLM-4.7-Flash", "zai-org/GLM-4.7-Flash"),
@@ -87,19 +112,45 @@ SHAPES: dict[str, Shape] = {
     "lab_small": Shape("glm4_moe", _LAB_SMALL, "conf/model/lab_small.yaml, untrained"),
     "tiny": Shape("qwen3", _DENSE_1B | _TINY, "for trying the commands on a CPU"),
     "tiny_experts": Shape("glm4_moe", _GLM_AIR | _TINY | _TINY_EXPERTS, "likewise, with experts"),
+    "tiny_experts_fp8": Shape(
+        "glm4_moe",
+        _GLM_AIR | _TINY | _TINY_EXPERTS | {"quantization_config": _FP8_ROWS},
+        "likewise, in FP8",
+    ),
 }
 
 
 def random_target(
     name: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0, experts: str = "auto"
 ) -> Target:
-    """A target of shape `name` with random weights, initialised where it lives."""
+    """A target of shape `name` with random weights, initialised where it lives.
+
+    One in FP8 is drawn as `model.weights=random` draws it, so that it never exists otherwise.
+    """
     shape = SHAPES[name]
+    if "quantization_config" in shape.arguments:
+        return _random_fp8_target(name, dtype=dtype, device=device, experts=experts)
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(shape.model_type, **shape.arguments)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     return wrap_target(model, path=f"random:{name}", experts=experts)
+
+
+def _random_fp8_target(
+    name: str, *, dtype: torch.dtype, device: torch.device, experts: str
+) -> Target:
+    config = AutoConfig.for_model(SHAPES[name].model_type, **SHAPES[name].arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        found = load_target(
+            folder,
+            dtype=str(dtype).removeprefix("torch."),
+            device=device.type,
+            experts=experts,
+            weights="random_fp8",
+        )
+    return dataclasses.replace(found, path=f"random:{name}")
 
 
 class Sizes(NamedTuple):
@@ -123,6 +174,10 @@ def sizes_only(model: ModelConfig, *, dtype: torch.dtype, num_ranks: int = 1) ->
     config, family_name, source = _config_of(model)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    if model.keep_fp8:
+        if num_ranks > 1:
+            raise ConfigError("model.keep_fp8=true wants a target on one GPU; set gpus=1xh200.")
+        keep_fp8(built, blocks=random_blocks(built, config))
     target = wrap_target(built, family_name=family_name)
     sums = split_sizes(built, family=target.family, num_ranks=num_ranks) if num_ranks > 1 else []
     count_field = target.family.native.count_field

@@ -37,10 +37,10 @@ from mtp_research.runtime.errors import ConfigError, rule_line
 
 # Keys that other engines do not read, or read otherwise; with them these keep their defaults.
 _OF_OWN_LOOP = (
-    *("model.tp_plan", "model.device_map", "engine.prefix_caching", "spec.module_schedule"),
-    *("spec.draft_length", "spec.draft_sampling", "spec.draft_vocabulary_size"),
+    *("model.tp_plan", "model.device_map", "model.keep_fp8", "engine.prefix_caching"),
+    *("spec.module_schedule", "spec.draft_length", "spec.draft_sampling"),
+    *("spec.draft_vocabulary_size", "sampling.dry_multiplier", "sampling.min_tokens"),
     *("sampling.repetition_penalty", "sampling.frequency_penalty", "sampling.presence_penalty"),
-    *("sampling.dry_multiplier", "sampling.min_tokens"),
 )
 
 
@@ -59,9 +59,30 @@ def validate(config: TrainConfig | EvalConfig) -> None:
         faults.append(
             rule_line("model.device_map", expected, model.device_map, "model.device_map=none")
         )
+    faults += _fp8_faults(config) if model.keep_fp8 else ()
     faults += _train_faults(config) if isinstance(config, TrainConfig) else _eval_faults(config)
     if faults:
         raise ConfigError("\n".join(faults))
+
+
+def _fp8_faults(config: TrainConfig | EvalConfig) -> Iterator[str]:
+    """Keys that want weights in the arithmetic of the rows, or a target in parts."""
+    condition, model = "model.keep_fp8=true", config.model
+    for key, value in {"tp_plan": model.tp_plan, "device_map": model.device_map}.items():
+        if value != "none":
+            name = f"model.{key}"
+            yield rule_line(name, f"must be none for {condition}", value, f"{name}=none")
+    if model.experts == "grouped_mm":
+        key = "model.experts"
+        yield rule_line(key, f"must be auto for {condition}", model.experts, f"{key}=auto")
+    if isinstance(config, EvalConfig):
+        if config.engine.deterministic:
+            yield _must_be_false("engine.deterministic", condition)
+        return
+    if config.trainer.shard_target:
+        yield _must_be_false("trainer.shard_target", condition)
+    if config.task == "target":
+        yield _must_be_false("model.keep_fp8", "task=target, which draws its own weights")
 
 
 def _must_be_false(key: str, condition: str, fix: str | None = None) -> str:

@@ -31,6 +31,7 @@ VERIFY_RULES = ("block", "greedy", "relaxed", "standard", "synthetic", "typical"
 ARGMAX_RULES = ("greedy", "relaxed")  # they take the target's argmax: temperature must be 0
 DRAFT_LENGTHS = ("batch_table", "confidence", "expected_gain", "fixed")
 WEIGHTS = ("random", "stored")
+FP8_SUFFIX = "_fp8"  # of these, in Python, with `model.keep_fp8`
 OWN = "own"  # the engine that this project is
 # Of engines whose conventions and outputs were read in their sources.
 VERSIONS = {"sglang": "0.5.23", "transformers": "5.17.0", "vllm": "0.24.0"}
@@ -55,6 +56,9 @@ class ModelConfig:
     # random: of the sizes in the config.json of model.path, where no other file is needed; the same
     # for any number of processes. To rehearse a run: texts mean nothing.
     weights: str = one_of("stored", *WEIGHTS)
+    # Matrices that the checkpoint stores as FP8 stay FP8, with their scales, on one device; false:
+    # de-quantised as they are read. With weights=random: those that an FP8 release stores so.
+    keep_fp8: bool = False
     # Expert layers of a bfloat16 target on a GPU. fused: our kernel, for layers that are not being
     # trained; grouped_mm: transformers'; auto: fused on Hopper for the layouts that it knows.
     experts: str = one_of("auto", "auto", "fused", "grouped_mm")
@@ -62,6 +66,11 @@ class ModelConfig:
     architecture: dict[str, Any] = field(default_factory=dict)
     # Read by task=target only; eval.py takes it because both entries share the files of conf/model.
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
+
+    @property
+    def weights_form(self) -> str:
+        """`weights` and `keep_fp8` as `load_target` takes them."""
+        return f"{self.weights}{FP8_SUFFIX}" if self.keep_fp8 else self.weights
 
 
 @dataclass

@@ -31,6 +31,7 @@ from mtp_research.heads.record import CONVENTIONS
 from mtp_research.heads.stack import HeadSpec, MTPHeads, MTPModule
 from mtp_research.heads.weights import native_folder, read_tensors
 from mtp_research.models.block import LayerStack, layers_like_block
+from mtp_research.models.fp8_layers import plain_state
 from mtp_research.models.loading.placement import whole
 from mtp_research.models.loading.source import CONFIG_FILE
 from mtp_research.models.target import Target
@@ -183,7 +184,7 @@ def _add_noise(heads: MTPHeads, *, relative_std: float, seed: int) -> None:
 
 
 def _copy_matching(source: nn.Module, block: nn.Module) -> None:
-    tensors = source.state_dict()
+    tensors = plain_state(source, dtype=next(block.parameters()).dtype)
     matching = {
         name: whole(tensors[name])
         for name, tensor in block.state_dict().items()

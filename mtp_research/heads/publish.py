@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mtp_research.heads.record import (
     HEAD_FORMAT,
+    HOLDS_FP8,
     RECORD_FILE,
     WEIGHTS_HASH,
     conventions_phrase,
@@ -68,7 +69,7 @@ def write_head_files(
         "format": HEAD_FORMAT,
         "conventions": conventions_phrase(spec),  # for readers; loading goes by `spec`
         "spec": spec,
-        "target": target_facts(target),
+        "target": target_facts(target) | ({HOLDS_FP8: True} if target.holds_fp8 else {}),
         WEIGHTS_HASH: sha256_of(folder / WEIGHTS_FILE),
         "provenance": redact_tree(dict(provenance)),
     }

@@ -22,6 +22,7 @@ HEAD_FORMAT = 1
 RECORD_FILE = "head.json"
 DEFAULT_SCHEDULE: ModuleSchedule = "cycle"  # of heads whose record does not name one
 CONVENTIONS = ("hidden_source", "recycle_norm", "concat_order")
+HOLDS_FP8 = "holds_fp8"  # of the target that heads were trained on, where true
 WEIGHTS_HASH = "weights_sha256"  # of the weights file beside `head.json`
 _HASH = "_sha256"  # ending of facts that folders of older versions lack
 _SWITCHES = ("zero_position_0", "owns_lm_head")
@@ -148,6 +149,23 @@ def check_head_fits(
             f"{key} must be a head of this target, {folder / RECORD_FILE} has "
             f"{', '.join(changed)}: another model of the same sizes; set {key} to a head of this "
             "model, or start from this one in training, with head.path."
+        )
+
+
+def warn_of_rounding(record: Mapping[str, Mapping], *, folder: Path, holds_fp8: bool) -> None:
+    """Warn of heads for a target of the same hashes whose weights were rounded otherwise.
+
+    The hashes see no rounding, so that heads stay usable on a smaller copy of their target.
+    """
+    trained_on = bool(record["target"].get(HOLDS_FP8, False))
+    if trained_on != holds_fp8:
+        forms = ("plain weights", "FP8 weights")
+        logger.warning(
+            "%s was trained on a target with %s, this one has %s: texts stay the target's own, "
+            "acceptance may differ",
+            folder,
+            forms[trained_on],
+            forms[holds_fp8],
         )
 
 

@@ -33,6 +33,7 @@ from mtp_research.heads.record import (
     check_weights,
     read_head_record,
     recorded_schedule,
+    warn_of_rounding,
 )
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.loading.source import CONFIG_FILE, looks_like_hub_id, split_hub_id
@@ -93,6 +94,7 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
         )
     record = read_head_record(folder)
     check_head_fits(record, folder=folder, target=target_facts(target))
+    warn_of_rounding(record, folder=folder, holds_fp8=target.holds_fp8)
     try:
         spec = HeadSpec(**record["spec"])
     except TypeError as fault:

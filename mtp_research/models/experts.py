@@ -7,6 +7,7 @@ are registered here run
     trained experts    by grouped products between two permutations with backward passes (MTP
                        modules, whose config is a copy of the target's, carry the same name)
     few experts        in dtypes without a grouped product on a GPU: all of them on every row
+    FP8 experts        by `kernels.expert_mlp` on any device; nothing else knows their scales
 
 and what neither knows goes back to `grouped_mm`.
 
@@ -26,7 +27,6 @@ Source: permutation and its inverse as in Megatron's token dispatcher.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import NamedTuple, cast
 
 import torch
@@ -38,7 +38,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteTopkRouter
 
-from mtp_research.kernels.experts.expert_mlp import expert_mlp
+from mtp_research.kernels.experts.expert_mlp import ExpertScales, expert_mlp
 from mtp_research.kernels.experts.expert_router import (
     LEAST_SUM,
     MAX_ROUTED_EXPERTS,
@@ -46,10 +46,12 @@ from mtp_research.kernels.experts.expert_router import (
     router_logits,
 )
 from mtp_research.kernels.experts.expert_routing import MAX_EXPERTS
+from mtp_research.kernels.products.scaled_weights import FP8
 from mtp_research.models.loading.placement import has_split_experts, stays_split
 from mtp_research.runtime.errors import ConfigError
 
 EXPERTS_NAME = "mtp_research_fused"
+FP8_PROJECTIONS = ("gate_up_proj", "down_proj")  # parameters of a stack
 EXPERTS = ("auto", "fused", "grouped_mm")
 _FALLBACK = "grouped_mm"
 _TUNED_CAPABILITY = 9  # Hopper: the cards that the tile shapes were chosen on
@@ -57,8 +59,6 @@ _SMALLEST_STEP = 16  # sizes must divide by it: rows are read in whole vectors
 EVERY_EXPERT_NAME = "mtp_research_every_expert"
 MAX_EVERY_EXPERT = 32  # more do too much that is thrown away
 _MAX_ROWS = 2048  # at a time: the inner activations of all experts take E / top_k times the memory
-# Routers that the kernel was compared with; both are DeepSeek-V3's rule.
-_KNOWN_ROUTERS = (Glm4MoeTopkRouter, Glm4MoeLiteTopkRouter)
 _NARROW_IDS = 128  # sorted as one byte: an eighth of the passes of int64
 
 
@@ -74,13 +74,16 @@ def route_experts(model: PreTrainedModel, *, experts: str = "auto") -> None:
     if experts not in EXPERTS:
         choices = ", ".join(EXPERTS)
         raise ConfigError(f"model.experts must be one of {choices}, got {experts!r}.")
+    stacks = expert_stacks(model)
+    if any(expert_scales(stack) is not None for stack in stacks):
+        _route_fp8(model, stacks, experts=experts)
+        return
     if model.device.type == "cpu" or model.dtype != torch.bfloat16:
         # grouped_mm brings nothing on a CPU and knows bfloat16 only on a GPU; the exactness tests
         # run in float64.
         # Some classes know the eager loop only, and take no setting.
         with contextlib.suppress(ValueError):  # and the loop cannot skip other ranks' experts
             model.set_experts_implementation("batched_mm" if has_split_experts(model) else "eager")
-    stacks = expert_stacks(model)
     if experts == "auto" and model.device.type != "cpu" and all(map(_fits_every_expert, stacks)):
         _set_implementation(stacks, EVERY_EXPERT_NAME)
         return
@@ -103,6 +106,16 @@ def route_experts(model: PreTrainedModel, *, experts: str = "auto") -> None:
     ):
         _set_implementation(stacks, EXPERTS_NAME)
         fuse_routers(model)
+
+
+def _route_fp8(model: PreTrainedModel, stacks: Sequence[nn.Module], *, experts: str) -> None:
+    if experts == "grouped_mm":
+        raise ConfigError(
+            "model.experts=grouped_mm does not know FP8 weights; set model.experts=auto, or "
+            "model.keep_fp8=false."
+        )
+    _set_implementation(stacks, EXPERTS_NAME)
+    fuse_routers(model)
 
 
 def expert_stacks(model: nn.Module) -> list[nn.Module]:
@@ -153,11 +166,8 @@ def why_not_fused(stack: nn.Module, *, device: torch.device | None = None) -> st
 
     `device` counts as that of layers that were loaded without weights.
     """
-    if not _has_usual_layout(stack):
-        return f"another layout in {type(stack).__name__}"
-    is_usual = type(stack)._apply_gate is moe._default_apply_gate
-    if not is_usual or not isinstance(stack.act_fn, nn.SiLU | SiLUActivation):
-        return f"another activation in {type(stack).__name__}"
+    if (form := unknown_form(stack)) is not None:
+        return form
     weights = [cast(Tensor, stack.gate_up_proj), cast(Tensor, stack.down_proj)]
     if any(stays_split(weight.data) for weight in weights):
         return "experts split over ranks"
@@ -173,6 +183,24 @@ def why_not_fused(stack: nn.Module, *, device: torch.device | None = None) -> st
     return None
 
 
+def unknown_form(stack: nn.Module) -> str | None:
+    """What `expert_mlp` does not know of an expert layer, its weights aside; None for nothing."""
+    if not _has_usual_layout(stack):
+        return f"another layout in {type(stack).__name__}"
+    is_usual = type(stack)._apply_gate is moe._default_apply_gate
+    if not is_usual or not isinstance(stack.act_fn, nn.SiLU | SiLUActivation):
+        return f"another activation in {type(stack).__name__}"
+    return None
+
+
+def expert_scales(stack: nn.Module) -> ExpertScales | None:
+    """Scales of FP8 experts, which `fp8_layers.keep_fp8` makes; None for others. Can be traced."""
+    if cast(Tensor, stack.down_proj).dtype != FP8:
+        return None
+    gate_up, down = cast(Tensor, stack.gate_up_proj_scale), cast(Tensor, stack.down_proj_scale)
+    return ExpertScales(gate_up, down, cast(int, stack.fp8_block))
+
+
 def experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -185,6 +213,9 @@ def experts_forward(
         top_k_weights: `[T, top_k]`.
     """
     gate_up_proj, down_proj = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
+    if (scales := expert_scales(module)) is not None:
+        operands = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
+        return expert_mlp(*operands, scales=scales)
     operands = (hidden_states, gate_up_proj, down_proj, top_k_weights)
     is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands)
     is_half = gate_up_proj.dtype in (torch.bfloat16, torch.float16)
@@ -344,7 +375,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def fuse_routers(model: nn.Module) -> int:
-    """Replace the `forward` of routers that the kernel knows, in place; returns how many.
+    """Give routers that the kernel knows a class with a `forward` of ours; returns how many.
 
     Routers of several groups are left alone, and so are those whose `forward` something else has
     replaced, as libraries do that move weights. The choice of experts is then one kernel instead of
@@ -352,22 +383,42 @@ def fuse_routers(model: nn.Module) -> int:
     an order that its batch does not change, so that deterministic decoding may call it. A trained
     router's logits and weights are PyTorch's, with their gradients.
     """
-    known = [module for module in model.modules() if type(module) in _KNOWN_ROUTERS]
+    known = [module for module in model.modules() if type(module) in _FUSED_ROUTERS]
     fused = [router for router in known if _is_fusable(router)]
     for router in fused:
-        router.forward = MethodType(router_forward, router)
+        router.__class__ = _FUSED_ROUTERS[type(router)]
     return len(fused)
 
 
-def router_forward(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits `[T, E]`, weights and indices `[T, top_k]` of `[..., H]`, as the class's `forward`."""
-    if not hidden_states.is_cuda:
-        return type(router).forward(router, hidden_states)
-    return fused_router(router, hidden_states)
+class FusedRouter(Glm4MoeTopkRouter):
+    """GLM-4.5's router, by the kernel on a GPU."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits `[T, E]`, weights and indices `[T, top_k]` of `[..., H]`, as the library's."""
+        if not hidden_states.is_cuda:
+            return super().forward(hidden_states)
+        return fused_router(self, hidden_states)
+
+
+class FusedLiteRouter(Glm4MoeLiteTopkRouter):
+    """GLM-4.7-Flash's router, likewise."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `FusedRouter.forward`."""
+        if not hidden_states.is_cuda:
+            return super().forward(hidden_states)
+        return fused_router(self, hidden_states)
+
+
+# Routers that the kernel was compared with, and theirs of ours; both are DeepSeek-V3's rule.
+_FUSED_ROUTERS: dict[type[nn.Module], type[nn.Module]] = {
+    Glm4MoeTopkRouter: FusedRouter,
+    Glm4MoeLiteTopkRouter: FusedLiteRouter,
+}
 
 
 def fused_router(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `router_forward`, on any device."""
+    """As `FusedRouter.forward`, on any device."""
     weight = cast(Tensor, router.weight)
     rows = hidden_states.reshape(-1, weight.shape[1])
     is_trained = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)

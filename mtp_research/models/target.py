@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from mtp_research.config.schema import FP8_SUFFIX
 from mtp_research.data.prompt_text import ChatTokenizer, Message, chat_ids, completion_ids
 from mtp_research.models.attention.attention import ATTENTION_NAME, AttentionContext
 from mtp_research.models.attention.paged import route_sparse
@@ -30,6 +31,7 @@ from mtp_research.models.families import (
     require_exact,
 )
 from mtp_research.models.family import Family, LayerGeometry
+from mtp_research.models.fp8_layers import holds_fp8
 from mtp_research.models.loading.gguf import unpacked
 from mtp_research.models.loading.load_weights import Placing, load_weights, loading
 from mtp_research.models.loading.parts import Layers
@@ -109,6 +111,11 @@ class Target:
     def dtype(self) -> torch.dtype:
         """Dtype of the embedding table."""
         return cast(Tensor, self.embed_tokens.weight).dtype
+
+    @functools.cached_property
+    def holds_fp8(self) -> bool:
+        """Whether some weights are FP8, kept as they were stored."""
+        return holds_fp8(self.model)
 
     @property
     def final_norm(self) -> nn.Module:
@@ -355,6 +362,7 @@ def load_target(
             `sharded` spreads all over the processes of torchrun, gathered when they run.
         weights: `stored`, or `random` for a folder that needs no more than a `config.json`: the
             same for any number of ranks, of no use but to rehearse a run.
+            `stored_fp8` and `random_fp8` keep what is stored as FP8, on one device: `kept_fp8`.
 
     Raises:
         ConfigError: nothing is there, or the family or an argument is not supported.
@@ -362,13 +370,15 @@ def load_target(
         EnvironmentFault: a GPU was asked for and none is usable.
     """
     path, place = unpacked(resolve_path(str(path))), resolve_device(device)
+    source = weights.removesuffix(FP8_SUFFIX)
     placing = Placing(
         place,
         resolve_dtype(dtype, place),
         tp_plan=tp_plan,
         device_map=device_map,
         layers=layers,
-        weights=weights,
+        weights=source,
+        keep_fp8=source != weights,
     )
     model, family_name, num_left_out = load_weights(path, placing=placing)
     return wrap_target(

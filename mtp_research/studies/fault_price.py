@@ -114,7 +114,7 @@ def price_faults(
         device=config.model.device,
         device_map=config.model.device_map,
         experts=config.model.experts,
-        weights=config.model.weights,
+        weights=config.model.weights_form,
     )
     asked = _ask(config, target)
     names = {head: name for head, name in head_names(cells).items() if head and name}

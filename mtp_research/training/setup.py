@@ -208,7 +208,7 @@ def load_inputs(config: TrainConfig, *, is_whole: bool = True) -> RunInputs:
         device=model.device,
         device_map=model.device_map,
         experts=model.experts,
-        weights=model.weights,
+        weights=model.weights_form,
     )
     whole = "sharded" if config.trainer.shard_target else "all"
     target = load(layers=whole if is_whole else "none")

@@ -112,6 +112,19 @@ def test_model_that_does_not_fit_says_by_how_much_and_what_would_do() -> None:
     assert "would fit: requests at a time" not in decoding
 
 
+def test_weights_kept_in_fp8_are_planned_with_their_bytes() -> None:
+    """One H200 holds GLM-4.5-Air so; a step reads a byte a number, and bfloat16 of the rest."""
+    words = "model=glm45_air gpus=1xh200 model.keep_fp8={}"
+    kept, plain = (section(words.format(value), "decoding") for value in ("true", "false"))
+    assert kept["needed on each of 1"].rests_on.startswith("fits: ")
+    assert kept["needed on each of 2"].rests_on.endswith("set gpus=1xh200.")
+    assert "would fit: FP8 weights" not in kept
+    assert 0.50 < (kept["target"].figure or 0) / (plain["target"].figure or 1) < 0.51
+    steps = [section(words.format(value), "a decode step") for value in ("true", "false")]
+    name = "batch 32, K = 0: limit"
+    assert 0.5 < (steps[0][name].figure or 0) / (steps[1][name].figure or 1) < 0.53
+
+
 def test_pool_that_does_not_fit_says_how_many_requests_do() -> None:
     words = "model=mimo engine.max_model_len=32768 engine.max_num_requests={}"
     decoding = section(words.format(64), "decoding")

@@ -2,10 +2,13 @@
 
 import torch
 from mtp_research.kernels.experts import expert_mlp as expert_mlp_launch
-from mtp_research.kernels.experts.expert_mlp import expert_mlp, expert_pairs
+from mtp_research.kernels.experts.expert_mlp import ExpertScales, expert_mlp, expert_pairs
 from mtp_research.kernels.experts.expert_router import route_tokens
 from mtp_research.kernels.experts.expert_routing import route_pairs, route_pairs_ref
+from mtp_research.kernels.products.scaled_weights import dequantise
 from torch import Tensor
+
+from tests.kernels.few_rows_cases import draw_fp8
 
 TOLERANCES = {
     torch.float64: 1e-12,
@@ -71,6 +74,44 @@ def check_expert_mlp(
     assert torch.equal(expert_mlp(wide, *rest, backend=backend), out), "other bits from a view"
 
 
+def make_fp8_operands(
+    num_tokens: int, *, block: int, dtype: torch.dtype, device: str = "cpu", **sizes: int
+) -> tuple[tuple[Tensor, ...], ExpertScales, tuple[Tensor, ...]]:
+    """Inputs with FP8 weights, their scales, and the same inputs with plain weights in float64."""
+    x, *weights, index, shares = make_operands(num_tokens, dtype=dtype, device=device, **sizes)
+    generator = torch.Generator().manual_seed(1)
+    drawn, plain = [], []
+    for weight, num_parts in zip(weights, (2, 1), strict=True):
+        shape = tuple(weight.shape)
+        found = draw_fp8(shape, block=block, generator=generator, num_parts=num_parts)
+        parts = (tensor.unflatten(1, (num_parts, -1)) for tensor in found)
+        plain.append(dequantise(*parts, block=block, dtype=torch.float64).flatten(1, 2))
+        drawn.append([tensor.to(device) for tensor in found])
+    (gate_up, gate_up_scale), (down, down_scale) = drawn
+    scales = ExpertScales(gate_up_scale, down_scale, block)
+    return (x, gate_up, down, index, shares), scales, (x, *plain, index, shares)
+
+
+def check_fp8_experts(
+    num_tokens: int,
+    *,
+    block: int,
+    dtype: torch.dtype,
+    backend: str,
+    device: str = "cpu",
+    **sizes: int,
+) -> None:
+    """Values against plain weights; NaN scales of an expert that no token chose change nothing."""
+    operands, scales, plain = make_fp8_operands(
+        num_tokens, block=block, dtype=dtype, device=device, **sizes
+    )
+    out = expert_mlp(*operands, scales=scales, backend=backend)
+    expected = slow_expert_mlp(*plain)
+    torch.testing.assert_close(out.double().cpu(), expected, atol=TOLERANCES[dtype], rtol=0)
+    scales.gate_up[-1] = scales.down[-1] = torch.nan
+    assert torch.equal(expert_mlp(*operands, scales=scales, backend=backend), out)
+
+
 def check_all_on_one_expert(dtype: torch.dtype, *, backend: str, device: str = "cpu") -> None:
     """More pairs than a tile holds go to one expert, both choices of a token."""
     x, gate_up, down, index, weights = make_operands(37, dtype=dtype, device=device)
@@ -102,7 +143,7 @@ def check_routing(experts: Tensor, *, num_experts: int, block_m: int) -> None:
     assert torch.equal(pairs, expected_pairs)
 
 
-def configs_of(dtype: torch.dtype) -> set[expert_mlp_launch.ExpertConfig]:
+def configs_of(dtype: torch.dtype, *, is_fp8: bool = False) -> set[expert_mlp_launch.ExpertConfig]:
     """Every tile shape that `choose_expert_config` gives for the sizes in our tables."""
     sizes = [(128, 1408), (64, 1536), (16, 384), (16, 192)]
     return {
@@ -111,6 +152,7 @@ def configs_of(dtype: torch.dtype) -> set[expert_mlp_launch.ExpertConfig]:
             num_experts=num_experts,
             inner_size=inner_size,
             element_bytes=dtype.itemsize,
+            is_fp8=is_fp8,
         )
         for num_experts, inner_size in sizes
         for num_pairs in (8, 32, 1024, 2048, 4096, 8192, 131_072)

@@ -32,11 +32,12 @@ from tests.kernels.append_cases import (
 from tests.kernels.expert_cases import (
     check_all_on_one_expert,
     check_expert_mlp,
+    check_fp8_experts,
     check_router,
     check_routing,
     check_unchosen_expert_is_not_read,
 )
-from tests.kernels.few_rows_cases import INTERPRETED_CASES, check_few_rows
+from tests.kernels.few_rows_cases import FP8_CASES, INTERPRETED_CASES, check_few_rows
 from tests.kernels.invariant_cases import (
     VARIANTS,
     check_attention,
@@ -256,6 +257,14 @@ def test_expert_mlp_interpreted_equals_its_definition(dtype):
     check_unchosen_expert_is_not_read(dtype, backend="triton", device="cpu")
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("block", [32, 0], ids=["blocks", "rows"])
+def test_fp8_experts_interpreted_equal_their_plain_weights(block, dtype):
+    sizes = {"num_experts": 3, "hidden_size": 72, "inner_size": 40}  # blocks of 32 are cut off
+    check_fp8_experts(21, block=block, dtype=dtype, backend="triton", **sizes)
+    check_fp8_experts(1, block=block, dtype=dtype, backend="triton", hidden_size=64, inner_size=64)
+
+
 @pytest.mark.parametrize("most_pairs", [2048, 0], ids=["one_launch", "three_launches"])
 def test_routing_interpreted_equals_the_reference(most_pairs, monkeypatch):
     monkeypatch.setattr(expert_routing, "MAX_ONE_LAUNCH_PAIRS", most_pairs)
@@ -272,10 +281,10 @@ def test_router_interpreted_equals_its_definition(dtype):
     check_router(dtype, backend="triton")
 
 
-@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", INTERPRETED_CASES + FP8_CASES, ids=lambda case: case.name)
 def test_products_of_few_rows_interpreted_match_float64(case):
     check_few_rows(case, torch.float32, backend="triton")
-    if case.is_gated:
+    if case.is_gated or case.scale_block is not None:
         check_few_rows(case, torch.float16, backend="triton")
 
 

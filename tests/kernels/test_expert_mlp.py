@@ -13,8 +13,10 @@ from mtp_research.kernels.experts.expert_routing import most_tiles, padded_exper
 from tests.kernels.expert_cases import (
     check_all_on_one_expert,
     check_expert_mlp,
+    check_fp8_experts,
     check_router,
     check_unchosen_expert_is_not_read,
+    make_fp8_operands,
     make_operands,
 )
 
@@ -34,6 +36,13 @@ def test_expert_mlp_by_reference_equals_its_definition(num_tokens, dtype):
 def test_expert_mlp_by_reference_takes_any_routing():
     check_all_on_one_expert(torch.float32, backend="reference")
     check_unchosen_expert_is_not_read(torch.float32, backend="reference", device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", [32, 0], ids=["blocks", "rows"])
+def test_fp8_experts_by_reference_equal_their_plain_weights(block, dtype):
+    for num_tokens in (0, 1, 13):
+        check_fp8_experts(num_tokens, block=block, dtype=dtype, backend="reference")
 
 
 @given(routings, st.sampled_from([1, 4, 16]))
@@ -121,6 +130,16 @@ def test_wrong_operands_are_refused(change, message):
     operands = dict(zip(names, (X, GATE_UP, DOWN, INDEX, WEIGHTS), strict=True))
     with pytest.raises(ValueError, match=message):
         expert_pairs(**{**operands, **change})
+
+
+def test_wrong_scales_are_refused():
+    operands, scales, _ = make_fp8_operands(3, block=32, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"gate_up_proj must have dtype torch.float8_e4m3fn"):
+        expert_pairs(X, GATE_UP, DOWN, INDEX, WEIGHTS, scales=scales)
+    with pytest.raises(ValueError, match=r"down_proj_scale must have shape .* = \[5, 2, 1\]"):
+        expert_pairs(*operands, scales=scales._replace(down=scales.gate_up))
+    with pytest.raises(ValueError, match=r"gate_up_proj must have dtype torch\.float32"):
+        expert_pairs(*operands)
 
 
 def test_routing_refuses_floating_experts():

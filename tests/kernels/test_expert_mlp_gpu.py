@@ -9,10 +9,12 @@ from tests.kernels.expert_cases import (
     TOLERANCES,
     check_all_on_one_expert,
     check_expert_mlp,
+    check_fp8_experts,
     check_router,
     check_routing,
     check_unchosen_expert_is_not_read,
     configs_of,
+    make_fp8_operands,
     make_operands,
     slow_expert_mlp,
 )
@@ -43,6 +45,30 @@ def test_every_tile_shape_on_gpu_equals_the_definition(config):
     expected = slow_expert_mlp(*operands)
     found = out.double().sum(dim=1).cpu()
     torch.testing.assert_close(found, expected, atol=TOLERANCES[torch.bfloat16], rtol=0)
+
+
+@pytest.mark.parametrize("block", [128, 0], ids=["blocks", "rows"])
+@pytest.mark.parametrize("config", sorted(configs_of(torch.bfloat16, is_fp8=True)), ids=str)
+def test_every_tile_shape_of_fp8_experts_on_gpu_equals_plain_weights(config, block):
+    sizes = {"num_experts": 4, "hidden_size": 400, "inner_size": 320}  # blocks are cut off
+    operands, scales, plain = make_fp8_operands(
+        150, block=block, dtype=torch.bfloat16, device="cuda", **sizes
+    )
+    out = torch.full((150, 2, 400), torch.nan, dtype=torch.bfloat16, device="cuda")
+    launch_expert_pairs(*operands, scales=scales, out=out, config=config)
+    found = out.double().sum(dim=1).cpu()
+    tolerance = TOLERANCES[torch.bfloat16]
+    torch.testing.assert_close(found, slow_expert_mlp(*plain), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 4, 33])
+def test_fp8_experts_on_gpu_equal_their_plain_weights(num_tokens, dtype):
+    sizes = {"num_experts": 9, "top_k": 3, "hidden_size": 272, "inner_size": 176}
+    for block in (128, 0):
+        check_fp8_experts(
+            num_tokens, block=block, dtype=dtype, backend="triton", device="cuda", **sizes
+        )
 
 
 @pytest.mark.parametrize("num_experts", [1, 5, 16, 128, 257])

@@ -22,23 +22,36 @@ from tests.kernels.test_sm90_compile import (
 )
 
 KERNELS = {"gate_up": gate_up_kernel, "down": down_kernel}
+NONE = torch.empty(0)
+LAYOUTS = {None: "plain", 128: "blocks", 0: "rows"}  # of scales
 TABLES = dict.fromkeys(("pair_index", "tile_expert", "counts", "offsets"), "*i32")
-SHIPPED = {  # programs that differ: rows a tile and the product's shape
-    (name, config.block_m, getattr(config, name))
-    for config in configs_of(torch.bfloat16)
+SHIPPED = {  # programs that differ: rows a tile, the product's shape, and scales
+    (name, config.block_m, getattr(config, name), block)
+    for block in LAYOUTS
+    for config in configs_of(torch.bfloat16, is_fp8=block is not None)
     for name in KERNELS
 }
 
 
-@pytest.mark.parametrize(("name", "block_m", "product"), sorted(SHIPPED), ids=str)
-def test_expert_product_sm90_has_no_spills(name, block_m, product, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "block_m", "product", "block"),
+    sorted(SHIPPED, key=str),
+    ids=lambda value: (
+        LAYOUTS.get(value, str(value)) if isinstance(value, int | None) else str(value)
+    ),
+)
+def test_expert_product_sm90_has_no_spills(name, block_m, product, block, tmp_path):
     kernel = KERNELS[name]
     inner_size = 192 if product.block_n == 64 else 384
     constants = {"TOP_K": 2} if name == "gate_up" else {}
-    constants |= expert_mlp_launch.product_constants(512, inner_size, block_m, product)
+    scales = None if block is None else expert_mlp_launch.ExpertScales(NONE, NONE, block)
+    constants |= expert_mlp_launch.product_constants(512, inner_size, block_m, product, scales)
     types = dict.fromkeys(kernel.arg_names, "i32") | TABLES
     types |= dict.fromkeys(("x", "weight", "inner", "out"), POINTERS[torch.bfloat16])
-    types |= {"router_weights": "*fp32"} | dict.fromkeys(constants, "constexpr")
+    types |= {"router_weights": "*fp32", "scale": "constexpr" if scales is None else "*fp32"}
+    if scales is not None:
+        types["weight"] = "*fp8e4nv"
+    types |= dict.fromkeys(constants, "constexpr")
     compiled = _compile(
         kernel,
         types=types,
@@ -50,6 +63,9 @@ def test_expert_product_sm90_has_no_spills(name, block_m, product, tmp_path):
     assert _num_spilled_bytes(compiled, tmp_path) == 0
     assert ("wgmma" in compiled.asm["ptx"]) == (block_m >= 64)
     assert "cp.async.cg" in compiled.asm["ptx"], "loads run ahead of the products"
+    # To bfloat16 over float32: the direct conversion is slower than memory.
+    assert ("cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]) == (scales is not None)
+    assert "cvt.bf16.f16" not in compiled.asm["ptx"]
 
 
 SMALL = {  # kernel, constants, warps, stages

@@ -3,23 +3,24 @@
 import pytest
 import torch
 from mtp_research.kernels.bench import __main__ as bench
-from mtp_research.kernels.products import few_rows_product as few_rows_choice
+from mtp_research.kernels.products import few_rows_choice
+from mtp_research.kernels.products.few_rows_choice import choose_config, choose_gated_config
 from mtp_research.kernels.products.few_rows_product import (
     FewRowsConfig,
-    choose_config,
-    choose_gated_config,
     choose_num_splits,
     few_rows_product,
 )
+from mtp_research.kernels.products.scaled_weights import FP8, check_scale, dequantise
 
-from tests.kernels.few_rows_cases import INTERPRETED_CASES, check_few_rows
+from tests.kernels.few_rows_cases import FP8_CASES, INTERPRETED_CASES, check_few_rows, draw_fp8
 
 BF16 = torch.bfloat16
 PLAIN, SPLIT = FewRowsConfig(16, 32, 1, 2), FewRowsConfig(16, 32, 1, 2, 1)
 X, WEIGHT = torch.zeros(2, 8), torch.zeros(6, 8)
+STORED, SCALE = WEIGHT.to(FP8), torch.ones(6, 1)
 
 
-@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", INTERPRETED_CASES + FP8_CASES, ids=lambda case: case.name)
 def test_reference_matches_float64(case):
     check_few_rows(case, BF16, backend="reference")
 
@@ -37,6 +38,16 @@ def test_reference_matches_float64(case):
             "even number of weight rows",
         ),
         (lambda: few_rows_product(X, WEIGHT, config=SPLIT, is_gated=True), "without splits"),
+        (lambda: few_rows_product(X, STORED, config=PLAIN), "weight must have dtype torch.float32"),
+        (
+            lambda: few_rows_product(X, WEIGHT, scale=SCALE, config=PLAIN),
+            "dtype torch.float8_e4m3fn",
+        ),
+        (
+            lambda: few_rows_product(X, STORED, scale=SCALE, scale_block=16, config=PLAIN),
+            r"weight_scale must have shape .* = \[1, 1\], got \[6, 1\]",
+        ),
+        (lambda: check_scale("w", STORED, SCALE, block=24), "a power of two >= 16, got 24"),
     ],
 )
 def test_wrong_operands_are_refused(call, message):
@@ -82,6 +93,24 @@ def test_gated_program_shapes_are_ones_that_the_kernel_takes():
         config = choose_gated_config(num_rows, 22_016, 4096, dtype=BF16)
         few_rows_product(X, WEIGHT, config=config, is_gated=True)
     assert choose_gated_config(32, 22_016, 4096, dtype=BF16) is None
+
+
+@pytest.mark.parametrize("block", [16, 64, 0])
+@pytest.mark.parametrize("shape", [(33, 50), (64, 128), (3, 21, 40)], ids=str)
+def test_dequantised_weight_is_each_number_times_its_scale(shape, block):
+    stored, scale = draw_fp8(shape, block=block, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, BF16):
+        plain = dequantise(stored, scale, block=block, dtype=dtype)
+        for place in ((0, 0), (-1, -1), (17, 39), (20, 16)):
+            row, column = (number % size for number, size in zip(place, shape[-2:], strict=True))
+            at = (row // block, column // block) if block else (row, 0)
+            expected = stored[..., row, column].float() * scale[..., at[0], at[1]]
+            assert torch.equal(plain[..., row, column], expected.to(dtype))
+
+
+def test_fp8_weights_have_a_program_shape_for_any_size():
+    assert all(few_rows_choice.choose_fp8_config(count) for count in (1, 8, 9, 33, 128))
+    assert few_rows_choice.choose_fp8_config(129) is None
 
 
 def test_table_is_for_hopper_alone():

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from mtp_research.kernels.products.few_rows_product import (
-    FewRowsConfig,
+from mtp_research.kernels.products.few_rows_choice import (
     choose_config,
+    choose_fp8_config,
     choose_gated_config,
-    few_rows_product,
 )
+from mtp_research.kernels.products.few_rows_product import FewRowsConfig, few_rows_product
 
-from tests.kernels.few_rows_cases import INTERPRETED_CASES, Case, check_few_rows
+from tests.kernels.few_rows_cases import FP8_CASES, INTERPRETED_CASES, Case, check_few_rows
 
 pytestmark = pytest.mark.gpu
 poisoned = pytest.mark.usefixtures("nan_in_new_memory")
@@ -19,7 +19,7 @@ WEIGHTS = ((2048, 2048), (4096, 4096), (6144, 4096), (16_384, 4096), (32_001, 20
 
 @poisoned
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", INTERPRETED_CASES + FP8_CASES, ids=lambda case: case.name)
 def test_small_products_on_gpu_match_float64(case, dtype):
     if dtype is torch.float32 and case.config.block_n > 16:
         pytest.skip("float32 is multiplied without tensor cores, in small tiles")
@@ -43,6 +43,18 @@ def test_gated_program_shapes_of_the_table_match_float64(num_rows):
     config = choose_gated_config(num_rows, 22_016, 4096, dtype=BF16)
     case = Case("", num_rows, 11_008, 4096, config, is_gated=True)
     check_few_rows(case, BF16, backend="triton", device="cuda", seed=num_rows)
+
+
+@poisoned
+@pytest.mark.parametrize("scale_block", [128, 0], ids=["blocks", "rows"])
+@pytest.mark.parametrize("num_rows", [1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128])
+def test_fp8_products_on_gpu_match_float64(num_rows, scale_block):
+    for num_outputs, depth in ((4096, 4096), (2817, 1408), (14_336, 4096)):  # 22.008 blocks
+        sizes = (num_rows, num_outputs, depth, choose_fp8_config(num_rows))
+        case = Case("", *sizes, has_bias=True, scale_block=scale_block)
+        check_few_rows(case, BF16, backend="triton", device="cuda", seed=num_rows)
+        tiled = case._replace(config=case.config._replace(uses_descriptor=True))
+        check_few_rows(tiled, BF16, backend="triton", device="cuda", seed=num_rows)
 
 
 @poisoned

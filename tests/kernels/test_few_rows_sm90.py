@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from mtp_research.kernels.products import few_rows_product as few_rows_choice
+from mtp_research.kernels.products import few_rows_choice
 from mtp_research.kernels.products.few_rows_product import (
     FewRowsConfig,
     choose_num_splits,
@@ -28,6 +28,7 @@ class Program(NamedTuple):
     is_gated: bool = False
     is_split: bool = False
     has_bias: bool = False
+    scale_block: int | None = None  # of an FP8 weight
 
 
 def shipped():
@@ -45,12 +46,19 @@ def shipped():
 
 # A bias is added to sums that are in registers already: one program has it.
 WITH_BIAS = Program(8, few_rows_choice._NARROW, has_bias=True)
-PROGRAMS = [*dict.fromkeys(shipped()), WITH_BIAS, Program(1, few_rows_choice._NARROW)]
+FP8_PROGRAMS = [
+    Program(num_rows, config, is_split=True, scale_block=block)
+    for num_rows, config in few_rows_choice._FP8_CONFIGS.items()
+    for block in (128, 0)
+]
+PLAIN_PROGRAMS = [*dict.fromkeys(shipped()), WITH_BIAS, Program(1, few_rows_choice._NARROW)]
+PROGRAMS = [*PLAIN_PROGRAMS, *FP8_PROGRAMS]
 
 
 def name_of(program):
     words = ("gated", "split", "bias")
-    kind = [word for word, has in zip(words, program[2:], strict=True) if has]
+    kind = [word for word, has in zip(words, program[2:], strict=False) if has]
+    kind += [] if program.scale_block is None else [f"fp8_{program.scale_block}"]
     return "_".join((f"{program.num_rows}_rows", *map(str, map(int, program.config)), *kind))
 
 
@@ -64,10 +72,13 @@ def test_few_rows_kernel_sm90_has_no_spills(program, tmp_path):
         config=config,
         overlaps=True,
         is_gated=program.is_gated,
+        scale_block=program.scale_block or 0,
     )
     types = dict.fromkeys(few_rows_kernel.arg_names, "i32")
     types |= dict.fromkeys(("x", "weight", "out"), "*bf16")
-    types |= dict.fromkeys(("bias", "weight_tiles", "parts", "arrived"), "constexpr")
+    types |= dict.fromkeys(("bias", "weight_tiles", "parts", "arrived", "scale"), "constexpr")
+    if program.scale_block is not None:
+        types |= {"weight": "*fp8e4nv", "scale": "*fp32"}
     if program.is_split:
         types |= {"parts": "*fp32", "arrived": "*i32"}
     if program.has_bias:
@@ -88,4 +99,6 @@ def test_few_rows_kernel_sm90_has_no_spills(program, tmp_path):
     ptx = compiled.asm["ptx"]
     copies = "cp.async.bulk.tensor" if config.uses_descriptor else "cp.async.cg"
     assert copies in ptx
+    assert ("cvt.rn.f16x2.e4m3x2" in ptx) == (program.scale_block is not None)
+    assert "cvt.bf16.f16" not in ptx, "slower than memory"
     assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait") < ptx.index(copies)

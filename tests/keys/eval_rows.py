@@ -51,10 +51,18 @@ MODEL = [
     _row("model.device_map", "auto", "loaded", "texts", reason="one device: the same texts"),
     _row("model.weights", "random", "fault", shows=fault("head")),
     _row("model.weights", "random", "hashes texts", base={"spec.num_speculative_tokens": 0}),
+    _row("model.keep_fp8", True, "loaded warnings", "texts", base={"model.path": "fp8 target"}),
     _row("model.experts", "grouped_mm", "loaded", "texts", reason=GPU),
     _price("model.dtype", "float64", "dtype loaded", "texts conditions"),
     _price("model.device_map", "auto", "loaded", "texts conditions"),
     _price("model.weights", "random", "fault", shows=fault("head")),
+    _price(
+        "model.keep_fp8",
+        True,
+        "loaded warnings",
+        "texts conditions",
+        base={"model.path": "fp8 target"},
+    ),
     _price("model.experts", "grouped_mm", "loaded", "texts conditions", reason=GPU),
 ]
 SPEC = [

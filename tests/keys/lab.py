@@ -41,6 +41,7 @@ from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from mtp_research.studies import matrix_cell
 from tests.keys.row import Changes, Config, with_keys
 from tests.keys.watch import Models, Parts, Watch, digests
+from tests.models.test_loading import quantise
 from tests.pretrain.test_pretrain import ARCHITECTURES, make_config, write_corpus
 from tests.tiny import tiny_target
 from tests.training.tiny import save_lab
@@ -93,6 +94,7 @@ class Lab:
             "one profile": lambda: self._profile("one", always=9, never=0),
             "other profile": lambda: self._profile("two", always=0, never=0),
             "other documents": self._other_documents,
+            "fp8 target": self._fp8_target,
             "other target": lambda: str(self._other_target()),
             "other corpus": self._other_corpus,
             "written cache": lambda: f"{_cached(self)['folder']}/cache",
@@ -148,6 +150,14 @@ class Lab:
         weights = load_file(folder / "model.safetensors")
         weights["model.embed_tokens.weight"] = -weights["model.embed_tokens.weight"]
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return str(folder)
+
+    def _fp8_target(self) -> str:
+        """The shipped target with its matrices stored as FP8."""
+        folder = self.root / "fp8"
+        if not folder.exists():
+            shutil.copytree(LAB_TINY / "target", folder)
+            quantise(folder)
         return str(folder)
 
     def _head_of_module_0(self) -> str:

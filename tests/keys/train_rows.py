@@ -39,11 +39,13 @@ MODEL = [
     _heads("model.tp_plan", "tensor", "fault", shows=fault("trainer.shard_target"), reason=RANKS),
     _heads("model.device_map", "auto", "loaded", "weights", reason="one device: the same weights"),
     _heads("model.weights", "random", "hidden weights", "rows"),
+    _heads("model.keep_fp8", True, "loaded", "rows", base={"model.path": "fp8 target"}),
     _heads("model.experts", "grouped_mm", "loaded", "weights", reason=GPU),
     _target("family", "qwen3", "start weights num_parameters", "rows"),
     _target("dtype", "bfloat16", "start weights"),
     _target("device", "cuda", "fault", shows=fault("model.device=cuda"), reason=GPU),
     _target("weights", "random", "fault", shows=fault("must be stored for task=target")),
+    _target("keep_fp8", True, "fault", shows=fault("must be false for task=target")),
     _target("architecture", "one layer", "start weights num_parameters", "rows"),
 ]
 PRETRAIN = [

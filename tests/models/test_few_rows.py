@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from mtp_research.kernels.products import few_rows_product as few_rows_choice
+from mtp_research.kernels.products import few_rows_choice
 from mtp_research.kernels.products.few_rows_product import FewRowsConfig
 from torch import nn
 

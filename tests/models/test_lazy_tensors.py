@@ -10,8 +10,9 @@ from mtp_research.models.loading import lazy_tensors
 from mtp_research.models.loading.lazy_tensors import (
     Form,
     RandomTensor,
+    open_tensors,
+    plain_tensors,
     random_tensors,
-    stored_tensors,
 )
 from mtp_research.models.loading.placement import require_gpus
 from mtp_research.models.loading.quantised import plain_config
@@ -99,7 +100,7 @@ def test_part_of_block_scaled_tensor_is_that_of_whole_one(
     place: tuple[slice, slice], tmp_path: Path
 ) -> None:
     meant = quantise(save(tmp_path, intermediate_size=48, hidden_size=80))
-    tensors = stored_tensors(tmp_path, block=(BLOCK, BLOCK), form=FORM)
+    tensors = plain_tensors(open_tensors(tmp_path), block=(BLOCK, BLOCK), form=FORM)
     assert tensors.keys() == meant.keys()
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(tensors[name][place], meant[name][place])
@@ -108,7 +109,7 @@ def test_part_of_block_scaled_tensor_is_that_of_whole_one(
 def test_scales_of_other_blocks_are_refused(tmp_path: Path) -> None:
     quantise(save(tmp_path))
     with pytest.raises(IntegrityError, match="needs a scale per tensor, row or 64 x 64"):
-        stored_tensors(tmp_path, block=(64, 64), form=FORM)
+        plain_tensors(open_tensors(tmp_path), block=(64, 64), form=FORM)
 
 
 def test_config_of_plain_numbers_says_nothing_of_quantisation(tmp_path: Path) -> None:

@@ -42,8 +42,25 @@ def read(path: Path) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
-def quantise(folder: Path, *, is_quantised: str = "proj") -> dict[str, Tensor]:
-    """Store the matrices of a checkpoint as FP8 blocks, in place; gives what these stand for."""
+ROWS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token"},
+        }
+    },
+    "ignore": ["lm_head", "model.layers.0.mlp.gate"],
+}
+LAYOUTS = {"blocks": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}, "rows": ROWS}
+
+
+def quantise(
+    folder: Path, *, is_quantised: str = "proj", layout: str = "blocks"
+) -> dict[str, Tensor]:
+    """Store the matrices of a checkpoint as FP8, in place; gives what these stand for."""
     path = folder / "model.safetensors"
     stored, meant = {}, read(path)
     for name, tensor in read(path).items():
@@ -51,14 +68,15 @@ def quantise(folder: Path, *, is_quantised: str = "proj") -> dict[str, Tensor]:
             stored[name] = tensor
             continue
         rows, columns = tensor.shape
-        grid = (-(-rows // BLOCK), -(-columns // BLOCK))
-        scales = torch.rand(grid) + 0.5
-        full = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+        height, width = (BLOCK, BLOCK) if layout == "blocks" else (1, columns)
+        scales = (torch.rand(-(-rows // height), -(-columns // width)) + 0.5) / 64
+        full = scales.repeat_interleave(height, 0)[:rows]
+        full = full.repeat_interleave(width, 1)[:, :columns]
         stored[name] = (tensor / full).to(torch.float8_e4m3fn)
-        stored[f"{name}_scale_inv"] = scales
+        stored[f"{name}_scale_inv" if layout == "blocks" else f"{name}_scale"] = scales
         meant[name] = stored[name].float() * full
     save_file(stored, path, metadata={"format": "pt"})
-    set_quantisation(folder, quant_method="fp8", weight_block_size=[BLOCK, BLOCK])
+    set_quantisation(folder, **LAYOUTS[layout])
     return meant
 
 
@@ -68,20 +86,21 @@ def set_quantisation(folder: Path, **settings: object) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("recipe", "changes"),
     [("qwen3", {"intermediate_size": 48}), ("glm4_moe", {"moe_intermediate_size": 40})],
     ids=["cut_off_blocks", "experts"],
 )
 def test_fp8_checkpoint_loads_as_the_weights_it_stands_for(
-    recipe: str, changes: dict, tmp_path: Path
+    recipe: str, changes: dict, layout: str, tmp_path: Path
 ) -> None:
     plain, fp8 = (
         save(tmp_path / "plain", recipe, **changes),
         save(tmp_path / "fp8", recipe, **changes),
     )
     before = load_target(plain, dtype="float32", device="cpu")
-    meant = quantise(fp8)
+    meant = quantise(fp8, layout=layout)
     save_file(meant, plain / "model.safetensors", metadata={"format": "pt"})
     loaded, expected = (load_target(p, dtype="float32", device="cpu") for p in (fp8, plain))
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
@@ -102,7 +121,17 @@ def test_fp8_checkpoint_without_a_scale_is_refused(tmp_path: Path) -> None:
 
 def test_other_quantisation_is_refused_by_name(tmp_path: Path) -> None:
     set_quantisation(save(tmp_path), quant_method="gptq", bits=4)
-    with pytest.raises(ConfigError, match=r"one of \['bitsandbytes', 'fp8'\], got gptq"):
+    with pytest.raises(
+        ConfigError, match=r"one of \['bitsandbytes', 'compressed-tensors', 'fp8'\], got gptq"
+    ):
+        load_target(tmp_path, device="cpu")
+
+
+def test_integers_of_compressed_tensors_are_refused(tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group"}
+    groups = {"config_groups": {"group_0": {"weights": weights}}}
+    set_quantisation(save(tmp_path), **ROWS | groups | {"format": "pack-quantized"})
+    with pytest.raises(ConfigError, match=r"or FP8 where compressed-tensors .* pack-quantized"):
         load_target(tmp_path, device="cpu")
 
 

@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from mtp_research.kernels.products.scaled_weights import FP8
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
+from mtp_research.models.fp8_layers import Fp8Linear
 from mtp_research.models.rewrites.products import merge_projections
 from tests import tiny
 
@@ -38,6 +40,38 @@ def test_compiled_group_is_one_product_with_the_same_result(bias: bool) -> None:
     calls = code[0].count("extern_kernels.mm(") + code[0].count("extern_kernels.addmm(")
     assert calls == 1
     assert torch.equal(module(x), plain(x))  # without the compiler nothing changes
+
+
+def _stored(linear: nn.Linear, *, block: int) -> Fp8Linear:
+    layer = Fp8Linear(linear, block=block)
+    layer.weight.copy_(torch.randn(layer.weight.shape).to(FP8))
+    layer.weight_scale.copy_(torch.rand(layer.weight_scale.shape))
+    return layer
+
+
+@pytest.mark.parametrize("block", [16, 0])
+@torch.inference_mode()
+def test_compiled_group_of_fp8_layers_is_one_product_with_the_same_result(block: int) -> None:
+    module = _Attention(bias=True).requires_grad_(False)
+    for name, linear in list(module.named_children()):
+        setattr(module, name, _stored(linear, block=block))
+    plain = copy.deepcopy(module)
+    assert merge_projections(module) == 1
+    before, after = plain.state_dict(), module.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    x = torch.randn(1, 4, 32)
+    output, code = run_and_get_code(torch.compile(module, dynamic=False), x)
+    torch.testing.assert_close(output, plain(x), rtol=1e-5, atol=1e-5)
+    assert code[0].count("torch.ops.mtp_research.fp8_linear.default(") == 1
+    assert torch.equal(module(x), plain(x))
+
+
+def test_fp8_layers_that_end_inside_a_block_are_left_alone() -> None:
+    module = _Attention(bias=False)
+    for name, linear in list(module.named_children()):
+        setattr(module, name, _stored(linear, block=32))  # 48 rows are one block and half of one
+    assert merge_projections(module.requires_grad_(False)) == 0
 
 
 def test_model_keeps_names_values_and_memory() -> None:

@@ -8,6 +8,7 @@ import functools
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.rewrites import regions
 from mtp_research.models.rewrites.regions import LayerRegion, compile_layers_once
+from mtp_research.models.target import load_target
 from tests import tiny
 from tests.decode.test_captured_loop import stand_in_for_graphs
+from tests.models.test_loading import quantise, save
 
 PROMPTS = ([5, 6, 7, 8, 9], [3, 4, 5], [9, 9, 8, 7, 6, 5, 4], [11, 12])
 
@@ -105,6 +108,20 @@ def test_steps_are_compiled_whole_where_regions_are_off(compiled: Counter[str]) 
     plain = decode(models, num_drafts=1)
     assert decode(models, num_drafts=1, **CAPTURED, layer_regions=False) == plain
     assert compiled == {"_run_step": 1}
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_layers_that_keep_fp8_are_compiled_once_for_each_kind(
+    num_drafts: int, compiled: Counter[str], tmp_path: Path
+) -> None:
+    quantise(save(tmp_path, "glm4_moe", num_hidden_layers=3))
+    target = load_target(tmp_path, dtype="float32", device="cpu", weights="stored_fp8")
+    models = target, tiny.tiny_heads(target, num_mtp_modules=2)
+    plain = decode(models, num_drafts=num_drafts)
+    assert decode(models, num_drafts=num_drafts, **CAPTURED) == plain
+    # The dense layer, those with experts and modules, whose weights are plain; each with and
+    # without rows that lie in a longer prompt.
+    assert compiled == {"_run": 6 if num_drafts else 4, "_run_step": 1}
 
 
 def test_heads_made_after_their_target_was_rewritten_decode(compiled: Counter[str]) -> None:

@@ -121,7 +121,7 @@ def _evaluate(
         tp_plan=config.model.tp_plan,
         device_map=config.model.device_map,
         experts=config.model.experts,
-        weights=config.model.weights,
+        weights=config.model.weights_form,
     )
     warn_of_family(target, family=config.model.family)
     check_backend(config.engine.backend, target.device)

@@ -12,7 +12,7 @@ Letters: O output rows, C input columns.
 import copy
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import NamedTuple, Protocol, cast
@@ -30,9 +30,12 @@ from mtp_research.models.loading.quantised import (
 from mtp_research.models.loading.source import read_weight_map
 from mtp_research.runtime.hash_bits import GOLDEN, mix, shift_right, signed
 
-_CHUNK = 1 << 18  # numbers that a thread draws at a time; each takes some 40 bytes meanwhile
+# Numbers that a thread draws at a time, on a CPU and on a GPU, where a chunk is some 20 launches; a
+# number takes some 40 bytes meanwhile.
+_CHUNK = 1 << 18
+_GPU_CHUNK = 1 << 23
 _MATRIX_DIMS = 2
-_DEFAULT_STD = 0.02  # of configs without an `initializer_range`
+DEFAULT_STD = 0.02  # of configs without an `initializer_range`
 _RANDOM_BITS = 24  # the most that float32 holds
 
 Index = EllipsisType | tuple[slice, ...]
@@ -90,7 +93,8 @@ class RandomTensor:
         *leading, columns = ranges
         rows = part.view(-1, len(columns))
         at_column = torch.arange(columns.start, columns.stop, device=part.device)
-        step = max(_CHUNK // len(columns), 1)
+        chunk = _GPU_CHUNK if part.is_cuda else _CHUNK
+        step = max(chunk // len(columns), 1)
         for first in range(0, len(rows), step):
             row = torch.arange(first, min(first + step, len(rows)), device=part.device)
             place = self._row_starts(row, leading)[:, None] + at_column
@@ -118,7 +122,7 @@ def random_tensors(model: PreTrainedModel, *, form: Form) -> dict[str, LazyTenso
     Matrices are random, with the config's `initializer_range`. What has one dimension (norms,
     biases, a router's correction) is small and drawn by the family's own rule, whole.
     """
-    std = getattr(model.config.get_text_config(), "initializer_range", None) or _DEFAULT_STD
+    std = getattr(model.config.get_text_config(), "initializer_range", None) or DEFAULT_STD
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in model.state_dict().items():
         if name in model.all_tied_weights_keys:
@@ -194,22 +198,33 @@ class BlockScaledTensor:
         return self._scale[rows.start // height].repeat_interleave(width)[_slice_of(columns)]
 
 
-def stored_tensors(folder: Path, *, block: tuple[int, int], form: Form) -> dict[str, LazyTensor]:
-    """The tensors in the files of `folder`; those with a scale beside them as plain numbers."""
+def open_tensors(folder: Path) -> dict[str, LazyTensor]:
+    """The tensors in the files of `folder`, scales among them, as they are stored."""
     index = read_weight_map(folder)
     files = {path.name for path in folder.glob("*.safetensors")}
     stored: dict[str, LazyTensor] = {}
     for file in sorted(files if index is None else set(index.values())):
         shard = safe_open(folder / file, framework="pt")
         stored |= {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
+    return stored
+
+
+def plain_tensors(
+    stored: Mapping[str, LazyTensor], *, block: tuple[int, int], form: Form
+) -> dict[str, LazyTensor]:
+    """What `open_tensors` gives; those with a scale beside them as plain numbers."""
     plain: dict[str, LazyTensor] = {}
     for name in without_scales(stored):
-        scales = [stored[name + suffix] for suffix in SCALES if name + suffix in stored]
         plain[name] = stored[name]
-        for scale in scales[:1]:
-            one = BlockScaledTensor(name, stored[name], scale[...], block=block, form=form)
-            plain[name] = one
+        if (scale := scale_beside(name, stored)) is not None:
+            plain[name] = BlockScaledTensor(name, stored[name], scale, block=block, form=form)
     return plain
+
+
+def scale_beside(name: str, stored: Mapping[str, LazyTensor]) -> Tensor | None:
+    """The scale of a stored tensor, read whole; None for one without."""
+    found = (stored[name + suffix][...] for suffix in SCALES if name + suffix in stored)
+    return next(found, None)
 
 
 def _ranges(index: Index, shape: Sequence[int]) -> list[range]:

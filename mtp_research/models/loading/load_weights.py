@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -35,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from mtp_research.config.schema import WEIGHTS
 from mtp_research.models.families import FAMILIES, family_of, require_supported
+from mtp_research.models.fp8_layers import keep_fp8, require_fp8
 from mtp_research.models.loading.parts import (
     LayerFilter,
     Layers,
@@ -52,7 +52,7 @@ from mtp_research.models.loading.placement import (
     require_shared_place,
 )
 from mtp_research.models.loading.quantised import (
-    block_size,
+    FP8_METHODS,
     dequantising,
     plain_config,
     quantisation_of,
@@ -94,6 +94,7 @@ class Placing:
     device_map: str | Mapping[str, int | str] = "none"  # or `auto`, or devices by module name
     layers: Layers = "all"  # decoder layers that are loaded; see `parts`
     weights: str = "stored"  # or random
+    keep_fp8: bool = False  # see `kept_fp8`
 
     @property
     def is_split(self) -> bool:
@@ -133,7 +134,8 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
     with fail_together(is_split=placing.is_split), loading(path):
         _check_files(path, published.config, placing)
         with dequantising(published.config) as config, _without_warm_up(placing):
-            source = _lazy_source(path, config, placing) or _stored_source(path, config)
+            source, kept = _lazy_source(path, config, placing) or (_stored_source(path, config), {})
+            changes = [partial(keep_fp8, blocks=kept), *changes] if kept else changes
             model, report = _build(source, changes, **arguments, dtype=placing.dtype)
         if parts is not None:
             unexpected = report["unexpected_keys"]
@@ -161,7 +163,7 @@ def _check_files(path: str, config: PreTrainedConfig, placing: Placing) -> None:
     method = quantisation_of(config)
     if method != "bitsandbytes":  # which packs numbers
         check_sizes(Path(path), config)
-    if method == "fp8":
+    if method in FP8_METHODS:
         require_scales(Path(path))
 
 
@@ -176,22 +178,30 @@ def _stored_source(path: str, config: PreTrainedConfig) -> dict[str, object]:
     }
 
 
-def _lazy_source(path: str, config: PreTrainedConfig, placing: Placing) -> dict[str, object] | None:
-    """What it takes instead where tensors are made as they are read; None where they are not."""
-    if placing.weights == "stored" and not (placing.is_split and quantisation_of(config)):
-        return None
-    from mtp_research.models.loading.lazy_tensors import Form, random_tensors, stored_tensors
+def _lazy_source(
+    path: str, config: PreTrainedConfig, placing: Placing
+) -> tuple[dict[str, object], dict[str, int]] | None:
+    """What it takes instead where tensors are made as they are read; None where they are not.
 
-    form = Form(placing.dtype, placing.device)
-    if placing.weights == "random":
-        config = plain_config(config)
-        return {"config": config, "state_dict": random_tensors(_without_weights(config), form=form)}
-    hub_id = split_hub_id(path)
-    if not Path(path).is_dir():
-        files = ["*.json", "*.safetensors"]
-        path = snapshot_download(hub_id.name, revision=hub_id.revision, allow_patterns=files)
-    tensors = stored_tensors(Path(path), block=block_size(config), form=form)
-    return {"config": plain_config(config), "state_dict": tensors}
+    With it come the layers that keep FP8, as `keep_fp8` takes them.
+    """
+    if not _is_lazy(config, placing):
+        return None
+    from mtp_research.models.loading.kept_fp8 import made_tensors
+    from mtp_research.models.loading.lazy_tensors import Form
+
+    plain, form = plain_config(config), Form(placing.dtype, placing.device)
+    how = {"weights": placing.weights, "keep_fp8": placing.keep_fp8, "form": form}
+    made = made_tensors(path, config, _without_weights(plain), **how)
+    return {"config": plain, "state_dict": made.tensors}, made.blocks
+
+
+def _is_lazy(config: PreTrainedConfig, placing: Placing) -> bool:
+    """Whether tensors are made when they are read: the library cannot read the files, or not so."""
+    method = quantisation_of(config)
+    in_parts = placing.is_split and method is not None
+    is_made = placing.weights == "random" or placing.keep_fp8
+    return is_made or in_parts or method == "compressed-tensors"
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
@@ -262,7 +272,10 @@ def _layer_filter(published: PublishedConfig, placing: Placing) -> LayerFilter |
     every layer.
     """
     config, family_name = published
-    is_plain = config.get_text_config() is config and quantisation_of(config) in (None, "fp8")
+    is_plain = config.get_text_config() is config and quantisation_of(config) in (
+        None,
+        *FP8_METHODS,
+    )
     if placing.layers in ("all", "sharded") or not is_plain:
         return None
     return LayerFilter(FAMILIES[family_name], placing.layers)
@@ -285,7 +298,7 @@ def _arguments(published: PublishedConfig, placing: Placing) -> dict[str, object
         require_gpus(placing.device)
     if placing.device_map == "none":
         is_packed = quantisation_of(config) == "bitsandbytes"  # placed by its loader
-        is_placed = is_packed or placing.is_split or placing.weights == "random"
+        is_placed = is_packed or placing.is_split or _is_lazy(config, placing)
         return {"device_map": {"": placing.device}} if is_placed else {}
     if num_ranks() > 1:
         raise ConfigError(
@@ -309,10 +322,18 @@ def _require_matching(config: PreTrainedConfig, placing: Placing) -> None:
             f"model.weights must be one of {sorted(WEIGHTS)}, got {placing.weights!r}; set "
             "model.weights=stored."
         )
+    if placing.keep_fp8:
+        require_fp8(placing.device)
+        if placing.is_split:
+            raise ConfigError(
+                "model.keep_fp8=true wants a target on one device, got one that ranks share; set "
+                "model.keep_fp8=false."
+            )
     keys = {
         f"model.tp_plan={placing.tp_plan}": (placing.tp_plan != "none", "model.tp_plan=none"),
         "trainer.shard_target=true": (placing.layers == "sharded", "trainer.shard_target=false"),
         "model.weights=random": (placing.weights == "random", "model.weights=stored"),
+        "model.keep_fp8=true": (placing.keep_fp8, "model.keep_fp8=false"),
     }
     obstacles = {
         "model.device_map": placing.device_map != "none",

@@ -1,14 +1,18 @@
 """Checkpoints that are stored quantised: what their own `quantization_config` says, and no more.
 
-    fp8             FP8 matrices with a scale per block: de-quantised while they are read
-    bitsandbytes    4 or 8 bits by the package, which must be installed: kept as stored
+    fp8                   FP8 matrices with a scale per block
+    compressed-tensors    FP8 matrices with a scale per output row, tensor or block
+    bitsandbytes          4 or 8 bits by the package, which must be installed: kept as stored
 
-De-quantised weights have the dtype of the configuration, so that heads, hashes and kernels see an
-ordinary model. Every other method is refused by name. Configurations do not say reliably which MTP
-tensors are quantised; `dequantise` decides by the scale that lies beside a tensor.
+FP8 is de-quantised while it is read, unless `model.keep_fp8` asks for it (`kept_fp8`). De-quantised
+weights have the dtype of the configuration, so that heads, hashes and kernels see an ordinary
+model. Every other method is refused by name. Configurations do not say reliably which MTP tensors
+are quantised; `dequantise` decides by the scale that lies beside a tensor. Scales of activations
+are not read: rows are multiplied as they are.
 
 Letters: O output rows, C input columns.
-Source: DeepSeek-V3's FP8 weights, `weight = stored * weight_scale_inv` by blocks of 128 x 128.
+Source: DeepSeek-V3's FP8 weights, `weight = stored * weight_scale_inv` by blocks of 128 x 128;
+`weight = stored * weight_scale` of compressed-tensors, format `float-quantized`.
 """
 
 import copy
@@ -26,7 +30,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 
-_METHODS = ("bitsandbytes", "fp8")
+_METHODS = ("bitsandbytes", "compressed-tensors", "fp8")
+FP8_METHODS = ("compressed-tensors", "fp8")
 _FP8_NAMES = ("F8_E4M3", "F8_E5M2")  # in the headers of files
 _NUM_LISTED = 3
 
@@ -41,6 +46,11 @@ def quantisation_of(config: PreTrainedConfig) -> str | None:
         raise ConfigError(
             f"model.path must hold plain tensors or be quantised by one of {sorted(_METHODS)}, got "
             f"{method}; set model.path to the unquantised checkpoint."
+        )
+    if method == "compressed-tensors" and _weights_of(settings).get("type") != "float":
+        raise ConfigError(
+            "model.path must hold plain tensors, or FP8 where compressed-tensors wrote it, got "
+            f"format {settings.get('format')}; set model.path to the unquantised checkpoint."
         )
     if method == "bitsandbytes" and importlib.util.find_spec("bitsandbytes") is None:
         raise EnvironmentFault(
@@ -100,7 +110,8 @@ def require_scales(folder: Path) -> None:
     lacking = sorted(
         name
         for name in stored
-        if not {f"{name}_scale_inv", f"{name.removesuffix('weight')}scale"} & names
+        if not {*(name + suffix for suffix in SCALES), f"{name.removesuffix('weight')}scale"}
+        & names
     )
     if lacking:
         raise IntegrityError(
@@ -119,14 +130,38 @@ def _settings(config: PreTrainedConfig) -> dict[str, object] | None:
 SCALES = ("_scale_inv", "_scale")  # behind the name of the tensor that they belong to
 _BLOCK = (128, 128)
 _MATRIX_DIMS = 2
+_FP8_BITS = 8
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def block_size(config: PreTrainedConfig) -> tuple[int, int]:
     """Rows and columns of the blocks of a checkpoint."""
-    stored = (_settings(config) or {}).get("weight_block_size") or _BLOCK
-    rows, columns = cast("list[int]", stored)
+    settings = _settings(config) or {}
+    stored = settings.get("weight_block_size") or _weights_of(settings).get("block_structure")
+    rows, columns = cast("list[int]", stored or _BLOCK)
     return rows, columns
+
+
+def scales_rows(config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint says of its scales that there is one per output row or tensor."""
+    return _weights_of(_settings(config) or {}).get("strategy") in ("channel", "tensor")
+
+
+def unquantised(config: PreTrainedConfig) -> list[str]:
+    """Layers that are stored as plain numbers: names, parts of names or, behind `re:`, patterns."""
+    settings = _settings(config) or {}
+    found = (
+        settings.get(field) for field in ("modules_to_not_convert", "ignored_layers", "ignore")
+    )
+    return cast("list[str]", next(filter(None, found), []))
+
+
+def _weights_of(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """What compressed-tensors says of the weights of its one group; nothing for other methods."""
+    groups = cast("Mapping[str, Mapping[str, Mapping]]", settings.get("config_groups") or {})
+    found = [group.get("weights") or {} for group in groups.values()]
+    is_fp8 = len(found) == 1 and found[0].get("num_bits") == _FP8_BITS
+    return found[0] if is_fp8 else {}
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -13,7 +13,7 @@ Letters: M rows, K depth, N outputs, E experts, P pairs of a row and an expert, 
 Source: batch invariance as in thinking-machines-lab/batch_invariant_ops.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, cast
 
@@ -31,6 +31,7 @@ from mtp_research.kernels.products.invariant_matmul import (
     row_sum,
 )
 from mtp_research.models.experts import expert_stacks
+from mtp_research.models.fp8_layers import holds_fp8
 from mtp_research.runtime.errors import ConfigError
 
 EXPERTS_NAME = "mtp_research_invariant"
@@ -42,9 +43,14 @@ class InvariantProducts(TorchFunctionMode):
     Experts of `models` are then routed to `experts_forward`.
     """
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
+    def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__()
         owners = [stack for model in models for stack in expert_stacks(model)]
+        if any(holds_fp8(model) for model in models):
+            raise ConfigError(
+                "engine.deterministic=true has no batch-invariant products of FP8 weights; set "
+                "model.keep_fp8=false."
+            )
         configs = [cast(PreTrainedConfig, owner.config) for owner in owners]
         self._configs = list({id(config): config for config in configs}.values())
         self._experts_before: list[str] = []

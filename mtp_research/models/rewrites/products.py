@@ -7,26 +7,29 @@ here, and under `torch.compile` the first projection of a group computes the pro
 ours for the shapes that it was measured to be faster at. Gated feed-forward parts then run both
 projections and the activation in one kernel: the library's classes all compute
 down(silu(gate(x)) * up(x)), but only their code says so; a module is taken for one if it has these
-parts and gives the very numbers on a test row.
+parts and gives the very numbers on a test row. FP8 layers are merged with their scales; their
+product goes through our kernel in any case, and gated ones are two kernels.
 
 The modules keep their names, parameters and values, and without `torch.compile` they do what they
 did. Letters: T rows, N outputs, K depth, F inner size.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtp_research.kernels.products.few_rows_product import (
+from mtp_research.kernels.products.few_rows_choice import (
     choose_config,
     choose_gated_config,
-    few_rows_product,
     has_config,
     runs_on,
 )
+from mtp_research.kernels.products.few_rows_product import few_rows_product
+from mtp_research.models.fp8_layers import Fp8Linear, fp8_linear
 
 # Projections of one input in Hugging Face's decoder layers, in the order they are called.
 _GROUPS = (
@@ -41,18 +44,20 @@ def merge_projections(model: nn.Module, *, few_rows_kernel: bool = False) -> int
     """Merge the groups of `model` in place; returns how many.
 
     Weights move into shared storage: no memory is added, and `state_dict` keeps names and values.
-    Groups whose members differ in input size, bias or dtype are left alone, and so are members
-    whose `forward` something has replaced, as libraries do that split or move models.
+    Groups whose members differ in input size, bias, dtype or the blocks of scales are left alone.
+    So are FP8 groups in which another member than the last ends inside a block, and members whose
+    `forward` something has replaced, as libraries do that split or move models.
     """
     count = 0
     for module in list(model.modules()):
         children = dict(module.named_children())
         for names in _GROUPS:
             members = [children.get(name) for name in names]
-            linears = [member for member in members if type(member) is nn.Linear]
-            if len(linears) == len(names) and _can_merge(linears):
-                _merge(linears)
-                count += 1
+            for kind in (nn.Linear, Fp8Linear):
+                linears = [member for member in members if type(member) is kind]
+                if len(linears) == len(names) and _can_merge(linears):
+                    _merge(linears)
+                    count += 1
         if few_rows_kernel and type(module) is nn.Linear and _can_merge([module]):
             _merge([module])
     for module in model.modules():
@@ -69,27 +74,36 @@ def _fits_kernel(weight: Tensor) -> bool:
     return is_plain and weight.data_ptr() % 16 == 0 and runs_on(weight.device)
 
 
-def _can_merge(linears: list[nn.Linear]) -> bool:
+def _can_merge(linears: Sequence[nn.Linear | Fp8Linear]) -> bool:
     kinds = {
         (m.in_features, m.bias is None, m.weight.dtype, m.weight.device, m.weight.requires_grad)
         for m in linears
     }
+    blocks = {m.block for m in linears if isinstance(m, Fp8Linear)}
+    ends_inside = any(m.out_features % block for block in blocks if block for m in linears[:-1])
     is_hooked = any("forward" in vars(linear) for linear in linears)
-    return len(kinds) == 1 and not linears[0].weight.requires_grad and not is_hooked
+    is_alike = len(kinds) == 1 and len(blocks) <= 1 and not ends_inside
+    return is_alike and not linears[0].weight.requires_grad and not is_hooked
 
 
-def _merge(members: list[nn.Linear]) -> None:
+def _merge(members: Sequence[nn.Linear | Fp8Linear]) -> None:
     weights = [member.weight.data for member in members]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # a tied weight stays tied
     biases = [member.bias.data for member in members if member.bias is not None]
     merged = _Merged(weight, torch.cat(biases) if biases else None)
+    scaled = [member for member in members if isinstance(member, Fp8Linear)]
+    if scaled:
+        scales = [member.weight_scale.data for member in scaled]
+        merged.scale, merged.block = scale, _ = torch.cat(scales), scaled[0].block
+        for member, part in zip(scaled, scale.split([len(s) for s in scales]), strict=True):
+            member.weight_scale.data = part
     start = 0
     for index, member in enumerate(members):
         end = start + member.out_features
         member.weight.data = weight[start:end]
         if merged.bias is not None:
-            member.bias.data = merged.bias[start:end]
-        member.__class__ = MergedLinear
+            cast(Tensor, member.bias).data = merged.bias[start:end]
+        member.__class__ = MergedFp8Linear if scaled else MergedLinear
         merged_member = cast(MergedLinear, member)
         merged_member.merged, merged_member.span = merged, (start, end)
         merged_member.is_first, merged_member.is_last = index == 0, index == len(members) - 1
@@ -102,10 +116,14 @@ class _Merged:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
+        self.scale: Tensor | None = None  # of an FP8 weight
+        self.block = 0
         self.product: Tensor | None = None
         self.may_use_kernel = False
 
     def compute(self, input: Tensor) -> Tensor:
+        if self.scale is not None:
+            return fp8_linear(input, self.weight, self.scale, self.bias, self.block)
         if not self.may_use_kernel:
             return nn.functional.linear(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias)
@@ -121,16 +139,32 @@ class MergedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` times this member's part of the group's weight."""
-        if not torch.compiler.is_compiling():
-            return super().forward(input)
-        group = self.merged
-        if self.is_first:
-            group.product = group.compute(input)
-        assert group.product is not None, "members of a group are called in order"
-        output = group.product[..., self.span[0] : self.span[1]]
-        if self.is_last:
-            group.product = None  # compiled code must leave nothing behind
-        return output
+        return _handed_out(self, input) if torch.compiler.is_compiling() else super().forward(input)
+
+
+class MergedFp8Linear(Fp8Linear):
+    """As `MergedLinear`, made out of `Fp8Linear`."""
+
+    merged: _Merged
+    span: tuple[int, int]
+    is_first: bool
+    is_last: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` times this member's part of the group's weight."""
+        return _handed_out(self, input) if torch.compiler.is_compiling() else super().forward(input)
+
+
+def _handed_out(member: MergedLinear | MergedFp8Linear, input: Tensor) -> Tensor:
+    """A member's part of the product, which the first member of its group computes."""
+    group = member.merged
+    if member.is_first:
+        group.product = group.compute(input)
+    assert group.product is not None, "members of a group are called in order"
+    output = group.product[..., member.span[0] : member.span[1]]
+    if member.is_last:
+        group.product = None  # compiled code must leave nothing behind
+    return output
 
 
 class FusedMlp:
