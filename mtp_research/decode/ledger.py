@@ -9,9 +9,8 @@ Letters: K drafts per step.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from mtp_research.decode.draft.draft_length import RecentRounds, drafts_made
 from mtp_research.decode.sampling.sampling import LogprobTensors
 from mtp_research.decode.schedule.request import FinishReason, Request, Schedule, Scheduled, Status
 from mtp_research.decode.schedule.scheduler import Scheduler, cut_emitted
+from mtp_research.decode.slot_state import map_tensors
 from mtp_research.decode.stats import DecodeStats, record_of
 from mtp_research.decode.step import StepResult
 from mtp_research.policy.audit import Auditor
@@ -99,7 +99,7 @@ class PendingResult:
 
     def __init__(self, result: StepResult) -> None:
         is_cuda = result.sampled_token_ids.is_cuda
-        self._result = cast(StepResult, _start_copy(result)) if is_cuda else result
+        self._result = map_tensors(_start_copy, result) if is_cuda else result
         self._done = torch.cuda.Event() if is_cuda else None
         if self._done is not None:
             self._done.record()
@@ -111,14 +111,9 @@ class PendingResult:
         return self._result
 
 
-def _start_copy(value: object) -> object:
-    if isinstance(value, Tensor):
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        return host.copy_(value, non_blocking=True)
-    if isinstance(value, tuple):
-        make = cast(Callable[..., object], type(value))
-        return make(*(_start_copy(part) for part in value))
-    return value
+def _start_copy(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 class Launched(NamedTuple):

@@ -16,6 +16,7 @@ Letters: R requests, B bucket, M blocks per table, K drafts per step.
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
 from typing import cast
 
 import torch
@@ -29,16 +30,17 @@ from mtp_research.decode.graphs.capture import (
     bucket_of,
     capture_call,
     captured_sizes,
+    leaves_of,
     require_capturable,
     split_batch,
 )
 from mtp_research.decode.graphs.mixed_graphs import MixedGraphs
 from mtp_research.decode.pool_size import blocks_per_request
-from mtp_research.decode.sampling.sampling import SamplingTensors, sampling_tensors
+from mtp_research.decode.sampling.sampling import SamplingTensors, batch_tensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.batch import BlockTables, StepInputs, have_axis_positions
 from mtp_research.decode.schedule.request import Scheduled
-from mtp_research.decode.slot_state import to_device
+from mtp_research.decode.slot_state import map_tensors, to_device
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, compile_options
 from mtp_research.models.rewrites.regions import mark_any_size
@@ -145,7 +147,7 @@ class StepGraphs:
 
     def accepts(self, entries: list[Scheduled], params: SamplingTensors) -> bool:
         """Whether the step of these entries can be replayed."""
-        if not params.is_plain or have_axis_positions(entries):
+        if params.bitmask is not None or have_axis_positions(entries):
             return False
         if not _has_prompt_rows(entries):
             return True
@@ -166,12 +168,9 @@ class StepGraphs:
             return self._replay(entries, params, draft_limit)
         results = []
         for part in split_batch(len(entries), len(self._slots)):
-            fields = params._asdict().items()
-            cut = {name: value[part] for name, value in fields if isinstance(value, Tensor)}
-            result = self._replay(entries[part], params._replace(**cut), draft_limit)
-            results.append([tensor.clone() for tensor in result[:3]])
-        sampled, is_finite, drafts = (torch.cat(parts) for parts in zip(*results, strict=True))
-        return StepResult(sampled, is_finite, drafts)
+            cut = map_tensors(itemgetter(part), params)
+            results.append(map_tensors(Tensor.clone, self._replay(entries[part], cut, draft_limit)))
+        return map_tensors(lambda *parts: torch.cat(parts), *results)
 
     def _replay(
         self, entries: list[Scheduled], params: SamplingTensors, draft_limit: int
@@ -181,8 +180,7 @@ class StepGraphs:
         self._upload(entries, bucket)
         captured = self._captured(bucket, params, draft_limit)
         captured.graph.replay()
-        sampled, is_finite, drafts, _ = captured.result  # a plain step has no log-probabilities
-        return StepResult(sampled[:num_requests], is_finite[:num_requests], drafts[:num_requests])
+        return captured.result_of(num_requests)
 
     def prepare(
         self,
@@ -202,7 +200,7 @@ class StepGraphs:
         sizes = [size for size in reversed(self._batch_sizes) if size <= largest]
         for number, bucket in enumerate(sizes, start=1):
             before_s = self.capture_s
-            params = sampling_tensors([sampling] * bucket, device=self._slots.device)
+            params = self._params_of(sampling, bucket)
             for draft_limit in draft_limits:
                 self._captured(bucket, params, draft_limit)
             if len(draft_limits) > 1:
@@ -214,14 +212,20 @@ class StepGraphs:
                 )
         if self._mixed is not None:
             before_s = self.capture_s
-            params = sampling_tensors([sampling], device=self._slots.device)
-            self._mixed.prepare(params, draft_limits=draft_limits)
+            self._mixed.prepare(self._params_of(sampling, 1), draft_limits=draft_limits)
             if log is not None:
                 log(f"captured steps with prompt rows in {self.capture_s - before_s:.1f} s")
 
+    def _params_of(self, sampling: SamplingParams, num_requests: int) -> SamplingTensors:
+        return batch_tensors(
+            [sampling] * num_requests,
+            num_prompt_tokens=[1] * num_requests,
+            vocab_size=self._step.target.config.vocab_size,
+            device=self._slots.device,
+        )
+
     def _captured(self, bucket: int, params: SamplingTensors, draft_limit: int) -> Captured:
-        self._params.upload(params)
-        key = (bucket, draft_limit, *self._params.key(params))
+        key = (bucket, draft_limit, self._params.upload(params))
         if key not in self._graphs:
             self._graphs[key] = self._capture(bucket, params, draft_limit)
         return self._graphs[key]
@@ -271,7 +275,7 @@ class StepGraphs:
             self._params.view(params, bucket),
             draft_limit,
         )
-        mark_any_size(*inputs[:2], *(v for v in inputs[2] if isinstance(v, Tensor)), dim=0)
+        mark_any_size(*(value for _, value in leaves_of(inputs) if isinstance(value, Tensor)), dim=0)
         captured = capture_call(lambda: self._device_part(*inputs), pool=self._pool)
         self._slots[:bucket], self._block_table[:bucket] = slots, table
         self._capture_s += time.perf_counter() - started

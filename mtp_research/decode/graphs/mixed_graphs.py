@@ -115,22 +115,18 @@ class MixedGraphs:
         """Replay the step; the next replay of the same bucket overwrites the result."""
         num_rows = sum(entry.num_scheduled_tokens for entry in entries)
         shape = next(shape for shape in self._shapes if num_rows <= shape.num_rows)
-        self._params.upload(params)
         captured = self._captured(shape, params, draft_limit)
         self._upload(shape, entries)
         captured.graph.replay()
-        sampled, is_finite, drafts, _ = captured.result
-        num_requests = len(entries)
-        return StepResult(sampled[:num_requests], is_finite[:num_requests], drafts[:num_requests])
+        return captured.result_of(len(entries))
 
     def prepare(self, params: SamplingTensors, *, draft_limits: Sequence[int]) -> None:
         """Capture every bucket for requests sampled like `params`."""
-        self._params.upload(params)
         for shape, draft_limit in itertools.product(reversed(self._shapes), draft_limits):
             self._captured(shape, params, draft_limit)
 
     def _captured(self, shape: MixedShape, params: SamplingTensors, draft_limit: int) -> Captured:
-        key = (shape.num_rows, draft_limit, *self._params.key(params))
+        key = (shape.num_rows, draft_limit, self._params.upload(params))
         if key not in self._graphs:
             started = time.perf_counter()
             self._upload(shape, [])  # warming up must change no request
