@@ -2,8 +2,8 @@
 
 Beside the scheduler nobody else moves a request on. A step's result comes to the host in one copy,
 which is started when the step is launched. With deferred output the ledger holds the step that runs
-and applies the one before it; a step that moves a grammar on is applied at once, because the host
-makes the next masks of its tokens.
+and applies the one before it: at the end of a call of the loop, or in the middle of it where masks
+of grammars are made of its tokens.
 
 Letters: K drafts per step.
 """
@@ -124,22 +124,13 @@ class Launched(NamedTuple):
     draft_limit: int  # most drafts that each request was given
     num_prompt_rows: int  # prompt rows among those that were scheduled
 
-    @property
-    def moves_a_grammar(self) -> bool:
-        """Whether the masks of the next step depend on what this one decides or drafts."""
-        return any(
-            entry.request.matcher is not None
-            and (entry.ends_at_newest_token or entry.ends_recompute)
-            for entry in self.entries
-        )
-
 
 @dataclass
 class Ledger:
     """Applies the results of steps to requests and counters.
 
-    With deferred output `commit` applies the step before the one that it is handed, and that one
-    too if it moves a grammar.
+    With deferred output `commit` applies the step before the one that it is handed, unless
+    `catch_up` has.
     """
 
     scheduler: Scheduler
@@ -147,6 +138,7 @@ class Ledger:
     recent: RecentRounds
     auditor: Auditor | None
     in_flight: Launched | None = None
+    caught_up: Launched | None = None  # applied in this call of the loop, not accounted for yet
 
     def begin(self, schedule: Schedule) -> None:
         """Note who was preempted and who was admitted, before the step is launched."""
@@ -159,6 +151,12 @@ class Ledger:
         for request in schedule.admitted:
             self.stats.num_cached_tokens += request.num_cached_tokens
 
+    def catch_up(self) -> None:
+        """Apply the step before now, while a part of the next one runs that needs none of it."""
+        if self.in_flight is not None:
+            self.caught_up, self.in_flight = self.in_flight, None
+            self.apply(self.caught_up)
+
     def commit(self, schedule: Schedule, result: StepResult | None, *, draft_limit: int) -> None:
         """Apply this step, or with deferred output the one before it, and account for the time."""
         launched = None
@@ -168,16 +166,14 @@ class Ledger:
             )
             if self.auditor is not None:
                 self.auditor.end_step()
-        started = launched
+        started, caught_up = launched, self.caught_up
         if self.scheduler.deferred:
             launched, self.in_flight = self.in_flight, launched
         assert launched or self.in_flight or not self.scheduler.has_work, "no request can go on"
-        committed = [launched] if launched is not None else []
-        if self.in_flight is not None and self.in_flight.moves_a_grammar:
-            committed.append(self.in_flight)
-            self.in_flight = None
-        for step in committed:
-            self.apply(step)
+        self.caught_up = None
+        if launched is not None:
+            self.apply(launched)
+        committed = caught_up or launched
         self._end_step(committed, started, seconds=time.perf_counter() - schedule.started_s)
 
     def apply(self, launched: Launched) -> None:
@@ -219,33 +215,31 @@ class Ledger:
         self.stats.num_emitted_tokens += num_emitted
 
     def _end_step(
-        self, committed: list[Launched], started: Launched | None, *, seconds: float
+        self, committed: Launched | None, started: Launched | None, *, seconds: float
     ) -> None:
-        """Account for the seconds of a call of the loop that started one step and committed some.
+        """Account for the seconds of a call of the loop that started a step and committed one.
 
         Steps with prompt rows say nothing about drafts. Where the host is one step late, a call
         commits a step and starts the next one, so that its time is that of n drafts only if both
-        made n and neither had prompt rows. A call that commits two times neither.
+        made n and neither had prompt rows.
         """
         self.stats.busy_s += seconds
-        for step in committed:
-            if step.num_prompt_rows:
-                continue
-            is_alike = (
-                started is not None
-                and len(committed) == 1
-                and not started.num_prompt_rows
-                and started.draft_limit == step.draft_limit
-            )
-            self.recent.end_step(
-                num_drafts=step.draft_limit,
-                seconds=seconds if is_alike else None,
-                batch_size=len(step.entries),
-            )
+        if committed is None or committed.num_prompt_rows:
+            return
+        is_alike = (
+            started is not None
+            and not started.num_prompt_rows
+            and started.draft_limit == committed.draft_limit
+        )
+        self.recent.end_step(
+            num_drafts=committed.draft_limit,
+            seconds=seconds if is_alike else None,
+            batch_size=len(committed.entries),
+        )
 
     def drop_in_flight(self) -> None:
         """Forget the step that runs: none of its requests is live."""
-        self.in_flight = None
+        self.in_flight = self.caught_up = None
         if self.auditor is not None:
             self.auditor.drop_steps()
 

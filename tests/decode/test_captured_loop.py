@@ -13,7 +13,7 @@ from mtp_research.config.schema import POLICIES, EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs import decode_graphs as graphs
 from mtp_research.decode.graphs import mixed_graphs
-from mtp_research.decode.graphs.capture import Captured, no_collection
+from mtp_research.decode.graphs.capture import no_collection
 from mtp_research.decode.graphs.mixed_graphs import (
     MIXED_ROWS,
     MixedShape,
@@ -36,9 +36,6 @@ class Recalled:
 
     def __init__(self, call: Callable[[], StepResult]) -> None:
         self.call, self.result, self.num_replays = call, call(), 0
-
-    def result_of(self, num_requests: int) -> StepResult:
-        return Captured(self, self.result).result_of(num_requests)
 
     @property
     def graph(self) -> "Recalled":

@@ -9,7 +9,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +33,19 @@ class Replayable(Protocol):
         """Run it again on what its tensors hold now."""
 
 
-class Captured(NamedTuple):
+Result = TypeVar("Result")
+
+
+class Captured(NamedTuple, Generic[Result]):
     """A graph and the tensors its replay writes."""
 
     graph: Replayable
-    result: StepResult
+    result: Result
 
-    def result_of(self, num_requests: int) -> StepResult:
-        """The result without that of padding requests."""
-        return map_tensors(lambda tensor: tensor[:num_requests], self.result)
+
+def first_requests(result: StepResult, num_requests: int) -> StepResult:
+    """A result without that of padding requests."""
+    return map_tensors(lambda tensor: tensor[:num_requests], result)
 
 
 @contextmanager
@@ -59,7 +63,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def capture_call(call: Callable[[], StepResult], *, pool: Any) -> Captured:
+def capture_call(call: Callable[[], Result], *, pool: Any) -> Captured[Result]:
     """Warm up and capture `call`, which must read static tensors and wait for nothing."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

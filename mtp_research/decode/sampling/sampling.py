@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.decode.sampling.grammar import step_bitmask
+from mtp_research.decode.sampling.grammar import bitmask_shape, step_bitmask
 from mtp_research.decode.sampling.processors import (
     ProcessorTensors,
     power_of_two,
@@ -28,7 +28,7 @@ from mtp_research.decode.sampling.processors import (
 )
 from mtp_research.decode.sampling.sampling_params import SamplingParams, TokenLogprobs
 from mtp_research.decode.schedule.request import Request
-from mtp_research.decode.slot_state import to_device
+from mtp_research.decode.slot_state import copy_to_device, to_device
 from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.hash_bits import GOLDEN, mix, shift_right, signed
 
@@ -59,7 +59,8 @@ class SamplingTensors(NamedTuple):
     keeps_all: bool  # no request truncates
     top_k_bound: int | None  # no top-k exceeds it; None where a request has a top-p and no top-k
     processors: ProcessorTensors | None = None  # logit processors; None where no request uses any
-    # `[R, K+1, W]` int32 of allowed tokens; None where no request has a grammar
+    # `[R, K+1, W]` int32 of allowed tokens, all of them until `BatchSampling.bitmask` has made the
+    # step's; None where no request has a grammar
     bitmask: Tensor | None = None
     logprobs: LogprobsPlan | None = None  # what to report; None where no request asks
 
@@ -71,22 +72,23 @@ class BatchSampling:
         self._plan, self._vocab_size, self._device = plan, vocab_size, device
         self._requests: list[Request] = []
         self._tensors: SamplingTensors | None = None
-        self._have_grammars = False
 
     def tensors(self, requests: list[Request]) -> SamplingTensors:
-        """Everything that sampling needs of the requests of a step."""
+        """Everything that sampling needs of the requests of a step, but for the masks."""
         if self._tensors is None or not self._is_same(requests):
             self._requests, self._tensors = requests, self._build(requests)
-            self._have_grammars = any(request.matcher is not None for request in requests)
-        if not self._have_grammars:
-            return self._tensors
+        return self._tensors
+
+    def bitmask(self, requests: list[Request]) -> Tensor:
+        """Masks of a step, which the host has to know the tokens and drafts of all requests for."""
         bitmask = step_bitmask(
             [request.matcher for request in requests],
             [request.draft_token_ids for request in requests],
             num_speculative_tokens=self._plan.num_speculative_tokens,
             vocab_size=self._vocab_size,
+            pin_memory=self._device.type == "cuda",
         )
-        return self._tensors._replace(bitmask=bitmask.to(self._device))
+        return copy_to_device(bitmask, self._device)
 
     def _is_same(self, requests: list[Request]) -> bool:
         return len(requests) == len(self._requests) and all(map(is_, requests, self._requests))
@@ -95,6 +97,7 @@ class BatchSampling:
         return batch_tensors(
             [request.sampling for request in requests],
             num_prompt_tokens=[request.num_prompt_tokens for request in requests],
+            num_speculative_tokens=self._plan.num_speculative_tokens,
             vocab_size=self._vocab_size,
             device=self._device,
         )
@@ -104,15 +107,24 @@ def batch_tensors(
     params: list[SamplingParams],
     *,
     num_prompt_tokens: list[int],
+    num_speculative_tokens: int,
     vocab_size: int,
     device: torch.device,
 ) -> SamplingTensors:
-    """All of a batch but the masks of grammars; made without waiting for the device."""
+    """Tensors of a batch, with masks that allow everything; made without waiting for the device."""
+    bitmask = None
+    if any(p.grammar is not None for p in params):
+        shape = bitmask_shape(
+            len(params), num_speculative_tokens=num_speculative_tokens, vocab_size=vocab_size
+        )
+        bitmask = torch.full(shape, -1, dtype=torch.int32, device=device)
     processors = processor_tensors(
         params, num_prompt_tokens=num_prompt_tokens, vocab_size=vocab_size, device=device
     )
     return sampling_tensors(params, device=device)._replace(
-        processors=processors, logprobs=_logprobs_plan(params, vocab_size, device)
+        processors=processors,
+        bitmask=bitmask,
+        logprobs=_logprobs_plan(params, vocab_size, device),
     )
 
 
