@@ -81,6 +81,7 @@ def _kernels(
     params = batch_tensors(
         [sampling] * num_requests,
         num_prompt_tokens=[1] * num_requests,
+        num_speculative_tokens=num_drafts,
         vocab_size=vocab_size,
         device=CPU,
     )
