@@ -140,9 +140,7 @@ def _cases_of(shape: str, options: argparse.Namespace) -> Iterator[Case]:
             yield Case(shape, batch, k, policy, *sizes, arithmetic=arithmetic, extras=extras)
 
 
-def _share_of_none(
-    row: Mapping[str, object], rows: Sequence[Mapping[str, object]]
-) -> float | None:
+def _share_of_none(row: Mapping[str, object], rows: Sequence[Mapping[str, object]]) -> float | None:
     """Tokens per second over those of the row before it that differs in its extras alone."""
     same = [field.name for field in dataclasses.fields(Case) if field.name != "extras"]
     for other in reversed(rows):

@@ -99,9 +99,7 @@ class DeviceStep:
     ) -> StepResult:
         """All four parts, as `SpecDecoder.step` calls them."""
         target = self.parts.target(inputs)
-        return self.finish(
-            inputs, target, params, request_ids=request_ids, draft_limit=draft_limit
-        )
+        return self.finish(inputs, target, params, request_ids=request_ids, draft_limit=draft_limit)
 
     def finish(
         self,

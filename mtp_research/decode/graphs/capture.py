@@ -122,7 +122,9 @@ class StaticParams:
         self._copied[address] = value
 
 
-def leaves_of(value: object, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], object]]:
+def leaves_of(
+    value: object, place: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], object]]:
     """Tensors, flags and None of nested named tuples, each with the fields that lead to it."""
     if not isinstance(value, tuple):
         yield place, value

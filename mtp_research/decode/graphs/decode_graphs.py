@@ -191,8 +191,11 @@ class StepGraphs:
             return self._replay(entries, params, draft_limit, make_bitmask)
         results, masks = [], functools.cache(make_bitmask)
         for part in split_batch(len(entries), len(self._slots)):
+
+            def masks_of(part: slice = part) -> Tensor:
+                return masks()[part]
+
             cut = map_tensors(itemgetter(part), params)
-            masks_of = lambda part=part: masks()[part]  # noqa: E731
             result = self._replay(entries[part], cut, draft_limit, masks_of)
             results.append(map_tensors(Tensor.clone, result))
         return map_tensors(lambda *parts: torch.cat(parts), *results)

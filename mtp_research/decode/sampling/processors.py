@@ -117,18 +117,19 @@ def repetition_lengths(text: Tensor, is_breaker: Tensor, *, num_tokens: Tensor) 
     """
     num_columns = text.shape[1]
     column = torch.arange(num_columns, device=text.device)
-    index = torch.arange(MAX_DRY_MATCH, dtype=torch.int8, device=text.device)
-    # Tokens before each position, the nearest first: [R, L, MAX_DRY_MATCH]
+    # How many tokens lie between, in the order of the text: MAX_DRY_MATCH - 1 to 0
+    between = torch.arange(MAX_DRY_MATCH - 1, -1, -1, dtype=torch.int8, device=text.device)
+    # The tokens before each position, a view: [R, L, MAX_DRY_MATCH]
     before = torch.nn.functional.pad(text, (MAX_DRY_MATCH, 0), value=_NONE)
-    before = before.unfold(1, MAX_DRY_MATCH, 1)[:, :num_columns].flip(-1)
+    before = before.unfold(1, MAX_DRY_MATCH, 1)[:, :num_columns]
     rows = []
     for length in num_tokens.unbind(dim=1):  # one by one, to bound the memory
-        end = length[:, None] - 1 - index  # [R, MAX_DRY_MATCH]
+        end = length[:, None] - 1 - between  # [R, MAX_DRY_MATCH]
         safe = end.clamp(0, num_columns - 1)
         ends_here = (end < 0) | is_breaker.gather(1, safe)
         ending = text.gather(1, safe).masked_fill(ends_here, _ANY)  # equals no token of a text
-        # The first difference is as far as the number of equal tokens.
-        unequal = torch.where(before == ending[:, None], MAX_DRY_MATCH, index)
+        # As many tokens are equal as lie between the position and the nearest difference.
+        unequal = torch.where(before == ending[:, None], MAX_DRY_MATCH, between)
         is_candidate = (column < length[:, None]) & ~is_breaker
         rows.append(unequal.amin(dim=-1) * is_candidate)
     return torch.stack(rows, dim=1).float()
@@ -242,9 +243,7 @@ def _process_opaquely(
 
 
 @_process_opaquely.register_fake
-def _(
-    logits: Tensor, parts: Sequence[Tensor | None], text: Tensor, num_tokens: Tensor
-) -> Tensor:
+def _(logits: Tensor, parts: Sequence[Tensor | None], text: Tensor, num_tokens: Tensor) -> Tensor:
     return logits.new_empty(logits.shape, dtype=_result_dtype(logits))
 
 
