@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -75,7 +75,7 @@ _PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_pen
 _BIAS = {"logit_bias": ((3, 1.0), (5, -1.0)), "stop_token_ids": (2,), "min_tokens": 1 << 20}
 _DRY = {"dry_multiplier": 0.8}
 _LOGPROBS = {"logprobs": 5}
-EXTRAS: dict[str, dict[str, object]] = {
+EXTRAS: dict[str, Mapping[str, object]] = {
     "none": {},
     "penalties": _PENALTIES,
     "bias": _BIAS,

@@ -239,7 +239,8 @@ def process_logits(
 def _process_opaquely(
     logits: Tensor, parts: Sequence[Tensor | None], text: Tensor, num_tokens: Tensor
 ) -> Tensor:
-    return process_logits(logits, _of_parts(parts), text=text, num_tokens=num_tokens)
+    values = process_logits(logits, _of_parts(parts), text=text, num_tokens=num_tokens)
+    return values.contiguous()  # as the compiled step is told
 
 
 @_process_opaquely.register_fake
