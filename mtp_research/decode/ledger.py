@@ -9,7 +9,7 @@ Letters: K drafts per step.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -139,9 +139,11 @@ class Ledger:
     auditor: Auditor | None
     in_flight: Launched | None = None
     caught_up: Launched | None = None  # applied in this call of the loop, not accounted for yet
+    starting: list[Scheduled] = field(default_factory=list)  # of the step that is being launched
 
     def begin(self, schedule: Schedule) -> None:
         """Note who was preempted and who was admitted, before the step is launched."""
+        self.starting = schedule.entries
         self.stats.num_launched_prompt_rows += schedule.num_prompt_rows
         self.stats.num_launched_entries += len(schedule.entries)
         for request in schedule.preempted:
@@ -159,7 +161,7 @@ class Ledger:
 
     def commit(self, schedule: Schedule, result: StepResult | None, *, draft_limit: int) -> None:
         """Apply this step, or with deferred output the one before it, and account for the time."""
-        launched = None
+        launched, self.starting = None, []
         if result is not None:
             launched = Launched(
                 schedule.entries, PendingResult(result), draft_limit, schedule.num_prompt_rows
@@ -239,7 +241,7 @@ class Ledger:
 
     def drop_in_flight(self) -> None:
         """Forget the step that runs: none of its requests is live."""
-        self.in_flight = self.caught_up = None
+        self.in_flight, self.caught_up, self.starting = None, None, []
         if self.auditor is not None:
             self.auditor.drop_steps()
 
@@ -265,7 +267,7 @@ class Ledger:
         self.stats.records.append(record_of(request))
         if self.auditor is None:
             return
-        in_flight = self.in_flight.entries if self.in_flight is not None else []
+        in_flight = self.in_flight.entries if self.in_flight is not None else self.starting
         # Prompt rows count as computed once they are scheduled; the auditor has not seen these yet.
         unseen = [e.first_position for e in in_flight if e.request is request and e.is_prefill]
         num_seen = min(request.num_computed_tokens, request.num_tokens - 1, *unseen)

@@ -11,8 +11,8 @@ that a batch uses has graphs of its own. Masks of grammars come from the host, w
 the step before while the target pass runs: such a step is two graphs, cut behind the target pass.
 
 Steps with few prompt rows can have graphs of their own (`mixed_graphs`). Everything else (large
-prompt chunks, prompt rows beside grammars, positions by axis) runs the same `DeviceStep` without a
-graph.
+prompt chunks, prompt rows beside grammars or more requests beside them than a bucket holds,
+positions by axis) runs the same `DeviceStep` without a graph.
 
 Letters: R requests, B bucket, M blocks per table, K drafts per step.
 """
@@ -166,9 +166,11 @@ class StepGraphs:
         """Whether the step of these entries can be replayed."""
         if have_axis_positions(entries):
             return False
+        if params.bitmask is not None:  # the next part's requests may have ended with its masks
+            return not _has_prompt_rows(entries) and len(entries) <= len(self._slots)
         if not _has_prompt_rows(entries):
             return True
-        return self._mixed is not None and params.bitmask is None and self._mixed.accepts(entries)
+        return self._mixed is not None and self._mixed.accepts(entries)
 
     def run(
         self,
@@ -182,21 +184,17 @@ class StepGraphs:
 
         The result is overwritten by the next replay of the same graph. A batch above the largest
         bucket is replayed in parts, whose results are copied. `make_bitmask` is called where
-        requests have grammars, once the target pass of the first part is launched.
+        requests have grammars, once the target pass is launched.
         """
         if self._mixed is not None and _has_prompt_rows(entries):
             self._uploaded_slots = []  # it takes news of the tables, which ours must have too
             return self._mixed.run(entries, params, draft_limit=draft_limit)
         if len(entries) <= len(self._slots):
             return self._replay(entries, params, draft_limit, make_bitmask)
-        results, masks = [], functools.cache(make_bitmask)
+        results = []
         for part in split_batch(len(entries), len(self._slots)):
-
-            def masks_of(part: slice = part) -> Tensor:
-                return masks()[part]
-
             cut = map_tensors(itemgetter(part), params)
-            result = self._replay(entries[part], cut, draft_limit, masks_of)
+            result = self._replay(entries[part], cut, draft_limit, make_bitmask)
             results.append(map_tensors(Tensor.clone, result))
         return map_tensors(lambda *parts: torch.cat(parts), *results)
 

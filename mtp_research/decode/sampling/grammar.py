@@ -131,7 +131,6 @@ def step_bitmask(
     *,
     num_speculative_tokens: int,
     vocab_size: int,
-    pin_memory: bool = False,
 ) -> Tensor:
     """Masks of a step; the matchers are as before when this returns.
 
@@ -141,7 +140,7 @@ def step_bitmask(
     shape = bitmask_shape(
         len(matchers), num_speculative_tokens=num_speculative_tokens, vocab_size=vocab_size
     )
-    bitmask = torch.full(shape, -1, dtype=torch.int32, pin_memory=pin_memory)
+    bitmask = torch.full(shape, -1, dtype=torch.int32)
     for rows, matcher, tokens in zip(bitmask, matchers, drafts, strict=True):
         if matcher is not None:
             _fill_rows(matcher, rows, tokens, vocab_size=vocab_size)

@@ -86,7 +86,6 @@ class BatchSampling:
             [request.draft_token_ids for request in requests],
             num_speculative_tokens=self._plan.num_speculative_tokens,
             vocab_size=self._vocab_size,
-            pin_memory=self._device.type == "cuda",
         )
         return copy_to_device(bitmask, self._device)
 
