@@ -258,9 +258,14 @@ def on_gpu():
 
 
 @needs_gpu
-@pytest.mark.parametrize("compile_step", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("name", [*EXTRAS, *GRAMMARS])
+@pytest.mark.parametrize(
+    ("name", "compile_step"),
+    [
+        *((name, False) for name in (*EXTRAS, *GRAMMARS)),
+        *((name, True) for name in ("all-logprobs", "grammar-all")),
+    ],
+)
 def test_graphs_say_what_the_loop_without_graphs_says(
     on_gpu, name: str, temperature: float, compile_step: bool, monkeypatch
 ) -> None:
