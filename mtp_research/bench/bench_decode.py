@@ -3,24 +3,29 @@
     python -m mtp_research.bench.bench_decode --shapes dense_1b mimo_7b --batch 1 32 --k 0 3
     python -m mtp_research.bench.bench_decode --steps 1000 --strict-sync         and no step waits
     python -m mtp_research.bench.bench_decode --split       target, verification, drafts, host
+    python -m mtp_research.bench.bench_decode --extras none penalties logprobs grammar --batch 32
 
 Acceptance is set (`--accept`, the chance of a draft given that it is reached) and speed is
 measured: the bytes read do not depend on the drafts. Every row is printed beside the limit of the
 same run: bytes that a step must read over the measured copy bandwidth, for the mean length of its
-texts while they were timed. `end_to_end` times requests.
+texts while they were timed. `--extras` compares requests with processors, log-probabilities or a
+grammar (one that allows everything, so that no time of a matcher is in it) with those without:
+`of_none` is the share of their tokens per second. `end_to_end` times requests.
 """
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
-from mtp_research.bench.bench_row import Case, measure_row
+from mtp_research.bench.bench_row import EXTRAS, Case, measure_row
 from mtp_research.bench.bench_split import describe_split, model_costs
 from mtp_research.bench.shapes import SHAPES, random_target
 from mtp_research.heads.stack import HeadSpec, MTPHeads
@@ -32,7 +37,8 @@ from mtp_research.runtime.provenance import write_error
 
 COLUMNS = {
     **dict.fromkeys(("shape", "batch", "num_drafts", "policy", "num_modules", "context"), "{}"),
-    **{"draft_vocab": "{}", "arithmetic": "{}", "tau": "{:.3f}", "tok_per_s": "{:.0f}"},
+    **{"draft_vocab": "{}", "arithmetic": "{}", "extras": "{}", "tau": "{:.3f}"},
+    **{"tok_per_s": "{:.0f}", "of_none": "{:.3f}"},
     **dict.fromkeys(("step_ms", "graph_ms", "limit_ms", "share", "host_ms"), "{:.3f}"),
     **{"launches": "{:g}", "syncs": "{}", "experts": "{:.1f}", "ready_s": "{:.0f}"},
 }
@@ -62,6 +68,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=100, help="timed steps")
     add("--block-size", type=int, default=16)
     add("--draft-vocab", type=int, help="draft from the first so many token ids; default all")
+    add("--extras", nargs="+", default=["none"], choices=EXTRAS, help="of sampling, see above")
     add("--deterministic", action="store_true", help="batch-invariant arithmetic")
     add("--experts", choices=EXPERTS, default="auto", help="as model.experts")
     add("--library-products", action="store_true", help="engine.few_rows_kernel=false")
@@ -101,7 +108,7 @@ def _run(options: argparse.Namespace) -> int:
     for shape in options.shapes:
         target = random_target(shape, dtype=dtype, device=device, experts=options.experts)
         for row in _measure_shape(target, shape, options, copy_tb_per_s):
-            row["costs"] = model_costs(row, rows)
+            row |= {"costs": model_costs(row, rows), "of_none": _share_of_none(row, rows)}
             rows.append(row)
             _print(row, options)
             if options.json is not None:
@@ -128,13 +135,20 @@ def _cases_of(shape: str, options: argparse.Namespace) -> Iterator[Case]:
     """One case for each row of the table, in the order of the options."""
     arithmetic = "invariant" if options.deterministic else "usual"
     for context, batch, k in itertools.product(options.context, options.batch, options.k):
-        if not k:  # then there is no policy to choose
-            policy = options.policy[0]
-            yield Case(shape, batch, 0, policy, 0, context, arithmetic=arithmetic)
-            continue
-        for policy in options.policy:
-            sizes = (options.modules, context, options.draft_vocab)
-            yield Case(shape, batch, k, policy, *sizes, arithmetic=arithmetic)
+        # Without drafts there is no policy to choose.
+        policies = options.policy if k else options.policy[:1]
+        sizes = (options.modules, context, options.draft_vocab) if k else (0, context, None)
+        for policy, extras in itertools.product(policies, options.extras):
+            yield Case(shape, batch, k, policy, *sizes, arithmetic=arithmetic, extras=extras)
+
+
+def _share_of_none(row: Mapping[str, object], rows: Sequence[Mapping[str, object]]) -> float | None:
+    """Tokens per second over those of the row before it that differs in its extras alone."""
+    same = [field.name for field in dataclasses.fields(Case) if field.name != "extras"]
+    for other in reversed(rows):
+        if other["extras"] == "none" and all(other[name] == row[name] for name in same):
+            return cast(float, row["tok_per_s"]) / cast(float, other["tok_per_s"])
+    return None
 
 
 def _print(row: Mapping[str, object], options: argparse.Namespace) -> None:

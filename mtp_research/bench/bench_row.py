@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -46,6 +46,44 @@ class Case:
     context: int
     draft_vocab: int | None = None  # None: all tokens may be drafted
     arithmetic: str = "usual"
+    extras: str = "none"  # what requests ask of sampling beside greedy, see `EXTRAS`
+
+
+@dataclass(frozen=True)
+class Anything:
+    """A grammar that allows every token, and its own matcher: masks cost no more than the loop."""
+
+    is_terminated: bool = False
+
+    def start(self, *, stop_token_ids: tuple[int, ...]) -> "Anything":
+        """See `Grammar`."""
+        return self
+
+    def fill_bitmask(self, bitmask: Tensor, *, row: int) -> None:
+        """See `Matcher`."""
+        bitmask[row] = -1
+
+    def accept_token(self, token_id: int) -> bool:
+        """See `Matcher`."""
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `Matcher`."""
+
+
+_PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.2}
+_BIAS = {"logit_bias": ((3, 1.0), (5, -1.0)), "stop_token_ids": (2,), "min_tokens": 1 << 20}
+_DRY = {"dry_multiplier": 0.8}
+_LOGPROBS = {"logprobs": 5}
+EXTRAS: dict[str, Mapping[str, object]] = {
+    "none": {},
+    "penalties": _PENALTIES,
+    "bias": _BIAS,
+    "dry": _DRY,
+    "logprobs": _LOGPROBS,
+    "grammar": {"grammar": Anything(), "stop_token_ids": (1 << 30,)},  # a token that never comes
+    "all": {"grammar": Anything(), **_PENALTIES, **_BIAS, **_DRY, **_LOGPROBS},
+}
 
 
 class StepTimes(NamedTuple):
@@ -138,7 +176,12 @@ def _warm_decoder(
     vocab_size = target.config.vocab_size
     for seed in range(case.batch):
         prompt = torch.randint(vocab_size, (case.context,), generator=generator).tolist()
-        decoder.add_request(prompt, sampling=SamplingParams(max_new_tokens=1 << 20, seed=seed))
+        sampling = SamplingParams(
+            max_new_tokens=1 << 20,
+            seed=seed,
+            **EXTRAS[case.extras],  # pyright: ignore[reportArgumentType]: of fields by name
+        )
+        decoder.add_request(prompt, sampling=sampling)
     while any(r.is_prefilling for r in decoder.live_requests):
         decoder.step()
     for _ in range(NUM_WARM_UP_STEPS):  # capture

@@ -151,8 +151,7 @@ class SpecDecoder:
     def step(self) -> None:
         """One step: every scheduled request gets a prompt chunk done or 1..K+1 tokens.
 
-        With deferred output the tokens of a step are known to the host at the end of the next call,
-        and those of a step that moves a grammar at the end of its own.
+        With deferred output the tokens of a step are known to the host at the end of the next call.
 
         Raises:
             DecoderClosed: a step failed before, and requests that were live then still are.
@@ -167,6 +166,8 @@ class SpecDecoder:
             parts = self.device_step.parts
             inputs = self._inputs(schedule)
             target = parts.target(inputs)
+            if params.bitmask is not None:
+                params = params._replace(bitmask=self._bitmask(schedule))
             verified = parts.verify(inputs, target, params)
             state = parts.advance(inputs, verified)
             ids = [entry.request.request_id for entry in schedule.entries]
@@ -513,7 +514,17 @@ class SpecDecoder:
         entries = schedule.entries
         if self.graphs is None or not self.graphs.accepts(entries, params):
             return None
-        return self.graphs.run(entries, params, draft_limit=limit)
+        return self.graphs.run(
+            entries, params, draft_limit=limit, make_bitmask=lambda: self._bitmask(schedule)
+        )
+
+    def _bitmask(self, schedule: Schedule) -> Tensor:
+        """Masks of the requests' grammars `[R, K+1, W]`, made while the target pass runs.
+
+        They depend on what the step before decided and drafted, which is waited for.
+        """
+        self._ledger.catch_up()
+        return self._sampling.bitmask([entry.request for entry in schedule.entries])
 
     def _inputs(self, schedule: Schedule) -> StepInputs:
         return build_inputs(

@@ -2,16 +2,15 @@
 
 Beside the scheduler nobody else moves a request on. A step's result comes to the host in one copy,
 which is started when the step is launched. With deferred output the ledger holds the step that runs
-and applies the one before it; a step that moves a grammar on is applied at once, because the host
-makes the next masks of its tokens.
+and applies the one before it: at the end of a call of the loop, or in the middle of it where masks
+of grammars are made of its tokens.
 
 Letters: K drafts per step.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from mtp_research.decode.draft.draft_length import RecentRounds, drafts_made
 from mtp_research.decode.sampling.sampling import LogprobTensors
 from mtp_research.decode.schedule.request import FinishReason, Request, Schedule, Scheduled, Status
 from mtp_research.decode.schedule.scheduler import Scheduler, cut_emitted
+from mtp_research.decode.slot_state import map_tensors
 from mtp_research.decode.stats import DecodeStats, record_of
 from mtp_research.decode.step import StepResult
 from mtp_research.policy.audit import Auditor
@@ -99,7 +99,7 @@ class PendingResult:
 
     def __init__(self, result: StepResult) -> None:
         is_cuda = result.sampled_token_ids.is_cuda
-        self._result = cast(StepResult, _start_copy(result)) if is_cuda else result
+        self._result = map_tensors(_start_copy, result) if is_cuda else result
         self._done = torch.cuda.Event() if is_cuda else None
         if self._done is not None:
             self._done.record()
@@ -111,14 +111,9 @@ class PendingResult:
         return self._result
 
 
-def _start_copy(value: object) -> object:
-    if isinstance(value, Tensor):
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        return host.copy_(value, non_blocking=True)
-    if isinstance(value, tuple):
-        make = cast(Callable[..., object], type(value))
-        return make(*(_start_copy(part) for part in value))
-    return value
+def _start_copy(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 class Launched(NamedTuple):
@@ -129,22 +124,13 @@ class Launched(NamedTuple):
     draft_limit: int  # most drafts that each request was given
     num_prompt_rows: int  # prompt rows among those that were scheduled
 
-    @property
-    def moves_a_grammar(self) -> bool:
-        """Whether the masks of the next step depend on what this one decides or drafts."""
-        return any(
-            entry.request.matcher is not None
-            and (entry.ends_at_newest_token or entry.ends_recompute)
-            for entry in self.entries
-        )
-
 
 @dataclass
 class Ledger:
     """Applies the results of steps to requests and counters.
 
-    With deferred output `commit` applies the step before the one that it is handed, and that one
-    too if it moves a grammar.
+    With deferred output `commit` applies the step before the one that it is handed, unless
+    `catch_up` has.
     """
 
     scheduler: Scheduler
@@ -152,9 +138,12 @@ class Ledger:
     recent: RecentRounds
     auditor: Auditor | None
     in_flight: Launched | None = None
+    caught_up: Launched | None = None  # applied in this call of the loop, not accounted for yet
+    starting: list[Scheduled] = field(default_factory=list)  # of the step that is being launched
 
     def begin(self, schedule: Schedule) -> None:
         """Note who was preempted and who was admitted, before the step is launched."""
+        self.starting = schedule.entries
         self.stats.num_launched_prompt_rows += schedule.num_prompt_rows
         self.stats.num_launched_entries += len(schedule.entries)
         for request in schedule.preempted:
@@ -164,25 +153,29 @@ class Ledger:
         for request in schedule.admitted:
             self.stats.num_cached_tokens += request.num_cached_tokens
 
+    def catch_up(self) -> None:
+        """Apply the step before now, while a part of the next one runs that needs none of it."""
+        if self.in_flight is not None:
+            self.caught_up, self.in_flight = self.in_flight, None
+            self.apply(self.caught_up)
+
     def commit(self, schedule: Schedule, result: StepResult | None, *, draft_limit: int) -> None:
         """Apply this step, or with deferred output the one before it, and account for the time."""
-        launched = None
+        launched, self.starting = None, []
         if result is not None:
             launched = Launched(
                 schedule.entries, PendingResult(result), draft_limit, schedule.num_prompt_rows
             )
             if self.auditor is not None:
                 self.auditor.end_step()
-        started = launched
+        started, caught_up = launched, self.caught_up
         if self.scheduler.deferred:
             launched, self.in_flight = self.in_flight, launched
         assert launched or self.in_flight or not self.scheduler.has_work, "no request can go on"
-        committed = [launched] if launched is not None else []
-        if self.in_flight is not None and self.in_flight.moves_a_grammar:
-            committed.append(self.in_flight)
-            self.in_flight = None
-        for step in committed:
-            self.apply(step)
+        self.caught_up = None
+        if launched is not None:
+            self.apply(launched)
+        committed = caught_up or launched
         self._end_step(committed, started, seconds=time.perf_counter() - schedule.started_s)
 
     def apply(self, launched: Launched) -> None:
@@ -224,33 +217,31 @@ class Ledger:
         self.stats.num_emitted_tokens += num_emitted
 
     def _end_step(
-        self, committed: list[Launched], started: Launched | None, *, seconds: float
+        self, committed: Launched | None, started: Launched | None, *, seconds: float
     ) -> None:
-        """Account for the seconds of a call of the loop that started one step and committed some.
+        """Account for the seconds of a call of the loop that started a step and committed one.
 
         Steps with prompt rows say nothing about drafts. Where the host is one step late, a call
         commits a step and starts the next one, so that its time is that of n drafts only if both
-        made n and neither had prompt rows. A call that commits two times neither.
+        made n and neither had prompt rows.
         """
         self.stats.busy_s += seconds
-        for step in committed:
-            if step.num_prompt_rows:
-                continue
-            is_alike = (
-                started is not None
-                and len(committed) == 1
-                and not started.num_prompt_rows
-                and started.draft_limit == step.draft_limit
-            )
-            self.recent.end_step(
-                num_drafts=step.draft_limit,
-                seconds=seconds if is_alike else None,
-                batch_size=len(step.entries),
-            )
+        if committed is None or committed.num_prompt_rows:
+            return
+        is_alike = (
+            started is not None
+            and not started.num_prompt_rows
+            and started.draft_limit == committed.draft_limit
+        )
+        self.recent.end_step(
+            num_drafts=committed.draft_limit,
+            seconds=seconds if is_alike else None,
+            batch_size=len(committed.entries),
+        )
 
     def drop_in_flight(self) -> None:
         """Forget the step that runs: none of its requests is live."""
-        self.in_flight = None
+        self.in_flight, self.caught_up, self.starting = None, None, []
         if self.auditor is not None:
             self.auditor.drop_steps()
 
@@ -276,7 +267,7 @@ class Ledger:
         self.stats.records.append(record_of(request))
         if self.auditor is None:
             return
-        in_flight = self.in_flight.entries if self.in_flight is not None else []
+        in_flight = self.in_flight.entries if self.in_flight is not None else self.starting
         # Prompt rows count as computed once they are scheduled; the auditor has not seen these yet.
         unseen = [e.first_position for e in in_flight if e.request is request and e.is_prefill]
         num_seen = min(request.num_computed_tokens, request.num_tokens - 1, *unseen)

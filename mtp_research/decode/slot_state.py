@@ -5,7 +5,8 @@
 Letters: L cache layers, S request slots, K drafts per step, D hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch import Tensor
 from mtp_research.models.family import KVPages, LayerGeometry
 from mtp_research.models.recurrent import RecurrentStates
 from mtp_research.policy.plan import DraftPlan
+
+Tree = TypeVar("Tree")
 
 
 class KVCache:
@@ -219,3 +222,17 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host, copied likewise: only from pinned memory does a copy not wait."""
     source = tensor.pin_memory() if device.type == "cuda" else tensor
     return source.to(device, non_blocking=True)
+
+
+def map_tensors(function: Callable[..., Tensor], value: Tree, *others: Tree) -> Tree:
+    """Named tuples, nested, with `function(tensor, *others' tensors)` in place of each tensor.
+
+    Flags and None stay as they are; `others` are built like `value`.
+    """
+    if isinstance(value, Tensor):
+        return cast(Tree, function(value, *others))
+    if isinstance(value, tuple):
+        make = cast(Callable[..., Tree], type(value))
+        alike = cast(tuple[tuple[object, ...], ...], (value, *others))
+        return make(*(map_tensors(function, *parts) for parts in zip(*alike, strict=True)))
+    return value

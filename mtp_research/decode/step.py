@@ -99,6 +99,18 @@ class DeviceStep:
     ) -> StepResult:
         """All four parts, as `SpecDecoder.step` calls them."""
         target = self.parts.target(inputs)
+        return self.finish(inputs, target, params, request_ids=request_ids, draft_limit=draft_limit)
+
+    def finish(
+        self,
+        inputs: StepInputs,
+        target: TargetRows,
+        params: SamplingTensors,
+        *,
+        request_ids: list[str],
+        draft_limit: int,
+    ) -> StepResult:
+        """The parts behind the target pass: those that need the masks of grammars."""
         verified = self.parts.verify(inputs, target, params)
         state = self.parts.advance(inputs, verified)
         step = VerifiedStep(inputs, state, target.hidden, params, request_ids, draft_limit)

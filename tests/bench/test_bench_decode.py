@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtp_research.bench import bench_decode, bench_row
-from mtp_research.bench.bench_row import context_limit, time_steps
+from mtp_research.bench.bench_row import EXTRAS, context_limit, time_steps
 from mtp_research.decode import decoder as decoder_file
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.runtime.errors import NumericFault
@@ -48,6 +48,26 @@ def test_deterministic_rows_say_so_and_run_in_the_mode(tmp_path: Path, monkeypat
     (row,) = rows(tmp_path, "--deterministic")
     assert row["arithmetic"] == "invariant"
     assert seen == [True]
+
+
+def test_extras_reach_the_requests_and_are_compared_with_none(tmp_path: Path, monkeypatch) -> None:
+    seen = []
+    measure = bench_row.measure_bytes
+
+    def note(decoder, heads, *, num_tokens):
+        seen.append(decoder.live_requests[0].sampling)
+        return measure(decoder, heads, num_tokens=num_tokens)
+
+    monkeypatch.setattr(bench_row, "measure_bytes", note)
+    found = rows(tmp_path, "--extras", "none", *(name for name in EXTRAS if name != "none"))
+    assert [row["extras"] for row in found] == list(EXTRAS)
+    assert [row["of_none"] for row in found] == [
+        None,
+        *(row["tok_per_s"] / found[0]["tok_per_s"] for row in found[1:]),
+    ]
+    used = [(s.uses_processors, s.logprobs, s.grammar is not None) for s in seen]
+    assert used[:4] == [(False, None, False), *[(True, None, False)] * 3]
+    assert used[4:] == [(False, 5, False), (False, None, True), (True, 5, True)]
 
 
 def test_every_step_of_a_request_fits_its_context(monkeypatch, tmp_path: Path) -> None:

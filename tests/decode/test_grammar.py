@@ -168,7 +168,7 @@ def test_grammar_that_allows_nothing_ends_its_request_alone(target, heads, num_d
 def test_deferred_output_any_policy_equals_baseline_in_mixed_company(
     target, heads, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The plain request outlives the grammars: its steps are deferred again at the end.
+    # The plain request outlives the grammars.
     params = [_sampling(PAIRS), _sampling(None, max_new_tokens=48), _sampling(WORD)]
     params.append(_sampling(PAIRS, min_tokens=6))
     expected = texts_of(
@@ -188,8 +188,7 @@ def test_deferred_output_any_policy_equals_baseline_in_mixed_company(
     monkeypatch.setattr(decoder, "step", observed)
     assert texts_of(run(decoder, sampling=params)) == expected
     assert decoder.stats.acceptance_length > 1.2
-    assert were_late.count(True) >= 3, "a step without a grammar was not deferred"
-    assert were_late.count(False) >= 5
+    assert all(were_late), "a step was not deferred"
 
 
 def test_deferred_output_preempted_grammar_keeps_its_place(

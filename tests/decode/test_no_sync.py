@@ -165,7 +165,6 @@ def test_tensors_of_a_new_batch_are_made_without_waiting() -> None:
 def test_processors_masks_and_logprobs_do_not_wait() -> None:
     sampling = BatchSampling(DraftPlan(POLICIES["eagle"], 2, 1), vocab_size=6, device=CPU)
     tensors = sampling.tensors(_requests_that_use_everything())
-    assert not tensors.is_plain
     logits, text = torch.randn(2, 3, 6), torch.ones(2, 9, dtype=torch.int64)
     num_tokens = torch.tensor([[3, 4, 5], [2, 3, 4]])
     bitmask = torch.full((2, 3, 1), -1, dtype=torch.int32)

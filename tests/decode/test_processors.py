@@ -13,6 +13,7 @@ from mtp_research.decode.sampling.processors import (
     repetition_lengths,
 )
 from mtp_research.decode.sampling.sampling_params import MAX_DRY_MATCH, SamplingParams
+from mtp_research.decode.slot_state import map_tensors
 from mtp_research.runtime.errors import ConfigError
 from tests.oracle_processors import processed_row
 
@@ -106,6 +107,17 @@ def test_penalties_worked_example(fields: dict, expected: list[float]) -> None:
     assert processed[0, 0].tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "shape"),
+    [([(1,)], (1, 1, 0)), ([(1, 2)], (1, 1, 1)), ([(1,), (1, 2, 3, 4), (2,)], (1, 4, 4))],
+)
+def test_bad_words_of_few_shapes_share_a_captured_step(words: list, shape: tuple) -> None:
+    tensors = tensors_of([SamplingParams(bad_words=tuple(words))], [1]).bad_words
+    assert tensors is not None
+    assert tensors.prefix.shape == shape
+    assert int(tensors.is_word.sum()) == len(words)
+
+
 def test_bad_word_masks_its_end_only_after_its_start() -> None:
     params = SamplingParams(bad_words=((1, 2, 3), (0,)))
     inf = float("inf")
@@ -177,6 +189,35 @@ def test_process_logits_changes_no_input() -> None:
     process_logits(logits, tensors, text=text, num_tokens=torch.tensor([[4, 5]]))
     assert torch.equal(logits, before[0])
     assert torch.equal(text, before[1])
+
+
+@pytest.mark.parametrize("without", ["", "bad_words", "dry_multiplier", "logit_bias"])
+def test_process_logits_is_the_same_to_the_bit_in_compiled_steps_and_padded_batches(
+    without: str,
+) -> None:
+    fields: dict = {
+        **{"repetition_penalty": 1.3, "frequency_penalty": 0.37, "presence_penalty": 0.11},
+        **{"dry_multiplier": 0.8, "dry_allowed_length": 1, "dry_breaker_token_ids": (0,)},
+        **{"logit_bias": ((1, 2.5),), "bad_words": ((1, 2), (3,))},
+        **{"stop_token_ids": (2,), "min_tokens": 4},
+    }
+    fields.pop(without, None)
+    params = [SamplingParams(**fields), SamplingParams(), SamplingParams(frequency_penalty=-0.7)]
+    tensors = tensors_of(params, [2, 1, 3])
+    text = torch.randint(0, VOCAB, (3, 16), generator=torch.Generator().manual_seed(1))
+    num_tokens = torch.tensor([[5], [3], [9]]) + torch.arange(3)
+    logits = torch.randn(3, 3, VOCAB, generator=torch.Generator().manual_seed(2))
+
+    def process_some(num_requests: int, function=process_logits) -> Tensor:
+        own = map_tensors(lambda value: value[:num_requests], tensors)
+        cut = {"text": text[:num_requests], "num_tokens": num_tokens[:num_requests]}
+        return function(logits[:num_requests], own, **cut)
+
+    compiled = torch.compile(process_logits, backend="aot_eager", fullgraph=True)
+    whole = process_some(3)
+    assert torch.equal(process_some(3, compiled), whole)
+    assert torch.equal(process_some(2), whole[:2])
+    assert torch.equal(whole[1], logits[1])
 
 
 def test_process_logits_non_finite_row_stays_so() -> None:

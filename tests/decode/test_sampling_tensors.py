@@ -27,7 +27,7 @@ def _batch() -> BatchSampling:
 def test_tensors_follow_the_batch_and_are_kept_while_it_stays() -> None:
     batch, first, second = _batch(), _request("a", seed=1), _request("b", seed=2, temperature=1.0)
     together = batch.tensors([first, second])
-    assert together.is_plain
+    assert (together.processors, together.bitmask, together.logprobs) == (None, None, None)
     assert together.seed.tolist() == [1, 2]
     assert batch.tensors([first, second]) is together
     assert batch.tensors([second, first]).seed.tolist() == [2, 1]
@@ -40,11 +40,11 @@ def test_tensors_follow_the_batch_and_are_kept_while_it_stays() -> None:
 def test_masks_follow_the_drafts_of_the_step() -> None:
     batch = _batch()
     request = _request("a", grammar=PAIRS, stop_token_ids=(1,))
-    assert not batch.tensors([request]).is_plain
+    assert batch.tensors([request]).bitmask.tolist() == [[[-1] * 4] * 3]  # not made yet
     masks = []
     for drafts in ([10, 60], [10, 99], []):
         request.draft_token_ids = drafts
-        masks.append(batch.tensors([request]).bitmask[0].tolist())
+        masks.append(batch.bitmask([request])[0].tolist())
     unmasked = [-1] * 4
     assert masks[0][0] == masks[0][2] != masks[0][1]  # a pair ends where it began
     assert masks[1] == [masks[0][0], masks[0][1], unmasked]  # 99 is forbidden, nothing follows
@@ -54,8 +54,7 @@ def test_masks_follow_the_drafts_of_the_step() -> None:
 def test_extras_are_asked_for_one_by_one() -> None:
     batch = _batch()
     assert batch.tensors([_request("a", presence_penalty=1.0)]).processors is not None
-    tensors = batch.tensors([_request("a", logprobs=2), _request("b", logprobs=4)])
+    tensors = batch.tensors([_request("a", logprobs=2), _request("b", logprobs=3)])
     assert tensors.processors is None
     assert tensors.logprobs is not None
-    assert tensors.logprobs.num_top == 4
-    assert not tensors.is_plain
+    assert tensors.logprobs.num_top == 4  # 3 and 4 share a captured step

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_research.decode.sampling.sampling import SamplingTensors, sampling_tensors
+from mtp_research.decode.sampling.sampling import SamplingTensors, batch_tensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.slot_state import KVCache, SlotState
@@ -78,7 +78,13 @@ def _kernels(
 
     slots = torch.zeros(num_requests, dtype=torch.int64)
     block_table = torch.zeros(num_requests, 2048 // BLOCK_SIZE + 1, dtype=torch.int32)
-    params = sampling_tensors([sampling] * num_requests, device=CPU)
+    params = batch_tensors(
+        [sampling] * num_requests,
+        num_prompt_tokens=[1] * num_requests,
+        num_speculative_tokens=num_drafts,
+        vocab_size=vocab_size,
+        device=CPU,
+    )
     return generated_kernels(run, slots, block_table, params)
 
 
@@ -107,6 +113,25 @@ def test_kernels_of_verification_and_bookkeeping_compile(
 def test_kernels_of_a_sampled_step_compile(tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=0)
     kernels = _kernels(8192, num_drafts=0, num_requests=8, sampling=sampling)
+    assert kernels
+    for name, source in kernels.items():
+        assert compile_kernel(name, source, folder=tmp_path) >= 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_kernels_of_a_step_with_processors_and_logprobs_compile(
+    temperature: float, tmp_path: Path
+) -> None:
+    sampling = SamplingParams(
+        temperature=temperature,
+        repetition_penalty=1.2,
+        dry_multiplier=0.5,
+        logit_bias=((1, 1.0),),
+        bad_words=((1, 2), (3,)),
+        logprobs=2,
+        logprobs_kind="processed",
+    )
+    kernels = _kernels(8192, num_drafts=3, num_requests=8, sampling=sampling)
     assert kernels
     for name, source in kernels.items():
         assert compile_kernel(name, source, folder=tmp_path) >= 1

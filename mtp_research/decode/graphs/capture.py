@@ -9,7 +9,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.drafter import MTPDrafter
 from mtp_research.decode.sampling.sampling import SamplingTensors
+from mtp_research.decode.slot_state import map_tensors
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.models.experts import expert_stacks
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
@@ -32,11 +33,19 @@ class Replayable(Protocol):
         """Run it again on what its tensors hold now."""
 
 
-class Captured(NamedTuple):
+Result = TypeVar("Result")
+
+
+class Captured(NamedTuple, Generic[Result]):
     """A graph and the tensors its replay writes."""
 
     graph: Replayable
-    result: StepResult
+    result: Result
+
+
+def first_requests(result: StepResult, num_requests: int) -> StepResult:
+    """A result without that of padding requests."""
+    return map_tensors(lambda tensor: tensor[:num_requests], result)
 
 
 @contextmanager
@@ -54,7 +63,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def capture_call(call: Callable[[], StepResult], *, pool: Any) -> Captured:
+def capture_call(call: Callable[[], Result], *, pool: Any) -> Captured[Result]:
     """Warm up and capture `call`, which must read static tensors and wait for nothing."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -74,31 +83,54 @@ class StaticParams:
 
     def __init__(self, num_requests: int, *, device: torch.device) -> None:
         self._num_requests, self._device = num_requests, device
-        self._storage: dict[str, Tensor] = {}
+        self._storage: dict[Hashable, Tensor] = {}
+        self._copied: dict[Hashable, Tensor] = {}  # what the storage holds
         self._uploaded: SamplingTensors | None = None
+        self._key: tuple[Hashable, ...] = ()
 
-    def upload(self, params: SamplingTensors) -> None:
-        """Put the parameters of a batch in place; nothing if they are there already."""
-        if params is self._uploaded:
-            return
-        for name, value in params._asdict().items():
-            if isinstance(value, Tensor):
-                if name not in self._storage:
-                    self._storage[name] = torch.ones(
-                        self._num_requests, dtype=value.dtype, device=self._device
-                    )
-                self._storage[name][: len(value)] = value
-        self._uploaded = params
+    def upload(self, params: SamplingTensors) -> tuple[Hashable, ...]:
+        """Put the parameters of a batch in place, where they are not there already.
+
+        Returns:
+            What code depends on, and a graph with it: flags, the parts that are there, and shapes.
+        """
+        if params is not self._uploaded:
+            self._key = tuple(
+                (place, tuple(value.shape[1:]) if isinstance(value, Tensor) else value)
+                for place, value in leaves_of(params)
+            )
+            for place, value in leaves_of(params):
+                if isinstance(value, Tensor):
+                    self._copy((place, value.shape[1:]), value)
+            self._uploaded = params
+        return self._key
 
     def view(self, params: SamplingTensors, num_requests: int) -> SamplingTensors:
-        """Flags of `params` over the storage of the first requests."""
-        storage = {name: value[:num_requests] for name, value in self._storage.items()}
-        return params._replace(**storage)
+        """Flags of `params`, which were uploaded, over the storage of the first requests."""
+        places = iter([place for place, value in leaves_of(params) if isinstance(value, Tensor)])
+        return map_tensors(
+            lambda value: self._storage[next(places), value.shape[1:]][:num_requests], params
+        )
 
-    @staticmethod
-    def key(params: SamplingTensors) -> tuple[Hashable, ...]:
-        """What code depends on, and a graph with it."""
-        return tuple(value for value in params if isinstance(value, bool | int | None))
+    def _copy(self, address: Hashable, value: Tensor) -> None:
+        if self._copied.get(address) is value:
+            return
+        if address not in self._storage:
+            shape = (self._num_requests, *value.shape[1:])
+            self._storage[address] = torch.ones(shape, dtype=value.dtype, device=self._device)
+        self._storage[address][: len(value)] = value
+        self._copied[address] = value
+
+
+def leaves_of(
+    value: object, place: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], object]]:
+    """Tensors, flags and None of nested named tuples, each with the fields that lead to it."""
+    if not isinstance(value, tuple):
+        yield place, value
+        return
+    for index, part in enumerate(value):
+        yield from leaves_of(part, (*place, index))
 
 
 _STACK_DIM = 3  # of the weights of a layer's experts, [E, out, in]

@@ -6,16 +6,22 @@ plan, module passes and the next inputs are one graph; the host copies a few int
 it, and reads the tokens while the next one runs. Batches are padded to a bucket with requests that
 live in the spare slot and the pool's spare block.
 
+What logit processors and log-probabilities need is in tensors at fixed addresses; each set of them
+that a batch uses has graphs of its own. Masks of grammars come from the host, which makes them of
+the step before while the target pass runs: such a step is two graphs, cut behind the target pass.
+
 Steps with few prompt rows can have graphs of their own (`mixed_graphs`). Everything else (large
-prompt chunks, logit processors, grammars, log-probabilities, draft limits, positions by axis) runs
-the same `DeviceStep` without a graph.
+prompt chunks, prompt rows beside grammars or more requests beside them than a bucket holds,
+positions by axis) runs the same `DeviceStep` without a graph.
 
 Letters: R requests, B bucket, M blocks per table, K drafts per step.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
 from typing import cast
 
 import torch
@@ -25,21 +31,24 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.drafter import MTPDrafter
 from mtp_research.decode.graphs.capture import (
     Captured,
+    Result,
     StaticParams,
     bucket_of,
     capture_call,
     captured_sizes,
+    first_requests,
+    leaves_of,
     require_capturable,
     split_batch,
 )
 from mtp_research.decode.graphs.mixed_graphs import MixedGraphs
 from mtp_research.decode.pool_size import blocks_per_request
-from mtp_research.decode.sampling.sampling import SamplingTensors, sampling_tensors
+from mtp_research.decode.sampling.sampling import SamplingTensors, batch_tensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.batch import BlockTables, StepInputs, have_axis_positions
 from mtp_research.decode.schedule.request import Scheduled
-from mtp_research.decode.slot_state import to_device
-from mtp_research.decode.step import DeviceStep, StepResult
+from mtp_research.decode.slot_state import map_tensors, to_device
+from mtp_research.decode.step import DeviceStep, StepResult, TargetRows
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, compile_options
 from mtp_research.models.rewrites.regions import mark_any_size
 from mtp_research.runtime.compiling import count_kernels, num_compilations
@@ -102,7 +111,8 @@ class StepGraphs:
         )
         self._params = StaticParams(batch_sizes[-1], device=device)
         self._uploaded_slots: list[int] = []  # of a bucket, padding included
-        self._graphs: dict[Hashable, Captured] = {}
+        self._graphs: dict[Hashable, Captured[StepResult]] = {}
+        self._targets: dict[Hashable, Captured[TargetRows]] = {}  # target passes by themselves
         self._pool = torch.cuda.graph_pool_handle()
         self._mixed: MixedGraphs | None = None
         if max_mixed_rows > 0:
@@ -114,11 +124,16 @@ class StepGraphs:
                 block_size=block_size,
                 pool=self._pool,
             )
-        self._device_part: Callable[..., StepResult] = self._run_step
+        self._whole: Callable[..., StepResult] = self._run_step
+        self._target: Callable[..., TargetRows] = self._run_target
+        self._behind_target: Callable[..., StepResult] = self._run_behind_target
         if compile_step:
             torch._dynamo.config.recompile_limit = _MAX_COMPILED_VERSIONS
             options = compile_options(overlaps=overlap_launches)
-            self._device_part = torch.compile(self._run_step, dynamic=False, options=options)
+            compiled = functools.partial(torch.compile, dynamic=False, options=options)
+            self._whole = compiled(self._run_step)
+            self._target = compiled(self._run_target)
+            self._behind_target = compiled(self._run_behind_target)
         self._capture_s = 0.0
         # by bucket and number of drafts, where a step may make several
         self.step_seconds: dict[int, dict[int, float]] = {}
@@ -126,7 +141,8 @@ class StepGraphs:
     @property
     def num_graphs(self) -> int:
         """Graphs captured so far."""
-        return len(self._graphs) + (self._mixed.num_graphs if self._mixed is not None else 0)
+        num_mixed = self._mixed.num_graphs if self._mixed is not None else 0
+        return len(self._graphs) + len(self._targets) + num_mixed
 
     @property
     def num_builds(self) -> int:
@@ -139,50 +155,65 @@ class StepGraphs:
         return self._capture_s + (self._mixed.capture_s if self._mixed is not None else 0.0)
 
     @property
-    def newest(self) -> Captured:
-        """The decode step that was captured last, for a look at it alone; see `bench_split`."""
+    def newest(self) -> Captured[StepResult]:
+        """The decode step that was captured last, for a look at it alone; see `bench_split`.
+
+        Of one with grammars, the part behind the target pass.
+        """
         return list(self._graphs.values())[-1]
 
     def accepts(self, entries: list[Scheduled], params: SamplingTensors) -> bool:
         """Whether the step of these entries can be replayed."""
-        if not params.is_plain or have_axis_positions(entries):
+        if have_axis_positions(entries):
             return False
+        if params.bitmask is not None:  # the next part's requests may have ended with its masks
+            return not _has_prompt_rows(entries) and len(entries) <= len(self._slots)
         if not _has_prompt_rows(entries):
             return True
         return self._mixed is not None and self._mixed.accepts(entries)
 
     def run(
-        self, entries: list[Scheduled], params: SamplingTensors, *, draft_limit: int
+        self,
+        entries: list[Scheduled],
+        params: SamplingTensors,
+        *,
+        draft_limit: int,
+        make_bitmask: Callable[[], Tensor],
     ) -> StepResult:
         """Replay the step, which verifies and makes at most `draft_limit` drafts a request.
 
         The result is overwritten by the next replay of the same graph. A batch above the largest
-        bucket is replayed in parts, whose results are copied.
+        bucket is replayed in parts, whose results are copied. `make_bitmask` is called where
+        requests have grammars, once the target pass is launched.
         """
         if self._mixed is not None and _has_prompt_rows(entries):
             self._uploaded_slots = []  # it takes news of the tables, which ours must have too
             return self._mixed.run(entries, params, draft_limit=draft_limit)
         if len(entries) <= len(self._slots):
-            return self._replay(entries, params, draft_limit)
+            return self._replay(entries, params, draft_limit, make_bitmask)
         results = []
         for part in split_batch(len(entries), len(self._slots)):
-            fields = params._asdict().items()
-            cut = {name: value[part] for name, value in fields if isinstance(value, Tensor)}
-            result = self._replay(entries[part], params._replace(**cut), draft_limit)
-            results.append([tensor.clone() for tensor in result[:3]])
-        sampled, is_finite, drafts = (torch.cat(parts) for parts in zip(*results, strict=True))
-        return StepResult(sampled, is_finite, drafts)
+            cut = map_tensors(itemgetter(part), params)
+            result = self._replay(entries[part], cut, draft_limit, make_bitmask)
+            results.append(map_tensors(Tensor.clone, result))
+        return map_tensors(lambda *parts: torch.cat(parts), *results)
 
     def _replay(
-        self, entries: list[Scheduled], params: SamplingTensors, draft_limit: int
+        self,
+        entries: list[Scheduled],
+        params: SamplingTensors,
+        draft_limit: int,
+        make_bitmask: Callable[[], Tensor],
     ) -> StepResult:
         num_requests = len(entries)
         bucket = bucket_of(num_requests, self._batch_sizes)
         self._upload(entries, bucket)
-        captured = self._captured(bucket, params, draft_limit)
+        target, captured = self._captured(bucket, params, draft_limit)
+        if target is not None:
+            target.graph.replay()
+            self._params.upload(params._replace(bitmask=make_bitmask()))
         captured.graph.replay()
-        sampled, is_finite, drafts, _ = captured.result  # a plain step has no log-probabilities
-        return StepResult(sampled[:num_requests], is_finite[:num_requests], drafts[:num_requests])
+        return first_requests(captured.result, num_requests)
 
     def prepare(
         self,
@@ -202,7 +233,7 @@ class StepGraphs:
         sizes = [size for size in reversed(self._batch_sizes) if size <= largest]
         for number, bucket in enumerate(sizes, start=1):
             before_s = self.capture_s
-            params = sampling_tensors([sampling] * bucket, device=self._slots.device)
+            params = self._params_of(sampling, bucket)
             for draft_limit in draft_limits:
                 self._captured(bucket, params, draft_limit)
             if len(draft_limits) > 1:
@@ -214,17 +245,44 @@ class StepGraphs:
                 )
         if self._mixed is not None:
             before_s = self.capture_s
-            params = sampling_tensors([sampling], device=self._slots.device)
-            self._mixed.prepare(params, draft_limits=draft_limits)
+            self._mixed.prepare(self._params_of(sampling, 1), draft_limits=draft_limits)
             if log is not None:
                 log(f"captured steps with prompt rows in {self.capture_s - before_s:.1f} s")
 
-    def _captured(self, bucket: int, params: SamplingTensors, draft_limit: int) -> Captured:
-        self._params.upload(params)
-        key = (bucket, draft_limit, *self._params.key(params))
+    def _params_of(self, sampling: SamplingParams, num_requests: int) -> SamplingTensors:
+        return batch_tensors(
+            [sampling] * num_requests,
+            num_prompt_tokens=[1] * num_requests,
+            num_speculative_tokens=self._step.plan.num_speculative_tokens,
+            vocab_size=self._step.target.config.vocab_size,
+            device=self._slots.device,
+        )
+
+    def _captured(
+        self, bucket: int, params: SamplingTensors, draft_limit: int
+    ) -> tuple[Captured[TargetRows] | None, Captured[StepResult]]:
+        """Graphs of a step: of its target pass where masks come after it, and of the rest."""
+        key = (bucket, draft_limit, self._params.upload(params))
+        target = None if params.bitmask is None else self._captured_target(bucket, draft_limit)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(bucket, params, draft_limit)
-        return self._graphs[key]
+            view = self._params.view(params, bucket)
+            tensors = (value for _, value in leaves_of(view) if isinstance(value, Tensor))
+            mark_any_size(*tensors, dim=0)
+            if target is None:
+                part = functools.partial(self._whole, view, draft_limit)
+            else:
+                mark_any_size(target.result.logits, dim=0)
+                mark_any_size(*target.result.hidden, dim=1)
+                part = functools.partial(self._behind_target, view, draft_limit)
+            self._graphs[key] = self._capture(bucket, part, target)
+        return target, self._graphs[key]
+
+    def _captured_target(self, bucket: int, draft_limit: int) -> Captured[TargetRows]:
+        key = (bucket, draft_limit)
+        if key not in self._targets:
+            part = functools.partial(self._target, draft_limit)
+            self._targets[key] = self._capture(bucket, part)
+        return self._targets[key]
 
     def _timed(
         self, bucket: int, params: SamplingTensors, draft_limits: Sequence[int]
@@ -234,11 +292,13 @@ class StepGraphs:
         self._uploaded_slots = []
         seconds = {}
         for draft_limit in draft_limits:
-            graph = self._captured(bucket, params, draft_limit).graph
+            target, captured = self._captured(bucket, params, draft_limit)
             times = []
             for _ in range(_NUM_TIMED_REPLAYS):
                 started = time.perf_counter()
-                graph.replay()
+                if target is not None:
+                    target.graph.replay()
+                captured.graph.replay()
                 if self._slots.is_cuda:
                     torch.cuda.synchronize()
                 times.append(time.perf_counter() - started)
@@ -258,38 +318,61 @@ class StepGraphs:
             return
         self._tables.read(self._slots[:bucket], out=self._block_table[:bucket])
 
-    def _capture(self, bucket: int, params: SamplingTensors, draft_limit: int) -> Captured:
-        """Warm up and capture one bucket; its requests must not be in the spare slot."""
+    def _capture(
+        self,
+        bucket: int,
+        part: Callable[..., Result],
+        target: Captured[TargetRows] | None = None,
+    ) -> Captured[Result]:
+        """Warm up and capture a part of a step behind `target`, on the slots of a bucket.
+
+        Its requests must not be in the spare slot.
+        """
         started = time.perf_counter()
-        slots, table = self._slots[:bucket].clone(), self._block_table[:bucket].clone()
+        inputs = self._slots[:bucket], self._block_table[:bucket]
+        slots, table = (tensor.clone() for tensor in inputs)
         # Warming up must change no request: every row is padding for the time being.
         self._slots[:bucket] = self._spare_slot
         self._block_table[:bucket] = self._spare_block
-        inputs = (
-            self._slots[:bucket],
-            self._block_table[:bucket],
-            self._params.view(params, bucket),
-            draft_limit,
+        mark_any_size(*inputs, dim=0)
+        captured = capture_call(
+            lambda: part(*inputs) if target is None else part(*inputs, target.result),
+            pool=self._pool,
         )
-        mark_any_size(*inputs[:2], *(v for v in inputs[2] if isinstance(v, Tensor)), dim=0)
-        captured = capture_call(lambda: self._device_part(*inputs), pool=self._pool)
         self._slots[:bucket], self._block_table[:bucket] = slots, table
         self._capture_s += time.perf_counter() - started
         return captured
 
     def _run_step(
-        self, slots: Tensor, block_table: Tensor, params: SamplingTensors, num_drafts: int
+        self, params: SamplingTensors, num_drafts: int, slots: Tensor, block_table: Tensor
     ) -> StepResult:
+        inputs = self._inputs(num_drafts, slots, block_table)
+        return self._step.run(inputs, params, request_ids=[], draft_limit=num_drafts)
+
+    def _run_target(self, num_drafts: int, slots: Tensor, block_table: Tensor) -> TargetRows:
+        return self._step.parts.target(self._inputs(num_drafts, slots, block_table))
+
+    def _run_behind_target(
+        self,
+        params: SamplingTensors,
+        num_drafts: int,
+        slots: Tensor,
+        block_table: Tensor,
+        target: TargetRows,
+    ) -> StepResult:
+        inputs = self._inputs(num_drafts, slots, block_table)  # the same: nothing moved on since
+        return self._step.finish(inputs, target, params, request_ids=[], draft_limit=num_drafts)
+
+    def _inputs(self, num_drafts: int, slots: Tensor, block_table: Tensor) -> StepInputs:
         slot_state = self._step.slot_state
         slot_state.num_tokens[self._spare_slot :].fill_(1)  # padding requests must not grow
-        inputs = StepInputs.decoding(
+        return StepInputs.decoding(
             slots,
             block_table,
             slot_state=slot_state,
             block_size=self._block_size,
             num_drafts=num_drafts,
         )
-        return self._step.run(inputs, params, request_ids=[], draft_limit=num_drafts)
 
 
 def _has_prompt_rows(entries: Sequence[Scheduled]) -> bool:

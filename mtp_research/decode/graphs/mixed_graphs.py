@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from mtp_research.decode.draft.drafter import MTPDrafter
-from mtp_research.decode.graphs.capture import Captured, StaticParams, capture_call
+from mtp_research.decode.graphs.capture import (
+    Captured,
+    StaticParams,
+    capture_call,
+    first_requests,
+)
 from mtp_research.decode.sampling.sampling import SamplingTensors
 from mtp_research.decode.schedule.batch import BlockTables, StepInputs, facts_of
 from mtp_research.decode.schedule.request import Scheduled
@@ -96,7 +101,7 @@ class MixedGraphs:
         self._base_counts = torch.zeros(most, **ints)
         self._block_table = torch.zeros(most, tables.width, dtype=torch.int32, device=device)
         self._params = StaticParams(most, device=device)
-        self._graphs: dict[Hashable, Captured] = {}
+        self._graphs: dict[Hashable, Captured[StepResult]] = {}
         self.capture_s = 0.0
 
     @property
@@ -105,7 +110,7 @@ class MixedGraphs:
         return len(self._graphs)
 
     def accepts(self, entries: Sequence[Scheduled]) -> bool:
-        """Whether a plain step of these entries fits a bucket."""
+        """Whether a step of these entries fits a bucket."""
         num_rows = sum(entry.num_scheduled_tokens for entry in entries)
         return num_rows <= self._shapes[-1].num_rows and len(entries) <= self._max_requests
 
@@ -115,22 +120,20 @@ class MixedGraphs:
         """Replay the step; the next replay of the same bucket overwrites the result."""
         num_rows = sum(entry.num_scheduled_tokens for entry in entries)
         shape = next(shape for shape in self._shapes if num_rows <= shape.num_rows)
-        self._params.upload(params)
         captured = self._captured(shape, params, draft_limit)
         self._upload(shape, entries)
         captured.graph.replay()
-        sampled, is_finite, drafts, _ = captured.result
-        num_requests = len(entries)
-        return StepResult(sampled[:num_requests], is_finite[:num_requests], drafts[:num_requests])
+        return first_requests(captured.result, len(entries))
 
     def prepare(self, params: SamplingTensors, *, draft_limits: Sequence[int]) -> None:
         """Capture every bucket for requests sampled like `params`."""
-        self._params.upload(params)
         for shape, draft_limit in itertools.product(reversed(self._shapes), draft_limits):
             self._captured(shape, params, draft_limit)
 
-    def _captured(self, shape: MixedShape, params: SamplingTensors, draft_limit: int) -> Captured:
-        key = (shape.num_rows, draft_limit, *self._params.key(params))
+    def _captured(
+        self, shape: MixedShape, params: SamplingTensors, draft_limit: int
+    ) -> Captured[StepResult]:
+        key = (shape.num_rows, draft_limit, self._params.upload(params))
         if key not in self._graphs:
             started = time.perf_counter()
             self._upload(shape, [])  # warming up must change no request

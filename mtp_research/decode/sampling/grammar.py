@@ -5,9 +5,10 @@ so far and drafts d_1..d_j. A draft that the grammar forbids has no weight in it
 logits, so that every verification rule rejects it; the rows after it are never used. The matcher is
 wound back after the masks are made and moves on only by emitted tokens.
 
-The masks are made on the host, before the step runs: a request with a grammar needs its tokens and
-drafts there. So a step that decides a token of such a request is committed before the next one is
-prepared, deferred output or not, and it is not replayed as a graph.
+The masks are made on the host from the tokens and drafts of the step before, and verification is
+the first to read them. So the host launches the target pass of a step, then learns what the step
+before has decided, makes the masks while the target runs, and launches the rest. No mask is older
+than its drafts; deferred output and captured steps stay, as two graphs in the place of one.
 
 Letters: R requests, K drafts per step, V vocabulary, W = ceil(V / 32) words of a mask.
 
@@ -136,8 +137,9 @@ def step_bitmask(
     Returns:
         `[R, K+1, W]` int32 on the host; all ones where nothing is forbidden or used.
     """
-    num_words = -(-vocab_size // BITS_PER_WORD)
-    shape = (len(matchers), num_speculative_tokens + 1, num_words)
+    shape = bitmask_shape(
+        len(matchers), num_speculative_tokens=num_speculative_tokens, vocab_size=vocab_size
+    )
     bitmask = torch.full(shape, -1, dtype=torch.int32)
     for rows, matcher, tokens in zip(bitmask, matchers, drafts, strict=True):
         if matcher is not None:
@@ -145,10 +147,21 @@ def step_bitmask(
     return bitmask
 
 
+def bitmask_shape(
+    num_requests: int, *, num_speculative_tokens: int, vocab_size: int
+) -> tuple[int, int, int]:
+    """R, K + 1 and W."""
+    return num_requests, num_speculative_tokens + 1, -(-vocab_size // BITS_PER_WORD)
+
+
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """Logits `[R, K+1, V]` with -inf at tokens whose bit is 0; NaN stays NaN."""
+    """Logits `[R, J, V]` with -inf at tokens whose bit is 0; NaN stays NaN.
+
+    Of the masks `[R, K+1, W]` a step that verifies fewer drafts than K takes the first J.
+    """
+    bitmask = bitmask[:, : logits.shape[1]]
     bit = torch.arange(BITS_PER_WORD, dtype=torch.int32, device=bitmask.device)
-    allowed = (bitmask[..., None] >> bit) & 1  # [R, K+1, W, 32]
+    allowed = (bitmask[..., None] >> bit) & 1  # [R, J, W, 32]
     allowed = allowed.flatten(-2)[..., : logits.shape[-1]].bool()
     return logits + torch.where(allowed, 0.0, -torch.inf)
 

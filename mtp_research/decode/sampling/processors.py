@@ -5,13 +5,16 @@ Repetition, frequency and presence penalty, DRY, bias and allowed ids, bad words
 
 All of them are pure functions of logits and text. Row j sees the committed text and drafts
 d_1..d_j: the text table holds the drafts behind the committed tokens, and each row has its own
-length. So nothing is kept between steps that a rejection would have to wind back.
+length. So nothing is kept between steps that a rejection would have to wind back, and since the
+table is on the device, a captured step processes its logits without the host. Only tokens of the
+text can be penalised, so penalties are worked out for its L positions, not for all V logits.
 
 Letters: R requests, J rows a request, L length of the text table, V vocabulary, W bad words of a
 request, P longest bad word without its last token.
 Source: DRY is Weidmann's sampler as in text-generation-webui; bad words are transformers'.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -46,11 +49,15 @@ class BadWordTensors(NamedTuple):
 def bad_word_tensors(
     words: list[tuple[tuple[int, ...], ...]], *, device: torch.device
 ) -> BadWordTensors | None:
-    """Pad the bad words of a batch; None where there are none."""
-    num_words = max(len(row) for row in words)
-    if num_words == 0:
+    """Pad the bad words of a batch, W and P to powers of two or P = 0; None where there are none.
+
+    A captured step holds for one shape.
+    """
+    if not any(words):
         return None
+    num_words = power_of_two(max(len(row) for row in words))
     width = max(len(word) for row in words for word in row) - 1
+    width = power_of_two(width) if width else 0
     padding = [(_ANY,) * width + (0, 0)]
     rows = [
         [(*(_ANY,) * (width + 1 - len(word)), *word, 1) for word in row]
@@ -59,6 +66,11 @@ def bad_word_tensors(
     ]
     table = to_device(rows, dtype=torch.int64, device=device)  # [R, W, P + 2]
     return BadWordTensors(table[..., :-2], table[..., -2], table[..., -1].bool())
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below `number`, which is at least 1."""
+    return 1 << (number - 1).bit_length()
 
 
 def apply_bad_words(
@@ -72,20 +84,20 @@ def apply_bad_words(
     prefix = words.prefix[:, None]  # [R, 1, W, P]
     completes = ((ending == prefix) | (prefix == _ANY)).all(dim=-1) & words.is_word[:, None]
     penalty = torch.where(completes, -torch.inf, 0.0).to(logits.dtype)  # [R, J, W]
-    last = words.last[:, None].expand(penalty.shape)
-    return logits + torch.zeros_like(logits).scatter_add_(-1, last, penalty)
+    return logits.scatter_add(-1, words.last[:, None].expand(penalty.shape), penalty)
 
 
 def apply_dry(logits: Tensor, dry: DryTensors, *, text: Tensor, num_tokens: Tensor) -> Tensor:
     """Lower tokens that would go on with what followed an earlier copy of the text's end."""
     lengths = repetition_lengths(text, dry.is_breaker.gather(1, text), num_tokens=num_tokens)
-    longest = torch.zeros(logits.shape, dtype=lengths.dtype, device=logits.device)
-    token_ids = text[:, None].expand(lengths.shape)
-    longest = longest.scatter_reduce(-1, token_ids, lengths, reduce="amax")  # [R, J, V]
+    seen = _seen_tokens(text, num_tokens)
+    longest = torch.zeros(logits.shape, dtype=lengths.dtype, device=logits.device)  # [R, J, V]
+    longest = longest.scatter_reduce(-1, seen, lengths, reduce="amax").gather(-1, seen)
     multiplier, base, allowed = (row[:, None, None] for row in dry[:3])
     penalty = (multiplier * base ** (longest - allowed)).clamp(max=_MAX_DRY_PENALTY)
     is_long = (longest >= allowed) & (multiplier > 0)
-    return logits - torch.where(is_long, penalty, 0.0)
+    lowered = logits.gather(-1, seen) - torch.where(is_long, penalty, 0.0)
+    return logits.scatter(-1, seen, lowered)
 
 
 def repetition_lengths(text: Tensor, is_breaker: Tensor, *, num_tokens: Tensor) -> Tensor:
@@ -105,16 +117,32 @@ def repetition_lengths(text: Tensor, is_breaker: Tensor, *, num_tokens: Tensor) 
     """
     num_columns = text.shape[1]
     column = torch.arange(num_columns, device=text.device)
-    matches = (column < num_tokens[..., None]) & ~is_breaker[:, None]  # [R, J, L]
-    lengths = torch.zeros(matches.shape, device=text.device)
-    for distance in range(1, min(MAX_DRY_MATCH, num_columns) + 1):
-        end = (num_tokens - distance).clamp(0, num_columns - 1)  # [R, J]
-        is_usable = (num_tokens >= distance) & ~is_breaker.gather(1, end)
-        before = torch.nn.functional.pad(text[:, : num_columns - distance], (distance, 0), value=-1)
-        same = before[:, None] == text.gather(1, end)[..., None]
-        matches = matches & same & is_usable[..., None]
-        lengths = lengths + matches
-    return lengths
+    # How many tokens lie between, in the order of the text: MAX_DRY_MATCH - 1 to 0
+    between = torch.arange(MAX_DRY_MATCH - 1, -1, -1, dtype=torch.int8, device=text.device)
+    # The tokens before each position, a view: [R, L, MAX_DRY_MATCH]
+    before = torch.nn.functional.pad(text, (MAX_DRY_MATCH, 0), value=_NONE)
+    before = before.unfold(1, MAX_DRY_MATCH, 1)[:, :num_columns]
+    rows = []
+    for length in num_tokens.unbind(dim=1):  # one by one, to bound the memory
+        end = length[:, None] - 1 - between  # [R, MAX_DRY_MATCH]
+        safe = end.clamp(0, num_columns - 1)
+        ends_here = (end < 0) | is_breaker.gather(1, safe)
+        ending = text.gather(1, safe).masked_fill(ends_here, _ANY)  # equals no token of a text
+        # As many tokens are equal as lie between the position and the nearest difference.
+        unequal = torch.where(before == ending[:, None], MAX_DRY_MATCH, between)
+        is_candidate = (column < length[:, None]) & ~is_breaker
+        rows.append(unequal.amin(dim=-1) * is_candidate)
+    return torch.stack(rows, dim=1).float()
+
+
+def _seen_tokens(text: Tensor, num_tokens: Tensor) -> Tensor:
+    """`[R, J, L]` the tokens before each row; behind them the first one again, which changes none.
+
+    What is written to logits by these indices must depend on nothing but token and row: a token
+    that occurs twice is written twice.
+    """
+    is_seen = torch.arange(text.shape[1], device=text.device) < num_tokens[..., None]
+    return torch.where(is_seen, text[:, None], text[:, None, :1])
 
 
 _NUM_CACHED_REQUESTS = 128  # each keeps three rows of V numbers on the device
@@ -180,14 +208,16 @@ def process_logits(
         logits: `[R, J, V]`; not changed.
         processors: one entry per request.
         text: `[R, L]` int64 in [0, V): prompt, output, drafts; what lies behind is not looked at.
-        num_tokens: `[R, J]` int64, tokens of `text` before the one that the row decides; each row
-            has one more than the row before it.
+        num_tokens: `[R, J]` int64, tokens of `text` before the one that the row decides, at least
+            1; each row has one more than the row before it.
 
     Returns:
         `[R, J, V]`, float64 if the logits are and float32 otherwise. -inf where a token is
         forbidden; a row may forbid every token, which verification reports as not finite.
     """
-    values = logits if logits.dtype is torch.float64 else logits.float()
+    if torch.compiler.is_compiling():
+        return _process_opaquely(logits, _parts_of(processors), text, num_tokens)
+    values = logits.to(_result_dtype(logits))
     if processors.penalties is not None:
         values = _apply_penalties(values, processors, text=text, num_tokens=num_tokens)
     if processors.dry is not None:
@@ -203,37 +233,83 @@ def process_logits(
     return values
 
 
+# An operator, so that a compiled step rounds as one that is not: fused code would contract products
+# and sums. Inductor's scatters and running sums are not leant on either, see `keep_top`.
+@torch.library.custom_op("mtp_research::process_logits", mutates_args=())
+def _process_opaquely(
+    logits: Tensor, parts: Sequence[Tensor | None], text: Tensor, num_tokens: Tensor
+) -> Tensor:
+    values = process_logits(logits, _of_parts(parts), text=text, num_tokens=num_tokens)
+    return values.contiguous()  # as the compiled step is told
+
+
+@_process_opaquely.register_fake
+def _(logits: Tensor, parts: Sequence[Tensor | None], text: Tensor, num_tokens: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=_result_dtype(logits))
+
+
+def _result_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype is torch.float64 else torch.float32
+
+
+_NESTED = {"penalties": PenaltyTensors, "dry": DryTensors, "bad_words": BadWordTensors}
+
+
+def _parts_of(processors: ProcessorTensors) -> list[Tensor | None]:
+    """All tensors in one list, as an operator takes them."""
+    parts: list[Tensor | None] = []
+    for name, value in zip(ProcessorTensors._fields, processors, strict=True):
+        if name in _NESTED:
+            parts += [None] * len(_NESTED[name]._fields) if value is None else list(value)
+        else:
+            parts.append(value)
+    return parts
+
+
+def _of_parts(parts: Sequence[Tensor | None]) -> ProcessorTensors:
+    rest = iter(parts)
+    values = []
+    for name in ProcessorTensors._fields:
+        if name in _NESTED:
+            own = [next(rest) for _ in _NESTED[name]._fields]
+            values.append(None if own[0] is None else _NESTED[name](*own))
+        else:
+            values.append(next(rest))
+    return ProcessorTensors(*values)
+
+
 def _apply_penalties(
     values: Tensor, processors: ProcessorTensors, *, text: Tensor, num_tokens: Tensor
 ) -> Tensor:
     assert processors.penalties is not None, "no request has a penalty"
     repetition, frequency, presence = (row[:, None, None] for row in processors.penalties)
+    seen = _seen_tokens(text, num_tokens)
     counts = _output_counts(
         text,
+        seen,
         num_prompt_tokens=processors.num_prompt_tokens,
         num_tokens=num_tokens,
         vocab_size=values.shape[-1],
     )
-    position = torch.arange(text.shape[1], device=text.device)
-    is_prompt = (position < processors.num_prompt_tokens[:, None]).float()
-    in_prompt = torch.zeros_like(counts[:, 0]).scatter_add_(1, text, is_prompt)  # [R, V]
-    is_seen = (counts > 0) | (in_prompt > 0)[:, None]
-    repeated = torch.where(values > 0, values / repetition, values * repetition)
-    values = torch.where(is_seen & (repetition != 1), repeated, values)
-    return values - frequency * counts - presence * (counts > 0)
+    old = values.gather(-1, seen)
+    repeated = torch.where(old > 0, old / repetition, old * repetition)
+    new = torch.where(repetition != 1, repeated, old)
+    return values.scatter(-1, seen, new - frequency * counts - presence * (counts > 0))
 
 
 def _output_counts(
-    text: Tensor, *, num_prompt_tokens: Tensor, num_tokens: Tensor, vocab_size: int
+    text: Tensor, seen: Tensor, *, num_prompt_tokens: Tensor, num_tokens: Tensor, vocab_size: int
 ) -> Tensor:
-    """How often each token occurs in the output before each row, `[R, J, V]` float32."""
+    """How often each token of `seen` `[R, J, L]` occurs in the output before its row, float32."""
     position = torch.arange(text.shape[1], device=text.device)
     is_output = (position >= num_prompt_tokens[:, None]) & (position < num_tokens[:, :1])
-    added = torch.zeros(*num_tokens.shape, vocab_size, device=text.device)
-    added[:, 0].scatter_add_(1, text, is_output.float())
+    committed = torch.zeros(len(text), vocab_size, device=text.device)
+    committed.scatter_add_(1, text, is_output.float())
+    counts = committed.gather(1, seen.flatten(1)).view(seen.shape)
     newest = text.gather(1, (num_tokens[:, 1:] - 1).clamp(max=text.shape[1] - 1))  # [R, J-1]
-    added[:, 1:].scatter_(2, newest[..., None], 1.0)
-    return added.cumsum(dim=1)
+    for row, token_ids in enumerate(newest.unbind(dim=1), start=1):  # seen by this row and later
+        counts[:, row:] += seen[:, row:] == token_ids[:, None, None]
+    return counts
 
 
 def _penalty_tensors(params: list[SamplingParams], device: torch.device) -> PenaltyTensors | None:

@@ -20,11 +20,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.decode.sampling.grammar import step_bitmask
-from mtp_research.decode.sampling.processors import ProcessorTensors, processor_tensors
+from mtp_research.decode.sampling.grammar import bitmask_shape, step_bitmask
+from mtp_research.decode.sampling.processors import (
+    ProcessorTensors,
+    power_of_two,
+    processor_tensors,
+)
 from mtp_research.decode.sampling.sampling_params import SamplingParams, TokenLogprobs
 from mtp_research.decode.schedule.request import Request
-from mtp_research.decode.slot_state import to_device
+from mtp_research.decode.slot_state import copy_to_device, to_device
 from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.hash_bits import GOLDEN, mix, shift_right, signed
 
@@ -32,16 +36,18 @@ from mtp_research.runtime.hash_bits import GOLDEN, mix, shift_right, signed
 class LogprobsPlan(NamedTuple):
     """Which log-probabilities a batch reports."""
 
-    num_top: int  # most tokens a request wants beside the emitted one
-    kinds: frozenset[str]  # kinds that requests ask for, known on the host
+    # tokens beside the emitted one, at least what every request wants: 0 or a power of two, or V
+    num_top: int
+    some_raw: bool  # a request asks for `raw`, as known on the host
+    some_processed: bool  # a request asks for `processed`
     is_raw: Tensor  # `[R]` bool, the request asks for `raw`
 
 
 class SamplingTensors(NamedTuple):
     """Sampling parameters of a batch.
 
-    The three flags are known on the host: they choose code, and so take part in the key of a
-    captured graph. `top_k_bound` is a power of two, so that there are few such keys.
+    Flags, and which parts are None, are known on the host: they choose code, and so take part in
+    the key of a captured graph. `top_k_bound` is a power of two, so that there are few such keys.
     """
 
     temperature: Tensor  # `[R]` float64, 0 is greedy
@@ -53,14 +59,10 @@ class SamplingTensors(NamedTuple):
     keeps_all: bool  # no request truncates
     top_k_bound: int | None  # no top-k exceeds it; None where a request has a top-p and no top-k
     processors: ProcessorTensors | None = None  # logit processors; None where no request uses any
-    # `[R, K+1, W]` int32 of allowed tokens; None where no request has a grammar
+    # `[R, K+1, W]` int32 of allowed tokens, all of them until `BatchSampling.bitmask` has made the
+    # step's; None where no request has a grammar
     bitmask: Tensor | None = None
     logprobs: LogprobsPlan | None = None  # what to report; None where no request asks
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing but temperature and truncation is asked for."""
-        return self.processors is None and self.bitmask is None and self.logprobs is None
 
 
 class BatchSampling:
@@ -70,41 +72,63 @@ class BatchSampling:
         self._plan, self._vocab_size, self._device = plan, vocab_size, device
         self._requests: list[Request] = []
         self._tensors: SamplingTensors | None = None
-        self._have_grammars = False
 
     def tensors(self, requests: list[Request]) -> SamplingTensors:
-        """Everything that sampling needs of the requests of a step."""
+        """Everything that sampling needs of the requests of a step, but for the masks."""
         if self._tensors is None or not self._is_same(requests):
             self._requests, self._tensors = requests, self._build(requests)
-            self._have_grammars = any(request.matcher is not None for request in requests)
-        if not self._have_grammars:
-            return self._tensors
+        return self._tensors
+
+    def bitmask(self, requests: list[Request]) -> Tensor:
+        """Masks of a step, which the host has to know the tokens and drafts of all requests for."""
         bitmask = step_bitmask(
             [request.matcher for request in requests],
             [request.draft_token_ids for request in requests],
             num_speculative_tokens=self._plan.num_speculative_tokens,
             vocab_size=self._vocab_size,
         )
-        return self._tensors._replace(bitmask=bitmask.to(self._device))
+        return copy_to_device(bitmask, self._device)
 
     def _is_same(self, requests: list[Request]) -> bool:
         return len(requests) == len(self._requests) and all(map(is_, requests, self._requests))
 
     def _build(self, requests: list[Request]) -> SamplingTensors:
-        params = [request.sampling for request in requests]
-        processors = processor_tensors(
-            params,
+        return batch_tensors(
+            [request.sampling for request in requests],
             num_prompt_tokens=[request.num_prompt_tokens for request in requests],
+            num_speculative_tokens=self._plan.num_speculative_tokens,
             vocab_size=self._vocab_size,
             device=self._device,
         )
-        return sampling_tensors(params, device=self._device)._replace(
-            processors=processors, logprobs=_logprobs_plan(params, self._device)
+
+
+def batch_tensors(
+    params: list[SamplingParams],
+    *,
+    num_prompt_tokens: list[int],
+    num_speculative_tokens: int,
+    vocab_size: int,
+    device: torch.device,
+) -> SamplingTensors:
+    """Tensors of a batch, with masks that allow everything; made without waiting for the device."""
+    bitmask = None
+    if any(p.grammar is not None for p in params):
+        shape = bitmask_shape(
+            len(params), num_speculative_tokens=num_speculative_tokens, vocab_size=vocab_size
         )
+        bitmask = torch.full(shape, -1, dtype=torch.int32, device=device)
+    processors = processor_tensors(
+        params, num_prompt_tokens=num_prompt_tokens, vocab_size=vocab_size, device=device
+    )
+    return sampling_tensors(params, device=device)._replace(
+        processors=processors,
+        bitmask=bitmask,
+        logprobs=_logprobs_plan(params, vocab_size, device),
+    )
 
 
 def sampling_tensors(params: Sequence[SamplingParams], *, device: torch.device) -> SamplingTensors:
-    """Temperature, truncation and seeds of a batch; like all of these made without waiting."""
+    """Temperature, truncation and seeds of a batch."""
     facts = to_device(
         [(p.temperature, p.top_p, p.min_p) for p in params], dtype=torch.float64, device=device
     )
@@ -125,13 +149,17 @@ def sampling_tensors(params: Sequence[SamplingParams], *, device: torch.device) 
     )
 
 
-def _logprobs_plan(params: Sequence[SamplingParams], device: torch.device) -> LogprobsPlan | None:
+def _logprobs_plan(
+    params: Sequence[SamplingParams], vocab_size: int, device: torch.device
+) -> LogprobsPlan | None:
     asked = [p for p in params if p.logprobs is not None]
     if not asked:
         return None
+    most = max(p.logprobs or 0 for p in asked)
     return LogprobsPlan(
-        num_top=max(p.logprobs or 0 for p in asked),
-        kinds=frozenset(p.logprobs_kind for p in asked),
+        num_top=min(power_of_two(most), vocab_size) if most else 0,
+        some_raw=any(p.logprobs_kind == "raw" for p in asked),
+        some_processed=any(p.logprobs_kind == "processed" for p in asked),
         is_raw=to_device(
             [p.logprobs_kind == "raw" for p in params], dtype=torch.bool, device=device
         ),
@@ -147,7 +175,7 @@ def _keeps_all(params: SamplingParams) -> bool:
 def _top_k_bound(params: Sequence[SamplingParams]) -> int | None:
     """The smallest power of two that no top-k exceeds; None where top-p looks at all tokens."""
     ordered = [p.top_k for p in params if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)]
-    return None if 0 in ordered else 1 << (max(ordered, default=1) - 1).bit_length()
+    return None if 0 in ordered else power_of_two(max(ordered, default=1))
 
 
 _NUM_STREAMS = 4  # room for one more
@@ -341,7 +369,7 @@ def step_logprobs(
     if params.logprobs is None:
         return None
     logprobs = _of_kinds(raw_logits, processed_logits, params=params, plan=params.logprobs)
-    top, top_ids = logprobs.topk(min(params.logprobs.num_top, logprobs.shape[-1]), dim=-1)
+    top, top_ids = logprobs.topk(params.logprobs.num_top, dim=-1)
     emitted = logprobs.gather(-1, sampled_token_ids.clamp(min=0)[..., None])[..., 0]
     return LogprobTensors(emitted, top_ids, top)
 
@@ -350,11 +378,11 @@ def _of_kinds(
     raw_logits: Tensor, processed_logits: Tensor, *, params: SamplingTensors, plan: LogprobsPlan
 ) -> Tensor:
     """`[R, J, V]` float32 of the kind that each request asks for."""
-    if plan.kinds == {"raw"}:
+    if not plan.some_processed:
         return torch.log_softmax(raw_logits, dim=-1, dtype=torch.float32)
     scaled = scaled_logits(processed_logits, params)
     processed = torch.log_softmax(scaled, dim=-1).float()
-    if plan.kinds == {"processed"}:
+    if not plan.some_raw:
         return processed
     raw = torch.log_softmax(raw_logits, dim=-1, dtype=torch.float32)
     return torch.where(plan.is_raw[:, None, None], raw, processed)

@@ -1,0 +1,296 @@
+"""Processors, log-probabilities and grammars in captured steps: what the loop without graphs says.
+
+Graphs are played on the CPU as in `test_captured_loop`; tests marked `gpu` capture them.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mtp_research.config.schema import EngineConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.draft.draft_length import BatchTableLength
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.target import load_target
+from tests import tiny
+from tests.decode.loops import PROMPTS
+from tests.decode.test_captured_loop import LAB, stand_in_for_graphs
+from tests.decode.test_loop_processors import PARAMS
+from tests.decode.toy_grammar import PAIRS, WORD
+
+EXTRAS = PARAMS | {
+    "logprobs": {"logprobs": 3},
+    "processed-logprobs": {"logprobs": 2, "logprobs_kind": "processed"},
+    "all-logprobs": PARAMS["all"] | {"logprobs": 3, "logprobs_kind": "processed"},
+}
+GRAMMARS = {
+    "grammar": {"grammar": PAIRS, "stop_token_ids": (1, 2)},
+    "grammar-all": {
+        **{"grammar": PAIRS, "stop_token_ids": (1, 2), "min_tokens": 4, "logprobs": 2},
+        **PARAMS["repetition"],
+        **PARAMS["dry"],
+    },
+}
+ENGINE = {
+    **{"max_num_requests": 3, "max_prefill_chunk": 4, "max_model_len": 64},
+    **{"deferred_output": True, "audit": False},
+}
+CAPTURED = {"cuda_graphs": True, "capture_mixed": True}
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_graphs(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def lab():
+    target = load_target(f"{LAB}/target", dtype="float64")
+    return target, load_heads(f"{LAB}/heads/chain_n3", target)
+
+
+def _requests(fields: dict, temperature: float) -> list[SamplingParams]:
+    """Two requests that use something, a plain one, and one that differs in kind."""
+    word = {"grammar": WORD, "stop_token_ids": (1, 2)} if "grammar" in fields else {"min_p": 0.1}
+    return [
+        SamplingParams(max_new_tokens=12, temperature=temperature, seed=1, **fields),
+        SamplingParams(max_new_tokens=16, temperature=temperature, seed=2),
+        SamplingParams(max_new_tokens=7, **fields),
+        SamplingParams(max_new_tokens=9, temperature=temperature, seed=3, presence_penalty=1.0)
+        if "grammar" not in fields
+        else SamplingParams(max_new_tokens=9, **word),
+    ]
+
+
+def _serve(
+    decoder: SpecDecoder, sampling: list[SamplingParams], *, aborts_at: int | None = None
+) -> dict[str, tuple]:
+    """Texts, rounds and log-probabilities; one request may be aborted on the way.
+
+    Four requests, of which three fit, so that the last one's prompt meets decoding ones.
+    """
+    requests = [
+        decoder.add_request(prompt, sampling=one, request_id=str(index))
+        for index, (prompt, one) in enumerate(zip(PROMPTS, sampling, strict=True))
+    ]
+    num_steps = 0
+    while decoder.has_work:
+        decoder.step()
+        decoder.check_integrity()
+        num_steps += 1
+        if num_steps == aborts_at:
+            decoder.abort(requests[0])
+    return {
+        record.request_id: (
+            record.output_token_ids,
+            record.finish_reason,
+            record.num_accepted_per_round,
+            record.token_logprobs,
+        )
+        for record in decoder.stats.records
+    }
+
+
+def _decoder(models, policy: str, num_drafts: int, **changes: object) -> SpecDecoder:
+    target, heads = models
+    spec = {"policy": policy, "num_speculative_tokens": num_drafts}
+    engine = {key: value for key, value in changes.items() if key not in ("draft_length", "verify")}
+    spec |= {key: value for key, value in changes.items() if key not in engine}
+    return SpecDecoder(
+        target,
+        heads if num_drafts else None,
+        spec=SpecSettings(**spec),  # pyright: ignore[reportArgumentType]
+        engine=EngineConfig(**(ENGINE | engine)),
+    )
+
+
+def _watched(decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each step was replayed, and that none with a decoding request alone was not."""
+    replay, were_replayed = decoder._replay, list[bool]()
+
+    def watched(schedule, params, limit):
+        result = replay(schedule, params, limit)
+        were_replayed.append(result is not None)
+        has_prompt_rows = any(entry.is_prefill for entry in schedule.entries)
+        assert result is not None or has_prompt_rows, "a decoding step was not replayed"
+        return result
+
+    monkeypatch.setattr(decoder, "_replay", watched)
+    return were_replayed
+
+
+def _assert_same(found: dict[str, tuple], expected: dict[str, tuple], *, off: float) -> None:
+    """Texts and rounds are equal; log-probabilities up to rounding, as a padded batch rounds."""
+    assert {name: one[:-1] for name, one in found.items()} == {
+        name: one[:-1] for name, one in expected.items()
+    }
+    for name, (*_, logprobs) in expected.items():
+        if logprobs is None:
+            assert found[name][-1] is None
+            continue
+        for ours, theirs in zip(found[name][-1], logprobs, strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=off)
+            assert [value for _, value in ours.top] == pytest.approx(
+                [value for _, value in theirs.top], abs=off
+            )
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize(
+    ("name", "policy", "num_drafts", "temperature"),
+    [
+        *((name, "training", 3, 0.9) for name in (*EXTRAS, *GRAMMARS)),
+        *(
+            (name, policy, num_drafts, temperature)
+            for name in ("all-logprobs", "grammar-all")
+            for policy, num_drafts in (("eagle", 0), ("eagle", 3), ("training", 3))
+            for temperature in (0.0, 0.9)
+            if (policy, temperature) != ("training", 0.9)
+        ),
+    ],
+)
+def test_captured_steps_say_what_the_loop_at_once_says(
+    lab, name: str, policy: str, num_drafts: int, temperature: float, monkeypatch
+) -> None:
+    sampling = _requests((EXTRAS | GRAMMARS)[name], temperature)
+    expected = _serve(_decoder(lab, policy, num_drafts, deferred_output=False), sampling)
+    decoder = _decoder(lab, policy, num_drafts, **CAPTURED)
+    were_replayed = _watched(decoder, monkeypatch)
+    _assert_same(_serve(decoder, sampling), expected, off=1e-5)
+    assert were_replayed.count(True) > 5
+    assert all(were_replayed) == (name in EXTRAS)
+    assert bool(decoder.graphs._targets) == (name in GRAMMARS)
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize("name", ["all-logprobs", "grammar-all"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"block_size": 4, "num_blocks": 14}, id="preemption"),
+        pytest.param({"graph_batch_sizes": [2]}, id="batch-in-parts"),
+        pytest.param({"draft_length": BatchTableLength(((1, 3), (2, 1), (3, 2)))}, id="few-drafts"),
+        pytest.param({"verify": "block"}, id="block-verification"),
+    ],
+)
+def test_captured_steps_under_other_conditions(lab, name: str, changes: dict, monkeypatch) -> None:
+    sampling = _requests((EXTRAS | GRAMMARS)[name], 0.0)
+    plain = {key: value for key, value in changes.items() if key != "graph_batch_sizes"}
+    expected = _serve(_decoder(lab, "training", 3, **plain), sampling)
+    decoder = _decoder(lab, "training", 3, **changes, **CAPTURED)
+    if "graph_batch_sizes" not in changes or name not in GRAMMARS:  # these are not split
+        _watched(decoder, monkeypatch)
+    _assert_same(_serve(decoder, sampling), expected, off=1e-5)
+    assert bool(decoder.stats.num_preemptions) == ("num_blocks" in changes)
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize("name", ["all-logprobs", "grammar-all"])
+def test_abort_between_captured_steps_changes_nobody_else(lab, name: str) -> None:
+    sampling = _requests((EXTRAS | GRAMMARS)[name], 0.9)
+    whole = _serve(_decoder(lab, "training", 3), sampling)
+    cut = _serve(_decoder(lab, "training", 3, **CAPTURED), sampling, aborts_at=7)
+    assert cut.pop("0")[1] == "abort"
+    assert {request: whole[request][0] for request in cut} == {
+        request: found[0] for request, found in cut.items()
+    }
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize("name", ["all-logprobs", "grammar-all"])
+def test_warm_up_captures_all_that_requests_sampled_like_this_need(lab, name: str) -> None:
+    decoder = _decoder(lab, "training", 3, **CAPTURED)
+    fields = {"max_new_tokens": 6} | (EXTRAS | GRAMMARS)[name]
+    decoder.warm_up(SamplingParams(**fields))
+    num_builds = decoder.num_builds
+    _serve(decoder, [SamplingParams(**fields, seed=seed) for seed in range(4)])
+    assert decoder.num_builds == num_builds
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_plain_batches_have_the_graphs_of_before(lab) -> None:
+    decoder = _decoder(lab, "training", 3, **CAPTURED)
+    plain = [SamplingParams(max_new_tokens=6)] * 4
+    _serve(decoder, plain)
+    num_graphs = decoder.graphs.num_graphs
+    _serve(decoder, [SamplingParams(max_new_tokens=6, **EXTRAS["all"])] * 4)
+    assert decoder.graphs.num_graphs > num_graphs
+    num_graphs = decoder.graphs.num_graphs
+    _serve(decoder, plain)
+    assert decoder.graphs.num_graphs == num_graphs
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_masks_are_made_behind_the_launch_of_the_target_pass(lab, monkeypatch) -> None:
+    decoder = _decoder(lab, "training", 3, **CAPTURED)
+    order: list[str] = []
+
+    def noting(name: str, function: Callable) -> Callable:
+        def noted(*args: object, **rest: object) -> object:
+            order.append(name)
+            return function(*args, **rest)
+
+        return noted
+
+    parts = decoder.device_step.parts
+    decoder.device_step.parts = parts._replace(
+        target=noting("target", parts.target), verify=noting("verify", parts.verify)
+    )
+    monkeypatch.setattr(decoder._ledger, "catch_up", noting("commit", decoder._ledger.catch_up))
+    fields = GRAMMARS["grammar"] | {"max_new_tokens": 16, "min_tokens": 12}
+    _serve(decoder, [SamplingParams(**fields)] * 4)
+    captures = "".join(name[0] for name in order)  # a stand-in runs a part when it captures it
+    assert captures.endswith("tcv" * 3)
+
+
+needs_gpu = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def on_gpu():
+    target = tiny.tiny_target("qwen3", dtype=torch.float32)
+    heads = tiny.tiny_heads(target, num_mtp_modules=3)
+    target.model.to("cuda")
+    return target, heads.to("cuda")
+
+
+@needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("name", "compile_step"),
+    [
+        *((name, False) for name in (*EXTRAS, *GRAMMARS)),
+        *((name, True) for name in ("all-logprobs", "grammar-all")),
+    ],
+)
+def test_graphs_say_what_the_loop_without_graphs_says(
+    on_gpu, name: str, temperature: float, compile_step: bool, monkeypatch
+) -> None:
+    sampling = _requests((EXTRAS | GRAMMARS)[name], temperature)
+    expected = _serve(_decoder(on_gpu, "training", 3), sampling)
+    decoder = _decoder(on_gpu, "training", 3, **CAPTURED, compile=compile_step)
+    _watched(decoder, monkeypatch)
+    _assert_same(_serve(decoder, sampling), expected, off=1e-4)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", [*EXTRAS, *GRAMMARS])
+def test_decoding_with_extras_never_waits_for_the_device(on_gpu, name: str) -> None:
+    decoder = _decoder(on_gpu, "training", 3, cuda_graphs=True, max_model_len=256)
+    fields = {"max_new_tokens": 200} | (EXTRAS | GRAMMARS)[name]
+    fields = fields | {"min_tokens": 150, "stop_token_ids": (1, 2)}
+    for prompt in PROMPTS[:3]:
+        decoder.add_request(prompt, sampling=SamplingParams(**fields))
+    for _ in range(12):
+        decoder.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            decoder.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(decoder.live_requests) == 3
+    assert decoder.stats.num_emitted_tokens > 60
