@@ -12,7 +12,7 @@ without calling their layer. Letters: T rows, O outputs, C inputs.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ def keep_fp8(model: nn.Module, *, blocks: Mapping[str, int]) -> None:
         if isinstance(layer, nn.Linear):
             setattr(model.get_submodule(owner_name), own, Fp8Linear(layer, block=block))
             continue
-        layer.fp8_block = block
+        cast(Any, layer).fp8_block = block
         for projection, num_parts in zip(FP8_PROJECTIONS, (2, 1), strict=True):
             plain = layer.get_parameter(projection)
             scale = _scale(plain, block=block, num_parts=num_parts)

@@ -16,7 +16,7 @@ Source: DRY is Weidmann's sampler as in text-generation-webui; bad words are tra
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -262,7 +262,7 @@ def _parts_of(processors: ProcessorTensors) -> list[Tensor | None]:
         if name in _NESTED:
             parts += [None] * len(_NESTED[name]._fields) if value is None else list(value)
         else:
-            parts.append(value)
+            parts.append(cast(Tensor | None, value))
     return parts
 
 
