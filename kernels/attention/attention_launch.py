@@ -35,6 +35,7 @@ MAX_SPLITS = 128
 _SPLITS_OF_A_WARP, _SPLITS_OF_FOUR_WARPS = 4, 64
 # Keys of a split whose bounds do not depend on the batch; a multiple of every tile width.
 INVARIANT_SPLIT_KEYS = 512
+MAX_RAGGED = 1024  # requests whose tiles a program counts through
 # Start, drain and partial write of a split, in units of one key tile. Estimated, not measured.
 _SPLIT_OVERHEAD_TILES = 2
 
@@ -80,14 +81,16 @@ def launch_paged_attention(
             element_bytes=query.element_size(),
         )
     num_query_tiles = max(1, ceil_div(rows.max_query_len * group, config.block_m))
+    # Padding of ragged requests leaves tiles without rows; T bounds the tiles that have some.
+    num_tiles = num_requests * num_query_tiles
+    num_ragged = num_rows * group // config.block_m + num_requests
+    is_ragged = num_ragged < num_tiles and num_requests <= MAX_RAGGED
     max_keys = num_table_blocks * block_size
     if invariant:
         num_splits = ceil_div(max_keys, INVARIANT_SPLIT_KEYS)
     elif num_splits is None:
-        # Padding of ragged requests leaves tiles without rows; T bounds the tiles that have some.
-        num_tiles = num_rows * group // config.block_m + num_requests
         num_splits = choose_num_splits(
-            num_kv_heads * min(num_tiles, num_requests * num_query_tiles),
+            num_kv_heads * min(num_ragged, num_tiles),
             max_key_tiles=ceil_div(max_keys, config.block_n),
             num_sms=checks.num_multiprocessors(query.device),
         )
@@ -105,9 +108,10 @@ def launch_paged_attention(
         config=config,
         num_stored_rows=0 if new_rows is None else rows.max_query_len,
         rotary_dim=new_rows.cos.shape[1] if has_angles else 0,
+        num_ragged_requests=num_requests if is_ragged else 0,
     )
     with checks.launch_device(query):
-        attention_kernel[(num_requests * num_query_tiles, num_kv_heads, num_splits)](
+        attention_kernel[(num_ragged if is_ragged else num_tiles, num_kv_heads, num_splits)](
             query,
             *kv,
             rows.block_table,
@@ -121,6 +125,7 @@ def launch_paged_attention(
             split.lse,
             num_blocks * block_size,
             num_rows,
+            num_requests,
             num_query_tiles,
             max_keys,
             scoring.scale / math.log(2),
@@ -172,6 +177,7 @@ def attention_constants(
     split_keys: int = 0,
     num_stored_rows: int = 0,
     rotary_dim: int = 0,
+    num_ragged_requests: int = 0,
 ) -> dict[str, int | bool]:
     """The compile-time arguments of the attention kernel, by parameter name."""
     return {
@@ -189,6 +195,7 @@ def attention_constants(
         "BLOCK_N": config.block_n,
         "STORED_ROWS": next_power_of_two(num_stored_rows),
         "ROTARY_DIM": rotary_dim,
+        "RAGGED": next_power_of_two(num_ragged_requests) if num_ragged_requests else 0,
     }
 
 

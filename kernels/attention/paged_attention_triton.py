@@ -38,6 +38,7 @@ def attention_kernel(
     lse,  # [splits, T, H] float32 in base 2, written if SPLIT
     num_slots,
     num_rows,
+    num_requests,
     num_query_tiles,
     max_keys,
     scale_log2,
@@ -70,10 +71,16 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     STORED_ROWS: tl.constexpr,  # at least the new rows of a request
     ROTARY_DIM: tl.constexpr,  # P
+    RAGGED: tl.constexpr,  # 0 = every request has `num_query_tiles`; else a power of two >= R
 ):
     """One tile of packed rows of one request and KV head, over one split of the keys."""
-    request = tl.program_id(0) // num_query_tiles
-    tile_row = (tl.program_id(0) % num_query_tiles) * BLOCK_M
+    if RAGGED > 0:
+        request, tile_row = tile_of_program(
+            tl.program_id(0), query_start_loc, num_requests, GROUP, BLOCK_M, RAGGED
+        )
+    else:
+        request = tl.program_id(0) // num_query_tiles
+        tile_row = (tl.program_id(0) % num_query_tiles) * BLOCK_M
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     first_head = kv_head * GROUP
@@ -83,7 +90,7 @@ def attention_kernel(
     if not SPLIT:
         zero_spare_rows(
             out + first_head * VALUE_DIM + value_dims,
-            tl.load(query_start_loc + tl.num_programs(0) // num_query_tiles),
+            tl.load(query_start_loc + num_requests),
             num_rows,
             value_dims < VALUE_DIM,
             NUM_HEADS * VALUE_DIM,
@@ -91,6 +98,8 @@ def attention_kernel(
             VALUE_DIM,
             BLOCK_M,
         )
+    if request >= num_requests:
+        return
     first_row = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first_row
     if tile_row >= query_len * GROUP:
@@ -273,6 +282,30 @@ def _attend_keys(
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         highest = new_highest
     return acc, highest, total
+
+
+@checks.kernel_jit
+def tile_of_program(
+    program,
+    query_start_loc,
+    num_requests,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Request and first packed row of the tile with this number; request R where there is none.
+
+    Tiles that have rows are counted through all requests. A grid of as many tiles for each request
+    as the longest has would start mostly programs without work: 2,112 in place of 97 a KV head for
+    a prompt chunk of 1,024 rows beside 32 requests that decode.
+    """
+    lanes = tl.arange(0, RAGGED)
+    is_request = lanes < num_requests
+    first = tl.load(query_start_loc + lanes, mask=is_request, other=0)
+    behind = tl.load(query_start_loc + lanes + 1, mask=is_request, other=0)
+    tiles = tl.cdiv((behind - first) * GROUP, BLOCK_M)
+    request = tl.sum(((tl.cumsum(tiles, 0) <= program) & is_request).to(tl.int32), 0)
+    return request, (program - tl.sum(tl.where(lanes < request, tiles, 0), 0)) * BLOCK_M
 
 
 @checks.kernel_jit

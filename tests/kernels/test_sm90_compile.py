@@ -40,6 +40,7 @@ class Shape:
     invariant: bool = False
     new_rows: bool = False  # stored by the programs
     rotary_dim: int = 0  # of new rows and queries, rotated by the programs
+    num_ragged: int = 0  # requests whose tiles are counted through
 
     @property
     def config(self) -> attention_launch.LaunchConfig:
@@ -68,6 +69,7 @@ SHAPES = {
     ),
     "verify_16_rows_rotated": Shape(16, split=False, new_rows=True, rotary_dim=128),
     "prefill": Shape(512, split=False),
+    "prefill_ragged": Shape(512, split=False, num_ragged=33),
     "verify_window_sinks_positions": Shape(4, sliding_window=128, optional=True, new_rows=True),
     "prefill_window_sinks_positions": Shape(64, sliding_window=128, optional=True, split=False),
     "head_dim_64": Shape(4, num_heads=16, num_kv_heads=4, key_dim=64, value_dim=64, new_rows=True),
@@ -133,6 +135,7 @@ def _compile_attention(shape):
         config=config,
         num_stored_rows=new_rows.MAX_STORED_ROWS if shape.new_rows else 0,
         rotary_dim=shape.rotary_dim,
+        num_ragged_requests=shape.num_ragged,
     )
     data = POINTERS[shape.dtype]
     types = dict.fromkeys(attention_kernel.arg_names, "i32")
