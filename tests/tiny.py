@@ -56,9 +56,7 @@ def randomise(module: nn.Module, *, seed: int) -> None:
             *(b for n, b in module.named_buffers() if "correction" in n),
         ]:
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32) * 0.15
-            tensor.copy_(
-                noise if tensor.dim() != 1 else noise + (tensor.float().mean() > 0.5).float()
-            )
+            tensor.copy_(noise if tensor.dim() != 1 else noise + float(tensor.float().mean() > 0.5))
 
 
 def to_float64(module: nn.Module) -> None:

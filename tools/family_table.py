@@ -59,10 +59,12 @@ Checks:
   three modules (`tests/heads/test_library_drafts.py`)
 
 Sparse attention (a learned index over keys) is run densely: exact up to `index_topk` tokens,
-refused beyond. Step-3.5's text model is the library's (5.17 to 5.23), which has no causal-LM class
-for it; `mtp_research/models/families.py` adds the lm_head and the release's names. Its modules have
-output heads of their own, which are decoded and exported, not trained: new heads use the target's
-lm_head, and their export repeats it in each module. Kimi-K2 and MiniMax-M2 publish no modules.
+refused beyond. So are `dynamic` and `longrope` rotary scaling beyond their short texts
+([long texts](recipes.md#7-long-texts)). Step-3.5's text model is the library's (5.17 to 5.23),
+which has no causal-LM class for it; `mtp_research/models/families.py` adds the lm_head and the
+release's names. Its modules have output heads of their own, which are decoded and exported, not
+trained: new heads use the target's lm_head, and their export repeats it in each module. Kimi-K2 and
+MiniMax-M2 publish no modules.
 """
 DIFFERENCES = {
     "ernie4_5_moe": "vLLM feeds post-norm states, puts no norm before the head and turns halves of "

@@ -98,8 +98,6 @@ def attention_kernel(
             VALUE_DIM,
             BLOCK_M,
         )
-    if request >= num_requests:
-        return
     first_row = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first_row
     if tile_row >= query_len * GROUP:
@@ -293,7 +291,7 @@ def tile_of_program(
     BLOCK_M: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Request and first packed row of the tile with this number; request R where there is none.
+    """Request and first packed row of the tile with this number; one behind the last has no rows.
 
     Tiles that have rows are counted through all requests. A grid of as many tiles for each request
     as the longest has would start mostly programs without work: 2,112 in place of 97 a KV head for
@@ -305,6 +303,7 @@ def tile_of_program(
     behind = tl.load(query_start_loc + lanes + 1, mask=is_request, other=0)
     tiles = tl.cdiv((behind - first) * GROUP, BLOCK_M)
     request = tl.sum(((tl.cumsum(tiles, 0) <= program) & is_request).to(tl.int32), 0)
+    request = tl.minimum(request, num_requests - 1)
     return request, (program - tl.sum(tl.where(lanes < request, tiles, 0), 0)) * BLOCK_M
 
 

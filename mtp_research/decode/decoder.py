@@ -462,6 +462,7 @@ class SpecDecoder:
 
         For a look at the models inside; the decoder is of no use afterwards.
         """
+        self.cache.runs_regions = False  # compiled layers would call no hook inside them
         requests = self.scheduler.running
         params = self._sampling.tensors(requests)
         num_rows = self.num_speculative_tokens + 1

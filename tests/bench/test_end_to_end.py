@@ -30,6 +30,14 @@ def test_passes_decode_every_token_and_the_last_line_is_json(tmp_path, capsys):
     assert rows[0]["build_s"] < rows[0]["ready_s"] < rows[2]["ready_s"]
 
 
+def test_rows_bound_a_step(capsys):
+    steps = []
+    for words in ([], ["--rows", "4"]):
+        assert end_to_end.main([*FEW, "--output", "2", "--passes", "1", "--k", "0", *words]) == 0
+        steps.append(json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]["num_steps"])
+    assert steps[1] > steps[0] + 2
+
+
 def test_policies_share_the_pass_without_drafts(capsys):
     words = ["--output", "2", "--passes", "1", "--k", "0", "1", "--policy", "eagle", "training"]
     assert end_to_end.main([*FEW, *words]) == 0

@@ -137,7 +137,7 @@ def test_paged_attention_too_small_max_query_len_raises():
         ({"positions": torch.zeros(27, dtype=torch.int32)}, "positions must have dtype"),
         ({"kv_start": torch.zeros(3, dtype=torch.int32)}, "kv_start must have shape"),
         ({"sliding_window": 0}, "sliding_window must be >= 1 or None, got 0"),
-        ({"num_splits": 65}, r"num_splits must be in \[1, 64\] or None, got 65"),
+        ({"num_splits": 129}, r"num_splits must be in \[1, 128\] or None, got 129"),
         ({"backend": "flash"}, "one of auto, invariant, reference, triton, got 'flash'"),
         ({"backend": "triton"}, "TRITON_INTERPRET=1"),
     ],
