@@ -179,7 +179,8 @@ def serve(
         now = time.perf_counter() - started
         while coming and coming[0][1][0] <= now:
             index, (arrival, prompt) = coming.popleft()
-            decoder.add_request(prompt, sampling=sampling, request_id=str(index))
+            own = replace(sampling, seed=index)  # one seed for all would draw the same for all
+            decoder.add_request(prompt, sampling=own, request_id=str(index))
             waited[str(index)] = now - arrival
         if decoder.has_work:
             decoder.step()

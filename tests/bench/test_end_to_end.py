@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mtp_research.bench import end_to_end
+from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tries the commands on a CPU")
@@ -83,12 +84,13 @@ def test_a_request_that_comes_during_a_step_has_waited_for_its_end(monkeypatch):
 
         def __init__(self):
             self.stats = type("Stats", (), {"records": []})()
-            self.live = []
+            self.live, self.seeds = [], []
 
         has_work = property(lambda self: bool(self.live))
 
         def add_request(self, prompt, *, sampling, request_id):
             self.live.append(request_id)
+            self.seeds.append(sampling.seed)
 
         def step(self):
             sleep(0.1)
@@ -98,8 +100,10 @@ def test_a_request_that_comes_during_a_step_has_waited_for_its_end(monkeypatch):
             ]
             self.live = []
 
-    records = end_to_end.serve(Slow(), [[1]] * 3, [0.0, 0.02, 0.3], sampling=None)
+    decoder = Slow()
+    records = end_to_end.serve(decoder, [[1]] * 3, [0.0, 0.02, 0.3], sampling=SamplingParams())
     assert [one.request_id for one in records] == ["0", "1", "2"]
+    assert decoder.seeds == [0, 1, 2]
     first, during, alone = (one.ttft_s for one in records)
     assert (first, during, alone) == pytest.approx((0.1, 0.18, 0.1))
 
