@@ -166,3 +166,20 @@ def test_changed_layers_are_copied_as_the_library_s_and_keep_their_weights() -> 
         assert state.keys() == before.keys()
         assert all(torch.equal(state[name], value) for name, value in before.items())
     assert layer.self_attn.layer_idx == 1
+
+
+def test_a_rehearsed_step_runs_its_layers_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks on modules inside a layer, which count experts, are not called in a compiled one."""
+    target = tiny.tiny_target("qwen3", dtype=torch.float32)
+    assert compile_layers_once(target, target.model, enabled=True, options={}) > 0
+    engine = EngineConfig(max_num_requests=1, max_model_len=64, audit=False)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
+    decoder.add_request(PROMPTS[0])
+    decoder.step()
+    decoder.cache.runs_regions = True  # as captured, compiled steps have it
+
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("a compiled layer ran")
+
+    monkeypatch.setattr(regions, "run_layer", refuse)
+    decoder.rehearse()
