@@ -18,10 +18,12 @@ Source: vLLM 0.24.0, `example_hidden_states_connector.py` (`load_hidden_states`,
 import asyncio
 import itertools
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -42,6 +44,17 @@ except ImportError:  # not on Windows
 MOST_AT_ONCE = 128  # documents that a server is asked for, each with a connection and a file
 
 
+@dataclass
+class ServedTimes:
+    """Seconds since rows were announced; documents are under way beside one another."""
+
+    num_documents: int = 0
+    server_s: float = 0.0  # from request to reply, of all documents together
+    writer_s: float = 0.0  # then until the file was whole
+    reading_s: float = 0.0  # then until it was read, checked and removed
+    waited_s: float = 0.0  # that `rows` stood still
+
+
 class ServedStates:
     """States of packed rows, before the final norm.
 
@@ -51,6 +64,7 @@ class ServedStates:
         form: what its states are like.
         ahead: rows that are asked for before they are needed.
         keeps: rows stay in memory, where they are read again and again.
+        device: where `rows` puts them.
     """
 
     def __init__(
@@ -61,9 +75,11 @@ class ServedStates:
         form: StatesForm,
         ahead: int,
         keeps: bool,
+        device: torch.device,
     ) -> None:
         self._packed, self._server, self._form = packed, server, form
-        self._ahead, self._keeps = ahead, keeps
+        self._ahead, self._keeps, self._device = ahead, keeps, device
+        self.times = ServedTimes()
         self._kept: dict[int, Tensor] = {}
         self._order: Iterator[int] = iter(())
         self._asked: deque[tuple[int, Future[Tensor]]] = deque()  # in the order of their use
@@ -74,11 +90,11 @@ class ServedStates:
 
     def follow(self, order: Iterable[int]) -> None:
         """Ask ahead for these rows, which `rows` is going to be called for, one after the other."""
-        self._order = iter(order)
+        self._order, self.times = iter(order), ServedTimes()
         self._ask_ahead()
 
     def rows(self, indices: Sequence[int]) -> Tensor:
-        """States `[len(indices), S, D]` on the CPU, zero where a row is empty.
+        """States `[len(indices), S, D]`, zero where a row is empty.
 
         Raises:
             ConfigError: the server refuses a document, or its files cannot be seen from here.
@@ -87,10 +103,15 @@ class ServedStates:
         """
         futures = [self._taken(index) for index in indices]
         self._ask_ahead()
+        begun_s = time.perf_counter()
         found = [future.result() for future in futures]
+        self.times.waited_s += time.perf_counter() - begun_s
         if self._keeps:
             self._kept.update(zip(indices, found, strict=True))
-        return torch.stack(found)
+        states = found[0].new_empty(len(found), *found[0].shape, device=self._device)
+        for place, row in zip(states, found, strict=True):
+            place.copy_(row, non_blocking=True)
+        return states
 
     def _taken(self, index: int) -> Future[Tensor]:
         if self._asked and self._asked[0][0] == index:
@@ -112,21 +133,25 @@ class ServedStates:
         """States `[S, D]` of a row; a fault of one document ends the requests of the others."""
         token_ids = self._packed.token_ids[index]
         spans = list(document_spans(self._packed.document_index[index]))
-        states = torch.zeros(len(token_ids), self._form.hidden_size, dtype=self._form.dtype)
+        states = torch.zeros(
+            (len(token_ids), self._form.hidden_size),
+            dtype=self._form.dtype,
+            pin_memory=self._device.type == "cuda",  # else the copy would wait for the device
+        )
         try:
             async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(self._document(token_ids[span])) for span in spans]
+                for span in spans:
+                    group.create_task(self._document(token_ids[span], states[span]))
         except BaseExceptionGroup as faults:
             raise faults.exceptions[0] from None
-        for span, task in zip(spans, asked, strict=True):
-            states[span] = task.result()
         return states
 
-    async def _document(self, token_ids: np.ndarray) -> Tensor:
+    async def _document(self, token_ids: np.ndarray, place: Tensor) -> None:
         async with self._places:
-            return await self._answered(token_ids)
+            await self._answered(token_ids, place)
 
-    async def _answered(self, token_ids: np.ndarray) -> Tensor:
+    async def _answered(self, token_ids: np.ndarray, place: Tensor) -> None:
+        times, begun_s = self.times, time.perf_counter()
         body = {"model": self._server.model, "prompt": token_ids.tolist()}
         body |= {"max_tokens": 1, "temperature": 0}
         try:
@@ -136,9 +161,16 @@ class ServedStates:
                 f"{self._form.key} {self._server.url} must read documents of {len(token_ids)} "
                 f"tokens, got {fault}; raise its longest context, or lower data.seq_len."
             ) from None
-        return await asyncio.to_thread(self._read, _path_of(reply), token_ids, reply)
+        replied_s = time.perf_counter()
+        whole_s = await asyncio.to_thread(self._read, token_ids, reply, place)
+        times.num_documents += 1
+        times.server_s += replied_s - begun_s
+        times.writer_s += whole_s - replied_s
+        times.reading_s += time.perf_counter() - whole_s
 
-    def _read(self, path: Path | None, token_ids: np.ndarray, reply: Json) -> Tensor:
+    def _read(self, token_ids: np.ndarray, reply: Json, place: Tensor) -> float:
+        """Fill `place`, `[n, D]`; the `perf_counter` at which the file was whole."""
+        path = _path_of(reply)
         if path is None:
             raise ConfigError(
                 f"{self._form.key} {self._server.url} must say where it wrote the hidden states "
@@ -146,6 +178,7 @@ class ServedStates:
                 "it as docs/data.md shows."
             )
         _wait_for_writer(path)
+        whole_s = time.perf_counter()
         if not path.is_file():
             raise ConfigError(
                 f"{self._form.key} {self._server.url} must write to a folder of this machine, it "
@@ -158,10 +191,10 @@ class ServedStates:
                 f"{path}: expected the states of the {len(token_ids)} token ids that were sent, "
                 f"got those of {len(found)} others; give each server a folder of its own."
             )
-        states = read_last_states(path, length=len(token_ids))
+        place.copy_(read_last_states(path, length=len(token_ids)))
         for used in (path, _lock_of(path)):
             used.unlink(missing_ok=True)
-        return states
+        return whole_s
 
 
 def _path_of(reply: Json) -> Path | None:

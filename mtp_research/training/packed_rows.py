@@ -12,6 +12,7 @@ computes them while heads train (`data.states_endpoint`), and only the final nor
 Letters: B batch rows, S row length, D hidden.
 """
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -138,6 +139,10 @@ class TrainingRows:
         if self._served is not None:
             self._served.follow(order)
 
+    def served_times(self) -> dict[str, float]:
+        """`ServedTimes` since `follow`, nothing where no server is asked."""
+        return {} if self._served is None else dataclasses.asdict(self._served.times)
+
     def hidden(self, indices: Sequence[int]) -> BatchHidden:
         """Target hidden states of the rows of `indices`, without gradient."""
         if self._served is not None:
@@ -182,9 +187,8 @@ class TrainingRows:
         return BatchHidden(source, post_norm)
 
     @torch.no_grad()
-    def _normed(self, states: Tensor) -> BatchHidden:
+    def _normed(self, pre_norm: Tensor) -> BatchHidden:
         """Of states `[B, S, D]` before the final norm."""
-        pre_norm = states.to(self._target.device)
         post_norm = self._target.final_norm(pre_norm)
         return BatchHidden(post_norm if self._hidden_source == "post_norm" else pre_norm, post_norm)
 
@@ -292,6 +296,7 @@ def build_rows(
                 form=StatesForm(OPTIONS.endpoint, target.config.hidden_size, target.dtype),
                 ahead=config.data.states_ahead,
                 keeps=keep_hidden and size <= CACHE_BYTES,
+                device=target.device,
             )
         part = TrainingRows(
             rows,

@@ -133,7 +133,7 @@ def test_server_is_asked_a_few_rows_ahead_in_the_order_of_their_use(engine, targ
     asked = [list(row[:9]) for row in packed.token_ids.tolist()]
     server = api.Server(f"{engine.url}/v1", "lab_tiny", None, 10.0, None, OPTIONS)
     form = StatesForm(OPTIONS.endpoint, target.config.hidden_size, target.dtype)
-    states = served_states.ServedStates(packed, server=server, form=form, ahead=2, keeps=True)
+    states = served_states.ServedStates(packed, server=server, form=form, ahead=2, keeps=True, device=torch.device("cpu"))
 
     def settled(count: int) -> list[list[int]]:
         deadline = time.monotonic() + 10
