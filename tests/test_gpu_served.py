@@ -54,6 +54,11 @@ def test_training_from_a_server_is_compared_with_one_beside_the_target(
     assert max(record[f"gap_{name}"]["max"] for name in ("again", "served")) < 1e-4
     losses = {name: one["losses"] for name, one in record["runs"].items()}
     assert {len(curve) for curve in losses.values()} == {2}
+    split = record["split_ms"]
+    assert set(split["live"]) == {"step"}
+    documents = {f"document_{name}" for name in ("server", "writer", "reading")}
+    assert set(split["served"]) == {"step", "waiting", "training"} | documents
+    assert split["served"]["step"] == pytest.approx(2000)  # by the times above
     assert losses["live"] != losses["again"]
     assert losses["live"][0] != losses["live"][1]
     assert record["served_ratio"] == pytest.approx(1 / 2)  # by the times above
@@ -65,8 +70,24 @@ def test_training_from_a_server_is_compared_with_one_beside_the_target(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["served.json"]
 
 
+def test_split_is_of_the_steps_behind_the_first_third(tmp_path: Path) -> None:
+    names = ("num_served", "server_s", "writer_s", "reading_s", "waited_s")
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(1, 10):  # the first steps are slow; the last two lines come at once
+            done = min(step + 1, 9)
+            at = done - 5 if done >= 5 else 100 * (done - 5)
+            times = dict(zip(names, (8 * at, 0.8 * at, 0.4 * at, 0.2 * at, 0.03 * at), strict=True))
+            line = {"kind": "train", "step": step, "loss": 1.0, "num_tokens": 1} | times
+            file.write(json.dumps(line) + "\n")
+        file.write('{"kind": "result", "acceptance_length_last": 1.5}\n')
+    split = gpu_served.figures(tmp_path, [0.1 * step for step in range(9)])["split_ms"]
+    expected = {"step": 100, "waiting": 30, "training": 70}
+    expected |= {"document_server": 100, "document_writer": 50, "document_reading": 25}
+    assert split == pytest.approx(expected)
+
+
 def curves(served: list[float], rate: float) -> dict:
-    one = {"losses": [4.0, 2.0], "tokens_per_s": 100.0, "acceptance_length": 1.5}
+    one = {"losses": [4.0, 2.0], "tokens_per_s": 100.0, "acceptance_length": 1.5, "split_ms": {}}
     return {
         "again": one,
         "ready_s": 1.0,
@@ -160,6 +181,7 @@ def test_rate_is_of_the_steps_behind_the_first_third(tmp_path: Path) -> None:
     found = gpu_served.train(["-c", program], folder, num_steps=4, limit_s=30.0)
     assert (found["losses"], found["acceptance_length"]) == ([1.0] * 4, 1.5)
     assert 50 < found["tokens_per_s"] < 500 / 0.25
+    assert set(found["split_ms"]) == {"step"}
     exact = gpu_served.figures(folder, [0.0, 1.0, 2.0, 3.0])
     assert exact["tokens_per_s"] == pytest.approx((200 + 300) / 2)
     words = ["-c", "raise SystemExit(5)"]

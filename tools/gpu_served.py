@@ -9,6 +9,11 @@ own process, `served` takes them from the server. `again` splits the rows of a s
 its curve differs by rounding alone; it runs while the server starts. Rows are text of Python's own
 library, a document each, none of them read twice. Rates are of the last two thirds of the steps.
 
+`split_ms` says where the milliseconds of these steps went: `step` is a whole one, `waiting` is the
+part in which the training stood still for rows and `training` the rest, in which it shares the card
+with the server. `document_server`, `document_writer` and `document_reading` are of one document:
+until the reply, until its file is whole, and until it is read. Many are under way at once.
+
 One JSON line, all curves in `served.json`, and the ends of logs where something failed. Exit status
 1: something failed, the curves part, or the server is too slow.
 """
@@ -189,12 +194,28 @@ def figures(folder: Path, seen_s: list[float]) -> dict[str, Any]:
     """What a training wrote; each step was there at a time of `seen_s`."""
     steps, results = _lines(folder, "train"), _lines(folder, "result")
     third = len(steps) // 3
+    wall_s = seen_s[-1] - seen_s[third] + 1e-9
     num_tokens = sum(step["num_tokens"] for step in steps[third + 1 :])
+    step_ms = wall_s * 1e3 / max(len(steps) - third - 1, 1)
     return {
         "losses": [step["loss"] for step in steps],
-        "tokens_per_s": num_tokens / (seen_s[-1] - seen_s[third] + 1e-9),
+        "tokens_per_s": num_tokens / wall_s,
         "acceptance_length": results[-1]["acceptance_length_last"],
+        # Times are of the moment of writing: a step later, and the last two lines come at once.
+        "split_ms": {"step": step_ms} | _split_ms(steps[third], steps[-2], step_ms=step_ms),
     }
+
+
+def _split_ms(first: dict[str, Any], last: dict[str, Any], *, step_ms: float) -> dict[str, float]:
+    """Of a step: waiting for rows, and the rest; of a document: server, writer, reading."""
+    if "waited_s" not in last:
+        return {}
+    names = ("num_served", "server_s", "writer_s", "reading_s", "waited_s")
+    count, *spent_s, waited_s = (last[name] - first[name] for name in names)
+    waited_ms = waited_s * 1e3 / max(last["step"] - first["step"], 1)
+    split = {"waiting": waited_ms, "training": step_ms - waited_ms}
+    parts = zip(("server", "writer", "reading"), spent_s, strict=True)
+    return split | {f"document_{name}": 1e3 * part_s / max(count, 1) for name, part_s in parts}
 
 
 def _lines(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -211,7 +232,7 @@ def compare(found: dict[str, Any]) -> dict[str, Any]:
         pairs = zip(found[name]["losses"], live["losses"], strict=True)
         gaps = [abs(one - other) / other for one, other in pairs]
         result[f"gap_{name}"] = {"max": max(gaps), "mean": sum(gaps) / len(gaps)}
-    for key in ("tokens_per_s", "acceptance_length"):
+    for key in ("tokens_per_s", "acceptance_length", "split_ms"):
         result[key] = {name: run[key] for name, run in found.items()}
     ratio = found["served"]["tokens_per_s"] / live["tokens_per_s"]
     is_fine = ratio >= LEAST_RATE and result["gap_served"]["mean"] <= MOST_GAP

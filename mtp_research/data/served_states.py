@@ -48,11 +48,11 @@ MOST_AT_ONCE = 128  # documents that a server is asked for, each with a connecti
 class ServedTimes:
     """Seconds since rows were announced; documents are under way beside one another."""
 
-    num_documents: int = 0
+    num_served: int = 0  # documents
     server_s: float = 0.0  # from request to reply, of all documents together
     writer_s: float = 0.0  # then until the file was whole
     reading_s: float = 0.0  # then until it was read, checked and removed
-    waited_s: float = 0.0  # that `rows` stood still
+    waited_s: float = 0.0  # that `rows` stood still; on a GPU partly beside the step before
 
 
 class ServedStates:
@@ -163,7 +163,7 @@ class ServedStates:
             ) from None
         replied_s = time.perf_counter()
         whole_s = await asyncio.to_thread(self._read, token_ids, reply, place)
-        times.num_documents += 1
+        times.num_served += 1
         times.server_s += replied_s - begun_s
         times.writer_s += whole_s - replied_s
         times.reading_s += time.perf_counter() - whole_s

@@ -255,6 +255,7 @@ class TrainingRun:
                 "learning_rate": figures.learning_rate,
                 "num_tokens": figures.num_tokens,
                 **figures.expert_loads,
+                **self.parts.rows.served_times(),
             }
             tracker.log("train", step=figures.step, values=values)
             view.step(figures.step, loss=figures.loss, accuracy=figures.accuracy)

@@ -140,7 +140,7 @@ class TrainingRows:
             self._served.follow(order)
 
     def served_times(self) -> dict[str, float]:
-        """`ServedTimes` since `follow`, nothing where no server is asked."""
+        """`ServedTimes` so far, nothing where no server is asked."""
         return {} if self._served is None else dataclasses.asdict(self._served.times)
 
     def hidden(self, indices: Sequence[int]) -> BatchHidden:
