@@ -20,7 +20,7 @@ from mtp_research.config.rules import validate
 from mtp_research.config.schema import TrainConfig
 from mtp_research.data import served_states
 from mtp_research.data import server as api
-from mtp_research.data.engine_states import StatesForm
+from mtp_research.data.engine_states import StatesForm, read_last_states
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
@@ -125,15 +125,25 @@ def test_heads_learn_what_they_learn_beside_the_target(lab, engine, tmp_path, hi
     assert list(engine.folder.iterdir()) == [], "what was read is removed"
 
 
-def test_server_is_asked_a_few_rows_ahead_in_the_order_of_their_use(engine, target, monkeypatch):
-    monkeypatch.setattr(served_states, "MOST_AT_ONCE", 2)
+def six_rows(engine: Engine, *, device: str) -> tuple[served_states.ServedStates, list[list[int]]]:
+    """Rows of a document each, two ahead, and the token ids that the server is asked for."""
     texts = [tuple(range(start, start + 9)) for start in range(6)]
     documents = [EncodedDocument(f"{n}", "d", text, (True,) * 9) for n, text in enumerate(texts)]
     packed = pack_first_fit(documents, seq_len=12, pad_id=0)
-    asked = [list(row[:9]) for row in packed.token_ids.tolist()]
-    server = api.Server(f"{engine.url}/v1", "lab_tiny", None, 10.0, None, OPTIONS)
-    form = StatesForm(OPTIONS.endpoint, target.config.hidden_size, target.dtype)
-    states = served_states.ServedStates(packed, server=server, form=form, ahead=2, keeps=True, device=torch.device("cpu"))
+    states = served_states.ServedStates(
+        packed,
+        server=api.Server(f"{engine.url}/v1", "lab_tiny", None, 10.0, None, OPTIONS),
+        form=StatesForm(OPTIONS.endpoint, engine.target.config.hidden_size, engine.target.dtype),
+        ahead=2,
+        keeps=True,
+        device=torch.device(device),
+    )
+    return states, [list(row[:9]) for row in packed.token_ids.tolist()]
+
+
+def test_server_is_asked_a_few_rows_ahead_in_the_order_of_their_use(engine, target, monkeypatch):
+    monkeypatch.setattr(served_states, "MOST_AT_ONCE", 2)
+    states, asked = six_rows(engine, device="cpu")
 
     def settled(count: int) -> list[list[int]]:
         deadline = time.monotonic() + 10
@@ -157,6 +167,31 @@ def test_server_is_asked_a_few_rows_ahead_in_the_order_of_their_use(engine, targ
     states.rows(range(6))
     assert engine.most_open == 2
     assert engine.most_files <= 3
+    times, _ = states.times, settled(8)
+    assert len(states._connection._idle) == 2, "a client is in one request at a time, then in others"
+    assert times.num_served == 8
+    assert min(times.server_s, times.writer_s, times.reading_s, times.waited_s) > 0
+
+
+@pytest.mark.gpu
+def test_host_does_not_wait_for_the_device_where_rows_are_copied_to_it(engine, target):
+    states, asked = six_rows(engine, device="cuda")
+    expected = [engine_file(target, asked[row])["hidden_states"][:, -1] for row in (0, 1)]
+    states.rows([0, 1])  # memory is pinned and the first kernels are loaded
+    torch.cuda._sleep(10**10)  # cycles: seconds
+    is_done = torch.cuda.Event()
+    is_done.record()
+    found = states.rows([1, 0])
+    assert not is_done.query()
+    assert torch.allclose(found[:, :9].cpu(), torch.stack(expected[::-1]), atol=1e-5)
+    assert not found[:, 9:].any()
+
+
+def test_finite_states_whose_sum_is_not_are_read(tmp_path):
+    states = torch.full((2, 1, 4), 3e38)
+    save_file({"hidden_states": states, "token_ids": torch.arange(2)}, tmp_path / "f.safetensors")
+    found = read_last_states(tmp_path / "f.safetensors", length=2)
+    assert torch.equal(found, states[:, 0])
 
 
 def test_training_goes_on_where_the_server_left_it(lab, engine, tmp_path):
