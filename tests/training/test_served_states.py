@@ -168,7 +168,7 @@ def test_server_is_asked_a_few_rows_ahead_in_the_order_of_their_use(engine, targ
     assert engine.most_open == 2
     assert engine.most_files <= 3
     times, _ = states.times, settled(8)
-    assert len(states._connection._idle) == 2, "a client is in one request at a time, then in others"
+    assert len(states._connection._idle) == 2, "clients are used again"
     assert times.num_served == 8
     assert min(times.server_s, times.writer_s, times.reading_s, times.waited_s) > 0
 
