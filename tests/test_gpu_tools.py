@@ -241,7 +241,7 @@ def test_guide_says_what_vllm_was_seen_to_do() -> None:
         assert f"{begin}{texts} | {rounds} | {ours:.3f}, {theirs:.3f} |\n" in guide
     assert {row["case"] for row in stored["rows"]} == {"lab_tiny", *gpu_engines.CASES}
     rounding = [row["rounding"] for row in stored["rows"] if "rounding" in row]
-    assert len(rounding) == 2
+    assert len(rounding) == 4
     for one in rounding:
         assert f" {one['num_equal_rounds']:,} of {one['num_rounds']:,} " in guide
     (agreed,) = [one for one in stored["report"]["agreements"] if one["reference"] == "own as vllm"]
