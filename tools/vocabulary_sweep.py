@@ -7,10 +7,11 @@
 A smaller `spec.draft_vocabulary_size` makes every draft cheaper and loses those of rare tokens. For
 each batch size and each domain of the prompts the sizes decode in turn, forwards and backwards by
 pass, whole requests with their prompts, greedily and up to a stop token; on a GPU only full batches
-have graphs, smaller ones are padded to them. A row says the acceptance length with its change from the first size (`--sizes`, the full vocabulary by default; interval
-over prompts, paired), tokens/s, and their ratio to the first size: the median of the passes, least
-and most beside it. Proposed is the size with the highest ratio: of each domain, of all, and of all
-batch sizes together. One JSON line comes last. Letter: K drafts per step.
+have graphs, smaller ones are padded to them. A row says the acceptance length with its change from
+the first size (`--sizes`, the full vocabulary by default; interval over prompts, paired), tokens/s,
+and their ratio to the first size: the median of the passes, least and most beside it. Proposed is
+the size with the highest ratio: of each domain, of all, and of all batch sizes together. One JSON
+line comes last. Letter: K drafts per step.
 """
 
 import argparse
@@ -138,7 +139,7 @@ def _decoder(
         deferred_output=True,
         cuda_graphs=on_gpu,
         compile=on_gpu and not options.no_compile,
-        graph_batch_sizes=[batch],
+        graph_batch_sizes=[max(batch, 2)],
         capture_mixed=on_gpu,
         audit=False,
     )
