@@ -60,21 +60,28 @@ def test_ratios_are_taken_pass_by_pass() -> None:
 
 
 def test_proposed_is_the_fastest_by_domain_and_over_batch_sizes() -> None:
-    def rows(batch: int, domain: str, ratio: float) -> list[dict]:
-        both = ((9, 1.0), (4, ratio))
-        return [{"batch": batch, "domain": domain, "size": n, "of_first": r} for n, r in both]
+    def rows(batch: int, domain: str, ratio: float, spread: float = 0.0) -> list[dict]:
+        place = {"batch": batch, "domain": domain}
+        sizes = ((9, 1.0, 0.0), (6, 1.01, 0.0), (4, ratio, spread))
+        return [
+            place | {"size": n, "of_first": r, "ratios": [r - s, r, r + s]} for n, r, s in sizes
+        ]
 
     found = [*rows(1, "a", 0.9), *rows(1, "b", 1.5), *rows(1, "all", 1.2)]
     proposed = vocabulary_sweep.proposals([*found, *rows(8, "b", 0.9), *rows(8, "all", 0.9)])
     assert proposed == {
-        "batch 1, a": 9,
+        "batch 1, a": 6,
         "batch 1, b": 4,
         "batch 1, all": 4,
-        "batch 8, b": 9,
-        "batch 8, all": 9,
+        "batch 8, b": 6,
+        "batch 8, all": 6,
         "every batch size": 4,
     }
     assert vocabulary_sweep.proposals(rows(1, "a", 1.1))["every batch size"] == 4
+    # Faster in the middle and slower in one pass: it is not proposed.
+    assert vocabulary_sweep.proposals(rows(1, "a", 1.1, 0.2))["every batch size"] == 6
+    slow = [row for row in rows(1, "a", 0.9) if row["size"] != 6]
+    assert vocabulary_sweep.proposals(slow)["every batch size"] == 9
 
 
 def test_without_a_gpu_it_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
