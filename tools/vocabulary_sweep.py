@@ -7,10 +7,12 @@
 A smaller `spec.draft_vocabulary_size` makes every draft cheaper and loses those of rare tokens. For
 each batch size and each domain of the prompts the sizes decode in turn, forwards and backwards by
 pass, whole requests with their prompts, greedily and up to a stop token; on a GPU only full batches
-have graphs, smaller ones are padded to them. A row says the acceptance length with its change from the first size (`--sizes`, the full vocabulary by default; interval
-over prompts, paired), tokens/s, and their ratio to the first size: the median of the passes, least
-and most beside it. Proposed is the size with the highest ratio: of each domain, of all, and of all
-batch sizes together. One JSON line comes last. Letter: K drafts per step.
+have graphs, smaller ones are padded to them. A row says the acceptance length with its change from
+the first size (`--sizes`, the full vocabulary by default; interval over prompts, paired), tokens/s,
+and their ratio to the first size: the median of the passes, least and most beside it. Proposed is,
+for each domain, for all, and for all batch sizes together, the size with the highest ratio of those
+that were faster than the first in every pass, else the first. One JSON line comes last. Letter: K
+drafts per step.
 """
 
 import argparse
@@ -138,7 +140,7 @@ def _decoder(
         deferred_output=True,
         cuda_graphs=on_gpu,
         compile=on_gpu and not options.no_compile,
-        graph_batch_sizes=[batch],
+        graph_batch_sizes=[max(batch, 2)],
         capture_mixed=on_gpu,
         audit=False,
     )
@@ -249,19 +251,23 @@ def _line(row: Mapping) -> str:
 
 
 def proposals(rows: Sequence[Mapping]) -> dict[str, int]:
-    """The fastest size of each batch size and domain, and of all batch sizes by their mean."""
-    by_place: dict[str, dict[int, list[float]]] = {}
+    """The size for each batch size and domain; for all batch sizes by the product of ratios."""
+    by_place: dict[str, dict[int, list[Mapping]]] = {}
     num_domains = len({row["domain"] for row in rows})
     for row in rows:
         places = [f"batch {row['batch']}, {row['domain']}"]
         if row["domain"] == ALL or num_domains == 1:
             places.append("every batch size")
         for place in places:
-            by_place.setdefault(place, {}).setdefault(row["size"], []).append(row["of_first"])
-    return {
-        place: max(sizes, key=lambda size: math.prod(sizes[size]))
-        for place, sizes in sorted(by_place.items())
-    }
+            by_place.setdefault(place, {}).setdefault(row["size"], []).append(row)
+    return {place: _fastest(sizes) for place, sizes in sorted(by_place.items())}
+
+
+def _fastest(sizes: Mapping[int, Sequence[Mapping]]) -> int:
+    least = {size: math.prod(min(row["ratios"]) for row in rows) for size, rows in sizes.items()}
+    ratios = {size: math.prod(row["of_first"] for row in rows) for size, rows in sizes.items()}
+    faster = [size for size in sizes if least[size] > 1]
+    return max(faster, key=ratios.__getitem__) if faster else next(iter(sizes))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
