@@ -108,7 +108,7 @@ def _bench_product(
     stored = quantise(plain, block=block)
     sets = [Stored(stored.weight.clone(), stored.scale) for _ in range(num_sets)]
     expected = x.float() @ dequantise(*stored, block=block, dtype=torch.float32).T
-    chosen = choose_fp8_config(num_rows)
+    chosen = choose_fp8_config(num_rows, depth)
     assert chosen is not None, "the table has a shape for as many rows"
     times = {}
     tried = _variants(num_rows) if options.variants else []

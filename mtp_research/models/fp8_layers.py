@@ -56,7 +56,7 @@ def fp8_linear(
 ) -> torch.Tensor:
     """Output `[..., O]` of input `[..., C]`, in its dtype; the others as in `few_rows_product`."""
     rows = input.reshape(-1, input.shape[-1])
-    config = choose_fp8_config(len(rows))
+    config = choose_fp8_config(len(rows), rows.shape[1])
     if config is None or not input.is_cuda or input.dtype not in _KERNEL_DTYPES:
         plain = dequantise(weight, scale, block=block, dtype=input.dtype)
         return functional.linear(input, plain, bias)

@@ -109,8 +109,12 @@ def test_dequantised_weight_is_each_number_times_its_scale(shape, block):
 
 
 def test_fp8_weights_have_a_program_shape_for_any_size():
-    assert all(few_rows_choice.choose_fp8_config(count) for count in (1, 8, 9, 33, 128))
-    assert few_rows_choice.choose_fp8_config(129) is None
+    assert all(few_rows_choice.choose_fp8_config(count, 88) for count in (1, 8, 9, 33, 128))
+    assert few_rows_choice.choose_fp8_config(129, 4096) is None
+    for depth in (88, 96):  # rows that begin at 8 and at 16 bytes
+        found = few_rows_choice.choose_fp8_config(32, depth)
+        assert found is not None
+        assert found.uses_descriptor == (depth == 96)
 
 
 def test_table_is_for_hopper_alone():

@@ -50,7 +50,7 @@ def test_gated_program_shapes_of_the_table_match_float64(num_rows):
 @pytest.mark.parametrize("num_rows", [1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128])
 def test_fp8_products_on_gpu_match_float64(num_rows, scale_block):
     for num_outputs, depth in ((4096, 4096), (2817, 1408), (14_336, 4096)):  # 22.008 blocks
-        sizes = (num_rows, num_outputs, depth, choose_fp8_config(num_rows))
+        sizes = (num_rows, num_outputs, depth, choose_fp8_config(num_rows, depth))
         case = Case("", *sizes, has_bias=True, scale_block=scale_block)
         check_few_rows(case, BF16, backend="triton", device="cuda", seed=num_rows)
         tiled = case._replace(config=case.config._replace(uses_descriptor=True))
