@@ -1,6 +1,7 @@
 """Fixtures of the decode tests."""
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ def _one_thread() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a grid that runs with both timings keep every other cell: each value meets both.
 
-    The grid is that of two or more parameters beside the timing; a test of one keeps all cells.
+    A grid is all combinations of two or more parameters beside the timing; other tests keep all.
     """
     grids: dict[tuple[object, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -31,13 +32,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             grids[item.path, item.originalname].append(item)
     dropped = set()
     for cells in grids.values():
-        indices = [cell.callspec.indices for cell in cells]
-        columns = {tuple(one[name] for one in indices) for name in indices[0]}
-        columns = [column for column in columns if len(set(column)) > 1]  # one for each axis
-        if len(columns) > 2:
-            odd = [sum(row) % 2 for row in zip(*columns, strict=True)]
-            dropped |= {cell for cell, is_odd in zip(cells, odd, strict=True) if is_odd}
+        params = [cell.callspec.params for cell in cells]
+        columns = {_numbered([one[name] for one in params]) for name in params[0]}
+        axes = [column for column in columns if max(column)]
+        if len(axes) > 2 and math.prod(max(axis) + 1 for axis in axes) == len(cells):
+            rows = zip(*axes, strict=True)
+            dropped |= {cell for cell, row in zip(cells, rows, strict=True) if sum(row) % 2}
     items[:] = [item for item in items if item not in dropped]
+
+
+def _numbered(values: list[object]) -> tuple[int, ...]:
+    """Each value as its place among the different ones."""
+    places: dict[int, int] = {}
+    return tuple(places.setdefault(id(value), len(places)) for value in values)
 
 
 @pytest.fixture(params=[False, True], ids=["at_once", "deferred"])
