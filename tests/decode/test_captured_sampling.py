@@ -13,9 +13,11 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import BatchTableLength
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.target import load_target
 from tests import tiny
 from tests.decode.loops import PROMPTS
-from tests.decode.test_captured_loop import stand_in_for_graphs
+from tests.decode.test_captured_loop import LAB, stand_in_for_graphs
 from tests.decode.test_loop_distribution import chain_target, copied_heads
 from tests.decode.test_loop_processors import PARAMS
 from tests.decode.toy_grammar import PAIRS, WORD
@@ -49,6 +51,12 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def lab():
     target = chain_target(128, sharpness=3)
     return target, copied_heads(target, blur=0.4)  # drafts that are often right
+
+
+@pytest.fixture(scope="module")
+def trained():
+    target = load_target(f"{LAB}/target", dtype="float64")
+    return target, load_heads(f"{LAB}/heads/chain_n3", target)
 
 
 def _requests(fields: dict, temperature: float) -> list[SamplingParams]:
@@ -177,11 +185,13 @@ def test_captured_steps_say_what_the_loop_at_once_says(
         pytest.param({"verify": "block"}, id="block-verification"),
     ],
 )
-def test_captured_steps_under_other_conditions(lab, name: str, changes: dict, monkeypatch) -> None:
+def test_captured_steps_under_other_conditions(
+    trained, name: str, changes: dict, monkeypatch
+) -> None:
     sampling = _requests((EXTRAS | GRAMMARS)[name], 0.0)
     plain = {key: value for key, value in changes.items() if key != "graph_batch_sizes"}
-    expected = _serve(_decoder(lab, "training", 3, **plain), sampling)
-    decoder = _decoder(lab, "training", 3, **changes, **CAPTURED)
+    expected = _serve(_decoder(trained, "training", 3, **plain), sampling)
+    decoder = _decoder(trained, "training", 3, **changes, **CAPTURED)
     if "graph_batch_sizes" not in changes or name not in GRAMMARS:  # these are not split
         _watched(decoder, monkeypatch)
     _assert_same(_serve(decoder, sampling), expected, off=1e-5)
