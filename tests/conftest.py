@@ -1,5 +1,6 @@
 """Settings that must stand before torch or transformers is imported, and the GPU marker."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -11,6 +12,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Two workers on two cores: more threads than one each only makes them wait for one another.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["MKL_NUM_THREADS"] = "1"
+    # Its models look at every loaded module once each: one second now, six behind transformers.
+    with contextlib.suppress(ImportError):
+        import wandb  # noqa: F401
 
 import pytest
 from hypothesis import settings
@@ -48,3 +52,4 @@ def pytest_collection_finish() -> None:
     # What was imported stays; without this each full collection walks all of torch again.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # cycles are few, and looking for them is a 30th of the time

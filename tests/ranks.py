@@ -23,6 +23,7 @@ for rank in range(int(os.environ["WORLD_SIZE"])):
         except BaseException:
             traceback.print_exc()
         finally:
+            sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
     ranks[child] = rank
@@ -38,8 +39,8 @@ sys.exit(worst)
 """
 
 
-def run_ranks(module: str, function: str, *words: str, num_ranks: int = 2) -> None:
-    """Call `function` of `module` with `words` in every rank; one that fails is a failure."""
+def run_ranks(module: str, function: str, *words: str, num_ranks: int = 2) -> str:
+    """What ranks print that each call `function` of `module` with `words`; none may fail."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -57,3 +58,4 @@ def run_ranks(module: str, function: str, *words: str, num_ranks: int = 2) -> No
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,33 +22,66 @@ from mtp_research.config.schema import EvalConfig, TrainConfig
 ROOT = Path(__file__).resolve().parent.parent
 LAB_TINY = ROOT / "assets" / "lab_tiny"
 HEAD = LAB_TINY / "heads" / "chain_n3"
-# Runs an entry where torch and transformers cannot be imported: what is refused here costs no more
-# than Hydra's import, about a second on an idle machine.
+# Entries run where torch and transformers cannot be imported: what is refused there costs no more
+# than Hydra's import, about a second on an idle machine. That is paid once: each command is a fork.
 LIGHT = """
-import runpy, sys
+import json, os, runpy, sys
 sys.modules["torch"] = sys.modules["transformers"] = None
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
+root = sys.argv[1]
+sys.path.insert(0, root)
+import mtp_research.__main__
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import EvalConfig, TrainConfig
+for schema in (EvalConfig, TrainConfig):
+    compose_config(schema, [])  # reads the schema and the grammar of overrides
+for line in sys.stdin:
+    folder, entry, words = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.chdir(folder)
+        sys.argv = [entry, *words]
+        runpy.run_path(f"{root}/{entry}", run_name="__main__")
+        sys.exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.write(1, f"exit {code}\\n".encode())
 """
 
 
-def refuse_without_torch(entry: str, *words: str, folder: Path) -> tuple[int, str]:
-    """Exit code and standard error of an entry run from `folder`, which must stay empty."""
-    before = sorted(folder.rglob("*"))
-    done = subprocess.run(
-        [sys.executable, "-c", LIGHT, str(ROOT / entry), *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=folder,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "no-cache")},
-        check=False,
-    )
-    assert done.stdout == ""
-    assert all(line.startswith("error: ") for line in done.stderr.splitlines()), done.stderr
-    assert sorted(folder.rglob("*")) == before, "a refused command must leave nothing behind"
-    return done.returncode, done.stderr
+class Refuser:
+    """Runs entries without torch, one after the other, in forks of a process of its own."""
+
+    def __init__(self, errors: Path) -> None:
+        self.errors, self.cache = errors, errors.with_name("no-cache")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LIGHT, str(ROOT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors.open("w"),
+            text=True,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.cache)},
+        )
+
+    def __call__(self, entry: str, *words: str, folder: Path) -> tuple[int, str]:
+        """Exit code and standard error of an entry run from `folder`, which must stay empty."""
+        before, start = sorted(folder.rglob("*")), self.errors.stat().st_size
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([str(folder), entry, words]) + "\n")
+        self.process.stdin.flush()
+        printed = self.process.stdout.readline()
+        message = self.errors.read_text()[start:]
+        assert printed.startswith("exit "), printed + message
+        assert all(line.startswith("error: ") for line in message.splitlines()), message
+        assert not self.cache.exists()
+        assert sorted(folder.rglob("*")) == before, "a refused command must leave nothing behind"
+        return int(printed.split()[1]), message
+
+
+@pytest.fixture(scope="module")
+def refuse_without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Refuser]:
+    refuser = Refuser(tmp_path_factory.mktemp("refused") / "errors")
+    yield refuser
+    refuser.process.communicate()
 
 
 def evaluate(*words: str) -> int:
@@ -115,7 +149,12 @@ def copy_head(folder: Path, **target: object) -> Path:
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_wrong_argument_is_refused_before_torch_is_imported(
-    entry: str, words: list[str], code: int, expected: str, tmp_path: Path
+    entry: str,
+    words: list[str],
+    code: int,
+    expected: str,
+    tmp_path: Path,
+    refuse_without_torch: Refuser,
 ) -> None:
     exit_code, message = refuse_without_torch(entry, *words, folder=tmp_path)
     assert exit_code == code
@@ -148,7 +187,7 @@ def test_captured_engine_without_a_gpu_exits_4_before_a_model_is_loaded(
     ids=["empty", "invalid JSON", "no prompt"],
 )
 def test_bad_prompt_file_exits_3_and_names_the_line(
-    content: str, expected: str, tmp_path: Path
+    content: str, expected: str, tmp_path: Path, refuse_without_torch: Refuser
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text(content)
     code, message = refuse_without_torch("eval.py", "prompts.path=prompts.jsonl", folder=tmp_path)
@@ -161,7 +200,13 @@ def test_bad_prompt_file_exits_3_and_names_the_line(
     ("name", "theirs", "ours"), [("hidden_size", 128, 256), ("vocab_size", 32000, 4096)]
 )
 def test_head_of_another_size_exits_2_with_both_values(
-    entry: str, key: str, name: str, theirs: int, ours: int, tmp_path: Path
+    entry: str,
+    key: str,
+    name: str,
+    theirs: int,
+    ours: int,
+    tmp_path: Path,
+    refuse_without_torch: Refuser,
 ) -> None:
     copy_head(tmp_path / "head", **{name: theirs})
     code, message = refuse_without_torch(entry, f"{key}=head", folder=tmp_path)
@@ -178,7 +223,9 @@ def test_head_of_another_size_exits_2_with_both_values(
     ],
     ids=["invalid JSON", "other format", "no target"],
 )
-def test_damaged_head_record_exits_3(content: str, expected: str, tmp_path: Path) -> None:
+def test_damaged_head_record_exits_3(
+    content: str, expected: str, tmp_path: Path, refuse_without_torch: Refuser
+) -> None:
     copy_head(tmp_path / "head")
     (tmp_path / "head" / "head.json").write_text(content)
     code, message = refuse_without_torch("eval.py", "spec.head=head", folder=tmp_path)

@@ -1,6 +1,7 @@
 """What the GPU tools decide by themselves: prompts, verdicts, and the surroundings of a world."""
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -132,12 +133,12 @@ def test_engine_rounds_count_in_equal_texts_and_without_the_last() -> None:
     assert found.lengths == (2.0, pytest.approx(1 + 13 / 9))
 
 
-@pytest.mark.parametrize(("habit", "code"), [("vllm", 0), ("sglang", 1)])
 def test_engine_tool_passes_only_with_vllm_s_rounds(
-    habit: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM is played by our loop, under its own conventions and under those of another engine."""
     exported: list[Path] = []
+    habit = "vllm"
 
     def played(folder: Path, task: DecodeTask, *_: object) -> list[gpu_engines.Decoded]:
         exported.append(folder)
@@ -146,14 +147,17 @@ def test_engine_tool_passes_only_with_vllm_s_rounds(
         return gpu_engines.our_side(load_heads(folder, target), run, task)
 
     monkeypatch.setattr(gpu_engines, "vllm_side", played)
+    monkeypatch.setattr(gpu_engines, "prepare", functools.cache(gpu_engines.prepare))
     words = ["--out", str(tmp_path), "--cases", "glm4_moe", "--k", "3", "--prompts", "6"]
-    assert gpu_engines.main([*words, "--max-new-tokens", "32"]) == code
-    assert exported == [tmp_path / "glm4_moe" / "exported"]
-    (row,) = json.loads((tmp_path / "engines.json").read_text())
-    assert row["passed"] == (code == 0)
-    assert row["num_equal_texts"] == 6
-    for name in ("control", "recycling", "position_0"):
-        assert row[name]["num_equal_rounds"] != row["num_equal_rounds"]
+    for engine, code in (("vllm", 0), ("sglang", 1)):
+        habit = engine
+        assert gpu_engines.main([*words, "--max-new-tokens", "32"]) == code
+        assert exported.pop() == tmp_path / "glm4_moe" / "exported"
+        (row,) = json.loads((tmp_path / "engines.json").read_text())
+        assert row["passed"] == (code == 0)
+        assert row["num_equal_texts"] == 6
+        for name in ("control", "recycling", "position_0"):
+            assert row[name]["num_equal_rounds"] != row["num_equal_rounds"]
 
 
 def test_engine_tool_reads_rounds_from_the_steps_of_vllm(

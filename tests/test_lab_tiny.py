@@ -52,12 +52,13 @@ def test_greedy_text_equals_plain_decoding_on_all_shipped_prompts(
     policy: str,
     num_drafts: int,
 ) -> None:
-    every = 1 if num_drafts == 3 else 4  # the other numbers on a quarter of the prompts
-    heads, chosen = load_heads(ASSETS / "heads" / "chain_n3", target), prompts[::every]
+    # With three drafts each prompt meets one policy; the other numbers see an eighth of them.
+    some = slice(policy == "training", None, 2 if num_drafts == 3 else 8)
+    heads, chosen = load_heads(ASSETS / "heads" / "chain_n3", target), prompts[some]
     records = greedy_records(
         target, heads, chosen, policy=policy, num_drafts=num_drafts, num_new=NUM_NEW, stop=STOP
     )
-    assert [record.output_token_ids for record in records] == baseline[::every]
+    assert [record.output_token_ids for record in records] == baseline[some]
     assert sum(sum(record.num_accepted_per_round) for record in records) > 0
 
 

@@ -41,6 +41,9 @@ def ours(name, globals=None, *rest, **named):
         raise ModuleNotFoundError("No module named 'fcntl'")
     return theirs(name, globals, *rest, **named)
 builtins.__import__ = ours
+exec(os.environ["SNIPPET"], {"__name__": "__main__"})
+assert not os.listdir()
+print("evaluation")
 from mtp_research.__main__ import evaluate
 sys.exit(evaluate())
 """
@@ -210,26 +213,18 @@ def readme_snippet() -> str:
 
 
 @pytest.mark.slow
-def test_snippet_of_the_readme_runs_from_the_wheel_in_another_folder(
+def test_snippet_of_the_readme_and_an_evaluation_run_from_the_wheel_on_another_system(
     site: Path, tmp_path: Path
 ) -> None:
-    done = python("-c", readme_snippet(), site=site, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    *_, last = done.stdout.splitlines()
-    assert "WRONG" in last
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_evaluation_by_the_wheel_on_another_system_finds_conf_and_assets_and_claims_no_commit(
-    site: Path, tmp_path: Path
-) -> None:
+    """The snippet writes nothing; the evaluation finds conf and assets, and claims no commit."""
     git = ["git", "-C", str(site), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init"], ["commit", "--allow-empty", "-m", "theirs"]):  # somebody else's
         subprocess.run([*git, words[0], "--quiet", *words[1:]], check=True)
     words = ("prompts.max_prompts=1", "sampling.max_new_tokens=2", "spec.head=null", "spec.k=1")
-    done = python("-c", OTHER_SYSTEM, *words, "output_dir=run", site=site, cwd=tmp_path)
+    words = (*words, "output_dir=run")
+    done = python("-c", OTHER_SYSTEM, *words, site=site, cwd=tmp_path, SNIPPET=readme_snippet())
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "WRONG" in done.stdout.partition("\nevaluation\n")[0].splitlines()[-1]
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["git"] == {"sha": None, "dirty": None, "diff_sha256": run["git"]["diff_sha256"]}
     assert run["hardware"]["memory_bytes"] is None

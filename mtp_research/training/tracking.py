@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import torch
 from rich.console import Console
@@ -34,7 +34,9 @@ from mtp_research.runtime.errors import NumericFault
 from mtp_research.runtime.files import write_atomically
 from mtp_research.runtime.progress import live_bar
 from mtp_research.runtime.wandb_run import OFF, run_mode, run_name, start_run
-from mtp_research.training.walk.replay import WalkReport
+
+if TYPE_CHECKING:  # `mtp report` reads this module's file and needs no model
+    from mtp_research.training.walk.replay import WalkReport
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +243,7 @@ class ProgressView:
         if self._progress.disable and is_due:
             self.note(f"step {step}/{self._num_steps}  {figures}")
 
-    def walk(self, step: int, report: WalkReport) -> None:
+    def walk(self, step: int, report: "WalkReport") -> None:
         """A new held-out report."""
         length = f"{report.acceptance_length:.3f} +- {report.standard_error:.3f}"
         self._walk = f"  walk {report.acceptance_length:.3f}"
@@ -251,12 +253,12 @@ class ProgressView:
             f"accuracy {_percent(list(report.accuracy_per_depth))}"
         )
 
-    def table(self, before: WalkReport, after: WalkReport) -> None:
+    def table(self, before: "WalkReport", after: "WalkReport") -> None:
         """Held-out figures before and after training, overall and per domain."""
         self._console.print(result_table(before, after))
 
 
-def result_table(before: WalkReport, after: WalkReport) -> Table:
+def result_table(before: "WalkReport", after: "WalkReport") -> Table:
     """Acceptance length of the replay walk before and after training; marginal accuracies below."""
     table = Table(title=f"held-out acceptance length ({after.num_documents} documents)")
     table.add_column("text")

@@ -26,6 +26,7 @@ from mtp_research.decode.step import StepResult
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
 from tests.decode.loops import PROMPTS, run, texts_of
+from tests.decode.test_loop_distribution import chain_target, copied_heads
 from tests.decode.toy_grammar import PAIRS
 
 LAB = "assets/lab_tiny"
@@ -62,9 +63,11 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def lab():
     target = load_target(f"{LAB}/target", dtype="float64")
-    return {
+    lab = {
         name: (target, load_heads(f"{LAB}/heads/{name}", target)) for name in ("chain_n3", "ttt_n1")
     }
+    small = chain_target(128, sharpness=3)
+    return lab | {"copied": (small, copied_heads(small, blur=0.4))}  # drafts often right as well
 
 
 def _decode(models, policy: str, *, num_drafts: int = 3, **changes: object):
@@ -102,7 +105,12 @@ def _replays(decoder: SpecDecoder) -> int:
 
 @pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize(
-    ("head", "policy"), [*(("chain_n3", policy) for policy in POLICIES), ("ttt_n1", "eagle")]
+    ("head", "policy"),
+    [
+        *(("copied", policy) for policy in POLICIES),
+        ("chain_n3", "training"),
+        ("ttt_n1", "eagle"),
+    ],
 )
 def test_steps_with_prompt_rows_decode_what_the_plain_loop_decodes(lab, head, policy) -> None:
     _, *plain = _decode(lab[head], policy)
@@ -114,9 +122,9 @@ def test_steps_with_prompt_rows_decode_what_the_plain_loop_decodes(lab, head, po
 
 @pytest.mark.usefixtures("without_gpu")
 def test_steps_of_one_kind_decode_what_the_plain_loop_decodes(lab) -> None:
-    _, *plain = _decode(lab["chain_n3"], "training")
+    _, *plain = _decode(lab["copied"], "training")
     decoder, *captured = _decode(
-        lab["chain_n3"], "training", cuda_graphs=True, capture_mixed=True, mixed_batches=False
+        lab["copied"], "training", cuda_graphs=True, capture_mixed=True, mixed_batches=False
     )
     assert captured == plain
     assert _replays(decoder) >= 4
@@ -128,7 +136,7 @@ def test_steps_with_a_grammar_run_beside_captured_ones(lab, policy) -> None:
     grammar = SamplingParams(grammar=PAIRS, stop_token_ids=(1, 2), max_new_tokens=6)
     plain = SamplingParams(max_new_tokens=16)
     sampling = [plain, grammar, grammar, plain]
-    target, heads = lab["chain_n3"]
+    target, heads = lab["copied"]
     expected = texts_of(
         run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0)), sampling=sampling)
     )
@@ -150,16 +158,16 @@ def test_steps_with_a_grammar_run_beside_captured_ones(lab, policy) -> None:
 
 @pytest.mark.usefixtures("without_gpu")
 def test_without_drafts_and_with_preemption(lab) -> None:
-    _, *plain = _decode(lab["chain_n3"], "training", num_drafts=0)
+    _, *plain = _decode(lab["copied"], "training", num_drafts=0)
     decoder, *captured = _decode(
-        lab["chain_n3"], "training", num_drafts=0, cuda_graphs=True, capture_mixed=True
+        lab["copied"], "training", num_drafts=0, cuda_graphs=True, capture_mixed=True
     )
     assert captured == plain
     assert _replays(decoder) >= 4
     tight = {"block_size": 4, "num_blocks": 14}
-    _, *plain = _decode(lab["chain_n3"], "training", **tight)
+    _, *plain = _decode(lab["copied"], "training", **tight)
     decoder, *captured = _decode(
-        lab["chain_n3"], "training", cuda_graphs=True, capture_mixed=True, **tight
+        lab["copied"], "training", cuda_graphs=True, capture_mixed=True, **tight
     )
     assert decoder.stats.num_preemptions > 0
     assert captured[0] == plain[0]
@@ -169,8 +177,8 @@ def test_without_drafts_and_with_preemption(lab) -> None:
 @pytest.mark.parametrize("policy", ["eagle", "window"])
 def test_bucket_beyond_a_text_has_more_padding_requests(lab, monkeypatch, policy) -> None:
     monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (128,))
-    _, *plain = _decode(lab["chain_n3"], policy)
-    decoder, *captured = _decode(lab["chain_n3"], policy, cuda_graphs=True, capture_mixed=True)
+    _, *plain = _decode(lab["copied"], policy)
+    decoder, *captured = _decode(lab["copied"], policy, cuda_graphs=True, capture_mixed=True)
     assert captured == plain
     assert _replays(decoder) >= 4
 
@@ -178,8 +186,8 @@ def test_bucket_beyond_a_text_has_more_padding_requests(lab, monkeypatch, policy
 @pytest.mark.usefixtures("without_gpu")
 def test_small_budget_has_the_smallest_bucket(lab) -> None:
     few = {"max_num_batched_tokens": 16, "cuda_graphs": True, "capture_mixed": True}
-    decoder, *captured = _decode(lab["chain_n3"], "training", **few)
-    assert captured == list(_decode(lab["chain_n3"], "training", max_num_batched_tokens=16)[1:])
+    decoder, *captured = _decode(lab["copied"], "training", **few)
+    assert captured == list(_decode(lab["copied"], "training", max_num_batched_tokens=16)[1:])
     assert _replays(decoder) >= 4
 
 
@@ -188,7 +196,7 @@ def test_buckets_are_captured_before_the_first_step_and_large_steps_are_left_out
     lab, monkeypatch
 ) -> None:
     monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (4, 8))
-    target, heads = lab["chain_n3"]
+    target, heads = lab["copied"]
     engine = EngineConfig(
         max_num_requests=2,
         max_model_len=64,

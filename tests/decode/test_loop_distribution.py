@@ -35,12 +35,17 @@ TEMPERATURE = {"greedy": 0.35, "sample": 0.6}
 
 @pytest.fixture(scope="module")
 def target() -> Target:
+    return chain_target(VOCAB)
+
+
+def chain_target(vocab_size: int, *, sharpness: float = 1.0) -> Target:
     """The next token follows the last one, as in a Markov chain, and the rest of the text a bit."""
     target = tiny.tiny_target(
-        "qwen3", vocab_size=VOCAB, num_hidden_layers=1, bos_token_id=None, eos_token_id=None
+        "qwen3", vocab_size=vocab_size, num_hidden_layers=1, bos_token_id=None, eos_token_id=None
     )
     with torch.no_grad():
         target.embed_tokens.weight.mul_(6)  # outweighs what the layer adds
+        target.model.lm_head.weight.mul_(sharpness)
         for parameter in target.model.base_model.layers.parameters():
             parameter.mul_(0.5 if parameter.dim() > 1 else 1.0)
     return target

@@ -33,6 +33,7 @@ PLANS = {
     "glm4_moe-experts": "experts",
     "qwen3-tied": "tensor",
 }
+POLICIES = ("eagle", "training")
 DRAWN = ("qwen3", "glm4_moe-experts")  # at temperature 1, where ranks must draw alike
 # What of a decoder layer is whole on every rank: what transformers' plan leaves alone, and buffers.
 READ_WHOLE = {
@@ -44,12 +45,12 @@ READ_WHOLE = {
 }
 
 
-def decode(target: Target, *, draws: bool) -> dict[str, object]:
+def decode(target: Target, *, name: str) -> dict[str, object]:
     """Texts without drafts, and with drafts that are often right; greedy or drawn."""
     found: dict[str, object] = {}
     heads = tiny_heads(target)
     engine = EngineConfig(max_num_requests=4, block_size=4, max_prefill_chunk=3)
-    sampling = SamplingParams(max_new_tokens=7, temperature=float(draws), seed=5)
+    sampling = SamplingParams(max_new_tokens=7, temperature=float(name in DRAWN), seed=5)
     plain = texts_of(
         run(
             SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine),
@@ -57,7 +58,7 @@ def decode(target: Target, *, draws: bool) -> dict[str, object]:
         )
     )
     found["plain"] = plain
-    for policy in ("eagle", "training"):
+    for policy in POLICIES if name in DRAWN else POLICIES[:1]:
         with pytest.MonkeyPatch.context() as patch:
             draft_rightly(patch, plain, chance=0.7)
             decoder = SpecDecoder(target, heads, spec=SpecSettings(policy=policy), engine=engine)
@@ -79,8 +80,7 @@ def decode_split(folder: Path) -> dict[str, object]:
     """What one rank decodes of every model in `folder`."""
     torch.set_num_threads(1)
     return {
-        name: decode(load_split(folder / name, plan), draws=name in DRAWN)
-        for name, plan in PLANS.items()
+        name: decode(load_split(folder / name, plan), name=name) for name, plan in PLANS.items()
     }
 
 
@@ -116,7 +116,7 @@ def ranks(models: Path) -> list[dict]:
 def test_two_ranks_decode_what_one_process_decodes(models: Path, ranks: list[dict]) -> None:
     for name, plan in PLANS.items():
         target = load_target(models / name, dtype="float64", device="cpu")
-        alone = json.loads(json.dumps(decode(target, draws=name in DRAWN)))
+        alone = json.loads(json.dumps(decode(target, name=name)))
         accepted = [count for rounds in alone["eagle accepted"] for count in rounds]
         assert name in DRAWN or {0, 3} <= set(accepted), "some drafts must be right, some wrong"
         whole, _ = alone.pop("kv_heads"), alone.pop("num_parameters")

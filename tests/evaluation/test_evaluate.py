@@ -204,6 +204,7 @@ def test_damaged_journal_line_is_named(tmp_path: Path) -> None:
         check_resumable(tmp_path, config)
 
 
+@pytest.mark.usefixtures("warm_ups")
 def test_passes_run_in_abba_order_with_equal_texts(
     tmp_path: Path, whole: list[ConditionResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,6 @@ from mtp_research.__main__ import run_evaluation
 from mtp_research.app.cli import run_entry
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.evaluation.backends import own_backend
 from mtp_research.evaluation.run import journal
 from mtp_research.runtime import progress
 
@@ -35,7 +34,6 @@ def test_evaluation_stopped_by_ctrl_c_exits_75_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*WORDS, f"output_dir={tmp_path}"]
-    monkeypatch.setattr(own_backend, "warm_up", lambda *_, **__: 1)
     monkeypatch.setattr(journal, "SYNC_EVERY_S", 0.0)
     with monkeypatch.context() as patch:
         stop_at(patch, num_records=2)

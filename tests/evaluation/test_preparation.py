@@ -90,6 +90,7 @@ def test_prompt_that_cannot_fit_is_refused_before_capture(
     assert not decoders[0].scheduler.has_work
 
 
+@pytest.mark.usefixtures("warm_ups")
 def test_capture_is_reported_as_it_goes_and_in_the_results(
     tmp_path: Path, decoders: list[SpecDecoder], capsys: pytest.CaptureFixture[str]
 ) -> None:

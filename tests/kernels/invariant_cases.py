@@ -90,20 +90,26 @@ class Variant(NamedTuple):
     """A form of attention whose rows are compared between batches."""
 
     name: str
-    sliding_window: int | None = None
+    has_window: bool = False  # of half of the text
     sinks: bool = False
     latent: bool = False
 
 
 VARIANTS = (
     Variant("full"),
-    Variant("window_sinks", sliding_window=70, sinks=True),
+    Variant("window_sinks", has_window=True, sinks=True),
     Variant("latent", latent=True),
 )
 
 
 def check_attention(
-    variant: Variant, dtype: torch.dtype, *, attend: Callable, device: str = "cpu"
+    variant: Variant,
+    dtype: torch.dtype,
+    *,
+    attend: Callable,
+    device: str = "cpu",
+    num_keys: int = 140,
+    split_keys: int = 64,
 ) -> None:
     """Rows of a prompt chunk, of a verify batch and alone, in tables of other widths.
 
@@ -112,15 +118,17 @@ def check_attention(
         dtype: of queries and pages.
         attend: `attend(query, **keywords)`; the query of latent attention is cut into its parts.
         device: of the tensors.
+        num_keys: length of the text.
+        split_keys: a position before and behind which rows are compared: the first split ends here.
     """
     case = AttentionCase(
         variant.name,
-        query_lens=(140,),
-        seq_lens=(140,),
+        query_lens=(num_keys,),
+        seq_lens=(num_keys,),
         num_heads=2,
         num_kv_heads=1,
         key_dim=24 if variant.latent else 16,
-        sliding_window=variant.sliding_window,
+        sliding_window=num_keys // 2 if variant.has_window else None,
         sinks=variant.sinks,
     )
     inputs = make_inputs(case, dtype=dtype, values_in_keys=variant.latent).to(device)
@@ -143,12 +151,13 @@ def check_attention(
             **fixed,
         )
 
-    chunk = run([(0, 140)], 9)
+    last, width = num_keys - 1, inputs.block_table.shape[1]
+    chunk = run([(0, num_keys)], width)
     assert not chunk.isnan().any()
-    for row in (0, 63, 64, 139):
-        alone = run([(row, row + 1)], 9 if row % 2 else 30)
+    for row in (0, split_keys - 1, split_keys, last):
+        alone = run([(row, row + 1)], width if row % 2 else 3 * width)
         assert torch.equal(alone, chunk[row : row + 1]), f"row {row}: other bits alone"
-    spans = [(60, 64), (7, 8), (133, 137)]
-    verified = run(spans, 20)
+    spans = [(split_keys - 4, split_keys), (7, 8), (last - 6, last - 2)]
+    verified = run(spans, 2 * width)
     whole = torch.cat([chunk[begin:end] for begin, end in spans])
     assert torch.equal(verified, whole), "other bits in a verify batch"

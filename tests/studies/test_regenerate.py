@@ -1,8 +1,6 @@
 """The target's own answers as training text: form, resume, refusals; on the shipped target."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from omegaconf import OmegaConf
@@ -13,6 +11,7 @@ from mtp_research.runtime.errors import ConfigError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from mtp_research.studies.answer_tasks import Evaluated, user_turn
 from mtp_research.studies.regenerate import _engine, _parser, main
+from tests.ranks import run_ranks
 
 TARGET = str(REPOSITORY_ROOT / "assets" / "lab_tiny" / "target")
 QUESTIONS = [f"What is {left} + {left + 3}?" for left in range(4)]
@@ -28,6 +27,10 @@ def source(tmp_path):
 def run(output, source, *words):
     argv = ["--target", TARGET, "--output", str(output), "--source", source, "--device", "cpu"]
     return main([*argv, "--max-new-tokens", "12", *words])
+
+
+def run_rank(*argv):
+    assert main(argv) == 0
 
 
 def lines(output):
@@ -103,14 +106,8 @@ def test_processes_of_a_launch_write_the_same_lines_as_one(tmp_path, source):
     output = tmp_path / "two.jsonl"
     (tmp_path / "two.jsonl.rank1").write_text('{"id":"of a killed launch"}\n{"id":"cut o')
     argv = ["--target", TARGET, "--output", str(output), "--source", source, "--device", "cpu"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "mtp_research.studies.regenerate", *argv, "--max-new-tokens", "12"]
-    finished = subprocess.run(
-        [*command, *words], capture_output=True, text=True,
-        cwd=REPOSITORY_ROOT, timeout=110, check=False,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr[-2000:]
-    assert finished.stdout.count("documents written") == 1
+    printed = run_ranks(__name__, "run_rank", *argv, "--max-new-tokens", "12", *words)
+    assert printed.count("documents written") == 1
     found = lines(output)
     assert found.pop("of a killed launch") == {"id": "of a killed launch"}
     assert found == lines(tmp_path / "one.jsonl")

@@ -8,6 +8,7 @@ version may give others, which is why every prompt is recorded with its hash.
 """
 
 import ast
+import functools
 import hashlib
 import re
 import sysconfig
@@ -111,7 +112,7 @@ def load_prompts(
             f"prompts.max_prompts must be >= 1, got {max_prompts}; leave it out for all prompts."
         )
     if path is None:
-        prompts = read_prompt_files(SHIPPED_PROMPTS) + _code_prompts()
+        prompts = [*read_prompt_files(SHIPPED_PROMPTS), *_code_prompts()]
     else:
         prompts = read_prompt_files(resolve_path(path))
     prompts = _of_domains(prompts, domains)
@@ -242,9 +243,10 @@ def _of_domains(prompts: Sequence[Prompt], domains: Sequence[str]) -> list[Promp
     return [prompt for prompt in prompts if not domains or prompt.category in domains]
 
 
-def _code_prompts() -> list[Prompt]:
+@functools.cache  # a process has one standard library, and reading it takes a third of a second
+def _code_prompts() -> tuple[Prompt, ...]:
     cuts = cut_code(HELD_OUT_STDLIB, num_prompts=NUM_CODE_PROMPTS, seed=CODE_SEED)
-    return [Prompt(origin, CODE_CATEGORY, (text,), "completion") for origin, text in cuts]
+    return tuple(Prompt(origin, CODE_CATEGORY, (text,), "completion") for origin, text in cuts)
 
 
 def _balanced(prompts: Sequence[Prompt], max_prompts: int, seed: int) -> list[Prompt]:

@@ -14,7 +14,7 @@ import pytest
 from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.evaluation.backends import own_backend, sglang_backend
+from mtp_research.evaluation.backends import sglang_backend
 from mtp_research.evaluation.backends.protocol import StepLog
 from mtp_research.evaluation.backends.sglang_backend import check_rounds, drive, sampling_params
 from mtp_research.evaluation.report.stored import Report, read_checked
@@ -124,7 +124,6 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> str:
 def played(monkeypatch: pytest.MonkeyPatch) -> PlayedSglang:
     module = PlayedSglang()
     monkeypatch.setitem(sys.modules, "sglang", module)
-    monkeypatch.setattr(own_backend, "warm_up", lambda *_, **__: 1)  # they take most of the time
     monkeypatch.setattr(sglang_backend, "warm_up", lambda *_: None)
     return module
 

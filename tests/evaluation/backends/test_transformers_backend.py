@@ -9,7 +9,7 @@ import transformers
 
 from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import EvalConfig
-from mtp_research.evaluation.backends import own_backend, transformers_backend
+from mtp_research.evaluation.backends import transformers_backend
 from mtp_research.evaluation.backends.protocol import StepLog
 from mtp_research.evaluation.report.stored import Report, read_checked
 from mtp_research.evaluation.run.evaluate import evaluate
@@ -42,7 +42,6 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def _cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_backend, "warm_up", lambda *_, **__: 1)
     monkeypatch.setattr(transformers_backend, "warm_up", lambda *_: None)
 
 

@@ -13,7 +13,7 @@ import pytest
 from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.evaluation.backends import own_backend, vllm_backend
+from mtp_research.evaluation.backends import vllm_backend
 from mtp_research.evaluation.backends.protocol import Pass
 from mtp_research.evaluation.backends.vllm_backend import SWITCHES, load_vllm
 from mtp_research.evaluation.report.comparable import drafting, entries
@@ -52,7 +52,6 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> str:
 def played(monkeypatch: pytest.MonkeyPatch) -> PlayedVllm:
     module = PlayedVllm()
     monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.setattr(own_backend, "warm_up", lambda *_, **__: 1)  # they take most of the time
     monkeypatch.setattr(vllm_backend, "warm_up", lambda *_: None)
     return module
 
