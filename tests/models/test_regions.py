@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.graphs import mixed_graphs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.rewrites import regions
@@ -183,3 +184,22 @@ def test_a_rehearsed_step_runs_its_layers_one_by_one(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(regions, "run_layer", refuse)
     decoder.rehearse()
+
+
+def test_nothing_is_compiled_after_the_warm_up(
+    compiled: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (4,))
+    target, heads = models_of("qwen3")
+    engine = EngineConfig(
+        **{"max_num_requests": 4, "max_model_len": 64, "max_num_batched_tokens": 32},
+        **{"deferred_output": True, "audit": False, **CAPTURED},
+    )
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=2), engine=engine)
+    sampling = SamplingParams(max_new_tokens=10)
+    decoder.warm_up(sampling)
+    warm, builds = Counter(compiled), decoder.num_builds
+    assert warm["_run"] == 2
+    list(decoder.generate([*PROMPTS, [7] * 40], sampling=sampling))
+    assert compiled == warm
+    assert decoder.num_builds == builds

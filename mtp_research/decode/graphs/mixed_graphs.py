@@ -3,8 +3,11 @@
 A request that arrives while others decode brings prompt rows into their step. Without a graph such
 a step takes as long as its launches, in which nobody else decodes. Steps of few rows are padded to
 a bucket: padding requests in the spare slot take the rows that are left over. Larger steps keep the
-device busy without a graph; how large depends on the target. These steps are not compiled, so that
-a bucket is captured in about a second.
+device busy without a graph; how large depends on the target. They are padded as well, to one of the
+few sizes of `large_sizes`: kernels are compiled anew for other numbers of rows, requests and blocks
+(Triton looks at each), so that a step of a shape that was never run would wait for its compiler.
+`prepare` runs every shape once. These steps are not compiled as a whole, so that a bucket is
+captured in about a second.
 
 Letters: R requests, T packed rows, M blocks per table, K drafts per step, P padding requests.
 """
@@ -35,6 +38,7 @@ MIXED_ROWS = (64, 128, 256, 512, 1024, 2048, 4096)  # T of the buckets, ascendin
 _ALWAYS_ROWS = 1024
 # Rows times parameters up to which launches take longer: 8e12 operations are about 15 ms of an H200
 _LAUNCH_BOUND = 4e12
+_SIZES_AN_OCTAVE = 8  # of larger steps: at most an eighth of the rows is padding
 _NUM_FACTS = 6
 _SLOT = 0  # the first of them
 
@@ -83,6 +87,14 @@ class MixedGraphs:
         self._spare_slot = step.slot_state.spare_slot
         num_rerun = step.plan.num_speculative_tokens
         num_parameters = sum(weight.numel() for weight in step.target.model.parameters())
+        captured = [
+            num_rows
+            for num_rows in MIXED_ROWS
+            if (num_rows < 2 * max_rows or num_rows == MIXED_ROWS[0])
+            and pays_captured(num_rows, num_parameters=num_parameters)
+        ]
+        large = large_sizes(captured[-1], most=max_rows)
+        self._captured_rows = captured[-1]  # most rows of a step that is captured
         self._shapes = [
             MixedShape.of(
                 num_rows,
@@ -90,9 +102,7 @@ class MixedGraphs:
                 max_text=tables.width * block_size,
                 num_rerun=num_rerun,
             )
-            for num_rows in MIXED_ROWS
-            if (num_rows < 2 * max_rows or num_rows == MIXED_ROWS[0])
-            and pays_captured(num_rows, num_parameters=num_parameters)
+            for num_rows in (*captured, *large)
         ]
         device = step.slot_state.text.device
         most = max(shape.num_requests for shape in self._shapes)
@@ -110,25 +120,50 @@ class MixedGraphs:
         return len(self._graphs)
 
     def accepts(self, entries: Sequence[Scheduled]) -> bool:
-        """Whether a step of these entries fits a bucket."""
+        """Whether a step of these entries fits a shape."""
         num_rows = sum(entry.num_scheduled_tokens for entry in entries)
         return num_rows <= self._shapes[-1].num_rows and len(entries) <= self._max_requests
 
     def run(
         self, entries: Sequence[Scheduled], params: SamplingTensors, *, draft_limit: int
     ) -> StepResult:
-        """Replay the step; the next replay of the same bucket overwrites the result."""
+        """Run the step; the next replay of the same bucket overwrites the result."""
         num_rows = sum(entry.num_scheduled_tokens for entry in entries)
         shape = next(shape for shape in self._shapes if num_rows <= shape.num_rows)
+        if shape.num_rows > self._captured_rows:
+            result = self._run_large(shape, entries, params, draft_limit)
+            return first_requests(result, len(entries))
         captured = self._captured(shape, params, draft_limit)
         self._upload(shape, entries)
         captured.graph.replay()
         return first_requests(captured.result, len(entries))
 
     def prepare(self, params: SamplingTensors, *, draft_limits: Sequence[int]) -> None:
-        """Capture every bucket for requests sampled like `params`."""
+        """Capture every bucket for requests sampled like `params`, and run every larger shape.
+
+        Their rows are all padding, in the spare slot and the spare block.
+        """
         for shape, draft_limit in itertools.product(reversed(self._shapes), draft_limits):
-            self._captured(shape, params, draft_limit)
+            if shape.num_rows <= self._captured_rows:
+                self._captured(shape, params, draft_limit)
+                continue
+            started = time.perf_counter()
+            self._run_large(shape, [], params, draft_limit)
+            if self._facts.is_cuda:
+                torch.cuda.synchronize()
+            self.capture_s += time.perf_counter() - started
+
+    def _run_large(
+        self,
+        shape: MixedShape,
+        entries: Sequence[Scheduled],
+        params: SamplingTensors,
+        draft_limit: int,
+    ) -> StepResult:
+        """The step as it is, padded to `shape`."""
+        self._params.upload(params)
+        self._upload(shape, entries)
+        return self._device_part(shape, params, draft_limit)()
 
     def _captured(
         self, shape: MixedShape, params: SamplingTensors, draft_limit: int
@@ -199,6 +234,18 @@ class MixedGraphs:
 def pays_captured(num_rows: int, *, num_parameters: int) -> bool:
     """Whether a step of so many rows ends sooner as a graph, padding included."""
     return num_rows <= _ALWAYS_ROWS or num_rows * num_parameters <= _LAUNCH_BOUND
+
+
+def large_sizes(captured: int, *, most: int) -> list[int]:
+    """Rows that steps above `captured` rows are padded to, ascending; the last is `most`.
+
+    For example above 1,024 and up to 2,500 rows: 1152, 1280, 1408, ..., 1920, 2048, 2304, 2500.
+    """
+    sizes, size = [], captured
+    while size < most:
+        size += max(1, (1 << (size.bit_length() - 1)) // _SIZES_AN_OCTAVE)
+        sizes.append(min(size, most))
+    return sizes
 
 
 def padding_rows(num_rows: int, num_requests: int, *, most: int) -> list[int]:
