@@ -205,7 +205,8 @@ class EngineConfig:
     # Decoder layers are compiled once, for all layers and numbers of rows, not with every step.
     layer_regions: bool = True
     # Batch sizes that are captured, as far as max_num_requests asks for them: smaller batches are
-    # padded to the next one, larger ones split. None: powers of two from 2 to max_num_requests.
+    # padded to the next one, larger ones split. None: powers of two from 2 to max_num_requests, and
+    # from 16 on the middle between two of them.
     graph_batch_sizes: list[int] | None = field(default=None, metadata={"low": 1, "high": 1 << 16})
     # Steps with up to 1,024 rows, prompt rows among them, are captured too, uncompiled: a request
     # that arrives then stops the others for the time of its rows and not for that of its launches.

@@ -291,6 +291,50 @@ def test_warm_up_writes_no_block_and_no_slot_that_a_request_can_have(lab, monkey
     assert all(torch.equal(tensor[:-1], old) for tensor, old in zip(tensors, before, strict=True))
 
 
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_requests_that_ended_leave_a_smaller_captured_batch(lab, num_drafts: int) -> None:
+    target, heads = lab["chain_n3"]
+    engine = EngineConfig(
+        max_num_requests=32,
+        max_model_len=64,
+        deferred_output=True,
+        audit=False,
+        cuda_graphs=True,
+        capture_mixed=True,
+    )
+    spec = SpecSettings(num_speculative_tokens=num_drafts)
+    decoder = SpecDecoder(target, heads if num_drafts else None, spec=spec, engine=engine)
+    live_by_bucket: dict[int, set[int]] = {}
+    replay = decoder.graphs._replay
+
+    def noting(entries, params, *rest):
+        before = {key: one.num_replays for key, one in decoder.graphs._graphs.items()}
+        result = replay(entries, params, *rest)
+        (bucket,) = {
+            key[0]
+            for key, one in decoder.graphs._graphs.items()
+            if one.num_replays > before.get(key, 0)
+        }
+        live_by_bucket.setdefault(bucket, set()).add(len(entries))
+        return result
+
+    decoder.graphs._replay = noting
+    for number in range(32):  # 32 live, then 20, 12, 5 and 1
+        length = next(
+            n for most, n in ((12, 4), (20, 12), (27, 20), (31, 28), (32, 36)) if number < most
+        )
+        sampling = SamplingParams(max_new_tokens=length)
+        decoder.add_request([5 + number, 9], sampling=sampling, request_id=str(number))
+    while decoder.has_work:
+        decoder.step()
+    for bucket, live in live_by_bucket.items():
+        smaller = [size for size in (2, 4, 8, 16, 24, 32) if size < bucket]
+        assert min(live) > max(smaller, default=0), f"{live} at the graph of {bucket}"
+    assert {2, 8, 16, 24, 32} <= set(live_by_bucket)
+    assert 5 in live_by_bucket[8]
+
+
 def test_large_steps_are_padded_by_an_eighth_at_most() -> None:
     assert large_sizes(1024, most=2500) == [*range(1152, 2049, 128), 2304, 2500]
     assert large_sizes(1024, most=1024) == []

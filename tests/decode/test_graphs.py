@@ -42,6 +42,11 @@ def test_powers_of_two_begin_with_two_and_end_at_a_largest_batch_that_is_one() -
     assert captured_sizes(1, wanted=None) == (1,)
 
 
+def test_sizes_from_sixteen_on_have_another_one_between_them() -> None:
+    assert captured_sizes(64, wanted=None) == (2, 4, 8, 16, 24, 32, 48, 64)
+    assert captured_sizes(20, wanted=None) == (2, 4, 8, 16, 20)
+
+
 def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = SpecDecoder(tiny.tiny_target("qwen3"), spec=SpecSettings(num_speculative_tokens=0))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))

@@ -24,6 +24,7 @@ from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 # Run before a capture: kernels compile, libraries allocate their workspaces.
 _NUM_WARM_UP_RUNS = 3
+_LEAST_HALVED = 16  # smallest bucket with another one half-way to the next power of two
 
 
 class Replayable(Protocol):
@@ -195,12 +196,15 @@ def require_grouped_experts(models: Sequence[nn.Module], *, dtype: str) -> None:
 def captured_sizes(max_num_requests: int, *, wanted: Sequence[int] | None) -> tuple[int, ...]:
     """Buckets, ascending: the sizes wanted, none of them above the largest batch there can be.
 
-    For example 6 requests at most give 2, 4, 6; with `[4, 8]` wanted they give 4 and 6, and with
-    `[4]` alone 4, to which larger batches are split. A batch of 1 is padded to 2, which costs less
-    than a percent of a step: for the compiler it would be a case of its own.
+    Where none are wanted, powers of two and, from 16 on, the middle between two of them: requests
+    that have ended leave places, and a batch pays for those of its bucket. For example 6 requests
+    at most give 2, 4, 6, and 64 give 2, 4, 8, 16, 24, 32, 48, 64; with `[4, 8]` wanted 6 give 4 and
+    6, and with `[4]` alone 4, to which larger batches are split. A batch of 1 is padded to 2, which
+    costs less than a percent of a step: for the compiler it would be a case of its own.
     """
-    sizes = wanted or [1 << power for power in range(1, max_num_requests.bit_length() + 1)]
-    return tuple(sorted({min(size, max_num_requests) for size in sizes}))
+    powers = [1 << power for power in range(1, max_num_requests.bit_length() + 1)]
+    middles = [size * 3 // 2 for size in powers if size >= _LEAST_HALVED]
+    return tuple(sorted({min(size, max_num_requests) for size in wanted or (*powers, *middles)}))
 
 
 def bucket_of(num_requests: int, batch_sizes: Sequence[int]) -> int:
