@@ -189,6 +189,10 @@ class EngineConfig:
     mixed_batches: bool = True
     # Head start of one level of priority; for the library, as requests of eval.py have none.
     steps_per_priority: int = within(1000, 1, 1 << 30)
+    # Free places from which on waiting requests are admitted, then to all of them (at most
+    # max_num_requests count; fewer are enough for all who wait): fewer steps have prompt rows, and
+    # requests wait longer for their first token. Changes no output.
+    admit_together: int = within(1, 1, 1 << 16)
     # The host learns a step's tokens while the next one runs; changes no output.
     deferred_output: bool = False
     # Replay decode steps as CUDA graphs; wants deferred_output and no audit.

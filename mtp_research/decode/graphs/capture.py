@@ -20,6 +20,7 @@ from mtp_research.decode.sampling.sampling import SamplingTensors
 from mtp_research.decode.slot_state import map_tensors
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.models.experts import expert_stacks
+from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 # Run before a capture: kernels compile, libraries allocate their workspaces.
@@ -139,15 +140,20 @@ _STACK_DIM = 3  # of the weights of a layer's experts, [E, out, in]
 
 def require_capturable(step: DeviceStep, *, engine: EngineConfig) -> None:
     """Refuse targets, machines and settings with which `engine.cuda_graphs=true` cannot work."""
-    target = step.target
+    heads = step.drafter.heads if isinstance(step.drafter, MTPDrafter) else None
+    require_capturable_target(step.target, heads, engine=engine)
+
+
+def require_capturable_target(
+    target: Target, heads: nn.Module | None = None, *, engine: EngineConfig
+) -> None:
+    """What `require_capturable` asks of target and heads, before there is a decoder."""
     if target.has_recurrent_state:
         raise ConfigError(
             "engine.cuda_graphs=true does not support recurrent layers, got family "
             f"{target.family_name}; set engine.cuda_graphs=false engine.compile=false."
         )
-    models: list[nn.Module] = [target.model]
-    if isinstance(step.drafter, MTPDrafter):
-        models.append(step.drafter.heads)
+    models = [model for model in (target.model, heads) if model is not None]
     require_no_host_loop(models, family_name=target.family_name)
     if target.device.type != "cuda":
         raise EnvironmentFault(
