@@ -15,6 +15,7 @@ Letters: R requests, T packed rows, M blocks per table, K drafts per step, P pad
 import itertools
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +28,11 @@ from mtp_research.decode.graphs.capture import (
     first_requests,
 )
 from mtp_research.decode.sampling.sampling import SamplingTensors
-from mtp_research.decode.schedule.batch import BlockTables, StepInputs, facts_of
+from mtp_research.decode.schedule.batch import BlockTables, StepInputs, facts_of, prompts_of
 from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.step import DeviceStep, StepResult
+from mtp_research.kernels.latent.expanded_attention import Prompts, Span
 from mtp_research.policy.plan import BaseRows
 
 MIXED_ROWS = (64, 128, 256, 512, 1024, 2048, 4096)  # T of the buckets, ascending
@@ -86,6 +88,8 @@ class MixedGraphs:
         self._max_requests, self._tables = max_requests, tables
         self._spare_slot = step.slot_state.spare_slot
         num_rerun = step.plan.num_speculative_tokens
+        self._rows_each = num_rerun + 1  # of a request that decodes
+        self._has_latents = step.target.family.latent_attention
         num_parameters = sum(weight.numel() for weight in step.target.model.parameters())
         captured = [
             num_rows
@@ -148,7 +152,8 @@ class MixedGraphs:
                 self._captured(shape, params, draft_limit)
                 continue
             started = time.perf_counter()
-            self._run_large(shape, [], params, draft_limit)
+            for expands in (False, True)[: 1 + self._has_latents]:
+                self._run_large(shape, [], params, draft_limit, expands=expands)
             if self._facts.is_cuda:
                 torch.cuda.synchronize()
             self.capture_s += time.perf_counter() - started
@@ -159,11 +164,30 @@ class MixedGraphs:
         entries: Sequence[Scheduled],
         params: SamplingTensors,
         draft_limit: int,
+        *,
+        expands: bool = True,
     ) -> StepResult:
-        """The step as it is, padded to `shape`."""
+        """The step as it is, padded to `shape`; latents of prompts are expanded where it pays."""
         self._params.upload(params)
-        self._upload(shape, entries)
-        return self._device_part(shape, params, draft_limit)()
+        left = self._upload(shape, entries)
+        prompts = self._prompts(shape, entries, left) if expands else None
+        return self._device_part(shape, params, draft_limit, prompts)()
+
+    def _prompts(
+        self, shape: MixedShape, entries: Sequence[Scheduled], left: Sequence[int]
+    ) -> Prompts | None:
+        """The prompts of a large step, padding requests behind them included."""
+        found = prompts_of(entries)
+        if found is None and entries:
+            return None  # somebody else decodes behind them
+        spans = () if found is None else found.spans
+        _, num_others, longest, _ = found or Prompts((), 0, 0, 0)
+        return Prompts(
+            (*spans, *(Span(0, num_rows) for num_rows in left)),
+            num_others,
+            longest_other=max(longest, self._rows_each),
+            num_launched=max(num_others, min(shape.num_rows, shape.num_requests * self._rows_each)),
+        )
 
     def _captured(
         self, shape: MixedShape, params: SamplingTensors, draft_limit: int
@@ -178,7 +202,11 @@ class MixedGraphs:
         return self._graphs[key]
 
     def _device_part(
-        self, shape: MixedShape, params: SamplingTensors, draft_limit: int
+        self,
+        shape: MixedShape,
+        params: SamplingTensors,
+        draft_limit: int,
+        prompts: Prompts | None = None,
     ) -> Callable[[], StepResult]:
         num_requests = shape.num_requests
         static = self._params.view(params, num_requests)
@@ -199,11 +227,13 @@ class MixedGraphs:
                     longest=shape.longest_base,
                 ),
             )
+            inputs = replace(inputs, prompts=prompts)
             return step.run(inputs, static, request_ids=[], draft_limit=draft_limit)
 
         return run
 
-    def _upload(self, shape: MixedShape, entries: Sequence[Scheduled]) -> None:
+    def _upload(self, shape: MixedShape, entries: Sequence[Scheduled]) -> list[int]:
+        """Tell the device of the entries; returns the rows of the padding requests."""
         num_requests = shape.num_requests
         counts = [entry.num_scheduled_tokens for entry in entries]
         left = padding_rows(
@@ -223,6 +253,7 @@ class MixedGraphs:
         self._tables.read(slots, out=self._block_table[:num_requests])
         if base:
             self._base_counts[:num_requests] = to_device(base, dtype=torch.int64, device=device)
+        return left
 
     def _base_rows(self, counts: list[int], is_prefill: list[bool]) -> list[int]:
         drafter = self._step.drafter
