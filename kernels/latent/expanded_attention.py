@@ -226,7 +226,8 @@ def _attend(
     key_dim, value_dim = keys.shape[2], values.shape[2]
     spans = expanded.prompts.spans
     fits_flash = query.is_cuda and query.dtype in _FLASH_DTYPES and key_dim <= _MAX_FLASH_DIM
-    if not fits_flash or key_dim % 8 or value_dim > key_dim:
+    is_aligned = key_dim % 8 == values.stride(1) % 8 == values.storage_offset() % 8 == 0
+    if not fits_flash or not is_aligned or value_dim > key_dim:
         return _attend_each(query, keys, values, spans, scale=scale)
     if value_dim < key_dim:  # the kernel takes one width
         values = torch.nn.functional.pad(values, (0, key_dim - value_dim))
