@@ -83,11 +83,16 @@ class ExpandedRows(NamedTuple):
 
 
 def pays_expanded(spans: Sequence[Span], dims: LatentDims) -> bool:
-    """Whether expanding takes fewer operations for these requests together; see the formula."""
+    """Whether expanding takes fewer operations for these requests together."""
+    return products_saved(spans, dims) > 0
+
+
+def products_saved(spans: Sequence[Span], dims: LatentDims) -> int:
+    """Multiplications per head that expanding saves; see the formula. Negative where it costs."""
     width = dims.nope + dims.value
     pairs = sum(s.num_rows * s.first + s.num_rows * (s.num_rows + 1) // 2 for s in spans)
     num_context = sum(s.first for s in spans if s.num_rows)
-    return pairs * (2 * dims.latent - width) > num_context * dims.latent * width
+    return pairs * (2 * dims.latent - width) - num_context * dims.latent * width
 
 
 def expanded_rows(rows: AttentionRows, prompts: Prompts, *, block_size: int) -> ExpandedRows:

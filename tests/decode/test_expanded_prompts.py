@@ -111,6 +111,34 @@ def test_large_captured_steps_read_prompts_expanded(models, monkeypatch) -> None
     assert len({prompts[2:] for prompts in seen.prompts if prompts.num_launched > 9}) == 1
 
 
+@pytest.mark.parametrize("bound", [0.0, 1e9])
+def test_steps_leave_the_graph_where_expanding_saves_more_than_launches(
+    models, bound, monkeypatch
+) -> None:
+    stand_in_for_graphs(monkeypatch)
+    monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (64,))
+    monkeypatch.setattr(mixed_graphs, "_LAUNCH_BOUND", bound)
+    monkeypatch.setattr(
+        mixed_graphs, "products_saved", lambda spans, _: sum(s.first for s in spans)
+    )
+    expected, _ = decode(models)
+    seen = Seen(monkeypatch, expands=True)
+    found, decoder = decode(models, deferred_output=True, cuda_graphs=True, capture_mixed=True)
+    assert found == expected
+    assert bool(seen.prompts) is (bound == 0)
+    replays = sum(one.num_replays for one in decoder.graphs._mixed._graphs.values())
+    assert replays > 0, "prompts without context are captured still"
+    if seen.prompts:
+        assert all(any(span.first for span in prompts.spans) for prompts in seen.prompts)
+
+
+def test_heads_of_all_latent_layers_are_counted(models) -> None:
+    ((dims, count),) = mixed_graphs.latent_heads(models[0].model).items()
+    assert dims == expanded_attention.LatentDims(latent=16, rope=8, nope=16, value=16)
+    assert count == 4 * models[0].config.num_hidden_layers
+    assert not mixed_graphs.latent_heads(tiny.tiny_target("qwen3").model)
+
+
 def test_deterministic_attention_stays_absorbed(models, monkeypatch) -> None:
     seen = Seen(monkeypatch, expands=True)
     target = models[0]

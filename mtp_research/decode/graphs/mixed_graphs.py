@@ -7,18 +7,21 @@ device busy without a graph; how large depends on the target. They are padded as
 few sizes of `large_sizes`: kernels are compiled anew for other numbers of rows, requests and blocks
 (Triton looks at each), so that a step of a shape that was never run would wait for its compiler.
 `prepare` runs every shape once. These steps are not compiled as a whole, so that a bucket is
-captured in about a second.
+captured in about a second. Latent attention of prompts behind a long context is a reason to go
+without a graph, too: only there are latents expanded, as no graph can depend on how many there are.
 
 Letters: R requests, T packed rows, M blocks per table, K drafts per step, P padding requests.
 """
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from mtp_research.decode.draft.drafter import MTPDrafter
 from mtp_research.decode.graphs.capture import (
@@ -32,13 +35,20 @@ from mtp_research.decode.schedule.batch import BlockTables, StepInputs, facts_of
 from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.step import DeviceStep, StepResult
-from mtp_research.kernels.latent.expanded_attention import Prompts, Span
+from mtp_research.kernels.latent.expanded_attention import (
+    LatentDims,
+    Prompts,
+    Span,
+    products_saved,
+)
+from mtp_research.models.attention.paged import expansion_of, latent_dims
 from mtp_research.policy.plan import BaseRows
 
 MIXED_ROWS = (64, 128, 256, 512, 1024, 2048, 4096)  # T of the buckets, ascending
 # The largest of them for every target; above it a row keeps a large one busier than a launch takes.
 _ALWAYS_ROWS = 1024
-# Rows times parameters up to which launches take longer: 8e12 operations are about 15 ms of an H200
+# Multiplications (rows times parameters, say) up to which the launches of a step take longer: 8e12
+# operations are about 15 ms of an H200.
 _LAUNCH_BOUND = 4e12
 _SIZES_AN_OCTAVE = 8  # of larger steps: at most an eighth of the rows is padding
 _NUM_FACTS = 6
@@ -89,7 +99,7 @@ class MixedGraphs:
         self._spare_slot = step.slot_state.spare_slot
         num_rerun = step.plan.num_speculative_tokens
         self._rows_each = num_rerun + 1  # of a request that decodes
-        self._has_latents = step.target.family.latent_attention
+        self._latents = latent_heads(step.target.model)
         num_parameters = sum(weight.numel() for weight in step.target.model.parameters())
         captured = [
             num_rows
@@ -108,6 +118,7 @@ class MixedGraphs:
             )
             for num_rows in (*captured, *large)
         ]
+        self._first_large = self._shapes[len(captured)] if large else None
         device = step.slot_state.text.device
         most = max(shape.num_requests for shape in self._shapes)
         ints = {"dtype": torch.int64, "device": device}
@@ -134,6 +145,8 @@ class MixedGraphs:
         """Run the step; the next replay of the same bucket overwrites the result."""
         num_rows = sum(entry.num_scheduled_tokens for entry in entries)
         shape = next(shape for shape in self._shapes if num_rows <= shape.num_rows)
+        if self._first_large is not None and self._saves_by_expanding(entries):
+            shape = max(shape, self._first_large)
         if shape.num_rows > self._captured_rows:
             result = self._run_large(shape, entries, params, draft_limit)
             return first_requests(result, len(entries))
@@ -152,7 +165,7 @@ class MixedGraphs:
                 self._captured(shape, params, draft_limit)
                 continue
             started = time.perf_counter()
-            for expands in (False, True)[: 1 + self._has_latents]:
+            for expands in (False, True)[: 1 + bool(self._latents)]:
                 self._run_large(shape, [], params, draft_limit, expands=expands)
             if self._facts.is_cuda:
                 torch.cuda.synchronize()
@@ -172,6 +185,14 @@ class MixedGraphs:
         left = self._upload(shape, entries)
         prompts = self._prompts(shape, entries, left) if expands else None
         return self._device_part(shape, params, draft_limit, prompts)()
+
+    def _saves_by_expanding(self, entries: Sequence[Scheduled]) -> bool:
+        """Whether expanding the prompts' latents saves more than the launches of a step take."""
+        prompts = prompts_of(entries) if self._latents else None
+        if prompts is None:
+            return False
+        saved = (heads * products_saved(prompts.spans, d) for d, heads in self._latents.items())
+        return sum(saved) > _LAUNCH_BOUND
 
     def _prompts(
         self, shape: MixedShape, entries: Sequence[Scheduled], left: Sequence[int]
@@ -260,6 +281,15 @@ class MixedGraphs:
         if not isinstance(drafter, MTPDrafter):
             return []
         return drafter.plan.max_base_rows(counts, is_prefill=is_prefill)
+
+
+def latent_heads(model: nn.Module) -> Counter[LatentDims]:
+    """Heads of the latent attentions in `model`, over all layers, by their sizes."""
+    heads: Counter[LatentDims] = Counter()
+    for module in model.modules():
+        if hasattr(module, "qk_nope_head_dim"):
+            heads[latent_dims(module)] += len(expansion_of(module))
+    return heads
 
 
 def pays_captured(num_rows: int, *, num_parameters: int) -> bool:
