@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     target = random_target(options.shape, dtype=dtype, device=device)
     rows = []
-    for admit in options.admit or [captured_engine(options.batch, max_model_len=2).admit_together]:
+    usual = captured_engine(target, batch=options.batch, max_model_len=2).admit_together
+    for admit in options.admit or [usual]:
         rows += measure(target, options, admit=admit)
     report = {"machine": describe_machine(), "arguments": vars(options), "rows": rows}
     line = json.dumps(report, default=str)
@@ -70,7 +71,7 @@ def measure(target: Target, options: argparse.Namespace, *, admit: int) -> list[
     """A row a pass of one decoder, which is built and captured before."""
     started = time.perf_counter()
     length = options.prompt + 2 * options.output + 2 * _SETTLING_STEPS + options.steps
-    engine = captured_engine(options.batch, max_model_len=length)
+    engine = captured_engine(target, batch=options.batch, max_model_len=length)
     engine = replace(engine, admit_together=admit)
     if target.device.type == "cpu":
         engine = replace(engine, backend="auto", cuda_graphs=False, compile=False)

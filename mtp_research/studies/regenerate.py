@@ -32,6 +32,7 @@ from mtp_research.data.row_forms import Question, read_questions
 from mtp_research.data.server import find_server
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs.capture import require_capturable_target
+from mtp_research.decode.graphs.mixed_graphs import MIXED_ROWS, pays_captured
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.loading.placement import num_ranks
@@ -209,7 +210,7 @@ def _engine(args: argparse.Namespace, target: Target) -> EngineConfig:
         max_model_len=args.max_model_len,
         audit=False,
     )
-    captured = captured_engine(args.batch, max_model_len=args.max_model_len)
+    captured = captured_engine(target, batch=args.batch, max_model_len=args.max_model_len)
     if args.graphs is None and target.device.type == "cuda":
         try:
             require_capturable_target(target, engine=captured)
@@ -220,15 +221,18 @@ def _engine(args: argparse.Namespace, target: Target) -> EngineConfig:
     return captured if args.graphs else common
 
 
-def captured_engine(batch: int, *, max_model_len: int | None) -> EngineConfig:
+def captured_engine(target: Target, *, batch: int, max_model_len: int | None) -> EngineConfig:
     """Settings for whole texts at the highest rate, where nobody waits for a first token.
 
     A step with prompt rows costs several decoding steps, so that places are given away together.
+    Where steps are captured up to the largest bucket none is larger: it would wait for launches.
     """
+    num_parameters = sum(weight.numel() for weight in target.model.parameters())
+    is_small = pays_captured(MIXED_ROWS[-1], num_parameters=num_parameters)
     return EngineConfig(
         backend="triton",
         max_num_requests=batch,
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=MIXED_ROWS[-1] if is_small else 8192,
         max_prefill_chunk=2048,
         max_model_len=max_model_len,
         admit_together=max(1, batch // _PLACES_A_TURN),

@@ -16,7 +16,13 @@ from mtp_research.models.target import load_target, load_tokenizer
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from mtp_research.studies.answer_tasks import Evaluated, Task, user_turn
-from mtp_research.studies.regenerate import _engine, _parser, main, write_answers
+from mtp_research.studies.regenerate import (
+    _engine,
+    _parser,
+    captured_engine,
+    main,
+    write_answers,
+)
 
 TARGET = str(REPOSITORY_ROOT / "assets" / "lab_tiny" / "target")
 QUESTIONS = [f"What is {left} + {left + 3}?" for left in range(4)]
@@ -92,9 +98,12 @@ def test_regenerate_bad_argument_exits_with_2_and_one_line(
 class _Card:
     """Stands for a target on a GPU, of a family that can be captured or not."""
 
-    def __init__(self, device: str, *, has_recurrent_state: bool = False) -> None:
+    def __init__(
+        self, device: str, *, has_recurrent_state: bool = False, num_parameters: int = 10**9
+    ) -> None:
         self.device, self.has_recurrent_state = torch.device(device), has_recurrent_state
-        self.family_name, self.model, self.dtype = "qwen3", torch.nn.Linear(2, 2), torch.bfloat16
+        self.family_name, self.dtype = "qwen3", torch.bfloat16
+        self.model = torch.nn.Linear(num_parameters, 1, bias=False, device="meta")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +127,15 @@ def test_steps_are_captured_on_a_gpu_unless_told_otherwise(device, words, is_cap
     preset = OmegaConf.load(REPOSITORY_ROOT / "conf" / "engine" / "h200.yaml")
     changed = {"max_num_requests": 256, "admit_together": 16}
     assert engine == EngineConfig(**(OmegaConf.to_container(preset) | changed))
+
+
+def test_steps_of_small_targets_are_no_larger_than_what_is_captured():
+    sizes = {"batch": 32, "max_model_len": None}
+    small, large = (
+        captured_engine(_Card("cuda", num_parameters=count), **sizes).max_num_batched_tokens
+        for count in (135_000_000, 1_700_000_000)
+    )
+    assert (small, large) == (4096, 8192)
 
 
 def test_families_that_cannot_be_captured_are_decoded_without_graphs(capsys):
