@@ -402,7 +402,7 @@ def test_free_places_are_given_away_together() -> None:
 
 def test_places_are_filled_over_several_steps_where_the_budget_ends_first() -> None:
     scheduler = _scheduler(admit_together=4, max_num_batched_tokens=16)
-    for n in range(4):
+    for n in range(6):
         scheduler.add(_request(str(n), prompt=8, max_new_tokens=20))
     numbers = []
     for _ in range(3):
