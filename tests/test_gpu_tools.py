@@ -20,7 +20,7 @@ from mtp_research.models.target import Target, load_target
 from mtp_research.runtime.provenance import REPOSITORY_ROOT as ROOT
 from tests.evaluation.backends.played_vllm import PlayedVllm
 from tests.test_lab_tiny import ASSETS
-from tools import gpu_deterministic, gpu_engines, gpu_tensor_parallel
+from tools import gpu_deterministic, gpu_engines, gpu_regenerate, gpu_tensor_parallel
 
 NAMES = ["K=0", "K=3 eagle"]
 
@@ -258,3 +258,17 @@ def test_guide_says_what_vllm_was_seen_to_do() -> None:
         f"{found['value']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]",
     ):
         assert fact in guide
+
+
+def test_rate_of_regenerate_stands_beside_that_of_its_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--cpu --shape tiny --batch 4 --documents 10 --prompt 8 --output 6 --steps 3 --passes 1"
+    path = tmp_path / "line.json"
+    assert gpu_regenerate.main([*words.split(), "--admit", "1", "3", "--json", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == path.read_text().strip()
+    one, three = json.loads(path.read_text())["rows"]
+    assert one["num_tokens"] == three["num_tokens"] > 10
+    assert (one["admit_together"], three["admit_together"]) == (1, 3)
+    assert one["num_steps"] < three["num_steps"]  # places stay empty for a while
+    assert one["ratio"] == pytest.approx(one["tok_per_s"] / one["steps_alone"])

@@ -21,7 +21,7 @@ from mtp_research.kernels.attention.splits import (
     padded_head_dim,
     split_outputs,
 )
-from mtp_research.kernels.attention.store_kv import NewRows
+from mtp_research.kernels.attention.store_kv import MAX_STORED_ROWS, NewRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +36,8 @@ _SPLITS_OF_A_WARP, _SPLITS_OF_FOUR_WARPS = 4, 64
 # Keys of a split whose bounds do not depend on the batch; a multiple of every tile width.
 INVARIANT_SPLIT_KEYS = 512
 MAX_RAGGED = 1024  # requests whose tiles a program counts through
+# Programs of prompt rows that fill the device so many times are not split. Estimated, not measured.
+_FULL_WAVES = 3
 # Start, drain and partial write of a split, in units of one key tile. Estimated, not measured.
 _SPLIT_OVERHEAD_TILES = 2
 
@@ -93,6 +95,7 @@ def launch_paged_attention(
             num_kv_heads * min(num_ragged, num_tiles),
             max_key_tiles=ceil_div(max_keys, config.block_n),
             num_sms=checks.num_multiprocessors(query.device),
+            has_prompts=rows.max_query_len > MAX_STORED_ROWS,
         )
     split = split_outputs(out, num_splits, always_split=invariant)
     has_angles = new_rows is not None and new_rows.cos is not None
@@ -223,15 +226,24 @@ def choose_config(
 
 
 def choose_num_splits(
-    num_programs: int, *, max_key_tiles: int, num_sms: int, programs_per_sm: int = _PROGRAMS_PER_SM
+    num_programs: int,
+    *,
+    max_key_tiles: int,
+    num_sms: int,
+    programs_per_sm: int = _PROGRAMS_PER_SM,
+    has_prompts: bool = False,
 ) -> int:
     """Picks how many programs share one request's keys, so that short batches still fill the GPU.
 
     `num_programs` have work before splitting; `max_key_tiles` is what the block table can hold.
     Minimises waves x (key tiles a split + fixed cost); a tie goes to fewer splits. For example 64
-    programs of 128 tiles on 132 SMs give 4: 256 programs run in one wave of 264.
+    programs of 128 tiles on 132 SMs give 4: 256 programs run in one wave of 264. Rows of prompts
+    (`has_prompts`) are so many that their partial outputs would be a load of their own, and their
+    texts mostly shorter than the table: once they fill the device they are not split.
     """
     num_at_once = num_sms * programs_per_sm
+    if has_prompts and num_programs >= _FULL_WAVES * num_at_once:
+        return 1
     best, best_cost = 1, None
     for num_splits in range(1, max(1, min(MAX_SPLITS, max_key_tiles)) + 1):
         waves = ceil_div(num_programs * num_splits, num_at_once)

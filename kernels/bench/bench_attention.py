@@ -18,9 +18,11 @@ from mtp_research.kernels.attention import attention_launch
 from mtp_research.kernels.attention import paged_attention as pages
 from mtp_research.kernels.attention.attention_launch import LaunchConfig
 from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV, Scoring
-from mtp_research.kernels.attention.store_kv import store_kv
+from mtp_research.kernels.attention.store_kv import NewRows, store_kv
 from mtp_research.kernels.bench import bench_runner as runner
+from mtp_research.kernels.latent import expanded_attention as expanded
 from mtp_research.kernels.latent import latent_attention as latents
+from mtp_research.kernels.latent.expanded_attention import Prompts, Span
 from mtp_research.kernels.losses.cross_entropy import gather_rows, gather_rows_ref
 from torch import Tensor
 from torch.nn import functional
@@ -84,6 +86,28 @@ class LatentShape(NamedTuple):
         return {"max_query_len": self.query_len, "scale": (128 + _ROPE_DIM) ** -0.5}
 
 
+class PromptShape(NamedTuple):
+    """One prompt chunk of a latent layer of GLM-4.7-Flash."""
+
+    num_rows: int
+    context: int  # tokens before the chunk
+    num_heads: int = 20
+    nope_dim: int = 192
+    value_dim: int = 256
+    block_size: int = 16
+
+    def label(self) -> str:
+        """The shape in words for the table."""
+        return f"chunk={self.num_rows} ctx={self.context} H={self.num_heads}"
+
+    def num_flops(self) -> int:
+        """Multiplications and additions of the expanded way, expansion included."""
+        width, pairs = self.nope_dim + self.value_dim, self.num_rows * self.context
+        pairs += self.num_rows * (self.num_rows + 1) // 2
+        expansion = (self.context + self.num_rows) * _LATENT_DIM * width
+        return 2 * self.num_heads * (expansion + pairs * (width + _ROPE_DIM))
+
+
 def _label(shape: AttentionShape | LatentShape, heads: str) -> str:
     sizes = f"B={shape.num_requests} ctx={shape.context} q={shape.query_len}"
     return f"{sizes} {heads} page={shape.block_size}"
@@ -99,6 +123,7 @@ FULL_SHAPES = [
 QUICK_SHAPES = [AttentionShape(8, 8192, 1), AttentionShape(8, 8192, 4), AttentionShape(1, 1024, 4)]
 SWEEP_SHAPES = [AttentionShape(8, 8192, 4), AttentionShape(8, 8192, 4, num_heads=96)]
 _LATENT_SIZES = itertools.product((1, 32), (16, 20, 128), (1, 4))
+PROMPT_SHAPES = [PromptShape(*sizes) for sizes in itertools.product((1024, 4096), (0, 8192))]
 LATENT_SHAPES = [LatentShape(batch, 8192, q, num_heads) for batch, num_heads, q in _LATENT_SIZES]
 
 
@@ -120,7 +145,8 @@ def _add_attention_options(parser: argparse.ArgumentParser) -> None:
 
 def _measure_latent(ceilings: dict[str, float], options: argparse.Namespace) -> runner.Rows:
     copy, peers = ceilings["copy_tb_per_s"], runner.import_peers()
-    return [bench_attention(shape, copy, peers) for shape in LATENT_SHAPES]
+    rows = [bench_attention(shape, copy, peers) for shape in LATENT_SHAPES]
+    return rows + [bench_prompt(shape, copy) for shape in PROMPT_SHAPES]
 
 
 ATTENTION = runner.Bench(measure_attention, _add_attention_options)
@@ -172,6 +198,69 @@ def bench_gather_rows(copy: float) -> runner.Row:
     label = f"R={num_rows} D={hidden_size} scaled"
     row = {"kernel": "gather_rows", "shape": label, "bytes": num_bytes}
     return runner.show_row(row, ours, theirs, copy=copy)
+
+
+def bench_prompt(shape: PromptShape, copy: float) -> runner.Row:
+    """One row: a prompt chunk expanded, and as its peer absorbed, which was the only way before."""
+    prompt = make_prompt(shape, device="cuda")
+    expected = prompt.attend(expands=False)
+    torch.testing.assert_close(prompt.attend(expands=True), expected, atol=5e-2, rtol=2e-2)
+    ours, theirs = (
+        runner.try_calls([functools.partial(prompt.attend, expands=expands)] * 2)
+        for expands in (True, False)
+    )
+    num_bytes = 2 * (shape.context + shape.num_rows) * (_LATENT_DIM + _ROPE_DIM)
+    row = {"kernel": "expanded_prompt", "shape": shape.label(), "bytes": num_bytes}
+    return runner.show_row(row, ours, theirs, copy=copy, num_flops=shape.num_flops())
+
+
+class PromptInputs(NamedTuple):
+    """A chunk and its pages; arguments as in `attend_latent_rows`."""
+
+    query: Tensor
+    weight: Tensor
+    latent_cache: Tensor
+    rows: AttentionRows
+    new_rows: NewRows
+    plan: expanded.ExpandedRows
+
+    def attend(self, *, expands: bool) -> Tensor:
+        """Output of the chunk, read in one of the two ways."""
+        return expanded.attend_latent_rows(
+            *self[:4],
+            scale=self.query.shape[2] ** -0.5,
+            new_rows=self.new_rows,
+            backend="auto",
+            expanded=self.plan if expands else None,
+        )
+
+
+def make_prompt(shape: PromptShape, *, device: str) -> PromptInputs:
+    """A random chunk over shuffled random pages."""
+    options = {"device": device, "dtype": torch.bfloat16}
+    span = Span(shape.context, shape.num_rows)
+    width, num_blocks = _LATENT_DIM + _ROPE_DIM, -(-span.num_keys // shape.block_size)
+    query = torch.randn(shape.num_heads, shape.num_rows, shape.nope_dim + _ROPE_DIM, **options)
+    weight = torch.randn(shape.num_heads, shape.nope_dim + shape.value_dim, _LATENT_DIM, **options)
+    cache = torch.randn(num_blocks, shape.block_size, width, **options)
+    table = torch.randperm(num_blocks, device=device)
+    starts, lens = (
+        torch.tensor(values, device=device, dtype=torch.int32)
+        for values in ([0, shape.num_rows], [span.num_keys])
+    )
+    rows = AttentionRows(table.int()[None], lens, starts, shape.num_rows)
+    position = torch.arange(span.first, span.num_keys, device=device)
+    slots = table[position // shape.block_size] * shape.block_size + position % shape.block_size
+    new = torch.randn(shape.num_rows, 1, width, **options)
+    prompts = Prompts((span,), num_others=0, longest_other=0, num_launched=0)
+    return PromptInputs(
+        query,
+        weight / _LATENT_DIM**0.5,
+        cache,
+        rows,
+        NewRows(*new.split((_LATENT_DIM, _ROPE_DIM), dim=-1), slots),
+        expanded.expanded_rows(rows, prompts, block_size=shape.block_size),
+    )
 
 
 def bench_attention(

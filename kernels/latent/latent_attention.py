@@ -36,7 +36,7 @@ from mtp_research.kernels.attention.splits import (
     padded_head_dim,
     split_outputs,
 )
-from mtp_research.kernels.attention.store_kv import NewRows, rows_for_launch
+from mtp_research.kernels.attention.store_kv import MAX_STORED_ROWS, NewRows, rows_for_launch
 from mtp_research.kernels.latent.latent_attention_triton import latent_attention_kernel
 from mtp_research.kernels.latent.latent_gluon import latent_attention_gluon_kernel
 from mtp_research.kernels.latent.latent_gluon_parts import GLUON_DIMS, gluon
@@ -237,6 +237,7 @@ def launch_latent_attention(
             max_key_tiles=ceil_div(max_keys, config.block_n),
             num_sms=checks.num_multiprocessors(query_latent.device),
             programs_per_sm=config.programs_per_sm,
+            has_prompts=rows.max_query_len > MAX_STORED_ROWS,
         )
         num_splits = min(num_splits, MAX_LATENT_SPLITS)
     split = split_outputs(out, num_splits, always_split=invariant)

@@ -81,6 +81,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--warm-up", action="store_true", help="capture all steps before the passes, as eval.py")
     add("--chunk", type=int, default=2048, help="engine.max_prefill_chunk")
     add("--rows", type=int, default=8192, help="engine.max_num_batched_tokens, at least")
+    add("--admit", type=int, default=1, help="engine.admit_together: free places before prompts")
     add("--no-mixed", action="store_true", help="engine.capture_mixed=false")
     add("--no-compile", action="store_true")
     add("--no-graphs", action="store_true")
@@ -256,6 +257,7 @@ def _decoder(
         max_num_requests=options.batch,
         max_num_batched_tokens=max(options.rows, options.batch * (num_drafts + 1)),
         max_prefill_chunk=options.chunk,
+        admit_together=options.admit,
         max_model_len=options.prompt + options.output + _ROOM_TOKENS,
         deferred_output=True,
         cuda_graphs=graphs,

@@ -189,6 +189,10 @@ class EngineConfig:
     mixed_batches: bool = True
     # Head start of one level of priority; for the library, as requests of eval.py have none.
     steps_per_priority: int = within(1000, 1, 1 << 30)
+    # Free places from which on waiting requests are admitted, then to all of them (at most
+    # max_num_requests count; fewer are enough for all who wait): fewer steps have prompt rows, and
+    # requests wait longer for their first token. Changes no output.
+    admit_together: int = within(1, 1, 1 << 16)
     # The host learns a step's tokens while the next one runs; changes no output.
     deferred_output: bool = False
     # Replay decode steps as CUDA graphs; wants deferred_output and no audit.
@@ -205,7 +209,8 @@ class EngineConfig:
     # Decoder layers are compiled once, for all layers and numbers of rows, not with every step.
     layer_regions: bool = True
     # Batch sizes that are captured, as far as max_num_requests asks for them: smaller batches are
-    # padded to the next one, larger ones split. None: powers of two from 2 to max_num_requests.
+    # padded to the next one, larger ones split. None: powers of two from 2 to max_num_requests, and
+    # from 16 on the middle between two of them.
     graph_batch_sizes: list[int] | None = field(default=None, metadata={"low": 1, "high": 1 << 16})
     # Steps with up to 1,024 rows, prompt rows among them, are captured too, uncompiled: a request
     # that arrives then stops the others for the time of its rows and not for that of its launches.

@@ -60,7 +60,7 @@ def commit_entry(
         # NaN. The newest token's row is run again alone; it ends the request if it breaks.
         _continue(scheduler, request, [])
         return
-    kept, reason = cut_emitted(request, emitted, max_model_len=scheduler.max_model_len)
+    kept, reason = cut_emitted(request, emitted)
     request.token_ids.extend(kept)
     _continue(scheduler, request, drafts)
     if reason is not None:

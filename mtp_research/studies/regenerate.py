@@ -11,15 +11,17 @@ document and then goes on. Seeds make every task repeatable, whatever else is de
 line holds token ids, so that encoding again cannot change the trajectory. Killed runs resume behind
 the last whole line: ids that the output already has are not made again, and `OUTPUT.settings.json`
 keeps a run with other settings from mixing its answers in. Under torchrun every process decodes
-its share on a GPU of its own; the lines are the same for any number of them. With `--endpoint URL`
-a server of OpenAI's API answers instead (`studies.endpoint`), and no layer of the target is loaded.
+its share on a GPU of its own; the lines are the same for any number of them. On a GPU whole steps
+are compiled and captured, where the target's family allows it. With `--endpoint URL` a server of
+OpenAI's API answers instead (`studies.endpoint`), and no layer of the target is loaded.
 """
 
 import argparse
 import glob
 import json
 import lzma
-from collections.abc import Iterator, Sequence, Set
+import sys
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,8 @@ from mtp_research.config.schema import WEIGHTS, EngineConfig
 from mtp_research.data.row_forms import Question, read_questions
 from mtp_research.data.server import find_server
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.graphs.capture import require_capturable_target
+from mtp_research.decode.graphs.mixed_graphs import MIXED_ROWS, pays_captured
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.loading.placement import num_ranks
@@ -55,6 +59,7 @@ from mtp_research.studies.answer_tasks import (
 )
 from mtp_research.studies.endpoint import OPTIONS, Reader, answer_by_server
 
+_PLACES_A_TURN = 16  # of a captured batch one in so many is free before prompts are run
 # What one way of answering reads and the other does not.
 _LOCAL_OPTIONS = ("self_chat", "self_text", "batch", "graphs", "dtype", "device")
 _ENDPOINT_OPTIONS = ("served_model", "concurrency", "timeout_s", "api_key_variable")
@@ -135,7 +140,7 @@ def _run(args: argparse.Namespace) -> None:
         _check_settings(args.output, target=target, sampling=sampling)
         gather_parts(args.output)  # of a launch that was killed
     done = share.in_turns(lambda: _existing_ids(args.output))
-    engine = _engine(args)
+    engine = _engine(args, target)
     tasks = share.of(question_tasks(kept, tokenizer)) if kept else []
     invented = partial(invent, target, tokenizer, share=share, seed=args.seed, engine=engine)
     tasks += invented(self_chat, count=args.self_chat, first_number=len(kept))
@@ -197,25 +202,45 @@ def _finish(args: argparse.Namespace, answered: Answered, *, num_left_out: int) 
     )
 
 
-def _engine(args: argparse.Namespace) -> EngineConfig:
-    """Settings of the loop; with graphs those of `conf/engine/h200.yaml`."""
+def _engine(args: argparse.Namespace, target: Target) -> EngineConfig:
+    """Settings of the loop; with graphs those of `conf/engine/h200.yaml`, and prompts together."""
     common = EngineConfig(
         max_num_requests=args.batch,
         max_num_batched_tokens=max(512, 4 * args.batch),
         max_model_len=args.max_model_len,
         audit=False,
     )
-    if not args.graphs:
-        return common
-    return replace(
-        common,
+    captured = captured_engine(target, batch=args.batch, max_model_len=args.max_model_len)
+    if args.graphs is None and target.device.type == "cuda":
+        try:
+            require_capturable_target(target, engine=captured)
+        except ConfigError as fault:
+            print(f"steps are not captured: {fault}", file=sys.stderr)
+            return common
+        return captured
+    return captured if args.graphs else common
+
+
+def captured_engine(target: Target, *, batch: int, max_model_len: int | None) -> EngineConfig:
+    """Settings for whole texts at the highest rate, where nobody waits for a first token.
+
+    A step with prompt rows costs several decoding steps, so that places are given away together.
+    Where steps are captured up to the largest bucket none is larger: it would wait for launches.
+    """
+    num_parameters = sum(weight.numel() for weight in target.model.parameters())
+    is_small = pays_captured(MIXED_ROWS[-1], num_parameters=num_parameters)
+    return EngineConfig(
         backend="triton",
-        max_num_batched_tokens=8192,
+        max_num_requests=batch,
+        max_num_batched_tokens=MIXED_ROWS[-1] if is_small else 8192,
         max_prefill_chunk=2048,
+        max_model_len=max_model_len,
+        admit_together=max(1, batch // _PLACES_A_TURN),
         deferred_output=True,
         cuda_graphs=True,
         compile=True,
         capture_mixed=True,
+        audit=False,
     )
 
 
@@ -250,23 +275,52 @@ def answer(
     """
     decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
     found = sort_out(tasks, done=done, max_model_len=decoder.max_model_len)
-    by_id = {task.doc_id: task for task in found.asked}
-    for task in found.asked:
-        params = replace(sampling, seed=(sampling.seed or 0) + task.number)
-        decoder.add_request(task.prompt, sampling=params, request_id=task.doc_id)
-    num_written, num_there = 0, found.num_there
+
+    def params_of(task: Task) -> SamplingParams:
+        return replace(sampling, seed=(sampling.seed or 0) + task.number)
+
+    if found.asked and decoder.is_captured:
+        decoder.warm_up(sampling, num_requests=len(found.asked))
+    num_written = write_answers(
+        decoder, found.asked, output=output, params_of=params_of, num_there=found.num_there
+    )
+    return Answered(num_written, found.num_there, found.num_too_long)
+
+
+def write_answers(
+    decoder: SpecDecoder,
+    tasks: Sequence[Task],
+    *,
+    output: Path,
+    params_of: Callable[[Task], SamplingParams],
+    num_there: int = 0,
+) -> int:
+    """Append the continuation of every task to `output`; returns how many.
+
+    Requests are made as places come free, one batch ahead, and lines are written as texts end: with
+    captured steps both happen while the device runs the next step.
+    """
+    records, asked = decoder.stats.records, {task.doc_id: task for task in tasks}
+    coming, num_seen, num_written = iter(tasks), len(decoder.stats.records), 0
     progress = WorkProgress(
-        "answers", total=len(found.asked) + num_there, unit="documents", first=num_there
+        "answers", total=len(tasks) + num_there, unit="documents", first=num_there
     )
     with output.open("a", encoding="utf8") as file, progress:
-        while decoder.has_work:
+        while num_written < len(tasks):
+            while decoder.num_waiting < decoder.engine.max_num_requests:
+                if (task := next(coming, None)) is None:
+                    break
+                params = params_of(task)
+                decoder.add_request(task.prompt, sampling=params, request_id=task.doc_id)
             decoder.step()
-            for record in decoder.stats.records[num_written:]:
-                file.write(by_id[record.request_id].line(record.output_token_ids))
-                num_written += 1
+            if num_seen == len(records):
+                continue
+            ended = records[num_seen:]
+            file.writelines(asked[one.request_id].line(one.output_token_ids) for one in ended)
             file.flush()
+            num_seen, num_written = len(records), num_written + len(ended)
             progress.done(num_there + num_written)
-    return Answered(num_written, num_there, found.num_too_long)
+    return num_written
 
 
 def write_xz(output: Path) -> None:
@@ -344,7 +398,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=32, help="requests decoded at once")
     most = "tokens of prompt and answer; default: what the target can"
     add("--max-model-len", type=int, help=most)
-    add("--graphs", action="store_true", help="steps compiled and captured, as engine=h200")
+    graphs = "steps compiled and captured, as engine=h200; default: on a GPU, where the family can"
+    add("--graphs", action=argparse.BooleanOptionalAction, help=graphs)
     add("--dtype", default="auto")
     add("--device", default="auto")
     add("--weights", default="stored", choices=WEIGHTS, help="random: to rehearse, see the guide")

@@ -39,6 +39,20 @@ def test_rows_bound_a_step(capsys):
     assert steps[1] > steps[0] + 2
 
 
+def test_prompts_wait_for_free_places(monkeypatch):
+    settings = []
+    decoder = end_to_end.SpecDecoder
+
+    def noting(*args, engine, **options):
+        settings.append((engine.admit_together, engine.max_num_requests))
+        return decoder(*args, engine=engine, **options)
+
+    monkeypatch.setattr(end_to_end, "SpecDecoder", noting)
+    words = ["--output", "2", "--passes", "1", "--k", "0"]
+    assert end_to_end.main([*FEW, *words]) == end_to_end.main([*FEW, *words, "--admit", "2"]) == 0
+    assert settings == [(1, 2), (2, 2)]
+
+
 def test_policies_share_the_pass_without_drafts(capsys):
     words = ["--output", "2", "--passes", "1", "--k", "0", "1", "--policy", "eagle", "training"]
     assert end_to_end.main([*FEW, *words]) == 0

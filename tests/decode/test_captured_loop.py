@@ -1,6 +1,7 @@
 """Captured steps without a GPU: a stand-in for CUDA graphs calls the step again on its tensors."""
 
 import gc
+import itertools
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -17,6 +18,7 @@ from mtp_research.decode.graphs.capture import no_collection
 from mtp_research.decode.graphs.mixed_graphs import (
     MIXED_ROWS,
     MixedShape,
+    large_sizes,
     padding_rows,
     pays_captured,
 )
@@ -217,6 +219,137 @@ def test_buckets_are_captured_before_the_first_step_and_large_steps_are_left_out
     list(decoder.generate([[5] * 3, [6] * 2], sampling=sampling))
     assert _replays(decoder) == 1
     assert len(mixed._graphs) == 2
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize(
+    ("head", "policy"), [("chain_n3", "training"), ("chain_n3", "window"), ("ttt_n1", "eagle")]
+)
+def test_steps_above_the_buckets_decode_what_the_plain_loop_decodes(
+    lab, monkeypatch, head: str, policy: str
+) -> None:
+    monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (4,))
+    _, *plain = _decode(lab[head], policy)
+    decoder, *padded = _decode(lab[head], policy, cuda_graphs=True, capture_mixed=True)
+    assert padded == plain
+    assert _replays(decoder) < decoder.stats.num_steps  # most of the steps with prompt rows
+    assert max(shape.num_rows for shape in decoder.graphs._mixed._shapes) == 512
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_large_steps_have_shapes_that_ran_in_the_warm_up(lab, monkeypatch, num_drafts) -> None:
+    monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (4, 8))
+    target, heads = lab["chain_n3"]
+    engine = EngineConfig(
+        max_num_requests=3,
+        max_model_len=64,
+        max_num_batched_tokens=40,
+        deferred_output=True,
+        audit=False,
+        cuda_graphs=True,
+        capture_mixed=True,
+    )
+    spec = SpecSettings(num_speculative_tokens=num_drafts)
+    decoder = SpecDecoder(target, heads if num_drafts else None, spec=spec, engine=engine)
+    shapes: set[tuple] = set()
+    run_step = decoder.device_step.run
+    monkeypatch.setattr(decoder, "_inputs", None)  # of steps that run as they come
+
+    def noting(inputs, *args, **kwargs):
+        rows = (len(inputs.input_ids), len(inputs.slots), inputs.block_table.shape[1])
+        shapes.add((*rows, inputs.max_query_len, inputs.base_rows and inputs.base_rows[1:]))
+        return run_step(inputs, *args, **kwargs)
+
+    monkeypatch.setattr(decoder.device_step, "run", noting)
+    sampling = SamplingParams(max_new_tokens=5)
+    decoder.warm_up(sampling)
+    warm, builds = set(shapes), decoder.num_builds
+    shapes.clear()
+    prompts = [[number + 2] * length for number, length in enumerate((9, 31, 1, 17, 25, 13, 2))]
+    list(decoder.generate(prompts, sampling=sampling))
+    assert {rows for rows, *_ in shapes} & {12, 16, 20, 24, 28, 32, 36, 40}, "no large step ran"
+    assert shapes <= warm
+    assert decoder.num_builds == builds
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_warm_up_writes_no_block_and_no_slot_that_a_request_can_have(lab, monkeypatch) -> None:
+    monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (4,))
+    target, heads = lab["chain_n3"]
+    engine = EngineConfig(
+        max_num_requests=3,
+        max_model_len=64,
+        max_num_batched_tokens=16,
+        deferred_output=True,
+        audit=False,
+        cuda_graphs=True,
+        capture_mixed=True,
+    )
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=3), engine=engine)
+    cache, state = decoder.cache, decoder.slot_state
+    monkeypatch.setattr(cache, "fill", lambda _: None)
+    for pool in cache._pools:
+        pool[:, :-1] = 7.0
+    tensors = (state.text, state.num_tokens, state.draft_token_ids, state.hidden)
+    before = [tensor[:-1].clone() for tensor in tensors]
+    decoder.warm_up(SamplingParams(max_new_tokens=5))
+    assert any(pool[:, -1].any() for pool in cache._pools), "the warm-up ran nothing"
+    assert all((pool[:, :-1] == 7.0).all() for pool in cache._pools)
+    assert all(torch.equal(tensor[:-1], old) for tensor, old in zip(tensors, before, strict=True))
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_requests_that_ended_leave_a_smaller_captured_batch(lab, num_drafts: int) -> None:
+    target, heads = lab["chain_n3"]
+    engine = EngineConfig(
+        max_num_requests=32,
+        max_model_len=64,
+        deferred_output=True,
+        audit=False,
+        cuda_graphs=True,
+        capture_mixed=True,
+    )
+    spec = SpecSettings(num_speculative_tokens=num_drafts)
+    decoder = SpecDecoder(target, heads if num_drafts else None, spec=spec, engine=engine)
+    live_by_bucket: dict[int, set[int]] = {}
+    replay = decoder.graphs._replay
+
+    def noting(entries, params, *rest):
+        before = {key: one.num_replays for key, one in decoder.graphs._graphs.items()}
+        result = replay(entries, params, *rest)
+        (bucket,) = {
+            key[0]
+            for key, one in decoder.graphs._graphs.items()
+            if one.num_replays > before.get(key, 0)
+        }
+        live_by_bucket.setdefault(bucket, set()).add(len(entries))
+        return result
+
+    decoder.graphs._replay = noting
+    for number in range(32):  # 32 live, then 20, 12, 5 and 1
+        length = next(
+            n for most, n in ((12, 4), (20, 12), (27, 20), (31, 28), (32, 36)) if number < most
+        )
+        sampling = SamplingParams(max_new_tokens=length)
+        decoder.add_request([5 + number, 9], sampling=sampling, request_id=str(number))
+    while decoder.has_work:
+        decoder.step()
+    for bucket, live in live_by_bucket.items():
+        smaller = [size for size in (2, 4, 8, 16, 24, 32) if size < bucket]
+        assert min(live) > max(smaller, default=0), f"{live} at the graph of {bucket}"
+    assert {2, 8, 16, 24, 32} <= set(live_by_bucket)
+    assert 5 in live_by_bucket[8]
+
+
+def test_large_steps_are_padded_by_an_eighth_at_most() -> None:
+    assert large_sizes(1024, most=2500) == [*range(1152, 2049, 128), 2304, 2500]
+    assert large_sizes(1024, most=1024) == []
+    sizes = [1024, *large_sizes(1024, most=8192)]
+    assert sizes[-1] == 8192
+    assert len(sizes) == 25
+    assert all(larger <= size * 9 / 8 for size, larger in itertools.pairwise(sizes))
 
 
 def test_small_targets_have_larger_steps_captured() -> None:

@@ -6,6 +6,7 @@ import torch
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import BatchTableLength
+from mtp_research.decode.graphs import mixed_graphs
 from mtp_research.decode.graphs.capture import (
     bucket_of,
     captured_sizes,
@@ -16,6 +17,7 @@ from mtp_research.decode.graphs.decode_graphs import StepGraphs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.attention import paged
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from tests import tiny
@@ -40,6 +42,11 @@ def test_captured_sizes_stay_within_the_largest_batch(wanted, sizes: tuple[int, 
 def test_powers_of_two_begin_with_two_and_end_at_a_largest_batch_that_is_one() -> None:
     assert captured_sizes(8, wanted=None) == (2, 4, 8)
     assert captured_sizes(1, wanted=None) == (1,)
+
+
+def test_sizes_from_sixteen_on_have_another_one_between_them() -> None:
+    assert captured_sizes(64, wanted=None) == (2, 4, 8, 16, 24, 32, 48, 64)
+    assert captured_sizes(20, wanted=None) == (2, 4, 8, 16, 20)
 
 
 def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +216,35 @@ def test_captured_steps_with_prompt_rows_decode_what_the_plain_loop_decodes(
 
     plain, captured = decode(), decode(cuda_graphs=True, capture_mixed=True)
     assert texts_of(captured) == texts_of(plain)
+
+
+@needs_gpu
+@pytest.mark.parametrize("recipe", ["qwen3", "glm4_moe_lite"])
+def test_nothing_is_built_after_the_warm_up(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (64,))
+    monkeypatch.setattr(paged, "pays_expanded", lambda *_: True)  # of latents, whatever the size
+    dense = {"mlp_layer_types": ["dense", "dense"]} if recipe == "glm4_moe_lite" else {}
+    target = tiny.tiny_target(recipe, dtype=torch.float32, **dense)
+    target.model.to("cuda")
+    sizes = {"max_num_requests": 5, "max_prefill_chunk": 96, "max_num_batched_tokens": 300}
+    draw = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randint(3, 128, (length,), generator=draw).tolist()
+        for length in (17, 150, 96, 3, 200, 77, 131, 64, 199, 8, 33)
+    ]
+    sampling = SamplingParams(max_new_tokens=12)
+    texts = []
+    for captured in (False, True):
+        settings = {"cuda_graphs": captured, "compile": captured, "capture_mixed": captured}
+        engine = _engine(**sizes, **settings, max_model_len=256)
+        spec = SpecSettings(num_speculative_tokens=0)
+        decoder = SpecDecoder(target, spec=spec, engine=engine)
+        decoder.warm_up(sampling)
+        builds = decoder.num_builds
+        found = decoder.generate(prompts, sampling=sampling)
+        texts.append({one.request_id: one.token_ids for one in found})
+        assert decoder.num_builds == builds
+    assert texts[0] == texts[1]
 
 
 @needs_gpu

@@ -379,3 +379,34 @@ def test_commit_non_finite_row_ends_only_that_request() -> None:
 def test_sampling_params_out_of_range_name_the_field(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"sampling.{field} must be"):
         SamplingParams(**{field: value})
+
+
+def test_free_places_are_given_away_together() -> None:
+    scheduler = _scheduler(admit_together=3)
+    requests = [_request(str(n), max_new_tokens=2 + n) for n in range(9)]
+    for request in requests:
+        scheduler.add(request)
+    admitted = []
+    while scheduler.has_work:
+        schedule = scheduler.schedule()
+        admitted.append([request.request_id for request in schedule.admitted])
+        _commit(scheduler, schedule)
+    # Places come free one a step; the last two who wait get theirs as soon as both have one.
+    assert [names for names in admitted if names] == [
+        ["0", "1", "2", "3"],
+        ["4", "5", "6"],
+        ["7", "8"],
+    ]
+    assert all(request.status is Status.FINISHED for request in requests)
+
+
+def test_places_are_filled_over_several_steps_where_the_budget_ends_first() -> None:
+    scheduler = _scheduler(admit_together=4, max_num_batched_tokens=16)
+    for n in range(6):
+        scheduler.add(_request(str(n), prompt=8, max_new_tokens=20))
+    numbers = []
+    for _ in range(3):
+        schedule = scheduler.schedule()
+        numbers.append(len(schedule.admitted))
+        _commit(scheduler, schedule)
+    assert numbers == [2, 1, 1]

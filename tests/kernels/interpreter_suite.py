@@ -59,6 +59,8 @@ from tests.kernels.slow import (
     slow_paged_attention,
     slow_store_kv,
 )
+from tests.kernels.test_expanded_attention import CASES as PROMPT_CASES
+from tests.kernels.test_expanded_attention import Case as PromptCase
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-2}
 
@@ -136,6 +138,14 @@ def test_attention_that_stores_new_rows_matches_stored_pages(case):
 )
 def test_attention_that_rotates_new_rows_matches_rotated_pages(case, num_dims, dtype):
     check_rotated_rows(case, num_dims, dtype, device="cpu", backend="triton")
+
+
+@pytest.mark.parametrize("num_launched", [None, 10])
+def test_absorbed_rows_interpreted_beside_expanded_prompts_match_the_reference(num_launched):
+    case = PromptCase(*PROMPT_CASES["beside_decoding"], dtype=torch.float32, block=16)
+    expected = case.attend(None, backend="reference")
+    found = case.attend(case.prompts(num_launched=num_launched), backend="triton")
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

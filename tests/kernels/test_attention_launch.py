@@ -47,6 +47,15 @@ def test_choose_num_splits_partial_wave_splits_to_even_it_out():
     assert num_waves * 128 / num_splits < 0.75 * 2 * 128
 
 
+def test_prompts_that_fill_the_device_are_not_split_whatever_the_table_could_hold():
+    # 8,192 rows of 32/8 heads and 35 requests, with tables of 32,768 tokens.
+    sizes = {"max_key_tiles": 512, "num_sms": 132}
+    assert choose_num_splits((512 + 35) * 8, **sizes) > 1  # a few waves are evened out a little
+    assert choose_num_splits((512 + 35) * 8, **sizes, has_prompts=True) == 1
+    few = choose_num_splits(100, **sizes)
+    assert choose_num_splits(100, **sizes, has_prompts=True) == few > 1
+
+
 @pytest.mark.parametrize(
     ("num_packed_rows", "head_dim", "element_bytes", "expected"),
     [

@@ -19,6 +19,8 @@ from tests.kernels.kernel_cases import (
     slow_arguments,
 )
 from tests.kernels.slow import slow_paged_attention
+from tests.kernels.test_expanded_attention import DEEPSEEK, GLM_FLASH
+from tests.kernels.test_expanded_attention import Case as PromptCase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_in_new_memory")]
 
@@ -94,3 +96,30 @@ def test_latent_attention_of_real_sizes_on_gpu_matches_reference(case, dtype, nu
 )
 def test_latent_attention_of_real_sizes_on_gpu_stores_new_rows(case):
     check_new_rows(case, torch.bfloat16, device="cuda", backend="triton")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dims", [GLM_FLASH, DEEPSEEK], ids=["glm_flash", "deepseek"])
+@pytest.mark.parametrize(
+    ("others", "prompts"),
+    [
+        ([], [(0, 150)]),
+        ([], [(700, 260), (0, 1), (0, 65)]),
+        ([(300, 4), (64, 4), (0, 1)], [(0, 150), (511, 130), (0, 0), (0, 33), (0, 0)]),
+    ],
+    ids=["one", "behind_context", "beside_decoding"],
+)
+def test_expanded_prompts_on_gpu_match_the_float32_reference(others, prompts, dims, dtype):
+    options = {"dims": dims, "heads": 6, "block": 16}
+    case = PromptCase(others, prompts, dtype=dtype, device="cuda", **options)
+    wide = PromptCase(others, prompts, dtype=dtype, **options)  # the same rounded numbers
+    for name in ("query", "weight", "cache"):
+        setattr(wide, name, getattr(wide, name).float())
+    key, value = (rows.float() for rows in wide.new_rows[:2])
+    wide.new_rows = wide.new_rows._replace(key=key, value=value)
+    expected = wide.attend(None, backend="reference")
+    tolerance = max(TOLERANCES[dtype], 1e-4)
+    launched = case.prompts(num_launched=min(40, case.query.shape[1]))
+    for plan in (None, case.prompts(), launched):
+        found = case.attend(plan).cpu().float()
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=1e-2)

@@ -201,6 +201,13 @@ ENGINE = [
         "texts",
         base={"engine.max_num_requests": 2, "prompts.path": "many prompts"},
     ),
+    _row(
+        "engine.admit_together",
+        2,
+        "steps",
+        "texts",
+        base={"engine.max_num_requests": 2, "prompts.path": "many prompts"},
+    ),
     _row("engine.deterministic", True, "num_products", "texts rounds"),
     _row("engine.audit", False, "audit", "texts rounds"),
     _row("engine.audit_every", 2, "audit", "texts rounds"),

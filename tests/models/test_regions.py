@@ -12,12 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from mtp_research.kernels.latent import expanded_attention
+from mtp_research.kernels.latent.expanded_attention import Prompts
 from torch import Tensor
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.graphs import mixed_graphs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.models.attention import paged
 from mtp_research.models.rewrites import regions
 from mtp_research.models.rewrites.regions import LayerRegion, compile_layers_once
 from mtp_research.models.target import load_target
@@ -182,3 +186,54 @@ def test_a_rehearsed_step_runs_its_layers_one_by_one(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(regions, "run_layer", refuse)
     decoder.rehearse()
+
+
+def test_nothing_is_compiled_after_the_warm_up(
+    compiled: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (4,))
+    target, heads = models_of("qwen3")
+    engine = EngineConfig(
+        **{"max_num_requests": 4, "max_model_len": 64, "max_num_batched_tokens": 32},
+        **{"deferred_output": True, "audit": False, **CAPTURED},
+    )
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=2), engine=engine)
+    sampling = SamplingParams(max_new_tokens=10)
+    decoder.warm_up(sampling)
+    warm, builds = Counter(compiled), decoder.num_builds
+    assert warm["_run"] == 2
+    list(decoder.generate([*PROMPTS, [7] * 40], sampling=sampling))
+    assert compiled == warm
+    assert decoder.num_builds == builds
+
+
+def test_regions_read_prompts_of_large_steps_expanded(
+    compiled: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = {"mlp_layer_types": ["dense", "dense"]}
+    target = tiny.tiny_target("glm4_moe_lite", dtype=torch.float32, **dense)
+    monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (4,))
+    seen: list[Prompts] = []
+    attend = expanded_attention.attend_expanded
+
+    def noting(query, weight, cache, plan, **options):
+        seen.append(plan.prompts)
+        return attend(query, weight, cache, plan, **options)
+
+    monkeypatch.setattr(expanded_attention, "attend_expanded", noting)
+    texts = []
+    for expands, settings in ((False, {}), (True, CAPTURED)):
+        monkeypatch.setattr(paged, "pays_expanded", lambda *_, answer=expands: answer)
+        sizes = {"max_num_requests": 3, "max_model_len": 64, "max_prefill_chunk": 20}
+        decoder = SpecDecoder(
+            target,
+            spec=SpecSettings(num_speculative_tokens=0),
+            engine=EngineConfig(**sizes, deferred_output=True, audit=False, **settings),
+        )
+        prompts = [[5, 6, 7] * 11, [9, 8], [7] * 30, [3, 4, 5, 6] * 8]
+        texts.append([one.token_ids for one in decoder.generate(prompts, max_new_tokens=6)])
+        assert bool(seen) is expands
+    assert texts[0] == texts[1]
+    assert any(span.first > 0 for prompts in seen for span in prompts.spans)
+    assert any(prompts.num_others for prompts in seen)
+    assert compiled == {"_run": 2, "_run_step": 1}

@@ -3,14 +3,24 @@
 import json
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.models.target import load_tokenizer
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.models.target import load_target, load_tokenizer
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
-from mtp_research.studies.answer_tasks import Evaluated, user_turn
-from mtp_research.studies.regenerate import _engine, _parser, main
+from mtp_research.studies.answer_tasks import Evaluated, Task, user_turn
+from mtp_research.studies.regenerate import (
+    _engine,
+    _parser,
+    captured_engine,
+    main,
+    write_answers,
+)
 from tests.ranks import run_ranks
 
 TARGET = str(REPOSITORY_ROOT / "assets" / "lab_tiny" / "target")
@@ -88,15 +98,80 @@ def test_regenerate_bad_argument_exits_with_2_and_one_line(
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_graphs_take_the_settings_of_engine_h200():
-    words = ["--target", "x", "--output", "y", "--batch", "256"]
-    plain, captured = (
-        _engine(_parser().parse_args([*words, *more])) for more in ([], ["--graphs"])
-    )
-    assert (plain.cuda_graphs, plain.compile, plain.max_num_batched_tokens) == (False, False, 1024)
+class _Card:
+    """Stands for a target on a GPU, of a family that can be captured or not."""
+
+    def __init__(
+        self, device: str, *, has_recurrent_state: bool = False, num_parameters: int = 10**9
+    ) -> None:
+        self.device, self.has_recurrent_state = torch.device(device), has_recurrent_state
+        self.family_name, self.dtype = "qwen3", torch.bfloat16
+        self.model = torch.nn.Linear(num_parameters, 1, bias=False, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "is_captured"),
+    [
+        ("cuda", [], True),
+        ("cuda", ["--no-graphs"], False),
+        ("cpu", [], False),
+        ("cpu", ["--graphs"], True),  # which the decoder refuses by name
+    ],
+)
+def test_steps_are_captured_on_a_gpu_unless_told_otherwise(device, words, is_captured):
+    args = _parser().parse_args(["--target", "x", "--output", "y", "--batch", "256", *words])
+    engine = _engine(args, _Card(device))
+    if not is_captured:
+        assert (engine.cuda_graphs, engine.compile, engine.max_num_batched_tokens) == (
+            *(False, False),
+            1024,
+        )
+        return
     preset = OmegaConf.load(REPOSITORY_ROOT / "conf" / "engine" / "h200.yaml")
-    wanted = EngineConfig(**(OmegaConf.to_container(preset) | {"max_num_requests": 256}))
-    assert captured == wanted
+    changed = {"max_num_requests": 256, "admit_together": 16}
+    assert engine == EngineConfig(**(OmegaConf.to_container(preset) | changed))
+
+
+def test_steps_of_small_targets_are_no_larger_than_what_is_captured():
+    sizes = {"batch": 32, "max_model_len": None}
+    small, large = (
+        captured_engine(_Card("cuda", num_parameters=count), **sizes).max_num_batched_tokens
+        for count in (135_000_000, 1_700_000_000)
+    )
+    assert (small, large) == (4096, 8192)
+
+
+def test_families_that_cannot_be_captured_are_decoded_without_graphs(capsys):
+    args = _parser().parse_args(["--target", "x", "--output", "y"])
+    assert not _engine(args, _Card("cuda", has_recurrent_state=True)).cuda_graphs
+    assert "does not support recurrent layers" in capsys.readouterr().err
+
+
+def test_requests_are_made_one_batch_ahead_and_every_answer_is_written(tmp_path):
+    target = load_target(TARGET)
+    engine = EngineConfig(max_num_requests=3, max_model_len=64, audit=False, admit_together=2)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
+    tasks = [Task(f"t:{n}", "t", (5 + n, 9), number=n) for n in range(11)]
+    most, add = [], decoder.add_request
+
+    def adding(*args, **kwargs):
+        most.append(decoder.num_waiting)
+        return add(*args, **kwargs)
+
+    decoder.add_request = adding
+    list(decoder.generate([[7, 8]], max_new_tokens=2))  # answers of another call are not written
+    count = write_answers(
+        decoder,
+        tasks,
+        output=tmp_path / "out.jsonl",
+        params_of=lambda task: SamplingParams(max_new_tokens=2 + task.number),
+    )
+    found = lines(tmp_path / "out.jsonl")
+    assert count == len(found) == 11
+    assert {name: len(one["token_ids"]) for name, one in found.items()} == {
+        f"t:{n}": 4 + n for n in range(11)
+    }
+    assert max(most) == 2
 
 
 @pytest.mark.slow

@@ -20,10 +20,12 @@ from mtp_research.decode.sampling.sampling import SamplingTensors
 from mtp_research.decode.slot_state import map_tensors
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.models.experts import expert_stacks
+from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 # Run before a capture: kernels compile, libraries allocate their workspaces.
 _NUM_WARM_UP_RUNS = 3
+_LEAST_HALVED = 16  # smallest bucket with another one half-way to the next power of two
 
 
 class Replayable(Protocol):
@@ -138,15 +140,20 @@ _STACK_DIM = 3  # of the weights of a layer's experts, [E, out, in]
 
 def require_capturable(step: DeviceStep, *, engine: EngineConfig) -> None:
     """Refuse targets, machines and settings with which `engine.cuda_graphs=true` cannot work."""
-    target = step.target
+    heads = step.drafter.heads if isinstance(step.drafter, MTPDrafter) else None
+    require_capturable_target(step.target, heads, engine=engine)
+
+
+def require_capturable_target(
+    target: Target, heads: nn.Module | None = None, *, engine: EngineConfig
+) -> None:
+    """What `require_capturable` asks of target and heads, before there is a decoder."""
     if target.has_recurrent_state:
         raise ConfigError(
             "engine.cuda_graphs=true does not support recurrent layers, got family "
             f"{target.family_name}; set engine.cuda_graphs=false engine.compile=false."
         )
-    models: list[nn.Module] = [target.model]
-    if isinstance(step.drafter, MTPDrafter):
-        models.append(step.drafter.heads)
+    models = [model for model in (target.model, heads) if model is not None]
     require_no_host_loop(models, family_name=target.family_name)
     if target.device.type != "cuda":
         raise EnvironmentFault(
@@ -195,12 +202,15 @@ def require_grouped_experts(models: Sequence[nn.Module], *, dtype: str) -> None:
 def captured_sizes(max_num_requests: int, *, wanted: Sequence[int] | None) -> tuple[int, ...]:
     """Buckets, ascending: the sizes wanted, none of them above the largest batch there can be.
 
-    For example 6 requests at most give 2, 4, 6; with `[4, 8]` wanted they give 4 and 6, and with
-    `[4]` alone 4, to which larger batches are split. A batch of 1 is padded to 2, which costs less
-    than a percent of a step: for the compiler it would be a case of its own.
+    Where none are wanted, powers of two and, from 16 on, the middle between two of them: requests
+    that have ended leave places, and a batch pays for those of its bucket. For example 6 requests
+    at most give 2, 4, 6, and 64 give 2, 4, 8, 16, 24, 32, 48, 64; with `[4, 8]` wanted 6 give 4 and
+    6, and with `[4]` alone 4, to which larger batches are split. A batch of 1 is padded to 2, which
+    costs less than a percent of a step: for the compiler it would be a case of its own.
     """
-    sizes = wanted or [1 << power for power in range(1, max_num_requests.bit_length() + 1)]
-    return tuple(sorted({min(size, max_num_requests) for size in sizes}))
+    powers = [1 << power for power in range(1, max_num_requests.bit_length() + 1)]
+    middles = [size * 3 // 2 for size in powers if size >= _LEAST_HALVED]
+    return tuple(sorted({min(size, max_num_requests) for size in wanted or (*powers, *middles)}))
 
 
 def bucket_of(num_requests: int, batch_sizes: Sequence[int]) -> int:

@@ -10,9 +10,9 @@ What logit processors and log-probabilities need is in tensors at fixed addresse
 that a batch uses has graphs of its own. Masks of grammars come from the host, which makes them of
 the step before while the target pass runs: such a step is two graphs, cut behind the target pass.
 
-Steps with few prompt rows can have graphs of their own (`mixed_graphs`). Everything else (large
-prompt chunks, prompt rows beside grammars or more requests beside them than a bucket holds,
-positions by axis) runs the same `DeviceStep` without a graph.
+Steps with few prompt rows can have graphs of their own; those with many run without one in a few
+padded shapes (`mixed_graphs`). Everything else (prompt rows beside grammars or more requests beside
+them than a bucket holds, positions by axis) runs the same `DeviceStep` as it comes.
 
 Letters: R requests, B bucket, M blocks per table, K drafts per step.
 """

@@ -3,18 +3,25 @@
 A request that arrives while others decode brings prompt rows into their step. Without a graph such
 a step takes as long as its launches, in which nobody else decodes. Steps of few rows are padded to
 a bucket: padding requests in the spare slot take the rows that are left over. Larger steps keep the
-device busy without a graph; how large depends on the target. These steps are not compiled, so that
-a bucket is captured in about a second.
+device busy without a graph; how large depends on the target. They are padded as well, to one of the
+few sizes of `large_sizes`: kernels are compiled anew for other numbers of rows, requests and blocks
+(Triton looks at each), so that a step of a shape that was never run would wait for its compiler.
+`prepare` runs every shape once. These steps are not compiled as a whole, so that a bucket is
+captured in about a second. Latent attention of prompts behind a long context is a reason to go
+without a graph, too: only there are latents expanded, as no graph can depend on how many there are.
 
 Letters: R requests, T packed rows, M blocks per table, K drafts per step, P padding requests.
 """
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from mtp_research.decode.draft.drafter import MTPDrafter
 from mtp_research.decode.graphs.capture import (
@@ -24,17 +31,26 @@ from mtp_research.decode.graphs.capture import (
     first_requests,
 )
 from mtp_research.decode.sampling.sampling import SamplingTensors
-from mtp_research.decode.schedule.batch import BlockTables, StepInputs, facts_of
+from mtp_research.decode.schedule.batch import BlockTables, StepInputs, facts_of, prompts_of
 from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.step import DeviceStep, StepResult
+from mtp_research.kernels.latent.expanded_attention import (
+    LatentDims,
+    Prompts,
+    Span,
+    products_saved,
+)
+from mtp_research.models.attention.paged import expansion_of, latent_dims
 from mtp_research.policy.plan import BaseRows
 
 MIXED_ROWS = (64, 128, 256, 512, 1024, 2048, 4096)  # T of the buckets, ascending
 # The largest of them for every target; above it a row keeps a large one busier than a launch takes.
 _ALWAYS_ROWS = 1024
-# Rows times parameters up to which launches take longer: 8e12 operations are about 15 ms of an H200
+# Multiplications (rows times parameters, say) up to which the launches of a step take longer: 8e12
+# operations are about 15 ms of an H200.
 _LAUNCH_BOUND = 4e12
+_SIZES_AN_OCTAVE = 8  # of larger steps: at most an eighth of the rows is padding
 _NUM_FACTS = 6
 _SLOT = 0  # the first of them
 
@@ -82,7 +98,17 @@ class MixedGraphs:
         self._max_requests, self._tables = max_requests, tables
         self._spare_slot = step.slot_state.spare_slot
         num_rerun = step.plan.num_speculative_tokens
+        self._rows_each = num_rerun + 1  # of a request that decodes
+        self._latents = latent_heads(step.target.model)
         num_parameters = sum(weight.numel() for weight in step.target.model.parameters())
+        captured = [
+            num_rows
+            for num_rows in MIXED_ROWS
+            if (num_rows < 2 * max_rows or num_rows == MIXED_ROWS[0])
+            and pays_captured(num_rows, num_parameters=num_parameters)
+        ]
+        large = large_sizes(captured[-1], most=max_rows)
+        self._captured_rows = captured[-1]  # most rows of a step that is captured
         self._shapes = [
             MixedShape.of(
                 num_rows,
@@ -90,10 +116,9 @@ class MixedGraphs:
                 max_text=tables.width * block_size,
                 num_rerun=num_rerun,
             )
-            for num_rows in MIXED_ROWS
-            if (num_rows < 2 * max_rows or num_rows == MIXED_ROWS[0])
-            and pays_captured(num_rows, num_parameters=num_parameters)
+            for num_rows in (*captured, *large)
         ]
+        self._first_large = self._shapes[len(captured)] if large else None
         device = step.slot_state.text.device
         most = max(shape.num_requests for shape in self._shapes)
         ints = {"dtype": torch.int64, "device": device}
@@ -110,25 +135,80 @@ class MixedGraphs:
         return len(self._graphs)
 
     def accepts(self, entries: Sequence[Scheduled]) -> bool:
-        """Whether a step of these entries fits a bucket."""
+        """Whether a step of these entries fits a shape."""
         num_rows = sum(entry.num_scheduled_tokens for entry in entries)
         return num_rows <= self._shapes[-1].num_rows and len(entries) <= self._max_requests
 
     def run(
         self, entries: Sequence[Scheduled], params: SamplingTensors, *, draft_limit: int
     ) -> StepResult:
-        """Replay the step; the next replay of the same bucket overwrites the result."""
+        """Run the step; the next replay of the same bucket overwrites the result."""
         num_rows = sum(entry.num_scheduled_tokens for entry in entries)
         shape = next(shape for shape in self._shapes if num_rows <= shape.num_rows)
+        if self._first_large is not None and self._saves_by_expanding(entries):
+            shape = max(shape, self._first_large)
+        if shape.num_rows > self._captured_rows:
+            result = self._run_large(shape, entries, params, draft_limit)
+            return first_requests(result, len(entries))
         captured = self._captured(shape, params, draft_limit)
         self._upload(shape, entries)
         captured.graph.replay()
         return first_requests(captured.result, len(entries))
 
     def prepare(self, params: SamplingTensors, *, draft_limits: Sequence[int]) -> None:
-        """Capture every bucket for requests sampled like `params`."""
+        """Capture every bucket for requests sampled like `params`, and run every larger shape.
+
+        Their rows are all padding, in the spare slot and the spare block.
+        """
         for shape, draft_limit in itertools.product(reversed(self._shapes), draft_limits):
-            self._captured(shape, params, draft_limit)
+            if shape.num_rows <= self._captured_rows:
+                self._captured(shape, params, draft_limit)
+                continue
+            started = time.perf_counter()
+            for expands in (False, True)[: 1 + bool(self._latents)]:
+                self._run_large(shape, [], params, draft_limit, expands=expands)
+            if self._facts.is_cuda:
+                torch.cuda.synchronize()
+            self.capture_s += time.perf_counter() - started
+
+    def _run_large(
+        self,
+        shape: MixedShape,
+        entries: Sequence[Scheduled],
+        params: SamplingTensors,
+        draft_limit: int,
+        *,
+        expands: bool = True,
+    ) -> StepResult:
+        """The step as it is, padded to `shape`; latents of prompts are expanded where it pays."""
+        self._params.upload(params)
+        left = self._upload(shape, entries)
+        prompts = self._prompts(shape, entries, left) if expands else None
+        return self._device_part(shape, params, draft_limit, prompts)()
+
+    def _saves_by_expanding(self, entries: Sequence[Scheduled]) -> bool:
+        """Whether expanding the prompts' latents saves more than the launches of a step take."""
+        prompts = prompts_of(entries) if self._latents else None
+        if prompts is None:
+            return False
+        saved = (heads * products_saved(prompts.spans, d) for d, heads in self._latents.items())
+        return sum(saved) > _LAUNCH_BOUND
+
+    def _prompts(
+        self, shape: MixedShape, entries: Sequence[Scheduled], left: Sequence[int]
+    ) -> Prompts | None:
+        """The prompts of a large step, padding requests behind them included."""
+        found = prompts_of(entries)
+        if found is None and entries:
+            return None  # somebody else decodes behind them
+        spans = () if found is None else found.spans
+        _, num_others, longest, _ = found or Prompts((), 0, 0, 0)
+        return Prompts(
+            (*spans, *(Span(0, num_rows) for num_rows in left)),
+            num_others,
+            longest_other=max(longest, self._rows_each),
+            num_launched=max(num_others, min(shape.num_rows, shape.num_requests * self._rows_each)),
+        )
 
     def _captured(
         self, shape: MixedShape, params: SamplingTensors, draft_limit: int
@@ -143,7 +223,11 @@ class MixedGraphs:
         return self._graphs[key]
 
     def _device_part(
-        self, shape: MixedShape, params: SamplingTensors, draft_limit: int
+        self,
+        shape: MixedShape,
+        params: SamplingTensors,
+        draft_limit: int,
+        prompts: Prompts | None = None,
     ) -> Callable[[], StepResult]:
         num_requests = shape.num_requests
         static = self._params.view(params, num_requests)
@@ -164,11 +248,13 @@ class MixedGraphs:
                     longest=shape.longest_base,
                 ),
             )
+            inputs = replace(inputs, prompts=prompts)
             return step.run(inputs, static, request_ids=[], draft_limit=draft_limit)
 
         return run
 
-    def _upload(self, shape: MixedShape, entries: Sequence[Scheduled]) -> None:
+    def _upload(self, shape: MixedShape, entries: Sequence[Scheduled]) -> list[int]:
+        """Tell the device of the entries; returns the rows of the padding requests."""
         num_requests = shape.num_requests
         counts = [entry.num_scheduled_tokens for entry in entries]
         left = padding_rows(
@@ -188,6 +274,7 @@ class MixedGraphs:
         self._tables.read(slots, out=self._block_table[:num_requests])
         if base:
             self._base_counts[:num_requests] = to_device(base, dtype=torch.int64, device=device)
+        return left
 
     def _base_rows(self, counts: list[int], is_prefill: list[bool]) -> list[int]:
         drafter = self._step.drafter
@@ -196,9 +283,30 @@ class MixedGraphs:
         return drafter.plan.max_base_rows(counts, is_prefill=is_prefill)
 
 
+def latent_heads(model: nn.Module) -> Counter[LatentDims]:
+    """Heads of the latent attentions in `model`, over all layers, by their sizes."""
+    heads: Counter[LatentDims] = Counter()
+    for module in model.modules():
+        if hasattr(module, "qk_nope_head_dim"):
+            heads[latent_dims(module)] += len(expansion_of(module))
+    return heads
+
+
 def pays_captured(num_rows: int, *, num_parameters: int) -> bool:
     """Whether a step of so many rows ends sooner as a graph, padding included."""
     return num_rows <= _ALWAYS_ROWS or num_rows * num_parameters <= _LAUNCH_BOUND
+
+
+def large_sizes(captured: int, *, most: int) -> list[int]:
+    """Rows that steps above `captured` rows are padded to, ascending; the last is `most`.
+
+    For example above 1,024 and up to 2,500 rows: 1152, 1280, 1408, ..., 1920, 2048, 2304, 2500.
+    """
+    sizes, size = [], captured
+    while size < most:
+        size += max(1, (1 << (size.bit_length() - 1)) // _SIZES_AN_OCTAVE)
+        sizes.append(min(size, most))
+    return sizes
 
 
 def padding_rows(num_rows: int, num_requests: int, *, most: int) -> list[int]:

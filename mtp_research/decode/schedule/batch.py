@@ -10,7 +10,7 @@ Letters: R requests, T packed rows, M blocks per table, K drafts per step.
 Source: metadata names as in vLLM's `CommonAttentionMetadata`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mtp_research.decode.schedule.request import Request, Scheduled
 from mtp_research.decode.slot_state import KVCache, SlotState, to_device
+from mtp_research.kernels.latent.expanded_attention import Prompts, Span
 from mtp_research.models.attention.paged import PagedContext, materialised
 from mtp_research.models.recurrent import RecurrentContext, with_states
 from mtp_research.policy.plan import BaseRows, bounded_rows, equal_rows
@@ -52,6 +53,8 @@ class StepInputs:
     is_prefill: tuple[bool, ...] | None = None
     # bounds of the draft passes' base rows, in a captured step with prompt rows
     base_rows: BaseRows | None = None
+    # of the last requests, where the host knows all rows of a step with prompt rows
+    prompts: Prompts | None = None
     # `[axes, T]` rotary positions where some request's differ by axis; None: `positions`
     axis_positions: Tensor | None = None
 
@@ -173,6 +176,7 @@ class StepInputs:
             query_start_loc=query_start_loc,
             max_query_len=self.max_query_len,
             backend=backend,
+            prompts=self.prompts,
         )
         return with_states(
             paged,
@@ -248,7 +252,12 @@ def _rows_of(
         longest=max(counts),
         block_size=block_size,
     )
-    return replace(inputs, row_counts=tuple(counts), is_prefill=is_prefill if deferred else None)
+    return replace(
+        inputs,
+        row_counts=tuple(counts),
+        is_prefill=is_prefill if deferred else None,
+        prompts=prompts_of(scheduled),
+    )
 
 
 def facts_of(entry: Scheduled) -> tuple[int, ...]:
@@ -261,6 +270,22 @@ def facts_of(entry: Scheduled) -> tuple[int, ...]:
         entry.ends_at_newest_token,
         entry.ends_recompute,
     )
+
+
+def prompts_of(entries: Sequence[Scheduled]) -> Prompts | None:
+    """The entries with prompt rows at the end of a step; None where the last one has none.
+
+    An entry with prompt rows before one that decodes (both admitted in this step, after a
+    preemption) counts among the others.
+    """
+    num_others = len(entries)
+    while num_others and entries[num_others - 1].is_prefill:
+        num_others -= 1
+    if num_others == len(entries):
+        return None
+    counts = [entry.num_scheduled_tokens for entry in entries[:num_others]]
+    spans = (Span(e.first_position, e.num_scheduled_tokens) for e in entries[num_others:])
+    return Prompts(tuple(spans), sum(counts), max(counts, default=0), num_launched=sum(counts))
 
 
 def _block_table(requests: list[Request], *, device: torch.device) -> Tensor:

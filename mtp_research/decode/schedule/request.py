@@ -38,15 +38,16 @@ class FinishReason(StrEnum):
     ERROR = "error"  # its grammar raised; `error` of the record has the text
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """State of one generation."""
+    """State of one generation, equal to itself alone."""
 
     request_id: str  # unique among the requests of a decoder
     prompt_token_ids: tuple[int, ...]  # the prompt, at least one token
     sampling: SamplingParams  # how to sample and when to stop
     priority: int = 0  # smaller is served first; ties by arrival
     token_ids: list[int] = field(default_factory=list)  # accepted tokens, prompt included
+    max_tokens: int = 0  # text length at which it ends at the latest, prompt included; once queued
     # for the positions after `token_ids`, at most K; -1 marks a draft that must be rejected
     draft_token_ids: list[int] = field(default_factory=list)
     # target rows whose KV is in the pages or will be once the scheduled prompt chunks have run; [0,

@@ -99,15 +99,10 @@ class Cut(NamedTuple):
     reason: FinishReason | None
 
 
-def text_limit(request: Request, *, max_model_len: int) -> int:
-    """Text length at which a request ends at the latest, its prompt included."""
-    return min(len(request.prompt_token_ids) + request.sampling.max_new_tokens, max_model_len)
-
-
-def cut_emitted(request: Request, emitted: list[int], *, max_model_len: int) -> Cut:
+def cut_emitted(request: Request, emitted: list[int]) -> Cut:
     """Cut a step's tokens behind a stop token, or at the limit; what comes first decides."""
-    room = text_limit(request, max_model_len=max_model_len) - len(request.token_ids)
-    kept = emitted[:room]
+    room = request.max_tokens - len(request.token_ids)
+    kept = emitted if len(emitted) <= room else emitted[:room]
     if stop_token_ids := request.sampling.stop_token_ids:
         for index, token_id in enumerate(kept):
             if token_id in stop_token_ids:
@@ -147,6 +142,8 @@ class Scheduler:
         self.running: list[Request] = []  # by rank
         self.waiting = WaitingQueue(steps_per_priority=engine.steps_per_priority)
         self.max_num_requests = engine.max_num_requests
+        self._admit_together = min(engine.admit_together, engine.max_num_requests)
+        self._is_filling = False  # all free places are given away, over several steps if need be
         self._free_slots = list(range(engine.max_num_requests))
         self._num_steps = 0
         self._had_prompts = False  # the last step had prompt rows
@@ -159,6 +156,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request."""
         self.check(request)
+        request.max_tokens = self._max_tokens(request)
         self.waiting.arrive(request, step=self._num_steps)
 
     def check(self, request: Request) -> None:
@@ -174,8 +172,7 @@ class Scheduler:
                 f"engine.max_model_len={self.max_model_len}, got {num_prompt} tokens; "
                 "shorten it or raise engine.max_model_len."
             )
-        longest = text_limit(request, max_model_len=self.max_model_len)
-        num_needed = self.blocks.num_blocks_for(self._num_slots(longest))
+        num_needed = self.blocks.num_blocks_for(self._num_slots(self._max_tokens(request)))
         if num_needed > self.blocks.num_blocks:
             raise ConfigError(
                 f"request {name} can never fit: it needs {num_needed} blocks, the pool has "
@@ -239,6 +236,10 @@ class Scheduler:
         ranks = [self.waiting.rank(request) for request in self.running]
         assert ranks == sorted(ranks), "running requests are not in the order of their ranks"
 
+    def _max_tokens(self, request: Request) -> int:
+        most = len(request.prompt_token_ids) + request.sampling.max_new_tokens
+        return min(most, self.max_model_len)
+
     def _num_slots(self, num_tokens: int) -> int:
         needed = self.plan.num_slots_needed(num_tokens, int(self.deferred))
         return needed + self.num_extra_slots
@@ -263,9 +264,7 @@ class Scheduler:
             if request.status is not Status.RUNNING or budget == 0:
                 continue  # preempted by an earlier one, or left for the next step
             num_tokens = len(request.token_ids)
-            if request.num_in_flight and num_tokens + 1 >= text_limit(
-                request, max_model_len=self.max_model_len
-            ):
+            if request.num_in_flight and num_tokens + 1 >= request.max_tokens:
                 continue  # the step in flight ends it
             if num_tokens + num_beyond > len(request.block_ids) * block_size:
                 preempted += self._make_room(request, keep=entries)
@@ -280,6 +279,10 @@ class Scheduler:
     def _admissions(self, entries: list[Scheduled]) -> list[Scheduled]:
         """First rows of requests that are admitted beside `entries`."""
         admitted: list[Scheduled] = []
+        num_free, num_waiting = len(self._free_slots), len(self.waiting)
+        is_enough = not self.running or num_free >= min(self._admit_together, num_waiting)
+        if not (self._is_filling or is_enough):
+            return admitted
         budget = self.max_num_batched_tokens - sum(e.num_scheduled_tokens for e in entries)
         while len(self.waiting) and self._free_slots and budget > 0:
             request = self.waiting.first()
@@ -287,6 +290,7 @@ class Scheduler:
                 break  # nobody overtakes it by being shorter
             admitted.append(self._entry(request, budget))
             budget -= admitted[-1].num_scheduled_tokens
+        self._is_filling = bool(self._free_slots) and len(self.waiting) > 0
         return admitted
 
     def _entry(self, request: Request, budget: int) -> Scheduled:

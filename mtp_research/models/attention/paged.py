@@ -24,7 +24,7 @@ P rotary dims, B x S a batch in training, D hidden.
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2, "absorbed".
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol, cast
@@ -34,9 +34,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from mtp_research.kernels import checks
 from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV, Scoring
 from mtp_research.kernels.attention.paged_attention import RowGroup, attend_pages
 from mtp_research.kernels.attention.store_kv import MAX_STORED_ROWS, KeptRows, NewRows, store_rows
+from mtp_research.kernels.latent.expanded_attention import (
+    ExpandedRows,
+    LatentDims,
+    Prompts,
+    absorbed,
+    attend_latent_rows,
+    expanded_rows,
+    pays_expanded,
+)
 from mtp_research.kernels.latent.latent_attention import attend_latents
 from mtp_research.models.attention.attention import AttentionCall, AttentionContext, DenseContext
 from mtp_research.models.family import KVPages
@@ -96,6 +106,10 @@ class PagedContext(PassOverPages):
     max_query_len: int  # largest number of rows of one request; sizes the launch grid
     backend: str = "auto"  # or `reference`, `triton`
     kv_layer: int | None = None
+    prompts: Prompts | None = None  # the pass's, where the host knows them; latent layers read them
+    _expanded: dict[LatentDims, ExpandedRows | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _new_latents: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -196,14 +210,26 @@ class PagedContext(PassOverPages):
 
     def _attend_latents(self, module: nn.Module, call: AttentionCall, pages: KVPages) -> Tensor:
         latent, rope = self._new_latents.pop(cast(int, module.layer_idx))
+        new_rows = NewRows(latent[0].transpose(0, 1), rope[0].transpose(0, 1), self.slot_mapping)
+        cache, weight = pages.keys[:, :, 0], expansion_of(module)
+        if not torch.compiler.is_compiling():
+            return attend_latent_rows(
+                call.query[0],
+                weight,
+                cache,
+                self.rows,
+                scale=call.scale,
+                new_rows=new_rows,
+                backend=self.backend,
+                expanded=self.expanded(latent_dims(module), block_size=cache.shape[1]),
+            )
 
         def attend(query_latent: Tensor, query_rope: Tensor) -> Tensor:
             return store_and_attend_latents(
                 query_latent,
                 query_rope,
-                latent[0].transpose(0, 1),
-                rope[0].transpose(0, 1),
-                pages.keys[:, :, 0],
+                *new_rows[:2],
+                cache,
                 self.slot_mapping,
                 self.block_table,
                 self.seq_lens,
@@ -213,7 +239,21 @@ class PagedContext(PassOverPages):
                 self.backend,
             )
 
-        return absorbed(module, call.query[0], attend)
+        return absorbed(call.query[0], weight, attend, rope_dim=rope.shape[-1])
+
+    def expanded(self, dims: LatentDims, *, block_size: int) -> ExpandedRows | None:
+        """How layers of these sizes read the prompts; None: absorbed, as all rows that decode.
+
+        Batch-invariant attention is absorbed for all rows, so that no row's bits tell its batch.
+        """
+        prompts = self.prompts
+        if prompts is None or self.backend == checks.INVARIANT:
+            return None
+        if dims not in self._expanded:
+            pays = pays_expanded(prompts.spans, dims)
+            plan = expanded_rows(self.rows, prompts, block_size=block_size) if pays else None
+            self._expanded[dims] = plan
+        return self._expanded[dims]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Cache protocol: positions are passed explicitly, so the cache claims to be empty."""
@@ -224,21 +264,16 @@ class PagedContext(PassOverPages):
         return self.pool.pages(layer_idx if self.kv_layer is None else self.kv_layer)
 
 
-def absorbed(
-    module: nn.Module, query: Tensor, attend: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """Output `[T, H, Dv]` of latent attention on queries `[H, T, nope + P]`, the last P rotated.
+def expansion_of(module: nn.Module) -> Tensor:
+    """Weight `[H, nope + Dv, L]` that makes keys and values of a latent."""
+    dims = cast(int, module.qk_nope_head_dim) + cast(int, module.v_head_dim)
+    return cast(nn.Linear, module.kv_b_proj).weight.unflatten(0, (-1, dims))
 
-    `attend` is called with the queries' latent parts `[T, H, L]` and rotary parts `[T, H, P]`, and
-    returns attended latents `[T, H, L]`.
-    """
-    nope, value_dim = cast(int, module.qk_nope_head_dim), cast(int, module.v_head_dim)
-    weight = cast(nn.Linear, module.kv_b_proj).weight.unflatten(0, (-1, nope + value_dim))
-    key_projection, value_projection = weight[:, :nope], weight[:, nope:]  # [H, nope or Dv, L]
-    query_nope, query_rope = query.split((nope, query.shape[2] - nope), dim=-1)
-    query_latent = torch.bmm(query_nope, key_projection).transpose(0, 1)
-    attended = attend(query_latent, query_rope.transpose(0, 1))
-    return torch.bmm(attended.transpose(0, 1), value_projection.mT).transpose(0, 1)
+
+def latent_dims(module: nn.Module) -> LatentDims:
+    """Sizes of a latent attention of Hugging Face."""
+    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    return LatentDims(*(cast(int, getattr(module, name)) for name in names))
 
 
 @torch.library.custom_op("mtp_research::materialised", mutates_args=())

@@ -29,13 +29,21 @@ from torch import Tensor, nn
 from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV, Scoring
 from mtp_research.kernels.attention.paged_attention import attend_pages
 from mtp_research.kernels.attention.store_kv import NewRows
+from mtp_research.kernels.latent.expanded_attention import (
+    ExpandedRows,
+    Prompts,
+    Span,
+    absorbed,
+    attend_latent_rows,
+)
 from mtp_research.kernels.latent.latent_attention import attend_latents
 from mtp_research.models.attention.attention import AttentionCall
 from mtp_research.models.attention.paged import (
     Angles,
     PagedContext,
     PassOverPages,
-    absorbed,
+    expansion_of,
+    latent_dims,
     stores_in_launch,
 )
 from mtp_research.models.family import KVKind, KVPages
@@ -57,6 +65,7 @@ class _Pass(NamedTuple):
     slot_mapping: Tensor  # [T] int64
     rows: AttentionRows  # of the pass
     backend: str  # kernel backend
+    expanded: ExpandedRows | None = None  # how a latent layer reads prompts; None: absorbed
 
 
 def mark_any_size(*tensors: Tensor, dim: int) -> None:
@@ -160,6 +169,7 @@ def _regional(plain: type[nn.Module]) -> type[nn.Module]:
         context = cast(PagedContext, context)
         pages = context.pages_of(region.layer_idx)
         angles = Angles(*cast(tuple[Tensor, Tensor], kwargs["position_embeddings"]))
+        expanded, numbers = region.expanded(context, block_size=pages.keys.shape[1])
         return run_layer(
             hidden,
             context.angles_of_pass(angles),
@@ -174,6 +184,8 @@ def _regional(plain: type[nn.Module]) -> type[nn.Module]:
             pages.kind,
             context.backend,
             region.number,
+            expanded,
+            numbers,
         )
 
     def reduce(self: LayerRegion, protocol: int) -> tuple:
@@ -198,6 +210,8 @@ class _Region:
         self.options = options
         self.number = next(_numbers)
         self._layer = weakref.ref(layer)  # which owns its region
+        latent = [module for module in layer.modules() if hasattr(module, "qk_nope_head_dim")]
+        self._latent_dims = latent_dims(latent[0]) if latent else None
         self._compiled = _compiled(tuple(options.items()))
         _regions[self.number] = self
 
@@ -207,6 +221,16 @@ class _Region:
         stores = stores_in_launch(now.rows.max_query_len, backend=now.backend)
         _running.now = now
         return self._compiled(self._layer(), hidden, both, positions, now.pages.kind, stores)
+
+    def expanded(self, context: PagedContext, *, block_size: int) -> tuple[list[Tensor], list[int]]:
+        """`ExpandedRows` of the pass, as the op takes them; empty where there are none."""
+        if self._latent_dims is None or context.prompts is None:
+            return [], []
+        found = context.expanded(self._latent_dims, block_size=block_size)
+        if found is None:
+            return [], []
+        *tensors, (spans, *others) = found
+        return tensors, [*others, *(number for span in spans for number in span)]
 
 
 # By number, as compiled steps name them, for as long as their layers live.
@@ -270,12 +294,16 @@ class _RegionContext(PassOverPages):
         if self._kind == "latent":
             assert self._latents is not None, "a latent layer hands its rows to the cache first"
             latent, rope = (rows[0].transpose(0, 1) for rows in self._latents)
+            query, weight = call.query[0], expansion_of(module)
+            if not self._stores:  # there may be prompt rows
+                return attend_rows_here(query, weight, latent, rope, call.scale)[None]
             return absorbed(
-                module,
-                call.query[0],
+                query,
+                weight,
                 lambda query, query_rope: attend_latents_here(
                     query, query_rope, latent, rope, call.scale
                 ),
+                rope_dim=rope.shape[2],
             )[None]
         both = None
         if angles is not None:
@@ -307,16 +335,26 @@ def run_layer(
     kind: str,
     backend: str,
     region: int,
+    expanded: list[torch.Tensor],
+    numbers: list[int],
 ) -> torch.Tensor:
     """Output `[1, T, D]` of a region's layer on `hidden` `[1, T, D]`; see `_Region.run`.
 
-    The others are the fields of `KVPages`, `PagedContext` and `AttentionRows`.
+    The others are the fields of `KVPages`, `PagedContext` and `AttentionRows`; the last two come
+    from `_Region.expanded`.
     """
+    plan = None
+    if expanded:
+        of_others, spans = numbers[:3], numbers[3:]
+        pairs = zip(spans[::2], spans[1::2], strict=True)
+        prompts = Prompts(tuple(Span(*pair) for pair in pairs), *of_others)
+        plan = ExpandedRows(*expanded, prompts)
     now = _Pass(
         KVPages(keys, values, cast(KVKind, kind)),
         slot_mapping,
         AttentionRows(block_table, seq_lens, query_start_loc, max_query_len),
         backend,
+        plan,
     )
     return _regions[region].run(hidden, both, positions, now)
 
@@ -377,3 +415,33 @@ def attend_latents_here(
 @attend_latents_here.register_fake
 def _fake_latents(query_latent: torch.Tensor, *_: object) -> torch.Tensor:
     return query_latent.new_empty(query_latent.shape)
+
+
+@torch.library.custom_op("mtp_research::attend_rows_here", mutates_args=())
+def attend_rows_here(
+    query: torch.Tensor,
+    weight: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """`attend_latent_rows` in the pass that is running."""
+    now = _running.now
+    return attend_latent_rows(
+        query,
+        weight,
+        now.pages.keys[:, :, 0],
+        now.rows,
+        scale=scale,
+        new_rows=NewRows(latent, rope, now.slot_mapping),
+        backend=now.backend,
+        expanded=now.expanded,
+    )
+
+
+@attend_rows_here.register_fake
+def _fake_rows(
+    query: torch.Tensor, weight: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, _: float
+) -> torch.Tensor:
+    value_dim = weight.shape[1] - (query.shape[2] - rope.shape[2])
+    return query.new_empty(query.shape[1], query.shape[0], value_dim)

@@ -43,3 +43,19 @@ def test_bench_sets_share_no_page():
     sets = bench.make_attention_inputs(shape, num_sets=3, device="cpu")
     pages = torch.cat([inputs["block_table"].flatten() for inputs in sets])
     assert sorted(pages.tolist()) == list(range(2 * 2 * 3))
+
+
+def test_prompt_chunks_give_the_same_in_both_ways():
+    shape = bench.PromptShape(9, 21, num_heads=2, nope_dim=32, value_dim=48)
+    prompt = bench.make_prompt(shape, device="cpu")
+    absorbed, expanded = (prompt.attend(expands=expands) for expands in (False, True))
+    assert absorbed.shape == (9, 2, 48)
+    assert absorbed.abs().max() > 0.5
+    torch.testing.assert_close(expanded, absorbed, atol=5e-2, rtol=2e-2)
+
+
+def test_operations_of_a_prompt_chunk_are_those_of_its_products():
+    shape = bench.PromptShape(3, 5, num_heads=2, nope_dim=4, value_dim=6)
+    expansion = 8 * 512 * 10  # of every key
+    pairs = 6 + 7 + 8
+    assert shape.num_flops() == 2 * 2 * (expansion + pairs * (4 + 64 + 6))
