@@ -272,7 +272,7 @@ def _decode_lines(setup: Setup, dtype: torch.dtype) -> Iterator[Line]:
 def _decode_parts(setup: Setup, own: DecodeMemory, *, requests: str) -> Iterator[Line]:
     how = "split by model.tp_plan=tensor" if setup.num_gpus > 1 else "whole"
     yield Line("target", own.weights / GIB, "GiB", how)
-    yield Line("MTP modules", own.modules / GIB, "GiB", "whole on every GPU")
+    yield Line("MTP modules", own.modules / GIB, "GiB", how)
     if own.states:
         yield Line("recurrent states", own.states / GIB, "GiB", "the engine's own, of all requests")
     pool = f"{requests}: {own.num_blocks:,} blocks, the engine's own count"
@@ -332,7 +332,9 @@ def _step(
     if count > 1:
         sums = sizes.num_sums
         link_ms = planned.link_time_ms(target, limit, gpu=gpu, num_gpus=count, num_sums=sums)
-        sent = f"{sums} sums and logits of {limit.num_rows} rows at the vendor's"
+        sent = (
+            f"{sums} sums of {limit.num_rows} rows, those of drafts and best tokens at the vendor's"
+        )
         rests_on = f"{sent} {gpu.link_gb_per_s:g} GB/s; latency was not measured"
         yield Line(f"{name}link", link_ms, "ms", rests_on)
         note = f"; steps on {count} GPUs were not measured"

@@ -18,8 +18,9 @@ from mtp_research.models.fp8_layers import keep_fp8
 from mtp_research.models.loading.gguf import unpacked
 from mtp_research.models.loading.kept_fp8 import random_blocks
 from mtp_research.models.loading.load_weights import loading, read_config
-from mtp_research.models.loading.placement import split_sizes
+from mtp_research.models.loading.placement import parts_of
 from mtp_research.models.loading.source import CONFIG_FILE, local_file
+from mtp_research.models.loading.split_layers import split_sizes
 from mtp_research.models.target import Target, load_target, wrap_target
 from mtp_research.runtime.errors import ConfigError
 
@@ -179,7 +180,11 @@ def sizes_only(model: ModelConfig, *, dtype: torch.dtype, num_ranks: int = 1) ->
             raise ConfigError("model.keep_fp8=true wants a target on one GPU; set gpus=1xh200.")
         keep_fp8(built, blocks=random_blocks(built, config))
     target = wrap_target(built, family_name=family_name)
-    sums = split_sizes(built, family=target.family, num_ranks=num_ranks) if num_ranks > 1 else []
+    sums: list[str] = []
+    if num_ranks > 1:
+        parts = parts_of(built, "tensor", family=target.family, rank=0, num_ranks=num_ranks)
+        sums = split_sizes(built, parts)
+        target = dataclasses.replace(target, parts=parts)
     count_field = target.family.native.count_field
     promised = getattr(target.config, count_field, None) if count_field is not None else None
     return Sizes(target, source, num_published_modules=promised or 0, num_sums=len(sums))

@@ -47,6 +47,8 @@ def build_drafter(
 ) -> tuple[Drafter | None, Auditor | None]:
     """Drafter of `heads`, and its auditor where the engine asks for one; see `SpecDecoder`."""
     plan, backend = spec.plan(heads), kernel_backend(engine)
+    if isinstance(heads, MTPHeads):
+        heads.split()
     if spec.num_speculative_tokens == 0 or heads is None:
         return None, None
     if heads == "null":
