@@ -54,7 +54,7 @@ class TargetRows(NamedTuple):
     """What the target computed."""
 
     hidden: TargetHidden  # hidden states of the step's packed rows, each `[1, T, D]`
-    # `[R, K+1, V]` of the rows that decide tokens; where ranks split the target, this rank's of them
+    # `[R, K+1, V]` of the rows that decide tokens; where ranks split the target this rank's columns
     logits: Tensor
 
 

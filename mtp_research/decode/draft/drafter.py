@@ -89,7 +89,8 @@ def choose_drafts(
 ) -> Tensor:
     """Draft tokens `[R]` int64 of logits `[R, V]`, or `[R, V']` of a vocabulary; -1 if not finite.
 
-    With `parts` they are this rank's, and gathered where more than the best token is asked for. For greedy drafts -inf is a mask, as in verification: one look-up finds what is broken.
+    With `parts` they are this rank's, and gathered where more than the best token is asked for. For
+    greedy drafts -inf is a mask, as in verification: one look-up finds what is broken.
     """
     if sampling == "greedy":
         best = best_of(logits, parts)

@@ -148,9 +148,8 @@ def _run_as_part(module: nn.Module, name: str, parts: RankParts) -> None:
         module.register_forward_pre_hook(_take_part(parts))
     if style == "moe_identity_expert":
         module.register_forward_pre_hook(lambda _, args: (args[0] / parts.num_ranks, *args[1:]))
-    if style == "moe_tp_experts":
-        if BY_EXPERT in parts.plan.values():
-            module.register_forward_pre_hook(_number_own(module, parts))
+    if style == "moe_tp_experts" and BY_EXPERT in parts.plan.values():
+        module.register_forward_pre_hook(_number_own(module, parts))
     if style == "colwise_gather_output":
         cast(nn.Linear, module).out_features *= parts.num_ranks
         module.register_forward_hook(
