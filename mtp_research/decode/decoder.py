@@ -247,6 +247,11 @@ class SpecDecoder:
             rule=self.spec.rule,
             vocab_size=vocab_size,
         )
+        if self.target.parts is not None and sampling.temperature > 0 and sampling.seed is None:
+            raise ConfigError(
+                "seed must be set for a target that ranks split, each of which would draw by its "
+                "own; set SamplingParams(seed=0) (command line: seed=0)."
+            )
         request = Request(
             plain_text(request_id, key="request_id"),
             token_ids,

@@ -24,6 +24,9 @@ from torch import Tensor, distributed
 from mtp_research.models.attention.paged import fusion_barrier
 from mtp_research.runtime.errors import EnvironmentFault
 
+# Named anew in torch 2.13, where the old name warns; 2.11 has the old one alone.
+_NEW_NAME = "all_gather_single"
+_all_gather = vars(distributed).get(_NEW_NAME) or distributed.all_gather_into_tensor
 BEST_BYTES = 16  # that a rank sends of a row: value and id of its best token
 
 
@@ -91,7 +94,7 @@ def gather_ranks(part: torch.Tensor, num_ranks: int) -> torch.Tensor:
     """All ranks' `part`, `[n, *part.shape]`."""
     gathered = part.new_empty(num_ranks, *part.shape)
     with peers_needed():
-        distributed.all_gather_into_tensor(gathered.view(-1), part.reshape(-1))
+        _all_gather(gathered.view(-1), part.reshape(-1))
     return gathered
 
 

@@ -67,7 +67,9 @@ def run_on_parts(model: PreTrainedModel, parts: RankParts) -> None:
         for own, part in list(module.named_parameters(recurse=False)):
             if isinstance(part.data, DTensor):
                 _replace(module, own, part.data.to_local())
-        if match := _IN_LAYER.search(name):
+        if (match := _IN_LAYER.search(name)) and _style_of(match[1], parts.plan):
+            vars(module).pop("forward", None)
+            module._backward_hooks.clear()
             _run_as_part(module, match[1], parts)
     _split_vocabulary(model, parts)
 
@@ -137,11 +139,8 @@ def _replace(module: nn.Module, name: str, part: Tensor) -> None:
 
 
 def _run_as_part(module: nn.Module, name: str, parts: RankParts) -> None:
-    """Replace the library's wrapper of a module by hooks, in place; see the table above."""
+    """Hook a module that has been cut, in place; see the table above."""
     style = _style_of(name, parts.plan)
-    if not style:
-        return
-    vars(module).pop("forward", None)
     if style in _BY_ROW and parts.rank > 0 and module.bias is not None:
         cast(Tensor, module.bias).data.zero_()  # it is added once
     if style == "rowwise_split_input":
