@@ -398,6 +398,8 @@ def expert_weights(module: nn.Module) -> list[nn.Parameter]:
 
 def _note_experts(passes: list[int]) -> Callable:
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        passes.append(len(torch.unique(inputs[1])))
+        used = torch.unique(inputs[1])
+        here = used < len(expert_weights(module)[0])  # behind them are those of other ranks
+        passes.append(int(here.sum()))
 
     return note

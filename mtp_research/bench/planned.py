@@ -26,6 +26,7 @@ from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.block import layers_like_block
 from mtp_research.models.family import ATTENTION_BLOCK
 from mtp_research.models.loading.placement import EXPERTS_DIM
+from mtp_research.models.loading.split_layers import num_sums
 from mtp_research.models.rank_parts import BEST_BYTES
 from mtp_research.models.recurrent import RecurrentStates
 from mtp_research.models.target import Target
@@ -243,18 +244,16 @@ def step_limit(
     return StepLimit(total / tb_per_s / 1e9, num_rows, module_rows, logits, unique, total / 1e9)
 
 
-def link_time_ms(
-    target: Target, limit: StepLimit, *, gpu: Gpu, num_gpus: int, num_sums: int
-) -> float:
+def link_time_ms(heads: MTPHeads, limit: StepLimit, *, gpu: Gpu, num_gpus: int) -> float:
     """Time that sums over ranks and best tokens spend on the link, without their latency.
 
-    A ring of n GPUs sends 2 (n - 1) / n of what is added up: the outputs of `num_sums` layers of
-    the target, of as many a module as a mean layer has, and embeddings. Best tokens, 16 bytes a row
-    of logits, go to n - 1 others.
+    A ring of n GPUs sends 2 (n - 1) / n of what is added up: outputs of layers of the target and of
+    a module, and embeddings. Best tokens, 16 bytes a row of logits, go to n - 1 others.
     """
-    of_module = num_sums / target.config.num_hidden_layers + 1
-    rows = (num_sums + 1) * limit.num_rows + of_module * limit.num_module_rows
-    added = rows * target.config.hidden_size * target.dtype.itemsize * 2 / num_gpus
+    target = heads.target
+    sums = (num_sums(target.model) + 1) * limit.num_rows
+    sums += (num_sums(heads) / len(heads.mtp_modules) + 1) * limit.num_module_rows
+    added = sums * target.config.hidden_size * target.dtype.itemsize * 2 / num_gpus
     sent = (added + limit.num_logits * BEST_BYTES) * (num_gpus - 1)
     return sent / gpu.link_gb_per_s / 1e6
 

@@ -98,7 +98,7 @@ def free_bytes(device: torch.device) -> int | None:
 def free_for_pool(target: Target) -> int | None:
     """As `free_bytes`; of ranks that split the target the least, so that they schedule alike."""
     free = free_bytes(target.device)
-    if target.parts is None or free is None:
+    if target.parts is None or free is None or target.device.type == "meta":
         return free
     own = torch.tensor([free], device=target.device)
     return int(whole_of(own, target.parts).min())

@@ -31,7 +31,12 @@ from tests.decode.loops import draft_rightly, run, texts_of
 from tests.decode.test_captured_loop import stand_in_for_graphs
 from tests.tiny import tiny_heads
 
-ENGINE: dict[str, Any] = {"max_num_requests": 4, "block_size": 4, "max_prefill_chunk": 6, "max_model_len": 32}
+ENGINE: dict[str, Any] = {
+    "max_num_requests": 4,
+    "block_size": 4,
+    "max_prefill_chunk": 6,
+    "max_model_len": 32,
+}
 DRAWS = {"temperature": 1.0, "seed": 5}
 TOP = DRAWS | {"top_k": 5, "top_p": 0.9}
 MODELS = {"glm4_moe": "tensor", "glm4_moe-experts": "experts"}  # recipe -> plan

@@ -66,7 +66,7 @@ def run_on_parts(model: PreTrainedModel, parts: RankParts) -> None:
             continue
         for own, part in list(module.named_parameters(recurse=False)):
             if isinstance(part.data, DTensor):
-                _replace(module, own, part.data.to_local())
+                _replace(module, own, part.data.to_local().contiguous())
         if (match := _IN_LAYER.search(name)) and _style_of(match[1], parts.plan):
             vars(module).pop("forward", None)
             module._backward_hooks.clear()
@@ -74,43 +74,33 @@ def run_on_parts(model: PreTrainedModel, parts: RankParts) -> None:
     _split_vocabulary(model, parts)
 
 
-def split_sizes(model: PreTrainedModel, parts: RankParts) -> list[str]:
-    """Give a model on the meta device the sizes of a rank's part of it, in place.
-
-    Returns:
-        Names of the weights whose outputs the ranks add up, one sum a pass each.
-    """
-    layers = cast(nn.ModuleList, model.base_model.layers)
-    summed = [
-        name for n, layer in enumerate(layers) for name in cut_sizes(layer, parts, name=f"{n}.")
-    ]
+def split_sizes(model: PreTrainedModel, parts: RankParts) -> None:
+    """Give a model on the meta device the sizes of a rank's part of it, in place."""
+    for layer in cast(nn.ModuleList, model.base_model.layers):
+        cut_block(layer, parts)
     _split_vocabulary(model, parts)
-    return summed
+
+
+def num_sums(model: nn.Module) -> int:
+    """How often the modules in `model` add up what ranks computed, embeddings not counted."""
+    return sum(_add_up in module._forward_hooks.values() for module in model.modules())
 
 
 def cut_block(block: nn.Module, parts: RankParts) -> None:
-    """Cut a whole block of an MTP module and let it run on this rank's parts, in place."""
+    """Cut a whole layer or block of an MTP module; it runs on this rank's parts then, in place."""
     cut_sizes(block, parts)
     for name, module in block.named_modules():
         _run_as_part(module, name, parts)
 
 
-def cut_sizes(block: nn.Module, parts: RankParts, *, name: str = "") -> list[str]:
-    """Leave this rank's part of every parameter of a layer, in place; it may be on `meta`.
-
-    Returns:
-        Names, behind `name`, of the weights whose outputs the ranks add up.
-    """
-    summed = []
-    for own, whole in list(block.named_parameters()):
-        style = _style_of(own, parts.plan) or _style_of(own.rpartition(".")[0], parts.plan)
+def cut_sizes(block: nn.Module, parts: RankParts) -> None:
+    """Leave this rank's part of every parameter of a layer, in place; it may be on `meta`."""
+    for name, whole in list(block.named_parameters()):
+        owner, _, own = name.rpartition(".")
+        style = _style_of(name, parts.plan) or _style_of(owner, parts.plan)
         part = _part_of(whole.data, style, parts)
         if part is not whole.data:
-            owner, _, last = own.rpartition(".")
-            _replace(block.get_submodule(owner), last, part.clone())
-        if style in (*_BY_ROW, BY_EXPERT) and whole.dim() > 1 and "gate_up" not in own:
-            summed.append(f"{name}{own}")
-    return summed
+            _replace(block.get_submodule(owner), own, part.clone())
 
 
 def _style_of(name: str, plan: Mapping[str, str]) -> str:
