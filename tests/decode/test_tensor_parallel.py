@@ -106,7 +106,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in PLANS:
         is_tied = name.endswith("-tied")
         recipe, _, _ = name.partition("-")
-        model = tiny_target(recipe, dtype=torch.float32, tie_word_embeddings=is_tied).model
+        # A bias of o_proj, which one rank alone may add
+        changes = {"tie_word_embeddings": is_tied} | ({"attention_bias": True} if is_tied else {})
+        model = tiny_target(recipe, dtype=torch.float32, **changes).model
         model.save_pretrained(folder / name)
     sharded_cases.write_checkpoints(folder)
     return folder
