@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from mtp_research.models.attention.paged import route_sparse
 from mtp_research.models.experts import EXPERTS_NAME, fuse_routers
 from mtp_research.models.family import NO_PAGES, Family, LayerGeometry, layer_geometries
-from mtp_research.models.loading.split_layers import cut_sizes
+from mtp_research.models.loading.split_layers import cut_block
 from mtp_research.models.rank_parts import RankParts
 
 
@@ -115,7 +115,7 @@ def block_kv_layer(
     with torch.device("meta"):
         block = _new_block(model, family)
         if parts is not None:
-            cut_sizes(block, parts)
+            cut_block(block, parts)
     layers = cast(nn.ModuleList, block.layers) if family.stacks_layers else [block]
     first, *others = layer_geometries(
         layers, attention=family.attention, latent=family.latent_attention

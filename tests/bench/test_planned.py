@@ -194,6 +194,8 @@ def test_experts_that_rows_share_are_counted_once() -> None:
 def test_link_sends_sums_of_target_and_modules_and_best_tokens() -> None:
     sizes = sized("dense_1b", num_ranks=2)
     assert num_sums(sizes.target.model) == 2 * 20  # attention and MLP of every layer
+    with_experts = sized("glm45_air_8", num_ranks=2).target.model
+    assert num_sums(with_experts) == 2 * 8, "shared experts are added up with the others"
     spec = SpecSettings(0)
     fields = {"gpu": H200, "spec": spec, "engine": ENGINE, "batch": 4, "context": 8}
     heads = planned_heads(sizes.target)

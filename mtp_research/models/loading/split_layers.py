@@ -12,7 +12,8 @@ compiled and captured as whole ones are. Blocks of MTP modules are cut here, by 
     rowwise_split_input              and of whole inputs this rank's part is taken
     colwise_gather_output            outputs are gathered
     moe_tp_experts                   outputs are added up; pairs whose expert is elsewhere get the
-                                     number behind the last expert, which no code computes
+                                     number behind the last expert, which no code computes. Where
+                                     shared experts are split too, their sum is added up once
     ep_router, grouped_gemm, mla_kv_a_proj, replicated_with_grad_allreduce
                                      nothing: experts are numbered by `moe_tp_experts`, and the
                                      others concern gradients
@@ -67,9 +68,10 @@ def run_on_parts(model: PreTrainedModel, parts: RankParts) -> None:
         for own, part in list(module.named_parameters(recurse=False)):
             if isinstance(part.data, DTensor):
                 _replace(module, own, part.data.to_local().contiguous())
-        if (match := _IN_LAYER.search(name)) and _style_of(match[1], parts.plan):
-            vars(module).pop("forward", None)
-            module._backward_hooks.clear()
+        if match := _IN_LAYER.search(name):
+            if _style_of(match[1], parts.plan):
+                vars(module).pop("forward", None)
+                module._backward_hooks.clear()
             _run_as_part(module, match[1], parts)
     _split_vocabulary(model, parts)
 
@@ -87,20 +89,18 @@ def num_sums(model: nn.Module) -> int:
 
 
 def cut_block(block: nn.Module, parts: RankParts) -> None:
-    """Cut a whole layer or block of an MTP module; it runs on this rank's parts then, in place."""
-    cut_sizes(block, parts)
-    for name, module in block.named_modules():
-        _run_as_part(module, name, parts)
+    """Cut a whole layer or block of an MTP module, which then runs on this rank's parts, in place.
 
-
-def cut_sizes(block: nn.Module, parts: RankParts) -> None:
-    """Leave this rank's part of every parameter of a layer, in place; it may be on `meta`."""
+    It may be on `meta`.
+    """
     for name, whole in list(block.named_parameters()):
         owner, _, own = name.rpartition(".")
         style = _style_of(name, parts.plan) or _style_of(owner, parts.plan)
         part = _part_of(whole.data, style, parts)
         if part is not whole.data:
             _replace(block.get_submodule(owner), own, part.clone())
+    for name, module in block.named_modules():
+        _run_as_part(module, name, parts)
 
 
 def _style_of(name: str, plan: Mapping[str, str]) -> str:
@@ -144,8 +144,25 @@ def _run_as_part(module: nn.Module, name: str, parts: RankParts) -> None:
         module.register_forward_hook(
             lambda _, args, output: torch.cat(gather_ranks(output, parts.num_ranks).unbind(), -1)
         )
-    if style in _SUMMED:
+    later, own = _summed_later(parts.plan), _NUMBER.sub("*", name)
+    has_experts = "experts" in dict(module.named_children())
+    if (style in _SUMMED and own not in later) or (own in later.values() and has_experts):
         module.register_forward_hook(_add_up)
+
+
+def _summed_later(plan: Mapping[str, str]) -> dict[str, str]:
+    """Experts and shared experts whose outputs a module around both adds, and that module."""
+    found = {}
+    for name in (name for name, style in plan.items() if style == "moe_tp_experts"):
+        around = name.rpartition(".")[0]
+        shared = [
+            other
+            for other, style in plan.items()
+            if other.startswith(f"{around}.shared_expert") and style in _BY_ROW
+        ]
+        if around and shared:
+            found |= dict.fromkeys([name, *shared], around)
+    return found
 
 
 def _add_up(_: nn.Module, args: object, output: Tensor) -> Tensor:
