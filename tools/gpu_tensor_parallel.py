@@ -12,7 +12,8 @@ is the bytes that the rank with most has to read, unique experts of this routing
 copy bandwidth, and the link's time at the vendor's bandwidth (`planned.link_time_ms`); the step is
 that of the slowest rank. Steps are compiled and captured on a GPU, NCCL's calls included
 (`--no-compile`, `--whole-steps`: fewer compiled parts, if that fails). Weights are drawn by part:
-GLM-4.5-Air takes some 107 GB of each of two GPUs. Exit codes: 1 texts differ, 4 no such devices.
+GLM-4.5-Air and a module take some 109 GB of each of two GPUs. Exit codes: 1 texts differ, 4 there
+are no such devices.
 """
 
 import argparse

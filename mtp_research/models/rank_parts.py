@@ -89,6 +89,11 @@ def sum_over_ranks(part: torch.Tensor) -> None:
         distributed.all_reduce(part)
 
 
+@sum_over_ranks.register_fake
+def _(part: torch.Tensor) -> None:
+    pass
+
+
 @torch.library.custom_op("mtp_research::gather_ranks", mutates_args=())
 def gather_ranks(part: torch.Tensor, num_ranks: int) -> torch.Tensor:
     """All ranks' `part`, `[n, *part.shape]`."""
