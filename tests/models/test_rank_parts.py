@@ -93,3 +93,14 @@ def test_whole_of_parts_is_the_whole(on_every_rank) -> None:
     logits = rows()[4:]
     assert all(torch.equal(found, logits) for found in on_every_rank(whole_of, logits))
     assert whole_of(logits, None) is logits
+
+
+@pytest.mark.gpu
+def test_ranks_on_a_gpu_agree_with_the_cpu(on_every_rank) -> None:
+    logits, finite = rows().cuda(), rows()[4:].cuda()
+    for index, _ in on_every_rank(best_of, logits):
+        assert torch.equal(index.cpu(), rows().argmax(dim=-1))
+    candidates = on_every_rank(lambda own, parts: top_candidates(own, 2, parts), finite)
+    expected = on_every_rank(lambda own, parts: top_candidates(own, 2, parts), finite.cpu())
+    for found, wanted in zip(candidates, expected, strict=True):
+        assert torch.equal(found.cpu(), wanted)
