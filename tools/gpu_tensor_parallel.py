@@ -73,8 +73,7 @@ def main() -> int:
     ]
     _write(args, report)
     if args.shape != "none":
-        report["speed"] = measure(args, device=device, report=report)
-        _write(args, report)
+        measure(args, device=device, report=report)
     gc.collect()  # graphs that hold NCCL calls keep their communicator from being taken down
     distributed.destroy_process_group()
     texts = cast(list[Row], report["texts"])
@@ -129,6 +128,7 @@ def decode(target: Target, args: argparse.Namespace, *, k: int) -> list[tuple[in
         cuda_graphs=on_gpu,
         compile=on_gpu and not args.no_compile,
         layer_regions=not args.whole_steps,
+        graph_batch_sizes=[NUM_TEXTS],
         audit=False,
     )
     torch.manual_seed(1)
@@ -142,8 +142,8 @@ def decode(target: Target, args: argparse.Namespace, *, k: int) -> list[tuple[in
     return [texts[number] for number in range(NUM_TEXTS)]
 
 
-def measure(args: argparse.Namespace, *, device: torch.device, report: Row) -> list[Row]:
-    """A row for each batch size and K."""
+def measure(args: argparse.Namespace, *, device: torch.device, report: Row) -> None:
+    """A row for each batch size and K, written as soon as it is there."""
     on_gpu = device.type == "cuda"
     gc.collect()
     copy_tb_per_s = measure_ceilings()["copy_tb_per_s"] if on_gpu else None
@@ -157,23 +157,23 @@ def measure(args: argparse.Namespace, *, device: torch.device, report: Row) -> l
     heads.split()
     sizes = (num_bytes(target.model), num_bytes(heads))
     report["held_bytes"] = _of_ranks(sizes)  # target and modules by rank
-    words = ["--steps", str(args.steps), "--accept", str(args.accept)]
-    flags = {"--no-compile": args.no_compile, "--whole-steps": args.whole_steps}
-    options = bench_options([*words, *(name for name, is_set in flags.items() if is_set)])
-    rows: list[Row] = []
-    for batch, k in itertools.product(args.batch, args.k):
-        case = Case(args.shape, batch, k, "eagle", 1 if k else 0, args.context)
-        own = measure_row(target, heads, case, options, copy_tb_per_s)
-        rows.append(combined(_of_ranks(own), link_ms=_link_ms(heads, case)))
-        _say(describe(rows[-1]))
-        gc.collect()
     for rank, parts in enumerate(cast(list[tuple[int, int]], report["held_bytes"])):
         _say(
             "rank {}: {:.2f} GB of the target, {:.2f} GB of a module".format(
                 rank, *(size / 1e9 for size in parts)
             )
         )
-    return rows
+    words = ["--steps", str(args.steps), "--accept", str(args.accept)]
+    flags = {"--no-compile": args.no_compile, "--whole-steps": args.whole_steps}
+    options = bench_options([*words, *(name for name, is_set in flags.items() if is_set)])
+    report["speed"] = rows = []
+    for batch, k in itertools.product(args.batch, args.k):
+        case = Case(args.shape, batch, k, "eagle", 1 if k else 0, args.context)
+        own = measure_row(target, heads, case, options, copy_tb_per_s)
+        rows.append(combined(_of_ranks(own), link_ms=_link_ms(heads, case)))
+        _say(describe(rows[-1]))
+        _write(args, report)
+        gc.collect()
 
 
 def _link_ms(heads: MTPHeads, case: Case) -> float:

@@ -27,6 +27,7 @@ from mtp_research.runtime.errors import EnvironmentFault
 # Named anew in torch 2.13, where the old name warns; 2.11 has the old one alone.
 _NEW_NAME = "all_gather_single"
 _all_gather = vars(distributed).get(_NEW_NAME) or distributed.all_gather_into_tensor
+_PEER_IS_GONE = ("by peer", "Broken pipe", "Timed out", "remote process")  # gloo's words and NCCL's
 BEST_BYTES = 16  # that a rank sends of a row: value and id of its best token
 
 
@@ -113,7 +114,9 @@ def peers_needed() -> Iterator[None]:
     """Turn a backend's complaint about a rank that is gone into a line (`EnvironmentFault`)."""
     try:
         yield
-    except RuntimeError as fault:  # what gloo and NCCL raise, `DistBackendError` included
+    except RuntimeError as fault:
+        if not any(words in str(fault) for words in _PEER_IS_GONE):
+            raise
         reason = " ".join(str(fault).split()).partition(". ")[0]
         raise EnvironmentFault(
             f"all processes of torchrun are needed, and another one has ended ({reason}); see what "
