@@ -54,7 +54,7 @@ def run_ranks(module: str, function: str, *words: str, num_ranks: int = 2) -> st
     }
     command = [sys.executable, "-c", _START, module, function, *words]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | place, capture_output=True, text=True, timeout=110,
+        command, cwd=ROOT, env=os.environ | place, capture_output=True, text=True, timeout=170,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

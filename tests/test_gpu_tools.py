@@ -3,7 +3,6 @@
 import argparse
 import functools
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,33 +55,19 @@ def test_trained_target_decodes_two_hundred_different_shipped_prompts() -> None:
     assert min(map(len, prompts)) >= 1
 
 
-def test_worlds_run_without_multicast_and_weights_stay_out_of_the_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--shape", "tiny"]
-    monkeypatch.setattr(sys, "argv", ["tool", *words, "--device", "cpu"])
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    started: list[dict[str, str]] = []
-
-    def run(words: list[str], *, check: bool, env: dict[str, str]) -> SimpleNamespace:
-        started.append(env)
-        world = words[-1]
-        if world == "1":
-            rows = [{"k": 0, "batch": 1, "tokens_per_s": 1.0, "texts": {"0": [1]}}]
-            (tmp_path / "out" / "world_1.json").write_text(json.dumps(rows))
-        return SimpleNamespace(returncode=int(world != "1"))
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(gpu_tensor_parallel, "describe_machine", lambda: {"device": "cpu"})
-    assert gpu_tensor_parallel.main() == 1
-    assert "FAILED with 2 processes" in capsys.readouterr().out
-    assert [env["NCCL_NVLS_ENABLE"] for env in started] == ["0", "0"]
-    assert not list((tmp_path / "out").rglob("*.safetensors"))
-    record = json.loads((tmp_path / "out" / "tensor_parallel.json").read_text())
-    assert record["machine"] == {"device": "cpu"}
-    assert record["options"]["shape"] == "tiny"
-    names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["tensor_parallel.json", "world_1.json"]
+def test_step_of_ranks_is_the_slowest_beside_the_limit_of_the_most_bytes_and_the_link() -> None:
+    common = {"num_drafts": 3, "batch": 2, "tok_per_s": 10.0, "tau": 2.0, "experts": 7.5}
+    common |= {"launches": 5, "ready_s": 1.0}
+    rows = [
+        common | {"step_ms": step, "limit_ms": limit} for step, limit in ((4.0, 1.5), (5.0, 1.0))
+    ]
+    row = gpu_tensor_parallel.combined(rows, link_ms=0.5)
+    assert (row["step_ms"], row["limit_ms"], row["share"]) == (5.0, 2.0, 0.4)
+    assert "step 5.000 ms  limit 2.000 ms (link 0.500), share 40.0%" in (
+        gpu_tensor_parallel.describe(row)
+    )
+    without = gpu_tensor_parallel.combined([rows[0] | {"limit_ms": None}], link_ms=0.5)
+    assert without["share"] is None
 
 
 def test_loops_decode_with_drafts_in_another_batch_and_order_too() -> None:

@@ -1,17 +1,19 @@
-"""Two GPUs against one: the same tokens, and what speed, with the target split by its tp_plan.
+"""Ranks that split a target: one process's texts, and the speed of GLM-4.5-Air on two GPUs.
 
-    python tools/gpu_tensor_parallel.py --out $OUT --shape dense_1b --graphs        two GPUs
-    python tools/gpu_tensor_parallel.py --out /tmp/x --shape tiny --device cpu \
-        --steps 8 --batches 2                                                       on a CPU
-    python tools/gpu_tensor_parallel.py --out /tmp/x --shape tiny_experts --plan experts \
-        --device cpu --steps 8 --batches 2                              whole experts a rank
+    torchrun --nproc-per-node 2 tools/gpu_tensor_parallel.py --out $OUT             two H200
+    torchrun --nproc-per-node 2 tools/gpu_tensor_parallel.py --out $OUT --plan experts --texts
+    torchrun --nproc-per-node 2 tools/gpu_tensor_parallel.py --out /tmp/x --device cpu \
+        --texts tiny tiny_experts --shape tiny_experts --context 16 --batch 2 --steps 5
 
-Writes random weights of a shape once, to `--work`, then decodes the same prompts in one process and
-in torchrun's, greedily, with K = 0 and K drafts of random modules. In bfloat16 a sum over ranks
-rounds differently, so texts may part where two logits are all but equal: the share of equal texts
-and the first difference are printed. `--dtype float32` should keep them equal. With `--graphs` the
-step is captured, NCCL's sums included. A world that fails or takes too long leaves the rows that it
-has measured. Without the devices it exits with 4.
+Texts, in float32: each rank decodes the same prompts greedily with the whole small model and with
+its part of it, K = 0 and K drafts of random modules, and counts equal texts. Speed, in bfloat16:
+random weights, synthetic acceptance, as in `bench_decode`, whose row each rank measures. The limit
+is the bytes that the rank with most has to read, unique experts of this routing, over its measured
+copy bandwidth, and the link's time at the vendor's bandwidth (`planned.link_time_ms`); the step is
+that of the slowest rank. Steps are compiled and captured on a GPU, NCCL's calls included
+(`--no-compile`, `--whole-steps`: fewer compiled parts, if that fails). Weights are drawn by part:
+GLM-4.5-Air and a module take some 109 GB of each of two GPUs. Exit codes: 1 texts differ, 4 there
+are no such devices.
 """
 
 import argparse
@@ -19,10 +21,9 @@ import gc
 import itertools
 import json
 import os
-import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,142 +32,195 @@ from mtp_research.runtime.threads import wait_passively
 wait_passively()
 
 import torch
-from mtp_research.kernels.bench.bench_runner import describe_machine
+from mtp_research.kernels.bench.bench_runner import describe_machine, measure_ceilings
+from torch import distributed
 
-from mtp_research.bench.shapes import SHAPES, random_target
+from mtp_research.bench.bench_decode import parse_options as bench_options
+from mtp_research.bench.bench_row import Case, measure_row
+from mtp_research.bench.planned import GPUS, StepLimit, link_time_ms, num_bytes
+from mtp_research.bench.shapes import SHAPES, drawn_target
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.stack import HeadSpec, MTPHeads
-from mtp_research.models.target import Target, load_target
+from mtp_research.models.loading.parts import join_ranks
+from mtp_research.models.target import Target
 
 EXIT_NO_DEVICE = 4
-PROMPT_TOKENS = 32
-PORT = "29631"
-DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+NUM_TEXTS, PROMPT_TOKENS, TEXT_TOKENS = 8, 32, 48
+PLANS = ("tensor", "experts")
 # NVLink multicast can put GPUs that others share out of service.
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 MULTICAST_OFF |= {"NVSHMEM_DISABLE_NVLS": "1"}
+Row = dict[str, object]
 
 
 def main() -> int:
-    """Run both worlds and compare; exit status 1 when a run failed."""
+    """Compare texts, then measure; rank 0 prints and writes `tensor_parallel.json`."""
     args = _parse_options()
-    args.dtype = args.dtype or DTYPES[args.device]
-    model = args.work / f"{args.shape}_{args.dtype}"
-    if args.device == "cuda" and torch.cuda.device_count() < (args.world or args.ranks):
-        fault = f"{args.ranks} CUDA devices are needed, {torch.cuda.device_count()} are visible"
-        hint = "set --device cpu with --shape tiny or tiny_experts."
-        print(f"error: {fault}; {hint}", file=sys.stderr)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks < 2 or (args.device == "cuda" and torch.cuda.device_count() < num_ranks):
+        fault = f"a GPU for each of 2 or more processes of torchrun is needed, got {num_ranks} and"
+        print(f"error: {fault} {torch.cuda.device_count()} GPUs; see --help.", file=sys.stderr)
         return EXIT_NO_DEVICE
-    if args.world:
-        decode(args, model)
-        return 0
-    args.out.mkdir(parents=True, exist_ok=True)
-    if not (model / "config.json").is_file():
-        dtype, device = getattr(torch, args.dtype), torch.device(args.device)
-        random_target(args.shape, dtype=dtype, device=device).model.save_pretrained(model)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
-    commands = {1: [sys.executable], args.ranks: [*launcher, "--master-port", PORT]}
-    failed = [world for world, words in commands.items() if not run_world(args, world, words)]
-    for world in failed:
-        print(f"FAILED with {world} processes; see the output above")
-    options = {name: str(value) for name, value in vars(args).items()}
-    report(args.out, ranks=args.ranks, options=options)
-    return int(bool(failed))
+    os.environ |= MULTICAST_OFF
+    device = torch.device(args.device)
+    join_ranks(device)
+    report: Row = {"machine": describe_machine(), "ranks": num_ranks, "options": vars(args)}
+    report["texts"] = [
+        row for shape in args.texts for row in compare_texts(shape, args, device=device)
+    ]
+    _write(args, report)
+    if args.shape != "none":
+        measure(args, device=device, report=report)
+    gc.collect()  # graphs that hold NCCL calls keep their communicator from being taken down
+    distributed.destroy_process_group()
+    texts = cast(list[Row], report["texts"])
+    return int(any(row["equal"] != NUM_TEXTS for row in texts))
 
 
 def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    usage = "torchrun --nproc-per-node 2 tools/gpu_tensor_parallel.py --out FOLDER"
+    parser = argparse.ArgumentParser(usage=usage)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="small results")
-    add("--work", type=Path, default=Path("/tmp/gpu_tensor_parallel"), help="weights, gigabytes")
-    add("--shape", default="dense_1b", choices=sorted(SHAPES))
-    add("--device", default="cuda", choices=sorted(DTYPES))
-    add("--dtype", choices=sorted(set(DTYPES.values())), help="default bfloat16 on a GPU")
-    add("--ranks", type=int, default=2)
-    add("--plan", default="tensor", choices=("experts", "tensor"))
-    add("--batches", type=int, nargs="+", default=[1, 8, 32])
+    add("--out", type=Path, required=True)
+    add("--texts", nargs="*", default=["dense_1b", "lab_small"], choices=sorted(SHAPES))
+    add("--shape", default="glm45_air", choices=["none", *sorted(SHAPES)])
+    add("--plan", default="tensor", choices=PLANS, help="of the timed shape")
+    add("--batch", type=int, nargs="+", default=[1, 32])
     add("--k", type=int, nargs="+", default=[0, 3])
-    add("--steps", type=int, default=64, help="tokens of a request")
-    add("--graphs", action="store_true")
-    add("--limit-s", type=int, default=100, help="of one world")
-    add("--world", type=int, help=argparse.SUPPRESS)
+    add("--context", type=int, default=1024, help="prompt tokens")
+    add("--accept", type=float, default=0.8)
+    add("--steps", type=int, default=50, help="timed steps")
+    add("--device", default="cuda", choices=("cpu", "cuda"))
+    add("--no-compile", action="store_true")
+    add("--whole-steps", action="store_true", help="engine.layer_regions=false")
     return parser.parse_args()
 
 
-def run_world(args: argparse.Namespace, world: int, launcher: list[str]) -> bool:
-    """Whether the processes of one world ended well; timeout's signal reaches torchrun's ranks."""
-    path = args.out / f"world_{world}.json"
-    path.unlink(missing_ok=True)
-    limit = ["timeout", "--kill-after", "10", str(args.limit_s)]
-    words = [*limit, *launcher, __file__, *sys.argv[1:], "--world", str(world)]
-    code = subprocess.run(words, check=False, env=os.environ | MULTICAST_OFF).returncode
-    return code == 0 and path.is_file()
+def compare_texts(shape: str, args: argparse.Namespace, *, device: torch.device) -> list[Row]:
+    """How many texts of this rank, and of all, are those of a whole model."""
+    how = {"dtype": torch.float32, "device": device}
+    plans = PLANS if "n_routed_experts" in SHAPES[shape].arguments else PLANS[:1]
+    whole = drawn_target(shape, **how)
+    expected = {k: decode(whole, args, k=k) for k in args.k}
+    del whole
+    rows: list[Row] = []
+    for plan in plans:
+        target = drawn_target(shape, **how, tp_plan=plan)
+        for k in args.k:
+            found = decode(target, args, k=k)
+            pairs = list(zip(found, expected[k], strict=True))
+            equal = min(_of_ranks(sum(one == other for one, other in pairs)))
+            rows.append({"shape": shape, "plan": plan, "k": k, "equal": equal})
+            _say(f"{shape} {plan} K {k}: {equal} of {NUM_TEXTS} texts are one process's")
+    return rows
 
 
-def decode(args: argparse.Namespace, model: Path) -> None:
-    """One process of one world; rank 0 writes `world_N.json` after every row."""
-    plan = "none" if args.world == 1 else args.plan
-    target = load_target(model, dtype=args.dtype, device=args.device, tp_plan=plan)
+def decode(target: Target, args: argparse.Namespace, *, k: int) -> list[tuple[int, ...]]:
+    """Greedy texts of random prompts, captured as a timed step is."""
+    on_gpu = target.device.type == "cuda"
+    engine = EngineConfig(
+        max_num_requests=NUM_TEXTS,
+        max_model_len=PROMPT_TOKENS + TEXT_TOKENS + 16,
+        deferred_output=True,
+        cuda_graphs=on_gpu,
+        compile=on_gpu and not args.no_compile,
+        layer_regions=not args.whole_steps,
+        graph_batch_sizes=[NUM_TEXTS],
+        audit=False,
+    )
     torch.manual_seed(1)
     heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).eval().requires_grad_(False)
-    rows: list[dict[str, object]] = []
-    for k, batch in itertools.product(args.k, args.batches):
-        rows.append(measure(args, target, heads, k=k, batch=batch))
-        if os.environ.get("RANK", "0") == "0":
-            (args.out / f"world_{args.world}.json").write_text(json.dumps(rows))
-    if torch.distributed.is_initialized():
-        gc.collect()  # graphs that hold NCCL calls keep their communicator from being taken down
-        torch.distributed.destroy_process_group()
-
-
-def measure(
-    args: argparse.Namespace, target: Target, heads: MTPHeads, *, k: int, batch: int
-) -> dict[str, object]:
-    """Texts and tokens per second of one batch size and number of drafts, second pass of two."""
-    engine = EngineConfig(
-        **{"max_num_requests": batch, "max_num_batched_tokens": max(512, batch * (k + 1))},
-        max_model_len=PROMPT_TOKENS + args.steps + k + 2,
-        **{"deferred_output": args.graphs, "cuda_graphs": args.graphs, "audit": False},
-    )
-    decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=k), engine=engine)
-    generator = torch.Generator().manual_seed(batch)
-    shape = (batch, PROMPT_TOKENS)
+    decoder = SpecDecoder(target, heads, spec=SpecSettings(k), engine=engine)
+    generator = torch.Generator().manual_seed(2)
+    shape = (NUM_TEXTS, PROMPT_TOKENS)
     prompts = torch.randint(5, target.config.vocab_size, shape, generator=generator).tolist()
-    sampling = SamplingParams(max_new_tokens=args.steps)
-    for _ in range(2):
-        started = time.perf_counter()
-        done = list(decoder.generate(prompts, sampling=sampling))
-        seconds = time.perf_counter() - started
-    texts = {record.request_id: record.output_token_ids for record in done}
-    num_tokens = sum(map(len, texts.values()))
-    return {"k": k, "batch": batch, "tokens_per_s": num_tokens / seconds, "texts": texts}
+    done = decoder.generate(prompts, sampling=SamplingParams(max_new_tokens=TEXT_TOKENS))
+    texts = {int(record.request_id): record.output_token_ids for record in done}
+    return [texts[number] for number in range(NUM_TEXTS)]
 
 
-def report(out: Path, *, ranks: int, options: dict[str, str]) -> None:
-    """Equal texts and speed, row by row, and everything as JSON."""
-    files = [out / f"world_{n}.json" for n in (1, ranks)]
-    alone, split = (json.loads(file.read_text()) if file.is_file() else [] for file in files)
-    found = []
-    for one, many in zip(alone, split, strict=False):  # a world that failed has fewer rows
-        pairs = [(one["texts"][name], text) for name, text in many["texts"].items()]
-        parted = [
-            next((i for i, (a, b) in enumerate(zip(*p, strict=False)) if a != b), None)
-            for p in pairs
-        ]
-        first = min((i for i in parted if i is not None), default=None)
-        speeds = (one["tokens_per_s"], many["tokens_per_s"])
-        row = {"k": one["k"], "batch": one["batch"], "equal": parted.count(None) / len(parted)}
-        found.append(row | {"first_difference": first, "tokens_per_s": speeds})
-        print(
-            f"K {row['k']}  batch {row['batch']:3d}  equal texts {row['equal']:.0%} (first "
-            f"difference {first})  {speeds[0]:,.0f} -> {speeds[1]:,.0f} tok/s"
+def measure(args: argparse.Namespace, *, device: torch.device, report: Row) -> None:
+    """A row for each batch size and K, written as soon as it is there."""
+    on_gpu = device.type == "cuda"
+    gc.collect()
+    copy_tb_per_s = measure_ceilings()["copy_tb_per_s"] if on_gpu else None
+    if on_gpu:
+        torch.cuda.empty_cache()
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    target = drawn_target(args.shape, dtype=dtype, device=device, tp_plan=args.plan)
+    torch.manual_seed(1)
+    with target.device:  # the same numbers on every rank, which then keeps its part
+        heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).eval().requires_grad_(False)
+    heads.split()
+    sizes = (num_bytes(target.model), num_bytes(heads))
+    report["held_bytes"] = _of_ranks(sizes)  # target and modules by rank
+    for rank, parts in enumerate(cast(list[tuple[int, int]], report["held_bytes"])):
+        _say(
+            "rank {}: {:.2f} GB of the target, {:.2f} GB of a module".format(
+                rank, *(size / 1e9 for size in parts)
+            )
         )
-    record = {"machine": describe_machine(), "ranks": ranks, "options": options, "rows": found}
-    (out / "tensor_parallel.json").write_text(json.dumps(record))
-    print(json.dumps(record))
+    words = ["--steps", str(args.steps), "--accept", str(args.accept)]
+    flags = {"--no-compile": args.no_compile, "--whole-steps": args.whole_steps}
+    options = bench_options([*words, *(name for name, is_set in flags.items() if is_set)])
+    report["speed"] = rows = []
+    for batch, k in itertools.product(args.batch, args.k):
+        case = Case(args.shape, batch, k, "eagle", 1 if k else 0, args.context)
+        own = measure_row(target, heads, case, options, copy_tb_per_s)
+        rows.append(combined(_of_ranks(own), link_ms=_link_ms(heads, case)))
+        _say(describe(rows[-1]))
+        _write(args, report)
+        gc.collect()
+
+
+def _link_ms(heads: MTPHeads, case: Case) -> float:
+    plan, drafts = SpecSettings(case.num_drafts, case.policy).plan(heads), case.num_drafts
+    rows = case.batch * (drafts + 1)
+    module_rows = case.batch * plan.num_rows_per_step if drafts else 0.0
+    limit = StepLimit(0.0, rows, module_rows, rows + case.batch * drafts, None, 0.0)
+    return link_time_ms(heads, limit, gpu=GPUS["h200"], num_gpus=distributed.get_world_size())
+
+
+def combined(rows: list[Row], *, link_ms: float) -> Row:
+    """One row of all ranks': the slowest step, and the limit of the one that reads most."""
+    slowest = max(rows, key=lambda row: cast(float, row["step_ms"]))
+    limits = [cast(float, row["limit_ms"]) for row in rows if row["limit_ms"] is not None]
+    limit_ms = max(limits) + link_ms if limits else None
+    share = None if limit_ms is None else limit_ms / cast(float, slowest["step_ms"])
+    return slowest | {"link_ms": link_ms, "limit_ms": limit_ms, "share": share}
+
+
+def describe(row: Row) -> str:
+    """One line."""
+    limit = "no limit known" if row["limit_ms"] is None else f"limit {row['limit_ms']:.3f} ms"
+    share = "" if row["share"] is None else f", share {row['share']:.1%}"
+    experts = "" if row["experts"] is None else f", {row['experts']:.1f} experts a layer"
+    return (
+        f"K {row['num_drafts']}  batch {row['batch']:3}  step {row['step_ms']:.3f} ms  "
+        f"{limit} (link {row['link_ms']:.3f}){share}  {row['tok_per_s']:,.0f} tok/s, length "
+        f"{row['tau']:.2f}{experts}, {row['launches']} launches, ready in {row['ready_s']:.0f} s"
+    )
+
+
+def _of_ranks(own: object) -> list:
+    """What every rank has, in their order."""
+    found: list = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, own)
+    return found
+
+
+def _say(line: str) -> None:
+    if distributed.get_rank() == 0:
+        print(line, flush=True)
+
+
+def _write(args: argparse.Namespace, report: Row) -> None:
+    if distributed.get_rank() == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "tensor_parallel.json").write_text(json.dumps(report, default=str))
 
 
 if __name__ == "__main__":

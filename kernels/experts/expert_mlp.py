@@ -230,7 +230,7 @@ def expert_pairs_ref(
         return dequantise(*parts, block=block, dtype=x.dtype).flatten(0, 1)
 
     out = x.new_zeros(*top_k_index.shape, x.shape[1])
-    for expert in top_k_index.unique().tolist():
+    for expert in top_k_index[top_k_index < len(down_proj)].unique().tolist():
         token, choice = torch.where(top_k_index == expert)
         of_gate_up, of_down = (None, None) if scales is None else (s[expert] for s in scales[:2])
         gate, up = (x[token] @ plain(gate_up_proj[expert], of_gate_up, num_parts=2).mT).chunk(2, -1)
@@ -249,15 +249,21 @@ def expert_mlp(
     top_k_weights: Tensor,
     *,
     scales: ExpertScales | None = None,
+    some_are_away: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Output `[T, H]` of the experts; args as in `expert_pairs`.
+
+    With `some_are_away`, pairs of expert E, which lies elsewhere, count as zeros.
 
     The sum over a token's experts is PyTorch's, which adds up in float32 and in the order of
     `top_k_index`: under `torch.compile` it joins the additions that follow.
     """
     operands = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    return expert_pairs(*operands, scales=scales, backend=backend).sum(dim=1)
+    outputs = expert_pairs(*operands, scales=scales, backend=backend)
+    if some_are_away:
+        outputs = outputs.masked_fill((top_k_index == len(down_proj))[..., None], 0.0)
+    return outputs.sum(dim=1)
 
 
 def expert_pairs(
@@ -278,7 +284,7 @@ def expert_pairs(
         x: `[T, H]`, last dimension contiguous.
         gate_up_proj: `[E, 2I, H]`, contiguous, dtype of `x` or FP8; rows of gate, then of up.
         down_proj: `[E, H, I]`, contiguous, dtype of `gate_up_proj`.
-        top_k_index: `[T, top_k]` int64 in [0, E).
+        top_k_index: `[T, top_k]` int64 in [0, E), or E: that pair's output is undefined.
         top_k_weights: `[T, top_k]`, any floating dtype.
         scales: of FP8 weights; None for plain ones.
         backend: `auto`, `reference` or `triton`.

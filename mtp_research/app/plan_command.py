@@ -29,6 +29,7 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.init import freeze_parts
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.loading.placement import resolve_dtype
+from mtp_research.models.loading.split_layers import num_sums
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.runtime.provenance import write_error
@@ -272,7 +273,7 @@ def _decode_lines(setup: Setup, dtype: torch.dtype) -> Iterator[Line]:
 def _decode_parts(setup: Setup, own: DecodeMemory, *, requests: str) -> Iterator[Line]:
     how = "split by model.tp_plan=tensor" if setup.num_gpus > 1 else "whole"
     yield Line("target", own.weights / GIB, "GiB", how)
-    yield Line("MTP modules", own.modules / GIB, "GiB", "whole on every GPU")
+    yield Line("MTP modules", own.modules / GIB, "GiB", how)
     if own.states:
         yield Line("recurrent states", own.states / GIB, "GiB", "the engine's own, of all requests")
     pool = f"{requests}: {own.num_blocks:,} blocks, the engine's own count"
@@ -330,10 +331,9 @@ def _step(
     yield Line(f"{name}limit", limit.limit_ms, "ms", rests_on)
     link_ms, note, count = 0.0, "", setup.num_gpus
     if count > 1:
-        sums = sizes.num_sums
-        link_ms = planned.link_time_ms(target, limit, gpu=gpu, num_gpus=count, num_sums=sums)
-        sent = f"{sums} sums and logits of {limit.num_rows} rows at the vendor's"
-        rests_on = f"{sent} {gpu.link_gb_per_s:g} GB/s; latency was not measured"
+        link_ms = planned.link_time_ms(heads, limit, gpu=gpu, num_gpus=count)
+        sent = f"{num_sums(target.model)} sums of {limit.num_rows} rows, of drafts, best tokens"
+        rests_on = f"{sent}, at the vendor's {gpu.link_gb_per_s:g} GB/s; latency was not measured"
         yield Line(f"{name}link", link_ms, "ms", rests_on)
         note = f"; steps on {count} GPUs were not measured"
     row = planned.nearest_step(target, batch=batch, num_drafts=num_drafts, limit_ms=limit.limit_ms)

@@ -322,8 +322,8 @@ def step_bytes(
     model, num_drafts = decoder.target.model, decoder.num_speculative_tokens
     embedding = cast(Tensor, decoder.target.embed_tokens.weight)
     target = _read_bytes(model, used) - embedding.nbytes
-    if decoder.target.lm_head_weight is embedding:
-        target += decoder.target.lm_head_weight.nbytes
+    if decoder.target.lm_head.weight is embedding:
+        target += embedding.nbytes
     drafts = 0
     if heads is not None:
         per_module = _read_bytes(heads, used) // heads.spec.num_mtp_modules
@@ -398,6 +398,8 @@ def expert_weights(module: nn.Module) -> list[nn.Parameter]:
 
 def _note_experts(passes: list[int]) -> Callable:
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        passes.append(len(torch.unique(inputs[1])))
+        used = torch.unique(inputs[1])
+        here = used < len(expert_weights(module)[0])  # behind them are those of other ranks
+        passes.append(int(here.sum()))
 
     return note

@@ -26,6 +26,8 @@ from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.block import layers_like_block
 from mtp_research.models.family import ATTENTION_BLOCK
 from mtp_research.models.loading.placement import EXPERTS_DIM
+from mtp_research.models.loading.split_layers import num_sums
+from mtp_research.models.rank_parts import BEST_BYTES
 from mtp_research.models.recurrent import RecurrentStates
 from mtp_research.models.target import Target
 from mtp_research.training.optim import trained_bytes, trained_parameters
@@ -151,7 +153,7 @@ class DecodeMemory(NamedTuple):
     """Bytes on one GPU of a decoder."""
 
     weights: int  # of the target, or the rank's part of it
-    modules: int  # whole on every rank
+    modules: int  # or the rank's part of them
     states: int  # of recurrent layers
     needs: PoolNeeds  # of all requests at their longest
     num_blocks: int  # of the pool that is asked for
@@ -209,6 +211,7 @@ class StepLimit(NamedTuple):
 
     limit_ms: float
     num_rows: int  # of the target
+    num_module_rows: float  # of all module passes
     num_logits: int  # rows of logits, drafts included
     unique_experts: float | None  # mean of the target's expert layers; None without
     gigabytes: float
@@ -229,27 +232,29 @@ def step_limit(
     used = evenly_used(target.model, num_rows=num_rows, top_k=top_k)
     counts = [stack.count for stack in used.values()]
     decoder = SpecDecoder(target, heads if drafts else None, spec=spec, engine=engine)
+    module_rows = 0.0
     if drafts:
-        rows = batch * spec.plan(heads).num_rows_per_step / drafts  # of a pass, on average
-        used |= evenly_used(heads, num_rows=rows, top_k=top_k)
+        module_rows = batch * spec.plan(heads).num_rows_per_step
+        used |= evenly_used(heads, num_rows=module_rows / drafts, top_k=top_k)  # of a mean pass
     needed = step_bytes(decoder, heads if drafts else None, num_tokens=batch * context, used=used)
     total = needed.target_weights + needed.draft_weights + needed.keys_values
     tb_per_s = gpu.copy_tb_per_s or gpu.peak_tb_per_s
     unique = sum(counts) / len(counts) if counts else None
     logits = num_rows + batch * drafts
-    return StepLimit(total / tb_per_s / 1e9, num_rows, logits, unique, total / 1e9)
+    return StepLimit(total / tb_per_s / 1e9, num_rows, module_rows, logits, unique, total / 1e9)
 
 
-def link_time_ms(
-    target: Target, limit: StepLimit, *, gpu: Gpu, num_gpus: int, num_sums: int
-) -> float:
-    """Time that sums over ranks and gathered logits spend on the link, without their latency.
+def link_time_ms(heads: MTPHeads, limit: StepLimit, *, gpu: Gpu, num_gpus: int) -> float:
+    """Time that sums over ranks and best tokens spend on the link, without their latency.
 
-    A ring of n GPUs sends 2 (n - 1) / n of what is added up, and (n - 1) / n of what is gathered.
+    A ring of n GPUs sends 2 (n - 1) / n of what is added up: outputs of layers of the target and of
+    a module, and embeddings. Best tokens, 16 bytes a row of logits, go to n - 1 others.
     """
-    added = 2 * num_sums * limit.num_rows * target.config.hidden_size
-    gathered = limit.num_logits * target.config.vocab_size
-    sent = (added + gathered) * target.dtype.itemsize * (num_gpus - 1) / num_gpus
+    target = heads.target
+    sums = (num_sums(target.model) + 1) * limit.num_rows
+    sums += (num_sums(heads) / len(heads.mtp_modules) + 1) * limit.num_module_rows
+    added = sums * target.config.hidden_size * target.dtype.itemsize * 2 / num_gpus
+    sent = (added + limit.num_logits * BEST_BYTES) * (num_gpus - 1)
     return sent / gpu.link_gb_per_s / 1e6
 
 

@@ -18,8 +18,9 @@ from mtp_research.models.fp8_layers import keep_fp8
 from mtp_research.models.loading.gguf import unpacked
 from mtp_research.models.loading.kept_fp8 import random_blocks
 from mtp_research.models.loading.load_weights import loading, read_config
-from mtp_research.models.loading.placement import split_sizes
+from mtp_research.models.loading.placement import parts_of
 from mtp_research.models.loading.source import CONFIG_FILE, local_file
+from mtp_research.models.loading.split_layers import split_sizes
 from mtp_research.models.target import Target, load_target, wrap_target
 from mtp_research.runtime.errors import ConfigError
 
@@ -129,7 +130,7 @@ def random_target(
     """
     shape = SHAPES[name]
     if "quantization_config" in shape.arguments:
-        return _random_fp8_target(name, dtype=dtype, device=device, experts=experts)
+        return drawn_target(name, dtype=dtype, device=device, experts=experts, weights="random_fp8")
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(shape.model_type, **shape.arguments)
@@ -137,9 +138,19 @@ def random_target(
     return wrap_target(model, path=f"random:{name}", experts=experts)
 
 
-def _random_fp8_target(
-    name: str, *, dtype: torch.dtype, device: torch.device, experts: str
+def drawn_target(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    experts: str = "auto",
+    weights: str = "random",
+    tp_plan: str = "none",
 ) -> Target:
+    """A target of shape `name` with the weights of `model.weights=random`.
+
+    They are the same for any number of ranks, each of which draws its part alone under `tp_plan`.
+    """
     config = AutoConfig.for_model(SHAPES[name].model_type, **SHAPES[name].arguments)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -148,7 +159,8 @@ def _random_fp8_target(
             dtype=str(dtype).removeprefix("torch."),
             device=device.type,
             experts=experts,
-            weights="random_fp8",
+            weights=weights,
+            tp_plan=tp_plan,
         )
     return dataclasses.replace(found, path=f"random:{name}")
 
@@ -159,7 +171,6 @@ class Sizes(NamedTuple):
     target: Target
     source: str  # where the sizes come from, for people
     num_published_modules: int  # MTP modules that the release is said to have
-    num_sums: int  # times a pass adds up what ranks computed; 0 where nothing is split
 
 
 def sizes_only(model: ModelConfig, *, dtype: torch.dtype, num_ranks: int = 1) -> Sizes:
@@ -179,10 +190,13 @@ def sizes_only(model: ModelConfig, *, dtype: torch.dtype, num_ranks: int = 1) ->
             raise ConfigError("model.keep_fp8=true wants a target on one GPU; set gpus=1xh200.")
         keep_fp8(built, blocks=random_blocks(built, config))
     target = wrap_target(built, family_name=family_name)
-    sums = split_sizes(built, family=target.family, num_ranks=num_ranks) if num_ranks > 1 else []
+    if num_ranks > 1:
+        parts = parts_of(built, "tensor", family=target.family, rank=0, num_ranks=num_ranks)
+        split_sizes(built, parts)
+        target = dataclasses.replace(target, parts=parts)
     count_field = target.family.native.count_field
     promised = getattr(target.config, count_field, None) if count_field is not None else None
-    return Sizes(target, source, num_published_modules=promised or 0, num_sums=len(sums))
+    return Sizes(target, source, num_published_modules=promised or 0)
 
 
 class _Known(NamedTuple):

@@ -391,8 +391,6 @@ def _eval_placing_faults(config: EvalConfig) -> Iterator[str]:
         yield _must_be_false("engine.cuda_graphs", f"model.device_map={model.device_map}", fix)
     if model.tp_plan == "none":
         return
-    if engine.compile:
-        yield _must_be_false("engine.compile", f"model.tp_plan={model.tp_plan}")
     if spec.draft_length == "expected_gain" and spec.draft_cost_ratio is None:
         # A clock would let ranks take different decisions, and wait for each other for ever.
         expected = f"must be set for model.tp_plan={model.tp_plan}, whose ranks cannot use a clock"

@@ -9,7 +9,7 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.drafter import Drafter, Heads, MTPDrafter, NullDrafter, OracleDrafter
 from mtp_research.decode.pool_size import (
     NUM_SPARE_BLOCKS,
-    free_bytes,
+    free_for_pool,
     plan_num_blocks,
     pool_layers,
     pool_needs,
@@ -47,6 +47,8 @@ def build_drafter(
 ) -> tuple[Drafter | None, Auditor | None]:
     """Drafter of `heads`, and its auditor where the engine asks for one; see `SpecDecoder`."""
     plan, backend = spec.plan(heads), kernel_backend(engine)
+    if isinstance(heads, MTPHeads):
+        heads.split()
     if spec.num_speculative_tokens == 0 or heads is None:
         return None, None
     if heads == "null":
@@ -88,7 +90,7 @@ def build_state(
     num_blocks = plan_num_blocks(
         needs,
         asked=None if engine.num_blocks is None else engine.num_blocks + NUM_SPARE_BLOCKS,
-        free=free_bytes(target.device),
+        free=free_for_pool(target),
         memory_fraction=engine.memory_fraction,
     )
     recurrent = None

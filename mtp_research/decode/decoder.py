@@ -8,7 +8,7 @@ Letters: K drafts per step, V' draft vocabulary, D hidden.
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -247,6 +247,11 @@ class SpecDecoder:
             rule=self.spec.rule,
             vocab_size=vocab_size,
         )
+        if self.target.parts is not None and sampling.temperature > 0 and sampling.seed is None:
+            raise ConfigError(
+                "seed must be set for a target that ranks split, each of which would draw by its "
+                "own; set SamplingParams(seed=0) (command line: seed=0)."
+            )
         request = Request(
             plain_text(request_id, key="request_id"),
             token_ids,
@@ -417,9 +422,13 @@ class SpecDecoder:
 
     @property
     def draft_head(self) -> Tensor:
-        """Weights that draft logits are made with: `[V, D]`, or `[V', D]` of the first module."""
+        """Weights that draft logits are made with: `[V, D]`, or `[V', D]` of the first module.
+
+        Where ranks split the target, this rank's rows of them.
+        """
         vocabulary = self.drafter.vocabulary if isinstance(self.drafter, MTPDrafter) else None
-        return self.target.lm_head_weight if vocabulary is None else vocabulary.weights[0]
+        own = cast(Tensor, self.target.lm_head.weight)
+        return own if vocabulary is None else vocabulary.weights[0]
 
     def bytes_per_token(self, layer: int) -> int:
         """Bytes that a token takes in a KV layer, the target's layers first, then the drafter's."""

@@ -16,6 +16,7 @@ import torch
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.drafter import Drafter
 from mtp_research.models.family import LayerGeometry
+from mtp_research.models.rank_parts import whole_of
 from mtp_research.models.target import Target
 from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.errors import ConfigError
@@ -92,6 +93,15 @@ def free_bytes(device: torch.device) -> int | None:
     except OSError:  # another system
         return None
     return None if found is None else int(found[1]) * 1024 // 2
+
+
+def free_for_pool(target: Target) -> int | None:
+    """As `free_bytes`; of ranks that split the target the least, so that they schedule alike."""
+    free = free_bytes(target.device)
+    if target.parts is None or free is None or target.device.type == "meta":
+        return free
+    own = torch.tensor([free], device=target.device)
+    return int(whole_of(own, target.parts).min())
 
 
 def plan_side_by_side(

@@ -20,11 +20,17 @@ from mtp_research.config.schema import VerifyOptions
 from mtp_research.decode.draft.drafter import Drafter, VerifiedStep
 from mtp_research.decode.sampling.grammar import apply_bitmask
 from mtp_research.decode.sampling.processors import process_logits
-from mtp_research.decode.sampling.sampling import LogprobTensors, SamplingTensors, step_logprobs
+from mtp_research.decode.sampling.sampling import (
+    LogprobTensors,
+    SamplingTensors,
+    step_logprobs,
+    top_candidates,
+)
 from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.slot_state import KVCache, SlotState
 from mtp_research.decode.verify.verify import VerifyInputs, VerifyOutput, verify_greedy
 from mtp_research.decode.verify.verify_rules import Rule, text_is_thinking
+from mtp_research.models.rank_parts import RankParts, whole_of
 from mtp_research.models.target import Target, TargetHidden
 from mtp_research.policy.plan import DraftPlan, StepState
 
@@ -48,7 +54,8 @@ class TargetRows(NamedTuple):
     """What the target computed."""
 
     hidden: TargetHidden  # hidden states of the step's packed rows, each `[1, T, D]`
-    logits: Tensor  # `[R, K+1, V]` of the rows that decide tokens
+    # `[R, K+1, V]` of the rows that decide tokens; where ranks split the target this rank's columns
+    logits: Tensor
 
 
 class Verified(NamedTuple):
@@ -126,15 +133,33 @@ class DeviceStep:
             inputs.input_ids[None], position_ids=position_ids, context=context
         )
         rows = inputs.logits_indices()
-        return TargetRows(hidden, self.target.logits(hidden.post_norm[0, rows]))
+        return TargetRows(hidden, self.target.own_logits(hidden.post_norm[0, rows]))
 
     def _verify(self, inputs: StepInputs, target: TargetRows, params: SamplingTensors) -> Verified:
-        processed = self._process(target.logits, inputs, params)
-        tokens = self._apply_rule(processed, inputs, params)
+        logits, parts = self._needed(target.logits, params)
+        processed = self._process(logits, inputs, params)
+        tokens = self._apply_rule(processed, inputs, params, parts=parts)
         logprobs = step_logprobs(
-            target.logits, processed, sampled_token_ids=tokens.sampled_token_ids, params=params
+            logits, processed, sampled_token_ids=tokens.sampled_token_ids, params=params
         )
         return Verified(tokens, logprobs)
+
+    def _needed(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, RankParts | None]:
+        """What a step reads of the rows of ranks that split the target, and the ranks' parts.
+
+        Best tokens are exchanged by the rule; of other rows top-k gathers its candidates, and what
+        reads all logits gathers them. The choice is the host's, and the same on every rank.
+        """
+        parts = self.target.parts
+        if parts is None:
+            return logits, None
+        extras = (params.processors, params.bitmask, params.logprobs)
+        is_plain = all(extra is None for extra in extras)
+        if is_plain and params.all_greedy and self.rule.reads_best:
+            return logits, parts
+        if is_plain and params.every_top_k and params.top_k_bound is not None and self.rule.samples:
+            return top_candidates(logits, params.top_k_bound, parts), None
+        return whole_of(logits, parts), None
 
     def _process(self, logits: Tensor, inputs: StepInputs, params: SamplingTensors) -> Tensor:
         """Apply logit processors and grammar masks to logits `[R, K+1, V]`."""
@@ -148,7 +173,12 @@ class DeviceStep:
         return logits if params.bitmask is None else apply_bitmask(logits, params.bitmask)
 
     def _apply_rule(
-        self, logits: Tensor, inputs: StepInputs, params: SamplingTensors
+        self,
+        logits: Tensor,
+        inputs: StepInputs,
+        params: SamplingTensors,
+        *,
+        parts: RankParts | None,
     ) -> VerifyOutput:
         """Apply the verification rule to logits `[R, K+1, V]`."""
         column = self._columns(inputs)
@@ -169,6 +199,7 @@ class DeviceStep:
             positions=inputs.num_tokens[:, None] + column,
             is_thinking=is_thinking,
             options=self.options,
+            parts=parts,
         )
         if self.rule.lossless and params.all_greedy:  # at temperature 0 they coincide
             return verify_greedy(verify_inputs)

@@ -35,12 +35,12 @@ class DraftVocabulary:
 
     token_ids: Tensor  # `[V']` int64, rising
     # rows of the output projection for these tokens, each `[V', D]`: one for all modules, or one
-    # per module where each has a head of its own
+    # per module where each has a head of its own; of ranks that split a target `[V' / n, D]`
     weights: tuple[Tensor, ...]
     vocab_size: int  # V
 
     def logits(self, post_norm: Tensor, *, module_idx: int) -> Tensor:
-        """Draft logits `[R, V']` of module outputs `[R, D]`."""
+        """Draft logits `[R, V']`, or this rank's, of module outputs `[R, D]`."""
         return functional.linear(post_norm, self.weights[module_idx % len(self.weights)])
 
     def spread(self, logits: Tensor) -> Tensor:
@@ -63,8 +63,16 @@ def restrict_vocabulary(heads: MTPHeads, token_ids: Sequence[int]) -> DraftVocab
             f"{len(token_ids)} ids, {len(chosen)} of them distinct"
             f"{f', from {chosen[0]} to {chosen[-1]}' if chosen else ''}; set draft_token_ids=None."
         )
-    ids = torch.tensor(chosen, device=weights[0].device)
-    return DraftVocabulary(ids, tuple(weight[ids] for weight in weights), vocab_size)
+    ids, parts = torch.tensor(chosen, device=weights[0].device), heads.target.parts
+    if parts is None:
+        return DraftVocabulary(ids, tuple(weight[ids] for weight in weights), vocab_size)
+    if len(ids) % parts.num_ranks:
+        raise ConfigError(
+            f"spec.draft_vocabulary_size must be a multiple of {parts.num_ranks} for as many "
+            f"processes of model.tp_plan, got {len(ids)}; set "
+            f"spec.draft_vocabulary_size={len(ids) // parts.num_ranks * parts.num_ranks}."
+        )
+    return DraftVocabulary(ids, tuple(weight[parts.rows(ids)] for weight in weights), vocab_size)
 
 
 def write_ranking(folder: Path, counts: Tensor, *, target: Target, source: str) -> None:

@@ -157,7 +157,7 @@ def native_tensors(heads: MTPHeads, *, source: TensorIndex | None = None) -> dic
     tensors = native_views(heads, layout, has_stacked_experts=has_stacked_experts(keys))
     dtypes = {name: _usual_dtype(name) for name in tensors}
     target = heads.target
-    shared = {"embed_tokens": target.embed_tokens.weight, "lm_head": target.lm_head_weight}
+    shared = {"embed_tokens": target.embed_weight, "lm_head": target.lm_head_weight}
     for name, original in native_copies(heads, layout).items():
         if not keys or name in keys:
             tensors[name] = cast(Tensor, shared[original])

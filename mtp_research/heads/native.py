@@ -323,7 +323,7 @@ def _check_copies(
     folder: Path,
 ) -> None:
     """Modules use the target's embedding and lm_head, so a release's copies must be equal to it."""
-    originals = {"embed_tokens": target.embed_tokens.weight, "lm_head": target.lm_head_weight}
+    originals = {"embed_tokens": target.embed_weight, "lm_head": target.lm_head_weight}
     for name in copies.keys() & tensors.keys():
         original = cast(Tensor, originals[copies[name]]).cpu()
         if not torch.equal(tensors[name].to(original.dtype), original):

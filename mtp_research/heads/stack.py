@@ -27,6 +27,8 @@ from mtp_research.models.attention.attention import AttentionContext
 from mtp_research.models.block import build_block
 from mtp_research.models.family import ConcatOrder, NormPoint
 from mtp_research.models.loading.source import source_facts
+from mtp_research.models.loading.split_layers import cut_block
+from mtp_research.models.rank_parts import whole_of
 from mtp_research.models.target import Target, TargetHidden
 from mtp_research.policy.fields import ModuleSchedule
 from mtp_research.runtime.errors import ConfigError
@@ -150,6 +152,7 @@ class MTPHeads(nn.Module):
             MTPModule(target, concat_order=spec.concat_order, owns_lm_head=spec.owns_lm_head)
             for _ in range(spec.num_mtp_modules)
         )
+        self.is_split = False  # each rank has its part of them, see `split`
         self.path = ""  # folder that they were loaded from
         self.provenance: Mapping[str, object] = {}  # what its `head.json` says of their training
         # In a tuple, so that nn.Module does not register the target's parameters as ours.
@@ -173,13 +176,37 @@ class MTPHeads(nn.Module):
         """The frozen target these heads were built for."""
         return self._target[0]
 
+    def split(self) -> None:
+        """Leave this rank's parts of modules on a target that ranks split, in place.
+
+        Nothing is done on a whole target, or a second time. A decoder does it when it is built.
+        """
+        parts = self.target.parts
+        if parts is None or self.is_split:
+            return
+        for module in self.mtp_modules:
+            cut_block(module.block, parts)
+            if self.spec.owns_lm_head:
+                head = module.shared_head.head
+                head.weight = nn.Parameter(parts.rows(head.weight.data), requires_grad=False)
+                head.out_features = len(head.weight)
+        self.is_split = True
+
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> Path:
         """Write a folder that `load_heads` reads, with a model card; returns it.
 
         Args:
             folder: created if missing; its files are replaced.
             dtype: of floating tensors; None for their own.
+
+        Raises:
+            ConfigError: ranks have parts of the modules.
         """
+        if self.is_split:
+            raise ConfigError(
+                "heads are saved whole, got modules of which each rank of model.tp_plan has a part "
+                "since a decoder was built; save them before, or load them with model.tp_plan=none."
+            )
         write_head_files(
             Path(folder),
             self.state_dict(),
@@ -259,15 +286,25 @@ class MTPHeads(nn.Module):
             post_norm: `[..., D]` output of the module.
             module_idx: which module, 0..N-1; may be left out where all share the target's lm_head.
         """
+        are_parts = self.is_split or not self.spec.owns_lm_head
+        own = self.own_logits(post_norm, module_idx=module_idx)
+        return whole_of(own, self.target.parts if are_parts else None)
+
+    def own_logits(self, post_norm: Tensor, *, module_idx: int | None = None) -> Tensor:
+        """As `logits`, of the tokens whose rows of the output head lie on this rank."""
         if not self.spec.owns_lm_head:
-            return self.target.logits(post_norm)
+            return self.target.own_logits(post_norm)
         assert module_idx is not None, "modules with heads of their own: say which one"
         return self.mtp_modules[module_idx].shared_head.head(post_norm)
 
     @property
     def output_weights(self) -> tuple[Tensor, ...]:
-        """Weights of the output projections, each `[V, D]`: the target's, or one per module."""
+        """Weights of the output projections, each `[V, D]`: the target's, or one per module.
+
+        Of ones that ranks split, gathered by all of them.
+        """
         if not self.spec.owns_lm_head:
             return (self.target.lm_head_weight,)
         heads = [module.shared_head.head for module in self.mtp_modules]
-        return tuple(cast(Tensor, head.weight) for head in heads)
+        parts = self.target.parts if self.is_split else None
+        return tuple(whole_of(cast(Tensor, head.weight), parts, dim=0) for head in heads)

@@ -18,6 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from mtp_research.models.attention.paged import route_sparse
 from mtp_research.models.experts import EXPERTS_NAME, fuse_routers
 from mtp_research.models.family import NO_PAGES, Family, LayerGeometry, layer_geometries
+from mtp_research.models.loading.split_layers import cut_block
+from mtp_research.models.rank_parts import RankParts
 
 
 class SingleLayer(nn.Module):
@@ -103,10 +105,17 @@ def kv_layers(model: PreTrainedModel, family: Family) -> tuple[LayerGeometry, ..
     )
 
 
-def block_kv_layer(model: PreTrainedModel, family: Family) -> LayerGeometry:
-    """What the block of an MTP module keeps of a token; no weights are allocated."""
+def block_kv_layer(
+    model: PreTrainedModel, family: Family, *, parts: RankParts | None = None
+) -> LayerGeometry:
+    """What the block of an MTP module, or a rank's part of it, keeps of a token.
+
+    No weights are allocated.
+    """
     with torch.device("meta"):
         block = _new_block(model, family)
+        if parts is not None:
+            cut_block(block, parts)
     layers = cast(nn.ModuleList, block.layers) if family.stacks_layers else [block]
     first, *others = layer_geometries(
         layers, attention=family.attention, latent=family.latent_attention

@@ -47,7 +47,7 @@ from mtp_research.kernels.experts.expert_router import (
 )
 from mtp_research.kernels.experts.expert_routing import MAX_EXPERTS
 from mtp_research.kernels.products.scaled_weights import FP8
-from mtp_research.models.loading.placement import has_split_experts, stays_split
+from mtp_research.models.loading.placement import has_split_experts
 from mtp_research.runtime.errors import ConfigError
 
 EXPERTS_NAME = "mtp_research_fused"
@@ -83,7 +83,9 @@ def route_experts(model: PreTrainedModel, *, experts: str = "auto") -> None:
         # run in float64.
         # Some classes know the eager loop only, and take no setting.
         with contextlib.suppress(ValueError):  # and the loop cannot skip other ranks' experts
-            model.set_experts_implementation("batched_mm" if has_split_experts(model) else "eager")
+            model.set_experts_implementation(
+                "batched_mm" if has_split_experts(model.config) else "eager"
+            )
     if experts == "auto" and model.device.type != "cpu" and all(map(_fits_every_expert, stacks)):
         _set_implementation(stacks, EVERY_EXPERT_NAME)
         return
@@ -169,8 +171,6 @@ def why_not_fused(stack: nn.Module, *, device: torch.device | None = None) -> st
     if (form := unknown_form(stack)) is not None:
         return form
     weights = [cast(Tensor, stack.gate_up_proj), cast(Tensor, stack.down_proj)]
-    if any(stays_split(weight.data) for weight in weights):
-        return "experts split over ranks"
     kinds = {
         (str(weight.dtype), _place_of(weight, device).type, weight.is_contiguous())
         for weight in weights
@@ -224,7 +224,9 @@ def experts_forward(
     if is_trained or not is_half or not hidden_states.is_cuda:
         return ALL_EXPERTS_FUNCTIONS[_FALLBACK](module, *operands[:1], top_k_index, top_k_weights)
     x = hidden_states.to(gate_up_proj.dtype)
-    output = expert_mlp(x, gate_up_proj, down_proj, top_k_index, top_k_weights)
+    are_away = has_split_experts(cast(PreTrainedConfig, module.config))
+    operands = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
+    output = expert_mlp(*operands, some_are_away=are_away)
     return output.to(hidden_states.dtype)
 
 
@@ -242,9 +244,8 @@ def _has_usual_layout(stack: nn.Module) -> bool:
 def _fits_every_expert(stack: nn.Module) -> bool:
     """Whether `every_expert` knows the layer and nothing faster runs its dtype."""
     weight = cast(Tensor, stack.down_proj)
-    is_whole = not stays_split(weight.data)
     is_few = len(weight) <= MAX_EVERY_EXPERT and weight.dtype != torch.bfloat16
-    return is_whole and is_few and _has_usual_layout(stack)
+    return is_few and _has_usual_layout(stack)
 
 
 def _place_of(weight: Tensor, device: torch.device | None) -> torch.device:
@@ -266,8 +267,8 @@ def every_expert(
         return torch.cat([every_expert(module, *part) for part in parts])
     gate_up_proj, down_proj = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
     num_experts = len(down_proj)
-    shares = hidden_states.new_zeros(len(hidden_states), num_experts)
-    shares = shares.scatter(1, top_k_index, top_k_weights.to(shares.dtype))
+    shares = hidden_states.new_zeros(len(hidden_states), num_experts + 1)  # the last: elsewhere
+    shares = shares.scatter(1, top_k_index, top_k_weights.to(shares.dtype))[:, :num_experts]
     inner = hidden_states @ gate_up_proj.flatten(0, 1).T  # [T, E 2I]
     gated = module._apply_gate(inner.unflatten(1, (num_experts, -1)))  # [T, E, I]
     return torch.einsum("tei,ehi->th", gated * shares[..., None], down_proj)

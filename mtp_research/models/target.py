@@ -39,9 +39,9 @@ from mtp_research.models.loading.placement import (
     require_one_device,
     resolve_device,
     resolve_dtype,
-    whole,
 )
 from mtp_research.models.loading.source import local_file, split_hub_id
+from mtp_research.models.rank_parts import RankParts, whole_of
 from mtp_research.models.recurrent import mixers_of, route_mixers
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import resolve_path
@@ -78,6 +78,7 @@ class Target:
     family_name: str  # key of `families.FAMILIES`
     path: str = ""  # folder or hub id it was loaded from; empty for models built in memory
     num_left_out: int = 0  # decoder layers without weights: hidden states come from elsewhere
+    parts: RankParts | None = None  # how ranks split it; None for a whole one
     # Where the hook on the final norm leaves its input during `forward`: a place for each thread,
     # since decoders of several may share a target, and one for what `torch.compile` traces.
     captured: threading.local = field(default_factory=threading.local, repr=False, compare=False)
@@ -131,7 +132,7 @@ class Target:
     @functools.cached_property
     def draft_kv_layer(self) -> LayerGeometry:
         """What a cache layer of an MTP module keeps of a token."""
-        return block_kv_layer(self.model, self.family)
+        return block_kv_layer(self.model, self.family, parts=self.parts)
 
     @property
     def max_exact_tokens(self) -> int | None:
@@ -215,7 +216,12 @@ class Target:
     @property
     def lm_head_weight(self) -> Tensor:
         """Weight of `lm_head`, `[V, D]`; of one that ranks split, gathered by all of them."""
-        return whole(cast(Tensor, self.lm_head.weight))
+        return whole_of(cast(Tensor, self.lm_head.weight), self.parts, dim=0)
+
+    @property
+    def embed_weight(self) -> Tensor:
+        """Weight of the input embedding, `[V, D]`, likewise."""
+        return whole_of(cast(Tensor, self.embed_tokens.weight), self.parts, dim=0)
 
     def position_embeddings(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary cos and sin `[B, T, rotary_dim]` for the block of an MTP module.
@@ -275,6 +281,10 @@ class Target:
 
     def logits(self, post_norm: Tensor) -> Tensor:
         """Next-token logits `[..., V]` of hidden states `[..., D]` taken after the final norm."""
+        return whole_of(self.own_logits(post_norm), self.parts)
+
+    def own_logits(self, post_norm: Tensor) -> Tensor:
+        """As `logits`, of the tokens whose rows of `lm_head` lie on this rank, `[..., V / n]`."""
         return self.lm_head(post_norm)
 
 
@@ -285,6 +295,7 @@ def wrap_target(
     family_name: str | None = None,
     experts: str = "auto",
     num_left_out: int = 0,
+    parts: RankParts | None = None,
 ) -> Target:
     """Freeze `model`, route its attention through our contexts and wrap it.
 
@@ -294,6 +305,7 @@ def wrap_target(
         family_name: key of `families.FAMILIES`; None goes by the model type.
         experts: what runs expert layers, see `experts.route_experts`.
         num_left_out: decoder layers without weights.
+        parts: how ranks split it; None for a whole one.
 
     Raises:
         ConfigError: the model's family, or a setting of it, is not supported.
@@ -304,7 +316,7 @@ def wrap_target(
     fix_rotary(model)
     route_experts(model, experts=experts)
     family_name = family_name or family_of(model.config.get_text_config().model_type)
-    target = Target(model=model, family_name=family_name, path=path, num_left_out=num_left_out)
+    target = Target(model, family_name, path=path, num_left_out=num_left_out, parts=parts)
     _keep_pre_norm(target)
     route_mixers(target.mixers.values())
     if target.family.sparse_attention:
@@ -380,13 +392,14 @@ def load_target(
         weights=source,
         keep_fp8=source != weights,
     )
-    model, family_name, num_left_out = load_weights(path, placing=placing)
+    model, family_name, num_left_out, parts = load_weights(path, placing=placing)
     return wrap_target(
         model,
         path=path,
         family_name=family_name,
         experts=experts,
         num_left_out=num_left_out,
+        parts=parts,
     )
 
 
@@ -414,9 +427,7 @@ def target_hashes(target: Target) -> dict[str, str | None]:
     sizes = {name: _size(target.config, name) for name in _CONFIG_FIELDS}
     return {
         "config_sha256": _hash_json(sizes),
-        "weights_sha256": _hash_signs(
-            cast(Tensor, target.embed_tokens.weight), target.lm_head_weight
-        ),
+        "weights_sha256": _hash_signs(target.embed_weight, target.lm_head_weight),
         "tokenizer_sha256": hash_tokenizer(target.path),
     }
 

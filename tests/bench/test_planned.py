@@ -32,6 +32,7 @@ from mtp_research.config.training_schema import TrainerConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.models.loading.split_layers import num_sums
 from mtp_research.models.target import Target, load_target
 from mtp_research.runtime.errors import ConfigError
 from tests.recipes import RECIPES, RECURRENT_RECIPES
@@ -190,14 +191,22 @@ def test_experts_that_rows_share_are_counted_once() -> None:
     assert longer.gigabytes * 1e9 == pytest.approx(one.gigabytes * 1e9 + kv)
 
 
-def test_link_sends_sums_twice_and_logits_once() -> None:
+def test_link_sends_sums_of_target_and_modules_and_best_tokens() -> None:
     sizes = sized("dense_1b", num_ranks=2)
-    assert sizes.num_sums == 2 * 20  # attention and MLP of every layer
+    assert num_sums(sizes.target.model) == 2 * 20  # attention and MLP of every layer
+    with_experts = sized("glm45_air_8", num_ranks=2).target.model
+    assert num_sums(with_experts) == 2 * 8, "shared experts are added up with the others"
     spec = SpecSettings(0)
     fields = {"gpu": H200, "spec": spec, "engine": ENGINE, "batch": 4, "context": 8}
-    limit = step_limit(planned_heads(sizes.target), **fields)
-    ms = planned.link_time_ms(sizes.target, limit, gpu=H200, num_gpus=2, num_sums=40)
-    sent = (2 * 40 * 4 * 2048 + 4 * 32_000) * 2 / 2
+    heads = planned_heads(sizes.target)
+    limit = step_limit(heads, **fields)
+    ms = planned.link_time_ms(heads, limit, gpu=H200, num_gpus=2)
+    sent = 41 * 4 * 2048 * 2 + 4 * 16  # 40 sums and the embedding; value and id of 4 tokens
+    assert ms == pytest.approx(sent / 450e9 * 1e3)
+    drafting = step_limit(heads, **fields | {"spec": SpecSettings(3)})
+    assert drafting.num_module_rows == 4 * 3 * 4  # 4 requests, 3 passes of 4 rows
+    ms = planned.link_time_ms(heads, drafting, gpu=H200, num_gpus=2)
+    sent = (41 * 16 + 3 * drafting.num_module_rows) * 2048 * 2 + (16 + 12) * 16
     assert ms == pytest.approx(sent / 450e9 * 1e3)
 
 

@@ -1,6 +1,7 @@
 """Helpers for tests of the whole loop: drafts that are right by chance, runs in a tight pool."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -56,8 +57,10 @@ def draft_rightly(
     """
     texts = {name: (*PROMPTS[int(name)], *output) for name, output in outputs.items()}
 
-    def choose(logits: Tensor, step: VerifiedStep, *, draft_step: int, **_: object) -> Tensor:
-        drafts = logits.argmax(dim=-1)
+    plain = draft.choose_drafts
+
+    def choose(logits: Tensor, step: VerifiedStep, *, draft_step: int, **how: Any) -> Tensor:
+        drafts = plain(logits, step, draft_step=draft_step, **how)
         for row, name in enumerate(step.request_ids):
             known = int(step.state.num_known_tokens[row])
             is_lucky = random.Random(f"{name} {known} {draft_step}").random() < chance

@@ -251,11 +251,11 @@ def test_records_count_the_drafts_that_were_made(target, monkeypatch) -> None:
 
 def test_non_finite_draft_logits_count_as_made_and_rejected(target) -> None:
     heads = tiny.tiny_heads(target)
-    logits = heads.logits
-    heads.logits = lambda post_norm, **_: logits(post_norm) * torch.nan
+    logits = heads.own_logits
+    heads.own_logits = lambda post_norm, **_: logits(post_norm) * torch.nan
     decoder = SpecDecoder(target, heads, spec=SpecSettings(draft_length=ConfidenceLength(0.9)))
     run(decoder)
-    heads.logits = logits
+    heads.own_logits = logits
     assert decoder.stats.acceptance_rate == 0.0
     assert decoder.stats.draft_rate_per_position[-1] > 0.8
 

@@ -49,11 +49,11 @@ class DictatedLoop:
         self.draft_logits: list[torch.Tensor] = []
         decoder.observe(lambda parts: parts._replace(verify=self._verify))
         heads = decoder.drafter.heads
-        self._logits = heads.logits
-        heads.logits = self._record
+        self._logits = heads.own_logits
+        heads.own_logits = self._record
 
     def close(self) -> None:
-        self.decoder.drafter.heads.logits = self._logits
+        self.decoder.drafter.heads.own_logits = self._logits
 
     def _record(self, post_norm: torch.Tensor, *, module_idx: int) -> torch.Tensor:
         self.draft_logits.append(self._logits(post_norm, module_idx=module_idx))

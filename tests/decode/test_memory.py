@@ -96,7 +96,7 @@ def test_loop_in_a_pool_cut_to_the_free_memory_decodes_the_same(monkeypatch) -> 
         run(SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine))
     )
     block_bytes = bytes_per_block(target.kv_layers, block_size=4, dtype=torch.float32)
-    monkeypatch.setattr(build, "free_bytes", lambda _: 20 * block_bytes)
+    monkeypatch.setattr(build, "free_for_pool", lambda _: 20 * block_bytes)
     decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=engine)
     assert decoder.scheduler.blocks.num_blocks == 17  # 0.9 x 20, less the block for padding
     assert texts_of(run(decoder)) == expected

@@ -17,7 +17,9 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.target import Target, load_target, target_hashes
+from mtp_research.policy.fields import POLICIES
 from mtp_research.runtime.errors import ConfigError, IntegrityError
+from tests.decode import split_cases
 from tests.decode.loops import draft_rightly, run, texts_of
 from tests.models import sharded_cases
 from tests.models.sharded_cases import FAMILIES, FAULTS, SHARDED, SPLIT
@@ -87,7 +89,11 @@ def decode_split(folder: Path) -> dict[str, object]:
 def write_found(folder: str) -> None:
     """The work of one rank: what it decodes and loads of the models in `folder`."""
     found = decode_split(Path(folder)) | sharded_cases.load_split(Path(folder))
-    (Path(folder) / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
+    found |= {"cases": split_cases.observe(Path(folder))}
+    file = Path(folder) / f"rank_{os.environ['RANK']}.json"
+    file.write_text(json.dumps(found))
+    found |= {"lost": split_cases.lose_a_rank(Path(folder))}  # the last thing that both do
+    file.write_text(json.dumps(found))
 
 
 def load_split(path: Path, plan: str) -> Target:
@@ -100,7 +106,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in PLANS:
         is_tied = name.endswith("-tied")
         recipe, _, _ = name.partition("-")
-        model = tiny_target(recipe, dtype=torch.float32, tie_word_embeddings=is_tied).model
+        # A bias of o_proj, which one rank alone may add
+        changes = {"tie_word_embeddings": is_tied} | ({"attention_bias": True} if is_tied else {})
+        model = tiny_target(recipe, dtype=torch.float32, **changes).model
         model.save_pretrained(folder / name)
     sharded_cases.write_checkpoints(folder)
     return folder
@@ -133,6 +141,85 @@ def planned_size(folder: Path) -> int:
     model = ModelConfig("", "", str(folder))
     target = sizes_only(model, dtype=torch.float64, num_ranks=2).target
     return sum(part.numel() for part in target.model.parameters())
+
+
+@pytest.fixture(scope="module")
+def alone(models: Path) -> dict:
+    """What one process finds of the cases."""
+    return json.loads(json.dumps(split_cases.observe(models, plan="none")))
+
+
+@pytest.mark.parametrize("name", split_cases.MODELS)
+def test_every_policy_and_way_of_sampling_gives_the_texts_of_one_process(
+    name: str, alone: dict, ranks: list[dict]
+) -> None:
+    accepted = [n for rounds in alone["glm4_moe"]["eagle"]["accepted"] for n in rounds]
+    assert {0, 3} <= set(accepted), "some drafts must be right, some wrong"
+    drafted = [n for rounds in alone["glm4_moe"]["confidence"]["drafted"] for n in rounds]
+    assert min(drafted) < max(drafted), "some drafts must be sure enough, some not"
+    for rank in ranks:
+        for case, expected in alone[name].items():
+            if case.endswith("logprobs"):
+                assert rank["cases"][name][case] == pytest.approx(expected, abs=1e-4), case
+            elif not case.endswith("sent"):
+                assert rank["cases"][name][case] == expected, case
+
+
+def test_greedy_steps_exchange_best_tokens_and_no_logits(ranks: list[dict]) -> None:
+    rows, logits_bytes = 4 * 4, 4 * 64  # requests and K + 1; float32 of half the vocabulary
+    for rank in ranks:
+        found = rank["cases"]["glm4_moe"]
+        for case in ("plain", *POLICIES, "vocabulary", "synthetic", "confidence"):
+            assert 0 < found[f"{case} sent"]["gathered"] <= 16 * rows, case
+        assert found["top eagle sent"]["gathered"] <= 16 * 8 * rows  # of a bound of 8 candidates
+        assert found["all block sent"]["gathered"] > 2 * logits_bytes
+        assert found["penalties sent"]["gathered"] > 2 * logits_bytes
+
+
+# Of GLM's layers and modules: norms, routers and the projection of a module's input.
+HELD_WHOLE = ("norm.weight", "norm.bias", "mlp.gate.weight", "eh_proj.weight", "o_proj.bias")
+
+
+def test_no_rank_holds_lm_head_experts_or_modules_whole(alone: dict, ranks: list[dict]) -> None:
+    for rank in ranks:
+        held = rank["cases"]["glm4_moe held"]
+        for name, whole in alone["glm4_moe held"].items():
+            is_whole = name.endswith(HELD_WHOLE)
+            assert held[name] * (1 if is_whole else 2) == whole, name
+        by_expert = rank["cases"]["glm4_moe-experts held"]
+        for name, whole in alone["glm4_moe-experts held"].items():
+            parts = ("mlp.experts.", "embed_tokens", "lm_head", "shared_head.head")
+            is_split = any(part in name for part in parts)
+            assert by_expert[name] * (1 + is_split) == whole, name
+
+
+def test_compiled_and_replayed_steps_of_two_ranks_give_the_texts_of_one(
+    alone: dict, ranks: list[dict]
+) -> None:
+    texts = alone["glm4_moe-experts"]["plain"]["texts"]
+    assert [rank["cases"]["compiled"] for rank in ranks] == [texts, texts]
+
+
+def test_what_parts_cannot_do_is_refused(ranks: list[dict]) -> None:
+    for rank in ranks:
+        vocabulary, saved, unseeded = rank["cases"]["refused"]
+        assert "must be a multiple of 2 for as many processes" in vocabulary
+        assert "heads are saved whole" in saved
+        assert "seed must be set" in unseeded
+
+
+def test_ranks_with_unequal_memory_get_equal_pools(ranks: list[dict]) -> None:
+    first, second = (rank["cases"]["blocks"] for rank in ranks)
+    assert first == second
+
+
+def test_rank_that_ends_is_one_line_of_the_other(ranks: list[dict]) -> None:
+    lost = ranks[0]["lost"]
+    assert lost["said"].startswith(
+        "all processes of torchrun are needed, and another one has ended"
+    )
+    assert "\n" not in lost["said"]
+    assert lost["seconds"] < 30
 
 
 @pytest.mark.parametrize("name", SPLIT)

@@ -125,8 +125,8 @@ def test_decoders_that_live_side_by_side_get_equal_pools(
             raise BothAreBuilt
         return 1
 
-    monkeypatch.setattr(build, "free_bytes", free)
-    monkeypatch.setattr(preparation, "free_bytes", free)
+    monkeypatch.setattr(build, "free_for_pool", free)
+    monkeypatch.setattr(preparation, "free_for_pool", free)
     monkeypatch.setattr(own_backend, "warm_up", warm_up)
     explicit = ["engine.num_blocks=50"] if memory == "explicit" else []
     with pytest.raises(BothAreBuilt):
@@ -143,7 +143,7 @@ def test_decoders_that_live_side_by_side_get_equal_pools(
 def test_pools_that_do_not_fit_side_by_side_are_refused_before_any_is_built(
     tmp_path: Path, decoders: list[SpecDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "free_bytes", lambda _: 1 << 18)
+    monkeypatch.setattr(preparation, "free_for_pool", lambda _: 1 << 18)
     with pytest.raises(ConfigError, match=r"pools of 2 conditions .* With timing\.passes=1 there"):
         run(tmp_path, "timing.passes=2")
     assert decoders == []

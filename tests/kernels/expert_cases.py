@@ -112,6 +112,21 @@ def check_fp8_experts(
     assert torch.equal(expert_mlp(*operands, scales=scales, backend=backend), out)
 
 
+def check_experts_that_are_away(
+    num_tokens: int, *, dtype: torch.dtype, backend: str, device: str = "cpu"
+) -> None:
+    """Two calls with two and three of five experts add up to all."""
+    x, gate_up, down, index, weights = make_operands(num_tokens, dtype=dtype, device=device)
+    expected = slow_expert_mlp(x, gate_up, down, index, weights)
+    total = torch.zeros_like(expected)
+    for first, end in ((0, 2), (2, 5)):
+        is_away = (index < first) | (index >= end)
+        own = (index - first).masked_fill(is_away, end - first)
+        operands = (x, gate_up[first:end], down[first:end], own, weights)
+        total += expert_mlp(*operands, some_are_away=True, backend=backend).double().cpu()
+    torch.testing.assert_close(total, expected, atol=2 * TOLERANCES[dtype], rtol=0)
+
+
 def check_all_on_one_expert(dtype: torch.dtype, *, backend: str, device: str = "cpu") -> None:
     """More pairs than a tile holds go to one expert, both choices of a token."""
     x, gate_up, down, index, weights = make_operands(37, dtype=dtype, device=device)

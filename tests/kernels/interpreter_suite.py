@@ -32,6 +32,7 @@ from tests.kernels.append_cases import (
 from tests.kernels.expert_cases import (
     check_all_on_one_expert,
     check_expert_mlp,
+    check_experts_that_are_away,
     check_fp8_experts,
     check_router,
     check_routing,
@@ -266,6 +267,8 @@ def test_expert_mlp_interpreted_equals_its_definition(dtype):
     check_expert_mlp(21, dtype=dtype, backend="triton", num_experts=3, hidden_size=64)
     check_all_on_one_expert(dtype, backend="triton")
     check_unchosen_expert_is_not_read(dtype, backend="triton", device="cpu")
+    check_experts_that_are_away(3, dtype=dtype, backend="triton")
+    check_experts_that_are_away(21, dtype=dtype, backend="triton")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -13,6 +13,7 @@ from mtp_research.kernels.experts.expert_routing import most_tiles, padded_exper
 from tests.kernels.expert_cases import (
     check_all_on_one_expert,
     check_expert_mlp,
+    check_experts_that_are_away,
     check_fp8_experts,
     check_router,
     check_unchosen_expert_is_not_read,
@@ -36,6 +37,7 @@ def test_expert_mlp_by_reference_equals_its_definition(num_tokens, dtype):
 def test_expert_mlp_by_reference_takes_any_routing():
     check_all_on_one_expert(torch.float32, backend="reference")
     check_unchosen_expert_is_not_read(torch.float32, backend="reference", device="cpu")
+    check_experts_that_are_away(13, dtype=torch.float32, backend="reference")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

@@ -9,6 +9,7 @@ from tests.kernels.expert_cases import (
     TOLERANCES,
     check_all_on_one_expert,
     check_expert_mlp,
+    check_experts_that_are_away,
     check_fp8_experts,
     check_router,
     check_routing,
@@ -34,6 +35,8 @@ def test_expert_mlp_on_gpu_equals_its_definition(num_tokens, dtype):
 def test_expert_mlp_on_gpu_takes_any_routing(dtype):
     check_all_on_one_expert(dtype, backend="triton", device="cuda")
     check_unchosen_expert_is_not_read(dtype, backend="triton", device="cuda")
+    for num_tokens in (3, 2100):  # routed in one launch, and in several
+        check_experts_that_are_away(num_tokens, dtype=dtype, backend="triton", device="cuda")
 
 
 @pytest.mark.parametrize("config", sorted(configs_of(torch.bfloat16)), ids=str)

@@ -494,7 +494,7 @@ def _small_gpu(lab: Lab, folder: Path, changes: Changes) -> Parts:
     config = with_keys(lab.eval, changes)
     target = lab.models.target(str(LAB_TINY / "target"), dtype="float32", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "free_bytes", lambda _: 1 << 21)
+        patch.setattr(build, "free_for_pool", lambda _: 1 << 21)
         SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=config.engine)
     return {}
 

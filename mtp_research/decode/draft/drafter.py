@@ -28,7 +28,8 @@ from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.slot_state import KVCache, SlotState, to_device
 from mtp_research.decode.verify.verify import PADDING_TOKEN_ID
 from mtp_research.heads.stack import ModuleOutput, MTPHeads
-from mtp_research.models.attention.paged import PagedContext, fusion_barrier
+from mtp_research.models.attention.paged import PagedContext
+from mtp_research.models.rank_parts import RankParts, best_of, best_probability, whole_of
 from mtp_research.models.recurrent import with_states
 from mtp_research.models.target import Target, TargetHidden
 from mtp_research.policy.audit import Auditor
@@ -84,16 +85,18 @@ def choose_drafts(
     slot_state: SlotState,
     sampling: DraftSampling,
     vocabulary: "DraftVocabulary | None",
+    parts: RankParts | None = None,
 ) -> Tensor:
     """Draft tokens `[R]` int64 of logits `[R, V]`, or `[R, V']` of a vocabulary; -1 if not finite.
 
-    For greedy drafts -inf is a mask, as in verification: one look-up finds what is broken.
+    With `parts` they are this rank's, and gathered where more than the best token is asked for. For
+    greedy drafts -inf is a mask, as in verification: one look-up finds what is broken.
     """
     if sampling == "greedy":
-        best = fusion_barrier(logits.argmax(dim=-1))
-        finite = torch.isfinite(logits.gather(-1, best[:, None])[:, 0])
-        token_ids = best if vocabulary is None else vocabulary.token_ids[best]
-        return torch.where(finite, token_ids, PADDING_TOKEN_ID)
+        best = best_of(logits, parts)
+        token_ids = best.index if vocabulary is None else vocabulary.token_ids[best.index]
+        return torch.where(torch.isfinite(best.value), token_ids, PADDING_TOKEN_ID)
+    logits = whole_of(logits, parts)
     finite = torch.isfinite(logits).all(dim=-1)
     if vocabulary is not None:
         logits = vocabulary.spread(logits)
@@ -179,6 +182,7 @@ class MTPDrafter:
                         slot_state=slot_state,
                         sampling=self.draft_sampling,
                         vocabulary=self.vocabulary,
+                        parts=self.heads.target.parts,
                     )
                     is_made = is_open & self._keeps(logits)
                     drafts[-1] = torch.where(is_made, token_ids, NOT_DRAFTED)
@@ -235,10 +239,10 @@ class MTPDrafter:
         return step.state._replace(drafting=is_open)
 
     def _keeps(self, logits: Tensor) -> Tensor | bool:
-        """`[R]` bool, the length rule makes a draft of logits `[R, V]`; NaN makes one, as -1."""
+        """`[R]` bool, the length rule makes a draft of a rank's logits; NaN makes one, as -1."""
         if self.length.keeps is None:
             return True
-        probability = torch.softmax(logits.double(), dim=-1).amax(dim=-1)
+        probability = best_probability(logits, self.heads.target.parts)
         return self.length.keeps(probability) | probability.isnan()
 
     def _context(self, plan: PassPlan, inputs: StepInputs, cache: KVCache) -> PagedContext:
@@ -254,9 +258,9 @@ class MTPDrafter:
         )
 
     def _logits(self, post_norm: Tensor, module_idx: int) -> Tensor:
-        """Draft logits of module outputs `[R, D]`: `[R, V]`, or `[R, V']` of the vocabulary."""
+        """Draft logits of module outputs `[R, D]`: this rank's of V, or of V' of the vocabulary."""
         if self.vocabulary is None:
-            return self.heads.logits(post_norm, module_idx=module_idx)
+            return self.heads.own_logits(post_norm, module_idx=module_idx)
         return self.vocabulary.logits(post_norm, module_idx=module_idx)
 
 

@@ -29,6 +29,7 @@ from mtp_research.decode.sampling.processors import (
 from mtp_research.decode.sampling.sampling_params import SamplingParams, TokenLogprobs
 from mtp_research.decode.schedule.request import Request
 from mtp_research.decode.slot_state import copy_to_device, to_device
+from mtp_research.models.rank_parts import RankParts, whole_of
 from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.hash_bits import GOLDEN, mix, shift_right, signed
 
@@ -63,6 +64,7 @@ class SamplingTensors(NamedTuple):
     # step's; None where no request has a grammar
     bitmask: Tensor | None = None
     logprobs: LogprobsPlan | None = None  # what to report; None where no request asks
+    every_top_k: bool = False  # every request that samples has a top-k
 
 
 class BatchSampling:
@@ -146,6 +148,7 @@ def sampling_tensors(params: Sequence[SamplingParams], *, device: torch.device) 
         all_greedy=all(p.temperature == 0 for p in params),
         keeps_all=all(_keeps_all(p) for p in params),
         top_k_bound=_top_k_bound(params),
+        every_top_k=all(p.temperature == 0 or p.top_k > 0 for p in params),
     )
 
 
@@ -279,6 +282,40 @@ def _first_of_order(logits: Tensor, ordered: Tensor, kept: Tensor) -> Tensor:
     ties = logits == smallest
     num_ties = kept - above.sum(dim=-1, keepdim=True)
     return above | (ties & (ties.cumsum(dim=-1) <= num_ties))
+
+
+def top_candidates(logits: Tensor, num_best: int, parts: RankParts) -> Tensor:
+    """Whole rows `[R, J, V]` of ranks' `[R, J, V / n]`, -inf but for each rank's best tokens.
+
+    With `num_best` of a rank, the first so many of the whole row are among them, ties by index, so
+    that a top-k of no more keeps what it keeps of all logits. 16 bytes a candidate are exchanged.
+    """
+    size = logits.shape[-1]
+    index = best_indices(logits, min(num_best, size))
+    own = torch.stack((logits.gather(-1, index).double(), (index + parts.rank * size).double()))
+    values, indices = whole_of(own, parts)  # [R, J, n count] each
+    rows = logits.new_full((*logits.shape[:-1], size * parts.num_ranks), -torch.inf)
+    return rows.scatter(-1, indices.long(), values.to(logits.dtype))
+
+
+@torch.library.custom_op("mtp_research::best_indices", mutates_args=())
+def best_indices(logits: Tensor, count: int) -> Tensor:
+    """`[R, J, count]` int64, the first tokens in falling order, ties by index, in any order.
+
+    NaN comes before all numbers. Where NaN takes places, an index may be there twice.
+    """
+    size = logits.shape[-1]
+    ordered = logits.topk(count, dim=-1).values
+    is_best = _first_of_order(logits, ordered, torch.full_like(ordered[..., :1], count).long())
+    index = torch.arange(size, device=logits.device)
+    place = torch.where(is_best, index, size)  # those that are not wanted behind all others
+    place = torch.where(logits.isnan(), index - size, place)
+    return place.topk(count, dim=-1, largest=False).values.remainder(size)
+
+
+@best_indices.register_fake
+def _(logits: Tensor, count: int) -> Tensor:
+    return logits.new_empty((*logits.shape[:-1], count), dtype=torch.int64)
 
 
 @torch.library.custom_op("mtp_research::sample_from", mutates_args=())

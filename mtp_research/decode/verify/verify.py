@@ -35,6 +35,7 @@ from mtp_research.decode.sampling.sampling import (
     uniform_noise,
 )
 from mtp_research.models.attention.paged import fusion_barrier
+from mtp_research.models.rank_parts import RankParts, best_of
 
 PADDING_TOKEN_ID = -1
 
@@ -42,7 +43,7 @@ PADDING_TOKEN_ID = -1
 class VerifyInputs(NamedTuple):
     """What a rule decides on."""
 
-    target_logits: Tensor  # `[R, K+1, V]`
+    target_logits: Tensor  # `[R, K+1, V]`; with `parts` this rank's, `[R, K+1, V / n]`
     draft_token_ids: Tensor  # `[R, K]` int64; ids outside the vocabulary are no valid drafts
     # `[R, K, V]` distributions the drafts were drawn from; None for one-hot drafts
     draft_probs: Tensor | None
@@ -52,12 +53,17 @@ class VerifyInputs(NamedTuple):
     # `[R]` bool, the text so far ends between the thinking tokens; None: not asked
     is_thinking: Tensor | None = None
     options: VerifyOptions = VerifyOptions()  # settings of the lossy rules
+    parts: RankParts | None = None  # of a rule that reads nothing but the best token of each row
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.target_logits.shape[-1] * (1 if self.parts is None else self.parts.num_ranks)
 
     @property
     def is_valid(self) -> Tensor:
         """`[R, K]` bool, the draft is a token of the vocabulary."""
-        vocab_size = self.target_logits.shape[-1]
-        return (self.draft_token_ids >= 0) & (self.draft_token_ids < vocab_size)
+        return (self.draft_token_ids >= 0) & (self.draft_token_ids < self.vocab_size)
 
     @property
     def draft_indices(self) -> Tensor:
@@ -90,9 +96,8 @@ class VerifyOutput(NamedTuple):
 
 def verify_greedy(inputs: VerifyInputs) -> VerifyOutput:
     """Accept drafts while each is the target's argmax; then emit the argmax."""
-    best = fusion_barrier(inputs.target_logits.argmax(dim=-1))
+    best, largest = best_of(inputs.target_logits, inputs.parts)
     matches = inputs.is_valid & (best[:, :-1] == inputs.draft_token_ids)
-    largest = inputs.target_logits.gather(-1, best[..., None])[..., 0]
     return emit(inputs, num_accepted=count_leading(matches), decided=best, largest=largest)
 
 

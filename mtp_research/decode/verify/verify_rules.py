@@ -26,6 +26,7 @@ from mtp_research.decode.verify.verify import (
 )
 from mtp_research.decode.verify.verify_options import synthetic_rates
 from mtp_research.models.attention.paged import fusion_barrier
+from mtp_research.models.rank_parts import best_of
 
 
 def verify_relaxed(inputs: VerifyInputs) -> VerifyOutput:
@@ -80,15 +81,19 @@ def verify_synthetic(inputs: VerifyInputs) -> VerifyOutput:
     chances = _conditional(rates[:num_drafts])
     noise = inputs.noise(Stream.ACCEPT)
     by_chance = [noise[:, step] < chance for step, chance in enumerate(chances)]
-    accepted = inputs.is_valid & _is_unmasked(inputs)
+    accepted = inputs.is_valid
+    if inputs.parts is None:  # logits that are masked are gathered first
+        accepted = accepted & _is_unmasked(inputs)
     if by_chance:
         accepted = accepted & torch.stack(by_chance, dim=1)
+    largest = None
     if inputs.params.all_greedy:
-        decided = inputs.target_logits.argmax(dim=-1)
+        decided, largest = best_of(inputs.target_logits, inputs.parts)
     else:
         probs = target_probabilities(inputs.target_logits, inputs.params)
         decided = sample_from(probs, inputs.noise(Stream.RESAMPLE))
-    return emit(inputs, num_accepted=count_leading(accepted), decided=decided)
+    num_accepted = count_leading(accepted)
+    return emit(inputs, num_accepted=num_accepted, decided=decided, largest=largest)
 
 
 def _is_unmasked(inputs: VerifyInputs) -> Tensor:
@@ -132,14 +137,16 @@ class Rule(NamedTuple):
     function: Callable[[VerifyInputs], VerifyOutput]  # the rule
     lossless: bool  # the text is the target's: the argmax, or distributed exactly as its samples
     samples: bool  # a temperature above 0 means something to it; otherwise it is refused
+    # at temperature 0 it reads the best token of each row of logits and no more
+    reads_best: bool = False
 
 
 RULES: dict[str, Rule] = {
-    "greedy": Rule(verify_greedy, lossless=True, samples=False),
-    "standard": Rule(verify_standard, lossless=True, samples=True),
-    "block": Rule(verify_block, lossless=True, samples=True),
+    "greedy": Rule(verify_greedy, lossless=True, samples=False, reads_best=True),
+    "standard": Rule(verify_standard, lossless=True, samples=True, reads_best=True),
+    "block": Rule(verify_block, lossless=True, samples=True, reads_best=True),
     "relaxed": Rule(verify_relaxed, lossless=False, samples=False),
     "typical": Rule(verify_typical, lossless=False, samples=True),
-    "synthetic": Rule(verify_synthetic, lossless=False, samples=True),
+    "synthetic": Rule(verify_synthetic, lossless=False, samples=True, reads_best=True),
 }
 LOSSLESS_RULES = frozenset(name for name, rule in RULES.items() if rule.lossless)

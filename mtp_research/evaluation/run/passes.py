@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mtp_research.config.schema import OWN
-from mtp_research.decode.pool_size import NUM_SPARE_BLOCKS, free_bytes, plan_side_by_side
+from mtp_research.decode.pool_size import NUM_SPARE_BLOCKS, free_for_pool, plan_side_by_side
 from mtp_research.evaluation.backends.own_backend import OwnBackend
 from mtp_research.evaluation.backends.protocol import Backend, Pass, Workload
 from mtp_research.evaluation.backends.sglang_backend import SglangBackend
@@ -160,7 +160,7 @@ def _equal_pools(conditions: Sequence[Condition], workload: Workload) -> int | N
     None where `engine.num_blocks` says it, or memory sets no limit.
     """
     target = workload.target
-    engine, free = conditions[0].config.engine, free_bytes(target.device)
+    engine, free = conditions[0].config.engine, free_for_pool(target)
     if engine.num_blocks is not None or free is None:
         return None
     needs = [needs_of(c, target, workload.heads_of(c)) for c in conditions]

@@ -7,6 +7,7 @@ are made when a part of them is asked for (`lazy_tensors`).
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ from mtp_research.models.loading.parts import (
 from mtp_research.models.loading.placement import (
     auto_map,
     distribution,
-    keep_local_parts,
     num_ranks,
+    parts_of,
     require_gpus,
     require_shared_place,
 )
@@ -65,6 +66,8 @@ from mtp_research.models.loading.source import (
     read_weight_map,
     split_hub_id,
 )
+from mtp_research.models.loading.split_layers import run_on_parts
+from mtp_research.models.rank_parts import RankParts
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 
 logger = logging.getLogger(__name__)
@@ -108,6 +111,7 @@ class LoadedModel(NamedTuple):
     model: PreTrainedModel
     family_name: str
     num_left_out: int = 0  # decoder layers without weights
+    split: RankParts | None = None  # None for a whole one
 
 
 class PublishedConfig(NamedTuple):
@@ -145,14 +149,17 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
         logger.warning("%s: weights are random, so texts, acceptance and losses mean nothing", path)
     if "state_dict" in source and (file := local_file(path, GENERATION_CONFIG_NAME)):
         model.generation_config = GenerationConfig.from_pretrained(file.parent)
+    split = None
     if placing.tp_plan != "none":
-        keep_local_parts(model)
+        rank, family = int(os.environ["RANK"]), FAMILIES[published.family_name]
+        split = parts_of(model, placing.tp_plan, family=family, rank=rank, num_ranks=num_ranks())
+        run_on_parts(model, split)
     elif placing.device_map != "none":
         require_shared_place(model, family=FAMILIES[published.family_name])
     elif "device_map" not in arguments:
         model = model.to(placing.device)
     if parts is None:
-        return LoadedModel(model, published.family_name)
+        return LoadedModel(model, published.family_name, split=split)
     return LoadedModel(parts.put_back(model), published.family_name, len(parts.left_out))
 
 

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from mtp_research.models.block import layers_like_block
 from mtp_research.models.family import Family
 from mtp_research.models.loading.placement import EXPERTS_DIM, LAYER_MESH, num_ranks
+from mtp_research.models.rank_parts import peers_needed
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 
 # last: those that the block of a module can start from; sharded: all, spread over ranks
@@ -114,7 +115,8 @@ def fail_together(*, is_split: bool) -> Iterator[None]:
     except Exception as met:  # out of memory, too
         fault = met
     found: list[tuple[type, str] | None] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, None if fault is None else _named(fault))
+    with peers_needed():
+        distributed.all_gather_object(found, None if fault is None else _named(fault))
     if fault is not None:
         raise fault
     for rank, other in enumerate(found):

@@ -3,17 +3,16 @@
 Of a split target each process has a rank, by the plan that transformers keeps for its class:
 
     tensor    columns and rows of projections, so heads of attention, and every expert's inside
-    experts   whole experts; with transformers 5.17 nothing else is split
+    experts   whole experts; with transformers 5.17 nothing else of a layer is split
 
-transformers reads each rank's part only and adds or gathers outputs inside the layers. What follows
-for the decode loop: a rank's pages hold the key-value heads that its layers have, MTP modules are
-whole on every rank, and `lm_head`'s logits are gathered, so that all ranks see the same bits and
-take the same decisions without asking each other.
+transformers reads each rank's part only; what layers do with parts is in `split_layers`. What
+follows for the decode loop: a rank's pages hold the key-value heads that its layers have, MTP
+modules are cut by the same plan, and `lm_head` and the embedding by rows. What decides a token is
+exchanged (`rank_parts`), so that all ranks see the same bits and take the same decisions.
 """
 
 import dataclasses
 import os
-import re
 from typing import Literal, cast, get_args
 
 import torch
@@ -24,6 +23,8 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.accelerate import get_balanced_memory, infer_auto_device_map
 
 from mtp_research.models.family import Family
+from mtp_research.models.loading.split_layers import layer_plan
+from mtp_research.models.rank_parts import RankParts
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 DTYPES = {
@@ -125,11 +126,10 @@ TPPlan = Literal["none", "experts", "tensor"]
 TP_PLANS: tuple[TPPlan, ...] = get_args(TPPlan)
 
 # Config fields that the ranks must divide; transformers would split them unevenly, heads included.
-_SPLIT_FIELDS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
+_SPLIT_FIELDS = ("num_attention_heads", "num_key_value_heads")
 _EXPERT_FIELDS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
 EXPERTS_DIM = 3  # of weights `[experts, output, input]`
 LAYER_MESH = "layers"  # of ranks that share decoder layers by `trainer.shard_target`
-_LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 def num_ranks() -> int:
@@ -174,79 +174,23 @@ def distribution(
     return DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
 
 
-def keep_local_parts(model: PreTrainedModel) -> None:
-    """Make the decoder stack's split projections plain tensors of this rank's size, in place.
-
-    Our attention reads some weights itself and sizes pages by `out_features`. Left as they are:
-    experts, by whose placement transformers knows that outputs want adding, and `lm_head`, whose
-    logits are gathered. The embedding is whole on every rank: one that is tied to a split `lm_head`
-    gets a tensor of its own.
-    """
-    for module in model.base_model.modules():
-        if isinstance(module, nn.Embedding):
-            if isinstance(module.weight.data, DTensor):
-                _make_whole(module)
-            continue
-        for name, part in list(module.named_parameters(recurse=False)):
-            if isinstance(part.data, DTensor) and part.dim() < EXPERTS_DIM:
-                local = nn.Parameter(part.data.to_local(), requires_grad=False)
-                module.register_parameter(name, local)
-        if isinstance(module, nn.Linear):
-            module.out_features, module.in_features = module.weight.shape
-
-
-def _make_whole(embedding: nn.Embedding) -> None:
-    """Undo transformers' split of an embedding, whose forward reads a rank's rows only."""
-    embedding.weight = nn.Parameter(whole(embedding.weight.data), requires_grad=False)
-    vars(embedding).pop("forward", None)
-    embedding._forward_pre_hooks.clear()
-    embedding._forward_hooks.clear()
-
-
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be split; every rank must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def stays_split(tensor: Tensor) -> bool:
-    """Whether a layer's forward sees this rank's part of a tensor alone."""
-    if not isinstance(tensor, DTensor):
-        return False
-    return tensor.device_mesh.mesh_dim_names != (LAYER_MESH,)
-
-
-def has_split_experts(model: PreTrainedModel) -> bool:
-    """Whether ranks own whole experts: the eager loop over experts cannot skip the others'."""
-    settings = cast(DistributedConfig | None, getattr(model.config, "distributed_config", None))
+def has_split_experts(config: PreTrainedConfig) -> bool:
+    """Whether ranks own whole experts: pairs of a token and an expert may be another rank's."""
+    settings = cast(DistributedConfig | None, getattr(config, "distributed_config", None))
     return settings is not None and settings.enable_expert_parallel
 
 
-def split_sizes(model: PreTrainedModel, *, family: Family, num_ranks: int) -> list[str]:
-    """Give a model on the meta device the sizes of one rank's part of `tp_plan=tensor`, in place.
-
-    Returns:
-        Names of the weights whose outputs the ranks add up, one sum a pass each.
-
-    Raises:
-        ConfigError: the model cannot be split so.
-    """
-    _require_divisible(model.config.get_text_config(), "tensor", num_ranks, family=family)
-    plan, summed = model.tp_plan, []
-    for name, part in list(model.named_parameters(remove_duplicate=False)):
-        owner_name, _, own = name.rpartition(".")
-        owner, pattern = model.get_submodule(owner_name), _LAYER_NUMBER.sub(".*", name)
-        style = plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
-        by_column, by_row = "colwise" in style, "rowwise" in style and part.dim() > 1
-        if isinstance(owner, nn.Embedding) or not (by_column or by_row):
-            continue  # whole on every rank
-        shape = list(part.shape)
-        shape[-2 if by_column and part.dim() > 1 else -1] //= num_ranks
-        owner.register_parameter(own, nn.Parameter(part.new_empty(shape), requires_grad=False))
-        if isinstance(owner, nn.Linear):
-            owner.out_features, owner.in_features = owner.weight.shape
-        if by_row:
-            summed.append(name)
-    return summed
+def parts_of(
+    model: PreTrainedModel, tp_plan: str, *, family: Family, rank: int, num_ranks: int
+) -> RankParts:
+    """A rank's parts of a model; refuses (`ConfigError`) one that cannot be split so."""
+    _require_divisible(model.config.get_text_config(), tp_plan, num_ranks, family=family)
+    return RankParts(rank, num_ranks, layer_plan(model))
 
 
 def _require_divisible(
@@ -260,11 +204,12 @@ def _require_divisible(
         )
     fields = _SPLIT_FIELDS if tp_plan == "tensor" else _EXPERT_FIELDS
     sizes = {name: getattr(config, name) for name in fields if getattr(config, name, None)}
-    if not sizes:
+    if tp_plan == "experts" and not sizes:
         raise ConfigError(
             f"model.tp_plan=experts needs a model with experts, got {config.model_type}; set "
             "model.tp_plan=tensor."
         )
+    sizes["vocab_size"] = config.vocab_size
     uneven = {name: size for name, size in sizes.items() if size % ranks}
     if uneven:
         raise ConfigError(

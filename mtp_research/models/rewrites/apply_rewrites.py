@@ -76,7 +76,7 @@ def apply_rewrites(target: Target, heads: nn.Module | None, engine: EngineConfig
         compile_layers_once(
             target,
             model,
-            enabled=engine.layer_regions and num_ranks() == 1,
+            enabled=engine.layer_regions,
             options=compile_options(overlaps=engine.overlap_launches),
         )
 
@@ -91,7 +91,8 @@ def compile_options(*, overlaps: bool) -> dict[str, str | int | bool | Callable[
     the one in front has ended, which had waited too, and so on. That is the order of a stream, with
     the launches themselves hidden; kernels launched the ordinary way fit into the chain.
     """
-    overlaps = overlaps and _wait_first()
+    # NCCL's kernels run on a stream of their own, between which and ours there are events.
+    overlaps = overlaps and num_ranks() == 1 and _wait_first()
     return {"triton.enable_pdl": overlaps}
 
 

@@ -1,0 +1,106 @@
+"""What ranks agree on, with ranks that take turns: the second call gathers what all have sent."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtp_research.decode.sampling.sampling import keep_top, top_candidates
+from mtp_research.models import rank_parts
+from mtp_research.models.rank_parts import RankParts, best_of, best_probability, whole_of
+
+NUM_RANKS = 4
+
+
+@pytest.fixture
+def on_every_rank(monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Calls a function of a rank's columns and its `RankParts`; it may gather once."""
+
+    def call(function: Callable[[Tensor, RankParts], object], whole: Tensor) -> list:
+        sent: list[Tensor] = []
+
+        def gather(part: Tensor, num_ranks: int) -> Tensor:
+            sent.append(part.clone())
+            return (
+                torch.stack(sent[:num_ranks])
+                if len(sent) > num_ranks
+                else part.expand(num_ranks, *part.shape)
+            )
+
+        monkeypatch.setattr(rank_parts, "gather_ranks", gather)
+        parts = [RankParts(rank, NUM_RANKS, {}) for rank in range(NUM_RANKS)]
+        columns = whole.chunk(NUM_RANKS, dim=-1)
+        for _ in range(2):
+            found = [function(own, one) for own, one in zip(columns, parts, strict=True)]
+        return found
+
+    return call
+
+
+def rows(num_rows: int = 60, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Logits `[60, 2, 16]` of a few values, so that most rows have ties; some broken, some flat."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(-2, 3, (num_rows, 2, 16), generator=generator).to(dtype)
+    logits[0, 0, 5] = logits[0, 1, 15] = logits[1, 0, 7] = logits[1, 0, 11] = torch.nan
+    logits[2, 0, 9] = logits[2, 0, 12] = torch.inf
+    logits[3] = -torch.inf
+    logits[4] = 1.0
+    return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_best_token_of_ranks_is_the_argmax_of_the_whole_row(on_every_rank, dtype) -> None:
+    logits = rows(dtype=dtype)
+    expected = logits.argmax(dim=-1)
+    assert len(set((logits == logits.amax(-1, keepdim=True)).sum(-1).flatten().tolist())) > 3
+    for index, value in on_every_rank(best_of, logits):
+        assert torch.equal(index, expected)
+        largest = logits.gather(-1, expected[..., None])[..., 0]
+        assert value.dtype == dtype
+        torch.testing.assert_close(value, largest, rtol=0, atol=0, equal_nan=True)
+
+
+def test_probability_of_the_best_token_is_that_of_the_whole_row(on_every_rank) -> None:
+    logits = rows()[3:] * 1.7  # the first row is all -inf: NaN
+    expected = torch.softmax(logits.double(), dim=-1).amax(dim=-1)
+    for found in on_every_rank(best_probability, logits):
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_best", [1, 2, 4, 16])
+def test_candidates_of_ranks_keep_what_a_top_k_keeps_of_the_whole_row(
+    on_every_rank, num_best: int
+) -> None:
+    logits = rows()[4:]
+    ones = torch.ones(len(logits), dtype=torch.float64)
+    laws = (ones, torch.full((len(logits),), num_best), ones * 0.8, num_best)
+    expected = keep_top(logits, *laws)
+    for found in on_every_rank(lambda own, parts: top_candidates(own, num_best, parts), logits):
+        kept = keep_top(found, *laws)
+        assert torch.equal(kept, expected)
+        assert torch.equal(found[kept], logits[kept])
+
+
+def test_candidates_of_a_broken_row_show_that_it_is_broken(on_every_rank) -> None:
+    logits = rows()[:3]
+    for found in on_every_rank(lambda own, parts: top_candidates(own, 1, parts), logits):
+        expected = torch.isfinite(logits.amax(dim=-1))
+        assert torch.equal(torch.isfinite(found.amax(dim=-1)), expected)
+
+
+def test_whole_of_parts_is_the_whole(on_every_rank) -> None:
+    logits = rows()[4:]
+    assert all(torch.equal(found, logits) for found in on_every_rank(whole_of, logits))
+    assert whole_of(logits, None) is logits
+
+
+@pytest.mark.gpu
+def test_ranks_on_a_gpu_agree_with_the_cpu(on_every_rank) -> None:
+    logits, finite = rows().cuda(), rows()[4:].cuda()
+    for index, _ in on_every_rank(best_of, logits):
+        assert torch.equal(index.cpu(), rows().argmax(dim=-1))
+    candidates = on_every_rank(lambda own, parts: top_candidates(own, 2, parts), finite)
+    expected = on_every_rank(lambda own, parts: top_candidates(own, 2, parts), finite.cpu())
+    for found, wanted in zip(candidates, expected, strict=True):
+        assert torch.equal(found.cpu(), wanted)
