@@ -66,7 +66,7 @@ def validate(config: TrainConfig | EvalConfig) -> None:
 
 
 def _fp8_faults(config: TrainConfig | EvalConfig) -> Iterator[str]:
-    """Keys that want weights in the arithmetic of the rows, or a target in parts."""
+    """Keys that want weights in the arithmetic of the rows, or layers in parts."""
     condition, model = "model.keep_fp8=true", config.model
     for key, value in {"tp_plan": model.tp_plan, "device_map": model.device_map}.items():
         if value != "none":
@@ -79,8 +79,6 @@ def _fp8_faults(config: TrainConfig | EvalConfig) -> Iterator[str]:
         if config.engine.deterministic:
             yield _must_be_false("engine.deterministic", condition)
         return
-    if config.trainer.shard_target:
-        yield _must_be_false("trainer.shard_target", condition)
     if config.task == "target":
         yield _must_be_false("model.keep_fp8", "task=target, which draws its own weights")
 

@@ -1,5 +1,6 @@
 """Two ranks that split a target decode what one process decodes: real processes over gloo."""
 
+import itertools
 import json
 import os
 import re
@@ -146,8 +147,7 @@ def test_split_checkpoint_decodes_as_whole_one(name: str, models: Path, ranks: l
 def test_layers_spread_over_ranks_are_those_of_whole_target(
     name: str, models: Path, ranks: list[dict]
 ) -> None:
-    how = {"weights": SPLIT[name].get("weights", "stored")} if name in SPLIT else {}
-    target = sharded_cases.load(models / name, **how)
+    target = sharded_cases.load(models / name.partition(" ")[0], **SHARDED.get(name, {}))
     layers = sum(p.numel() for p in target.model.base_model.layers.parameters())
     shared = sum(p.numel() for p in target.model.parameters()) - layers
     for rank in ranks:
@@ -158,24 +158,31 @@ def test_layers_spread_over_ranks_are_those_of_whole_target(
         assert found["kept"] == found["held"], "a layer keeps nothing of what it gathered"
 
 
-@pytest.mark.parametrize("name", ["lab_tiny", "index", "fp8"])
-@pytest.mark.parametrize("way", READ_WHOLE)
-def test_rank_reads_its_slices_alone(way: str, name: str, models: Path, ranks: list[dict]) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *itertools.product(["lab_tiny", "index", "fp8"], READ_WHOLE),
+        ("fp8 kept", "sharded"),
+        ("fp8_rows kept", "sharded"),
+    ],
+)
+def test_rank_reads_its_slices_alone(name: str, way: str, models: Path, ranks: list[dict]) -> None:
     sizes: Counter[str] = Counter()
-    for file in (models / name).glob("*.safetensors"):
+    for file in (models / name.partition(" ")[0]).glob("*.safetensors"):
         for key, tensor in load_file(file).items():
             sizes[of_all_experts(key)] += tensor.numel()
     reads = [Counter(), Counter()]
     for rank, read in zip(ranks, reads, strict=True):
         for key, count in rank[f"{name} {way}"]["read"].items():
             read[of_all_experts(key)] += count
-        assert all(read[key] <= size for key, size in sizes.items()), "no number is read twice"
-        layers = {key for key, size in sizes.items() if read[key] == size and ".layers." in key}
-        scales = {key for key in layers if key.endswith("_scale_inv")}  # a number for each block
-        assert {key.split(".", 3)[3] for key in layers - scales} <= READ_WHOLE[way]
+        scales = {key for key in sizes if "_scale" in key}  # a number for each block or row
+        numbers = {key: size for key, size in sizes.items() if key not in scales}
+        assert all(read[key] <= size for key, size in numbers.items()), "no number is read twice"
+        layers = {key for key, size in numbers.items() if read[key] == size and ".layers." in key}
+        assert {key.split(".", 3)[3] for key in layers} <= READ_WHOLE[way]
         assert all(
             2 * read[key] == size
-            for key, size in sizes.items()
+            for key, size in numbers.items()
             if key not in layers and "layers" in key
         )
     assert all(sum(read[key] for read in reads) >= size for key, size in sizes.items())

@@ -47,7 +47,17 @@ SPLIT: dict[str, dict] = {
     "random-tied": {"tp_plan": "tensor", "weights": "random"},
     "random-experts": {"tp_plan": "experts", "weights": "random"},
 }
-SHARDED = ("lab_tiny", "index", "fp8", "random", "random-tied")
+# Name -> how it is loaded with its layers spread over ranks; of a folder, what it stores as FP8.
+SHARDED: dict[str, dict] = {
+    "lab_tiny": {},
+    "index": {},
+    "fp8": {},
+    "fp8 kept": {"weights": "stored_fp8"},
+    "fp8_rows kept": {"weights": "stored_fp8"},
+    "fp8 drawn": {"weights": "random_fp8"},
+    "random": {"weights": "random"},
+    "random-tied": {"weights": "random"},
+}
 FAMILIES = ("ernie4_5_moe", "mimo_v2", "minimax_m2", "glm4_moe_lite", "qwen3_next")
 # Checkpoint -> the change to it, and what the rank that meets the fault says; the other rank's
 # files are whole.
@@ -65,8 +75,9 @@ def write_checkpoints(folder: Path) -> None:
     shutil.copytree(LAB_TINY, folder / "lab_tiny")
     _save(folder / "index", max_shard_size="100KB")
     # 48 rows are a block and a half: the second rank's begin inside one.
-    _save(folder / "fp8", intermediate_size=96, moe_intermediate_size=40)
-    quantise(folder / "fp8")
+    for name, layout in (("fp8", "blocks"), ("fp8_rows", "rows")):
+        _save(folder / name, intermediate_size=96, moe_intermediate_size=40)
+        quantise(folder / name, layout=layout)
     for name, changes in (("", {}), ("-tied", {"tie_word_embeddings": True}), ("-experts", {})):
         _save(folder / f"random{name}", **changes)
         (folder / f"random{name}" / "model.safetensors").unlink()
@@ -115,14 +126,14 @@ def load_split(folder: Path) -> dict[str, object]:
         with counting_reads() as counts:
             target = load(folder / name, **how)
         found[f"{name} split"] = facts_of(target, counts) | {"texts": decode(target)}
-    for name in (*SHARDED, *FAMILIES):
+    for name, how in (SHARDED | dict.fromkeys(FAMILIES, {})).items():
+        path = folder / name.partition(" ")[0]
         with counting_reads() as counts:
-            how = {"weights": SPLIT[name].get("weights", "stored")} if name in SPLIT else {}
-            target = load(folder / name, layers="sharded", **how)
+            target = load(path, layers="sharded", **how)
         found[f"{name} sharded"] = facts_of(target, counts) | {
             "hidden": hidden_of(target),
             "kept": sum(local.numel() for local in locals_of(target)),
-            "gaps": gaps(target, load(folder / name, **how)),
+            "gaps": gaps(target, load(path, **how)),
         }
     found["evaluated"] = evaluate(folder, "only_config", "texts", "model.tp_plan=tensor")
     return found

@@ -205,7 +205,16 @@ def _make_whole(embedding: nn.Embedding) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be split; every rank must call."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.dtype.itemsize > 1:
+        return tensor.full_tensor()
+    # Bytes: not every way to gather knows FP8.
+    parts, shape, stride = tensor.to_local().view(torch.uint8), tensor.shape, tensor.stride()
+    mesh, places = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(parts, mesh, places, shape=shape, stride=stride).full_tensor().view(
+        tensor.dtype
+    )
 
 
 def stays_split(tensor: Tensor) -> bool:
