@@ -35,6 +35,7 @@ from mtp_research.training.checkpoint import (
 from mtp_research.training.losses.losses import batch_labels, label_counts
 from mtp_research.training.optim import cosine_learning_rate, merged_tensors
 from mtp_research.training.packed_rows import row_indices
+from mtp_research.training.parallel.peers import watched_peers
 from mtp_research.training.setup import (
     RunParts,
     build_run,
@@ -90,7 +91,7 @@ def train_heads(
     output_dir = Path(broadcast_object_list([str(output_dir)])[0])
     if is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
-    with StopRequest() as stop:
+    with StopRequest() as stop, watched_peers(accelerator):
         run = TrainingRun(config, output_dir=output_dir, accelerator=accelerator, stop=stop)
         if is_main:
             clear_leftovers(output_dir)

@@ -202,10 +202,16 @@ def test_fault_of_one_rank_ends_both(fault: str, ranks: list[dict]) -> None:
     assert max(met[1], other[1]) < 30
 
 
+def test_entries_end_alike_on_all_ranks_and_training_writes_nothing(
+    models: Path, ranks: list[dict]
+) -> None:
+    assert [rank["exit_codes"] for rank in ranks] == [[IntegrityError.exit_code] * 2] * 2
+    assert [path.name for path in (models / "refused_training").rglob("*")] == [".lock"]
+
+
 def test_eval_of_random_weights_on_two_ranks_is_that_of_one(
     models: Path, ranks: list[dict]
 ) -> None:
-    assert [rank["exit_code"] for rank in ranks] == [IntegrityError.exit_code] * 2
     assert [rank["evaluated"] for rank in ranks] == [0, 0]
     assert sharded_cases.evaluate(models, "only_config", "alone") == 0
     alone, split = ((models / name / "generations.jsonl") for name in ("alone", "texts"))

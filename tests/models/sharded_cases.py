@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mtp_research.__main__ import run_evaluation
+from mtp_research.__main__ import run_evaluation, run_training
 from mtp_research.app.cli import run_entry
-from mtp_research.config.schema import EngineConfig, EvalConfig
+from mtp_research.config.schema import EngineConfig, EvalConfig, TrainConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
@@ -121,12 +121,16 @@ def load_split(folder: Path) -> dict[str, object]:
         with pytest.raises(IntegrityError) as fault:
             load_target(folder / f"{name}_{rank}", device="cpu", tp_plan="tensor")
         found["faults"][name] = [str(fault.value), time.perf_counter() - start]
-    found["exit_code"] = evaluate(folder, f"truncated_{rank}", "refused", "model.tp_plan=tensor")
+    damaged = folder / f"truncated_{rank}"
+    found["exit_codes"] = [
+        evaluate(folder, damaged.name, "refused", "model.tp_plan=tensor"),
+        train(damaged, folder / "refused_training"),
+    ]
     for name, how in SPLIT.items():
         with counting_reads() as counts:
             target = load(folder / name, **how)
         found[f"{name} split"] = facts_of(target, counts) | {"texts": decode(target)}
-    for name, how in (SHARDED | dict.fromkeys(FAMILIES, {})).items():
+    for name, how in (SHARDED | {key: {} for key in FAMILIES}).items():
         path = folder / name.partition(" ")[0]
         with counting_reads() as counts:
             target = load(path, layers="sharded", **how)
@@ -164,6 +168,13 @@ def evaluate(folder: Path, model: str, output: str, *words: str) -> int:
     shape = ["model.device=cpu", "sampling.max_new_tokens=4"]
     stored = ["model.weights=stored"] if model.startswith("truncated") else []
     return run_entry(EvalConfig, run_evaluation, argv=[*EVAL, *shape, *paths, *stored, *words])
+
+
+def train(model: Path, output: Path) -> int:
+    """Exit code of train.py with layers spread over the ranks, run in this process."""
+    words = ["trainer.shard_target=true", "model.device=cpu", f"output_dir={output}"]
+    argv = [*words, f"model.path={model}", "model.family=glm4_moe", "head=shared_n1"]
+    return run_entry(TrainConfig, run_training, argv=argv)
 
 
 def locals_of(target: Target) -> list[Tensor]:

@@ -4,9 +4,11 @@ import dataclasses
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from mtp_research.config.schema import ModelConfig, TrainConfig
@@ -15,23 +17,26 @@ from mtp_research.models.rewrites.products import MergedLinear
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.loop import train_heads
 from mtp_research.training.parallel.parallel import prepare_target
+from tests.models.test_loading import quantise
 from tests.ranks import run_ranks
+from tests.tiny import tiny_target
 from tests.training.tiny import save_lab, trainable_heads
 
 # AdamW divides by the root of the second moment, so a rounding difference in a gradient near zero
 # is one of the size of the learning rate times that rounding: 2e-3 and float32. The largest gap of
 # a mode was 1.2e-5 to 2.7e-5, by the processor; a step moves weights by up to 2e-3.
 TOLERANCE = 5e-5
+LOSS_TOLERANCE = 1e-5  # relative, of the loss of every step
 # Resumed under another number of ranks: the global batch is the same, so the rows are too.
 DRIFT = ["world_size", "trainer.batch_size", "trainer.parallel"]
 
 
-def read_config(folder: Path, **trainer: object) -> TrainConfig:
-    """The configuration that `write_lab` left, with trainer keys changed."""
+def read_config(folder: Path, *, model: Mapping[str, object], **trainer: object) -> TrainConfig:
+    """The configuration that the fixture left, with keys of `model` and `trainer` changed."""
     saved = json.loads((folder / "config.json").read_text())
     keys = saved["trainer"] | trainer
     return TrainConfig(
-        model=ModelConfig(**saved["model"]),
+        model=ModelConfig(**saved["model"] | model),
         data=DataConfig(**saved["data"]),
         trainer=TrainerConfig(**keys),
     )
@@ -39,7 +44,10 @@ def read_config(folder: Path, **trainer: object) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a target, its answers, and a run of one rank: two micro-batches of 4 rows."""
+    """A folder with a target, its answers, and a run of one rank: two micro-batches of 4 rows.
+
+    Beside them a target with experts that is stored as FP8, and a run of one rank on it.
+    """
     folder = tmp_path_factory.mktemp("lab")
     config = save_lab(folder)
     config.trainer = dataclasses.replace(
@@ -49,14 +57,24 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fields["model"].pop("pretrain")
     (folder / "config.json").write_text(json.dumps(fields))
     train_heads(config, folder / "one")
+    experts = tiny_target("glm4_moe", dtype=torch.float32, moe_intermediate_size=40)
+    experts.model.save_pretrained(folder / "fp8")
+    quantise(folder / "fp8")
+    train_heads(read_config(folder, model=fp8(folder)), folder / "one_fp8")
     return folder
+
+
+def fp8(folder: Path) -> dict[str, object]:
+    """Keys of the target that stays FP8."""
+    return {"path": str(folder / "fp8"), "family": "glm4_moe", "keep_fp8": True}
 
 
 def train_rank(folder: str, runs: str) -> None:
     """The work of one rank: each of `runs` (JSON, name -> trainer keys), one after the other."""
     for name, keys in json.loads(runs).items():
         sys.stderr.write(f"training {name}\n")
-        train_heads(read_config(Path(folder), **keys), Path(folder) / name)
+        model = fp8(Path(folder)) if name.endswith("-fp8") else {}
+        train_heads(read_config(Path(folder), model=model, **keys), Path(folder) / name)
 
 
 def largest_gap(folder: Path, other: Path) -> float:
@@ -69,10 +87,21 @@ def largest_gap(folder: Path, other: Path) -> float:
     return max(gaps)
 
 
+def loss_curve(folder: Path) -> dict[int, float]:
+    """Training loss by step."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+
+
 def check(lab: Path, *names: str) -> None:
     for name in names:
-        gap = largest_gap(lab / name / "step_000006", lab / "one" / "step_000006")
+        alone = lab / ("one_fp8" if name.endswith("-fp8") else "one")
+        gap = largest_gap(lab / name / "step_000006", alone / "step_000006")
         assert gap < TOLERANCE, name
+        losses = loss_curve(lab / name)
+        expected = {step: loss for step, loss in loss_curve(alone).items() if step in losses}
+        assert losses == pytest.approx(expected, rel=LOSS_TOLERANCE), name
+        assert max(losses) == 6
     moved = largest_gap(lab / "one" / "step_000003", lab / "one" / "step_000006")
     assert moved > 100 * TOLERANCE, "a step must move the weights by far more than the tolerance"
 
@@ -83,17 +112,19 @@ def test_two_ranks_equal_one(lab: Path) -> None:
     # One rank's checkpoint goes on as shards on two.
     resumed = {"resume": step, "allow_drift": DRIFT}
     runs: dict[str, dict] = {
-        "ddp": {},
+        "ddp": {"shard_target": True},
         "fsdp2": {"activation_checkpointing": True, "shard_target": True},
         "fsdp2-resumed": resumed,
+        "fsdp2-fp8": {"shard_target": True},
     }
     if importlib.util.find_spec("deepspeed"):
         file = lab / "deepspeed.json"  # a user's own: many small buckets, the rest left to us
         zero = {"stage": "auto", "reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
         file.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": zero}))
-        runs |= {"zero1": {}, "zero2": {"deepspeed_config": str(file)}, "zero3": {}}
-        runs |= {"zero2-resumed": resumed, "zero3-resumed": resumed}
-    modes = {name: name.removesuffix("-resumed") for name in runs}
+        runs |= {"zero1": {}, "zero2": {"deepspeed_config": str(file), "shard_target": True}}
+        runs |= {"zero3": {"shard_target": True}, "zero3-resumed": resumed}
+        runs |= {"zero2-resumed": resumed, "zero2-fp8": {"shard_target": True}}
+    modes = {name: name.partition("-")[0] for name in runs}
     runs = {name: {"batch_size": 2, "parallel": modes[name]} | runs[name] for name in runs}
     run_ranks(__name__, "train_rank", str(lab), json.dumps(runs))
     check(lab, *runs)
@@ -106,14 +137,14 @@ def test_two_ranks_equal_one(lab: Path) -> None:
 )
 def test_sharding_over_one_rank_is_refused(lab: Path, tmp_path: Path, keys: dict) -> None:
     with pytest.raises(ConfigError, match="trainer"):
-        train_heads(read_config(lab, **keys), tmp_path)
+        train_heads(read_config(lab, model={}, **keys), tmp_path)
 
 
 def test_resuming_on_another_number_of_ranks_is_refused_unless_allowed(lab: Path) -> None:
     record = lab / "one" / "step_000003" / "state.json"
     assert json.loads(record.read_text())["settings"]["world_size"] == 1
     with pytest.raises(ConfigError, match="allow_drift"):
-        train_heads(read_config(lab, batch_size=2), lab / "one")
+        train_heads(read_config(lab, model={}, batch_size=2), lab / "one")
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

@@ -212,9 +212,8 @@ def whole(tensor: Tensor) -> Tensor:
     # Bytes: not every way to gather knows FP8.
     parts, shape, stride = tensor.to_local().view(torch.uint8), tensor.shape, tensor.stride()
     mesh, places = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(parts, mesh, places, shape=shape, stride=stride).full_tensor().view(
-        tensor.dtype
-    )
+    split = DTensor.from_local(parts, mesh, places, shape=shape, stride=stride)
+    return split.full_tensor().view(tensor.dtype)
 
 
 def stays_split(tensor: Tensor) -> bool:
