@@ -51,7 +51,6 @@ from mtp_research.kernels.bench.bench_runner import describe_machine, drain, tim
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mtp_research.bench.planned import flops_per_token
 from mtp_research.bench.shapes import SHAPES
 from mtp_research.config.schema import ModelConfig, TrainConfig
 from mtp_research.config.training_schema import DataConfig, HeadConfig, TrainerConfig
@@ -66,6 +65,7 @@ from mtp_research.training.losses.loss_terms import loss_spec
 from mtp_research.training.packed_rows import TrainingRows
 from mtp_research.training.parallel.parallel import make_engine, prepare_target
 from mtp_research.training.setup import RunParts, build_heads
+from mtp_research.training.step_costs import StepCosts, flops_per_token, product_tflops
 from mtp_research.training.tracking import FigureQueue, StopRequest
 from mtp_research.training.unroll import UNROLLS
 
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure each shape; one table and one JSON file."""
     args = _parse(argv)
     ranks = Accelerator(cpu=not torch.cuda.is_available())
-    ceiling = matmul_tflops(ranks.device)
+    ceiling = product_tflops(ranks.device)
     machine = describe_machine()
     print(f"device {machine['device']}  bf16 product {ceiling:.1f} TFLOP/s")
     results = []
@@ -418,7 +418,8 @@ def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> RunPart
         checks_cache=False,
     )
     assert rows.keeps_hidden == kept, "the rows do not fit in CACHE_BYTES"
-    return RunParts(heads, engine, documents, rows, rows, unroll_spec=spec, settings={}, loaded="")
+    costs = StepCosts(ranks.device, num_ranks=ranks.num_processes)
+    return RunParts(heads, engine, documents, rows, rows, spec, {}, "", costs)
 
 
 def made_up_documents(shape: Shape) -> list[EncodedDocument]:
@@ -437,15 +438,6 @@ def made_up_documents(shape: Shape) -> list[EncodedDocument]:
             mask = (False, *[True] * (size - 1))
             found.append(EncodedDocument(f"{index}-{part}", "synthetic", tuple(tokens), mask))
     return found
-
-
-def matmul_tflops(device: torch.device, *, size: int = 8192, repeats: int = 10) -> float:
-    """Median rate of a bf16 `size`^3 product, random data: what MFU is measured against."""
-    if device.type != "cuda":
-        size = 256
-    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    times = [time_of(lambda: left @ right, device) for _ in range(repeats + 3)][3:]
-    return 2 * size**3 / float(np.median(times)) / 1e12
 
 
 def time_of(call: Callable[[], object], device: torch.device) -> float:

@@ -23,7 +23,7 @@ from mtp_research.bench.planned import GPUS, DecodeMemory, Gpu, TrainMemory, num
 from mtp_research.bench.shapes import Sizes, sizes_only
 from mtp_research.config.ranges import nearest
 from mtp_research.config.schema import EngineConfig, EvalConfig, TrainConfig
-from mtp_research.config.training_schema import TrainerConfig, parse_loss
+from mtp_research.config.training_schema import TrainerConfig, has_teacher
 from mtp_research.data.hidden_cache import cached_bytes_per_token
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.init import freeze_parts
@@ -34,6 +34,7 @@ from mtp_research.runtime.errors import ConfigError, EnvironmentFault, Integrity
 from mtp_research.runtime.provenance import write_error
 from mtp_research.training.optim import add_lora
 from mtp_research.training.setup import depths_of, needs_layers
+from mtp_research.training.step_costs import flops_per_token
 
 GIB = 1 << 30
 BATCHES = (1, 32)
@@ -403,11 +404,11 @@ def _training_fixes(setup: Setup, heads: MTPHeads) -> Iterator[Line]:
 def _training_times(setup: Setup, heads: MTPHeads) -> Iterator[Line]:
     config, gpu, count = setup.training, setup.gpu, setup.num_gpus
     trainer, seq_len = config.trainer, config.data.seq_len
-    parts = planned.flops_per_token(
+    parts = flops_per_token(
         heads,
         seq_len=seq_len,
         num_depths=depths_of(config),
-        has_teacher=not parse_loss(config.objective.loss).keys() <= {"ce", "hidden"},
+        has_teacher=has_teacher(config.objective.loss),
         runs_target=needs_layers(config) is not None,
     )
     tokens = trainer.batch_size * trainer.gradient_accumulation_steps * seq_len

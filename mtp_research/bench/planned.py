@@ -25,12 +25,11 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.block import layers_like_block
 from mtp_research.models.family import ATTENTION_BLOCK
-from mtp_research.models.loading.placement import EXPERTS_DIM
 from mtp_research.models.recurrent import RecurrentStates
 from mtp_research.models.target import Target
 from mtp_research.training.optim import trained_bytes, trained_parameters
+from mtp_research.training.step_costs import experts_per_token
 
-_TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k")
 _OTHER_ATTENTION = 4.0  # a choice, not a measurement; see the table in docs/recipes.md
 _NUM_GATHERED = 2  # layers of a spread target that are whole: the one that runs and the next
 
@@ -392,51 +391,3 @@ def nearest_training(*, is_compiled: bool, tflop: float) -> MeasuredTraining:
         return abs(math.log(row.tflops * row.step_ms / 1e3 / tflop))
 
     return min((row for row in MEASURED_TRAINING if row.is_compiled == is_compiled), key=distance)
-
-
-def flops_per_token(
-    heads: MTPHeads, *, seq_len: int, num_depths: int, has_teacher: bool, runs_target: bool = True
-) -> dict[str, float]:
-    """Useful floating-point operations per token of a training step; recomputation does not count.
-
-    2 N_act for the target, 6 P_act a depth for the modules, 4 D V a depth for lm_head (logits and
-    their way back; it is frozen), 2 D V for the teacher's logits; attention over S / 2 keys.
-
-    Args:
-        heads: the modules and their target.
-        seq_len: S, tokens of a row.
-        num_depths: depths that are trained.
-        has_teacher: the loss reads the target's own logits.
-        runs_target: its hidden states are computed in the step, not read.
-    """
-    target, config = heads.target, heads.target.config
-    hidden, vocab = config.hidden_size, config.vocab_size
-    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    attention = 4 * config.num_attention_heads * head_dim * seq_len / 2  # forward, one layer
-    decoder = cast(nn.ModuleList, target.model.base_model.layers)
-    top_k = experts_per_token(target)
-    layers = active_parameters(decoder, top_k=top_k)
-    modules = active_parameters(heads.mtp_modules, top_k=top_k) / len(heads.mtp_modules)
-    return {
-        "target": 2 * layers + attention * len(decoder) if runs_target else 0.0,
-        "modules": num_depths * (6 * modules + 3 * attention),
-        "lm_head": num_depths * 4 * hidden * vocab,
-        "teacher": 2 * hidden * vocab if has_teacher else 0.0,
-    }
-
-
-def active_parameters(module: nn.Module, *, top_k: int) -> float:
-    """Parameters that one token meets: of the routed experts only those it is sent to."""
-    total = 0.0
-    for name, parameter in module.named_parameters():
-        share = 1.0
-        if ".experts." in name and parameter.ndim == EXPERTS_DIM:
-            share = top_k / parameter.shape[0]
-        total += parameter.numel() * share
-    return total
-
-
-def experts_per_token(target: Target) -> int:
-    """Routed experts that a token is sent to, by any name that families have for it; 0 for none."""
-    found = (getattr(target.config, name, None) for name in _TOP_K_FIELDS)
-    return next(filter(None, found), 0)

@@ -220,3 +220,8 @@ def parse_loss(text: str) -> dict[str, float]:
             )
         weights[name] = weight
     return weights
+
+
+def has_teacher(loss: str) -> bool:
+    """Whether a term of `objective.loss` reads the target's own logits."""
+    return not parse_loss(loss).keys() <= {"ce", "hidden"}

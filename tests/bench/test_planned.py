@@ -18,7 +18,6 @@ from mtp_research.bench.planned import (
     TWO_GPUS,
     MeasuredTraining,
     decode_memory,
-    flops_per_token,
     nearest_step,
     num_bytes,
     num_parameters,
@@ -34,6 +33,7 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.target import Target, load_target
 from mtp_research.runtime.errors import ConfigError
+from mtp_research.training.step_costs import flops_per_token
 from tests.recipes import RECIPES, RECURRENT_RECIPES
 from tests.tiny import tiny_heads, tiny_target
 
