@@ -31,7 +31,8 @@ from mtp_research.training.optim import trained_bytes, trained_parameters
 from mtp_research.training.step_costs import experts_per_token
 
 _OTHER_ATTENTION = 4.0  # a choice, not a measurement; see the table in docs/recipes.md
-_NUM_GATHERED = 2  # layers of a spread target that are whole: the one that runs and the next
+# Layers of a spread target that are whole: the one that runs, and two on their way.
+_NUM_GATHERED = 3
 
 
 class Gpu(NamedTuple):
@@ -283,7 +284,13 @@ class TrainMemory(NamedTuple):
     weights: float
     gradients: float
     optimizer: float
+    gathered: float  # whole for a while, of what ranks share
     activations: float
+
+    @property
+    def at_rest(self) -> float:
+        """What an update holds at once, whatever the micro-batch is."""
+        return self.target + self.weights + self.gradients + self.optimizer
 
     @property
     def needed(self) -> float:
@@ -299,6 +306,9 @@ _SPREAD = {
     "zero3": (True, True, True),
     "fsdp2": (True, True, True),
 }
+# Bytes a parameter of one module that is whole on a rank, by the steps of these libraries: weights
+# and gradients in half precision, and FSDP2's float32 buffer of the reduction.
+_WHOLE_BYTES = {"ddp": 0, "zero1": 0, "zero2": 2, "zero3": 4, "fsdp2": 8}
 
 
 def training_memory(
@@ -310,7 +320,7 @@ def training_memory(
     is_cached: bool,
     starts_from_layer: bool,
 ) -> TrainMemory:
-    """What a GPU holds; buffers of communication are not counted.
+    """What a GPU holds; DeepSpeed's buckets of communication are not counted.
 
     Args:
         heads: modules as they are trained, on the whole target.
@@ -322,25 +332,31 @@ def training_memory(
     """
     target = heads.target
     layers = list(cast(nn.ModuleList, target.model.base_model.layers))
-    own = num_bytes(target.model) - num_bytes(*layers)
+    own, gathered = num_bytes(target.model) - num_bytes(*layers), 0.0
     if is_cached:
         alike = layers_like_block(target.model, target.family) if starts_from_layer else []
         held = num_bytes(*(layers[number] for number in alike))
     elif trainer.shard_target and num_gpus > 1:
-        held = num_bytes(*layers) / num_gpus + _NUM_GATHERED * max(map(num_bytes, layers))
+        held = num_bytes(*layers) / num_gpus
+        gathered = _NUM_GATHERED * max(map(num_bytes, layers))
     else:
         held = num_bytes(*layers)
     per = trained_bytes(target.dtype)
     count = sum(p.numel() for p in trained_parameters(heads).values())
-    sizes = (num_bytes(heads), count * per.gradients, count * per.optimizer)
+    sizes = [num_bytes(heads), count * per.gradients, count * per.optimizer]
+    if trainer.parallel == "fsdp2":  # its masters are the weights, and gradients are float32 alone
+        sizes[:2] = [0, count * (per.gradients - per.weights)]
     spread = _SPREAD[trainer.parallel]
     kept = (
         size / num_gpus if is_spread else size
         for size, is_spread in zip(sizes, spread, strict=True)
     )
+    if num_gpus > 1:  # modules are whole at other times than layers
+        largest = max(map(num_parameters, heads.mtp_modules))
+        gathered = max(gathered, _WHOLE_BYTES[trainer.parallel] * largest)
     values = num_rows * values_per_row(trainer.compile) if num_rows else 0.0
     activations = values * target.config.hidden_size * target.dtype.itemsize
-    return TrainMemory(own + held, *kept, activations=activations)
+    return TrainMemory(own + held, *kept, gathered=gathered, activations=activations)
 
 
 @functools.cache  # it builds a model

@@ -216,11 +216,17 @@ def test_memory_of_a_training_by_spread() -> None:
     assert planned_for("ddp") == alone
     assert planned_for("zero1")[1:4] == (2 * count, 6 * count, 6 * count)
     assert planned_for("zero2")[1:4] == (2 * count, 3 * count, 6 * count)
-    assert planned_for("zero3")[1:4] == planned_for("fsdp2")[1:4] == (count, 3 * count, 6 * count)
+    assert planned_for("zero3")[1:4] == (count, 3 * count, 6 * count)
+    assert planned_for("fsdp2")[1:4] == (0, 2 * count, 6 * count)  # the masters are the weights
+    module = num_parameters(heads.mtp_modules[0])
+    assert planned_for("fsdp2").gathered == 8 * module
+    assert planned_for("zero2").gathered == 2 * module
+    assert alone.gathered == planned_for("fsdp2", 1).gathered == 0
     layers = heads.target.model.base_model.layers
     spread, whole = planned_for("ddp", 4, shard_target=True), num_bytes(layers)
     largest = max(num_bytes(layer) for layer in layers)
-    assert spread.target == pytest.approx(alone.target - whole + whole / 4 + 2 * largest)
+    assert spread.target == pytest.approx(alone.target - whole + whole / 4)
+    assert spread.gathered == 3 * largest
     heads.mtp_modules[0].requires_grad_(False)
     frozen = planned_for("ddp", 1)
     assert frozen.weights == alone.weights
