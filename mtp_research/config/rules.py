@@ -28,6 +28,7 @@ from mtp_research.config.schema import (
 from mtp_research.config.training_schema import (
     MAX_SPECULATIVE_TOKENS,
     HeadConfig,
+    LauncherConfig,
     ObjectiveConfig,
     PretrainConfig,
     TrainerConfig,
@@ -88,6 +89,11 @@ def _must_be_false(key: str, condition: str, fix: str | None = None) -> str:
 
 
 def _train_faults(config: TrainConfig) -> Iterator[str]:
+    if config.launcher.kind == "local":
+        for name, value in vars(config.launcher).items():
+            if value != (default := getattr(LauncherConfig, name)):
+                key, expected = f"launcher.{name}", f"must be {default} for launcher.kind=local"
+                yield rule_line(key, expected, value, "launcher=slurm")
     if config.task in ("cache", "target") and config.logger.wandb != "disabled":
         expected = f"must be disabled for task={config.task}, which logs to its run folder only"
         yield rule_line("logger.wandb", expected, config.logger.wandb, "logger=none")
