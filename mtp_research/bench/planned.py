@@ -347,13 +347,13 @@ def training_memory(
     if trainer.parallel == "fsdp2":  # its masters are the weights, and gradients are float32 alone
         sizes[:2] = [0, count * (per.gradients - per.weights)]
     spread = _SPREAD[trainer.parallel]
-    kept = (
+    kept = [
         size / num_gpus if is_spread else size
         for size, is_spread in zip(sizes, spread, strict=True)
-    )
-    if num_gpus > 1:  # modules are whole at other times than layers
+    ]
+    if num_gpus > 1:  # modules are whole at other times than layers, which meet no gradients
         largest = max(map(num_parameters, heads.mtp_modules))
-        gathered = max(gathered, _WHOLE_BYTES[trainer.parallel] * largest)
+        gathered = max(gathered - kept[1], _WHOLE_BYTES[trainer.parallel] * largest)
     values = num_rows * values_per_row(trainer.compile) if num_rows else 0.0
     activations = values * target.config.hidden_size * target.dtype.itemsize
     return TrainMemory(own + held, *kept, gathered=gathered, activations=activations)

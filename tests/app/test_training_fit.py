@@ -54,7 +54,8 @@ def test_three_modules_need_more_than_two_cards_whatever_is_split(
     ("words", "num_gpus", "warns"),
     [
         (["head=shared_n1", SPLIT, "trainer=fsdp2", "trainer.batch_size=4"], 2, False),
-        (["head=shared_n1", SPLIT, "trainer=zero2", "trainer.batch_size=8"], 2, True),
+        (["head=shared_n1", SPLIT, "trainer=fsdp2", "trainer.batch_size=16"], 2, True),
+        (["head=shared_n1", SPLIT, "trainer=zero2", "trainer.batch_size=16"], 2, False),
         (["model.keep_fp8=true", SPLIT, "trainer=fsdp2"], 2, False),
         (["data.hidden_cache=x", "trainer=fsdp2"], 2, False),
         (["head=shared_n1", "data.hidden_cache=x", "trainer=ddp"], 1, False),

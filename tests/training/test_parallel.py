@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from mtp_research.config.schema import ModelConfig, TrainConfig
 from mtp_research.config.training_schema import DataConfig, TrainerConfig
 from mtp_research.models.rewrites.products import MergedLinear
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.loop import train_heads
+from mtp_research.training.losses.losses import HeadObjective
 from mtp_research.training.parallel.parallel import prepare_target
 from tests.models.test_loading import quantise
 from tests.ranks import run_ranks
@@ -74,7 +76,22 @@ def train_rank(folder: str, runs: str) -> None:
     for name, keys in json.loads(runs).items():
         sys.stderr.write(f"training {name}\n")
         model = fp8(Path(folder)) if name.endswith("-fp8") else {}
-        train_heads(read_config(Path(folder), model=model, **keys), Path(folder) / name)
+        with pytest.MonkeyPatch.context() as patch:
+            if keys["parallel"] == "fsdp2":
+                watch_forward(patch)
+            train_heads(read_config(Path(folder), model=model, **keys), Path(folder) / name)
+
+
+def watch_forward(patch: pytest.MonkeyPatch) -> None:
+    """Fail where a rank still holds whole weights of a module behind the forward pass."""
+    forward = HeadObjective.forward
+
+    def checked(objective: HeadObjective, *batch: object) -> object:
+        found = forward(objective, *batch)
+        assert all(isinstance(p, DTensor) for p in objective.heads.mtp_modules.parameters())
+        return found
+
+    patch.setattr(HeadObjective, "forward", checked)
 
 
 def largest_gap(folder: Path, other: Path) -> float:
