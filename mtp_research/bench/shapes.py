@@ -18,6 +18,7 @@ from mtp_research.models.fp8_layers import keep_fp8
 from mtp_research.models.loading.gguf import unpacked
 from mtp_research.models.loading.kept_fp8 import random_blocks
 from mtp_research.models.loading.load_weights import loading, read_config
+from mtp_research.models.loading.parts import Layers
 from mtp_research.models.loading.placement import split_sizes
 from mtp_research.models.loading.source import CONFIG_FILE, local_file
 from mtp_research.models.target import Target, load_target, wrap_target
@@ -121,26 +122,29 @@ SHAPES: dict[str, Shape] = {
 
 
 def random_target(
-    name: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0, experts: str = "auto"
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    experts: str = "auto",
+    layers: Layers = "all",
 ) -> Target:
     """A target of shape `name` with random weights, initialised where it lives.
 
-    One in FP8 is drawn as `model.weights=random` draws it, so that it never exists otherwise.
+    One in FP8, or whose layers are `sharded` over ranks, is drawn as `model.weights=random` draws
+    it, so that it never exists otherwise.
     """
     shape = SHAPES[name]
-    if "quantization_config" in shape.arguments:
-        return _random_fp8_target(name, dtype=dtype, device=device, experts=experts)
-    with torch.random.fork_rng(), torch.device(device):
-        torch.manual_seed(seed)
-        config = AutoConfig.for_model(shape.model_type, **shape.arguments)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    return wrap_target(model, path=f"random:{name}", experts=experts)
-
-
-def _random_fp8_target(
-    name: str, *, dtype: torch.dtype, device: torch.device, experts: str
-) -> Target:
-    config = AutoConfig.for_model(SHAPES[name].model_type, **SHAPES[name].arguments)
+    config = AutoConfig.for_model(shape.model_type, **shape.arguments)
+    is_fp8 = "quantization_config" in shape.arguments
+    if not is_fp8 and layers == "all":
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="eager"
+            )
+        return wrap_target(model, path=f"random:{name}", experts=experts)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         found = load_target(
@@ -148,7 +152,8 @@ def _random_fp8_target(
             dtype=str(dtype).removeprefix("torch."),
             device=device.type,
             experts=experts,
-            weights="random_fp8",
+            weights="random_fp8" if is_fp8 else "random",
+            layers=layers,
         )
     return dataclasses.replace(found, path=f"random:{name}")
 

@@ -131,7 +131,7 @@ class StepCosts:
         """Speed since `start`, and memory of this rank; empty where no step was counted.
 
         `tokens_per_s` is of all ranks, `tflops_per_s` of one, `mfu` a share, `memory_gib` by part:
-        those that were marked, and `transient`, which is the peak above them.
+        those that were marked, and `transient`, the most above them since the process began.
         """
         if not self._num_tokens:
             return {}
@@ -142,10 +142,16 @@ class StepCosts:
         found["tflops_per_s"] = tflops
         if self._product_tflops is not None:
             found["mfu"] = tflops / self._product_tflops
-        if self._device.type == "cuda":
-            parts = self._parts | {"transient": self._peak() - self._held}
-            found["memory_gib"] = {part: size / _GIB for part, size in parts.items()}
+        if memory := self.memory_gib():
+            found["memory_gib"] = memory
         return found
+
+    def memory_gib(self) -> dict[str, float]:
+        """Memory of this rank's GPU by part, see `figures`; empty on a CPU."""
+        if self._device.type != "cuda":
+            return {}
+        parts = self._parts | {"transient": self._peak() - self._held}
+        return {part: size / _GIB for part, size in parts.items()}
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
