@@ -80,16 +80,22 @@ def main() -> int:
     return sum("step_ms" not in row for row in rows)
 
 
-def launch(name: str, args: argparse.Namespace, *, port: int) -> float:
-    """Run one case in its own processes; gives its seconds."""
-    case, started = CASES[name], time.perf_counter()
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS)]
-    words += ["--master-port", str(port), str(ROOT / "tools" / "train_bench.py")]
-    words += ["--out", str(args.out / name), "--models", case.shape, "--losses", "ce"]
+def words_of(name: str, args: argparse.Namespace) -> list[str]:
+    """Words of `train_bench.py` for a case."""
+    case = CASES[name]
+    words = ["--out", str(args.out / name), "--models", case.shape, "--losses", "ce"]
     words += ["--modules", str(case.num_mtp_modules), "--parallel", case.parallel]
     words += ["--batch-size", str(case.batch_size), "--seq-len", str(args.seq_len)]
     words += ["--steps", str(args.steps), "--compile", "no", "--hidden", case.hidden]
-    words += ["--shard-target"] if case.hidden == "live" else []
+    return [*words, "--shard-target"] if case.hidden == "live" else words
+
+
+def launch(name: str, args: argparse.Namespace, *, port: int) -> float:
+    """Run one case in its own processes; gives its seconds."""
+    started = time.perf_counter()
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS)]
+    words += ["--master-port", str(port), str(ROOT / "tools" / "train_bench.py")]
+    words += words_of(name, args)
     # Layers and modules are gathered in turn: without this each keeps what it once had.
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     process = subprocess.Popen([sys.executable, *words], start_new_session=True, env=environment)

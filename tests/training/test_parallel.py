@@ -1,5 +1,6 @@
 """Two ranks give the weights of one: real processes over gloo, each mode in the same pair."""
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -23,6 +24,7 @@ from tests.models.test_loading import quantise
 from tests.ranks import run_ranks
 from tests.tiny import tiny_target
 from tests.training.tiny import save_lab, trainable_heads
+from tools import gpu_split_target, train_bench
 
 # AdamW divides by the root of the second moment, so a rounding difference in a gradient near zero
 # is one of the size of the learning rate times that rounding: 2e-3 and float32. The largest gap of
@@ -30,6 +32,7 @@ from tests.training.tiny import save_lab, trainable_heads
 TOLERANCE = 5e-5
 LOSS_TOLERANCE = 1e-5  # relative, of the loss of every step
 # Resumed under another number of ranks: the global batch is the same, so the rows are too.
+BENCHED = ("tiny_n1", "tiny_fp8_n3") if importlib.util.find_spec("deepspeed") else ()
 DRIFT = ["world_size", "trainer.batch_size", "trainer.parallel"]
 
 
@@ -71,8 +74,14 @@ def fp8(folder: Path) -> dict[str, object]:
     return {"path": str(folder / "fp8"), "family": "glm4_moe", "keep_fp8": True}
 
 
+def work_of_rank(folder: str, runs: str) -> None:
+    """All that a pair of processes is needed for."""
+    train_rank(folder, runs)
+    bench_rank(folder)
+
+
 def train_rank(folder: str, runs: str) -> None:
-    """The work of one rank: each of `runs` (JSON, name -> trainer keys), one after the other."""
+    """Train each of `runs` (JSON, name -> trainer keys), one after the other."""
     for name, keys in json.loads(runs).items():
         sys.stderr.write(f"training {name}\n")
         model = fp8(Path(folder)) if name.endswith("-fp8") else {}
@@ -123,8 +132,20 @@ def check(lab: Path, *names: str) -> None:
     assert moved > 100 * TOLERANCE, "a step must move the weights by far more than the tolerance"
 
 
-@pytest.mark.slow
-def test_two_ranks_equal_one(lab: Path) -> None:
+def bench_rank(folder: str) -> None:
+    """The work of one rank: the tiny cases of the tool that measures a target of 106 B."""
+    for name in BENCHED:
+        words = gpu_split_target.words_of(name, bench_arguments(Path(folder)))
+        train_bench.main(words)
+
+
+def bench_arguments(folder: Path) -> argparse.Namespace:
+    return argparse.Namespace(out=folder / "bench", seq_len=64, steps=1)
+
+
+@pytest.fixture(scope="module")
+def trained(lab: Path) -> list[str]:
+    """Names of the runs of two ranks, each in its folder, and the tool's files."""
     step = str(lab / "one" / "step_000003")
     # One rank's checkpoint goes on as shards on two.
     resumed = {"resume": step, "allow_drift": DRIFT}
@@ -143,8 +164,40 @@ def test_two_ranks_equal_one(lab: Path) -> None:
         runs |= {"zero2-resumed": resumed, "zero2-fp8": {"shard_target": True}}
     modes = {name: name.partition("-")[0] for name in runs}
     runs = {name: {"batch_size": 2, "parallel": modes[name]} | runs[name] for name in runs}
-    run_ranks(__name__, "train_rank", str(lab), json.dumps(runs))
-    check(lab, *runs)
+    run_ranks(__name__, "work_of_rank", str(lab), json.dumps(runs))
+    return list(runs)
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(lab: Path, trained: list[str]) -> None:
+    check(lab, *trained)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize("name", BENCHED)
+def test_bench_of_a_split_target_counts_both_ranks(lab: Path, name: str) -> None:
+    case = gpu_split_target.CASES[name]
+    report = json.loads((lab / "bench" / name / "train_bench.json").read_text())
+    (row,) = report["rows"]
+    assert (row["parallel"], row["ranks"], row["is_sharded"]) == (case.parallel, 2, True)
+    assert row["tokens_per_s"] == pytest.approx(2 * 1e3 * 2 * 64 / row["step_ms"])
+    flops = sum(row["mflop_per_token"].values())
+    assert row["mflop_per_token"]["target"] > 0
+    rate = flops * row["tokens_per_s"] / 2 / 1e6 / report["product_tflops"]
+    assert row["mfu"] == pytest.approx(rate)
+    assert row["loss_last"] < row["loss_first"]
+    assert row["memory_gib"] == {}, "a CPU has no allocator to ask"
+    planned = gpu_split_target.planned(name, bench_arguments(lab))
+    gpu_split_target.show({"case": name, "seconds": 1, "planned_gib": planned} | row)
+    gpu_split_target.show({"case": name, "seconds": 1, "planned_gib": planned})
+
+
+def test_cases_of_two_large_gpus_are_planned_to_fit(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(out=tmp_path, seq_len=256, steps=4)
+    for name in gpu_split_target.SHIPPED:
+        needed = sum(gpu_split_target.planned(name, arguments).values())
+        assert 40 < needed < 139, name
 
 
 @pytest.mark.parametrize(
