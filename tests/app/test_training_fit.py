@@ -71,6 +71,26 @@ def test_ways_that_fit_are_taken(
     assert ("may not fit 2 GPUs of 139.0 GiB: about" in caplog.text) == warns
 
 
+@pytest.mark.parametrize(
+    ("words", "row"),
+    [
+        (["head=shared_n1", SPLIT, "trainer=zero2"], "| N = 1 | bfloat16, split |"),
+        (["head=shared_n1", SPLIT, "trainer=fsdp2"], "| N = 1 | the same |"),
+        (["model.keep_fp8=true", SPLIT, "trainer=fsdp2"], "| N = 3 | FP8, split |"),
+        (["data.hidden_cache=x", "trainer=fsdp2"], "| N = 3 | states from"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_page_shows_what_is_planned(words: list[str], row: str) -> None:
+    config = compose_config(TrainConfig, [*AIR, "trainer.batch_size=4", *words])
+    target = training_fit.sizes_only(config.model, dtype=torch.bfloat16).target
+    heads = training_fit.planned_heads(target, head=config.head)
+    needed = training_fit.memory_of(config, heads, num_gpus=2).needed / GIB
+    page = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf8")
+    (line,) = (line for line in page.splitlines() if line.startswith(row))
+    assert line.endswith(f"| {needed:.0f} |")
+
+
 def test_packed_checkpoint_is_not_judged_by_the_size_of_its_plain_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,16 +7,21 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mtp_research.config.schema import ModelConfig, TrainConfig
 from mtp_research.config.training_schema import DataConfig, TrainerConfig
+from mtp_research.models.loading.parts import cut_layers
+from mtp_research.models.loading.placement import require_gpus
 from mtp_research.models.rewrites.products import MergedLinear
-from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from mtp_research.training.loop import train_heads
 from mtp_research.training.losses.losses import HeadObjective
 from mtp_research.training.parallel.parallel import prepare_target
@@ -208,6 +213,19 @@ def test_cases_of_two_large_gpus_are_planned_to_fit(tmp_path: Path) -> None:
 def test_sharding_over_one_rank_is_refused(lab: Path, tmp_path: Path, keys: dict) -> None:
     with pytest.raises(ConfigError, match="trainer"):
         train_heads(read_config(lab, model={}, **keys), tmp_path)
+
+
+def test_more_ranks_than_experts_are_refused() -> None:
+    mesh = cast(DeviceMesh, SimpleNamespace(size=lambda: 9))
+    with pytest.raises(ConfigError, match="needs no more ranks than experts, got 9 for 8; launch"):
+        cut_layers(tiny_target("glm4_moe").model, mesh=mesh)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(EnvironmentFault, match=r"2 processes and 1 GPUs .*--nproc-per-node 1"):
+        require_gpus(torch.device("cuda"))
 
 
 def test_resuming_on_another_number_of_ranks_is_refused_unless_allowed(lab: Path) -> None:
