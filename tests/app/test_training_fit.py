@@ -11,10 +11,23 @@ from mtp_research.__main__ import run_training
 from mtp_research.app import training_fit
 from mtp_research.app.cli import compose_config, run_entry
 from mtp_research.app.training_fit import GIB, check_memory, require_memory
-from mtp_research.config.schema import TrainConfig
+from mtp_research.bench.shapes import Sizes, sizes_only
+from mtp_research.config.schema import ModelConfig, TrainConfig
 from mtp_research.runtime.errors import ConfigError
 
 H200 = 139 * GIB
+_SIZES: dict[tuple[object, ...], Sizes] = {}  # each takes a third of a second
+
+
+@pytest.fixture(autouse=True)
+def sizes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(model: ModelConfig, *, dtype: torch.dtype) -> Sizes:
+        key = (model.path, model.keep_fp8, dtype)
+        return _SIZES.setdefault(key, _SIZES.get(key) or sizes_only(model, dtype=dtype))
+
+    monkeypatch.setattr(training_fit, "sizes_only", kept)
+
+
 AIR = ["model=glm45_air", "head.init=target_last_layer"]
 SPLIT = "trainer.shard_target=true"
 
