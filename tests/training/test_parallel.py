@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mtp_research.config.schema import ModelConfig, TrainConfig
-from mtp_research.config.training_schema import DataConfig, TrainerConfig
+from mtp_research.config.training_schema import DataConfig, HeadConfig, TrainerConfig
 from mtp_research.models.loading.parts import cut_layers
 from mtp_research.models.loading.placement import require_gpus
 from mtp_research.models.rewrites.products import MergedLinear
@@ -42,12 +42,16 @@ DRIFT = ["world_size", "trainer.batch_size", "trainer.parallel"]
 
 
 def read_config(folder: Path, *, model: Mapping[str, object], **trainer: object) -> TrainConfig:
-    """The configuration that the fixture left, with keys of `model` and `trainer` changed."""
+    """The configuration that the fixture left, with keys of `model` and `trainer` changed.
+
+    With another model there is one module, not three.
+    """
     saved = json.loads((folder / "config.json").read_text())
     keys = saved["trainer"] | trainer
     return TrainConfig(
         model=ModelConfig(**saved["model"] | model),
         data=DataConfig(**saved["data"]),
+        head=HeadConfig(num_mtp_modules=1 if model else 3),
         trainer=TrainerConfig(**keys),
     )
 
@@ -56,7 +60,8 @@ def read_config(folder: Path, *, model: Mapping[str, object], **trainer: object)
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target, its answers, and a run of one rank: two micro-batches of 4 rows.
 
-    Beside them a target with experts that is stored as FP8, and a run of one rank on it.
+    Beside them a target with experts that is stored as FP8, and a run of one rank on it: one module
+    for three depths, so that it is gathered and reduced more than once.
     """
     folder = tmp_path_factory.mktemp("lab")
     config = save_lab(folder)
