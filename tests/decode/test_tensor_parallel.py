@@ -153,6 +153,7 @@ def test_layers_spread_over_ranks_are_those_of_whole_target(
     for rank in ranks:
         found = rank[f"{name} sharded"]
         assert found["gaps"] == []
+        assert found["is_one_tree"], "layers that are roots have a pool of GPU memory each"
         assert found["hidden"] == pytest.approx(sharded_cases.hidden_of(target), abs=1e-5)
         assert found["held"] == pytest.approx(shared + layers / 2, rel=0.02)  # a norm of odd size
         assert found["kept"] == found["held"], "a layer keeps nothing of what it gathered"

@@ -19,6 +19,7 @@ import transformers.modeling_utils
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mtp_research.__main__ import run_evaluation, run_training
@@ -138,6 +139,7 @@ def load_split(folder: Path) -> dict[str, object]:
             "hidden": hidden_of(target),
             "kept": sum(local.numel() for local in locals_of(target)),
             "gaps": gaps(target, load(path, **how)),
+            "is_one_tree": isinstance(target.model.base_model, FSDPModule),
         }
     found["evaluated"] = evaluate(folder, "only_config", "texts", "model.tp_plan=tensor")
     return found

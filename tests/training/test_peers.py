@@ -45,6 +45,7 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> list[peers._Peers]:
     places = [SimpleNamespace(num_processes=NUM_RANKS, process_index=n) for n in range(NUM_RANKS)]
     ranks = [peers._Peers(place) for place in places]
     with socket.create_connection(("127.0.0.1", told[0])) as stranger:
+        stranger.settimeout(5)
         stranger.sendall(b"x" * (peers._TOKEN_BYTES + peers._WORD_BYTES))
         assert stranger.recv(1) == b"", "who does not know the token is not taken for a rank"
     assert len(ranks[0]._connections) == NUM_RANKS

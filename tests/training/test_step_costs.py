@@ -1,14 +1,15 @@
 """Speed and memory of a run, with a clock and an allocator that say what the test wants."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mtp_research.training import step_costs
-from mtp_research.training.loop import train_heads
+from mtp_research.training import loop, step_costs
 from mtp_research.training.step_costs import StepCosts, flops_per_token
 from tests.training.tiny import save_lab, trainable_heads
 
@@ -53,19 +54,32 @@ def test_figures_are_of_the_steps_since_the_start_and_memory_is_by_part(machine:
     assert costs.figures() == {}
 
 
-def test_run_logs_its_speed_without_evaluations_and_checkpoints(tmp_path: Path) -> None:
+def test_run_logs_its_speed_without_evaluations_and_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that only steps, evaluations and checkpoints move: 1 s, 100 s and 1,000 s."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(step_costs, "time", clock)
+    for name, seconds in (
+        *(("accumulate_gradients", 1), ("measure_held_out", 100), ("save_checkpoint", 1000)),
+    ):
+
+        def timed(*values, _do=getattr(loop, name), _seconds=seconds, **named) -> object:
+            clock.now += _seconds
+            return _do(*values, **named)
+
+        monkeypatch.setattr(loop, name, timed)
     config = save_lab(tmp_path, num_documents=24)
-    config.trainer.max_steps, config.trainer.eval_every = 4, 2
-    result = train_heads(config, tmp_path / "run")
-    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    found = {line["step"]: line for line in lines if line["kind"] == "speed"}
-    assert found.keys() == {2, 4}
-    speed = found[4]
-    assert result["speed"] == {"tokens_per_s": speed["tokens_per_s"]} | {
-        "tflops_per_s": speed["tflops_per_s"]
-    }, "a CPU has no allocator to ask, and no rate to compare with"
-    assert speed["tokens_per_s"] > result["train_tokens_per_s"]
+    config.trainer = dataclasses.replace(config.trainer, max_steps=6, eval_every=2, save_every=3)
+    result = loop.train_heads(config, tmp_path / "run")
+    lines = [*map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())]
+    tokens = {line["step"]: line["num_tokens"] for line in lines if line["kind"] == "train"}
+    speeds = {line["step"]: line["tokens_per_s"] for line in lines if line["kind"] == "speed"}
+    assert speeds == {
+        **{2: tokens[2], 3: tokens[3], 4: tokens[4]},
+        6: (tokens[5] + tokens[6]) / 2,
+    }, "the first step warms up"
     heads = trainable_heads(dtype=torch.float32, num_mtp_modules=3)
     parts = flops_per_token(heads, seq_len=64, num_depths=3, has_teacher=False)
-    flops = speed["tflops_per_s"] * 1e12 / speed["tokens_per_s"]
-    assert flops == pytest.approx(parts["modules"] + parts["lm_head"]), "states are kept"
+    rate = speeds[6] * (parts["modules"] + parts["lm_head"]) / 1e12  # states are kept
+    assert result["speed"] == {"tokens_per_s": speeds[6], "tflops_per_s": pytest.approx(rate)}
