@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,15 +60,17 @@ def test_run_logs_its_speed_without_evaluations_and_checkpoints(
     """A clock that only steps, evaluations and checkpoints move: 1 s, 100 s and 1,000 s."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(step_costs, "time", clock)
-    for name, seconds in (
-        *(("accumulate_gradients", 1), ("measure_held_out", 100), ("save_checkpoint", 1000)),
-    ):
 
-        def timed(*values, _do=getattr(loop, name), _seconds=seconds, **named) -> object:
-            clock.now += _seconds
-            return _do(*values, **named)
+    def timed(do: Callable, seconds: int) -> Callable:
+        def run(*values: object, **named: object) -> object:
+            clock.now += seconds
+            return do(*values, **named)
 
-        monkeypatch.setattr(loop, name, timed)
+        return run
+
+    work = {"accumulate_gradients": 1, "measure_held_out": 100, "save_checkpoint": 1000}
+    for name, seconds in work.items():
+        monkeypatch.setattr(loop, name, timed(getattr(loop, name), seconds))
     config = save_lab(tmp_path, num_documents=24)
     config.trainer = dataclasses.replace(config.trainer, max_steps=6, eval_every=2, save_every=3)
     result = loop.train_heads(config, tmp_path / "run")
