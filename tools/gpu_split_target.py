@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
 CASES = {
     "n1_zero2": Case("glm45_air", 1, "zero2", 4),
-    "n1_fsdp2": Case("glm45_air", 1, "fsdp2", 2),
+    "n1_fsdp2": Case("glm45_air", 1, "fsdp2", 4),
     "n3_fp8": Case("glm45_air_fp8_rows", 3, "fsdp2", 16),
     "n3_cached": Case("glm45_air", 3, "fsdp2", 32, "random"),
     "tiny_n1": Case("tiny_experts", 1, "zero2", 2),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtp_research.__main__ import run_training
-from mtp_research.app import training_fit
+from mtp_research.app import api, training_fit
 from mtp_research.app.cli import compose_config, run_entry
 from mtp_research.app.training_fit import GIB, check_memory, require_memory
 from mtp_research.bench.shapes import Sizes, sizes_only
@@ -124,6 +124,9 @@ def test_training_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(training_fit, "resolve_device", lambda device: torch.device("cuda"))
     gpu = SimpleNamespace(total_memory=16 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    with pytest.raises(ConfigError, match="must fit 1 GPU"):
+        api.train_heads(output_dir=tmp_path / "called")
+    assert not (tmp_path / "called").exists()
     argv = ["model.device=cpu", f"output_dir={tmp_path / 'run'}"]
     assert run_entry(TrainConfig, run_training, argv=argv) == ConfigError.exit_code
     message = capsys.readouterr().err
