@@ -94,7 +94,8 @@ def train_rank(folder: str, runs: str) -> None:
     """Train each of `runs` (JSON, name -> trainer keys), one after the other."""
     for name, keys in json.loads(runs).items():
         sys.stderr.write(f"training {name}\n")
-        model = fp8(Path(folder)) if name.endswith("-fp8") else {}
+        model = fp8(Path(folder)) if "-fp8" in name else {}
+        model |= {"device": "cuda"} if name.endswith("-gpu") else {}
         with pytest.MonkeyPatch.context() as patch:
             if keys["parallel"] == "fsdp2":
                 watch_forward(patch)
@@ -200,6 +201,18 @@ def test_bench_of_a_split_target_counts_both_ranks(lab: Path, name: str) -> None
     planned = gpu_split_target.planned(name, bench_arguments(lab))
     gpu_split_target.show({"case": name, "seconds": 1, "planned_gib": planned} | row)
     gpu_split_target.show({"case": name, "seconds": 1, "planned_gib": planned})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_share_a_target_in_fp8(lab: Path) -> None:
+    """Over NCCL, in float32; one GPU takes both micro-batches."""
+    on_gpu: dict[str, object] = {"device": "cuda", "dtype": "float32"}
+    train_heads(read_config(lab, model=fp8(lab) | on_gpu), lab / "one_gpu")
+    run = {"batch_size": 2, "parallel": "fsdp2", "shard_target": True, "precision": "float32"}
+    run_ranks(__name__, "train_rank", str(lab), json.dumps({"fsdp2-fp8-gpu": run}))
+    expected = loss_curve(lab / "one_gpu")
+    assert loss_curve(lab / "fsdp2-fp8-gpu") == pytest.approx(expected, rel=1e-3)
 
 
 def test_cases_of_two_large_gpus_are_planned_to_fit(tmp_path: Path) -> None:
