@@ -110,8 +110,8 @@ class _Peers:
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform == "linux":  # a host that loses its power closes nothing
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 8)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 4)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 6)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         self._connections.append(connection)
         self._waiting.register(connection, selectors.EVENT_READ, rank)
