@@ -128,9 +128,11 @@ def run_training(config: TrainConfig, output_dir: Path) -> None:
 
         result = run_policy_matrix(config, output_dir, on_start=describe)
     else:
+        from mtp_research.app.training_fit import require_memory
         from mtp_research.studies.matrix_cell import decode_probe
         from mtp_research.training.loop import train_heads
 
+        require_memory(config)
         probe = decode_probe(config)
         result = train_heads(config, output_dir, decode_eval=probe, on_start=describe)
     if os.environ.get("RANK", "0") != "0":

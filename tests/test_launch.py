@@ -1,67 +1,115 @@
-"""`launcher=slurm` without a cluster: what is submitted, and what a machine without it says."""
+"""`launcher=slurm` without a cluster: the script, what it runs, and what is said without one."""
 
 import json
+import os
+import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 
-from mtp_research.app.cli import job_command, run_entry
+from mtp_research.app.cli import compose_config, run_entry
 from mtp_research.config.schema import TrainConfig
-from mtp_research.config.training_schema import LauncherConfig
+from mtp_research.runtime.errors import ConfigError
+
+WORDS = ["launcher=slurm", "launcher.num_nodes=2", "launcher.gpus_per_node=4"]
+WORDS += ["launcher.cpus_per_node=32", "launcher.partition=gpu", "launcher.grace_s=300"]
 
 
 def never(config: TrainConfig, output_dir: Path) -> None:
     pytest.fail("the work must not start on this machine")
 
 
-def test_slurm_without_submitit_exits_4_with_one_line(
+def program(folder: Path, name: str, text: str) -> None:
+    """A program of the cluster that is told by `PATH`."""
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs, first in `PATH`; srun prints its words and some variables."""
+    folder = tmp_path / "bin"
+    program(folder, "sbatch", f'printf "%s\\n" "$@" > {tmp_path}/sbatch.args; echo "77;cluster"')
+    program(folder, "scontrol", 'echo "$3" | tr "," "\\n"')
+    shown = "$OMP_NUM_THREADS $TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    program(folder, "srun", f'printf "%s\\n" "{shown}" "$@"')
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return folder
+
+
+def test_slurm_without_sbatch_exits_4_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "submitit", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     argv = ["launcher=slurm", f"output_dir={tmp_path / 'run'}"]
     assert run_entry(TrainConfig, never, argv=argv) == 4
     message = capsys.readouterr().err
-    assert "pip install submitit" in message
+    assert "needs sbatch, none is in PATH" in message
     assert message.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
-def test_slurm_submits_torchrun_with_the_same_words(
+def test_slurm_submits_a_script_of_one_torchrun_a_node_with_the_same_words(
+    tmp_path: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    words = ["trainer=zero2", "logger.tags=[a b]", *WORDS, f"output_dir={run}"]
+    assert run_entry(TrainConfig, never, argv=words) == 0
+    script = run / "slurm" / "job.sh"
+    said = json.loads(capsys.readouterr().out)
+    assert said == {"script": str(script), "output_dir": str(run), "job_id": "77"}
+    assert (tmp_path / "sbatch.args").read_text().split() == ["--parsable", str(script)]
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    asked = dict(
+        line.removeprefix("#SBATCH --").split("=", 1)
+        for line in script.read_text().splitlines()
+        if line.startswith("#SBATCH --")
+    )
+    assert asked == {
+        **{"job-name": "run", "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "4"},
+        **{"cpus-per-task": "32", "time": "240", "signal": "TERM@300", "partition": "gpu"},
+        **{"output": f"{run}/slurm/%j.out", "open-mode": "append"},
+    }
+    environment = os.environ | {"SLURM_JOB_NODELIST": "node7,node8", "SLURM_JOB_ID": "77"}
+    done = subprocess.run(
+        ["bash", script], env=environment, capture_output=True, text=True, check=True, cwd="/"
+    )
+    variables, *started = done.stdout.splitlines()
+    assert variables == "8 290", "threads of a rank, and seconds to save before torchrun kills"
+    assert started == [
+        *("--kill-on-bad-exit=1", sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", "2", "--nproc-per-node", "4", "--rdzv-id", "77"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "node7:29511"),
+        str(Path(__file__).resolve().parents[1] / "train.py"),
+        *("trainer=zero2", "logger.tags=[a b]", f"output_dir={run}"),
+    ]
+
+
+def test_script_alone_needs_no_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: dict[str, object] = {}
-
-    class Executor:
-        def __init__(self, *, folder: str, cluster: str) -> None:
-            seen.update(folder=folder, cluster=cluster)
-
-        def update_parameters(self, **parameters: object) -> None:
-            seen.update(parameters)
-
-        def submit(self, command: list[str]) -> types.SimpleNamespace:
-            seen["command"] = command
-            return types.SimpleNamespace(job_id="77")
-
-    fake = types.ModuleType("submitit")
-    fake.AutoExecutor = Executor
-    fake.helpers = types.SimpleNamespace(CommandFunction=list)
-    monkeypatch.setitem(sys.modules, "submitit", fake)
-    words = ["trainer=zero2", "launcher=slurm", "launcher.num_nodes=2", "launcher.partition=gpu"]
-    assert run_entry(TrainConfig, never, argv=[*words, f"output_dir={tmp_path / 'run'}"]) == 0
-    assert json.loads(capsys.readouterr().out)["job_id"] == "77"
-    assert seen["nodes"] == 2
-    assert seen["slurm_partition"] == "gpu"
-    assert seen["slurm_additional_parameters"] == {"signal": "TERM@120"}
-    assert "trainer=zero2" in seen["command"]
-    assert not any(str(word).startswith("launcher") for word in seen["command"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    argv = ["launcher=slurm", "launcher.submit=false", f"output_dir={tmp_path / 'a run'}"]
+    assert run_entry(TrainConfig, never, argv=argv) == 0
+    script = Path(json.loads(capsys.readouterr().out)["script"])
+    assert [path for path in (tmp_path / "a run").rglob("*") if path.is_file()] == [script]
+    assert "--partition" not in script.read_text()
+    assert f"'output_dir={tmp_path / 'a run'}'" in script.read_text()
 
 
-def test_job_command_starts_one_torchrun_a_node(tmp_path: Path) -> None:
-    launcher = LauncherConfig(kind="slurm", num_nodes=4, gpus_per_node=8)
-    command = job_command(launcher, ["seed=1"], output_dir=tmp_path)
-    assert command[:2] == ["bash", "-c"]
-    assert "exec torchrun" in command[2]
-    assert command[4:7] == ["4", "8", "29511"]
-    assert command[-2:] == ["seed=1", f"output_dir={tmp_path}"]
+def test_job_that_slurm_refuses_exits_4_with_its_reason(
+    tmp_path: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program(cluster, "sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+    assert run_entry(TrainConfig, never, argv=[*WORDS, f"output_dir={tmp_path / 'run'}"]) == 4
+    message = capsys.readouterr().err
+    assert "(sbatch: error: invalid partition); check that sbatch works." in message
+    assert message.count("\n") == 1
+
+
+def test_sizes_of_a_job_that_is_not_submitted_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"launcher\.num_nodes must be 1 for .*; set launcher=sl"):
+        compose_config(TrainConfig, ["launcher.num_nodes=2"])

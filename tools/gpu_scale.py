@@ -128,7 +128,7 @@ def train(
     trainer = TrainerConfig(parallel=parallel, learning_rate=LEARNING_RATE, **sizes)
     shape = Shape(args.model, args.seq_len, batch_size)
     config = run_config(shape, trainer, device=ranks.device.type)
-    parts = make_parts(shape, config, ranks)
+    parts = make_parts(shape, config, ranks).run
     parts.heads.train()
     losses = []
     for index in range(args.steps):

@@ -18,7 +18,9 @@ noisy permutation of a few tokens, which heads learn within tens of steps. A tra
 experts should read its own text, which decides how evenly its experts are used. `--hidden random`
 reads no text's states but random ones, as if from a cache, and builds no more of a target than
 embedding, lm_head and the layer that modules start from: for shapes of `bench/shapes.py` whose
-target would not fit beside the step.
+target would not fit beside the step. Under torchrun ranks share the modules by `--parallel`, and
+with `--shard-target` a target of `bench/shapes.py`, drawn where it stays (`gpu_split_target.py`);
+tokens/s are then of all ranks, operations, MFU and memory those of rank 0's GPU.
 Letters: D hidden, V vocabulary, N modules, k depths, S row length.
 """
 
@@ -27,6 +29,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
@@ -34,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -51,10 +54,9 @@ from mtp_research.kernels.bench.bench_runner import describe_machine, drain, tim
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mtp_research.bench.planned import flops_per_token
-from mtp_research.bench.shapes import SHAPES
+from mtp_research.bench.shapes import SHAPES, random_target
 from mtp_research.config.schema import ModelConfig, TrainConfig
-from mtp_research.config.training_schema import DataConfig, HeadConfig, TrainerConfig
+from mtp_research.config.training_schema import PARALLEL, DataConfig, HeadConfig, TrainerConfig
 from mtp_research.data.hidden_cache import HiddenCache
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.models.fresh import new_target
@@ -66,6 +68,7 @@ from mtp_research.training.losses.loss_terms import loss_spec
 from mtp_research.training.packed_rows import TrainingRows
 from mtp_research.training.parallel.parallel import make_engine, prepare_target
 from mtp_research.training.setup import RunParts, build_heads
+from mtp_research.training.step_costs import StepCosts, flops_per_token, product_tflops
 from mtp_research.training.tracking import FigureQueue, StopRequest
 from mtp_research.training.unroll import UNROLLS
 
@@ -99,23 +102,32 @@ class Shape:
     unroll: str = "chain"
     num_mtp_modules: int = 3
     num_depths: int = 3
+    is_sharded: bool = False  # its layers are spread over the ranks
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure each shape; one table and one JSON file."""
     args = _parse(argv)
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
     ranks = Accelerator(cpu=not torch.cuda.is_available())
-    ceiling = matmul_tflops(ranks.device)
+    is_shown = ranks.is_main_process
+    ceiling = product_tflops(ranks.device)
     machine = describe_machine()
-    print(f"device {machine['device']}  bf16 product {ceiling:.1f} TFLOP/s")
+    if is_shown:
+        print(f"device {machine['device']}  bf16 product {ceiling:.1f} TFLOP/s")
     results = []
     for shape in _shapes_of(args):
         for compiled in CHOICES[args.compile]:
             sizes = {"batch_size": shape.batch_size, "learning_rate": LEARNING_RATE}
-            trainer = TrainerConfig(**sizes, compile=compiled)
+            spread = {"parallel": args.parallel, "shard_target": args.shard_target}
+            trainer = TrainerConfig(**sizes, **spread, compile=compiled)
             for result in measure(shape, trainer, ranks, args=args, ceiling=ceiling):
                 results.append(result)
-                _show(result)
+                if is_shown:
+                    _show(result)
+    if not is_shown:
+        return
     report = {"machine": machine, "product_tflops": ceiling, "arguments": vars(args)}
     args.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report | {"rows": results}, indent=1, default=str)
@@ -142,13 +154,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--variants", nargs="+", default=[], help=fields)
     add("--profile", type=int, default=0, help="longest kernels a stage to print")
     add("--compile", choices=CHOICES, default="yes")
+    add("--parallel", choices=PARALLEL, default="ddp", help="how ranks share the modules")
+    add("--shard-target", action="store_true", help="spread a shape of shapes.py over the ranks")
     return parser.parse_args(argv)
 
 
 def _shapes_of(args: argparse.Namespace) -> list[Shape]:
     lists = (args.models, args.batch_size, args.losses, args.hidden, args.experts, args.unrolls)
     return [
-        Shape(model, args.seq_len, size, loss, args.documents, *words, num_mtp_modules=args.modules)
+        Shape(
+            *(model, args.seq_len, size, loss, args.documents, *words),
+            num_mtp_modules=args.modules,
+            is_sharded=args.shard_target,
+        )
         for model, size, loss, *words in itertools.product(*lists)
     ]
 
@@ -164,18 +182,12 @@ def measure(
     """One shape: a result a variant."""
     on_gpu = torch.cuda.is_available()
     config = run_config(shape, trainer, device=ranks.device.type)
-    parts = make_parts(shape, config, ranks)
+    parts, flops = make_parts(shape, config, ranks)
     parts.heads.train()
     run = StepRunner(parts, config, ranks)
     warm_s = run.seconds(WARM_UP_STEPS)
+    parts.costs.mark("optimizer")
     stages = stages_of(parts, config, learning_rate=LEARNING_RATE)
-    flops = flops_per_token(
-        parts.heads,
-        seq_len=shape.seq_len,
-        num_depths=shape.num_depths,
-        has_teacher=shape.loss != "ce",
-        runs_target=shape.hidden == "live",
-    )
     tokens = shape.batch_size * shape.seq_len
     for variant in ("", *args.variants):
         with loss_fields(parts, variant):
@@ -184,16 +196,18 @@ def measure(
                 torch.cuda.reset_peak_memory_stats()
             rounds = [run.seconds(args.steps) / args.steps for _ in range(NUM_ROUNDS)]
             seconds = statistics.median(rounds)
-            achieved = sum(flops.values()) * tokens / seconds / 1e12
+            achieved = sum(flops.values()) * tokens / seconds / 1e12  # of a rank
             step_ms, spread_ms = 1e3 * seconds, 1e3 * (max(rounds) - min(rounds))
             yield {
                 **vars(shape),
                 **{"compiled": trainer.compile, "variant": variant, "warm_up_s": round(warm_s, 1)},
                 **{"step_ms": step_ms, "step_ms_spread": spread_ms},
-                "tokens_per_s": tokens / seconds,
+                **{"parallel": trainer.parallel, "ranks": ranks.num_processes},
+                "tokens_per_s": tokens * ranks.num_processes / seconds,
                 "mflop_per_token": {name: value / 1e6 for name, value in flops.items()},
                 **{"tflops": achieved, "mfu": achieved / ceiling, "host_ms": run.host_ms},
                 "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
+                "memory_gib": parts.costs.memory_gib(),
                 **{"loss_first": run.losses[0], "loss_last": run.losses[-1]},
                 "split_ms": split(stages, ranks),
                 "kernels": kernels_of(stages, limit=args.profile) if args.profile else {},
@@ -232,15 +246,17 @@ class StepRunner:
 
 def _show(result: dict) -> None:
     parts = "  ".join(f"{name} {ms:.2f}" for name, ms in result["split_ms"].items())
+    memory = "  ".join(f"{name} {gib:.2f} GiB" for name, gib in result["memory_gib"].items())
     peak = "" if result["peak_gb"] is None else f"  peak {result['peak_gb']:.1f} GB"
     print(
         f"{result['model']} S={result['seq_len']} B={result['batch_size']} {result['loss']} "
         f"{result['unroll']} N={result['num_mtp_modules']} hidden {result['hidden']} "
         f"experts {result['experts']} compiled={result['compiled']} "
-        f"[{result['variant']}]  {result['step_ms']:.2f} ms "
+        f"{result['parallel']} x {result['ranks']} [{result['variant']}]  "
+        f"{result['step_ms']:.2f} ms "
         f"(+-{result['step_ms_spread']:.2f})  {result['tokens_per_s']:,.0f} tok/s  "
         f"{result['tflops']:.2f} TFLOP/s  MFU {100 * result['mfu']:.1f} %{peak}  "
-        f"host {result['host_ms']:.1f} ms\n    {parts} ms",
+        f"host {result['host_ms']:.1f} ms\n    {parts} ms\n    {memory or 'no allocator'}",
         flush=True,
     )
     for stage, kernels in result["kernels"].items():
@@ -329,10 +345,13 @@ def kernels_of(stages: Stages, *, limit: int) -> dict[str, list[dict[str, object
 
 def run_config(shape: Shape, trainer: TrainerConfig, *, device: str) -> TrainConfig:
     """The configuration that a run of this shape would have."""
+    # Noise is drawn on the host: a minute for a module with the experts of a large target.
+    is_large = shape.is_sharded or shape.hidden == "random"
+    noise = 0.0 if is_large else HeadConfig.init_noise
     return TrainConfig(
         model=ModelConfig(shape.model, "", "", device=device),
         data=DataConfig("bench", shape.documents or "", seq_len=shape.seq_len, eval_documents=1),
-        head=HeadConfig(num_mtp_modules=shape.num_mtp_modules),
+        head=HeadConfig(num_mtp_modules=shape.num_mtp_modules, init_noise=noise),
         trainer=trainer,
     )
 
@@ -385,12 +404,25 @@ class RandomStates:
         return self._states.expand(len(indices), -1, -1).contiguous()
 
 
-def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> RunParts:
+class Parts(NamedTuple):
+    """A run, and the operations of a token by part, counted while modules were whole."""
+
+    run: RunParts
+    flops: dict[str, float]
+
+
+def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> Parts:
     """A run without a held-out part: heads, engine and training rows."""
+    costs = StepCosts(ranks.device, num_ranks=ranks.num_processes)
     if shape.hidden == "random":
         target = short_target(shape.model, device=ranks.device, experts=shape.experts)
+    elif shape.is_sharded:
+        dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+        place = {"dtype": dtype, "device": ranks.device, "experts": shape.experts}
+        target = random_target(shape.model, **place, layers="sharded")
     else:
         target = make_target(shape.model, device=ranks.device, experts=shape.experts)
+    costs.mark("target")
     config.objective.loss, config.objective.unroll = shape.loss, shape.unroll
     heads = build_heads(config, target=target)
     prepare_target(target, trainer=config.trainer)
@@ -398,7 +430,15 @@ def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> RunPart
     objective = head_losses.HeadObjective(
         heads, unroll_spec=spec, loss_spec=loss_spec(config.objective)
     )
+    flops = flops_per_token(
+        heads,
+        seq_len=shape.seq_len,
+        num_depths=shape.num_depths,
+        has_teacher=shape.loss != "ce",
+        runs_target=shape.hidden == "live",
+    )
     engine = make_engine(objective, trainer=config.trainer, ranks=ranks)
+    costs.mark("modules")
     if shape.documents is None:
         documents = HeadDocuments(made_up_documents(shape), [], num_short=0, data_sha256="none")
     else:
@@ -418,7 +458,7 @@ def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> RunPart
         checks_cache=False,
     )
     assert rows.keeps_hidden == kept, "the rows do not fit in CACHE_BYTES"
-    return RunParts(heads, engine, documents, rows, rows, unroll_spec=spec, settings={}, loaded="")
+    return Parts(RunParts(heads, engine, documents, rows, rows, spec, {}, "", costs), flops)
 
 
 def made_up_documents(shape: Shape) -> list[EncodedDocument]:
@@ -437,15 +477,6 @@ def made_up_documents(shape: Shape) -> list[EncodedDocument]:
             mask = (False, *[True] * (size - 1))
             found.append(EncodedDocument(f"{index}-{part}", "synthetic", tuple(tokens), mask))
     return found
-
-
-def matmul_tflops(device: torch.device, *, size: int = 8192, repeats: int = 10) -> float:
-    """Median rate of a bf16 `size`^3 product, random data: what MFU is measured against."""
-    if device.type != "cuda":
-        size = 256
-    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    times = [time_of(lambda: left @ right, device) for _ in range(repeats + 3)][3:]
-    return 2 * size**3 / float(np.median(times)) / 1e12
 
 
 def time_of(call: Callable[[], object], device: torch.device) -> float:

@@ -126,7 +126,7 @@ def train_heads(
             `{"trainer.max_steps": 50, "objective": "ttt", "objective.loss": "kl"}`.
 
     Raises:
-        ConfigError: a key or value is wrong, one line per fault.
+        ConfigError: a key or value is wrong, one line per fault; or the GPU is too small.
         EnvironmentFault: the extra `train` is not installed, or a GPU is missing.
         IntegrityError: data or a checkpoint is damaged.
     """
@@ -139,9 +139,11 @@ def train_heads(
                 f"task={config.task} and launcher={config.launcher.kind}; run train.py for others."
             )
         check_inputs(config)
+        from mtp_research.app.training_fit import require_memory
         from mtp_research.studies.matrix_cell import decode_probe
         from mtp_research.training import loop
 
+        require_memory(config)
         with run_folder(config) as folder:
             figures = loop.train_heads(
                 config,

@@ -9,10 +9,9 @@ With `-m` every job runs, whatever became of those before it: each has its folde
 (`output_dir/0`, `output_dir/1`, ...) and its error line; the exit code is the highest of the jobs.
 Only a request to stop (75, 130) ends the others as well.
 
-With `launcher=slurm` submitit, no dependency of the project, submits the same command as a job, one
-torchrun a node. SIGTERM comes some time before its limit, so it saves, exits with 75 and can be
-submitted again. Hydra's launcher for submitit works with `-m` only, and runs a pickled function in
-each Slurm task where we need torchrun.
+With `launcher=slurm` the same command becomes a batch script, one torchrun a node (`app.slurm`).
+Hydra's launcher for submitit works with `-m` only, and runs a pickled function in each Slurm task
+where we need torchrun.
 """
 
 import argparse
@@ -42,11 +41,11 @@ from mtp_research.app.overrides import (
     read_flags,
 )
 from mtp_research.app.preflight import SPECIAL_HEADS, check_inputs
+from mtp_research.app.slurm import launch
 from mtp_research.config.launched import adopt_launch
 from mtp_research.config.ranges import ALIASES, fault_line, schema_keys
 from mtp_research.config.rules import validate
 from mtp_research.config.schema import EvalConfig, TrainConfig
-from mtp_research.config.training_schema import LauncherConfig
 from mtp_research.models.loading.source import CONFIG_FILE, local_file, may_hold_modules
 from mtp_research.runtime.errors import (
     ConfigError,
@@ -60,7 +59,6 @@ from mtp_research.runtime.errors import (
 )
 from mtp_research.runtime.files import is_full_disk, run_lock
 from mtp_research.runtime.provenance import (
-    REPOSITORY_ROOT,
     check_kind,
     redact,
     resolve_path,
@@ -79,14 +77,6 @@ HYDRA_SETTINGS = (
     "hydra.output_subdir=null",
     "hydra.job.chdir=false",
 )
-
-_PORT = 29511
-# The first host of the job is where the ranks meet; Slurm knows it, this machine does not yet.
-_SCRIPT = """
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-exec torchrun --nnodes "$1" --nproc-per-node "$2" --rdzv-backend c10d --rdzv-endpoint "$head:$3" \\
-    "${@:4}"
-"""
 
 ConfigT = TypeVar("ConfigT", TrainConfig, EvalConfig)
 
@@ -438,47 +428,9 @@ def _is_submitted(
         given["--config-path"] = flags.config_path
     words = [*overrides, *(word for pair in given.items() if pair[1] for word in pair)]
     output_dir = _output_dir(config)
-    job_id = _submit(config.launcher, words=words, output_dir=output_dir)
-    sys.stdout.write(f"{json.dumps({'job_id': job_id, 'output_dir': str(output_dir)})}\n")
+    found = launch(config.launcher, words=words, output_dir=output_dir)
+    sys.stdout.write(f"{json.dumps(found)}\n")
     return True
-
-
-def _submit(launcher: LauncherConfig, *, words: Sequence[str], output_dir: Path) -> str:
-    try:
-        import submitit
-    except ImportError as fault:
-        raise EnvironmentFault(
-            f"launcher.kind=slurm needs submitit ({fault}); pip install submitit, or set "
-            "launcher=local."
-        ) from fault
-    executor = submitit.AutoExecutor(folder=str(output_dir / "slurm"), cluster="slurm")
-    executor.update_parameters(
-        name=output_dir.name,
-        nodes=launcher.num_nodes,
-        tasks_per_node=1,
-        gpus_per_node=launcher.gpus_per_node,
-        cpus_per_task=launcher.cpus_per_node,
-        timeout_min=launcher.max_minutes,
-        slurm_additional_parameters={"signal": f"TERM@{launcher.grace_s}"},
-        **({} if launcher.partition is None else {"slurm_partition": launcher.partition}),
-    )
-    command = submitit.helpers.CommandFunction(job_command(launcher, words, output_dir=output_dir))
-    try:
-        return str(executor.submit(command).job_id)
-    except (OSError, RuntimeError) as fault:
-        raise EnvironmentFault(
-            f"launcher.kind=slurm could not submit the job ({fault}); check that sbatch works."
-        ) from fault
-
-
-def job_command(launcher: LauncherConfig, words: Sequence[str], *, output_dir: Path) -> list[str]:
-    """What each node runs: bash, the meeting point, then torchrun with the user's own words."""
-    kept = [word for word in words if not word.startswith(("launcher", "output_dir="))]
-    sizes = [str(number) for number in (launcher.num_nodes, launcher.gpus_per_node, _PORT)]
-    script = REPOSITORY_ROOT / "train.py"  # a wheel has none
-    program = [str(script)] if script.is_file() else ["-m", "mtp_research", "train"]
-    words = [*program, *kept, f"output_dir={output_dir.resolve()}"]
-    return ["bash", "-c", _SCRIPT, "torchrun", *sizes, *words]
 
 
 def _resolve_head(head: str | None) -> str | None:

@@ -18,27 +18,25 @@ from typing import NamedTuple
 import torch
 
 from mtp_research.app.cli import compose_config
+from mtp_research.app.training_fit import GIB, NUM_GPUS, memory_of, other_ways, planned_heads
 from mtp_research.bench import planned
-from mtp_research.bench.planned import GPUS, DecodeMemory, Gpu, TrainMemory, num_bytes
+from mtp_research.bench.planned import GPUS, DecodeMemory, Gpu, num_bytes
 from mtp_research.bench.shapes import Sizes, sizes_only
 from mtp_research.config.ranges import nearest
 from mtp_research.config.schema import EngineConfig, EvalConfig, TrainConfig
-from mtp_research.config.training_schema import TrainerConfig, parse_loss
+from mtp_research.config.training_schema import has_teacher
 from mtp_research.data.hidden_cache import cached_bytes_per_token
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.heads.init import freeze_parts
-from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.loading.placement import resolve_dtype
 from mtp_research.models.loading.split_layers import num_sums
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.runtime.provenance import write_error
-from mtp_research.training.optim import add_lora
 from mtp_research.training.setup import depths_of, needs_layers
+from mtp_research.training.step_costs import flops_per_token
 
-GIB = 1 << 30
 BATCHES = (1, 32)
-NUM_GPUS = (1, 2, 4, 8)
 _DEFAULT_LENGTH = 4096  # tokens of a request where engine.max_model_len is not set
 OWN_KEYS = {"gpus": "1xh200", "tokens": "1e8", "context": "1024"}
 # What is read of either entry's configuration; what a plan would ignore is refused.
@@ -181,10 +179,11 @@ def make_plan(setup: Setup) -> Plan:
     dtype = resolve_dtype(setup.evaluation.model.dtype, device)
     whole = sizes_only(setup.evaluation.model, dtype=dtype)
     origin = _adopt_release(setup, whole)
-    heads = trained = planned_heads(whole, setup)
+    heads = trained = planned_heads(whole.target, head=setup.training.head)
     if setup.training.trainer.precision != "auto":
         precision = resolve_dtype(setup.training.trainer.precision, device)
-        trained = planned_heads(sizes_only(setup.evaluation.model, dtype=precision), setup)
+        sizes = sizes_only(setup.evaluation.model, dtype=precision)
+        trained = planned_heads(sizes.target, head=setup.training.head)
     place = f"{setup.num_gpus}x{setup.kind}"
     return {
         "model": _model_lines(setup, heads, origin=origin, source=whole.source),
@@ -206,17 +205,6 @@ def _adopt_release(setup: Setup, sizes: Sizes) -> str:
     if "head.hidden_source" not in setup.typed:
         head.hidden_source = sizes.target.family.hidden_source
     return "the release's own"
-
-
-def planned_heads(sizes: Sizes, setup: Setup) -> MTPHeads:
-    """The modules without weights, frozen as the configuration says."""
-    head = setup.training.head
-    with torch.device("meta"):
-        heads = MTPHeads(sizes.target, spec=HeadSpec(num_mtp_modules=head.num_mtp_modules))
-    if head.lora_rank:
-        add_lora(heads, rank=head.lora_rank)
-    freeze_parts(heads, patterns=head.freeze)
-    return heads
 
 
 def _model_lines(setup: Setup, heads: MTPHeads, *, origin: str, source: str) -> list[Line]:
@@ -259,7 +247,7 @@ def _decode_lines(setup: Setup, dtype: torch.dtype) -> Iterator[Line]:
         spec = _spec(setup, setup.evaluation.spec.num_speculative_tokens)
         engine = _engine(setup, sizes.target)
         length = engine.max_model_len or _DEFAULT_LENGTH
-        heads = planned_heads(sizes, setup)
+        heads = planned_heads(sizes.target, head=setup.training.head)
         found[count] = planned.decode_memory(heads, spec=spec, engine=engine, max_model_len=length)
         if count == setup.num_gpus:
             requests = f"{engine.max_num_requests} requests of {length:,} tokens"
@@ -310,7 +298,10 @@ def _step_lines(setup: Setup, dtype: torch.dtype) -> Iterator[Line]:
     except ConfigError as fault:
         yield Line("step", None, "ms", str(fault))
         return
-    heads, drafts = planned_heads(sizes, setup), setup.evaluation.spec.num_speculative_tokens
+    heads, drafts = (
+        planned_heads(sizes.target, head=setup.training.head),
+        setup.evaluation.spec.num_speculative_tokens,
+    )
     for batch in BATCHES:
         for num_drafts in dict.fromkeys((0, drafts)):
             yield from _step(setup, sizes, heads, batch=batch, num_drafts=num_drafts)
@@ -345,69 +336,38 @@ def _step(
 
 
 def _training_lines(setup: Setup, heads: MTPHeads) -> Iterator[Line]:
-    config, is_cached = setup.training, needs_layers(setup.training) is None
-    own = _training_memory(setup, heads, setup.num_gpus, config.trainer, is_cached=is_cached)
+    config = setup.training
+    own = memory_of(config, heads, num_gpus=setup.num_gpus)
     row = planned.measured_training(config.trainer.compile)
     tokens = config.trainer.batch_size * config.data.seq_len
     notes = {
-        "target": "frozen" + ("; its layers are not loaded" if is_cached else ""),
+        "target": "frozen"
+        + ("; its layers are not loaded" if needs_layers(config) is None else ""),
         "weights": "MTP modules",
         "gradients": "of backward, and in float32",
         "optimizer": "float32 masters and two moments",
+        "gathered": "whole for a while, of what GPUs share; by the libraries' code, not measured",
         "activations": f"{tokens:,} tokens x {depths_of(config)} depths, as {row.shape}'s peak had",
     }
     for part, size in own._asdict().items():
         yield Line(part, size / GIB, "GiB", notes[part])
     for count in setup.counts:
-        needed = _training_memory(setup, heads, count, config.trainer, is_cached=is_cached).needed
-        yield _verdict(setup, count, needed)
+        yield _verdict(setup, count, memory_of(config, heads, num_gpus=count).needed)
     if own.needed > setup.memory:
-        yield from _training_fixes(setup, heads)
+        ways = other_ways(config, heads, num_gpus=setup.num_gpus, memory=setup.memory)
+        for words, count, needed in ways:
+            yield Line("would fit", needed / GIB, "GiB", f"gpus={count}x{setup.kind} {words}")
     yield from _training_times(setup, heads)
-
-
-def _training_memory(
-    setup: Setup, heads: MTPHeads, num_gpus: int, trainer: TrainerConfig, *, is_cached: bool
-) -> TrainMemory:
-    config, head = setup.training, setup.training.head
-    return planned.training_memory(
-        heads,
-        trainer,
-        num_gpus=num_gpus,
-        num_rows=trainer.batch_size * config.data.seq_len * depths_of(config),
-        is_cached=is_cached,
-        starts_from_layer=head.path is None and head.init in ("auto", "target_last_layer"),
-    )
-
-
-def _training_fixes(setup: Setup, heads: MTPHeads) -> Iterator[Line]:
-    trainer, own = setup.training.trainer, setup.num_gpus
-    parallel = dataclasses.replace(trainer, parallel="fsdp2")
-    spread = dataclasses.replace(parallel, shard_target=True)
-    cache = "data.hidden_cache=FOLDER, written by task=cache model.device_map=auto"
-    more = [count for count in NUM_GPUS if count >= max(own, 2)]
-    ways = [
-        [("trainer.batch_size=1", own, dataclasses.replace(trainer, batch_size=1), False)],
-        [(cache, own, trainer, True)],
-        [(f"trainer.parallel=fsdp2 {cache}", count, parallel, True) for count in more],
-        [("trainer.shard_target=true trainer.parallel=fsdp2", n, spread, False) for n in more],
-    ]
-    for way in ways:  # each with the fewest GPUs that do
-        for words, count, changed, is_cached in way:
-            needed = _training_memory(setup, heads, count, changed, is_cached=is_cached).needed
-            if needed <= setup.memory:
-                yield Line("would fit", needed / GIB, "GiB", f"gpus={count}x{setup.kind} {words}")
-                break
 
 
 def _training_times(setup: Setup, heads: MTPHeads) -> Iterator[Line]:
     config, gpu, count = setup.training, setup.gpu, setup.num_gpus
     trainer, seq_len = config.trainer, config.data.seq_len
-    parts = planned.flops_per_token(
+    parts = flops_per_token(
         heads,
         seq_len=seq_len,
         num_depths=depths_of(config),
-        has_teacher=not parse_loss(config.objective.loss).keys() <= {"ce", "hidden"},
+        has_teacher=has_teacher(config.objective.loss),
         runs_target=needs_layers(config) is not None,
     )
     tokens = trainer.batch_size * trainer.gradient_accumulation_steps * seq_len

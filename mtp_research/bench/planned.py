@@ -25,16 +25,16 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.block import layers_like_block
 from mtp_research.models.family import ATTENTION_BLOCK
-from mtp_research.models.loading.placement import EXPERTS_DIM
 from mtp_research.models.loading.split_layers import num_sums
 from mtp_research.models.rank_parts import BEST_BYTES
 from mtp_research.models.recurrent import RecurrentStates
 from mtp_research.models.target import Target
 from mtp_research.training.optim import trained_bytes, trained_parameters
+from mtp_research.training.step_costs import experts_per_token
 
-_TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k")
 _OTHER_ATTENTION = 4.0  # a choice, not a measurement; see the table in docs/recipes.md
-_NUM_GATHERED = 2  # layers of a spread target that are whole: the one that runs and the next
+# Layers of a spread target that are whole: the one that runs, and two on their way.
+_NUM_GATHERED = 3
 
 
 class Gpu(NamedTuple):
@@ -289,7 +289,13 @@ class TrainMemory(NamedTuple):
     weights: float
     gradients: float
     optimizer: float
+    gathered: float  # whole for a while, of what ranks share
     activations: float
+
+    @property
+    def at_rest(self) -> float:
+        """What an update holds at once, whatever the micro-batch is."""
+        return self.target + self.weights + self.gradients + self.optimizer
 
     @property
     def needed(self) -> float:
@@ -305,6 +311,9 @@ _SPREAD = {
     "zero3": (True, True, True),
     "fsdp2": (True, True, True),
 }
+# Bytes a parameter of one module that is whole on a rank, by the steps of these libraries: weights
+# and gradients in half precision, and FSDP2's float32 buffer of the reduction.
+_WHOLE_BYTES = {"ddp": 0, "zero1": 0, "zero2": 2, "zero3": 4, "fsdp2": 8}
 
 
 def training_memory(
@@ -316,7 +325,7 @@ def training_memory(
     is_cached: bool,
     starts_from_layer: bool,
 ) -> TrainMemory:
-    """What a GPU holds; buffers of communication are not counted.
+    """What a GPU holds; DeepSpeed's buckets of communication are not counted.
 
     Args:
         heads: modules as they are trained, on the whole target.
@@ -328,25 +337,31 @@ def training_memory(
     """
     target = heads.target
     layers = list(cast(nn.ModuleList, target.model.base_model.layers))
-    own = num_bytes(target.model) - num_bytes(*layers)
+    own, gathered = num_bytes(target.model) - num_bytes(*layers), 0.0
     if is_cached:
         alike = layers_like_block(target.model, target.family) if starts_from_layer else []
         held = num_bytes(*(layers[number] for number in alike))
     elif trainer.shard_target and num_gpus > 1:
-        held = num_bytes(*layers) / num_gpus + _NUM_GATHERED * max(map(num_bytes, layers))
+        held = num_bytes(*layers) / num_gpus
+        gathered = _NUM_GATHERED * max(map(num_bytes, layers))
     else:
         held = num_bytes(*layers)
     per = trained_bytes(target.dtype)
     count = sum(p.numel() for p in trained_parameters(heads).values())
-    sizes = (num_bytes(heads), count * per.gradients, count * per.optimizer)
+    sizes = [num_bytes(heads), count * per.gradients, count * per.optimizer]
+    if trainer.parallel == "fsdp2":  # its masters are the weights, and gradients are float32 alone
+        sizes[:2] = [0, count * (per.gradients - per.weights)]
     spread = _SPREAD[trainer.parallel]
-    kept = (
+    kept = [
         size / num_gpus if is_spread else size
         for size, is_spread in zip(sizes, spread, strict=True)
-    )
+    ]
+    if num_gpus > 1:  # modules are whole at other times than layers, which meet no gradients
+        largest = max(map(num_parameters, heads.mtp_modules))
+        gathered = max(gathered - kept[1], _WHOLE_BYTES[trainer.parallel] * largest)
     values = num_rows * values_per_row(trainer.compile) if num_rows else 0.0
     activations = values * target.config.hidden_size * target.dtype.itemsize
-    return TrainMemory(own + held, *kept, activations=activations)
+    return TrainMemory(own + held, *kept, gathered=gathered, activations=activations)
 
 
 @functools.cache  # it builds a model
@@ -397,51 +412,3 @@ def nearest_training(*, is_compiled: bool, tflop: float) -> MeasuredTraining:
         return abs(math.log(row.tflops * row.step_ms / 1e3 / tflop))
 
     return min((row for row in MEASURED_TRAINING if row.is_compiled == is_compiled), key=distance)
-
-
-def flops_per_token(
-    heads: MTPHeads, *, seq_len: int, num_depths: int, has_teacher: bool, runs_target: bool = True
-) -> dict[str, float]:
-    """Useful floating-point operations per token of a training step; recomputation does not count.
-
-    2 N_act for the target, 6 P_act a depth for the modules, 4 D V a depth for lm_head (logits and
-    their way back; it is frozen), 2 D V for the teacher's logits; attention over S / 2 keys.
-
-    Args:
-        heads: the modules and their target.
-        seq_len: S, tokens of a row.
-        num_depths: depths that are trained.
-        has_teacher: the loss reads the target's own logits.
-        runs_target: its hidden states are computed in the step, not read.
-    """
-    target, config = heads.target, heads.target.config
-    hidden, vocab = config.hidden_size, config.vocab_size
-    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    attention = 4 * config.num_attention_heads * head_dim * seq_len / 2  # forward, one layer
-    decoder = cast(nn.ModuleList, target.model.base_model.layers)
-    top_k = experts_per_token(target)
-    layers = active_parameters(decoder, top_k=top_k)
-    modules = active_parameters(heads.mtp_modules, top_k=top_k) / len(heads.mtp_modules)
-    return {
-        "target": 2 * layers + attention * len(decoder) if runs_target else 0.0,
-        "modules": num_depths * (6 * modules + 3 * attention),
-        "lm_head": num_depths * 4 * hidden * vocab,
-        "teacher": 2 * hidden * vocab if has_teacher else 0.0,
-    }
-
-
-def active_parameters(module: nn.Module, *, top_k: int) -> float:
-    """Parameters that one token meets: of the routed experts only those it is sent to."""
-    total = 0.0
-    for name, parameter in module.named_parameters():
-        share = 1.0
-        if ".experts." in name and parameter.ndim == EXPERTS_DIM:
-            share = top_k / parameter.shape[0]
-        total += parameter.numel() * share
-    return total
-
-
-def experts_per_token(target: Target) -> int:
-    """Routed experts that a token is sent to, by any name that families have for it; 0 for none."""
-    found = (getattr(target.config, name, None) for name in _TOP_K_FIELDS)
-    return next(filter(None, found), 0)

@@ -18,6 +18,7 @@ from mtp_research.models.fp8_layers import keep_fp8
 from mtp_research.models.loading.gguf import unpacked
 from mtp_research.models.loading.kept_fp8 import random_blocks
 from mtp_research.models.loading.load_weights import loading, read_config
+from mtp_research.models.loading.parts import Layers
 from mtp_research.models.loading.placement import parts_of
 from mtp_research.models.loading.source import CONFIG_FILE, local_file
 from mtp_research.models.loading.split_layers import split_sizes
@@ -122,15 +123,30 @@ SHAPES: dict[str, Shape] = {
 
 
 def random_target(
-    name: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0, experts: str = "auto"
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    experts: str = "auto",
+    layers: Layers = "all",
 ) -> Target:
     """A target of shape `name` with random weights, initialised where it lives.
 
-    One in FP8 is drawn as `model.weights=random` draws it, so that it never exists otherwise.
+    One in FP8, or whose layers are `sharded` over ranks, is drawn as `model.weights=random` draws
+    it, so that it never exists otherwise.
     """
     shape = SHAPES[name]
-    if "quantization_config" in shape.arguments:
-        return drawn_target(name, dtype=dtype, device=device, experts=experts, weights="random_fp8")
+    is_fp8 = "quantization_config" in shape.arguments
+    if is_fp8 or layers != "all":
+        return drawn_target(
+            name,
+            dtype=dtype,
+            device=device,
+            experts=experts,
+            weights="random_fp8" if is_fp8 else "random",
+            layers=layers,
+        )
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(shape.model_type, **shape.arguments)
@@ -146,6 +162,7 @@ def drawn_target(
     experts: str = "auto",
     weights: str = "random",
     tp_plan: str = "none",
+    layers: Layers = "all",
 ) -> Target:
     """A target of shape `name` with the weights of `model.weights=random`.
 
@@ -161,6 +178,7 @@ def drawn_target(
             experts=experts,
             weights=weights,
             tp_plan=tp_plan,
+            layers=layers,
         )
     return dataclasses.replace(found, path=f"random:{name}")
 

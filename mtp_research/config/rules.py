@@ -28,6 +28,7 @@ from mtp_research.config.schema import (
 from mtp_research.config.training_schema import (
     MAX_SPECULATIVE_TOKENS,
     HeadConfig,
+    LauncherConfig,
     ObjectiveConfig,
     PretrainConfig,
     TrainerConfig,
@@ -66,7 +67,7 @@ def validate(config: TrainConfig | EvalConfig) -> None:
 
 
 def _fp8_faults(config: TrainConfig | EvalConfig) -> Iterator[str]:
-    """Keys that want weights in the arithmetic of the rows, or a target in parts."""
+    """Keys that want weights in the arithmetic of the rows, or layers in parts."""
     condition, model = "model.keep_fp8=true", config.model
     for key, value in {"tp_plan": model.tp_plan, "device_map": model.device_map}.items():
         if value != "none":
@@ -79,8 +80,6 @@ def _fp8_faults(config: TrainConfig | EvalConfig) -> Iterator[str]:
         if config.engine.deterministic:
             yield _must_be_false("engine.deterministic", condition)
         return
-    if config.trainer.shard_target:
-        yield _must_be_false("trainer.shard_target", condition)
     if config.task == "target":
         yield _must_be_false("model.keep_fp8", "task=target, which draws its own weights")
 
@@ -90,6 +89,11 @@ def _must_be_false(key: str, condition: str, fix: str | None = None) -> str:
 
 
 def _train_faults(config: TrainConfig) -> Iterator[str]:
+    if config.launcher.kind == "local":
+        for name, value in vars(config.launcher).items():
+            if value != (default := getattr(LauncherConfig, name)):
+                key, expected = f"launcher.{name}", f"must be {default} for launcher.kind=local"
+                yield rule_line(key, expected, value, "launcher=slurm")
     if config.task in ("cache", "target") and config.logger.wandb != "disabled":
         expected = f"must be disabled for task={config.task}, which logs to its run folder only"
         yield rule_line("logger.wandb", expected, config.logger.wandb, "logger=none")

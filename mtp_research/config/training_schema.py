@@ -192,6 +192,7 @@ class LauncherConfig:
     """Where `train.py` runs."""
 
     kind: str = one_of("local", "local", "slurm")  # slurm: a job, one torchrun a node
+    submit: bool = True  # slurm: call sbatch; false: write the batch script alone
     partition: str | None = None  # None: the cluster's default
     num_nodes: int = within(1, 1, 10**5)  # machines of the job
     gpus_per_node: int = within(8, 1, 64)  # as many processes
@@ -220,3 +221,8 @@ def parse_loss(text: str) -> dict[str, float]:
             )
         weights[name] = weight
     return weights
+
+
+def has_teacher(loss: str) -> bool:
+    """Whether a term of `objective.loss` reads the target's own logits."""
+    return not parse_loss(loss).keys() <= {"ce", "hidden"}

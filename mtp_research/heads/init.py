@@ -32,7 +32,6 @@ from mtp_research.heads.stack import HeadSpec, MTPHeads, MTPModule
 from mtp_research.heads.weights import native_folder, read_tensors
 from mtp_research.models.block import LayerStack, layers_like_block
 from mtp_research.models.fp8_layers import plain_state
-from mtp_research.models.loading.placement import whole
 from mtp_research.models.loading.source import CONFIG_FILE
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, IntegrityError
@@ -186,7 +185,7 @@ def _add_noise(heads: MTPHeads, *, relative_std: float, seed: int) -> None:
 def _copy_matching(source: nn.Module, block: nn.Module) -> None:
     tensors = plain_state(source, dtype=next(block.parameters()).dtype)
     matching = {
-        name: whole(tensors[name])
+        name: tensors[name]
         for name, tensor in block.state_dict().items()
         if name in tensors and tensors[name].shape == tensor.shape
     }

@@ -14,7 +14,7 @@ checkpoint.
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -184,10 +184,10 @@ class MTPHeads(nn.Module):
         parts = self.target.parts
         if parts is None or self.is_split:
             return
-        for module in self.mtp_modules:
+        for module in cast(Iterable[MTPModule], self.mtp_modules):
             cut_block(module.block, parts)
             if self.spec.owns_lm_head:
-                head = module.shared_head.head
+                head = cast(nn.Linear, cast(SharedHead, module.shared_head).head)
                 head.weight = nn.Parameter(parts.rows(head.weight.data), requires_grad=False)
                 head.out_features = len(head.weight)
         self.is_split = True

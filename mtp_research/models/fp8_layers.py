@@ -22,6 +22,7 @@ from mtp_research.kernels.products.few_rows_choice import choose_fp8_config
 from mtp_research.kernels.products.few_rows_product import few_rows_product
 from mtp_research.kernels.products.scaled_weights import FP8, dequantise, scale_shape
 from mtp_research.models.experts import FP8_PROJECTIONS, expert_stacks, unknown_form
+from mtp_research.models.loading.placement import whole
 from mtp_research.runtime.errors import EnvironmentFault
 
 # Routers, which no release stores as FP8, and what latent attention multiplies by itself.
@@ -110,8 +111,11 @@ def _is_convolution(module: nn.Module) -> bool:
 
 
 def plain_state(module: nn.Module, *, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state of a module with plain weights in place of FP8 ones, for modules without scales."""
-    state = module.state_dict()
+    """The state of a module with plain weights in place of FP8 ones, for modules without scales.
+
+    Of one that ranks share it is gathered: all of them must call.
+    """
+    state = {name: whole(part) for name, part in module.state_dict().items()}
     for name, layer in module.named_modules():
         block = layer.block if isinstance(layer, Fp8Linear) else vars(layer).get("fp8_block")
         if block is None:

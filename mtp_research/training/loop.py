@@ -35,6 +35,7 @@ from mtp_research.training.checkpoint import (
 from mtp_research.training.losses.losses import batch_labels, label_counts
 from mtp_research.training.optim import cosine_learning_rate, merged_tensors
 from mtp_research.training.packed_rows import row_indices
+from mtp_research.training.parallel.peers import watched_peers
 from mtp_research.training.setup import (
     RunParts,
     build_run,
@@ -90,7 +91,7 @@ def train_heads(
     output_dir = Path(broadcast_object_list([str(output_dir)])[0])
     if is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
-    with StopRequest() as stop:
+    with StopRequest() as stop, watched_peers(accelerator):
         run = TrainingRun(config, output_dir=output_dir, accelerator=accelerator, stop=stop)
         if is_main:
             clear_leftovers(output_dir)
@@ -127,6 +128,7 @@ class TrainingRun:
         self.skips = SkippedSteps()
         self.is_stop_requested = False
         self.figures = FigureQueue()
+        self.speed: dict[str, object] = {}  # of the last steps, see `StepCosts.figures`
         self.first_walk: WalkReport | None = None
         self.best = BestWalk()
         checkpoint = find_checkpoint(config, output_dir=output_dir)
@@ -159,30 +161,24 @@ class TrainingRun:
     ) -> dict[str, object]:
         """Steps until the run is finished, then the final report and checkpoint."""
         trainer, started_s = self.config.trainer, time.perf_counter()
-        if self.step:
-            view.note(f"resumed from step_{self.step:06d}")
-        view.note(self.parts.documents.line())
-        if self.parts.loaded:
-            view.note(self.parts.loaded)
-        view.note(f"modules start from {self.parts.heads.provenance['started_from']}")
-        if note := schedule_note(
-            self.config,
-            num_parameters=sum(one.numel() for one in self.parts.heads.target.model.parameters()),
-            num_processes=self.accelerator.num_processes,
-        ):
-            view.note(note)
+        self._introduce(view)
         if self.first_walk is None:
             self.first_walk = self._measure(tracker, view, decode_eval=decode_eval)
         self._announce_rows()
+        first_step = self.step
         while not self.is_finished:
             with self._saving_faults(tracker, view):
                 self._train_step()
             self._report(self.figures.ready(), tracker=tracker, view=view)
+            if self.step == first_step + 1:  # it compiled, and made the moments
+                self._report(self.figures.drain(), tracker=tracker, view=view)
+                self.parts.costs.end_warm_up()
             is_last = self.step == trainer.max_steps
             is_measured = is_last or self.step % trainer.eval_every == 0
             is_saved = is_last or self.step % trainer.save_every == 0
             if is_measured or is_saved or self.is_stop_requested:
                 self._report(self.figures.drain(), tracker=tracker, view=view)
+                self._report_speed(tracker)
             if is_measured:
                 self._measure(tracker, view, decode_eval=decode_eval)
             if is_saved or self.is_finished or self.is_stop_requested:
@@ -197,9 +193,25 @@ class TrainingRun:
         result = self._result() | {
             "seconds": round(seconds, 1),
             "train_tokens_per_s": round(self.num_tokens / seconds),
+            "speed": self.speed,
         }
         tracker.result(step=self.step, values=result, head=self.output_dir / "head")
         return jsonable(result)
+
+    def _introduce(self, view: ProgressView) -> None:
+        """Lines on what is trained, and on what."""
+        if self.step:
+            view.note(f"resumed from step_{self.step:06d}")
+        view.note(self.parts.documents.line())
+        if self.parts.loaded:
+            view.note(self.parts.loaded)
+        view.note(f"modules start from {self.parts.heads.provenance['started_from']}")
+        if note := schedule_note(
+            self.config,
+            num_parameters=sum(one.numel() for one in self.parts.heads.target.model.parameters()),
+            num_processes=self.accelerator.num_processes,
+        ):
+            view.note(note)
 
     @contextmanager
     def _saving_faults(self, tracker: Tracker, view: ProgressView) -> Iterator[None]:
@@ -260,9 +272,16 @@ class TrainingRun:
             tracker.log("train", step=figures.step, values=values)
             view.step(figures.step, loss=figures.loss, accuracy=figures.accuracy)
             self.num_tokens += figures.num_tokens
+            self.parts.costs.count(figures.num_tokens)
             self.is_stop_requested |= figures.is_stop_requested
             if self.skips.add(figures):
                 view.note(f"step {figures.step} skipped: {figures.diagnosis}")
+
+    def _report_speed(self, tracker: Tracker) -> None:
+        """Log the speed of the steps since the last report, where there were any."""
+        if found := self.parts.costs.figures():
+            self.speed = found
+            tracker.log("speed", step=self.step, values=found)
 
     def _measure(
         self, tracker: Tracker, view: ProgressView, *, decode_eval: DecodeEval | None
@@ -280,6 +299,7 @@ class TrainingRun:
             tensors = parts.engine.head_tensors()
             if ranks.is_main_process:
                 self._write_best(tensors)
+        self.parts.costs.start()
         return report
 
     def _write_best(self, tensors: Mapping[str, Tensor]) -> None:
@@ -323,6 +343,7 @@ class TrainingRun:
                 keep_last=self.config.trainer.keep_last,
             )
         self.accelerator.wait_for_everyone()
+        self.parts.costs.start()
 
     def _result(self) -> dict[str, object]:
         """Figures of the finished run; those of the walk belong to the best heads."""

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 
 from mtp_research.config.launched import PLUGINS
 from mtp_research.config.schema import TrainConfig
+from mtp_research.config.training_schema import has_teacher
 from mtp_research.heads.init import Init, choose_start, freeze_parts, init_heads
 from mtp_research.heads.native import adopt_conventions
 from mtp_research.heads.record import check_weights, read_head_record, recorded_schedule
@@ -49,6 +50,7 @@ from mtp_research.training.losses.losses import HeadObjective, UnrollSpec
 from mtp_research.training.optim import add_lora
 from mtp_research.training.packed_rows import TrainingRows, build_rows
 from mtp_research.training.parallel.parallel import Engine, make_engine, prepare_target
+from mtp_research.training.step_costs import StepCosts, flops_per_token
 
 _LARGE_TARGET = 50_000_000  # parameters; lab_tiny has 3.9 M, lab_small 47 M
 _FEW_TOKENS = 1_500_000  # lab_base's heads, of 202 M parameters, saw 1.6 M
@@ -66,6 +68,7 @@ class RunParts:
     unroll_spec: UnrollSpec  # how the heads are run
     settings: dict[str, object]  # what a resumed run must share, see `checkpoint.run_settings`
     loaded: str  # which part of the target was loaded beside hidden states; empty without them
+    costs: StepCosts  # speed of the steps, memory by part
     expert_loads: ExpertLoads | None = None  # of the modules' routers; None for dense modules
 
 
@@ -90,7 +93,9 @@ def build_run(
     """Load target and documents, build heads and engine, go on from a checkpoint."""
     if checkpoint is not None and "head.init_noise" not in checkpoint.state["settings"]:
         config.head.init_noise = 0.0  # begun before the key: from exact copies
+    costs = StepCosts(accelerator.device, num_ranks=accelerator.num_processes)
     target, documents = load_inputs(config, is_whole=needs_layers(config) is not None)
+    costs.mark("target")
     num_depths = depths_of(config)
     spec = UnrollSpec(
         num_depths, config.objective.unroll, cast(ModuleSchedule, config.head.module_schedule)
@@ -110,10 +115,12 @@ def build_run(
         load_head_state(heads, checkpoint.folder / "head.safetensors")
     objective = HeadObjective(heads, unroll_spec=spec, loss_spec=loss_spec(config.objective))
     loads = ExpertLoads(heads)
+    rows = build_rows(config, documents=documents, target=target, num_depths=num_depths)
+    costs.know(_operations(config, heads=heads, rows=rows.train))
     engine = make_engine(objective, trainer=config.trainer, ranks=accelerator)
     if checkpoint is not None:
         engine.restore(checkpoint.tensors("optimizer"))
-    rows = build_rows(config, documents=documents, target=target, num_depths=num_depths)
+    costs.mark("modules")
     return RunParts(
         heads=heads,
         engine=engine,
@@ -123,8 +130,21 @@ def build_run(
         unroll_spec=spec,
         settings=settings,
         loaded=_loaded_line(config, target=target, rows=rows.train),
+        costs=costs,
         expert_loads=loads if loads.counts else None,
     )
+
+
+def _operations(config: TrainConfig, *, heads: MTPHeads, rows: TrainingRows) -> float:
+    """Floating-point operations of a token; those of states that are kept are not counted."""
+    parts = flops_per_token(
+        heads,
+        seq_len=config.data.seq_len,
+        num_depths=depths_of(config),
+        has_teacher=has_teacher(config.objective.loss),
+        runs_target=_states_from(config) is None and not rows.keeps_hidden,
+    )
+    return sum(parts.values())
 
 
 def build_heads(config: TrainConfig, *, target: Target) -> MTPHeads:

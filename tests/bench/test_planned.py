@@ -18,7 +18,6 @@ from mtp_research.bench.planned import (
     TWO_GPUS,
     MeasuredTraining,
     decode_memory,
-    flops_per_token,
     nearest_step,
     num_bytes,
     num_parameters,
@@ -35,6 +34,7 @@ from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.loading.split_layers import num_sums
 from mtp_research.models.target import Target, load_target
 from mtp_research.runtime.errors import ConfigError
+from mtp_research.training.step_costs import flops_per_token
 from tests.recipes import RECIPES, RECURRENT_RECIPES
 from tests.tiny import tiny_heads, tiny_target
 
@@ -225,11 +225,19 @@ def test_memory_of_a_training_by_spread() -> None:
     assert planned_for("ddp") == alone
     assert planned_for("zero1")[1:4] == (2 * count, 6 * count, 6 * count)
     assert planned_for("zero2")[1:4] == (2 * count, 3 * count, 6 * count)
-    assert planned_for("zero3")[1:4] == planned_for("fsdp2")[1:4] == (count, 3 * count, 6 * count)
+    assert planned_for("zero3")[1:4] == (count, 3 * count, 6 * count)
+    assert planned_for("fsdp2")[1:4] == (0, 2 * count, 6 * count)  # the masters are the weights
+    module = num_parameters(heads.mtp_modules[0])
+    assert planned_for("fsdp2").gathered == 8 * module
+    assert planned_for("zero2").gathered == 2 * module
+    assert alone.gathered == planned_for("fsdp2", 1).gathered == 0
     layers = heads.target.model.base_model.layers
     spread, whole = planned_for("ddp", 4, shard_target=True), num_bytes(layers)
     largest = max(num_bytes(layer) for layer in layers)
-    assert spread.target == pytest.approx(alone.target - whole + whole / 4 + 2 * largest)
+    assert spread.target == pytest.approx(alone.target - whole + whole / 4)
+    assert spread.gathered == max(3 * largest - spread.gradients, 0)
+    thin = planned_for("fsdp2", 4, shard_target=True)
+    assert thin.gathered == max(3 * largest - thin.gradients, 8 * module) > 0
     heads.mtp_modules[0].requires_grad_(False)
     frozen = planned_for("ddp", 1)
     assert frozen.weights == alone.weights

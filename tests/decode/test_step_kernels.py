@@ -28,6 +28,8 @@ GREEDY = SamplingParams()
 class _Rows:
     """A target without layers: embedding and lm_head."""
 
+    parts = None  # no ranks
+
     def __init__(self, vocab_size: int) -> None:
         self.weight = torch.empty(vocab_size, HIDDEN_SIZE, dtype=torch.bfloat16)
 
@@ -35,7 +37,7 @@ class _Rows:
         hidden = self.weight[input_ids]
         return TargetHidden(pre_norm=hidden, post_norm=hidden)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def own_logits(self, hidden: Tensor) -> Tensor:
         return torch.nn.functional.linear(hidden, self.weight)
 
 

@@ -1,5 +1,6 @@
 """Two ranks that split a target decode what one process decodes: real processes over gloo."""
 
+import itertools
 import json
 import os
 import re
@@ -35,7 +36,7 @@ PLANS = {
     "glm4_moe-experts": "experts",
     "qwen3-tied": "tensor",
 }
-POLICIES = ("eagle", "training")
+DRAFTED = ("eagle", "training")
 DRAWN = ("qwen3", "glm4_moe-experts")  # at temperature 1, where ranks must draw alike
 # What of a decoder layer is whole on every rank: what transformers' plan leaves alone, and buffers.
 READ_WHOLE = {
@@ -60,7 +61,7 @@ def decode(target: Target, *, name: str) -> dict[str, object]:
         )
     )
     found["plain"] = plain
-    for policy in POLICIES if name in DRAWN else POLICIES[:1]:
+    for policy in DRAFTED if name in DRAWN else DRAFTED[:1]:
         with pytest.MonkeyPatch.context() as patch:
             draft_rightly(patch, plain, chance=0.7)
             decoder = SpecDecoder(target, heads, spec=SpecSettings(policy=policy), engine=engine)
@@ -233,36 +234,43 @@ def test_split_checkpoint_decodes_as_whole_one(name: str, models: Path, ranks: l
 def test_layers_spread_over_ranks_are_those_of_whole_target(
     name: str, models: Path, ranks: list[dict]
 ) -> None:
-    how = {"weights": SPLIT[name].get("weights", "stored")} if name in SPLIT else {}
-    target = sharded_cases.load(models / name, **how)
+    target = sharded_cases.load(models / name.partition(" ")[0], **SHARDED.get(name, {}))
     layers = sum(p.numel() for p in target.model.base_model.layers.parameters())
     shared = sum(p.numel() for p in target.model.parameters()) - layers
     for rank in ranks:
         found = rank[f"{name} sharded"]
         assert found["gaps"] == []
+        assert found["is_one_tree"], "layers that are roots have a pool of GPU memory each"
         assert found["hidden"] == pytest.approx(sharded_cases.hidden_of(target), abs=1e-5)
         assert found["held"] == pytest.approx(shared + layers / 2, rel=0.02)  # a norm of odd size
         assert found["kept"] == found["held"], "a layer keeps nothing of what it gathered"
 
 
-@pytest.mark.parametrize("name", ["lab_tiny", "index", "fp8"])
-@pytest.mark.parametrize("way", READ_WHOLE)
-def test_rank_reads_its_slices_alone(way: str, name: str, models: Path, ranks: list[dict]) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *itertools.product(["lab_tiny", "index", "fp8"], READ_WHOLE),
+        ("fp8 kept", "sharded"),
+        ("fp8_rows kept", "sharded"),
+    ],
+)
+def test_rank_reads_its_slices_alone(name: str, way: str, models: Path, ranks: list[dict]) -> None:
     sizes: Counter[str] = Counter()
-    for file in (models / name).glob("*.safetensors"):
+    for file in (models / name.partition(" ")[0]).glob("*.safetensors"):
         for key, tensor in load_file(file).items():
             sizes[of_all_experts(key)] += tensor.numel()
     reads = [Counter(), Counter()]
     for rank, read in zip(ranks, reads, strict=True):
         for key, count in rank[f"{name} {way}"]["read"].items():
             read[of_all_experts(key)] += count
-        assert all(read[key] <= size for key, size in sizes.items()), "no number is read twice"
-        layers = {key for key, size in sizes.items() if read[key] == size and ".layers." in key}
-        scales = {key for key in layers if key.endswith("_scale_inv")}  # a number for each block
-        assert {key.split(".", 3)[3] for key in layers - scales} <= READ_WHOLE[way]
+        scales = {key for key in sizes if "_scale" in key}  # a number for each block or row
+        numbers = {key: size for key, size in sizes.items() if key not in scales}
+        assert all(read[key] <= size for key, size in numbers.items()), "no number is read twice"
+        layers = {key for key, size in numbers.items() if read[key] == size and ".layers." in key}
+        assert {key.split(".", 3)[3] for key in layers} <= READ_WHOLE[way]
         assert all(
             2 * read[key] == size
-            for key, size in sizes.items()
+            for key, size in numbers.items()
             if key not in layers and "layers" in key
         )
     assert all(sum(read[key] for read in reads) >= size for key, size in sizes.items())
@@ -282,10 +290,16 @@ def test_fault_of_one_rank_ends_both(fault: str, ranks: list[dict]) -> None:
     assert max(met[1], other[1]) < 30
 
 
+def test_entries_end_alike_on_all_ranks_and_training_writes_nothing(
+    models: Path, ranks: list[dict]
+) -> None:
+    assert [rank["exit_codes"] for rank in ranks] == [[IntegrityError.exit_code] * 2] * 2
+    assert [path.name for path in (models / "refused_training").rglob("*")] == [".lock"]
+
+
 def test_eval_of_random_weights_on_two_ranks_is_that_of_one(
     models: Path, ranks: list[dict]
 ) -> None:
-    assert [rank["exit_code"] for rank in ranks] == [IntegrityError.exit_code] * 2
     assert [rank["evaluated"] for rank in ranks] == [0, 0]
     assert sharded_cases.evaluate(models, "only_config", "alone") == 0
     alone, split = ((models / name / "generations.jsonl") for name in ("alone", "texts"))

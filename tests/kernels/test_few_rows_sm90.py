@@ -84,7 +84,8 @@ def test_few_rows_kernel_sm90_has_no_spills(program, tmp_path):
     if program.has_bias:
         types["bias"] = "*bf16"
     if config.uses_descriptor:
-        types["weight_tiles"] = f"tensordesc<bf16[{config.block_n},{config.block_k}]>"
+        stored = types["weight"].removeprefix("*")
+        types["weight_tiles"] = f"tensordesc<{stored}[{config.block_n},{config.block_k}]>"
     types |= dict.fromkeys(constants, "constexpr")
     compiled = _compile(
         few_rows_kernel,

@@ -10,9 +10,8 @@ import dataclasses
 import functools
 import json
 import lzma
+import os
 import shutil
-import sys
-import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -443,29 +442,22 @@ def _eval_entry(lab: Lab, folder: Path, changes: Changes) -> Parts:
 
 def _entry(schema: type[Config], folder: Path, changes: Changes) -> Parts:
     """A command line up to where the work starts or is submitted."""
-    found: Parts = {"started_in": None, "job": {}}
-
-    class Executor:
-        def __init__(self, *, folder: str, cluster: str) -> None:
-            found["job"] = {"cluster": cluster}
-
-        def update_parameters(self, **asked: object) -> None:
-            found["job"] = cast(dict, found["job"]) | asked | {"name": None}
-
-        def submit(self, command: list[str]) -> types.SimpleNamespace:
-            found["job"] = cast(dict, found["job"]) | {"sizes": command[4:6]}
-            return types.SimpleNamespace(job_id="1")
+    found: Parts = {"started_in": None}
 
     def start(_: Config, place: Path) -> None:
         found["started_in"] = str(place).replace(str(folder), "")[:20]
 
-    service = types.SimpleNamespace(AutoExecutor=Executor)
-    service.helpers = types.SimpleNamespace(CommandFunction=list)
+    sbatch = folder / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/sh\necho 1 > '{folder}/submitted'\n")
+    sbatch.chmod(0o755)
     words = [f"{key}={value}" for key, value in changes.items()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "submitit", service)
+        patch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
         patch.chdir(folder)
         code = run_entry(schema, start, argv=words)
+    scripts = [path.read_text().replace(str(folder), "") for path in folder.rglob("job.sh")]
+    found |= {"job": scripts, "submitted": (folder / "submitted").exists()}
     return found | {"code": code}
 
 

@@ -19,11 +19,12 @@ import transformers.modeling_utils
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from mtp_research.__main__ import run_evaluation
+from mtp_research.__main__ import run_evaluation, run_training
 from mtp_research.app.cli import run_entry
-from mtp_research.config.schema import EngineConfig, EvalConfig
+from mtp_research.config.schema import EngineConfig, EvalConfig, TrainConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
@@ -47,7 +48,17 @@ SPLIT: dict[str, dict] = {
     "random-tied": {"tp_plan": "tensor", "weights": "random"},
     "random-experts": {"tp_plan": "experts", "weights": "random"},
 }
-SHARDED = ("lab_tiny", "index", "fp8", "random", "random-tied")
+# Name -> how it is loaded with its layers spread over ranks; of a folder, what it stores as FP8.
+SHARDED: dict[str, dict] = {
+    "lab_tiny": {},
+    "index": {},
+    "fp8": {},
+    "fp8 kept": {"weights": "stored_fp8"},
+    "fp8_rows kept": {"weights": "stored_fp8"},
+    "fp8 drawn": {"weights": "random_fp8"},
+    "random": {"weights": "random"},
+    "random-tied": {"weights": "random"},
+}
 FAMILIES = ("ernie4_5_moe", "mimo_v2", "minimax_m2", "glm4_moe_lite", "qwen3_next")
 # Checkpoint -> the change to it, and what the rank that meets the fault says; the other rank's
 # files are whole.
@@ -65,8 +76,9 @@ def write_checkpoints(folder: Path) -> None:
     shutil.copytree(LAB_TINY, folder / "lab_tiny")
     _save(folder / "index", max_shard_size="100KB")
     # 48 rows are a block and a half: the second rank's begin inside one.
-    _save(folder / "fp8", intermediate_size=96, moe_intermediate_size=40)
-    quantise(folder / "fp8")
+    for name, layout in (("fp8", "blocks"), ("fp8_rows", "rows")):
+        _save(folder / name, intermediate_size=96, moe_intermediate_size=40)
+        quantise(folder / name, layout=layout)
     for name, changes in (("", {}), ("-tied", {"tie_word_embeddings": True}), ("-experts", {})):
         _save(folder / f"random{name}", **changes)
         (folder / f"random{name}" / "model.safetensors").unlink()
@@ -110,19 +122,24 @@ def load_split(folder: Path) -> dict[str, object]:
         with pytest.raises(IntegrityError) as fault:
             load_target(folder / f"{name}_{rank}", device="cpu", tp_plan="tensor")
         found["faults"][name] = [str(fault.value), time.perf_counter() - start]
-    found["exit_code"] = evaluate(folder, f"truncated_{rank}", "refused", "model.tp_plan=tensor")
+    damaged = folder / f"truncated_{rank}"
+    found["exit_codes"] = [
+        evaluate(folder, damaged.name, "refused", "model.tp_plan=tensor"),
+        train(damaged, folder / "refused_training"),
+    ]
     for name, how in SPLIT.items():
         with counting_reads() as counts:
             target = load(folder / name, **how)
         found[f"{name} split"] = facts_of(target, counts) | {"texts": decode(target)}
-    for name in (*SHARDED, *FAMILIES):
+    for name, how in (SHARDED | {key: {} for key in FAMILIES}).items():
+        path = folder / name.partition(" ")[0]
         with counting_reads() as counts:
-            how = {"weights": SPLIT[name].get("weights", "stored")} if name in SPLIT else {}
-            target = load(folder / name, layers="sharded", **how)
+            target = load(path, layers="sharded", **how)
         found[f"{name} sharded"] = facts_of(target, counts) | {
             "hidden": hidden_of(target),
             "kept": sum(local.numel() for local in locals_of(target)),
-            "gaps": gaps(target, load(folder / name, **how)),
+            "gaps": gaps(target, load(path, **how)),
+            "is_one_tree": isinstance(target.model.base_model, FSDPModule),
         }
     found["evaluated"] = evaluate(folder, "only_config", "texts", "model.tp_plan=tensor")
     return found
@@ -153,6 +170,13 @@ def evaluate(folder: Path, model: str, output: str, *words: str) -> int:
     shape = ["model.device=cpu", "sampling.max_new_tokens=4"]
     stored = ["model.weights=stored"] if model.startswith("truncated") else []
     return run_entry(EvalConfig, run_evaluation, argv=[*EVAL, *shape, *paths, *stored, *words])
+
+
+def train(model: Path, output: Path) -> int:
+    """Exit code of train.py with layers spread over the ranks, run in this process."""
+    words = ["trainer.shard_target=true", "model.device=cpu", f"output_dir={output}"]
+    argv = [*words, f"model.path={model}", "model.family=glm4_moe", "head=shared_n1"]
+    return run_entry(TrainConfig, run_training, argv=argv)
 
 
 def locals_of(target: Target) -> list[Tensor]:

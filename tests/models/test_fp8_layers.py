@@ -124,7 +124,6 @@ def test_deterministic_decoding_of_fp8_weights_is_refused(tmp_path: Path) -> Non
         (EvalConfig, "model.experts=grouped_mm", "model.experts"),
         (EvalConfig, "engine.deterministic=true", "engine.deterministic"),
         (EvalConfig, "backend=[own,transformers]", "model.keep_fp8"),
-        (TrainConfig, "trainer.shard_target=true", "trainer.shard_target"),
         (TrainConfig, "task=target", "model.keep_fp8"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,

@@ -16,6 +16,7 @@ Source: names of DeepSeek-V3's and GLM-4.5's FP8 releases.
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import EllipsisType
 from typing import NamedTuple, cast
 
 import torch
@@ -105,13 +106,15 @@ class StackedTensor:
         return _NAME
 
     def __getitem__(self, index: Index) -> Tensor:
-        """Read whole, whichever part is asked for: no rank keeps a part."""
-        whole = torch.empty(self.get_shape(), dtype=FP8, device=self._device)
-        for expert, pieces in zip(whole, self._parts, strict=True):
+        """The part; ranks share whole experts, and those alone are read."""
+        first, *inside = (slice(None),) if isinstance(index, EllipsisType) else index
+        parts, (_, *shape) = self._parts[first], self.get_shape()
+        kept = torch.empty(len(parts), *shape, dtype=FP8, device=self._device)
+        for expert, pieces in zip(kept, parts, strict=True):
             sizes = [piece.get_shape()[0] for piece in pieces]
             for rows, piece in zip(expert.split(sizes), pieces, strict=True):
                 rows.copy_(piece[...])
-        return whole[index]
+        return kept[(slice(None), *inside)]
 
 
 def stored_fp8(

@@ -331,9 +331,9 @@ def _require_matching(config: PreTrainedConfig, placing: Placing) -> None:
         )
     if placing.keep_fp8:
         require_fp8(placing.device)
-        if placing.is_split:
+        if placing.tp_plan != "none":
             raise ConfigError(
-                "model.keep_fp8=true wants a target on one device, got one that ranks share; set "
+                f"model.keep_fp8=true wants model.tp_plan=none, got {placing.tp_plan}; set "
                 "model.keep_fp8=false."
             )
     keys = {

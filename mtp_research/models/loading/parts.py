@@ -84,8 +84,10 @@ def cut_layers(model: PreTrainedModel, *, mesh: DeviceMesh) -> None:
             f"{min(stacks)}; launch torchrun with another --nproc-per-node."
         )
     for layer in layers:
-        # Each is a root of its own, which would keep what it gathered unless told otherwise.
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(layer, mesh=mesh)
+    # The root: all layers gather on its streams, and a GPU keeps a pool of memory for each stream.
+    stack = model.base_model
+    fully_shard(stack, mesh=mesh, ignored_params={*stack.parameters()} - {*layers.parameters()})
 
 
 def join_ranks(device: torch.device) -> None:

@@ -176,7 +176,15 @@ def distribution(
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be split; every rank must call."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.dtype.itemsize > 1:
+        return tensor.full_tensor()
+    # Bytes: not every way to gather knows FP8.
+    parts, shape, stride = tensor.to_local().view(torch.uint8), tensor.shape, tensor.stride()
+    mesh, places = tensor.device_mesh, tensor.placements
+    split = DTensor.from_local(parts, mesh, places, shape=shape, stride=stride)
+    return split.full_tensor().view(tensor.dtype)
 
 
 def has_split_experts(config: PreTrainedConfig) -> bool:

@@ -28,7 +28,7 @@ Letters: V vocabulary, D hidden, T rows, n ranks, E experts of a rank.
 
 import re
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -182,7 +182,7 @@ def _number_own(stack: nn.Module, parts: RankParts) -> Callable:
     """
     weight = next(p for p in stack.parameters() if p.dim() > 2)  # [E, ...]
     count = len(weight)
-    stack.num_experts = count
+    cast(Any, stack).num_experts = count
 
     def number(_: nn.Module, args: tuple) -> tuple:
         hidden, index, weights, *rest = args

@@ -57,7 +57,8 @@ class ShardedEngine:
         for parameter in self._heads.parameters():
             parameter.data = parameter.data.float()
         for module in self._heads.mtp_modules:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            # Each is a root of its own, which would stay whole until its backward.
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         trained = trained_parameters(self._heads)
         self._names = list(trained)
         self._parameters = [cast(DTensor, parameter) for parameter in trained.values()]
