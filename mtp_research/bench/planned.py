@@ -23,6 +23,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.pool_size import NUM_SPARE_BLOCKS, PoolNeeds, pool_needs
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.kernels.products.scaled_weights import FP8
 from mtp_research.models.block import layers_like_block
 from mtp_research.models.family import ATTENTION_BLOCK
 from mtp_research.models.loading.split_layers import num_sums
@@ -65,7 +66,8 @@ class MeasuredStep(NamedTuple):
         return self.limit_ms / self.step_ms
 
 
-# docs/results/bench_decode.json; the GLM shapes from docs/log.md, where routing was random.
+# docs/results/bench_decode.json; GLM shapes from docs/log.md, in FP8 from docs/results/fp8.json,
+# where routing was random.
 MEASURED_STEPS = (
     MeasuredStep("dense_1b", 1, 0, 0.49603, 1.07823),
     MeasuredStep("dense_1b", 1, 3, 0.70257, 1.53529),
@@ -87,6 +89,11 @@ MEASURED_STEPS = (
     MeasuredStep("glm45_air_8", 32, 3, 12.431, 13.755),
     MeasuredStep("glm47_flash", 1, 3, 3.971, 7.599),
     MeasuredStep("glm47_flash", 32, 3, 15.908, 20.803),
+    MeasuredStep("glm45_air_fp8", 1, 0, 3.21437, 6.30697),
+    MeasuredStep("glm45_air_fp8", 1, 3, 6.08066, 10.03363),
+    MeasuredStep("glm45_air_fp8", 32, 0, 23.70091, 28.42787),
+    MeasuredStep("glm45_air_fp8_rows", 1, 3, 6.19737, 9.99273),
+    MeasuredStep("glm45_air_fp8_rows", 32, 3, 30.42638, 40.93216),
 )
 
 
@@ -261,20 +268,22 @@ def link_time_ms(heads: MTPHeads, limit: StepLimit, *, gpu: Gpu, num_gpus: int) 
 def nearest_step(
     target: Target, *, batch: int, num_drafts: int, limit_ms: float, but: str | None = None
 ) -> MeasuredStep:
-    """The measured step that is most alike: batch, experts or none, then the nearest limit, then K.
+    """The measured step that is most alike: batch, experts, FP8, then the nearest limit, then K.
 
     Another kind of attention (heads, latent) counts as a limit that is `_OTHER_ATTENTION` times as
     far. `but` leaves one shape out, for a look at how far such a choice can be trusted.
     """
     has_experts = any(map(expert_weights, target.model.modules()))
+    is_fp8 = any(parameter.dtype == FP8 for parameter in target.model.parameters())
 
     def away(row: MeasuredStep) -> tuple[float, ...]:
         fields = SHAPES[row.shape].arguments
         is_other = ("n_routed_experts" in fields) != has_experts
+        is_wider = ("quantization_config" in fields) != is_fp8
         factor = abs(math.log(row.limit_ms / limit_ms))
         if ("kv_lora_rank" in fields) != target.family.latent_attention:
             factor += math.log(_OTHER_ATTENTION)
-        return row.batch != batch, is_other, factor
+        return row.batch != batch, is_other, is_wider, factor
 
     rows = [row for row in MEASURED_STEPS if row.shape != but]
     best = min(rows, key=away)

@@ -44,6 +44,7 @@ LOG = (ROOT / "docs" / "log.md").read_text(encoding="utf8")
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf8")
 RECIPES_PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf8")
 STORED = json.loads((ROOT / "docs" / "results" / "bench_decode.json").read_text())["rows"]
+STORED_FP8 = json.loads((ROOT / "docs" / "results" / "fp8.json").read_text())["rows"]
 H200 = GPUS["h200"]
 ENGINE = EngineConfig(max_num_requests=2, max_model_len=256, audit=False, few_rows_kernel=False)
 # Shape -> its name in the log's tables.
@@ -62,7 +63,9 @@ def model_of(name: str) -> ModelConfig:
     """A shape as a file of conf/model with its architecture would give it."""
     shape = SHAPES[name]
     path = shape.path or f"none:{name}"
-    return ModelConfig(name, shape.model_type, path, architecture=dict(shape.arguments))
+    fields = dict(shape.arguments)
+    keeps = "quantization_config" in fields
+    return ModelConfig(name, shape.model_type, path, architecture=fields, keep_fp8=keeps)
 
 
 def planned_heads(target: Target, *, num_mtp_modules: int = 1) -> MTPHeads:
@@ -286,9 +289,10 @@ def test_measured_steps_are_stored(row: planned.MeasuredStep) -> None:
 
 def stored(row: planned.MeasuredStep) -> dict:
     """The row of the stored bench that a measured step was taken from, the first that fits."""
-    wanted = (row.shape, row.batch, row.num_drafts, "as shipped")
-    names = ("shape", "batch", "num_drafts", "launches_as")
-    return next(one for one in STORED if tuple(one[name] for name in names) == wanted)
+    wanted = (row.shape, row.batch, row.num_drafts)
+    rows = [one for one in STORED if one["launches_as"] == "as shipped"] + STORED_FP8
+    names = ("shape", "batch", "num_drafts")
+    return next(one for one in rows if tuple(one[name] for name in names) == wanted)
 
 
 @pytest.mark.parametrize("row", MEASURED_TRAINING, ids=lambda row: f"{row.shape}-{row.is_compiled}")
@@ -331,6 +335,8 @@ def test_share_is_that_of_the_nearest_shape() -> None:
     assert chosen("mimo_7b", 1, 0, 4.4) == ("mimo_7b", 1, 0)  # nearer to K = 3 by its limit
     assert chosen("smollm2_135m", 32, 5, 1.5) == ("dense_1b", 32, 3)
     assert chosen("glm45_air", 1, 0, 6.0) == ("glm45_air_8", 1, 3)  # K = 0 was not measured
+    assert chosen("glm45_air_fp8", 1, 0, 3.2) == ("glm45_air_fp8", 1, 0)
+    assert chosen("glm45_air_fp8", 32, 3, 30.9) == ("glm45_air_fp8_rows", 32, 3)
     assert chosen("lab_small", 1, 0, 0.01) == ("lab_small", 1, 0)
     assert chosen("deepseek_v3", 32, 3, 50.0) == ("glm47_flash", 32, 3)  # latent attention
     assert chosen("mimo_7b", 1, 0, 4.4, but="mimo_7b") == ("dense_1b", 1, 0)
