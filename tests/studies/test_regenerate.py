@@ -184,6 +184,7 @@ def test_processes_of_a_launch_write_the_same_lines_as_one(tmp_path, source):
     printed = run_ranks(__name__, "run_rank", *argv, "--max-new-tokens", "12", *words)
     assert printed.count("documents written") == 1
     found = lines(output)
+    assert len(found) == len(output.read_text().splitlines())  # no question was asked twice
     assert found.pop("of a killed launch") == {"id": "of a killed launch"}
     assert found == lines(tmp_path / "one.jsonl")
     assert any(name.startswith("self-chat") for name in found)
