@@ -49,6 +49,13 @@ class Recalled:
         self.num_replays += 1
 
 
+def captured_engine(**sizes: int) -> EngineConfig:
+    """Whole steps, those with prompt rows as well, as graphs."""
+    return EngineConfig(
+        **sizes, deferred_output=True, audit=False, cuda_graphs=True, capture_mixed=True
+    )
+
+
 def stand_in_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `engine.cuda_graphs` work on a CPU, by calling the step again."""
     for module in (graphs, mixed_graphs):
@@ -146,13 +153,7 @@ def test_steps_with_a_grammar_run_beside_captured_ones(lab, policy) -> None:
         target,
         heads,
         spec=SpecSettings(policy=policy),
-        engine=EngineConfig(
-            max_num_requests=3,
-            deferred_output=True,
-            audit=False,
-            cuda_graphs=True,
-            capture_mixed=True,
-        ),
+        engine=captured_engine(max_num_requests=3),
     )
     assert texts_of(run(decoder, sampling=sampling)) == expected
     assert sum(one.num_replays for one in decoder.graphs._graphs.values()) >= 5
@@ -199,15 +200,7 @@ def test_buckets_are_captured_before_the_first_step_and_large_steps_are_left_out
 ) -> None:
     monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (4, 8))
     target, heads = lab["copied"]
-    engine = EngineConfig(
-        max_num_requests=2,
-        max_model_len=64,
-        max_num_batched_tokens=64,
-        deferred_output=True,
-        audit=False,
-        cuda_graphs=True,
-        capture_mixed=True,
-    )
+    engine = captured_engine(max_num_requests=2, max_model_len=64, max_num_batched_tokens=64)
     decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=3), engine=engine)
     sampling = SamplingParams(max_new_tokens=3)
     with torch.inference_mode():
@@ -241,15 +234,7 @@ def test_steps_above_the_buckets_decode_what_the_plain_loop_decodes(
 def test_large_steps_have_shapes_that_ran_in_the_warm_up(lab, monkeypatch, num_drafts) -> None:
     monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (4, 8))
     target, heads = lab["chain_n3"]
-    engine = EngineConfig(
-        max_num_requests=3,
-        max_model_len=64,
-        max_num_batched_tokens=40,
-        deferred_output=True,
-        audit=False,
-        cuda_graphs=True,
-        capture_mixed=True,
-    )
+    engine = captured_engine(max_num_requests=3, max_model_len=64, max_num_batched_tokens=40)
     spec = SpecSettings(num_speculative_tokens=num_drafts)
     decoder = SpecDecoder(target, heads if num_drafts else None, spec=spec, engine=engine)
     shapes: set[tuple] = set()
@@ -277,15 +262,7 @@ def test_large_steps_have_shapes_that_ran_in_the_warm_up(lab, monkeypatch, num_d
 def test_warm_up_writes_no_block_and_no_slot_that_a_request_can_have(lab, monkeypatch) -> None:
     monkeypatch.setattr(mixed_graphs, "MIXED_ROWS", (4,))
     target, heads = lab["chain_n3"]
-    engine = EngineConfig(
-        max_num_requests=3,
-        max_model_len=64,
-        max_num_batched_tokens=16,
-        deferred_output=True,
-        audit=False,
-        cuda_graphs=True,
-        capture_mixed=True,
-    )
+    engine = captured_engine(max_num_requests=3, max_model_len=64, max_num_batched_tokens=16)
     decoder = SpecDecoder(target, heads, spec=SpecSettings(num_speculative_tokens=3), engine=engine)
     cache, state = decoder.cache, decoder.slot_state
     monkeypatch.setattr(cache, "fill", lambda _: None)
@@ -303,14 +280,7 @@ def test_warm_up_writes_no_block_and_no_slot_that_a_request_can_have(lab, monkey
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_requests_that_ended_leave_a_smaller_captured_batch(lab, num_drafts: int) -> None:
     target, heads = lab["chain_n3"]
-    engine = EngineConfig(
-        max_num_requests=32,
-        max_model_len=64,
-        deferred_output=True,
-        audit=False,
-        cuda_graphs=True,
-        capture_mixed=True,
-    )
+    engine = captured_engine(max_num_requests=32, max_model_len=64)
     spec = SpecSettings(num_speculative_tokens=num_drafts)
     decoder = SpecDecoder(target, heads if num_drafts else None, spec=spec, engine=engine)
     live_by_bucket: dict[int, set[int]] = {}
