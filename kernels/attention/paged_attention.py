@@ -15,7 +15,7 @@ Source: FlashAttention-2 (online softmax), Flash-Decoding (splits), vLLM (block 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from mtp_research.kernels import checks
@@ -43,11 +43,11 @@ class RowGroup(NamedTuple):
     It depends on the pass, the window and Hkv, so that layers of one pass can share it.
     """
 
-    at: Tensor | None  # [r x Q] int64, packed rows; 0 stands in where a request has fewer
+    at: Tensor | None  # [r x Q] int64, packed rows, 0 where a request has fewer; None: all in order
     is_row: Tensor | None  # [r x Q]; None where none stands in
     slots: Tensor  # [r x Hkv x S] int64 of the cache as [slots x Hkv, D]
     hidden: Tensor  # [r, 1, 1, Q, S] float32, 0 or -inf
-    blind: Tensor | None  # [r x Q], rows that see no key; None where there is none
+    blind: Tensor | None  # [r x Q], rows that see no key; None where all see one
 
 
 def paged_attention_ref(
@@ -83,50 +83,84 @@ def group_rows(
     query: Tensor, kv: PagedKV, rows: AttentionRows, scoring: Scoring, *, invariant: bool = False
 ) -> list[RowGroup]:
     """What `paged_attention_ref` has to know of the rows of a pass; reads lengths on the host."""
-    by_len = _group_by_query_len(rows.query_start_loc.tolist(), max_query_len=rows.max_query_len)
+    starts = rows.query_start_loc.tolist()
+    by_len = _group_by_query_len(starts, max_query_len=rows.max_query_len)
     if invariant:
         rows = rows_as_requests(rows)
         by_len = [[row] for row in range(len(rows.seq_lens))]
-    groups = [_group(rows, requests, kv.keys.shape, scoring) for requests in by_len]
-    if len(groups) == 1 and groups[0].is_row is None and len(groups[0].at) == len(query):
-        return [groups[0]._replace(at=None)]  # all rows in their order
+        starts = list(range(len(by_len) + 1))
+    lens = rows.seq_lens.tolist()
+    groups = [
+        _group(
+            rows,
+            [_Span(r, starts[r], starts[r + 1] - starts[r], lens[r]) for r in requests],
+            block_size=kv.keys.shape[1],
+            num_kv_heads=kv.keys.shape[2],
+            sliding_window=scoring.sliding_window,
+        )
+        for requests in by_len
+    ]
+    if len(groups) == 1 and groups[0].is_row is None and len(cast("Tensor", groups[0].at)) == len(query):
+        return [groups[0]._replace(at=None)]
     return groups
 
 
-def _group(
-    rows: AttentionRows, requests: list[int], cache_shape: torch.Size, scoring: Scoring
-) -> RowGroup:
-    _, block_size, num_kv_heads, _ = cache_shape
-    index = torch.tensor(requests, device=rows.seq_lens.device)
-    lens = rows.seq_lens[index, None].long()  # [r, 1]
-    first_row = rows.query_start_loc[index, None].long()
-    query_lens = rows.query_start_loc[index + 1, None] - first_row
-    offsets = torch.arange(int(query_lens.max()), device=index.device)
-    is_row = offsets < query_lens  # [r, Q]
-    at = torch.where(is_row, first_row + offsets, 0)
-    row_pos = lens - query_lens + offsets if rows.positions is None else rows.positions[at]
+class _Span(NamedTuple):
+    """A request on the host: its place, its rows and its KV tokens."""
 
-    num_blocks = max(1, ceil_div(int(lens.max()), block_size))
-    key_pos = torch.arange(num_blocks * block_size, device=index.device)
+    request: int
+    first_row: int
+    num_rows: int
+    seq_len: int
+
+
+def _group(
+    rows: AttentionRows,
+    spans: list[_Span],
+    *,
+    block_size: int,
+    num_kv_heads: int,
+    sliding_window: int | None,
+) -> RowGroup:
+    device = rows.seq_lens.device
+    index, first_row, query_lens, lens = torch.tensor(spans, device=device)[..., None].unbind(1)
+    longest = max(span.num_rows for span in spans)
+    offsets = torch.arange(longest, device=device)
+    at, row_pos, is_row = first_row + offsets, lens - query_lens + offsets, None  # [r, Q]
+    if min(span.num_rows for span in spans) < longest:
+        is_row = offsets < query_lens
+        at = torch.where(is_row, at, 0)
+    if rows.positions is not None:
+        row_pos = rows.positions[at]
+
+    num_blocks = max(1, ceil_div(max(span.seq_len for span in spans), block_size))
+    key_pos = torch.arange(num_blocks * block_size, device=device)
     readable = key_pos < lens  # [r, S]
-    if rows.kv_start is not None:
-        readable &= key_pos >= rows.kv_start[index, None]
-    allowed = readable[:, None] & (key_pos <= row_pos[..., None])  # [r, Q, S]
-    if scoring.sliding_window is not None:
-        allowed &= key_pos > row_pos[..., None] - scoring.sliding_window
+    allowed = key_pos <= row_pos[..., None]  # [r, Q, S]
+    if sliding_window is not None:
+        allowed &= key_pos > row_pos[..., None] - sliding_window
+    pages = rows.block_table[index[:, 0], :num_blocks, None].long()
+    slots = (pages * block_size + torch.arange(block_size, device=device)).flatten(1)  # [r, S]
     # Other slots may hold NaN, and table entries past a request's own blocks anything: the first
     # key that the request may read stands in for all of them, with weight 0.
-    key_pos = torch.where(readable, key_pos, readable.int().argmax(-1, keepdim=True))
-    pages = rows.block_table[index].long().gather(1, key_pos // block_size)  # [r, S]
-    slots = torch.where(readable.any(-1, keepdim=True), pages * block_size + key_pos % block_size, 0)
-    heads = torch.arange(num_kv_heads, device=index.device)[:, None]
-    sees_none = ~allowed.any(-1)
+    first, blind = slots[:, :1], None
+    is_usual = rows.positions is None and rows.kv_start is None
+    if not is_usual or any(span.seq_len < span.num_rows for span in spans):
+        if rows.kv_start is not None:
+            start = rows.kv_start[index].long()
+            readable &= key_pos >= start
+            first = slots.gather(1, start.clamp(0, len(key_pos) - 1))
+        first = torch.where(readable.any(-1, keepdim=True), first, 0)
+        allowed &= readable[:, None]
+        blind = ~allowed.any(-1).flatten()
+    slots = torch.where(readable, slots, first)
+    heads = torch.arange(num_kv_heads, device=device)[:, None]
     return RowGroup(
         at=at.flatten(),
-        is_row=None if bool(is_row.all()) else is_row.flatten(),
+        is_row=None if is_row is None else is_row.flatten(),
         slots=(slots[:, None] * num_kv_heads + heads).flatten(),
         hidden=torch.where(allowed, 0.0, -math.inf)[:, None, None],
-        blind=sees_none.flatten() if bool(sees_none.any()) else None,
+        blind=blind,
     )
 
 

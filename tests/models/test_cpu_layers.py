@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mtp_research import EngineConfig, SpecDecoder, SpecSettings, load_target
-from mtp_research.models.rewrites.cpu_products import MAX_ROWS, FewRowsLinear, put_weights_left
+from mtp_research.models.rewrites.cpu_layers import MAX_ROWS, FewRowsLinear, put_weights_left
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
