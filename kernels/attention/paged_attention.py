@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_WIDE = (torch.float32, torch.float64)  # dtypes that the reference computes in
+
+
 class RowGroup(NamedTuple):
     """Requests of similar q_len in the reference: their rows, and what these may read.
 
@@ -185,30 +188,31 @@ def _attend_group(query: Tensor, kv: PagedKV, group: RowGroup, scoring: Scoring)
     Whether a row has keys is known beforehand, so that a plain softmax does.
     """
     num_requests, _, _, num_queries, num_keys = group.hidden.shape
-    num_kv_heads = kv.keys.shape[2]
+    num_kv_heads, (num_heads, key_dim) = kv.keys.shape[2], query.shape[1:]
+    dtype = query.dtype if query.dtype in _WIDE else torch.float32
     query = query if group.at is None else query.index_select(0, group.at)
-    query = query.to(torch.promote_types(query.dtype, torch.float32)).mul(scoring.scale)
-    grouped = query.unflatten(1, (num_kv_heads, -1)).unflatten(0, (num_requests, num_queries))
+    query = query.to(dtype).mul(scoring.scale)
+    grouped = query.view(num_requests, num_queries, num_kv_heads, -1, key_dim)
     grouped = grouped.permute(0, 2, 3, 1, 4)  # [r, Hkv, G, Q, Dk]
-    keys, values = (_gather(cache, group.slots, num_keys).to(query.dtype) for cache in kv)
-    scores = torch.bmm(grouped.reshape(len(keys), -1, query.shape[2]), keys.mT)
-    scores = scores.view(*grouped.shape[:4], num_keys)
+    sizes, num_tiles = grouped.shape[:4], num_requests * num_kv_heads
+    # Heads first, as products want them: [r x Hkv, S, D].
+    keys, values = (
+        cache.flatten(0, 2).index_select(0, group.slots).view(num_tiles, num_keys, -1).to(dtype)
+        for cache in kv
+    )
+    scores = torch.bmm(grouped.reshape(num_tiles, -1, key_dim), keys.mT)
+    scores = scores.view(*sizes, num_keys)
     scores += group.hidden
     if scoring.sinks is not None:
-        sinks = scoring.sinks.to(scores.dtype).view(num_kv_heads, -1, 1, 1)
-        scores = torch.cat((scores, sinks.expand(*scores.shape[:4], 1)), dim=-1)
+        sinks = scoring.sinks.to(dtype).view(num_kv_heads, -1, 1, 1)
+        scores = torch.cat((scores, sinks.expand(*sizes, 1)), dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., :num_keys]
-    attended = torch.bmm(weights.flatten(2, 3).flatten(0, 1), values)
-    attended = attended.view(*grouped.shape[:4], -1).permute(0, 3, 1, 2, 4)
-    attended = attended.reshape(*query.shape[:2], -1).contiguous()
+    attended = torch.bmm(weights.reshape(num_tiles, -1, num_keys), values)
+    attended = attended.view(*sizes, -1).permute(0, 3, 1, 2, 4)
+    attended = attended.reshape(len(query), num_heads, -1).contiguous()
     if group.blind is not None:
         attended = attended.masked_fill(group.blind[:, None, None], 0.0)
     return attended
-
-
-def _gather(cache: Tensor, slots: Tensor, num_keys: int) -> Tensor:
-    """Keys or values of a group, `[r x Hkv, S, D]`: heads first, as products want them."""
-    return cache.flatten(0, 2).index_select(0, slots).unflatten(0, (-1, num_keys))
 
 
 def paged_attention(
