@@ -15,7 +15,7 @@ Source: FlashAttention-2 (online softmax), Flash-Decoding (splits), vLLM (block 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
@@ -103,7 +103,8 @@ def group_rows(
         )
         for requests in by_len
     ]
-    if len(groups) == 1 and groups[0].is_row is None and len(cast("Tensor", groups[0].at)) == len(query):
+    num_requests, *_, num_queries, _ = groups[0].hidden.shape if groups else (0, 0, 0)
+    if groups and groups[0].is_row is None and num_requests * num_queries == len(query):
         return [groups[0]._replace(at=None)]
     return groups
 
