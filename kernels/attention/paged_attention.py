@@ -303,7 +303,7 @@ def attend_pages(
     """
     # Layers that are alike were checked with the first of them.
     sizes = (query.shape, kv.keys.shape, kv.values.shape, scoring.sliding_window)
-    layout = (*sizes, query.dtype, kv.keys.dtype, scoring.sinks is None)
+    layout = (*sizes, query.dtype, kv.keys.dtype, kv.values.dtype, scoring.sinks is None)
     if groups is not None and (known := groups.get(layout)) is not None:
         return paged_attention_ref(query, kv, rows, scoring, groups=known)
     checks.check_rank("query", query, letters="[T, H, Dk]")
