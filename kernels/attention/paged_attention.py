@@ -37,17 +37,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_WIDE = (torch.float32, torch.float64)  # dtypes that the reference computes in
+
+
 class RowGroup(NamedTuple):
     """Requests of similar q_len in the reference: their rows, and what these may read.
 
-    It depends on the pass and the window alone, so that layers of one pass can share it.
+    It depends on the pass, the window and Hkv, so that layers of one pass can share it.
     """
 
-    at: Tensor  # [r, Q] int64, packed rows; 0 stands in where a request has fewer
-    is_row: Tensor | None  # [r, Q]; None where none stands in
-    pages: Tensor  # [r, blocks] int64, of the longest request; page 0 stands in likewise
-    unreadable: Tensor  # [*] int64 in 0..r x S, key slots that may hold anything
+    at: Tensor | None  # [r x Q] int64, packed rows, 0 where a request has fewer; None: all in order
+    is_row: Tensor | None  # [r x Q]; None where none stands in
+    slots: Tensor  # [r x Hkv x S] int64 of the cache as [slots x Hkv, D]
     hidden: Tensor  # [r, 1, 1, Q, S] float32, 0 or -inf
+    blind: Tensor | None  # [r x Q], rows that see no key; None where all see one
 
 
 def paged_attention_ref(
@@ -64,67 +67,104 @@ def paged_attention_ref(
     Requests of similar q_len run together, so that a prefill chunk does not pad the verify rows
     beside it; with `invariant` every row runs alone, so that its bits do not depend on the batch.
     Reads lengths on the host. Arguments and result as in `paged_attention`; `groups` are those of
-    `group_rows` for the same rows and window.
+    `group_rows` for the same rows, sizes and window.
     """
-    out = query.new_zeros(*query.shape[:2], kv.values.shape[3])
     if groups is None:
-        groups = group_rows(
-            rows,
-            block_size=kv.keys.shape[1],
-            sliding_window=scoring.sliding_window,
-            invariant=invariant,
-        )
+        groups = group_rows(query, kv, rows, scoring, invariant=invariant)
+    if len(groups) == 1 and groups[0].at is None:
+        return _attend_group(query, kv, groups[0], scoring).to(query.dtype)
+    out = query.new_zeros(*query.shape[:2], kv.values.shape[3])
     for group in groups:
-        keys = _gather_pages(kv.keys, group)
-        values = _gather_pages(kv.values, group)
-        attended = _masked_attention(query[group.at], keys, values, group.hidden, scoring)
-        attended = attended.to(out.dtype)
-        if group.is_row is None:
-            out[group.at] = attended
-        else:
-            out[group.at[group.is_row]] = attended[group.is_row]
+        attended = _attend_group(query, kv, group, scoring).to(out.dtype)
+        if group.is_row is not None:
+            attended = attended[group.is_row]
+        out[group.at if group.is_row is None else group.at[group.is_row]] = attended
     return out
 
 
 def group_rows(
-    rows: AttentionRows, *, block_size: int, sliding_window: int | None, invariant: bool = False
+    query: Tensor, kv: PagedKV, rows: AttentionRows, scoring: Scoring, *, invariant: bool = False
 ) -> list[RowGroup]:
     """What `paged_attention_ref` has to know of the rows of a pass; reads lengths on the host."""
-    by_len = _group_by_query_len(rows.query_start_loc.tolist(), max_query_len=rows.max_query_len)
+    starts = rows.query_start_loc.tolist()
+    by_len = _group_by_query_len(starts, max_query_len=rows.max_query_len)
     if invariant:
         rows = rows_as_requests(rows)
         by_len = [[row] for row in range(len(rows.seq_lens))]
-    return [_group(rows, requests, block_size, sliding_window) for requests in by_len]
+        starts = list(range(len(by_len) + 1))
+    lens = rows.seq_lens.tolist()
+    groups = [
+        _group(
+            rows,
+            [_Span(r, starts[r], starts[r + 1] - starts[r], lens[r]) for r in requests],
+            block_size=kv.keys.shape[1],
+            num_kv_heads=kv.keys.shape[2],
+            sliding_window=scoring.sliding_window,
+        )
+        for requests in by_len
+    ]
+    num_requests, *_, num_queries, _ = groups[0].hidden.shape if groups else (0, 0, 0)
+    if groups and groups[0].is_row is None and num_requests * num_queries == len(query):
+        return [groups[0]._replace(at=None)]
+    return groups
+
+
+class _Span(NamedTuple):
+    """A request on the host: its place, its rows and its KV tokens."""
+
+    request: int
+    first_row: int
+    num_rows: int
+    seq_len: int
 
 
 def _group(
-    rows: AttentionRows, requests: list[int], block_size: int, sliding_window: int | None
+    rows: AttentionRows,
+    spans: list[_Span],
+    *,
+    block_size: int,
+    num_kv_heads: int,
+    sliding_window: int | None,
 ) -> RowGroup:
-    index = torch.tensor(requests, device=rows.seq_lens.device)
-    lens = rows.seq_lens[index, None].long()  # [r, 1]
-    first_row = rows.query_start_loc[index, None].long()
-    query_lens = rows.query_start_loc[index + 1, None] - first_row
-    offsets = torch.arange(int(query_lens.max()), device=index.device)
-    is_row = offsets < query_lens  # [r, Q]
-    at = torch.where(is_row, first_row + offsets, 0)
-    row_pos = lens - query_lens + offsets if rows.positions is None else rows.positions[at]
+    device = rows.seq_lens.device
+    index, first_row, query_lens, lens = torch.tensor(spans, device=device)[..., None].unbind(1)
+    longest = max(span.num_rows for span in spans)
+    offsets = torch.arange(longest, device=device)
+    at, row_pos, is_row = first_row + offsets, lens - query_lens + offsets, None  # [r, Q]
+    if min(span.num_rows for span in spans) < longest:
+        is_row = offsets < query_lens
+        at = torch.where(is_row, at, 0)
+    if rows.positions is not None:
+        row_pos = rows.positions[at]
 
-    num_blocks = max(1, ceil_div(int(lens.max()), block_size))
-    key_pos = torch.arange(num_blocks * block_size, device=index.device)
+    num_blocks = max(1, ceil_div(max(span.seq_len for span in spans), block_size))
+    key_pos = torch.arange(num_blocks * block_size, device=device)
     readable = key_pos < lens  # [r, S]
-    if rows.kv_start is not None:
-        readable &= key_pos >= rows.kv_start[index, None]
-    allowed = readable[:, None] & (key_pos <= row_pos[..., None])  # [r, Q, S]
+    allowed = key_pos <= row_pos[..., None]  # [r, Q, S]
     if sliding_window is not None:
         allowed &= key_pos > row_pos[..., None] - sliding_window
-    # Table entries past a request's own blocks may hold anything; page 0 stands in for them.
-    owned = readable.unflatten(1, (num_blocks, block_size)).any(-1)
+    pages = rows.block_table[index[:, 0], :num_blocks, None].long()
+    slots = (pages * block_size + torch.arange(block_size, device=device)).flatten(1)  # [r, S]
+    # Other slots may hold NaN, and table entries past a request's own blocks anything: the first
+    # key that the request may read stands in for all of them, with weight 0.
+    first, blind = slots[:, :1], None
+    is_usual = rows.positions is None and rows.kv_start is None
+    if not is_usual or any(span.seq_len < span.num_rows for span in spans):
+        if rows.kv_start is not None:
+            start = rows.kv_start[index].long()
+            readable &= key_pos >= start
+            first = slots.gather(1, start.clamp(0, len(key_pos) - 1))
+        first = torch.where(readable.any(-1, keepdim=True), first, 0)
+        allowed &= readable[:, None]
+        blind = ~allowed.any(-1).flatten()
+    slots = torch.where(readable, slots, first)
+    heads = torch.arange(num_kv_heads, device=device)[:, None]
     return RowGroup(
-        at=at,
-        is_row=None if bool(is_row.all()) else is_row,
-        pages=torch.where(owned, rows.block_table[index, :num_blocks], 0).long(),
-        unreadable=(~readable).flatten().nonzero().squeeze(1),
+        at=at.flatten(),
+        is_row=None if is_row is None else is_row.flatten(),
+        slots=(slots[:, None] * num_kv_heads + heads).flatten(),
         hidden=torch.where(allowed, 0.0, -math.inf)[:, None, None],
+        blind=blind,
     )
 
 
@@ -143,39 +183,37 @@ def _group_by_query_len(query_starts: list[int], *, max_query_len: int) -> list[
     return list(groups.values())
 
 
-def _gather_pages(cache: Tensor, group: RowGroup) -> Tensor:
-    """Pages as `[r, Hkv, S, D]` in the compute dtype, zero where not readable (it may hold NaN)."""
-    gathered = cache.index_select(0, group.pages.flatten()).flatten(0, 1)  # [r x S, Hkv, D]
-    gathered.index_fill_(0, group.unreadable, 0.0)
-    heads_first = gathered.unflatten(0, (len(group.pages), -1)).transpose(1, 2)
-    return heads_first.to(torch.promote_types(cache.dtype, torch.float32))
+def _attend_group(query: Tensor, kv: PagedKV, group: RowGroup, scoring: Scoring) -> Tensor:
+    """Attention `[r x Q, H, Dv]` of a group's rows in the compute dtype; 0 of a row without keys.
 
-
-def _masked_attention(
-    query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scoring: Scoring
-) -> Tensor:
-    """Attention of `[r, Q, H, Dk]` rows over `[r, Hkv, S, D]` keys; a row without keys gives 0."""
-    num_requests, num_queries, num_heads, _ = query.shape
-    num_kv_heads = keys.shape[1]
-    grouped = query.to(keys.dtype).mul(scoring.scale).unflatten(2, (num_kv_heads, -1))
-    grouped = grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [r, Hkv, G x Q, Dk]
-    scores = torch.matmul(grouped, keys.mT).unflatten(2, (-1, num_queries))
-    scores += hidden  # [r, Hkv, G, Q, S]
-    highest = scores.amax(-1, keepdim=True)
-    sinks = scoring.sinks
-    if sinks is not None:
-        sinks = sinks.to(scores.dtype).view(num_kv_heads, -1, 1, 1)
-        highest = torch.maximum(highest, sinks)
-    # A row without keys has -inf here, and -inf - (-inf) would be NaN.
-    highest = highest.clamp_(min=torch.finfo(scores.dtype).min)
-    weights = scores.sub_(highest).exp_()
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total += (sinks - highest).exp_()
-    weights /= torch.where(total == 0, 1.0, total)
-    attended = torch.matmul(weights.flatten(2, 3), values)
-    attended = attended.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)
-    return attended.reshape(num_requests, num_queries, num_heads, values.shape[3])
+    Whether a row has keys is known beforehand, so that a plain softmax does.
+    """
+    num_requests, _, _, num_queries, num_keys = group.hidden.shape
+    num_kv_heads, (num_heads, key_dim) = kv.keys.shape[2], query.shape[1:]
+    dtype = query.dtype if query.dtype in _WIDE else torch.float32
+    query = query if group.at is None else query.index_select(0, group.at)
+    query = query.to(dtype).mul(scoring.scale)
+    grouped = query.view(num_requests, num_queries, num_kv_heads, -1, key_dim)
+    grouped = grouped.permute(0, 2, 3, 1, 4)  # [r, Hkv, G, Q, Dk]
+    sizes, num_tiles = grouped.shape[:4], num_requests * num_kv_heads
+    # Heads first, as products want them: [r x Hkv, S, D].
+    keys, values = (
+        cache.flatten(0, 2).index_select(0, group.slots).view(num_tiles, num_keys, -1).to(dtype)
+        for cache in kv
+    )
+    scores = torch.bmm(grouped.reshape(num_tiles, -1, key_dim), keys.mT)
+    scores = scores.view(*sizes, num_keys)
+    scores += group.hidden
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(dtype).view(num_kv_heads, -1, 1, 1)
+        scores = torch.cat((scores, sinks.expand(*sizes, 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :num_keys]
+    attended = torch.bmm(weights.reshape(num_tiles, -1, num_keys), values)
+    attended = attended.view(*sizes, -1).permute(0, 3, 1, 2, 4)
+    attended = attended.reshape(len(query), num_heads, -1).contiguous()
+    if group.blind is not None:
+        attended = attended.masked_fill(group.blind[:, None, None], 0.0)
+    return attended
 
 
 def paged_attention(
@@ -253,16 +291,21 @@ def attend_pages(
     backend: str,
     num_splits: int | None = None,
     new_rows: NewRows | None = None,
-    groups: dict[tuple[int, int | None], list[RowGroup]] | None = None,
+    groups: dict[tuple[object, ...], list[RowGroup]] | None = None,
 ) -> Tensor:
     """What the op does, for ops that store this step's rows as well, and for code that runs as is.
 
     Args and result as in `paged_attention`, and:
-        groups: of the rows by block size and window, which the reference fills and reads; the
-            layers of a pass share it.
+        groups: of the rows by sizes, dtypes and window, which the reference fills and reads; the
+            layers of a pass share it, and are checked once.
         new_rows: rows to store in the pages first, in place; None if they are there. The Triton
             programs store few rows themselves. With angles, `query` is rotated as the new keys are.
     """
+    # Layers that are alike were checked with the first of them.
+    sizes = (query.shape, kv.keys.shape, kv.values.shape, scoring.sliding_window)
+    layout = (*sizes, query.dtype, kv.keys.dtype, kv.values.dtype, scoring.sinks is None)
+    if groups is not None and (known := groups.get(layout)) is not None:
+        return paged_attention_ref(query, kv, rows, scoring, groups=known)
     checks.check_rank("query", query, letters="[T, H, Dk]")
     checks.check_paged_cache(*kv, rows=query)
     check_rows(rows, query)
@@ -277,14 +320,10 @@ def attend_pages(
     if query.shape[0] == 0 or rows.block_table.shape[0] == 0:
         return query.new_zeros(*query.shape[:2], kv.values.shape[3])
     if resolved == "reference":
-        key = kv.keys.shape[1], scoring.sliding_window
-        groups = {} if groups is None else groups
-        if key not in groups:
-            block_size, window = key
-            groups[key] = group_rows(
-                rows, block_size=block_size, sliding_window=window, invariant=invariant
-            )
-        return paged_attention_ref(query, kv, rows, scoring, groups=groups[key])
+        known = group_rows(query, kv, rows, scoring, invariant=invariant)
+        if groups is not None:
+            groups[layout] = known
+        return paged_attention_ref(query, kv, rows, scoring, groups=known)
     checks.check_kernel_layout(
         query, key_cache=kv.keys, value_cache=kv.values, kernel=attention_kernel
     )

@@ -182,12 +182,21 @@ def store_rows(
     value_cache: Tensor,
     slot_mapping: Tensor,
     backend: str = "auto",
-    kept: dict[int, KeptRows] | None = None,
+    kept: dict[tuple[object, ...], KeptRows] | None = None,
 ) -> None:
     """What the op does, for code that runs as it is; arguments as in `store_kv`.
 
-    `kept`, by block size, is filled and read by the reference; the layers of a pass share it.
+    `kept`, by sizes and dtypes, is filled and read by the reference; the layers of a pass share it,
+    and are checked once.
     """
+    sizes = (key.shape, value.shape, key_cache.shape, value_cache.shape)
+    layout = (*sizes, key.dtype, value.dtype, key_cache.dtype, value_cache.dtype)
+    if kept is not None and (known := kept.get(layout)) is not None:
+        store_kv_ref(
+            key, value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping,
+            kept=known,
+        )  # fmt: skip
+        return
     _check_store_kv(key, value, key_cache, value_cache, slot_mapping)
     resolved = checks.resolve_backend(backend, tensor=key, kernel=_store_kv_kernel)
     if key.shape[0] == 0:
@@ -195,13 +204,12 @@ def store_rows(
     if resolved == "triton":
         _launch_store_kv(key, value, key_cache, value_cache, slot_mapping)
         return
-    block_size = key_cache.shape[1]
-    kept = {} if kept is None else kept
-    if block_size not in kept:
-        kept[block_size] = kept_rows(slot_mapping, block_size=block_size)
+    known = kept_rows(slot_mapping, block_size=key_cache.shape[1])
+    if kept is not None:
+        kept[layout] = known
     store_kv_ref(
         key, value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping,
-        kept=kept[block_size],
+        kept=known,
     )  # fmt: skip
 
 

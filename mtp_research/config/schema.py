@@ -199,7 +199,8 @@ class EngineConfig:
     cuda_graphs: bool = False
     compile: bool = False  # run captured steps through torch.compile
     # Products of a few rows where another way was measured to be faster: in compiled steps by our
-    # kernel, on Hopper; on a CPU with MKL with the weight as the left operand.
+    # kernel, on Hopper; on a CPU with MKL with the weight as the left operand. On a CPU also norms
+    # of fewer calls, and small experts as two products.
     few_rows_kernel: bool = True
     # Compiled steps rotate queries and keys in the attention launch, not in launches of their own.
     rotary_in_attention: bool = True

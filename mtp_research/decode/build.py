@@ -24,7 +24,7 @@ from mtp_research.kernels.attention.paged_attention_triton import attention_kern
 from mtp_research.models.attention.paged import require_exact_length
 from mtp_research.models.family import LayerGeometry
 from mtp_research.models.recurrent import RecurrentStates
-from mtp_research.models.rewrites.cpu_products import put_weights_left
+from mtp_research.models.rewrites.cpu_layers import fuse_norms, join_experts, put_weights_left
 from mtp_research.models.target import Target
 from mtp_research.policy.audit import Auditor
 from mtp_research.policy.plan import DraftPlan
@@ -163,7 +163,10 @@ def build_products(
 ) -> "InvariantProducts | None":
     """The mode that a deterministic step runs in; None for the usual arithmetic."""
     models = [target.model, *([heads] if isinstance(heads, MTPHeads) else [])]
-    put_weights_left(models, enabled=engine.few_rows_kernel and not engine.deterministic)
+    is_usual = engine.few_rows_kernel and not engine.deterministic
+    put_weights_left(models, enabled=is_usual)
+    fuse_norms(models, enabled=is_usual)
+    join_experts(models, enabled=is_usual)
     if not engine.deterministic:
         return None
     if engine.compile:

@@ -2,6 +2,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mtp_research.kernels.attention import paged_attention as pages
+from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV, Scoring
 from mtp_research.kernels.bench.bench_attention import (
     paged_attention,
     paged_attention_ref,
@@ -180,3 +182,31 @@ def test_paged_attention_compiled_fullgraph_gives_the_same():
 
     expected = paged_attention(inputs.query, **inputs.keywords(), **call_arguments(case)) + 1
     assert torch.equal(step(inputs.query, inputs.keywords()), expected)
+
+
+def test_layers_of_a_pass_share_what_the_reference_made_of_its_rows(monkeypatch):
+    inputs = make_inputs(MIXED, dtype=torch.float32)
+    kv = PagedKV(inputs.key_cache, inputs.value_cache)
+    one_head = PagedKV(*(cache[:, :, :1].contiguous() for cache in kv))
+    tables = (inputs.block_table, inputs.seq_lens, inputs.query_start_loc)
+    rows = AttentionRows(*tables, int(inputs.query_start_loc.diff().max()))
+    layers = [(kv, None), (kv, None), (kv, 3), (one_head, None), (kv, 3), (kv, None)]
+    expected = [
+        pages.paged_attention_ref(inputs.query, cache, rows, Scoring(0.25, window))
+        for cache, window in layers
+    ]
+    groups, made = {}, []
+    make = pages.group_rows
+    monkeypatch.setattr(pages, "group_rows", lambda *of, **how: made.append(1) or make(*of, **how))
+
+    def attend(cache, window):
+        return pages.attend_pages(
+            inputs.query, cache, rows, Scoring(0.25, window), backend="auto", groups=groups
+        )
+
+    for layer, output in zip(layers, expected, strict=True):
+        assert torch.equal(attend(*layer), output)
+    assert len(made) == 3
+    for name in ("keys", "values"):
+        with pytest.raises(ValueError, match="dtype"):
+            attend(kv._replace(**{name: getattr(kv, name).double()}), None)

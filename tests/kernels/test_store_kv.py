@@ -1,5 +1,6 @@
 import pytest
 import torch
+from mtp_research.kernels.attention import store_kv as store_kv_module
 from mtp_research.kernels.attention.store_kv import store_kv, store_kv_ref
 
 from tests.kernels.kernel_cases import STORE_CASES, make_store_inputs
@@ -99,3 +100,24 @@ def test_store_kv_compiled_fullgraph_writes_the_same():
     step(*rows, *pool.values())
     assert torch.equal(pool["key_cache"], expected[0])
     assert torch.equal(pool["value_cache"], expected[1])
+
+
+def test_layers_of_a_pass_share_their_slots_and_misfits_are_refused(monkeypatch):
+    key, value = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    slots, kept, made = torch.tensor([5, -1, 17]), {}, []
+    make = store_kv_module.kept_rows
+    monkeypatch.setattr(
+        store_kv_module, "kept_rows", lambda *of, **how: made.append(1) or make(*of, **how)
+    )
+    for layer in range(2):
+        keys, values = torch.zeros(2, 16, 2, 8), torch.zeros(2, 16, 2, 8)
+        arguments = {"key_cache": keys, "value_cache": values, "slot_mapping": slots, "kept": kept}
+        store_kv_module.store_rows(key + layer, value - layer, **arguments)
+        assert torch.equal(keys.flatten(0, 1)[[5, 17]], key[[0, 2]] + layer)
+        assert torch.equal(values.flatten(0, 1)[[5, 17]], value[[0, 2]] - layer)
+        assert len(made) == 1
+    with pytest.raises(ValueError, match="dtype"):
+        store_kv_module.store_rows(key, value.double(), **arguments)
+    arguments["key_cache"] = torch.zeros(2, 16, 1, 8)
+    with pytest.raises(ValueError, match="shape"):
+        store_kv_module.store_rows(key, value, **arguments)

@@ -114,10 +114,12 @@ class PagedContext(PassOverPages):
         default_factory=dict, repr=False, compare=False
     )
     # What the reference made of the tensors above, which are the same for all layers
-    _row_groups: dict[tuple[int, int | None], list[RowGroup]] = field(
+    _row_groups: dict[tuple[object, ...], list[RowGroup]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _kept_rows: dict[int, KeptRows] = field(default_factory=dict, repr=False, compare=False)
+    _kept_rows: dict[tuple[object, ...], KeptRows] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _kept_angles: list[tuple[Tensor, Tensor]] = field(
         default_factory=list, repr=False, compare=False
     )

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from mtp_research.kernels.attention.store_kv import rotate_ref
 from mtp_research.models.attention.attention import AttentionCall
 from mtp_research.models.attention.paged import Angles, PassOverPages
+from mtp_research.models.rewrites.cpu_layers import variant_of
 from mtp_research.models.target import Target
 
 logger = logging.getLogger(__name__)
@@ -170,17 +171,7 @@ def _leaving(plain: type[nn.Module]) -> type[nn.Module]:
         kwargs["attention_context"] = _RotatingContext(context, kept)
         return second_forward(self, *args, **kwargs)
 
-    def reduce(self: RotaryInAttention, protocol: int) -> tuple:
-        # Made here, the class cannot be found by name: copies and files hold the library's.
-        _, _, *state = plain.__reduce_ex__(self, protocol)
-        return (_new, (plain,), *state)
-
-    methods = {"forward": forward, "__doc__": plain.__doc__, "__reduce_ex__": reduce}
-    return type(plain.__name__, (RotaryInAttention, plain), methods)
-
-
-def _new(plain: type[nn.Module]) -> nn.Module:
-    return plain.__new__(plain)
+    return variant_of(plain, RotaryInAttention, forward)
 
 
 def _second_forward(forward: types.FunctionType, kept: _Kept) -> types.FunctionType:
