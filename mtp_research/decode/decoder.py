@@ -167,7 +167,8 @@ class SpecDecoder:
             inputs = self._inputs(schedule)
             target = parts.target(inputs)
             if params.bitmask is not None:
-                params = params._replace(bitmask=self._bitmask(schedule))
+                bitmask = self._bitmask(schedule).to(self.target.device, non_blocking=True)
+                params = params._replace(bitmask=bitmask)
             verified = parts.verify(inputs, target, params)
             state = parts.advance(inputs, verified)
             ids = [entry.request.request_id for entry in schedule.entries]
@@ -529,7 +530,7 @@ class SpecDecoder:
         )
 
     def _bitmask(self, schedule: Schedule) -> Tensor:
-        """Masks of the requests' grammars `[R, K+1, W]`, made while the target pass runs.
+        """Masks of the requests' grammars `[R, K+1, W]` on the host, made while the target runs.
 
         They depend on what the step before decided and drafted, which is waited for.
         """

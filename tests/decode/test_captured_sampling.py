@@ -11,6 +11,7 @@ import torch
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import BatchTableLength
+from mtp_research.decode.graphs.capture import StaticParams
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.weights import load_heads
@@ -255,6 +256,33 @@ def test_masks_are_made_behind_the_launch_of_the_target_pass(lab, monkeypatch) -
     _serve(decoder, [SamplingParams(**fields)] * 4)
     captures = "".join(name[0] for name in order)  # a stand-in runs a part when it captures it
     assert captures.endswith("tcv" * 3)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_steps_of_a_batch_that_stays_copy_nothing_but_their_masks(lab, monkeypatch) -> None:
+    copied: list[str] = []
+
+    def noting(name: str) -> None:
+        function = getattr(StaticParams, name)
+
+        def noted(*args: object, **rest: object) -> None:
+            copied.append(name)
+            function(*args, **rest)
+
+        monkeypatch.setattr(StaticParams, name, noted)
+
+    noting("_copy")
+    noting("write_bitmask")
+    decoder = _decoder(lab, "training", 3, **CAPTURED)
+    fields = GRAMMARS["grammar-all"] | {"max_new_tokens": 40, "min_tokens": 36}
+    for prompt in PROMPTS[:3]:
+        decoder.add_request(prompt, sampling=SamplingParams(**fields))
+    for _ in range(5):
+        decoder.step()
+    copied.clear()
+    for _ in range(3):
+        decoder.step()
+    assert copied == ["write_bitmask"] * 3
 
 
 needs_gpu = pytest.mark.gpu
