@@ -474,6 +474,11 @@ class SpecDecoder:
         """
         self.cache.runs_regions = False  # compiled layers would call no hook inside them
         requests = self.scheduler.running
+        # The device is ahead of the host, by the step in flight and by graphs replayed for a look.
+        num_tokens = self.slot_state.num_tokens.tolist()
+        for request in requests:
+            needed = self.device_step.plan.num_slots_needed(num_tokens[cast(int, request.slot)])
+            self.scheduler.blocks.reserve(request, needed + self.scheduler.num_extra_slots)
         params = self._sampling.tensors(requests)
         num_rows = self.num_speculative_tokens + 1
         entries = [Scheduled(r, num_rows, 0, False, True, False) for r in requests]
