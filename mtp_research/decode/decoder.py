@@ -167,7 +167,8 @@ class SpecDecoder:
             inputs = self._inputs(schedule)
             target = parts.target(inputs)
             if params.bitmask is not None:
-                params = params._replace(bitmask=self._bitmask(schedule))
+                bitmask = self._bitmask(schedule).to(self.target.device, non_blocking=True)
+                params = params._replace(bitmask=bitmask)
             verified = parts.verify(inputs, target, params)
             state = parts.advance(inputs, verified)
             ids = [entry.request.request_id for entry in schedule.entries]
@@ -473,6 +474,11 @@ class SpecDecoder:
         """
         self.cache.runs_regions = False  # compiled layers would call no hook inside them
         requests = self.scheduler.running
+        # The device is ahead of the host, by the step in flight and by graphs replayed for a look.
+        num_tokens = self.slot_state.num_tokens.tolist()
+        for request in requests:
+            needed = self.device_step.plan.num_slots_needed(num_tokens[cast(int, request.slot)])
+            self.scheduler.blocks.reserve(request, needed + self.scheduler.num_extra_slots)
         params = self._sampling.tensors(requests)
         num_rows = self.num_speculative_tokens + 1
         entries = [Scheduled(r, num_rows, 0, False, True, False) for r in requests]
@@ -529,7 +535,7 @@ class SpecDecoder:
         )
 
     def _bitmask(self, schedule: Schedule) -> Tensor:
-        """Masks of the requests' grammars `[R, K+1, W]`, made while the target pass runs.
+        """Masks of the requests' grammars `[R, K+1, W]` on the host, made while the target runs.
 
         They depend on what the step before decided and drafted, which is waited for.
         """

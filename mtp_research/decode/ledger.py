@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mtp_research.decode.draft.draft_length import RecentRounds, drafts_made
-from mtp_research.decode.sampling.sampling import LogprobTensors
+from mtp_research.decode.sampling.sampling import HostLogprobs
 from mtp_research.decode.schedule.request import FinishReason, Request, Schedule, Scheduled, Status
 from mtp_research.decode.schedule.scheduler import Scheduler, cut_emitted
 from mtp_research.decode.slot_state import map_tensors
@@ -77,9 +77,7 @@ def _continue(scheduler: Scheduler, request: Request, drafts: list[int]) -> None
     request.draft_token_ids = drafts[: scheduler.max_model_len - num_tokens]
 
 
-def note_emitted(
-    request: Request, *, since: int, logprobs: LogprobTensors | None, row: int
-) -> None:
+def note_emitted(request: Request, *, since: int, logprobs: HostLogprobs | None, row: int) -> None:
     """Move the grammar on, and keep the log-probabilities."""
     kept = request.token_ids[since:]
     if request.matcher is not None:
@@ -184,6 +182,7 @@ class Ledger:
         result = launched.pending.wait()
         self.stats.wait_s += time.perf_counter() - waiting
         sampled, finite, drafts = (tensor.tolist() for tensor in result[:3])
+        logprobs = None if result.logprobs is None else result.logprobs.read()
         self.stats.num_steps += 1
         self.stats.num_prompt_rows += launched.num_prompt_rows
         self.stats.num_entries += len(launched.entries)
@@ -208,8 +207,8 @@ class Ledger:
                 is_finite=finite[row],
             )
             self.recent.add_rounds(request, since=num_rounds)
-            if result.logprobs is not None or request.matcher is not None:
-                note_emitted(request, since=num_tokens, logprobs=result.logprobs, row=row)
+            if logprobs is not None or request.matcher is not None:
+                note_emitted(request, since=num_tokens, logprobs=logprobs, row=row)
             num_emitted += len(request.token_ids) - num_tokens
             if self.auditor is not None or request.status is Status.FINISHED:
                 self._after_commit(entry)

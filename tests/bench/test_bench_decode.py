@@ -70,6 +70,14 @@ def test_extras_reach_the_requests_and_are_compared_with_none(tmp_path: Path, mo
     assert used[4:] == [(False, 5, False), (False, None, True), (True, 5, True)]
 
 
+@pytest.mark.parametrize("context", [14, 16])
+def test_step_that_is_looked_at_has_blocks_of_its_own(tmp_path: Path, context: int) -> None:
+    # At these lengths the step after the last timed one writes into a block that it adds.
+    words = ["--shapes", "tiny_experts", "--k", "3", "--context", str(context)]
+    (row,) = rows(tmp_path, *words)
+    assert row["experts"] > 1
+
+
 def test_every_step_of_a_request_fits_its_context(monkeypatch, tmp_path: Path) -> None:
     seen = []
     measure = bench_row.measure_bytes  # is handed the decoder after the last timed step

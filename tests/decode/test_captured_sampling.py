@@ -11,6 +11,8 @@ import torch
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import BatchTableLength
+from mtp_research.decode.graphs.capture import StaticParams
+from mtp_research.decode.sampling.sampling import batch_tensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.weights import load_heads
@@ -257,6 +259,33 @@ def test_masks_are_made_behind_the_launch_of_the_target_pass(lab, monkeypatch) -
     assert captures.endswith("tcv" * 3)
 
 
+@pytest.mark.usefixtures("without_gpu")
+def test_steps_of_a_batch_that_stays_copy_nothing_but_their_masks(lab, monkeypatch) -> None:
+    copied: list[str] = []
+
+    def noting(name: str) -> None:
+        function = getattr(StaticParams, name)
+
+        def noted(*args: object, **rest: object) -> None:
+            copied.append(name)
+            function(*args, **rest)
+
+        monkeypatch.setattr(StaticParams, name, noted)
+
+    noting("_copy")
+    noting("write_bitmask")
+    decoder = _decoder(lab, "training", 3, **CAPTURED)
+    fields = GRAMMARS["grammar-all"] | {"max_new_tokens": 40, "min_tokens": 36}
+    for prompt in PROMPTS[:3]:
+        decoder.add_request(prompt, sampling=SamplingParams(**fields))
+    for _ in range(5):
+        decoder.step()
+    copied.clear()
+    for _ in range(3):
+        decoder.step()
+    assert copied == ["write_bitmask"] * 3
+
+
 needs_gpu = pytest.mark.gpu
 
 
@@ -305,3 +334,36 @@ def test_decoding_with_extras_never_waits_for_the_device(on_gpu, name: str) -> N
         torch.cuda.set_sync_debug_mode("default")
     assert len(decoder.live_requests) == 3
     assert decoder.stats.num_emitted_tokens > 60
+
+
+@needs_gpu
+def test_masks_copied_beside_a_pass_are_there_for_what_follows_it() -> None:
+    sampling = [SamplingParams(**GRAMMARS["grammar"])] * 3
+    batch = batch_tensors(
+        sampling,
+        num_prompt_tokens=[1] * 3,
+        num_speculative_tokens=2,
+        vocab_size=1 << 16,
+        device=torch.device("cuda"),
+    )
+    params = StaticParams(4, device=torch.device("cuda"))
+    params.upload(batch)
+    place = params.view(batch, 3).bitmask
+    host = torch.empty(place.shape, dtype=torch.int32, pin_memory=True)
+    weight = torch.randn(4096, 4096, device="cuda")
+
+    def keep_busy() -> None:
+        for _ in range(20):
+            torch.mm(weight, weight)
+
+    for number in range(8):  # in the same memory, as `StepMasks` makes them
+        host.fill_(number)
+        keep_busy()
+        seen = place.clone()
+        before = torch.cuda.current_stream().record_event()
+        keep_busy()
+        params.write_bitmask(host, after=before)
+        written = place.clone()
+        torch.cuda.synchronize()
+        assert (seen == number - 1).all(), "copied before the step that reads the former masks"
+        assert (written == number).all(), "read before they were there"

@@ -2,6 +2,10 @@
 
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +15,11 @@ from hypothesis import strategies as st
 from mtp_research.config.schema import EngineConfig, VerifyOptions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.grammar import (
+    GuardedMatcher,
+    StepMasks,
     XGrammarCompiler,
     apply_bitmask,
-    step_bitmask,
+    start_matcher,
 )
 from mtp_research.decode.sampling.sampling_params import Grammar, SamplingParams
 from mtp_research.decode.schedule.request import Schedule
@@ -52,15 +58,14 @@ def _follows(grammar, text: tuple[int, ...]) -> bool:
     accepted=st.lists(st.sampled_from([10, 60, 127]), max_size=4),
     drafts=st.lists(st.sampled_from([10, 12, 60, 127, 1, 5, -1, 500]), max_size=4),
 )
-def test_step_bitmask_every_row_equals_a_fresh_matcher(
+def test_step_masks_every_row_equals_a_fresh_matcher(
     accepted: list[int], drafts: list[int]
 ) -> None:
     matcher = PAIRS.start(stop_token_ids=STOP)
     text = [token for token in accepted if matcher.accept_token(token)]
     before = list(matcher.history)
-    bitmask = step_bitmask(
-        [None, matcher], [drafts, drafts], num_speculative_tokens=4, vocab_size=VOCAB
-    )
+    masks = StepMasks(num_speculative_tokens=4, vocab_size=VOCAB)
+    bitmask = masks.make([None, GuardedMatcher(matcher)], [drafts, drafts])
     assert matcher.history == before
     assert (bitmask[0] == -1).all()
     allowed = apply_bitmask(torch.zeros(2, 5, VOCAB), bitmask)[1] == 0
@@ -72,6 +77,73 @@ def test_step_bitmask_every_row_equals_a_fresh_matcher(
             break
         expected = set(fresh.moves[fresh.history[-1]])
         assert set(allowed[row].nonzero()[:, 0].tolist()) == expected
+
+
+@dataclass
+class SharingMatcher(ToyMatcher):
+    """Pairs whose masks a library makes in one call; `calls` notes the rows of each call."""
+
+    calls: ClassVar[list[list[int]]] = []
+    is_broken: bool = False
+
+    @property
+    def fill_many(self) -> Callable:
+        return fill_all
+
+    def fill_bitmask(self, bitmask: torch.Tensor, *, row: int) -> None:
+        if self.is_broken:
+            raise ValueError("broken matcher")
+        super().fill_bitmask(bitmask, row=row)
+
+
+def fill_all(matchers: list[SharingMatcher], bitmask: torch.Tensor, places: list[int]) -> None:
+    SharingMatcher.calls.append(places)
+    for matcher, place in zip(matchers, places, strict=True):
+        matcher.fill_bitmask(bitmask, row=place)
+
+
+STEPS = st.lists(
+    st.lists(
+        st.lists(st.sampled_from([10, 60, 1, 5, -1, 500]), max_size=3), min_size=1, max_size=4
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(steps=STEPS)
+def test_step_masks_in_the_same_memory_equal_masks_in_memory_of_their_own(
+    steps: list[list[list[int]]],
+) -> None:
+    moves = PAIRS.start(stop_token_ids=STOP).moves
+    kept = StepMasks(num_speculative_tokens=3, vocab_size=VOCAB)
+    for drafts in steps:  # of batches of 1 to 4 requests, of which the second has no grammar
+        alone, sharing = (
+            [GuardedMatcher(make(moves)) if row != 1 else None for row in range(len(drafts))]
+            for make in (ToyMatcher, SharingMatcher)
+        )
+        fresh = StepMasks(num_speculative_tokens=3, vocab_size=VOCAB).make(alone, drafts)
+        assert torch.equal(kept.make(alone, drafts), fresh)
+        assert torch.equal(kept.make(sharing, drafts), fresh)
+
+
+def test_matchers_that_share_are_asked_together_for_every_draft() -> None:
+    moves = PAIRS.start(stop_token_ids=STOP).moves
+    matchers = [GuardedMatcher(SharingMatcher(moves)) for _ in range(3)]
+    SharingMatcher.calls.clear()
+    masks = StepMasks(num_speculative_tokens=2, vocab_size=VOCAB)
+    first = masks.make(matchers, [[10, 60], [10, 99], [5, 10]])
+    assert SharingMatcher.calls == [[0, 3, 6], [1, 4], [2]]
+    assert masks.make(matchers, [[]] * 3).data_ptr() == first.data_ptr()
+
+
+def test_one_broken_matcher_of_those_that_share_fails_alone() -> None:
+    moves = PAIRS.start(stop_token_ids=STOP).moves
+    matchers = [GuardedMatcher(SharingMatcher(moves, is_broken=row == 1)) for row in range(3)]
+    masks = StepMasks(num_speculative_tokens=1, vocab_size=VOCAB).make(matchers, [[10]] * 3)
+    assert [one.error for one in matchers] == [None, "ValueError: broken matcher", None]
+    assert torch.equal(masks[0], masks[2])
+    assert (masks[0] != -1).any(dim=-1).all()
 
 
 def test_apply_bitmask_odd_vocabulary_and_nan_survive() -> None:
@@ -245,6 +317,25 @@ def test_xgrammar_greedy_equals_baseline(
     decoder = SpecDecoder(target, heads)
     assert texts_of(run(decoder, sampling=params)) == expected
     assert decoder.stats.acceptance_length > 1.3
+
+
+def test_xgrammar_masks_of_many_equal_those_of_one_at_a_time(compiler, monkeypatch) -> None:
+    grammars = [compiler.regex("[a-f]{2}(0|1[0-9])+"), compiler.ebnf('root ::= "<" [a-z]+ ">"')]
+    sampling = [_sampling(grammar) for grammar in grammars * 3]
+    drafts = [[97, 98, 48], [60, 120, 62], [97, 48, 98], [60, 62, 1], [], [60, 120, -1]]
+    together = [start_matcher(one, vocab_size=VOCAB) for one in sampling]
+    alone = [start_matcher(one, vocab_size=VOCAB) for one in sampling]
+    for one in alone:
+        one.fill_many = None
+    masks = [
+        StepMasks(num_speculative_tokens=3, vocab_size=VOCAB).make(matchers, drafts)
+        for matchers in (together, alone)
+    ]
+    assert torch.equal(*masks)
+    fill_bitmask = mock.Mock()
+    monkeypatch.setattr(GuardedMatcher, "fill_bitmask", fill_bitmask)
+    StepMasks(num_speculative_tokens=3, vocab_size=VOCAB).make(together, drafts)
+    fill_bitmask.assert_not_called()
 
 
 def test_xgrammar_finished_outputs_match_their_expression(target, heads, compiler) -> None:

@@ -2,7 +2,8 @@
 
 import torch
 
-from mtp_research.decode.sampling.sampling import BatchSampling
+from mtp_research.decode.sampling.grammar import start_matcher
+from mtp_research.decode.sampling.sampling import BatchSampling, LogprobTensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import Request
 from mtp_research.policy.fields import POLICIES
@@ -16,7 +17,7 @@ def _request(name: str, **fields) -> Request:
     sampling = SamplingParams(**fields)
     request = Request(request_id=name, prompt_token_ids=(3, 4), sampling=sampling)
     if sampling.grammar is not None:
-        request.matcher = sampling.grammar.start(stop_token_ids=sampling.stop_token_ids)
+        request.matcher = start_matcher(sampling, vocab_size=128)
     return request
 
 
@@ -58,3 +59,15 @@ def test_extras_are_asked_for_one_by_one() -> None:
     assert tensors.processors is None
     assert tensors.logprobs is not None
     assert tensors.logprobs.num_top == 4  # 3 and 4 share a captured step
+
+
+def test_logprobs_are_read_at_once_and_told_by_request() -> None:
+    top = torch.arange(-1.0, -25.0, -1.0).view(2, 3, 4)  # 2 requests, 3 rows, 4 best tokens
+    top[1, 1, 2:] = -torch.inf
+    read = LogprobTensors(torch.arange(6.0).view(2, 3), torch.arange(24).view(2, 3, 4), top).read()
+    assert read.of_request(0, num_tokens=0, num_top=4) == []
+    assert read.of_request(0, num_tokens=1, num_top=2) == [(0.0, ((0, -1.0), (1, -2.0)))]
+    first, second = read.of_request(1, num_tokens=2, num_top=3)
+    assert first == (3.0, ((12, -13.0), (13, -14.0), (14, -15.0)))
+    assert second == (4.0, ((16, -17.0), (17, -18.0)))  # the third has no probability
+    assert read.of_request(1, num_tokens=3, num_top=0)[2] == (5.0, ())

@@ -25,6 +25,7 @@ from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 # Run before a capture: kernels compile, libraries allocate their workspaces.
 _NUM_WARM_UP_RUNS = 3
+_BITMASK = (SamplingTensors._fields.index("bitmask"),)  # its place, see `leaves_of`
 _LEAST_HALVED = 16  # smallest bucket with another one half-way to the next power of two
 
 
@@ -89,6 +90,7 @@ class StaticParams:
         self._copied: dict[Hashable, Tensor] = {}  # what the storage holds
         self._uploaded: SamplingTensors | None = None
         self._key: tuple[Hashable, ...] = ()
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def upload(self, params: SamplingTensors) -> tuple[Hashable, ...]:
         """Put the parameters of a batch in place, where they are not there already.
@@ -113,6 +115,21 @@ class StaticParams:
         return map_tensors(
             lambda value: self._storage[next(places), value.shape[1:]][:num_requests], params
         )
+
+    def write_bitmask(self, bitmask: Tensor, *, after: torch.cuda.Event | None) -> None:
+        """Put a step's masks, which are on the host, in the place of those that were uploaded.
+
+        What is launched from now on reads them. On a GPU they are copied beside the work that was
+        launched behind `after`, which must not use them.
+        """
+        place = self._storage[_BITMASK, bitmask.shape[1:]][: len(bitmask)]
+        if self._copies is None or after is None:
+            place.copy_(bitmask)
+            return
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(after)
+            place.copy_(bitmask, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self._copies)
 
     def _copy(self, address: Hashable, value: Tensor) -> None:
         if self._copied.get(address) is value:

@@ -210,8 +210,10 @@ class StepGraphs:
         self._upload(entries, bucket)
         target, captured = self._captured(bucket, params, draft_limit)
         if target is not None:
+            is_cuda = self._slots.is_cuda
+            before = torch.cuda.current_stream().record_event() if is_cuda else None
             target.graph.replay()
-            self._params.upload(params._replace(bitmask=make_bitmask()))
+            self._params.write_bitmask(make_bitmask(), after=before)
         captured.graph.replay()
         return first_requests(captured.result, num_requests)
 

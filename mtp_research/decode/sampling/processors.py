@@ -75,8 +75,8 @@ def power_of_two(number: int) -> int:
 
 def apply_bad_words(
     logits: Tensor, words: BadWordTensors, *, text: Tensor, num_tokens: Tensor
-) -> Tensor:
-    """Forbid the last token of every bad word whose other tokens end the row's text."""
+) -> None:
+    """Forbid, in place, the last token of every bad word whose other tokens end the row's text."""
     width = words.prefix.shape[-1]
     position = num_tokens[..., None] - width + torch.arange(width, device=text.device)
     ending = text.gather(1, position.clamp(0, text.shape[1] - 1).flatten(1)).view(position.shape)
@@ -84,20 +84,20 @@ def apply_bad_words(
     prefix = words.prefix[:, None]  # [R, 1, W, P]
     completes = ((ending == prefix) | (prefix == _ANY)).all(dim=-1) & words.is_word[:, None]
     penalty = torch.where(completes, -torch.inf, 0.0).to(logits.dtype)  # [R, J, W]
-    return logits.scatter_add(-1, words.last[:, None].expand(penalty.shape), penalty)
+    logits.scatter_add_(-1, words.last[:, None].expand(penalty.shape), penalty)
 
 
-def apply_dry(logits: Tensor, dry: DryTensors, *, text: Tensor, num_tokens: Tensor) -> Tensor:
-    """Lower tokens that would go on with what followed an earlier copy of the text's end."""
+def apply_dry(logits: Tensor, dry: DryTensors, *, text: Tensor, num_tokens: Tensor) -> None:
+    """Lower, in place, tokens that would go on with what followed a copy of the text's end."""
     lengths = repetition_lengths(text, dry.is_breaker.gather(1, text), num_tokens=num_tokens)
     seen = _seen_tokens(text, num_tokens)
     longest = torch.zeros(logits.shape, dtype=lengths.dtype, device=logits.device)  # [R, J, V]
-    longest = longest.scatter_reduce(-1, seen, lengths, reduce="amax").gather(-1, seen)
+    longest = longest.scatter_reduce_(-1, seen, lengths, reduce="amax").gather(-1, seen)
     multiplier, base, allowed = (row[:, None, None] for row in dry[:3])
     penalty = (multiplier * base ** (longest - allowed)).clamp(max=_MAX_DRY_PENALTY)
     is_long = (longest >= allowed) & (multiplier > 0)
     lowered = logits.gather(-1, seen) - torch.where(is_long, penalty, 0.0)
-    return logits.scatter(-1, seen, lowered)
+    logits.scatter_(-1, seen, lowered)
 
 
 def repetition_lengths(text: Tensor, is_breaker: Tensor, *, num_tokens: Tensor) -> Tensor:
@@ -217,19 +217,19 @@ def process_logits(
     """
     if torch.compiler.is_compiling():
         return _process_opaquely(logits, _parts_of(processors), text, num_tokens)
-    values = logits.to(_result_dtype(logits))
+    values = logits.to(_result_dtype(logits), copy=True)  # changed in place: V numbers a row
     if processors.penalties is not None:
-        values = _apply_penalties(values, processors, text=text, num_tokens=num_tokens)
+        _apply_penalties(values, processors, text=text, num_tokens=num_tokens)
     if processors.dry is not None:
-        values = apply_dry(values, processors.dry, text=text, num_tokens=num_tokens)
+        apply_dry(values, processors.dry, text=text, num_tokens=num_tokens)
     if processors.bias is not None:
-        values = values + processors.bias[:, None]
+        values += processors.bias[:, None]
     if processors.bad_words is not None:
-        values = apply_bad_words(values, processors.bad_words, text=text, num_tokens=num_tokens)
+        apply_bad_words(values, processors.bad_words, text=text, num_tokens=num_tokens)
     if processors.stop_bias is not None:
         num_output = num_tokens - processors.num_prompt_tokens[:, None]
         is_early = num_output < processors.min_tokens[:, None]
-        values = values + torch.where(is_early[..., None], processors.stop_bias[:, None], 0.0)
+        values += torch.where(is_early[..., None], processors.stop_bias[:, None], 0.0)
     return values
 
 
@@ -280,7 +280,8 @@ def _of_parts(parts: Sequence[Tensor | None]) -> ProcessorTensors:
 
 def _apply_penalties(
     values: Tensor, processors: ProcessorTensors, *, text: Tensor, num_tokens: Tensor
-) -> Tensor:
+) -> None:
+    """Change `values` `[R, J, V]` in place."""
     assert processors.penalties is not None, "no request has a penalty"
     repetition, frequency, presence = (row[:, None, None] for row in processors.penalties)
     seen = _seen_tokens(text, num_tokens)
@@ -294,7 +295,7 @@ def _apply_penalties(
     old = values.gather(-1, seen)
     repeated = torch.where(old > 0, old / repetition, old * repetition)
     new = torch.where(repetition != 1, repeated, old)
-    return values.scatter(-1, seen, new - frequency * counts - presence * (counts > 0))
+    values.scatter_(-1, seen, new - frequency * counts - presence * (counts > 0))
 
 
 def _output_counts(

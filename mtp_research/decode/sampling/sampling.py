@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.decode.sampling.grammar import bitmask_shape, step_bitmask
+from mtp_research.decode.sampling.grammar import StepMasks, bitmask_shape
 from mtp_research.decode.sampling.processors import (
     ProcessorTensors,
     power_of_two,
@@ -28,7 +28,7 @@ from mtp_research.decode.sampling.processors import (
 )
 from mtp_research.decode.sampling.sampling_params import SamplingParams, TokenLogprobs
 from mtp_research.decode.schedule.request import Request
-from mtp_research.decode.slot_state import copy_to_device, to_device
+from mtp_research.decode.slot_state import to_device
 from mtp_research.models.rank_parts import RankParts, whole_of
 from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.hash_bits import GOLDEN, mix, shift_right, signed
@@ -72,6 +72,11 @@ class BatchSampling:
 
     def __init__(self, plan: DraftPlan, *, vocab_size: int, device: torch.device) -> None:
         self._plan, self._vocab_size, self._device = plan, vocab_size, device
+        self._masks = StepMasks(
+            num_speculative_tokens=plan.num_speculative_tokens,
+            vocab_size=vocab_size,
+            pin_memory=device.type == "cuda",
+        )
         self._requests: list[Request] = []
         self._tensors: SamplingTensors | None = None
 
@@ -82,14 +87,14 @@ class BatchSampling:
         return self._tensors
 
     def bitmask(self, requests: list[Request]) -> Tensor:
-        """Masks of a step, which the host has to know the tokens and drafts of all requests for."""
-        bitmask = step_bitmask(
+        """Masks of a step `[R, K+1, W]` on the host, pinned where there is a GPU; see `StepMasks`.
+
+        The host has to know the tokens and drafts of all requests.
+        """
+        return self._masks.make(
             [request.matcher for request in requests],
             [request.draft_token_ids for request in requests],
-            num_speculative_tokens=self._plan.num_speculative_tokens,
-            vocab_size=self._vocab_size,
         )
-        return copy_to_device(bitmask, self._device)
 
     def _is_same(self, requests: list[Request]) -> bool:
         return len(requests) == len(self._requests) and all(map(is_, requests, self._requests))
@@ -376,20 +381,33 @@ class LogprobTensors(NamedTuple):
     top_ids: Tensor  # `[R, J, n]` int64, best tokens first
     top: Tensor  # `[R, J, n]` float32
 
+    def read(self) -> "HostLogprobs":
+        """All of them as numbers of the host."""
+        flat = (tensor.flatten().tolist() for tensor in self)
+        return HostLogprobs(*flat, *self.top.shape[1:])
+
+
+class HostLogprobs(NamedTuple):
+    """`LogprobTensors` as flat lists: one read for a batch, and few objects to be collected."""
+
+    emitted: list[float]  # R J
+    top_ids: list[int]  # R J n
+    top: list[float]  # R J n
+    num_rows: int  # J
+    num_best: int  # n
+
     def of_request(self, row: int, *, num_tokens: int, num_top: int) -> list[TokenLogprobs]:
-        """Copy to the host: the first emitted tokens of one request."""
-        emitted, top_ids, top = (tensor[row, :num_tokens].tolist() for tensor in self)
-        return [
-            TokenLogprobs(
-                logprob,
-                tuple(
-                    (token_id, value)
-                    for token_id, value in zip(ids[:num_top], values[:num_top], strict=True)
-                    if value > -math.inf
-                ),
-            )
-            for logprob, ids, values in zip(emitted, top_ids, top, strict=True)
-        ]
+        """Of the first emitted tokens of one request, with their `num_top` <= n best."""
+        first = row * self.num_rows
+        return [self._of_token(first + index, num_top) for index in range(num_tokens)]
+
+    def _of_token(self, index: int, num_top: int) -> TokenLogprobs:
+        first = index * self.num_best
+        values = self.top[first : first + num_top]
+        best = zip(self.top_ids[first : first + num_top], values, strict=True)
+        if values and values[-1] == -math.inf:  # they fall: the last ones have no probability
+            best = (pair for pair in best if pair[1] > -math.inf)
+        return TokenLogprobs(self.emitted[index], tuple(best))
 
 
 def step_logprobs(

@@ -39,7 +39,8 @@ class Matcher(Protocol):
     def fill_bitmask(self, bitmask: "Tensor", *, row: int) -> None:
         """Write the tokens that may come next into `bitmask[row]`, int32 `[*, W]`, in place.
 
-        Bit b of word w stands for token 32 w + b. May only be asked before termination.
+        Bit b of word w stands for token 32 w + b. May only be asked before termination. Every word
+        must be written: the row holds the mask of an older step.
         """
 
     def accept_token(self, token_id: int) -> bool:
