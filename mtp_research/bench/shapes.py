@@ -211,7 +211,7 @@ def sizes_only(model: ModelConfig, *, dtype: torch.dtype, num_ranks: int = 1) ->
     if num_ranks > 1:
         parts = parts_of(built, "tensor", family=target.family, rank=0, num_ranks=num_ranks)
         split_sizes(built, parts)
-        target = dataclasses.replace(target, parts=parts)
+        target = dataclasses.replace(target, split=parts)
     count_field = target.family.native.count_field
     promised = getattr(target.config, count_field, None) if count_field is not None else None
     return Sizes(target, source, num_published_modules=promised or 0)
