@@ -487,17 +487,11 @@ class SpecDecoder:
         For a look at the models inside; the decoder is of no use afterwards.
         """
         self.cache.runs_regions = False  # compiled layers would call no hook inside them
-        requests = self.scheduler.running
-        params = self._sampling.tensors(requests)
-        num_rows = self.num_speculative_tokens + 1
-        entries = [Scheduled(r, num_rows, 0, False, True, False) for r in requests]
-        inputs = build_inputs(
-            entries, slot_state=self.slot_state, block_size=self.engine.block_size, deferred=True
-        )
         with torch.inference_mode():
-            self.device_step.run(
-                inputs, params, request_ids=[], draft_limit=self.num_speculative_tokens
-            )
+            schedule, params, limit = self._begin(self.scheduler.schedule())
+            self._agree(schedule.entries)
+            inputs = self._inputs(schedule)
+            self.device_step.run(inputs, params, request_ids=[], draft_limit=limit)
 
     def check_integrity(self) -> None:
         """Assert the invariants of requests, blocks and slots that hold between steps."""
