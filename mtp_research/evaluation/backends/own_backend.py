@@ -87,8 +87,8 @@ class OwnBackend:
             decoder.observe(clock.watch)
         dialogue = workload.conversations.begin(done, max_model_len=decoder.max_model_len)
         ranks, left = workload.target.split, dialogue.left
-        is_dealt = ranks is not None and ranks.exchange is not None
-        if is_dealt:
+        is_dealt = workload.target.exchange is not None
+        if ranks is not None and is_dealt:
             left = left.share(ranks.rank, ranks.num_ranks)
         sampling = self._sampling()
         num_builds = decoder.num_builds
