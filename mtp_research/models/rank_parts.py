@@ -154,8 +154,9 @@ class RowExchange:
         self._num_ranks, self._hidden_size, self._top_k = num_ranks, hidden_size, top_k
         self.num_rows = 0  # S, of the step that runs
         self._num_own = 0  # T, of the layer that runs
-        # Hosts agree without the GPU, whose work may be a step behind.
-        self._hosts = distributed.new_group(backend="gloo")
+        # Hosts agree without the GPU, whose work may be a step behind. No ranks: sizes alone.
+        have_ranks = distributed.is_initialized()
+        self._hosts = distributed.new_group(backend="gloo") if have_ranks else None
         self._stacks: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
     def agree(self, num_rows: int, *, has_work: bool) -> bool:
