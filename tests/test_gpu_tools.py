@@ -68,6 +68,9 @@ def test_step_of_ranks_is_the_slowest_beside_the_limit_of_the_most_bytes_and_the
     )
     without = gpu_tensor_parallel.combined([rows[0] | {"limit_ms": None}], link_ms=0.5)
     assert without["share"] is None
+    dealt = gpu_tensor_parallel.combined(rows, link_ms=0.5, is_dealt=True)
+    assert (row["batch"], row["tok_per_s"]) == (2, 10.0)
+    assert (dealt["batch"], dealt["tok_per_s"], dealt["step_ms"]) == (4, 20.0, 5.0)
 
 
 def test_loops_decode_with_drafts_in_another_batch_and_order_too() -> None:

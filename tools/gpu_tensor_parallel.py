@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 tools/gpu_tensor_parallel.py --out $OUT             two H200
     torchrun --nproc-per-node 2 tools/gpu_tensor_parallel.py --out $OUT --plan experts --texts
+    torchrun --nproc-per-node 2 tools/gpu_tensor_parallel.py --out $OUT --plan data --batch 32
+    torchrun --nproc-per-node 2 tools/gpu_tensor_parallel.py --out $OUT --no-graphs --batch 32
     torchrun --nproc-per-node 2 tools/gpu_tensor_parallel.py --out /tmp/x --device cpu \
         --texts tiny tiny_experts --shape tiny_experts --context 16 --batch 2 --steps 5
 
@@ -11,9 +13,11 @@ random weights, synthetic acceptance, as in `bench_decode`, whose row each rank 
 is the bytes that the rank with most has to read, unique experts of this routing, over its measured
 copy bandwidth, and the link's time at the vendor's bandwidth (`planned.link_time_ms`); the step is
 that of the slowest rank. Steps are compiled and captured on a GPU, NCCL's calls included
-(`--no-compile`, `--whole-steps`: fewer compiled parts, if that fails). Weights are drawn by part:
-GLM-4.5-Air and a module take some 109 GB of each of two GPUs. Exit codes: 1 texts differ, 4 there
-are no such devices.
+(`--no-compile`, `--whole-steps`: fewer compiled parts, if that fails). By the plan `data` ranks are
+dealt the requests of the batch, which is rounded up to a multiple of theirs, and steps run as they
+come; `--no-graphs` lets the other plans do so too, to compare. Its rate is the sum of the ranks'.
+Weights are drawn by part: GLM-4.5-Air and a module take some 109 GB of each of two GPUs. Exit
+codes: 1 texts differ, 4 there are no such devices.
 """
 
 import argparse
@@ -49,7 +53,7 @@ from mtp_research.models.target import Target
 
 EXIT_NO_DEVICE = 4
 NUM_TEXTS, PROMPT_TOKENS, TEXT_TOKENS = 8, 32, 48
-PLANS = ("tensor", "experts")
+PLANS = ("tensor", "experts", "data")
 # NVLink multicast can put GPUs that others share out of service.
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 MULTICAST_OFF |= {"NVSHMEM_DISABLE_NVLS": "1"}
@@ -94,6 +98,7 @@ def _parse_options() -> argparse.Namespace:
     add("--accept", type=float, default=0.8)
     add("--steps", type=int, default=50, help="timed steps")
     add("--device", default="cuda", choices=("cpu", "cuda"))
+    add("--no-graphs", action="store_true", help="steps run as they come, as --plan data has them")
     add("--no-compile", action="store_true")
     add("--whole-steps", action="store_true", help="engine.layer_regions=false")
     return parser.parse_args()
@@ -111,16 +116,16 @@ def compare_texts(shape: str, args: argparse.Namespace, *, device: torch.device)
         target = drawn_target(shape, **how, tp_plan=plan)
         for k in args.k:
             found = decode(target, args, k=k)
-            pairs = list(zip(found, expected[k], strict=True))
-            equal = min(_of_ranks(sum(one == other for one, other in pairs)))
+            of_ranks = _of_ranks(sum(text == expected[k][name] for name, text in found.items()))
+            equal = sum(of_ranks) if target.exchange is not None else min(of_ranks)
             rows.append({"shape": shape, "plan": plan, "k": k, "equal": equal})
             _say(f"{shape} {plan} K {k}: {equal} of {NUM_TEXTS} texts are one process's")
     return rows
 
 
-def decode(target: Target, args: argparse.Namespace, *, k: int) -> list[tuple[int, ...]]:
-    """Greedy texts of random prompts, captured as a timed step is."""
-    on_gpu = target.device.type == "cuda"
+def decode(target: Target, args: argparse.Namespace, *, k: int) -> dict[str, tuple[int, ...]]:
+    """Greedy texts of this rank's random prompts by number, captured as a timed step is."""
+    on_gpu = target.device.type == "cuda" and not _runs_as_it_comes(target, args)
     engine = EngineConfig(
         max_num_requests=NUM_TEXTS,
         max_model_len=PROMPT_TOKENS + TEXT_TOKENS + 16,
@@ -128,7 +133,7 @@ def decode(target: Target, args: argparse.Namespace, *, k: int) -> list[tuple[in
         cuda_graphs=on_gpu,
         compile=on_gpu and not args.no_compile,
         layer_regions=not args.whole_steps,
-        graph_batch_sizes=[NUM_TEXTS],
+        graph_batch_sizes=[NUM_TEXTS] if on_gpu else None,
         audit=False,
     )
     torch.manual_seed(1)
@@ -137,9 +142,18 @@ def decode(target: Target, args: argparse.Namespace, *, k: int) -> list[tuple[in
     generator = torch.Generator().manual_seed(2)
     shape = (NUM_TEXTS, PROMPT_TOKENS)
     prompts = torch.randint(5, target.config.vocab_size, shape, generator=generator).tolist()
-    done = decoder.generate(prompts, sampling=SamplingParams(max_new_tokens=TEXT_TOKENS))
-    texts = {int(record.request_id): record.output_token_ids for record in done}
-    return [texts[number] for number in range(NUM_TEXTS)]
+    numbers = range(NUM_TEXTS)
+    if target.exchange is not None:
+        numbers = numbers[distributed.get_rank() :: distributed.get_world_size()]
+    done = decoder.generate(
+        [prompts[number] for number in numbers],
+        sampling=SamplingParams(max_new_tokens=TEXT_TOKENS),
+    )
+    return {str(numbers[int(one.request_id)]): one.output_token_ids for one in done}
+
+
+def _runs_as_it_comes(target: Target, args: argparse.Namespace) -> bool:
+    return args.no_graphs or target.exchange is not None
 
 
 def measure(args: argparse.Namespace, *, device: torch.device, report: Row) -> None:
@@ -165,12 +179,15 @@ def measure(args: argparse.Namespace, *, device: torch.device, report: Row) -> N
         )
     words = ["--steps", str(args.steps), "--accept", str(args.accept)]
     flags = {"--no-compile": args.no_compile, "--whole-steps": args.whole_steps}
+    flags |= {"--no-graphs": _runs_as_it_comes(target, args)}
     options = bench_options([*words, *(name for name, is_set in flags.items() if is_set)])
     report["speed"] = rows = []
+    num_shares = 1 if target.exchange is None else distributed.get_world_size()
     for batch, k in itertools.product(args.batch, args.k):
-        case = Case(args.shape, batch, k, "eagle", 1 if k else 0, args.context)
+        case = Case(args.shape, -(-batch // num_shares), k, "eagle", 1 if k else 0, args.context)
         own = measure_row(target, heads, case, options, copy_tb_per_s)
-        rows.append(combined(_of_ranks(own), link_ms=_link_ms(heads, case)))
+        link_ms = _link_ms(heads, case)
+        rows.append(combined(_of_ranks(own), link_ms=link_ms, is_dealt=num_shares > 1))
         _say(describe(rows[-1]))
         _write(args, report)
         gc.collect()
@@ -184,12 +201,17 @@ def _link_ms(heads: MTPHeads, case: Case) -> float:
     return link_time_ms(heads, limit, gpu=GPUS["h200"], num_gpus=distributed.get_world_size())
 
 
-def combined(rows: list[Row], *, link_ms: float) -> Row:
-    """One row of all ranks': the slowest step, and the limit of the one that reads most."""
+def combined(rows: list[Row], *, link_ms: float, is_dealt: bool = False) -> Row:
+    """One row of all ranks': the slowest step, and the limit of the one that reads most.
+
+    Requests and rates of ranks that were dealt requests are added up.
+    """
     slowest = max(rows, key=lambda row: cast(float, row["step_ms"]))
     limits = [cast(float, row["limit_ms"]) for row in rows if row["limit_ms"] is not None]
     limit_ms = max(limits) + link_ms if limits else None
     share = None if limit_ms is None else limit_ms / cast(float, slowest["step_ms"])
+    added = ("batch", "tok_per_s") if is_dealt else ()
+    slowest |= {name: sum(cast(float, row[name]) for row in rows) for name in added}
     return slowest | {"link_ms": link_ms, "limit_ms": limit_ms, "share": share}
 
 

@@ -28,7 +28,7 @@ from mtp_research.config.training_schema import has_teacher
 from mtp_research.data.hidden_cache import cached_bytes_per_token
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.models.loading.placement import resolve_dtype
+from mtp_research.models.loading.placement import DATA, resolve_dtype
 from mtp_research.models.loading.split_layers import num_sums
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
@@ -43,7 +43,7 @@ OWN_KEYS = {"gpus": "1xh200", "tokens": "1e8", "context": "1024"}
 READ = {
     EvalConfig: (
         *("model", "model.path", "model.family", "model.dtype", "model.architecture"),
-        *("model.keep_fp8", "engine"),
+        *("model.keep_fp8", "model.tp_plan", "engine"),
         *("engine.block_size", "engine.num_blocks", "engine.memory_fraction"),
         *("engine.max_num_requests", "engine.max_model_len", "engine.deferred_output"),
         *("spec.k", "spec.num_speculative_tokens", "spec.policy"),
@@ -99,6 +99,11 @@ class Setup(NamedTuple):
     def memory(self) -> int:
         """Bytes of one GPU."""
         return self.gpu.memory_gib * GIB
+
+    @property
+    def tp_plan(self) -> str:
+        """How several GPUs split the target."""
+        return self.evaluation.model.tp_plan.replace("none", "tensor")
 
     @property
     def counts(self) -> list[int]:
@@ -259,7 +264,9 @@ def _decode_lines(setup: Setup, dtype: torch.dtype) -> Iterator[Line]:
 
 
 def _decode_parts(setup: Setup, own: DecodeMemory, *, requests: str) -> Iterator[Line]:
-    how = "split by model.tp_plan=tensor" if setup.num_gpus > 1 else "whole"
+    plan, how = setup.tp_plan, "whole"
+    if setup.num_gpus > 1:
+        how = f"{'experts ' * (plan == DATA)}split by model.tp_plan={plan}"
     yield Line("target", own.weights / GIB, "GiB", how)
     yield Line("MTP modules", own.modules / GIB, "GiB", how)
     if own.states:
@@ -293,6 +300,9 @@ def _decode_fixes(
 
 
 def _step_lines(setup: Setup, dtype: torch.dtype) -> Iterator[Line]:
+    if setup.num_gpus > 1 and setup.tp_plan != "tensor":
+        yield Line("step", None, "ms", f"not planned for model.tp_plan={setup.tp_plan}")
+        return
     try:
         sizes = sizes_only(setup.evaluation.model, dtype=dtype, num_ranks=setup.num_gpus)
     except ConfigError as fault:

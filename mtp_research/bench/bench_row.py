@@ -182,9 +182,12 @@ def _warm_decoder(
     require_blocks(decoder)
     if options.split and decoder.is_captured:
         decoder.observe(bench_split.marked_parts)  # before the first capture
-    generator = torch.Generator().manual_seed(case.batch)
+    ranks = target.split
+    # Requests that ranks are dealt differ, as those of one batch do.
+    first = 0 if ranks is None or ranks.exchange is None else ranks.rank * case.batch
+    generator = torch.Generator().manual_seed(case.batch + first)
     vocab_size = target.config.vocab_size
-    for seed in range(case.batch):
+    for seed in range(first, first + case.batch):
         prompt = torch.randint(vocab_size, (case.context,), generator=generator).tolist()
         sampling = SamplingParams(
             max_new_tokens=1 << 20,

@@ -25,6 +25,7 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.kernels.products.scaled_weights import FP8
 from mtp_research.models.block import layers_like_block
+from mtp_research.models.experts import expert_stacks
 from mtp_research.models.family import ATTENTION_BLOCK
 from mtp_research.models.loading.split_layers import num_sums
 from mtp_research.models.rank_parts import BEST_BYTES
@@ -255,9 +256,17 @@ def link_time_ms(heads: MTPHeads, limit: StepLimit, *, gpu: Gpu, num_gpus: int) 
     """Time that sums over ranks and best tokens spend on the link, without their latency.
 
     A ring of n GPUs sends 2 (n - 1) / n of what is added up: outputs of layers of the target and of
-    a module, and embeddings. Best tokens, 16 bytes a row of logits, go to n - 1 others.
+    a module, and embeddings. Best tokens, 16 bytes a row of logits, go to n - 1 others. Where ranks
+    share experts alone, the rows of a rank in `limit` go to n - 1 others in expert layers, with
+    their experts and weights, and as many come back; padding is not counted.
     """
     target = heads.target
+    if target.exchange is not None:
+        stacks = len(expert_stacks(target.model)) * limit.num_rows
+        stacks += len(expert_stacks(heads)) / len(heads.mtp_modules) * limit.num_module_rows
+        choices = 2 * torch.float32.itemsize * experts_per_token(target)  # number and weight
+        row = 2 * target.config.hidden_size * target.dtype.itemsize + choices
+        return stacks * row * (num_gpus - 1) / gpu.link_gb_per_s / 1e6
     sums = (num_sums(target.model) + 1) * limit.num_rows
     sums += (num_sums(heads) / len(heads.mtp_modules) + 1) * limit.num_module_rows
     added = sums * target.config.hidden_size * target.dtype.itemsize * 2 / num_gpus

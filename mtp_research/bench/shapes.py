@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.distributed import DistributedConfig
 
 from mtp_research.config.schema import ModelConfig
 from mtp_research.models.fp8_layers import keep_fp8
@@ -194,6 +195,8 @@ class Sizes(NamedTuple):
 def sizes_only(model: ModelConfig, *, dtype: torch.dtype, num_ranks: int = 1) -> Sizes:
     """The target of `model` without weights, or one rank's part where `num_ranks` split it.
 
+    By `model.tp_plan`, which is `tensor` unless it is set.
+
     Sizes come from a `config.json` on this machine, `model.architecture`, our table of published
     sizes, or the hub, in this order.
 
@@ -209,9 +212,11 @@ def sizes_only(model: ModelConfig, *, dtype: torch.dtype, num_ranks: int = 1) ->
         keep_fp8(built, blocks=random_blocks(built, config))
     target = wrap_target(built, family_name=family_name)
     if num_ranks > 1:
-        parts = parts_of(built, "tensor", family=target.family, rank=0, num_ranks=num_ranks)
+        plan = "tensor" if model.tp_plan == "none" else model.tp_plan
+        built.config.distributed_config = DistributedConfig(enable_expert_parallel=plan != "tensor")
+        parts = parts_of(built, plan, family=target.family, rank=0, num_ranks=num_ranks)
         split_sizes(built, parts)
-        target = dataclasses.replace(target, parts=parts)
+        target = dataclasses.replace(target, split=parts)
     count_field = target.family.native.count_field
     promised = getattr(target.config, count_field, None) if count_field is not None else None
     return Sizes(target, source, num_published_modules=promised or 0)

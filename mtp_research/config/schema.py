@@ -49,8 +49,9 @@ class ModelConfig:
     dtype: str = one_of("auto", *PRECISIONS)  # auto: float32 on cpu, bfloat16 on cuda
     device: str = one_of("auto", "auto", "cpu", "cuda")  # auto: a GPU where one is visible
     # eval.py under torchrun: split over its processes by the model's own plan, projections and
-    # heads (tensor) or whole experts.
-    tp_plan: str = one_of("none", "experts", "none", "tensor")
+    # heads (tensor) or whole experts; data: experts, and prompts dealt to processes, each of which
+    # decodes its own with all else of the model (engine.max_num_requests of them at a time).
+    tp_plan: str = one_of("none", "data", "experts", "none", "tensor")
     # auto: spread over the GPUs of one process, then memory and disk; eval.py wants one GPU.
     device_map: str = one_of("none", "auto", "none")
     # random: of the sizes in the config.json of model.path, where no other file is needed; the same

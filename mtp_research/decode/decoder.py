@@ -158,9 +158,11 @@ class SpecDecoder:
         """
         schedule = self.scheduler.schedule()
         if not schedule.entries:
+            self._agree([])
             self._ledger.commit(schedule, None, draft_limit=0)
             return
         schedule, params, limit = self._begin(schedule)
+        self._agree(schedule.entries)
         result = self._replay(schedule, params, limit)
         if result is None:  # the device's part of the step was not captured
             parts = self.device_step.parts
@@ -265,6 +267,17 @@ class SpecDecoder:
         request.matcher = start_matcher(sampling, vocab_size=vocab_size)
         return request
 
+    @torch.inference_mode()
+    def serve_peers(self) -> None:
+        """Go on with steps until no rank has a request, where ranks share a target's experts.
+
+        Each of them calls it when its own requests are finished, or if it has none; `generate` and
+        `stream` do. Elsewhere nothing happens.
+        """
+        while self._agree([]):
+            if self.has_work:
+                self.step()
+
     def abort(self, request: Request) -> None:
         """End a live request; its tokens so far stay in its record."""
         if request.status is not Status.FINISHED:
@@ -310,6 +323,7 @@ class SpecDecoder:
                 if num_seen < len(records):  # the caller has run steps since, in a stream say
                     continue
                 if all(request.status is Status.FINISHED for request in requests):
+                    self.serve_peers()
                     return
                 self.step()
         finally:  # a bad prompt, or a caller who stops listening, must leave nothing behind
@@ -345,6 +359,7 @@ class SpecDecoder:
                 self.step()
             if (event := feed.read()) is not None:
                 yield event
+            self.serve_peers()
         finally:
             self.abort(request)
 
@@ -485,6 +500,7 @@ class SpecDecoder:
         inputs = build_inputs(
             entries, slot_state=self.slot_state, block_size=self.engine.block_size, deferred=True
         )
+        self._agree(entries)
         with torch.inference_mode():
             self.device_step.run(
                 inputs, params, request_ids=[], draft_limit=self.num_speculative_tokens
@@ -524,6 +540,22 @@ class SpecDecoder:
         if self.scheduler.deferred:
             schedule = schedule._replace(entries=[e.verifying(limit) for e in schedule.entries])
         return schedule, self._sampling.tensors(requests), limit
+
+    def _agree(self, entries: Sequence[Scheduled]) -> bool:
+        """With ranks that share experts: say what this step runs, take part if that is nothing.
+
+        Returns whether any rank has work; False where nothing is shared.
+        """
+        exchange = self.target.exchange
+        if exchange is None:
+            return False
+        counts = [entry.num_scheduled_tokens for entry in entries]
+        is_prefill = [entry.is_prefill for entry in entries]
+        num_rows = self.device_step.plan.most_rows(counts, is_prefill=is_prefill)
+        goes_on = exchange.agree(num_rows, has_work=self.has_work)
+        if not entries and exchange.num_rows > 0:
+            self.device_step.join()
+        return goes_on
 
     def _replay(self, schedule: Schedule, params: SamplingTensors, limit: int) -> StepResult | None:
         """The result of a captured step; None where there is none for these entries."""

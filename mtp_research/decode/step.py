@@ -123,6 +123,17 @@ class DeviceStep:
         step = VerifiedStep(inputs, state, target.hidden, params, request_ids, draft_limit)
         return StepResult.of(verified, self.parts.draft(step))
 
+    def join(self) -> None:
+        """The step of a rank without requests: its experts on the rows of the ranks that have any.
+
+        Only with `Target.exchange`, which hosts have agreed on.
+        """
+        exchange = self.target.exchange
+        assert exchange is not None, "ranks share nothing"
+        exchange.join(self.target.model)
+        if self.drafter is not None:
+            self.drafter.join(exchange)
+
     def _target(self, inputs: StepInputs) -> TargetRows:
         """Run the target over the step's rows; writes its KV pages."""
         context = inputs.target_context(self.cache, backend=self.backend)

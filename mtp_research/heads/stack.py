@@ -181,12 +181,12 @@ class MTPHeads(nn.Module):
 
         Nothing is done on a whole target, or a second time. A decoder does it when it is built.
         """
-        parts = self.target.parts
+        parts = self.target.split
         if parts is None or self.is_split:
             return
         for module in cast(Iterable[MTPModule], self.mtp_modules):
             cut_block(module.block, parts)
-            if self.spec.owns_lm_head:
+            if self.spec.owns_lm_head and parts.exchange is None:
                 head = cast(nn.Linear, cast(SharedHead, module.shared_head).head)
                 head.weight = nn.Parameter(parts.rows(head.weight.data), requires_grad=False)
                 head.out_features = len(head.weight)

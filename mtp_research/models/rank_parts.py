@@ -10,16 +10,28 @@ The collective calls are operators, so that compiled code calls them as they are
 holds them. A rank that is gone is an `EnvironmentFault` of the others where the backend tells
 (gloo); with NCCL torchrun ends them.
 
-Letters: R rows of any shape, V vocabulary, n ranks.
+Ranks that share experts alone (`model.tp_plan=data`) decode requests of their own, each with its
+own pages, and decide tokens without the others. Their rows meet in expert layers, by a
+`RowExchange`:
+
+    own rows and their experts [T, ...]  ->  those of all ranks [n S, ...]  ->  a rank's experts,
+    added up over ranks and handed back [S, D]  ->  own rows [T, D]
+
+S is the same on all ranks, so that the calls match: hosts agree on it once a step, and rows that a
+rank lacks are padding without experts. A rank that has no rows runs its experts all the same.
+
+Letters: R rows of any shape, V vocabulary, n ranks, T rows of a rank, S rows of each, D hidden, E
+experts of a rank.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from mtp_research.models.attention.paged import fusion_barrier
 from mtp_research.runtime.errors import EnvironmentFault
@@ -27,6 +39,9 @@ from mtp_research.runtime.errors import EnvironmentFault
 # Named anew in torch 2.13, where the old name warns; 2.11 has the old one alone.
 _NEW_NAME = "all_gather_single"
 _all_gather = vars(distributed).get(_NEW_NAME) or distributed.all_gather_into_tensor
+_reduce_scatter = (
+    vars(distributed).get("reduce_scatter_single") or distributed.reduce_scatter_tensor
+)
 _PEER_IS_GONE = ("by peer", "Broken pipe", "Timed out", "remote process")  # gloo's words and NCCL's
 BEST_BYTES = 16  # that a rank sends of a row: value and id of its best token
 
@@ -39,6 +54,7 @@ class RankParts:
     num_ranks: int  # n, at least 2
     # transformers' style by the name of a module or parameter in a decoder layer, `*` for a number
     plan: Mapping[str, str]
+    exchange: "RowExchange | None" = None  # of ranks that share experts alone
 
     def rows(self, weight: Tensor) -> Tensor:
         """This rank's rows of a whole `[V, D]` (or `[V]`), a tensor of its own."""
@@ -107,6 +123,91 @@ def gather_ranks(part: torch.Tensor, num_ranks: int) -> torch.Tensor:
 @gather_ranks.register_fake
 def _(part: torch.Tensor, num_ranks: int) -> torch.Tensor:
     return part.new_empty(num_ranks, *part.shape)
+
+
+@torch.library.custom_op("mtp_research::scatter_sums", mutates_args=())
+def scatter_sums(rows: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """This rank's `[S, ...]` of the sum of all ranks' `[n S, ...]`."""
+    own = rows.new_empty(len(rows) // num_ranks, *rows.shape[1:])
+    with peers_needed():
+        _reduce_scatter(own, rows.contiguous())
+    return own
+
+
+@scatter_sums.register_fake
+def _(rows: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    return rows.new_empty(len(rows) // num_ranks, *rows.shape[1:])
+
+
+class RowExchange:
+    """What ranks do around the experts that they share.
+
+    All ranks make one. `num_rows` and what is known of the layer that runs are its state.
+
+    Args:
+        num_ranks: n.
+        hidden_size: D.
+        top_k: experts of a row.
+    """
+
+    def __init__(self, *, num_ranks: int, hidden_size: int, top_k: int) -> None:
+        self._num_ranks, self._hidden_size, self._top_k = num_ranks, hidden_size, top_k
+        self.num_rows = 0  # S, of the step that runs
+        self._num_own = 0  # T, of the layer that runs
+        # Hosts agree without the GPU, whose work may be a step behind. No ranks: sizes alone.
+        have_ranks = distributed.is_initialized()
+        self._hosts = distributed.new_group(backend="gloo") if have_ranks else None
+        self._stacks: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+
+    def agree(self, num_rows: int, *, has_work: bool) -> bool:
+        """Before a step: take the most rows of any rank as S; whether any rank has work.
+
+        Args:
+            num_rows: the most that a pass of this rank's step can have.
+            has_work: whether this rank has requests that are not finished.
+        """
+        most = torch.tensor([num_rows, has_work])
+        with peers_needed():
+            distributed.all_reduce(most, op=distributed.ReduceOp.MAX, group=self._hosts)
+        self.num_rows, goes_on = most.tolist()
+        return bool(goes_on)
+
+    def surround(self, stack: nn.Module) -> None:
+        """Let an expert layer run on the rows of all ranks, in place; it numbers experts later."""
+        stack.register_forward_pre_hook(self._gather)
+        stack.register_forward_hook(self._scatter)
+
+    def join(self, model: nn.Module) -> None:
+        """Run the expert layers of a model, in their order, on rows that others have."""
+        if model not in self._stacks:
+            hooks = ((one, one._forward_pre_hooks.values()) for one in model.modules())
+            self._stacks[model] = [one for one, known in hooks if self._gather in known]
+        for stack in self._stacks[model]:
+            like = next(p for p in stack.parameters() if p.dim() > 2)
+            choices = like.new_empty(0, self._top_k)
+            stack(like.new_empty(0, self._hidden_size), choices.long(), choices)
+
+    def _gather(self, _: nn.Module, args: tuple) -> tuple:
+        """Arguments of an expert layer, of all ranks: rows, experts `[n S, top_k]` and weights.
+
+        They travel as bytes, in one call. Experts are counted from 1 on the way: padding has none.
+        """
+        hidden, index, weights, *rest = args
+        self._num_own = len(hidden)
+        assert self._num_own <= self.num_rows, f"{self._num_own} rows, agreed on {self.num_rows}"
+        weights = weights.to(torch.promote_types(hidden.dtype, torch.float32))
+        own = (hidden, index.int() + 1, weights)
+        packed = torch.cat([part.contiguous().view(torch.uint8) for part in own], dim=1)
+        packed = nn.functional.pad(packed, (0, 0, 0, self.num_rows - self._num_own))
+        sizes = [part.shape[1] * part.itemsize for part in own]
+        parts = gather_ranks(packed, self._num_ranks).flatten(0, 1).split(sizes, dim=1)
+        rows, experts, shares = (
+            part.contiguous().view(like.dtype) for part, like in zip(parts, own, strict=True)
+        )
+        return rows, experts.long() - 1, shares, *rest
+
+    def _scatter(self, _: nn.Module, args: object, output: Tensor) -> Tensor:
+        return scatter_sums(output, self._num_ranks)[: self._num_own]
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from mtp_research.models.loading.placement import (
     resolve_dtype,
 )
 from mtp_research.models.loading.source import local_file, split_hub_id
-from mtp_research.models.rank_parts import RankParts, whole_of
+from mtp_research.models.rank_parts import RankParts, RowExchange, whole_of
 from mtp_research.models.recurrent import mixers_of, route_mixers
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import resolve_path
@@ -78,7 +78,7 @@ class Target:
     family_name: str  # key of `families.FAMILIES`
     path: str = ""  # folder or hub id it was loaded from; empty for models built in memory
     num_left_out: int = 0  # decoder layers without weights: hidden states come from elsewhere
-    parts: RankParts | None = None  # how ranks split it; None for a whole one
+    split: RankParts | None = None  # how ranks split it; None for a whole one
     # Where the hook on the final norm leaves its input during `forward`: a place for each thread,
     # since decoders of several may share a target, and one for what `torch.compile` traces.
     captured: threading.local = field(default_factory=threading.local, repr=False, compare=False)
@@ -122,6 +122,16 @@ class Target:
     def final_norm(self) -> nn.Module:
         """The norm behind the last decoder layer."""
         return self.model.base_model.get_submodule(self.family.final_norm)
+
+    @property
+    def parts(self) -> RankParts | None:
+        """How ranks that decode the same requests split it; None where a rank has whole logits."""
+        return None if self.exchange is not None else self.split
+
+    @property
+    def exchange(self) -> RowExchange | None:
+        """What ranks do that share its experts and decode requests of their own; else None."""
+        return None if self.split is None else self.split.exchange
 
     @functools.cached_property
     def kv_layers(self) -> tuple[LayerGeometry, ...]:
@@ -295,7 +305,7 @@ def wrap_target(
     family_name: str | None = None,
     experts: str = "auto",
     num_left_out: int = 0,
-    parts: RankParts | None = None,
+    split: RankParts | None = None,
 ) -> Target:
     """Freeze `model`, route its attention through our contexts and wrap it.
 
@@ -305,7 +315,7 @@ def wrap_target(
         family_name: key of `families.FAMILIES`; None goes by the model type.
         experts: what runs expert layers, see `experts.route_experts`.
         num_left_out: decoder layers without weights.
-        parts: how ranks split it; None for a whole one.
+        split: how ranks split it; None for a whole one.
 
     Raises:
         ConfigError: the model's family, or a setting of it, is not supported.
@@ -316,7 +326,7 @@ def wrap_target(
     fix_rotary(model)
     route_experts(model, experts=experts)
     family_name = family_name or family_of(model.config.get_text_config().model_type)
-    target = Target(model, family_name, path=path, num_left_out=num_left_out, parts=parts)
+    target = Target(model, family_name, path=path, num_left_out=num_left_out, split=split)
     _keep_pre_norm(target)
     route_mixers(target.mixers.values())
     if target.family.sparse_attention:
@@ -366,7 +376,8 @@ def load_target(
             (`assets/lab_tiny/target`).
         dtype: `auto` (bfloat16 on a GPU, else float32) or a key of `placement.DTYPES`.
         device: `auto`, `cpu` or `cuda`.
-        tp_plan: `none`, or `tensor` or `experts` to split it over the processes of torchrun.
+        tp_plan: `none`, or `tensor` or `experts` to split it over the processes of torchrun, or
+            `data` to share its experts alone among processes with requests of their own.
         device_map: `none`, or `auto` or devices by module name to spread it over one process's.
         experts: `auto`, `fused` or `grouped_mm`; see `experts.route_experts`.
         layers: `all`; for heads that train from cached hidden states `none`, or `last` for those
@@ -392,14 +403,14 @@ def load_target(
         weights=source,
         keep_fp8=source != weights,
     )
-    model, family_name, num_left_out, parts = load_weights(path, placing=placing)
+    model, family_name, num_left_out, split = load_weights(path, placing=placing)
     return wrap_target(
         model,
         path=path,
         family_name=family_name,
         experts=experts,
         num_left_out=num_left_out,
-        parts=parts,
+        split=split,
     )
 
 

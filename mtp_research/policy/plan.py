@@ -172,6 +172,12 @@ class DraftPlan:
             for count, prefill in zip(row_counts, is_prefill, strict=True)
         ]
 
+    def most_rows(self, row_counts: Sequence[int], *, is_prefill: Sequence[bool]) -> int:
+        """Most rows of a step's target pass, or of any of its draft passes, of these requests."""
+        base = sum(self.max_base_rows(row_counts, is_prefill=is_prefill))
+        above = max(self.num_speculative_tokens - 1, 0)  # draft rows of a request in a pass
+        return max(sum(row_counts), base + above * len(row_counts))
+
     def pass_plan(
         self,
         state: StepState,
@@ -196,7 +202,7 @@ class DraftPlan:
             makes_draft: the pass is sampled. Otherwise it has no rows above the frontier: the next
                 round would rewrite them unread. Base rows stay, see `decode.draft.draft_length`.
         """
-        policy, module_idx = self.policy, self._module_idx(draft_step)
+        policy, module_idx = self.policy, self.module_idx(draft_step)
         first_draft, has_base = self._draft_rows(draft_step)
         frontier = state.frontier
         start = self._first_base_row(state)
@@ -242,7 +248,8 @@ class DraftPlan:
     def _num_static_base(self) -> int:
         return self.num_speculative_tokens + (self.policy.rows != "window")
 
-    def _module_idx(self, draft_step: int) -> int:
+    def module_idx(self, draft_step: int) -> int:
+        """Module that runs pass `draft_step`."""
         return module_index(self.schedule, draft_step, self.num_mtp_modules)
 
     def _draft_rows(self, draft_step: int) -> tuple[int | None, bool]:
@@ -250,8 +257,8 @@ class DraftPlan:
         policy = self.policy
         if policy.draft_rows == "none":
             return None, draft_step == 0 or policy.every_module
-        module_idx = self._module_idx(draft_step)
-        previous = [step for step in range(draft_step) if self._module_idx(step) == module_idx]
+        module_idx = self.module_idx(draft_step)
+        previous = [step for step in range(draft_step) if self.module_idx(step) == module_idx]
         has_base = draft_step == 0 or (policy.every_module and not previous)
         since = previous[-1] + 1 if previous else 1
         first = draft_step if policy.draft_rows == "newest" else since

@@ -112,6 +112,20 @@ def test_model_that_does_not_fit_says_by_how_much_and_what_would_do() -> None:
     assert "would fit: requests at a time" not in decoding
 
 
+def test_ranks_that_share_experts_hold_all_else_whole() -> None:
+    words = "model=glm45_air gpus=2xh200"
+    whole = section("model=glm45_air gpus=1xh200", "decoding")
+    dealt = section(f"{words} model.tp_plan=data", "decoding")
+    experts = section(words, "weights")["routed experts"].figure or 0
+    target, pool = dealt["target"], dealt["KV pool"]
+    assert target.rests_on == "experts split by model.tp_plan=data"
+    assert target.figure == pytest.approx((whole["target"].figure or 0) - experts / 2)
+    assert pool.figure == whole["KV pool"].figure
+    assert pool.figure == pytest.approx(2 * (section(words, "decoding")["KV pool"].figure or 0))
+    step = section(f"{words} model.tp_plan=data", "a decode step")["step"]
+    assert (step.figure, step.rests_on) == (None, "not planned for model.tp_plan=data")
+
+
 def test_weights_kept_in_fp8_are_planned_with_their_bytes() -> None:
     """One H200 holds GLM-4.5-Air so; a step reads a byte a number, and bfloat16 of the rest."""
     words = "model=glm45_air gpus=1xh200 model.keep_fp8={}"

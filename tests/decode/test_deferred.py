@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from mtp_research.config.schema import EngineConfig
+from mtp_research.config.schema import EngineConfig, VerifyOptions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import ConfidenceLength, DraftLength, FixedLength
 from mtp_research.decode.sampling.sampling_params import SamplingParams
@@ -165,3 +165,19 @@ def test_audit_of_a_broken_prompt_counts_no_row_of_the_broken_step(deferred: boo
     (record,) = decoder.generate([[*range(1, 9), 100, *range(1, 9)]])
     assert record.finish_reason == "non_finite"
     _assert_clean(decoder)
+
+
+def test_rehearsed_step_has_pages_for_its_rows(target, heads) -> None:
+    spec = SpecSettings(
+        3, verify="synthetic", verify_options=VerifyOptions(synthetic_rates=[1.0, 1.0, 1.0])
+    )
+    engine = EngineConfig(block_size=4, max_num_requests=1, deferred_output=True, audit=False)
+    for num_steps in range(1, 9):  # some of which end with a page that is full
+        decoder = SpecDecoder(target, heads[1], spec=spec, engine=engine)
+        sampling = SamplingParams(max_new_tokens=64, seed=5)
+        request = decoder.add_request([5, 9, 7], sampling=sampling)
+        for _ in range(num_steps):
+            decoder.step()
+        decoder.rehearse()
+        num_tokens = int(decoder.slot_state.num_tokens[request.slot])
+        assert num_tokens + 3 <= 4 * len(request.block_ids), f"{num_steps} steps"

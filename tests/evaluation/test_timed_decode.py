@@ -98,6 +98,9 @@ class Scripted:
             self.stats.num_emitted_tokens += 3 ** committed[0]
         self.has_work = bool(self._steps or self._in_flight)
 
+    def serve_peers(self) -> None:
+        """There are none."""
+
     def decode(self, monkeypatch: pytest.MonkeyPatch) -> PassRecord:
         monkeypatch.setattr(timed_decode.time, "perf_counter", lambda: self.now)
         return timed_decode.decode_prompts(self, EncodedPrompts((), (), ()), [], salt="").times

@@ -203,6 +203,7 @@ def test_map_with_several_processes_is_refused(
         (EvalConfig, "model.device_map=auto model.tp_plan=tensor", "model.device_map"),
         (EvalConfig, "model.device_map=auto engine=h200", "engine.cuda_graphs"),
         (EvalConfig, "model.tp_plan=tensor spec.draft_length=expected_gain", "draft_cost_ratio"),
+        (EvalConfig, "model.tp_plan=data engine=h200", "engine.cuda_graphs"),
         (EvalConfig, "model.device_map=auto model.weights=random", "model.device_map"),
         (TrainConfig, "model.tp_plan=tensor", "model.tp_plan"),
         (TrainConfig, "model.device_map=auto trainer.compile=true", "trainer.compile"),
@@ -215,6 +216,10 @@ def test_keys_that_do_not_go_with_the_placing_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{key} must be .* for model|must be none for train"):
         compose_config(schema, words.split())
+
+
+def test_ranks_with_requests_of_their_own_may_follow_their_own_clocks() -> None:
+    compose_config(EvalConfig, ["model.tp_plan=data", "spec.draft_length=expected_gain"])
 
 
 def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:

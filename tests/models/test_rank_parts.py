@@ -4,11 +4,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtp_research.decode.sampling.sampling import keep_top, top_candidates
 from mtp_research.models import rank_parts
-from mtp_research.models.rank_parts import RankParts, best_of, best_probability, whole_of
+from mtp_research.models.rank_parts import (
+    RankParts,
+    RowExchange,
+    best_of,
+    best_probability,
+    whole_of,
+)
 
 NUM_RANKS = 4
 
@@ -93,6 +99,43 @@ def test_whole_of_parts_is_the_whole(on_every_rank) -> None:
     logits = rows()[4:]
     assert all(torch.equal(found, logits) for found in on_every_rank(whole_of, logits))
     assert whole_of(logits, None) is logits
+
+
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_rows_reach_experts_as_they_were_and_padding_has_none(
+    dtype: torch.dtype, weights_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_parts, "gather_ranks", lambda part, n: torch.stack([part] * n))
+    monkeypatch.setattr(
+        rank_parts, "scatter_sums", lambda all_rows, n: all_rows[: len(all_rows) // n]
+    )
+    seen: list[tuple[Tensor, ...]] = []
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 1, 1, dtype=dtype))
+
+        def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            seen.append((hidden, index, weights))
+            return 2 * hidden
+
+    exchange, experts = RowExchange(num_ranks=2, hidden_size=6, top_k=2), Experts()
+    exchange.surround(experts)
+    exchange.num_rows = 4
+    hidden = torch.randn(3, 6, dtype=torch.float64).to(dtype)
+    index, weights = torch.tensor([[7, 0], [1, 2], [300, 3]]), torch.rand(3, 2).to(weights_dtype)
+    assert torch.equal(experts(hidden, index, weights), 2 * hidden)
+    exchange.join(nn.Sequential(experts))
+    (rows_seen, index_seen, weights_seen), joined = seen
+    assert rows_seen.dtype == dtype
+    assert torch.equal(rows_seen.view(2, 4, 6)[:, :3], hidden.expand(2, 3, 6))
+    none = torch.full((1, 2), -1)
+    assert torch.equal(index_seen, torch.cat([index, none, index, none]))
+    assert torch.equal(weights_seen.view(2, 4, 2)[0, :3], weights.to(weights_seen.dtype))
+    assert [part.dtype for part in joined] == [part.dtype for part in seen[0]]
+    assert torch.equal(joined[1], none.expand(8, 2))
 
 
 @pytest.mark.gpu

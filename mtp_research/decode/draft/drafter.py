@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtp_research.decode.draft.draft_length import NOT_DRAFTED, DraftLength, FixedLength
 from mtp_research.decode.sampling.processors import process_logits
@@ -29,7 +29,13 @@ from mtp_research.decode.slot_state import KVCache, SlotState, to_device
 from mtp_research.decode.verify.verify import PADDING_TOKEN_ID
 from mtp_research.heads.stack import ModuleOutput, MTPHeads
 from mtp_research.models.attention.paged import PagedContext
-from mtp_research.models.rank_parts import RankParts, best_of, best_probability, whole_of
+from mtp_research.models.rank_parts import (
+    RankParts,
+    RowExchange,
+    best_of,
+    best_probability,
+    whole_of,
+)
 from mtp_research.models.recurrent import with_states
 from mtp_research.models.target import Target, TargetHidden
 from mtp_research.policy.audit import Auditor
@@ -74,6 +80,10 @@ class Drafter(Protocol):
         Writes the drafter's KV layers, appends the drafts to `slot_state.text` and, when drafts are
         sampled, keeps their distributions.
         """
+        ...
+
+    def join(self, exchange: RowExchange) -> None:
+        """Run this rank's experts where `draft` runs them on other ranks; see `RowExchange`."""
         ...
 
 
@@ -187,6 +197,8 @@ class MTPDrafter:
                     is_made = is_open & self._keeps(logits)
                     drafts[-1] = torch.where(is_made, token_ids, NOT_DRAFTED)
                     num_made = num_made + is_made
+            elif (exchange := self.heads.target.exchange) is not None:
+                exchange.join(self._module(draft_step))
             # Where the step broke, the old drafts must not be fed again; prompts are left alone.
             slot_state.write_text(
                 step.inputs.slots,
@@ -196,6 +208,14 @@ class MTPDrafter:
             )
         _store_ring(step, target_hidden, slot_state)
         return torch.stack(drafts, dim=1)
+
+    def join(self, exchange: RowExchange) -> None:
+        """See `Drafter.join`."""
+        for draft_step in range(self.plan.num_speculative_tokens):
+            exchange.join(self._module(draft_step))
+
+    def _module(self, draft_step: int) -> nn.Module:
+        return self.heads.mtp_modules[self.plan.module_idx(draft_step)]
 
     def _run(
         self,
@@ -318,6 +338,9 @@ class NullDrafter:
         device = step.state.frontier.device
         return torch.full(shape, PADDING_TOKEN_ID, dtype=torch.int64, device=device)
 
+    def join(self, exchange: RowExchange) -> None:
+        """See `Drafter.join`."""
+
 
 @dataclass(frozen=True)
 class OracleDrafter:
@@ -376,3 +399,8 @@ class OracleDrafter:
                 keep=state.drafting[:, None],
             )
         return torch.stack(drafts, dim=1).masked_fill(~state.drafting[:, None], PADDING_TOKEN_ID)
+
+    def join(self, exchange: RowExchange) -> None:
+        """See `Drafter.join`."""
+        for _ in range(self.plan.num_speculative_tokens):
+            exchange.join(self.target.model)

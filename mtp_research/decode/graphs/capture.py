@@ -170,6 +170,11 @@ def require_capturable_target(
             "engine.cuda_graphs=true does not support recurrent layers, got family "
             f"{target.family_name}; set engine.cuda_graphs=false engine.compile=false."
         )
+    if target.exchange is not None:
+        raise ConfigError(
+            "engine.cuda_graphs=true does not go with model.tp_plan=data, whose ranks would replay "
+            "graphs of different sizes; set engine.cuda_graphs=false engine.compile=false."
+        )
     models = [model for model in (target.model, heads) if model is not None]
     require_no_host_loop(models, family_name=target.family_name)
     if target.device.type != "cuda":

@@ -25,6 +25,7 @@ from mtp_research.evaluation.run.timed_decode import (
     Question,
     StepClock,
     decode_prompts,
+    of_all_ranks,
     warm_up,
 )
 from mtp_research.runtime.compiling import num_since
@@ -85,12 +86,16 @@ class OwnBackend:
             clock = StepClock(device)
             decoder.observe(clock.watch)
         dialogue = workload.conversations.begin(done, max_model_len=decoder.max_model_len)
+        ranks, left = workload.target.split, dialogue.left
+        is_dealt = workload.target.exchange is not None
+        if ranks is not None and is_dealt:
+            left = left.share(ranks.rank, ranks.num_ranks)
         sampling = self._sampling()
         num_builds = decoder.num_builds
         decoded = decode_prompts(
             decoder,
-            dialogue.left,
-            [sampling[prompt.question_id] for prompt in dialogue.left.prompts],
+            left,
+            [sampling[prompt.question_id] for prompt in left.prompts],
             salt=f"pass {number}",
             clock=clock,
             finished=Finished(
@@ -102,6 +107,9 @@ class OwnBackend:
             ),
             follow_up=lambda record: _question(dialogue, record, sampling),
         )
+        if is_dealt:
+            num_own, decoded = len(decoded.records), of_all_ranks(decoded)
+            workload.progress.advance(len(decoded.records) - num_own, note=condition.label)
         peak = None
         if device.type == "cuda" and self._num_passes == 1:
             peak = torch.cuda.max_memory_allocated(device)

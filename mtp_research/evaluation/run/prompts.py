@@ -80,6 +80,11 @@ class EncodedPrompts:
         """Tokens that the longest prompt can grow to; one more is never reached."""
         return max(map(len, self.token_ids), default=0) + max_new_tokens + 1
 
+    def share(self, rank: int, num_ranks: int) -> "EncodedPrompts":
+        """The prompts of one of several ranks, dealt in turn; none of them is skipped."""
+        mine = slice(rank, None, num_ranks)
+        return replace(self, prompts=self.prompts[mine], token_ids=self.token_ids[mine], skipped=())
+
     def without(self, done: Set[str]) -> "EncodedPrompts":
         """The prompts whose ids are not among `done`; none of them is skipped."""
         pairs = zip(self.prompts, self.token_ids, strict=True)

@@ -7,6 +7,7 @@ the host's clock; on a GPU it records events on the stream and reads them after 
 step waits for it. Captured steps have no such clock: their parts are one graph.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.drafter import VerifiedStep
@@ -22,9 +23,10 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.stats import DecodeStats, RequestRecord
 from mtp_research.decode.step import DeviceParts, TargetRows, Verified
-from mtp_research.evaluation.run.journal import Journal
+from mtp_research.evaluation.run.journal import Journal, add_audits
 from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.evaluation.stats.outcome import PassRecord, StepParts
+from mtp_research.models.rank_parts import peers_needed
 from mtp_research.policy.plan import StepState
 from mtp_research.runtime.progress import WorkProgress
 
@@ -143,6 +145,36 @@ class Decoded(NamedTuple):
     step_s: tuple[float, ...]  # wall seconds of every step
 
 
+def of_all_ranks(decoded: Decoded) -> Decoded:
+    """What ranks that were dealt prompts decoded together, the same on each; all must call.
+
+    Times are those of the rank that took longest, parts of a step the first one's.
+    """
+    found: list[Decoded] = [decoded] * distributed.get_world_size()
+    with peers_needed():
+        distributed.all_gather_object(found, decoded)
+    times = [one.times for one in found]
+    num_steps = max(one.num_steps or 0 for one in times)
+    num_rows = sum((one.rows_per_step or 0.0) * (one.num_steps or 0) for one in times)
+    longest = ("wall_s", "decode_wall_s", "full_wall_s", "device_s")
+    together = {name: max(_known(times, name), default=None) for name in longest}
+    for name in ("num_decode_tokens", "num_full_tokens"):
+        known = _known(times, name)
+        together[name] = sum(known) if known else None
+    return Decoded(
+        records=tuple(record for one in found for record in one.records),
+        audit=functools.reduce(add_audits, (one.audit for one in found)),
+        times=replace(
+            times[0], **together, num_steps=num_steps, rows_per_step=num_rows / max(num_steps, 1)
+        ),
+        step_s=decoded.step_s,
+    )
+
+
+def _known(times: Sequence[PassRecord], name: str) -> list:
+    return [value for one in times if (value := vars(one)[name]) is not None]
+
+
 class Finished:
     """Hands the generations that finish to a journal, as those of one pass of a condition.
 
@@ -226,6 +258,7 @@ def decode_prompts(
         later.ask()
         if finished is not None:
             finished.keep(now=not decoder.has_work)
+    decoder.serve_peers()
     other_s = later.seconds + (0.0 if finished is None else finished.seconds)
     num_steps = stats.num_steps - steps_before
     times = PassRecord(

@@ -4,11 +4,13 @@ Of a split target each process has a rank, by the plan that transformers keeps f
 
     tensor    columns and rows of projections, so heads of attention, and every expert's inside
     experts   whole experts; with transformers 5.17 nothing else of a layer is split
+    data      whole experts, and the requests: all else of the model is whole on each rank
 
 transformers reads each rank's part only; what layers do with parts is in `split_layers`. What
 follows for the decode loop: a rank's pages hold the key-value heads that its layers have, MTP
 modules are cut by the same plan, and `lm_head` and the embedding by rows. What decides a token is
-exchanged (`rank_parts`), so that all ranks see the same bits and take the same decisions.
+exchanged (`rank_parts`), so that all ranks see the same bits and take the same decisions. By `data`
+ranks decode different requests and exchange rows alone, in expert layers.
 """
 
 import dataclasses
@@ -23,8 +25,8 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.accelerate import get_balanced_memory, infer_auto_device_map
 
 from mtp_research.models.family import Family
-from mtp_research.models.loading.split_layers import layer_plan
-from mtp_research.models.rank_parts import RankParts
+from mtp_research.models.loading.split_layers import EXPERT_STYLES, layer_plan
+from mtp_research.models.rank_parts import RankParts, RowExchange
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 DTYPES = {
@@ -122,8 +124,9 @@ def _shared_modules(model: PreTrainedModel, family: Family) -> dict[str, nn.Modu
     return found
 
 
-TPPlan = Literal["none", "experts", "tensor"]
+TPPlan = Literal["none", "data", "experts", "tensor"]
 TP_PLANS: tuple[TPPlan, ...] = get_args(TPPlan)
+DATA = "data"
 
 # Config fields that the ranks must divide; transformers would split them unevenly, heads included.
 _SPLIT_FIELDS = ("num_attention_heads", "num_key_value_heads")
@@ -197,14 +200,19 @@ def parts_of(
     model: PreTrainedModel, tp_plan: str, *, family: Family, rank: int, num_ranks: int
 ) -> RankParts:
     """A rank's parts of a model; refuses (`ConfigError`) one that cannot be split so."""
-    _require_divisible(model.config.get_text_config(), tp_plan, num_ranks, family=family)
-    return RankParts(rank, num_ranks, layer_plan(model))
+    config = model.config.get_text_config()
+    _require_divisible(config, tp_plan, num_ranks, family=family)
+    exchange = None
+    if tp_plan == DATA:
+        sizes = {"hidden_size": config.hidden_size, "top_k": config.num_experts_per_tok}
+        exchange = RowExchange(num_ranks=num_ranks, **sizes)
+    return RankParts(rank, num_ranks, layer_plan(model), exchange)
 
 
 def _require_divisible(
     config: PreTrainedConfig, tp_plan: str, ranks: int, *, family: Family
 ) -> None:
-    if family.mixer is not None or family.sparse_attention:
+    if tp_plan != DATA and (family.mixer is not None or family.sparse_attention):
         kind = "recurrent layers" if family.mixer is not None else "sparse attention"
         raise ConfigError(
             f"model.tp_plan must be none for a model with {kind}, whose states are not split; set "
@@ -212,12 +220,18 @@ def _require_divisible(
         )
     fields = _SPLIT_FIELDS if tp_plan == "tensor" else _EXPERT_FIELDS
     sizes = {name: getattr(config, name) for name in fields if getattr(config, name, None)}
-    if tp_plan == "experts" and not sizes:
+    if tp_plan != "tensor" and not sizes:
         raise ConfigError(
-            f"model.tp_plan=experts needs a model with experts, got {config.model_type}; set "
+            f"model.tp_plan={tp_plan} needs a model with experts, got {config.model_type}; set "
             "model.tp_plan=tensor."
         )
-    sizes["vocab_size"] = config.vocab_size
+    if tp_plan != DATA:
+        sizes["vocab_size"] = config.vocab_size
+    elif set((config.base_model_ep_plan or {}).values()) != EXPERT_STYLES:
+        raise ConfigError(
+            f"model.tp_plan=data needs routed experts that transformers deals to ranks, and no "
+            f"others, got {config.model_type}; set model.tp_plan=tensor."
+        )
     uneven = {name: size for name, size in sizes.items() if size % ranks}
     if uneven:
         raise ConfigError(

@@ -19,9 +19,11 @@ compiled and captured as whole ones are. Blocks of MTP modules are cut here, by 
                                      others concern gradients
     moe_identity_expert              inputs are divided by the number of ranks, for the sum behind
 
-Beside the layers, `lm_head` and the embedding are split by rows, under any plan: logits are those
-of a rank's tokens, and embeddings are added up of whoever has the token. One tied to the other
-stays tied.
+Beside the layers, `lm_head` and the embedding are split by rows: logits are those of a rank's
+tokens, and embeddings are added up of whoever has the token. One tied to the other stays tied.
+
+Ranks that share experts alone (`RankParts.exchange`) exchange rows around `moe_tp_experts` and add
+up nothing else; `lm_head` and the embedding are whole.
 
 Letters: V vocabulary, D hidden, T rows, n ranks, E experts of a rank.
 """
@@ -39,6 +41,7 @@ from mtp_research.models.rank_parts import RankParts, gather_ranks, sum_over_ran
 from mtp_research.runtime.errors import ConfigError
 
 BY_EXPERT = "grouped_gemm"
+EXPERT_STYLES = {"ep_router", BY_EXPERT, "moe_tp_experts"}  # of a plan that deals experts alone
 _BY_COLUMN = ("colwise", "packed_colwise", "colwise_gather_output")
 _BY_ROW = ("rowwise", "rowwise_split_input")
 _UNTOUCHED = ("ep_router", BY_EXPERT, "mla_kv_a_proj", "replicated_with_grad_allreduce")
@@ -73,14 +76,16 @@ def run_on_parts(model: PreTrainedModel, parts: RankParts) -> None:
                 vars(module).pop("forward", None)
                 module._backward_hooks.clear()
             _run_as_part(module, match[1], parts)
-    _split_vocabulary(model, parts)
+    if parts.exchange is None:
+        _split_vocabulary(model, parts)
 
 
 def split_sizes(model: PreTrainedModel, parts: RankParts) -> None:
     """Give a model on the meta device the sizes of a rank's part of it, in place."""
     for layer in cast(nn.ModuleList, model.base_model.layers):
         cut_block(layer, parts)
-    _split_vocabulary(model, parts)
+    if parts.exchange is None:
+        _split_vocabulary(model, parts)
 
 
 def num_sums(model: nn.Module) -> int:
@@ -137,6 +142,8 @@ def _run_as_part(module: nn.Module, name: str, parts: RankParts) -> None:
         module.register_forward_pre_hook(_take_part(parts))
     if style == "moe_identity_expert":
         module.register_forward_pre_hook(lambda _, args: (args[0] / parts.num_ranks, *args[1:]))
+    if style == "moe_tp_experts" and parts.exchange is not None:
+        parts.exchange.surround(module)
     if style == "moe_tp_experts" and BY_EXPERT in parts.plan.values():
         module.register_forward_pre_hook(_number_own(module, parts))
     if style == "colwise_gather_output":
@@ -144,6 +151,8 @@ def _run_as_part(module: nn.Module, name: str, parts: RankParts) -> None:
         module.register_forward_hook(
             lambda _, args, output: torch.cat(gather_ranks(output, parts.num_ranks).unbind(), -1)
         )
+    if parts.exchange is not None:
+        return
     later, own = _summed_later(parts.plan), _NUMBER.sub("*", name)
     has_experts = "experts" in dict(module.named_children())
     if (style in _SUMMED and own not in later) or (own in later.values() and has_experts):
