@@ -264,7 +264,8 @@ class Auditor:
                 log.from_draft[slots] = from_draft[rows][mine]
 
     def _log(self, request_id: str, layer: int, capacity: int) -> LayerLog:
-        width, num_layers = self.plan.num_speculative_tokens, self.plan.num_kv_layers
-        logs = self._logs.setdefault(request_id, [LayerLog.empty(width) for _ in range(num_layers)])
+        if (logs := self._logs.get(request_id)) is None:
+            width, num_layers = self.plan.num_speculative_tokens, self.plan.num_kv_layers
+            logs = self._logs[request_id] = [LayerLog.empty(width) for _ in range(num_layers)]
         logs[layer].reserve(capacity)
         return logs[layer]
