@@ -1,4 +1,4 @@
-"""How idle threads of torch wait: the one place that knows `OMP_WAIT_POLICY`.
+"""How idle threads of torch wait, and how many there are: the place that knows `OMP_WAIT_POLICY`.
 
 By default they spin, and beside another process spinning takes the cores from those that work. To
 sleep at once costs up to half of the speed where no other process runs. So commands look whether
@@ -9,13 +9,15 @@ is imported, so every command sets them before. Importing this package sets noth
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 _PACKAGE = "mtp_research"
 _LOAD = Path("/proc/loadavg")
 _NUM_LOOKS, _LOOK_EVERY_S = 10, 0.002
 _QUIET_SPINS = "20000"  # about a tenth of a millisecond, more than most gaps between two operations
+_SMALL = 20_000_000  # parameters; lab_deep has 7.6 M, SmolLM2-135M wants every core
 
 
 def wait_passively() -> None:
@@ -27,6 +29,26 @@ def wait_passively() -> None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         if not others_run():
             os.environ.setdefault("GOMP_SPINCOUNT", _QUIET_SPINS)
+
+
+@contextmanager
+def one_thread_if_small(num_parameters: int) -> Iterator[None]:
+    """One thread while a small model decodes on a CPU, unless the user has set `OMP_NUM_THREADS`.
+
+    Its products are too short to share: handing them over costs more than the second core gives,
+    and a core that another process holds stalls every one of them (docs/log.md).
+    """
+    import torch  # not at the top: commands set the variables above before torch is imported
+
+    if num_parameters > _SMALL or "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    num_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_before)
 
 
 def others_run() -> bool:

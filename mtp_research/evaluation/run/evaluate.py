@@ -244,8 +244,11 @@ def _decode(
         first=sum(len(journal.stored(x, n).records) for x in labels for n in range(num_passes)),
         is_shown=os.environ.get("RANK", "0") == "0",
     )
+    # Ranks and GPUs have threads of their own kind; on a CPU small products are not worth sharing.
+    on_cpu = target.device.type == "cpu"
+    threads = one_thread_if_small(target.model.num_parameters()) if on_cpu else nullcontext()
     try:
-        with progress:
+        with progress, threads:
             workload = Workload(
                 target, heads | twins, conversations, journal, progress, checkpoints
             )
