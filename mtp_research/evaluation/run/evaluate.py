@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
 
@@ -75,6 +76,7 @@ from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted
 from mtp_research.runtime.files import sha256_of
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import redact_tree, run_record
+from mtp_research.runtime.threads import one_thread_if_small
 
 
 def evaluate(
@@ -244,7 +246,6 @@ def _decode(
         first=sum(len(journal.stored(x, n).records) for x in labels for n in range(num_passes)),
         is_shown=os.environ.get("RANK", "0") == "0",
     )
-    # Ranks and GPUs have threads of their own kind; on a CPU small products are not worth sharing.
     on_cpu = target.device.type == "cpu"
     threads = one_thread_if_small(target.model.num_parameters()) if on_cpu else nullcontext()
     try:
