@@ -86,7 +86,13 @@ def refuse_without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 def evaluate(*words: str) -> int:
     """Run eval.py in this process with few tokens."""
-    short = ["spec.k=0", "sampling.max_new_tokens=4", "model.dtype=float32", "model.device=cpu"]
+    short = [
+        "model=lab_tiny",
+        "spec.k=0",
+        "sampling.max_new_tokens=4",
+        "model.dtype=float32",
+        "model.device=cpu",
+    ]
     return run_entry(EvalConfig, run_evaluation, argv=[*short, *words])
 
 
@@ -133,6 +139,13 @@ def copy_head(folder: Path, **target: object) -> Path:
         ("eval.py", ["model.path=org/absent"], 2, "is no local path (from /"),
         ("train.py", ["model.path=org/absent"], 2, "the hub is offline or out of reach"),
         ("eval.py", ["model.path=a b/c?"], 2, "is no local path"),
+        (
+            "eval.py",
+            ["model=smollm2"],
+            2,
+            "spec.head must be an existing path, got assets/smollm2/",
+        ),
+        ("train.py", ["model=smollm2"], 2, "set data.path."),
         ("eval.py", ["spec.head=absent"], 2, "spec.head must be an existing path, got absent"),
         ("train.py", ["head.path=absent"], 2, "head.path must be an existing path, got absent"),
         ("train.py", ["data.path=absent"], 2, "data.path must be an existing file or folder"),

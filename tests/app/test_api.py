@@ -13,6 +13,7 @@ from mtp_research.runtime.errors import ArgumentTypeError, ConfigError
 
 LAB_TINY = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny"
 SHORT_TRAINING = {
+    "data.path": str(LAB_TINY / "regenerated.jsonl.xz"),
     "trainer.max_steps": 2,
     "trainer.batch_size": 2,
     "trainer.eval_every": 2,
