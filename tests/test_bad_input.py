@@ -86,7 +86,13 @@ def refuse_without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 def evaluate(*words: str) -> int:
     """Run eval.py in this process with few tokens."""
-    short = ["spec.k=0", "sampling.max_new_tokens=4", "model.dtype=float32", "model.device=cpu"]
+    short = [
+        "model=lab_tiny",
+        "spec.k=0",
+        "sampling.max_new_tokens=4",
+        "model.dtype=float32",
+        "model.device=cpu",
+    ]
     return run_entry(EvalConfig, run_evaluation, argv=[*short, *words])
 
 
@@ -121,7 +127,7 @@ def copy_head(folder: Path, **target: object) -> Path:
         ("eval.py", ["modl=lab_tiny"], 2, "nearest: model"),
         ("train.py", ["head=chain_n33"], 2, "nearest: chain_n3"),
         ("eval.py", ["spec.k=three"], 2, "must be an integer in 0..64, got three"),
-        ("eval.py", ["spec.k=40"], 2, "set engine.max_num_batched_tokens=656."),
+        ("eval.py", ["engine.max_num_requests=200"], 2, "set engine.max_num_batched_tokens=800."),
         (
             "eval.py",
             ["spec=greedy", "sampling.temperature=0.7"],
@@ -133,6 +139,13 @@ def copy_head(folder: Path, **target: object) -> Path:
         ("eval.py", ["model.path=org/absent"], 2, "is no local path (from /"),
         ("train.py", ["model.path=org/absent"], 2, "the hub is offline or out of reach"),
         ("eval.py", ["model.path=a b/c?"], 2, "is no local path"),
+        (
+            "eval.py",
+            ["model=smollm2"],
+            2,
+            "spec.head must be an existing path, got assets/smollm2/",
+        ),
+        ("train.py", ["model=smollm2"], 2, "set data.path."),
         ("eval.py", ["spec.head=absent"], 2, "spec.head must be an existing path, got absent"),
         ("train.py", ["head.path=absent"], 2, "head.path must be an existing path, got absent"),
         ("train.py", ["data.path=absent"], 2, "data.path must be an existing file or folder"),
@@ -209,7 +222,7 @@ def test_head_of_another_size_exits_2_with_both_values(
     refuse_without_torch: Refuser,
 ) -> None:
     copy_head(tmp_path / "head", **{name: theirs})
-    code, message = refuse_without_torch(entry, f"{key}=head", folder=tmp_path)
+    code, message = refuse_without_torch(entry, "model=lab_tiny", f"{key}=head", folder=tmp_path)
     assert code == 2
     assert f"{name} {theirs} (this target: {ours})" in message
 
@@ -237,7 +250,7 @@ def test_full_disk_in_training_is_one_line_and_exit_4(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head = tmp_path / "head" / "model.safetensors"
-    words = ["head.num_mtp_modules=1", "data.seq_len=32", "data.max_documents=40"]
+    words = ["model=lab_tiny", "head.num_mtp_modules=1", "data.seq_len=32", "data.max_documents=40"]
     words += ["trainer.max_steps=1", "trainer.batch_size=1", "data.eval_documents=4"]
     argv = [*words, "model.device=cpu", f"output_dir={tmp_path}"]
     room = (HEAD.with_name("chain_n1") / "model.safetensors").stat().st_size * 3  # bfloat16 there
@@ -423,7 +436,7 @@ def test_bad_training_data_gives_one_line(
 ) -> None:
     (tmp_path / "data.jsonl").write_text(content)
     words = [f"data.path={tmp_path / 'data.jsonl'}", f"output_dir={tmp_path / 'r'}"]
-    argv = ["model.device=cpu", *words]
+    argv = ["model=lab_tiny", "model.device=cpu", *words]
     assert run_entry(TrainConfig, run_training, argv=argv) == code
     message = capsys.readouterr().err
     assert message.startswith("error: ")

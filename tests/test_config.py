@@ -1,5 +1,6 @@
 """The schema, the YAML files, the override grammar and the fault lines. No model is loaded here."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from mtp_research.app.cli import compose_config
 from mtp_research.app.overrides import CONF_DIR, ENTRIES, check_overrides, group_choices, help_text
+from mtp_research.app.preflight import check_inputs
 from mtp_research.config.ranges import legal_values, meanings, schema_keys
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.runtime.errors import ConfigError
@@ -40,6 +42,21 @@ def test_defaults_compose_from_another_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert compose_config(schema, []) == compose_config(schema, ["seed=0"])
+
+
+@pytest.mark.parametrize(("words", "name"), [([], "lab_deep"), (["model=lab_tiny"], "lab_tiny")])
+def test_shipped_target_selects_its_own_heads_and_answers(words: list[str], name: str) -> None:
+    config, training = compose_config(EvalConfig, words), compose_config(TrainConfig, words)
+    check_inputs(config)
+    check_inputs(training)
+    assert config.model.path == training.model.path
+    assert {config.model.name, training.model.name} == {name}
+    assert config.spec.head is not None
+    head = json.loads((Path(config.spec.head) / "head.json").read_text())
+    answers = Path(training.data.path.removesuffix(".xz") + ".settings.json")
+    written_by = json.loads(answers.read_text())
+    for digest in ("config_sha256", "weights_sha256", "tokenizer_sha256"):
+        assert head["target"][digest] == written_by[digest]
 
 
 def test_every_yaml_file_is_reachable_from_one_entry() -> None:
@@ -207,8 +224,8 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
             "power of two >= 16, got 24; set engine.block_size=32",
         ),
         (EvalConfig, "engine.block_size=8", "power of two >= 16, got 8; set engine.block_size=16"),
-        (EvalConfig, "engine.max_num_batched_tokens=63", "* (spec.k + 1) = 64 rows, got 63"),
-        (EvalConfig, "spec.k=32", "set engine.max_num_batched_tokens=528"),
+        (EvalConfig, "engine.max_num_batched_tokens=15", "* (spec.k + 1) = 16 rows, got 15"),
+        (EvalConfig, "engine.max_num_requests=200", "set engine.max_num_batched_tokens=800"),
         (EvalConfig, "engine.max_model_len=64", "must exceed max_new_tokens=64"),
         (EvalConfig, "engine.num_blocks=0", "or null, got 0; set engine.num_blocks=null"),
         (EvalConfig, "engine.memory_fraction=0", "above 0 up to 1, got 0"),

@@ -1,11 +1,12 @@
-"""The shipped target and heads: lossless on every shipped prompt, walk = loop round for round."""
+"""The shipped targets and heads: lossless on shipped prompts, walk = loop round for round."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from mtp_research.config.schema import EngineConfig
+from mtp_research.app.cli import compose_config
+from mtp_research.config.schema import EngineConfig, EvalConfig
 from mtp_research.evaluation.run.prompts import encode_prompt, load_prompts
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target, load_target, load_tokenizer
@@ -91,3 +92,16 @@ def test_replay_walk_equals_the_loop_round_for_round(
     chosen = prompts[::16]
     walked = assert_walk_is_loop(heads, chosen, unroll=unroll, num_depths=num_depths)
     assert walked.num_rounds > 5 * len(chosen)
+
+
+def test_what_eval_takes_unasked_keeps_the_text_and_accepts_drafts() -> None:
+    config = compose_config(EvalConfig, [])
+    target = load_target(config.model.path, dtype="float32", device="cpu")
+    heads = load_heads(str(config.spec.head), target)
+    prompts = [encode_prompt(prompt, target.tokenizer) for prompt in load_prompts(None)[::32]]
+    plain = greedy_records(target, None, prompts, num_drafts=0, num_new=24)
+    for policy in config.spec.policy:
+        drafted = greedy_records(target, heads, prompts, policy=policy, num_drafts=3, num_new=24)
+        assert [one.output_token_ids for one in drafted] == [one.output_token_ids for one in plain]
+        accepted = [number for one in drafted for number in one.num_accepted_per_round]
+        assert 1 + sum(accepted) / len(accepted) > 1.5, policy

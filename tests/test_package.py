@@ -22,7 +22,7 @@ from mtp_research.runtime import errors, provenance
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
 BUILT_FROM = ("mtp_research", "kernels", "conf", "assets")
-MAX_WHEEL_BYTES = 25_000_000
+MAX_WHEEL_BYTES = 40_000_000
 # A module -> the distribution that has it, where the names differ.
 DISTRIBUTIONS = {"hydra": "hydra-core", "huggingface_hub": "huggingface-hub", "yaml": "pyyaml"}
 # Compared with where it is installed; no part of the project runs it.

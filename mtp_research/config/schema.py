@@ -116,8 +116,9 @@ class SpecConfig(VerifyOptions):
     policy: list[str] = field(
         default_factory=lambda: list(CLEAN_POLICIES), metadata={"choices": POLICIES}
     )
-    # Folder of trained heads. null: every draft is wrong; oracle: every draft is right.
-    head: str | None = "assets/lab_tiny/heads/chain_n3"
+    # Folder of trained heads; lab_deep and lab_tiny ship some. null: every draft is wrong; oracle:
+    # every draft is right.
+    head: str | None = "assets/${model.name}/heads/chain_n3"
     # The module of draft step i, as head.module_schedule; None: what head.json records, and trained
     # heads take no other.
     module_schedule: str | None = one_of(None, *MODULE_SCHEDULES)
@@ -176,7 +177,7 @@ class EngineConfig:
     num_blocks: int | None = within(None, 1, 1 << 31)
     # Of a GPU's free memory, or of half a CPU's, for the pool.
     memory_fraction: float = above(0.9, 0.0, 1.0)
-    max_num_requests: int = within(16, 1, 1 << 16)  # R, requests that decode side by side
+    max_num_requests: int = within(4, 1, 1 << 16)  # R, requests that decode side by side
     max_num_batched_tokens: int = within(512, 1, 1 << 20)  # T, rows of a step
     max_prefill_chunk: int = within(256, 1, 1 << 20)  # prompt rows of one request in a step
     # Tokens; None: the target's limit, in eval.py what the prompts can grow to.

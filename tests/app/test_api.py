@@ -13,6 +13,7 @@ from mtp_research.runtime.errors import ArgumentTypeError, ConfigError
 
 LAB_TINY = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny"
 SHORT_TRAINING = {
+    "data.path": str(LAB_TINY / "regenerated.jsonl.xz"),
     "trainer.max_steps": 2,
     "trainer.batch_size": 2,
     "trainer.eval_every": 2,
@@ -112,7 +113,7 @@ def test_target_of_ones_own_brings_its_name_and_family(tmp_path: Path) -> None:
         ([], ("my-model", "qwen3")),
         (["model.name=mine"], ("mine", "qwen3")),
         (["model=llama"], ("llama", "llama")),  # said, and warned of when it is loaded
-        (["model.family=llama"], ("lab_tiny", "llama")),
+        (["model.family=llama"], ("lab_deep", "llama")),
     ],
 )
 def test_command_takes_name_and_family_of_a_target_from_its_folder(

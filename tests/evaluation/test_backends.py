@@ -63,7 +63,7 @@ def test_triton_on_a_cpu_is_refused_outside_its_interpreter(
 def test_entry_says_it_beside_the_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = ["prompts.max_prompts=1", "sampling.max_new_tokens=2", "spec.k=0"]
+    few = ["model=lab_tiny", "prompts.max_prompts=1", "sampling.max_new_tokens=2", "spec.k=0"]
     assert run_entry(EvalConfig, run_evaluation, argv=[*few, f"output_dir={tmp_path}"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out.splitlines()[-1])["num_prompts"] == 1

@@ -111,7 +111,7 @@ def test_sampled_drafts_at_temperature_zero_are_skipped_and_named() -> None:
         (["spec.verify=greedy", "sampling.temperature=[0,0.6]"], "set spec.verify=auto"),
         (["spec=greedy", "sampling.temperature=0.5"], "must be 0 for spec.verify=greedy, got 0.5"),
         (["engine.max_num_requests=[1,200]"], "set engine.max_num_batched_tokens=800"),
-        (["spec.k=[31,40]"], "set engine.max_num_batched_tokens=656"),
+        (["spec.k=[31,40]", "engine.max_num_requests=16"], "set engine.max_num_batched_tokens=656"),
         (["timing.passes=3"], "set timing.passes=4"),
     ],
 )

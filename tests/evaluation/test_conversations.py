@@ -39,7 +39,12 @@ from tests.evaluation.test_prompts import SpyTokenizer
 TARGET = str(REPOSITORY_ROOT / "assets" / "lab_tiny" / "target")
 NUM_NEW = 8
 WORDS = [
-    *("model.dtype=float32", "model.device=cpu", f"sampling.max_new_tokens={NUM_NEW}"),
+    *(
+        "model=lab_tiny",
+        "model.dtype=float32",
+        "model.device=cpu",
+        f"sampling.max_new_tokens={NUM_NEW}",
+    ),
     *("engine.max_num_requests=2", "spec.k=3"),
 ]
 PROMPTS = [

@@ -33,6 +33,7 @@ from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 
 WORDS = [
+    "model=lab_tiny",
     "model.dtype=float32",
     "model.device=cpu",
     "prompts.max_prompts=4",

@@ -16,7 +16,7 @@ from mtp_research.studies.policy_matrix import run_policy_matrix
 from mtp_research.studies.tables import context_rows, main, speed_by_context
 from tests.evaluation.generations import generation
 
-FEW = ["prompts.max_prompts=2", "sampling.max_new_tokens=5"]
+FEW = ["model=lab_tiny", "prompts.max_prompts=2", "sampling.max_new_tokens=5"]
 TWO_STEPS = [
     "trainer.max_steps=2",
     "trainer.batch_size=2",

@@ -12,7 +12,13 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.evaluation.run import journal
 from mtp_research.runtime import progress
 
-WORDS = ["experiment=eval_smoke", "engine=cpu", "spec.policy=training", "spec.k=1"]
+WORDS = [
+    "experiment=eval_smoke",
+    "model=lab_tiny",
+    "engine=cpu",
+    "spec.policy=training",
+    "spec.k=1",
+]
 WORDS += ["sampling.max_new_tokens=6", "engine.max_num_requests=1"]
 STUDY = ["experiment=fault_price", "spec.head=assets/lab_tiny/heads/chain_n1", "spec.k=2"]
 STUDY += ["spec.policy=window", "prompts.max_prompts=1", "sampling.max_new_tokens=4", "engine=cpu"]

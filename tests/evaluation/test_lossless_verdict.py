@@ -13,6 +13,7 @@ from mtp_research.evaluation.run.evaluate import evaluate
 from mtp_research.evaluation.run.timed_decode import Decoded
 
 WORDS = [
+    "model=lab_tiny",
     "model.dtype=float32",
     "model.device=cpu",
     "prompts.max_prompts=3",

@@ -18,6 +18,7 @@ from mtp_research.evaluation.run.evaluate import evaluate
 from mtp_research.runtime.errors import ConfigError
 
 WORDS = [
+    "model=lab_tiny",
     "model.dtype=float32",
     "model.device=cpu",
     "prompts.max_prompts=2",

@@ -13,6 +13,7 @@ from mtp_research.config.schema import EvalConfig
 from mtp_research.runtime.files import sha256_of
 
 WORDS = [
+    "model=lab_tiny",
     "model.dtype=float32",
     "model.device=cpu",
     "prompts.max_prompts=12",

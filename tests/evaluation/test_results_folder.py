@@ -17,6 +17,7 @@ from mtp_research.evaluation.stats.outcome import PassRecord
 from mtp_research.runtime.errors import IntegrityError
 
 WORDS = [
+    "model=lab_tiny",
     "model.dtype=float32",
     "model.device=cpu",
     "prompts.max_prompts=3",

@@ -333,7 +333,8 @@ def test_evaluation_scores_every_condition_and_keeps_no_text(
 ):
     texts = ["What is 48 + 37?", "What is 2 + 2?", "How do I make tea?"]
     prompts = [Prompt(f"p{i}", "x", (text,), "chat") for i, text in enumerate(texts)]
-    words = ["model.dtype=float32", "model.device=cpu", "sampling.max_new_tokens=20", "spec.k=2",
+    words = ["model=lab_tiny", "model.dtype=float32", "model.device=cpu",
+             "sampling.max_new_tokens=20", "spec.k=2",
              "spec.policy=[eagle]"]  # fmt: skip
     monkeypatch.setattr(evaluate_module, "load_prompts", lambda *_, **__: prompts)
     evaluate(compose_config(EvalConfig, words), tmp_path / "plain")

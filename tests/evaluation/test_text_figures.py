@@ -139,8 +139,8 @@ PROMPTS = [
     Prompt("tea", "howto", ("How do I make tea?", "And coffee?"), "chat"),
     Prompt("sum", "arith", ("What is 48 + 37?",), "chat", reference={"answer": "#### 85"}),
 ]
-WORDS = ["model.dtype=float32", "model.device=cpu", "sampling.max_new_tokens=8", "spec.k=2",
-         "spec.policy=[eagle]", "prompts.score=exact"]  # fmt: skip
+WORDS = ["model=lab_tiny", "model.dtype=float32", "model.device=cpu", "sampling.max_new_tokens=8",
+         "spec.k=2", "spec.policy=[eagle]", "prompts.score=exact"]  # fmt: skip
 
 
 def test_generations_hold_every_text_and_the_results_hold_none(

@@ -217,6 +217,7 @@ class Lab:
 
 
 EVAL_WORDS = [
+    "model=lab_tiny",
     *("model.dtype=float32", "model.device=cpu", "spec.k=3", "spec.policy=training"),
     *("baseline=false", "sampling.max_new_tokens=8", "engine.max_num_requests=3"),
     *("engine.max_model_len=256", "prompts.max_prompts=null"),

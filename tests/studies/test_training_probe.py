@@ -20,7 +20,9 @@ def test_no_prompts_means_no_probe() -> None:
 
 def test_probe_decodes_with_the_heads_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_cell, "PROBE_NEW_TOKENS", 12)
-    probe = decode_probe(compose_config(TrainConfig, ["trainer.decode_eval_prompts=2"]))
+    probe = decode_probe(
+        compose_config(TrainConfig, ["model=lab_tiny", "trainer.decode_eval_prompts=2"])
+    )
     assert probe is not None
     target = load_target(LAB_TINY / "target", device="cpu")
     heads = load_heads(LAB_TINY / "heads" / "chain_n3", target)

@@ -25,7 +25,13 @@ from tests.evaluation.backends.played_sglang import WRITTEN, PlayedEngine, Playe
 from tests.evaluation.generations import asked_file
 
 WORDS = [
-    *("backend=[own,sglang]", "model.dtype=float32", "model.device=cpu", "spec.k=3"),
+    *(
+        "backend=[own,sglang]",
+        "model=lab_tiny",
+        "model.dtype=float32",
+        "model.device=cpu",
+        "spec.k=3",
+    ),
     *("spec.head=assets/lab_tiny/heads/ttt_n1", "engine.audit=false"),
     *("sampling.max_new_tokens=12", "engine.max_num_requests=2", "prompts.max_prompts=null"),
 ]

@@ -19,7 +19,13 @@ from mtp_research.runtime.errors import ConfigError, IntegrityError
 from tests.evaluation.generations import asked_file
 
 WORDS = [
-    *("backend=[own,transformers]", "model.dtype=float32", "model.device=cpu", "spec.k=3"),
+    *(
+        "backend=[own,transformers]",
+        "model=lab_tiny",
+        "model.dtype=float32",
+        "model.device=cpu",
+        "spec.k=3",
+    ),
     *("spec.policy=eagle", "engine.audit=false", "engine.max_num_requests=1"),
     *("sampling.max_new_tokens=14", "prompts.max_prompts=null"),
 ]

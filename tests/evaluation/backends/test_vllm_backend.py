@@ -29,7 +29,13 @@ from tests.evaluation.backends.played_vllm import PlayedVllm
 from tests.evaluation.generations import asked_file
 
 WORDS = [
-    *("backend=[own,vllm]", "model.dtype=float32", "model.device=cpu", "spec.k=3"),
+    *(
+        "backend=[own,vllm]",
+        "model=lab_tiny",
+        "model.dtype=float32",
+        "model.device=cpu",
+        "spec.k=3",
+    ),
     *("spec.head=assets/lab_tiny/heads/chain_n3", "spec.policy=training", "engine.audit=false"),
     *("sampling.max_new_tokens=12", "engine.max_num_requests=2", "prompts.max_prompts=null"),
 ]

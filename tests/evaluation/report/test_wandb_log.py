@@ -242,7 +242,13 @@ def test_eval_py_publishes_and_exits_0(
     fault: str,
 ) -> None:
     mode = "online" if fault == "no key" else "offline"
-    words = ["experiment=eval_smoke", "engine=cpu", "spec.policy=training", "spec.k=1"]
+    words = [
+        "experiment=eval_smoke",
+        "model=lab_tiny",
+        "engine=cpu",
+        "spec.policy=training",
+        "spec.k=1",
+    ]
     words += ["logger=wandb", f"logger.wandb={mode}", f"output_dir={tmp_path}"]
     with caplog.at_level(logging.WARNING, logger="mtp_research.runtime.wandb_run"):
         assert run_entry(EvalConfig, run_evaluation, argv=words) == 0

@@ -24,8 +24,14 @@ _BLOCK, _HEADER = 32768, 7  # of the log that W&B keeps, LevelDB's form, behind 
 _FULL, _FIRST, _LAST = 1, 2, 4
 SWEEPS = sorted((CONF_DIR / "sweep").glob("*.yaml"))
 SHORT = {
-    "eval.py": ["engine=cpu", "prompts.max_prompts=1", "sampling.max_new_tokens=4"],
+    "eval.py": [
+        "model=lab_tiny",
+        "engine=cpu",
+        "prompts.max_prompts=1",
+        "sampling.max_new_tokens=4",
+    ],
     "train.py": [
+        "model=lab_tiny",
         *("trainer.max_steps=1", "trainer.batch_size=1", "data.max_documents=40"),
         *("data.eval_documents=4", "model.device=cpu"),
     ],
