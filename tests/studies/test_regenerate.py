@@ -105,7 +105,7 @@ class _Card:
         self, device: str, *, has_recurrent_state: bool = False, num_parameters: int = 10**9
     ) -> None:
         self.device, self.has_recurrent_state = torch.device(device), has_recurrent_state
-        self.family_name, self.dtype = "qwen3", torch.bfloat16
+        self.family_name, self.dtype, self.exchange = "qwen3", torch.bfloat16, None
         self.model = torch.nn.Linear(num_parameters, 1, bias=False, device="meta")
 
 
