@@ -1,12 +1,11 @@
 """The multi-depth distillation against Liger and eager PyTorch; masks of grammars.
 
 Where it sits: the benchmarks `distill` and `mask` of `kernels.bench`. `mask` times masked logits
-alone and with the argmax that reads them, beside the reference in compiled PyTorch.
-
-`distill`: a line per contender and number of depths: median time, peak memory above the inputs, and the errors of loss and gradient against
-float64 on some rows. The drafts are the teacher's rows with noise, scaled until a sampled draft is
-accepted with `--alpha`. Without a CUDA device the sizes default to tiny ones, times are the host's
-and there is no memory figure: a test of the command.
+alone and with the argmax that reads them, beside the reference in compiled PyTorch. `distill` has a
+line per contender and number of depths: median time, peak memory above the inputs, and the errors
+of loss and gradient against float64 on some rows. The drafts are the teacher's rows with noise,
+scaled until a sampled draft is accepted with `--alpha`. Without a CUDA device its sizes default to
+tiny ones, times are the host's and there is no memory figure: a test of the command.
 Letters: T rows, k depths, D hidden, V vocabulary, B requests, J verified rows a request.
 """
 
