@@ -38,6 +38,7 @@ BENCHES: dict[str, runner.Bench] = {
     "fp8": bench_fp8.FP8_WEIGHTS,
     "few_rows": bench_products.FEW_ROWS,
     "distill": bench_losses.DISTILL,
+    "mask": bench_losses.MASK,
 }
 _FAILURES = (AssertionError, RuntimeError, TypeError, ValueError, TritonError)
 

@@ -1,11 +1,12 @@
-"""The multi-depth distillation against Liger and eager PyTorch.
+"""The multi-depth distillation against Liger and eager PyTorch; masks of grammars.
 
-Where it sits: the benchmark `distill` of `kernels.bench`. A line per contender and number of
-depths: median time, peak memory above the inputs, and the errors of loss and gradient against
-float64 on some rows. The drafts are the teacher's rows with noise, scaled until a sampled draft is
-accepted with `--alpha`. Without a CUDA device the sizes default to tiny ones, times are the host's
-and there is no memory figure: a test of the command.
-Letters: T rows, k depths, D hidden, V vocabulary.
+Where it sits: the benchmarks `distill` and `mask` of `kernels.bench`. `mask` times masked logits
+alone and with the argmax that reads them, beside the reference in compiled PyTorch. `distill` has a
+line per contender and number of depths: median time, peak memory above the inputs, and the errors
+of loss and gradient against float64 on some rows. The drafts are the teacher's rows with noise,
+scaled until a sampled draft is accepted with `--alpha`. Without a CUDA device its sizes default to
+tiny ones, times are the host's and there is no memory figure: a test of the command.
+Letters: T rows, k depths, D hidden, V vocabulary, B requests, J verified rows a request.
 """
 
 import argparse
@@ -14,9 +15,19 @@ from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import torch
-from mtp_research.kernels.bench.bench_runner import Bench, Row, Rows, measure_wall
+from mtp_research.kernels.bench.bench_runner import (
+    Bench,
+    Row,
+    Rows,
+    compiled,
+    measure_wall,
+    num_rotated,
+    show_row,
+    time_calls,
+)
 from mtp_research.kernels.losses import distill as kernel
 from mtp_research.kernels.losses.distill_rows import Mixture, distill_rows, distill_rows_ref
+from mtp_research.kernels.losses.mask_logits import mask_logits, mask_logits_ref
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,6 +38,8 @@ HEADER = f"{'contender':<18}{'loss':<5}{'k':>2}{'ms':>10}{'spread':>8}{'GB':>7}{
 )
 MIXTURES = {"ce": Mixture(ce=1.0), "kl": Mixture(kl=1.0), "lk": Mixture(lk=1.0)}
 ETA = 3.0
+# B, J, V: steps of MiMo-7B, and a vocabulary whose rows are not aligned.
+MASK_SIZES = ((1, 4, 151_936), (8, 4, 151_936), (32, 4, 151_936), (32, 4, 50_257))
 _LOGIT_STD = 4.0
 _NUM_REFERENCE_ROWS = 128
 _NUM_CALIBRATION_ROWS = 64
@@ -79,6 +92,46 @@ def _add_distill_options(parser: argparse.ArgumentParser) -> None:
 
 
 DISTILL = Bench(_measure_distill, _add_distill_options, words=("--depths", "3"), needs_gpu=False)
+
+
+def _measure_mask(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
+    """Rows of every size and dtype: masks alone, then with the argmax of verification."""
+    rows: Rows = []
+    for dtype in (torch.bfloat16, torch.float32):  # float32 is what logit processors return
+        for size in MASK_SIZES:
+            rows += _mask_rows(size, dtype, copy=ceilings["copy_tb_per_s"])
+    return rows
+
+
+MASK = Bench(_measure_mask)
+
+
+def _mask_rows(size: tuple[int, int, int], dtype: torch.dtype, *, copy: float) -> Rows:
+    words = (*size[:2], -(-size[2] // 32))
+    logits = torch.randn(size, device="cuda", dtype=dtype)
+    bitmask = torch.randint(-(2**31), 2**31, words, device="cuda", dtype=torch.int32)
+    assert torch.equal(mask_logits(logits, bitmask), mask_logits_ref(logits, bitmask))
+    sets = [(torch.randn_like(logits), bitmask) for _ in range(num_rotated(logits.nbytes))]
+
+    def best_of_masked(logits: Tensor, bitmask: Tensor) -> Tensor:
+        return mask_logits(logits, bitmask).argmax(dim=-1)
+
+    def best_of_ref(logits: Tensor, bitmask: Tensor) -> Tensor:
+        return mask_logits_ref(logits, bitmask).argmax(dim=-1)
+
+    rows: Rows = []
+    for name, num_passes, pair in (
+        ("mask_logits", 2, (mask_logits, mask_logits_ref)),
+        ("mask and argmax", 1, (best_of_masked, best_of_ref)),
+    ):
+        ours, usual = (
+            time_calls([functools.partial(function, *inputs) for inputs in sets])
+            for function in map(compiled, pair)
+        )
+        row: Row = {"kernel": name, "shape": f"B={size[0]} J={size[1]} V={size[2]} {dtype}"}
+        row["bytes"] = num_passes * logits.nbytes + bitmask.nbytes  # that must move
+        rows.append(show_row(row, ours, usual, copy=copy))
+    return rows
 
 
 def _compare(inputs: Inputs, *, loss: str, options: argparse.Namespace) -> Rows:

@@ -155,6 +155,20 @@ def test_apply_bitmask_odd_vocabulary_and_nan_survive() -> None:
     assert masked[3].isnan()
 
 
+def test_mask_is_one_node_of_a_compiled_step_and_keeps_the_dtype() -> None:
+    calls: list[object] = []
+
+    def note(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
+        calls.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    logits = torch.zeros(2, 1, VOCAB, dtype=torch.bfloat16)
+    bitmask = torch.full((2, 3, -(-VOCAB // 32)), -1, dtype=torch.int32)
+    masked = torch.compile(apply_bitmask, backend=note, fullgraph=True)(logits, bitmask)
+    assert calls == [torch.ops.mtp_research.mask_logits.default]
+    assert masked.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
 @pytest.mark.parametrize("verify", ["standard", "block", "typical"])
 def test_greedy_mixed_batch_equals_baseline(

@@ -56,6 +56,7 @@ from tests.kernels.kernel_cases import (
     make_store_inputs,
     slow_arguments,
 )
+from tests.kernels.mask_cases import MASK_CASES, check_mask
 from tests.kernels.slow import (
     slow_paged_attention,
     slow_store_kv,
@@ -308,3 +309,9 @@ def test_part_mark_copies_every_value(shape):
     marked = part_mark(values, backend="triton")
     assert torch.equal(marked, values)
     assert not marked.numel() or marked.data_ptr() != values.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCES, torch.float64], ids=str)
+@pytest.mark.parametrize("case", MASK_CASES, ids=lambda case: case.name)
+def test_mask_interpreted_matches_unpacked_bits(case, dtype):
+    check_mask(case, dtype, device="cpu", backend="triton")

@@ -114,7 +114,7 @@ def _compile(kernel, *, types, constants, num_warps, num_stages=3, divisible=())
     aligned = {
         (position,): [["tt.divisibility", 16]]
         for position, (name, kind) in enumerate(signature.items())
-        if kind[0] == "*" or name.startswith("stride") or name in divisible
+        if kind[0] == "*" or (kind[0] != "c" and (name.startswith("stride") or name in divisible))
     }
     source = ASTSource(kernel, signature, constants, aligned)
     options = {"num_warps": num_warps, "num_stages": num_stages}

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from mtp_research.decode.sampling.sampling_params import Matcher, SamplingParams
+from mtp_research.kernels.losses.mask_logits import BITS_PER_WORD, mask_logits
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
     import xgrammar
 
-BITS_PER_WORD = 32
 _MOST_THREADS = 8  # of one compiler's masks
 _MAX_ERROR = 300  # characters of an exception's text that are kept
 # Writes the mask of each matcher into the row `[*, W]` at its place.
@@ -267,11 +267,7 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
 
     Of the masks `[R, K+1, W]` a step that verifies fewer drafts than K takes the first J.
     """
-    bitmask = bitmask[:, : logits.shape[1]]
-    bit = torch.arange(BITS_PER_WORD, dtype=torch.int32, device=bitmask.device)
-    allowed = (bitmask[..., None] >> bit) & 1  # [R, J, W, 32]
-    allowed = allowed.flatten(-2)[..., : logits.shape[-1]].bool()
-    return logits + torch.where(allowed, 0.0, -torch.inf)
+    return mask_logits(logits, bitmask)
 
 
 @dataclass(frozen=True, eq=False)  # a grammar is itself: compiled ones have no hash

@@ -1,0 +1,89 @@
+"""Masked logits: the reference, what is refused, the program for sm_90, and the kernel on a GPU."""
+
+import pytest
+import torch
+from mtp_research.kernels.losses import mask_logits as kernel
+from mtp_research.kernels.losses.mask_logits import mask_logits, mask_logits_kernel
+
+from tests.kernels.mask_cases import EXACTLY, MASK_CASES, MaskCase, check_mask, slow_mask
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+MIMO_STEP = MaskCase("mimo_step", 32, 4, 4, 151_936)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", MASK_CASES, ids=lambda case: case.name)
+def test_mask_reference_matches_unpacked_bits(case, dtype):
+    check_mask(case, dtype, device="cpu", backend="auto")
+
+
+@pytest.mark.parametrize("case", MASK_CASES, ids=lambda case: case.name)
+def test_mask_is_what_a_compiled_step_is_told(case):
+    logits, bitmask = case.make(torch.float32, device="cpu")
+    torch.library.opcheck(kernel._mask_logits_op, (logits.nan_to_num(), bitmask, "auto"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((2, 4, 2), torch.int32, r"bitmask must have shape .* = \[2, 4, 3\], got \[2, 4, 2\]"),
+        ((2, 2, 3), torch.int32, r"bitmask must have shape .* = \[2, 3, 3\], got \[2, 2, 3\]"),
+        ((1, 4, 3), torch.int32, r"bitmask must have shape .* = \[2, 4, 3\], got \[1, 4, 3\]"),
+        ((2, 3), torch.int32, r"bitmask must have shape \[R, J or more, W\], got \[2, 3\]"),
+        ((2, 4, 3), torch.int64, "bitmask must have dtype torch.int32, got torch.int64"),
+    ],
+)
+def test_mask_that_does_not_fit_is_refused(shape, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        mask_logits(torch.zeros(2, 3, 70), torch.zeros(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_mask_kernel_sm90_has_no_spills_and_moves_16_bytes(dtype, tmp_path):
+    pytest.importorskip("triton")
+    from tests.kernels.test_sm90_compile import POINTERS, _compile, _num_spilled_bytes
+
+    types = dict.fromkeys(mask_logits_kernel.arg_names, "i32")
+    types |= {"logits": POINTERS[dtype], "out": POINTERS[dtype], "bitmask": "*i32"}
+    # A launch makes constants of strides of 1.
+    constants = {"stride_logits_token": 1, "stride_mask_word": 1, "WORDS": kernel.MASK_WORDS}
+    compiled = _compile(
+        mask_logits_kernel,
+        types=types | dict.fromkeys(constants, "constexpr"),
+        constants=constants,
+        num_warps=kernel.MASK_WARPS,
+        divisible=("vocab_size",),
+    )
+    assert _num_spilled_bytes(compiled, tmp_path) == 0
+    assert "ld.global.v4" in compiled.asm["ptx"]
+    assert "st.global.v4" in compiled.asm["ptx"]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [*MASK_CASES, MIMO_STEP], ids=lambda case: case.name)
+def test_mask_on_gpu_matches_unpacked_bits(case, dtype):
+    check_mask(case, dtype, device="cuda", backend="auto")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [MIMO_STEP, MASK_CASES[3]], ids=lambda case: case.name)
+def test_mask_on_gpu_in_a_compiled_captured_step_gives_the_argmax_of_the_reference(case):
+    logits, bitmask = case.make(torch.bfloat16, device="cuda")
+    logits.nan_to_num_(nan=0.0, posinf=1.0)  # an argmax that numbers decide
+
+    @torch.compile(fullgraph=True, dynamic=False)
+    def verify(logits, bitmask):
+        masked = mask_logits(logits * 2, bitmask)
+        return masked, masked.argmax(dim=-1)
+
+    verify(logits, bitmask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        masked, best = verify(logits, bitmask)
+    bitmask.bitwise_not_()  # a replay reads the masks of its own step
+    graph.replay()
+    expected = slow_mask(logits * 2, bitmask)
+    torch.testing.assert_close(masked.cpu(), expected, **EXACTLY)
+    assert torch.equal(best.cpu(), expected.argmax(dim=-1))
