@@ -187,7 +187,7 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (
             TrainConfig,
             "experiment=eval_oracle",
-            "must be one of finetune_eagle, glm_native, policy_matrix, policy_matrix_tiny, recycle_norm, ",
+            "must be one of finetune_eagle, glm_native, policy_matrix, policy_matrix_tiny, ",
         ),
         (TrainConfig, "-m", "must read NAME=VALUE"),
         (TrainConfig, "~haed", "haed is not a key of train.py; nearest: head"),
