@@ -34,7 +34,6 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf8")
 # A number is no part of a name such as chain_n3, H200 or p_1.
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
 INTERVAL = r"(\d\.\d{3}) \[(\d\.\d{3}), (\d\.\d{3})\]"
-SPEED_ROWS = ("tokens/s, end to end", "  ratio to baseline")
 TARGETS = ("lab_base", "lab_small")
 
 # Numbers that measure nothing: pattern, reason.
@@ -63,7 +62,7 @@ def groups(target: str) -> list[GroupFigures]:
 
 @cache
 def shipped() -> Report:
-    return recompute(RESULTS / "lab_tiny" / "results.json.xz")
+    return recompute(RESULTS / "lab_deep" / "results.json.xz")
 
 
 def texts_of(one: bootstrap.Estimate) -> tuple[str, ...]:
@@ -108,9 +107,8 @@ def wrong_policy() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def printed() -> str:
-    """What `eval.py` prints of the stored run, without what depends on the machine."""
-    lines = render_short(shipped()).splitlines()
-    return "\n".join(line for line in lines if not line.startswith(SPEED_ROWS))
+    """What `eval.py` prints of the stored run."""
+    return render_short(shipped()).strip("\n")
 
 
 def quickstart() -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -133,8 +131,12 @@ def quickstart() -> Iterator[tuple[str, tuple[str, ...]]]:
     config = shipped().config
     assert config["spec"]["num_speculative_tokens"] == 3
     new_tokens = str(config["sampling"]["max_new_tokens"])
-    yield r"\(CPU, float32, (\d+) new tokens, greedy", (new_tokens,)
+    requests = str(config["engine"]["max_num_requests"])
+    run = r"\((\d+) CPU cores, float32, (\d+) new tokens, greedy, (\d+) requests at a time"
+    yield run, (str(shipped().run["hardware"]["num_cores"]), new_tokens, requests)
     yield r"the shipped heads, (\d+) prompts", (num_prompts,)
+    speed = shipped().summaries[2].speed
+    yield r"lab_deep is (\d\.\d+) times as fast", (f"{speed.ratio_end_to_end:.2f}",)
 
 
 def speed_ratio(target: str, batch: int, name: str) -> float:
@@ -159,12 +161,10 @@ def speeds() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def sizes() -> Iterator[tuple[str, tuple[str, ...]]]:
-    folder = ROOT / "assets" / "lab_tiny" / "target"
-    with safe_open(folder / "model.safetensors", "np") as file:
-        tensors = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-    tiny = sum(_product(shape) for shape in tensors)
-    for pattern in (r"shipped (\S+) M target", r"On a CPU the (\S+) M", r"\| (\S+) M-parameter"):
-        yield pattern, (f"{tiny / 1e6:.1f}",)
+    deep, tiny = (f"{num_stored(name) / 1e6:.1f}" for name in ("lab_deep", "lab_tiny"))
+    yield r"shipped (\S+) M target", (deep,)
+    yield r"`lab_deep` \((\S+) M parameters, (\d+) thin layers\)", (deep, num_layers("lab_deep"))
+    yield r"`lab_tiny` \((\S+) M,", (tiny,)
     base, small = (parameters(name) for name in TARGETS)
     for pattern in (r"lab_base has (\d+) M parameters", r"On one H200 a (\d+) M target"):
         yield pattern, (f"{base / 1e6:.0f}",)
@@ -188,6 +188,19 @@ def released() -> Iterator[tuple[str, tuple[str, ...]]]:
     yield r"greedy text at K = (0)", ("0",)
     found = [length(questions, "n1", 3).value or 0.0 for questions in SETS]
     yield r"gives (\d\.\d\d) tokens a round at K = (3), mean of", (f"{sum(found) / 3:.2f}", "3")
+
+
+def num_stored(name: str) -> int:
+    """Parameters in the file of a shipped target."""
+    path = ROOT / "assets" / name / "target" / "model.safetensors"
+    with safe_open(path, "np") as file:
+        tensors = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    return sum(_product(shape) for shape in tensors)
+
+
+def num_layers(name: str) -> str:
+    config = (ROOT / "assets" / name / "target" / "config.json").read_text(encoding="utf8")
+    return str(json.loads(config)["num_hidden_layers"])
 
 
 def _product(shape: list[int]) -> int:
@@ -248,7 +261,8 @@ def test_readme_shows_what_eval_prints() -> None:
     [
         ("**2.259**", "**2.260**"),
         ("1.48 times", "1.68 times"),
-        ("2730", "2731"),
+        ("1.36 times", "1.46 times"),
+        ("2894", "2895"),
         ("## Words", "## 12 words"),
     ],
 )

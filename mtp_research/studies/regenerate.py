@@ -59,7 +59,7 @@ from mtp_research.studies.answer_tasks import (
 )
 from mtp_research.studies.endpoint import OPTIONS, Reader, answer_by_server
 
-_PLACES_A_TURN = 16  # of a captured batch one in so many is free before prompts are run
+_PLACES_A_TURN = 8  # of a captured batch one in so many is free before prompts are run
 # What one way of answering reads and the other does not.
 _LOCAL_OPTIONS = ("self_chat", "self_text", "batch", "graphs", "dtype", "device")
 _ENDPOINT_OPTIONS = ("served_model", "concurrency", "timeout_s", "api_key_variable")

@@ -128,7 +128,8 @@ def test_steps_are_captured_on_a_gpu_unless_told_otherwise(device, words, is_cap
         )
         return
     preset = OmegaConf.load(REPOSITORY_ROOT / "conf" / "engine" / "h200.yaml")
-    changed = {"max_num_requests": 256, "admit_together": 16}
+    changed = {"max_num_requests": 256, "admit_together": 32}
+    changed |= {"max_num_batched_tokens": 8192, "max_prefill_chunk": 2048}  # prompts come together
     assert engine == EngineConfig(**(OmegaConf.to_container(preset) | changed))
 
 
