@@ -59,6 +59,15 @@ def test_shipped_target_selects_its_own_heads_and_answers(words: list[str], name
         assert head["target"][digest] == written_by[digest]
 
 
+@pytest.mark.parametrize(("words", "name"), [([], "lab_deep"), (["model=lab_tiny"], "lab_tiny")])
+def test_demo_trains_the_shipped_heads_on_for_the_other_policy(words: list[str], name: str) -> None:
+    config = compose_config(TrainConfig, ["experiment=finetune_eagle", *words])
+    check_inputs(config)
+    assert config.head.path == f"assets/{name}/heads/chain_n3"
+    head = json.loads((Path(config.head.path) / "head.json").read_text())
+    assert (head["spec"]["unroll"], config.objective.unroll) == ("chain", "shared_context")
+
+
 def test_every_yaml_file_is_reachable_from_one_entry() -> None:
     reachable = {
         (group, name)
@@ -224,7 +233,7 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
             "power of two >= 16, got 24; set engine.block_size=32",
         ),
         (EvalConfig, "engine.block_size=8", "power of two >= 16, got 8; set engine.block_size=16"),
-        (EvalConfig, "engine.max_num_batched_tokens=15", "* (spec.k + 1) = 16 rows, got 15"),
+        (EvalConfig, "engine.max_num_batched_tokens=7", "* (spec.k + 1) = 8 rows, got 7"),
         (EvalConfig, "engine.max_num_requests=200", "set engine.max_num_batched_tokens=800"),
         (EvalConfig, "engine.max_model_len=64", "must exceed max_new_tokens=64"),
         (EvalConfig, "engine.num_blocks=0", "or null, got 0; set engine.num_blocks=null"),

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mtp_research.runtime import threads
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
-from mtp_research.runtime.threads import wait_passively_as_command
+from mtp_research.runtime.threads import one_thread_if_small, wait_passively_as_command
 
 NAME = "OMP_WAIT_POLICY"
 # Python runs a sitecustomize.py that it finds; this one tells at the end what was set.
@@ -122,3 +123,23 @@ def test_the_name_is_written_in_one_module() -> None:
         if NAME in path.read_text(encoding="utf8")
     ]
     assert [path.name for path in sources] == ["threads.py"]
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "asked", "num_inside"),
+    [(7_000_000, None, 1), (7_000_000, "2", 2), (135_000_000, None, 2)],
+)
+def test_small_targets_decode_on_one_thread_unless_told_otherwise(
+    num_parameters: int, asked: str | None, num_inside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    num_before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with one_thread_if_small(num_parameters):
+            assert torch.get_num_threads() == num_inside
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(num_before)

@@ -210,8 +210,9 @@ class StepGraphs:
         self._upload(entries, bucket)
         target, captured = self._captured(bucket, params, draft_limit)
         if target is not None:
-            is_cuda = self._slots.is_cuda
-            before = torch.cuda.current_stream().record_event() if is_cuda else None
+            before = torch.cuda.Event() if self._slots.is_cuda else None
+            if before is not None:
+                before.record()
             target.graph.replay()
             self._params.write_bitmask(make_bitmask(), after=before)
         captured.graph.replay()

@@ -383,8 +383,9 @@ class LogprobTensors(NamedTuple):
 
     def read(self) -> "HostLogprobs":
         """All of them as numbers of the host."""
-        flat = (tensor.flatten().tolist() for tensor in self)
-        return HostLogprobs(*flat, *self.top.shape[1:])
+        emitted, top_ids, top = (tensor.flatten().tolist() for tensor in self)
+        _, num_rows, num_best = self.top.shape
+        return HostLogprobs(emitted, top_ids, top, num_rows, num_best)
 
 
 class HostLogprobs(NamedTuple):
