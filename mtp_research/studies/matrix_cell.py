@@ -284,7 +284,10 @@ def decode_probe(config: TrainConfig) -> Callable[[MTPHeads], dict[str, object]]
     num_prompts = config.trainer.decode_eval_prompts
     if not num_prompts:
         return None
-    engine = EngineConfig(max_num_requests=8, max_model_len=PROBE_MODEL_LEN, audit=False)
+    # Layers stay the library's: training goes on with them, to the bit as if nothing was decoded.
+    engine = EngineConfig(
+        max_num_requests=8, max_model_len=PROBE_MODEL_LEN, audit=False, few_rows_kernel=False
+    )
     prompts = load_prompts(None, max_prompts=num_prompts, seed=config.seed)
     spec = SpecSettings(
         policy=fields.MATCHING_POLICY[config.objective.unroll],

@@ -107,7 +107,8 @@ def test_pool_on_a_cpu_takes_no_more_than_half_of_the_memory_that_is_there(
 ) -> None:
     """A model of many positions must not ask for terabytes when it is decoded with the defaults."""
     target = tiny.tiny_target("qwen3", dtype=torch.float32)
-    spec, engine = SpecSettings(num_speculative_tokens=0), EngineConfig(max_model_len=4096)
+    spec = SpecSettings(num_speculative_tokens=0)
+    engine = EngineConfig(max_model_len=4096, max_num_requests=16)
     block_bytes = bytes_per_block(target.kv_layers, block_size=16, dtype=torch.float32)
     memory = tmp_path / "meminfo"
     memory.write_text(f"MemFree: 1 kB\nMemAvailable:   {1000 * block_bytes // 1024} kB\n")
