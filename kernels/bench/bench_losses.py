@@ -110,7 +110,8 @@ def _mask_rows(size: tuple[int, int, int], dtype: torch.dtype, *, copy: float) -
     words = (*size[:2], -(-size[2] // 32))
     logits = torch.randn(size, device="cuda", dtype=dtype)
     bitmask = torch.randint(-(2**31), 2**31, words, device="cuda", dtype=torch.int32)
-    assert torch.equal(mask_logits(logits, bitmask), mask_logits_ref(logits, bitmask))
+    is_right = torch.equal(mask_logits(logits, bitmask), mask_logits_ref(logits, bitmask))
+    assert is_right, f"mask_logits differs from its reference at {size}, {dtype}"
     sets = [(torch.randn_like(logits), bitmask) for _ in range(num_rotated(logits.nbytes))]
 
     def best_of_masked(logits: Tensor, bitmask: Tensor) -> Tensor:

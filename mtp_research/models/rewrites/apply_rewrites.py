@@ -34,8 +34,8 @@ the target forward of a training step of lab_base. `model.experts=grouped_mm` ke
 **Layers on a CPU** (cpu_layers.py, when a decoder is built). Weights that come from memory become
 the left operand: 4 rows of a 30-layer 135M model take 87 instead of 186 ms on two cores. Norms take
 four calls instead of eight, and small experts run as two products: a step of 16 small MoE layers
-takes 16.4 instead of 20.4 ms on one core at batch 4. `engine.few_rows_kernel=false` turns all three
-off.
+takes 16.4 to 17.7 instead of 20.4 ms on one core at batch 4. `engine.few_rows_kernel=false` turns
+all three off.
 
 **Batch-invariant products** (invariant.py, entered around a step by the decode loop). While it is
 entered, products and sums are replaced by kernels whose rows do not depend on the rows beside them:
