@@ -1,11 +1,13 @@
 """Ranks over gloo: real processes, forked from one that has imported everything once."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+_LIMIT_S = 110  # below the limit of a test: ranks left behind would hold their GPUs
 ROOT = Path(__file__).resolve().parent.parent
 # A rank that fails takes the others with it: they would wait for it.
 _START = """
@@ -51,11 +53,17 @@ def run_ranks(module: str, function: str, *words: str, num_ranks: int = 2) -> st
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
+        "PYTHONFAULTHANDLER": "1",
     }
     command = [sys.executable, "-c", _START, module, function, *words]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | place, capture_output=True, text=True, timeout=170,
-        check=False,
+    ranks = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | place, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    try:
+        out, errors = ranks.communicate(timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(ranks.pid, signal.SIGABRT)  # each rank says where it stands
+        out, errors = ranks.communicate()
+    assert ranks.returncode == 0, errors[-3000:]
+    return out

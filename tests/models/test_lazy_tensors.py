@@ -14,6 +14,7 @@ from mtp_research.models.loading.lazy_tensors import (
     plain_tensors,
     random_tensors,
 )
+from mtp_research.models.loading.parts import own_device
 from mtp_research.models.loading.placement import require_gpus
 from mtp_research.models.loading.quantised import plain_config
 from mtp_research.models.target import load_target
@@ -152,3 +153,24 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(EnvironmentFault, match=r"got 4 processes and 2 GPUs .* --nproc-per-node 2"):
         require_gpus(torch.device("cuda"))
     require_gpus(torch.device("cpu"))
+
+
+def test_a_rank_s_gpu_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that read weights know no current device: each begins with the first GPU."""
+    any_gpu = torch.device("cuda")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert own_device(any_gpu, is_split=True) == torch.device("cuda", 1)
+    assert own_device(any_gpu, is_split=False) == torch.device("cuda", 3)
+    assert own_device(torch.device("cuda", 2), is_split=True) == torch.device("cuda", 2)
+    assert own_device(torch.device("cpu"), is_split=True) == torch.device("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_random_target_lies_on_the_current_gpu(tmp_path: Path) -> None:
+    save(tmp_path, "glm4_moe")
+    second = torch.device("cuda", 1)
+    with torch.cuda.device(second):
+        model = load_target(tmp_path, device="cuda", weights="random").model
+    assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {second}

@@ -6,6 +6,7 @@ of the files: the model is cut before it has weights (`parts`), and tensors that
 are made when a part of them is asked for (`lazy_tensors`).
 """
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from mtp_research.models.loading.parts import (
     cut_layers,
     fail_together,
     join_ranks,
+    own_device,
     layer_mesh,
 )
 from mtp_research.models.loading.placement import (
@@ -126,6 +128,8 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
 
     Raises what `load_target` does, and `ConfigError` where quantisation and placing do not agree.
     """
+    device = own_device(placing.device, is_split=placing.is_split)
+    placing = dataclasses.replace(placing, device=device)
     with loading(path):
         published = read_config(path)  # refuses before gigabytes are read, or ranks wait
         arguments = _arguments(published, placing)

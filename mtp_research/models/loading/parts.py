@@ -90,13 +90,24 @@ def cut_layers(model: PreTrainedModel, *, mesh: DeviceMesh) -> None:
     fully_shard(stack, mesh=mesh, ignored_params={*stack.parameters()} - {*layers.parameters()})
 
 
+def own_device(device: torch.device, *, is_split: bool) -> torch.device:
+    """`device` with the number of its GPU: this rank's, where ranks split a target.
+
+    Weights are read by threads, each of which begins with the first GPU as its current one.
+    """
+    if device.type != "cuda" or device.index is not None:
+        return device
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local_rank if is_split else torch.cuda.current_device())
+
+
 def join_ranks(device: torch.device) -> None:
     """Join the process group of torchrun, on a GPU of this rank's own, unless it is joined."""
     if distributed.is_initialized():
         return
     place = None
     if device.type == "cuda":
-        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        place = own_device(device, is_split=True)
         torch.cuda.set_device(place)
     backend = "gloo" if place is None else "nccl"
     distributed.init_process_group(backend, device_id=place, timeout=_READING_TIMEOUT)
