@@ -65,5 +65,5 @@ def run_ranks(module: str, function: str, *words: str, num_ranks: int = 2) -> st
     except subprocess.TimeoutExpired:
         os.killpg(ranks.pid, signal.SIGABRT)  # each rank says where it stands
         out, errors = ranks.communicate()
-    assert ranks.returncode == 0, errors[-3000:]
+    assert ranks.returncode == 0, errors[-9000:]
     return out
