@@ -39,6 +39,17 @@ def kernel_jit(function: Kernel) -> Kernel:
     return function if triton is None else triton.jit(function)
 
 
+def can_overlap(device: torch.device) -> bool:
+    """Whether a launch may begin before the kernel in front of it has ended (Hopper's do)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """Arguments of a launch whose kernel waits by itself: `OVERLAPS` and, if so, Triton's."""
+    overlaps = can_overlap(device)
+    return {"OVERLAPS": overlaps} | ({"launch_pdl": True} if overlaps else {})
+
+
 def is_interpreted(kernel: object) -> bool:
     """True if `kernel` runs in Triton's CPU interpreter (TRITON_INTERPRET=1 at its import)."""
     return triton is not None and not isinstance(kernel, triton.runtime.JITFunction)

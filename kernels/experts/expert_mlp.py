@@ -24,6 +24,7 @@ from mtp_research.kernels import checks
 from mtp_research.kernels.attention.splits import ceil_div
 from mtp_research.kernels.experts.expert_mlp_triton import down_kernel, gate_up_kernel
 from mtp_research.kernels.experts.expert_routing import MAX_EXPERTS, route_pairs
+from mtp_research.kernels.products.few_rows_product import LINE_BYTES, NUM_EARLY_LINES
 from mtp_research.kernels.products.scaled_weights import check_scale, dequantise, fitting_depth
 from torch import Tensor
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from mtp_research.kernels.products.invariant_matmul import PairTiles
 
 _ALL_TILES = 1 << 20
+_FEW_PAIRS = 16  # a tile
 
 
 class ProductConfig(NamedTuple):
@@ -158,6 +160,7 @@ def launch_gate_up(
             x.stride(0),
             TOP_K=top_k,
             **product_constants(weight.shape[2], inner_size, config.block_m, product, scales),
+            **checks.overlapping(x.device),
             num_warps=product.num_warps,
             num_stages=product.num_stages,
         )
@@ -186,6 +189,8 @@ def launch_down(
             *tiles,
             num_tiles,
             **product_constants(*weight.shape[1:], config.block_m, product, scales),
+            **early_lines(weight.dtype, block_m=config.block_m),
+            **checks.overlapping(inner.device),
             num_warps=product.num_warps,
             num_stages=product.num_stages,
         )
@@ -209,6 +214,15 @@ def product_constants(
         "GROUP_TILES": product.group_tiles,
         "SCALE_BLOCK": scale_block,
     }
+
+
+def early_lines(dtype: torch.dtype, *, block_m: int) -> dict[str, int]:
+    """What programs of `down_kernel` ask for while `gate_up_kernel` ends, by parameter name.
+
+    Where pairs are many, the programs that start then are a few of all.
+    """
+    most = NUM_EARLY_LINES if block_m == _FEW_PAIRS else 0
+    return {"NUM_EARLY_LINES": most, "LINE": LINE_BYTES // dtype.itemsize}
 
 
 def expert_pairs_ref(

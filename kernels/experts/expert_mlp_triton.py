@@ -14,6 +14,7 @@ block.
 from __future__ import annotations
 
 from mtp_research.kernels import checks
+from mtp_research.kernels.products.few_rows_product import ask_for
 from mtp_research.kernels.products.scaled_weights import (
     add_product,
     scaled_by_row,
@@ -71,11 +72,14 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_TILES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,  # B, a multiple of BLOCK_K, or 0
+    OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """Gathers the rows of one tile and multiplies them with a block of gate and the same of up."""
     num_blocks: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     even: tl.constexpr = HIDDEN % BLOCK_K == 0
     tile, block = place_of(tl.program_id(0), num_tiles, num_blocks, GROUP_TILES)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     expert = tl.load(tile_expert + tile)
     if expert < 0:
         return
@@ -109,6 +113,8 @@ def gate_up_kernel(
         x_at += BLOCK_K
         gate_at += BLOCK_K
         up_at += BLOCK_K
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     gate = scaled_by_row(gate, gate_scale, SCALE_BLOCK)
     up = scaled_by_row(up, up_scale, SCALE_BLOCK)
     value = gate * tl.sigmoid(gate) * up
@@ -133,23 +139,32 @@ def down_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_TILES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,  # B, a multiple of BLOCK_K, or 0
+    NUM_EARLY_LINES: tl.constexpr,  # cache lines of a weight row asked for early, 0 or a power of 2
+    LINE: tl.constexpr,  # elements a cache line
+    OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """Multiplies the rows of one tile with a block of down and scatters them to their pairs."""
     num_blocks: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
     even: tl.constexpr = INNER % BLOCK_K == 0
     tile, block = place_of(tl.program_id(0), num_tiles, num_blocks, GROUP_TILES)
-    expert = tl.load(tile_expert + tile)
+    expert = tl.load(tile_expert + tile)  # as `gate_up_kernel` found it: written before that began
+    output = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_output = output < HIDDEN
+    k = tl.arange(0, BLOCK_K)[None, :]
+    rows = tl.minimum(output, HIDDEN - 1)  # a repeated row instead of a mask
+    weight_rows = weight + expert.to(tl.int64) * (HIDDEN * INNER) + rows[:, None] * INNER
+    if OVERLAPS:
+        if NUM_EARLY_LINES > 0 and expert >= 0:
+            line = tl.arange(0, NUM_EARLY_LINES)[None, :] * LINE
+            ask_for(weight_rows + tl.minimum(line, INNER - 1))
+        tl.extra.cuda.gdc_wait()  # those that end here, too: they say that all is done
     if expert < 0:
         return
     place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     pair = tl.load(pair_index + place)
     is_row = pair >= 0
-    output = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_output = output < HIDDEN
-    k = tl.arange(0, BLOCK_K)[None, :]
     inner_at = inner + place.to(tl.int64)[:, None] * INNER + k
-    rows = tl.minimum(output, HIDDEN - 1)  # a repeated row instead of a mask
-    weight_at = weight + expert.to(tl.int64) * (HIDDEN * INNER) + rows[:, None] * INNER + k
+    weight_at = weight_rows + k
     scale_at = scales_of(scale, expert, rows, HIDDEN, INNER, SCALE_BLOCK)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, INNER, BLOCK_K):
@@ -164,6 +179,8 @@ def down_kernel(
         acc = add_product(acc, a, w, scale_at, start, SCALE_BLOCK)
         inner_at += BLOCK_K
         weight_at += BLOCK_K
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     acc = scaled_by_row(acc, scale_at, SCALE_BLOCK)
     share = tl.load(router_weights + tl.maximum(pair, 0), mask=is_row, other=0.0).to(tl.float32)
     target = out + pair.to(tl.int64)[:, None] * HIDDEN + output[None, :]

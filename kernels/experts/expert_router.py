@@ -1,4 +1,4 @@
-"""A sigmoid router of a mixture of experts: the logits in one launch, the choice in another.
+"""A sigmoid router of a mixture of experts: its logits in one launch, the choice in another.
 
 Where it sits: `models/experts.py` calls it on a GPU, for frozen routers all of it, for
 trained ones the choice. As single PyTorch calls the router of one layer takes a dozen launches,
@@ -7,8 +7,10 @@ rows to float32.
 Maths: logits = x weight^T in float32; score = sigmoid(logits); the `top_k` experts of highest
 score + bias are chosen; their weights are their scores, divided by their sum where asked, times a
 scale.
-Layout: products of bfloat16 are exact in float32, and all terms of a logit are added up by one
-program in an order that follows from H alone: a token's routing does not depend on its batch.
+Layout: products of bfloat16 are exact in float32. Slices of H are added up each for itself and then
+in their order, whether one program has all of them (many tokens) or each its own (few, where one
+program would wait for the memory): a token's routing does not depend on its batch. On Hopper both
+launches begin before the kernel in front of them has ended, and wait before they read.
 Letters: T tokens, E experts, H hidden size.
 Source: DeepSeek-V3's router without groups, as in transformers' `Glm4MoeTopkRouter`.
 """
@@ -20,6 +22,7 @@ from typing import NamedTuple
 import torch
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.splits import ceil_div
+from mtp_research.kernels.products.few_rows_product import LINE_BYTES, ask_for
 from torch import Tensor
 
 try:
@@ -32,38 +35,58 @@ except ImportError:  # checks.resolve_backend refuses the kernels then
 def router_logits_kernel(
     x,  # [T, H]
     weight,  # [E, H]
-    logits,  # [T, E] float32, written
+    parts,  # [PARTS, T, E] float32, written
     num_tokens,
     num_experts,
     stride_x_row,
     HIDDEN: tl.constexpr,
+    SLICE: tl.constexpr,
+    SLICES: tl.constexpr,  # of one program
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LINE: tl.constexpr,  # elements a cache line
+    OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
-    """Logits of a few tokens and a few experts, over all of H."""
+    """Logits of a few tokens and a few experts: the sum over some slices of H."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    part = tl.program_id(2)
     is_token, is_expert = token < num_tokens, expert < num_experts
     k = tl.arange(0, BLOCK_K)[None, :]
-    x_at = x + token.to(tl.int64)[:, None] * stride_x_row + k
-    weight_at = weight + expert[:, None] * HIDDEN + k
+    steps: tl.constexpr = SLICE // BLOCK_K
+    first = part * SLICES * steps
+    x_at = x + token.to(tl.int64)[:, None] * stride_x_row + first * BLOCK_K + k
+    weight_rows = weight + tl.minimum(expert, num_experts - 1)[:, None] * HIDDEN
+    weight_at = weight_rows + first * BLOCK_K + k
+    if OVERLAPS:
+        line = first * BLOCK_K + tl.arange(0, SLICE // LINE)[None, :] * LINE
+        ask_for(weight_rows + tl.minimum(line, HIDDEN - 1))
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     acc = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    for start in range(0, HIDDEN, BLOCK_K):
-        inside = k < HIDDEN - start
+    for step in range(first, first + SLICES * steps):
+        inside = k < HIDDEN - step * BLOCK_K
         a = tl.load(x_at, mask=is_token[:, None] & inside, other=0.0)
-        w = tl.load(weight_at, mask=is_expert[:, None] & inside, other=0.0)
+        w = tl.load(weight_at, mask=inside, other=0.0)
         acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+        ends_slice = step % steps == steps - 1
+        total = tl.where(ends_slice, total + acc, total)
+        acc = tl.where(ends_slice, 0.0, acc)
         x_at += BLOCK_K
         weight_at += BLOCK_K
-    target = logits + token.to(tl.int64)[:, None] * num_experts + expert[None, :]
-    tl.store(target, acc, mask=is_token[:, None] & is_expert[None, :])
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = part.to(tl.int64) * num_tokens + token
+    target = parts + row[:, None] * num_experts + expert[None, :]
+    tl.store(target, total, mask=is_token[:, None] & is_expert[None, :])
 
 
 @checks.kernel_jit
 def router_choice_kernel(
-    logits,  # [T, E] float32
+    parts,  # [PARTS, T, E] float32
     bias,  # [E] float32
+    logits,  # [T, E] float32, written, or None for one part
     weights,  # [T, TOP_K] float32, written
     index,  # [T, TOP_K] int64, written
     num_tokens,
@@ -75,13 +98,26 @@ def router_choice_kernel(
     PADDED_TOP_K: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """Chooses one expert after another for a few tokens."""
+    """Adds up the parts of a few tokens' logits; chooses one expert after another by them."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.arange(0, PADDED_EXPERTS)
     is_token, is_expert = token < num_tokens, expert < num_experts
-    at = logits + token.to(tl.int64)[:, None] * num_experts + expert[None, :]
-    logit = tl.load(at, mask=is_token[:, None] & is_expert[None, :], other=0.0)
+    at = token.to(tl.int64)[:, None] * num_experts + expert[None, :]
+    inside = is_token[:, None] & is_expert[None, :]
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    logit = tl.zeros([BLOCK_T, PADDED_EXPERTS], tl.float32)
+    at_part = parts + at
+    for _ in tl.static_range(PARTS):
+        logit += tl.load(at_part, mask=inside, other=0.0)
+        at_part += num_tokens * num_experts
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+    if logits is not None:
+        tl.store(logits + at, logit, mask=inside)
     score = tl.sigmoid(logit)
     choice = score + tl.load(bias + expert, mask=is_expert, other=0.0)[None, :]
     choice = tl.where(is_expert[None, :], choice, float("-inf"))
@@ -105,8 +141,9 @@ def router_choice_kernel(
 
 LEAST_SUM = 1e-20  # added to the sum of weights before dividing by it
 MAX_ROUTED_EXPERTS = 512
-LOGITS_BLOCKS = {"BLOCK_T": 16, "BLOCK_E": 16, "BLOCK_K": 256}
+LOGITS_BLOCKS = {"BLOCK_T": 16, "BLOCK_E": 16, "BLOCK_K": 256, "SLICE": 512}
 LOGITS_WARPS, LOGITS_STAGES = 2, 5
+_MOST_SLICED = 128  # tokens; more have programs enough without, and parts would cost bandwidth
 _SCORES_A_PROGRAM = 512
 
 
@@ -153,23 +190,15 @@ def route_tokens(
     scale: float,
     backend: str = "auto",
 ) -> RoutedTokens:
-    """Experts of every token and their weights: `router_logits`, then `choose_experts`."""
-    logits = router_logits(x, weight, backend=backend)
-    chosen = choose_experts(
-        logits, bias, top_k=top_k, normalises=normalises, scale=scale, backend=backend
-    )
-    return RoutedTokens(logits, *chosen)
-
-
-def router_logits(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
-    """Logits `[T, E]` float32; one node for `torch.compile`, no gradient.
+    """Experts of every token and their weights; one node for `torch.compile`, no gradient.
 
     Args:
         x: `[T, H]`, last dimension contiguous.
         weight: `[E, H]`, dtype of `x`.
+        bias, top_k, normalises, scale: as in `choose_experts`.
         backend: `auto`, `reference` or `triton`.
     """
-    return _router_logits_op(x, weight, backend)
+    return RoutedTokens(*_route_tokens_op(x, weight, bias, top_k, normalises, scale, backend))
 
 
 def choose_experts(
@@ -194,39 +223,66 @@ def choose_experts(
     return ChosenExperts(*_choose_experts_op(logits, bias, top_k, normalises, scale, backend))
 
 
-@torch.library.custom_op("mtp_research::router_logits", mutates_args=())
-def _router_logits_op(x: torch.Tensor, weight: torch.Tensor, backend: str) -> torch.Tensor:
+@torch.library.custom_op("mtp_research::route_tokens", mutates_args=())
+def _route_tokens_op(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    normalises: bool,
+    scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     checks.check_rank("x", x, letters="[T, H]")
     checks.check_rank("weight", weight, letters="[E, H]")
     checks.check_shape("weight", weight, shape=(len(weight), x.shape[1]), letters="[E, H]")
     checks.check_dtype("weight", weight, dtype=x.dtype)
     checks.check_device("weight", weight, device=x.device)
+    logits = x.new_empty(len(x), len(weight), dtype=torch.float32)
+    _check_choice(logits, bias, top_k)
+    rule = {"top_k": top_k, "normalises": normalises, "scale": scale}
     if checks.resolve_backend(backend, tensor=x, kernel=router_logits_kernel) == "reference":
-        return router_logits_ref(x, weight)
+        logits = router_logits_ref(x, weight)
+        return logits, *choose_experts_ref(logits, bias, **rule)
     checks.check_kernel_dtype("x", x, kernel=router_logits_kernel)
     checks.check_last_dim_contiguous("x", x)
-    logits = x.new_empty(len(x), len(weight), dtype=torch.float32)
+    if not len(x):
+        return logits, *_empty_choice(logits, top_k)
+    parts = _launch_logits(x, weight)
+    return logits, *_launch_choice(parts, bias, logits=logits, **rule)
+
+
+@_route_tokens_op.register_fake
+def _route_tokens_fake(
+    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+    return logits, *_empty_choice(logits, top_k)
+
+
+def _launch_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Parts `[PARTS, T, E]` of the logits; their sum has the same bits for any number of parts."""
+    num_slices = ceil_div(x.shape[1], LOGITS_BLOCKS["SLICE"])
+    num_parts = num_slices if len(x) <= _MOST_SLICED else 1
+    parts = x.new_empty(num_parts, len(x), len(weight), dtype=torch.float32)
     blocks = (LOGITS_BLOCKS["BLOCK_T"], LOGITS_BLOCKS["BLOCK_E"])
-    grid = (ceil_div(len(x), blocks[0]), ceil_div(len(weight), blocks[1]))
-    if logits.numel():
-        with checks.launch_device(x):
-            router_logits_kernel[grid](
-                x,
-                weight.contiguous(),
-                logits,
-                *logits.shape,
-                x.stride(0),
-                HIDDEN=x.shape[1],
-                **LOGITS_BLOCKS,
-                num_warps=LOGITS_WARPS,
-                num_stages=LOGITS_STAGES,
-            )
-    return logits
-
-
-@_router_logits_op.register_fake
-def _router_logits_fake(x: Tensor, weight: Tensor, backend: str) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+    grid = (ceil_div(len(x), blocks[0]), ceil_div(len(weight), blocks[1]), num_parts)
+    with checks.launch_device(x):
+        router_logits_kernel[grid](
+            x,
+            weight.contiguous(),
+            parts,
+            *parts.shape[1:],
+            x.stride(0),
+            HIDDEN=x.shape[1],
+            SLICES=num_slices // num_parts,
+            LINE=LINE_BYTES // x.element_size(),
+            **LOGITS_BLOCKS,
+            **checks.overlapping(x.device),
+            num_warps=LOGITS_WARPS,
+            num_stages=LOGITS_STAGES,
+        )
+    return parts
 
 
 @torch.library.custom_op("mtp_research::choose_experts", mutates_args=())
@@ -239,35 +295,55 @@ def _choose_experts_op(
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_choice(logits, bias, top_k)
+    rule = {"top_k": top_k, "normalises": normalises, "scale": scale}
     if checks.resolve_backend(backend, tensor=logits, kernel=router_choice_kernel) == "reference":
-        rule = {"top_k": top_k, "normalises": normalises, "scale": scale}
         return tuple(choose_experts_ref(logits, bias, **rule))
-    num_tokens, num_experts = logits.shape
-    weights = logits.new_empty(num_tokens, top_k)
-    index = torch.empty_like(weights, dtype=torch.int64)
-    sizes = choice_constants(num_experts, top_k)
-    if num_tokens:
-        with checks.launch_device(logits):
-            router_choice_kernel[(ceil_div(num_tokens, sizes["BLOCK_T"]),)](
-                logits.contiguous(),
-                bias.contiguous(),
-                weights,
-                index,
-                num_tokens,
-                num_experts,
-                scale,
-                LEAST_SUM,
-                NORMALISES=normalises,
-                **sizes,
-                num_warps=4,
-            )
-    return weights, index
+    if not len(logits):
+        return _empty_choice(logits, top_k)
+    return _launch_choice(logits.contiguous()[None], bias, logits=None, **rule)
 
 
 @_choose_experts_op.register_fake
 def _choose_experts_fake(
     logits: Tensor, bias: Tensor, top_k: int, *_: object
 ) -> tuple[Tensor, Tensor]:
+    return _empty_choice(logits, top_k)
+
+
+def _launch_choice(
+    parts: Tensor,
+    bias: Tensor,
+    *,
+    logits: Tensor | None,
+    top_k: int,
+    normalises: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Weights and experts by logits in parts `[PARTS, T, E]`; puts their sum in `logits`."""
+    num_parts, num_tokens, num_experts = parts.shape
+    weights, index = _empty_choice(parts[0], top_k)
+    sizes = choice_constants(num_experts, top_k)
+    with checks.launch_device(parts):
+        router_choice_kernel[(ceil_div(num_tokens, sizes["BLOCK_T"]),)](
+            parts,
+            bias.contiguous(),
+            logits,
+            weights,
+            index,
+            num_tokens,
+            num_experts,
+            scale,
+            LEAST_SUM,
+            NORMALISES=normalises,
+            PARTS=num_parts,
+            **sizes,
+            **checks.overlapping(parts.device),
+            num_warps=4,
+        )
+    return weights, index
+
+
+def _empty_choice(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     weights = logits.new_empty(logits.shape[0], top_k)
     return weights, torch.empty_like(weights, dtype=torch.int64)
 

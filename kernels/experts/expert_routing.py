@@ -55,10 +55,14 @@ def route_kernel(
     PADDED_PAIRS: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr,  # more than E
     PADDED_TILES: tl.constexpr,
+    OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """All of the sort for one expert; every program counts all pairs for itself."""
     expert = tl.program_id(0)
     pair = tl.arange(0, PADDED_PAIRS)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     chosen = tl.load(experts + pair, mask=pair < num_pairs, other=num_experts).to(tl.int32)
     counts = tl.histogram(chosen, PADDED_EXPERTS)
     any_expert = tl.arange(0, PADDED_EXPERTS)
@@ -222,6 +226,7 @@ def _launch(experts: Tensor, tiles: PairTiles, *, num_experts: int, block_m: int
             **sizes,
             PADDED_PAIRS=max(_LEAST_PAIRS, 1 << (num_pairs - 1).bit_length()),
             PADDED_TILES=1 << (num_tiles - 1).bit_length(),
+            **checks.overlapping(experts.device),
             num_warps=4,
         )
         return

@@ -96,7 +96,7 @@ def few_rows_kernel(
     scale_at = scales_at(scale, weight_row[:, None], depth, SCALE_BLOCK)
     if OVERLAPS:
         line = begin * BLOCK_K + tl.arange(0, NUM_EARLY_LINES)[None, :] * LINE
-        _ask_for(weight_rows + tl.minimum(line, depth - 1))
+        ask_for(weight_rows + tl.minimum(line, depth - 1))
         tl.extra.cuda.gdc_wait()  # `x` is there, and nobody reads `out` any more
     for step in range(begin, end):
         inside = k < (BLOCK_K if EVEN_DEPTH else depth - step * BLOCK_K)
@@ -149,7 +149,7 @@ def _silu_product(acc, dtype: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.c
 
 
 @checks.kernel_jit
-def _ask_for(lines):
+def ask_for(lines):
     """Have the cache lines at some addresses brought into the L2 cache, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -162,9 +162,9 @@ def _ask_for(lines):
 
 
 MAX_ROWS = 128
-_LINE_BYTES = 128  # of the L2 cache
+LINE_BYTES = 128  # of the L2 cache
 _NUM_SMS = 132  # of the H100 and the H200
-_NUM_EARLY_LINES = 8  # of each weight row: a kilobyte, tens of them a multiprocessor
+NUM_EARLY_LINES = 8  # of each weight row: a kilobyte, tens of them a multiprocessor
 _MAX_SHARED_TILES = 4096  # tiles whose K several programs share
 
 
@@ -245,7 +245,7 @@ def few_rows_product(
     num_tiles = -(-len(weight) // config.block_n)
     num_splits = choose_num_splits(num_tiles, weight.shape[1], config=config)
     is_split = num_splits > 1
-    overlaps = can_overlap(x.device)
+    overlaps = checks.can_overlap(x.device)
     with checks.launch_device(x):
         few_rows_kernel[(num_tiles, num_splits)](
             x,
@@ -302,17 +302,12 @@ def few_rows_constants(
         "BLOCK_T": max(8, 1 << (num_rows - 1).bit_length()),
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
-        "LINE": _LINE_BYTES // dtype.itemsize,
+        "LINE": LINE_BYTES // dtype.itemsize,
         "OVERLAPS": overlaps,
         "IS_GATED": is_gated,
         "SCALE_BLOCK": scale_block,
-        "NUM_EARLY_LINES": _NUM_EARLY_LINES,
+        "NUM_EARLY_LINES": NUM_EARLY_LINES,
     }
-
-
-def can_overlap(device: torch.device) -> bool:
-    """Whether launches on a device can overlap, which Hopper was the first to do."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _tiles(weight: Tensor, config: FewRowsConfig) -> TensorDescriptor:

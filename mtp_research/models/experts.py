@@ -43,7 +43,7 @@ from mtp_research.kernels.experts.expert_router import (
     LEAST_SUM,
     MAX_ROUTED_EXPERTS,
     choose_experts,
-    router_logits,
+    route_tokens,
 )
 from mtp_research.kernels.experts.expert_routing import MAX_EXPERTS
 from mtp_research.kernels.products.scaled_weights import FP8
@@ -423,21 +423,14 @@ def fused_router(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tens
     weight = cast(Tensor, router.weight)
     rows = hidden_states.reshape(-1, weight.shape[1])
     is_trained = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
-    if is_trained or rows.dtype != weight.dtype or weight.dtype != torch.bfloat16:
-        logits = nn.functional.linear(rows.float(), weight.float())
-    else:
-        logits = router_logits(rows, weight)
-    normalises, scale = (
-        bool(router.norm_topk_prob),
-        float(cast(float, router.routed_scaling_factor)),
-    )
-    weights, index = choose_experts(
-        logits.detach(),
-        cast(Tensor, router.e_score_correction_bias).float(),
-        top_k=cast(int, router.top_k),
-        normalises=normalises,
-        scale=scale,
-    )
+    bias = cast(Tensor, router.e_score_correction_bias).float()
+    normalises = bool(router.norm_topk_prob)
+    scale = float(cast(float, router.routed_scaling_factor))
+    rule = {"top_k": cast(int, router.top_k), "normalises": normalises, "scale": scale}
+    if not is_trained and rows.dtype == weight.dtype == torch.bfloat16:
+        return route_tokens(rows, weight, bias, **rule)
+    logits = nn.functional.linear(rows.float(), weight.float())
+    weights, index = choose_experts(logits.detach(), bias, **rule)
     if is_trained:
         weights = logits.sigmoid().gather(1, index)
         if normalises:

@@ -103,7 +103,9 @@ def test_expert_mlp_on_gpu_never_synchronises_and_replays_other_routings(num_tok
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_experts", "hidden_size"), [(16, 768), (64, 2048), (160, 520)])
-def test_router_on_gpu_equals_its_definition(num_experts, hidden_size, dtype):
-    sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "num_tokens": 77}
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "hidden_size"), [(77, 16, 768), (200, 64, 2048), (9, 160, 520)]
+)
+def test_router_on_gpu_equals_its_definition(num_tokens, num_experts, hidden_size, dtype):
+    sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "num_tokens": num_tokens}
     check_router(dtype, backend="triton", device="cuda", **sizes)

@@ -11,6 +11,7 @@ from mtp_research.kernels.experts import (
 )
 from mtp_research.kernels.experts.expert_mlp_triton import down_kernel, gate_up_kernel
 from mtp_research.kernels.experts.expert_router import router_choice_kernel, router_logits_kernel
+from mtp_research.kernels.products.scaled_weights import FP8
 
 pytest.importorskip("triton")
 from tests.kernels.expert_cases import configs_of
@@ -43,7 +44,9 @@ SHIPPED = {  # programs that differ: rows a tile, the product's shape, and scale
 def test_expert_product_sm90_has_no_spills(name, block_m, product, block, tmp_path):
     kernel = KERNELS[name]
     inner_size = 192 if product.block_n == 64 else 384
-    constants = {"TOP_K": 2} if name == "gate_up" else {}
+    dtype = torch.bfloat16 if block is None else FP8
+    lines = expert_mlp_launch.early_lines(dtype, block_m=block_m)
+    constants = {"OVERLAPS": True} | ({"TOP_K": 2} if name == "gate_up" else lines)
     scales = None if block is None else expert_mlp_launch.ExpertScales(NONE, NONE, block)
     constants |= expert_mlp_launch.product_constants(512, inner_size, block_m, product, scales)
     types = dict.fromkeys(kernel.arg_names, "i32") | TABLES
@@ -62,6 +65,9 @@ def test_expert_product_sm90_has_no_spills(name, block_m, product, block, tmp_pa
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
     assert _num_spilled_bytes(compiled, tmp_path) == 0
     assert ("wgmma" in compiled.asm["ptx"]) == (block_m >= 64)
+    assert "griddepcontrol.wait" in compiled.asm["ptx"]
+    asks_early = name == "down" and block_m == 16
+    assert ("prefetch.global.L2" in compiled.asm["ptx"]) == asks_early
     assert "cp.async.cg" in compiled.asm["ptx"], "loads run ahead of the products"
     # To bfloat16 over float32: the direct conversion is slower than memory.
     assert ("cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]) == (scales is not None)
@@ -71,7 +77,7 @@ def test_expert_product_sm90_has_no_spills(name, block_m, product, block, tmp_pa
 SMALL = {  # kernel, constants, warps, stages
     "route": (
         expert_routing.route_kernel,
-        {"BLOCK_M": 16, "PADDED_PAIRS": 1024, "PADDED_EXPERTS": 256, "PADDED_TILES": 256},
+        {"BLOCK_M": 16, "PADDED_PAIRS": 1024, "PADDED_EXPERTS": 256, "PADDED_TILES": 256, "OVERLAPS": True},
         4,
         3,
     ),
@@ -95,14 +101,14 @@ SMALL = {  # kernel, constants, warps, stages
     ),
     "logits": (
         router_logits_kernel,
-        {"HIDDEN": 768, **expert_router.LOGITS_BLOCKS},
+        {"HIDDEN": 768, "SLICES": 1, "LINE": 64, "OVERLAPS": True, **expert_router.LOGITS_BLOCKS},
         expert_router.LOGITS_WARPS,
         expert_router.LOGITS_STAGES,
     ),
     **{
         f"choice_{top_k}_of_{num_experts}": (
             router_choice_kernel,
-            {"NORMALISES": True, **expert_router.choice_constants(num_experts, top_k)},
+            {"NORMALISES": True, "PARTS": 8, "OVERLAPS": True, **expert_router.choice_constants(num_experts, top_k)},
             4,
             3,
         )
@@ -115,7 +121,7 @@ SMALL = {  # kernel, constants, warps, stages
 def test_routing_kernel_sm90_has_no_spills(name, tmp_path):
     kernel, constants, num_warps, num_stages = SMALL[name]
     types = dict.fromkeys(kernel.arg_names, "i32") | TABLES | {"experts": "*i64", "index": "*i64"}
-    types |= dict.fromkeys(("logits", "bias", "weights"), "*fp32")
+    types |= dict.fromkeys(("logits", "parts", "bias", "weights"), "*fp32")
     types |= dict.fromkeys(("x", "weight"), POINTERS[torch.bfloat16])
     types |= dict.fromkeys(("scale", "least_sum"), "fp32") | dict.fromkeys(constants, "constexpr")
     compiled = _compile(
