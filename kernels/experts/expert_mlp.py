@@ -72,6 +72,18 @@ class ExpertScales(NamedTuple):
     block: int  # B
 
 
+class SharedExpert(NamedTuple):
+    """Another expert of the same sizes, which pairs name by E; scales as those of one expert."""
+
+    gate_up: Tensor  # [2I, H]
+    down: Tensor  # [H, I]
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+
+
+NO_SHARED = (None, None, None, None)
+
+
 def choose_expert_config(
     num_pairs: int, *, num_experts: int, inner_size: int, element_bytes: int, is_fp8: bool = False
 ) -> ExpertConfig:
@@ -117,6 +129,7 @@ def launch_expert_pairs(
     *,
     out: Tensor,
     scales: ExpertScales | None = None,
+    shared: SharedExpert | None = None,
     config: ExpertConfig | None = None,
 ) -> None:
     """Route, then both products; arguments as in `expert_mlp.expert_pairs`, writes `out`."""
@@ -129,11 +142,14 @@ def launch_expert_pairs(
         is_fp8=scales is not None,
     )
     tiles = route_pairs(
-        top_k_index.reshape(-1), num_experts=num_experts, block_m=config.block_m, backend="triton"
+        top_k_index.reshape(-1),
+        num_experts=num_experts + (shared is not None),
+        block_m=config.block_m,
+        backend="triton",
     )
-    shared = {"tiles": tiles, "scales": scales, "config": config}
-    inner = launch_gate_up(x, gate_up_proj, top_k=top_k_index.shape[1], **shared)
-    launch_down(inner, down_proj, top_k_weights.reshape(-1), out=out, **shared)
+    both = {"tiles": tiles, "scales": scales, "shared": shared, "config": config}
+    inner = launch_gate_up(x, gate_up_proj, top_k=top_k_index.shape[1], **both)
+    launch_down(inner, down_proj, top_k_weights.reshape(-1), out=out, **both)
 
 
 def launch_gate_up(
@@ -144,6 +160,7 @@ def launch_gate_up(
     top_k: int,
     config: ExpertConfig,
     scales: ExpertScales | None = None,
+    shared: SharedExpert | None = None,
 ) -> Tensor:
     """Activated inner rows `[tiles x block_m, I]` in the order of `tiles`; padding is undefined."""
     num_tiles, inner_size = len(tiles.tile_group), weight.shape[1] // 2
@@ -154,9 +171,12 @@ def launch_gate_up(
             x,
             weight,
             None if scales is None else scales.gate_up,
+            None if shared is None else shared.gate_up,
+            None if shared is None else shared.gate_up_scale,
             inner,
             *tiles,
             num_tiles,
+            len(weight),
             x.stride(0),
             TOP_K=top_k,
             **product_constants(weight.shape[2], inner_size, config.block_m, product, scales),
@@ -176,6 +196,7 @@ def launch_down(
     out: Tensor,
     config: ExpertConfig,
     scales: ExpertScales | None = None,
+    shared: SharedExpert | None = None,
 ) -> None:
     """Weighted outputs of `inner`, scattered to their pairs in `out` `[T, top_k, H]`."""
     num_tiles, product = len(tiles.tile_group), config.down
@@ -184,10 +205,13 @@ def launch_down(
             inner,
             weight,
             None if scales is None else scales.down,
+            None if shared is None else shared.down,
+            None if shared is None else shared.down_scale,
             router_weights,
             out,
             *tiles,
             num_tiles,
+            len(weight),
             **product_constants(*weight.shape[1:], config.block_m, product, scales),
             **early_lines(weight.dtype, block_m=config.block_m),
             **checks.overlapping(inner.device),
@@ -233,6 +257,7 @@ def expert_pairs_ref(
     top_k_weights: Tensor,
     *,
     scales: ExpertScales | None = None,
+    shared: SharedExpert | None = None,
 ) -> Tensor:
     """Plain PyTorch, one expert at a time, in the dtype of `x`. As `expert_pairs`."""
 
@@ -243,13 +268,20 @@ def expert_pairs_ref(
         block = 0 if scales is None else scales.block
         return dequantise(*parts, block=block, dtype=x.dtype).flatten(0, 1)
 
+    def matrices(expert: int) -> SharedExpert:
+        if shared is not None and expert == len(down_proj):
+            return shared
+        of_expert = (None, None) if scales is None else (s[expert] for s in scales[:2])
+        return SharedExpert(gate_up_proj[expert], down_proj[expert], *of_expert)
+
     out = x.new_zeros(*top_k_index.shape, x.shape[1])
-    for expert in top_k_index[top_k_index < len(down_proj)].unique().tolist():
+    num_here = len(down_proj) + (shared is not None)
+    for expert in top_k_index[top_k_index < num_here].unique().tolist():
         token, choice = torch.where(top_k_index == expert)
-        of_gate_up, of_down = (None, None) if scales is None else (s[expert] for s in scales[:2])
-        gate, up = (x[token] @ plain(gate_up_proj[expert], of_gate_up, num_parts=2).mT).chunk(2, -1)
+        gate_up, down, of_gate_up, of_down = matrices(expert)
+        gate, up = (x[token] @ plain(gate_up, of_gate_up, num_parts=2).mT).chunk(2, -1)
         inner = torch.nn.functional.silu(gate) * up
-        outputs = inner @ plain(down_proj[expert], of_down, num_parts=1).mT
+        outputs = inner @ plain(down, of_down, num_parts=1).mT
         weights = top_k_weights[token, choice, None]
         out[token, choice] = (outputs * weights).to(x.dtype)
     return out
@@ -263,10 +295,11 @@ def expert_mlp(
     top_k_weights: Tensor,
     *,
     scales: ExpertScales | None = None,
+    shared: SharedExpert | None = None,
     some_are_away: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Output `[T, H]` of the experts; args as in `expert_pairs`.
+    """Output `[T, H]` of the experts; args as in `expert_pairs`, without `shared` for the next.
 
     With `some_are_away`, pairs of expert E, which lies elsewhere, count as zeros.
 
@@ -274,7 +307,7 @@ def expert_mlp(
     `top_k_index`: under `torch.compile` it joins the additions that follow.
     """
     operands = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    outputs = expert_pairs(*operands, scales=scales, backend=backend)
+    outputs = expert_pairs(*operands, scales=scales, shared=shared, backend=backend)
     if some_are_away:
         outputs = outputs.masked_fill((top_k_index == len(down_proj))[..., None], 0.0)
     return outputs.sum(dim=1)
@@ -288,6 +321,7 @@ def expert_pairs(
     top_k_weights: Tensor,
     *,
     scales: ExpertScales | None = None,
+    shared: SharedExpert | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Weighted output of every pair of a token and an expert; one node for `torch.compile`.
@@ -298,16 +332,19 @@ def expert_pairs(
         x: `[T, H]`, last dimension contiguous.
         gate_up_proj: `[E, 2I, H]`, contiguous, dtype of `x` or FP8; rows of gate, then of up.
         down_proj: `[E, H, I]`, contiguous, dtype of `gate_up_proj`.
-        top_k_index: `[T, top_k]` int64 in [0, E), or E: that pair's output is undefined.
+        top_k_index: `[T, top_k]` int64 in [0, E), or E: the shared expert's pair, and without one
+            of undefined output.
         top_k_weights: `[T, top_k]`, any floating dtype.
         scales: of FP8 weights; None for plain ones.
+        shared: expert E, FP8 with scales where the others are.
         backend: `auto`, `reference` or `triton`.
 
     Returns:
         `[T, top_k, H]` in the dtype of `x`.
     """
     operands = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    return _expert_pairs_op(*operands, *(scales or (None, None, 0)), backend)
+    scaled = scales or (None, None, 0)
+    return _expert_pairs_op(*operands, *scaled, *(shared or NO_SHARED), backend)
 
 
 @torch.library.custom_op("mtp_research::expert_pairs", mutates_args=())
@@ -320,18 +357,25 @@ def _expert_pairs_op(
     gate_up_scale: torch.Tensor | None,
     down_scale: torch.Tensor | None,
     scale_block: int,
+    shared_gate_up: torch.Tensor | None,
+    shared_down: torch.Tensor | None,
+    shared_gate_up_scale: torch.Tensor | None,
+    shared_down_scale: torch.Tensor | None,
     backend: str,
 ) -> torch.Tensor:
-    operands, scales = (x, gate_up_proj, down_proj, top_k_index, top_k_weights), None
+    operands, scales, shared = (x, gate_up_proj, down_proj, top_k_index, top_k_weights), None, None
     if gate_up_scale is not None and down_scale is not None:
         scales = ExpertScales(gate_up_scale, down_scale, scale_block)
     _check_operands(*operands, scales=scales)
+    if shared_gate_up is not None and shared_down is not None:
+        shared = SharedExpert(shared_gate_up, shared_down, shared_gate_up_scale, shared_down_scale)
+        _check_shared(shared, gate_up_proj, down_proj, scales=scales)
     if checks.resolve_backend(backend, tensor=x, kernel=gate_up_kernel) == "reference":
-        return expert_pairs_ref(*operands, scales=scales)
+        return expert_pairs_ref(*operands, scales=scales, shared=shared)
     _check_layout(x, gate_up_proj, down_proj, *(scales or ())[:2])
     out = x.new_empty(*top_k_index.shape, x.shape[1])
     if out.numel():
-        launch_expert_pairs(*operands, scales=scales, out=out)
+        launch_expert_pairs(*operands, scales=scales, shared=shared, out=out)
     return out
 
 
@@ -373,6 +417,24 @@ def _check_operands(
         checks.check_device(name, tensor, device=x.device)
     for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
         checks.check_device(name, tensor, device=x.device)
+
+
+def _check_shared(
+    shared: SharedExpert, gate_up_proj: Tensor, down_proj: Tensor, *, scales: ExpertScales | None
+) -> None:
+    """Each tensor of a shared expert is like one expert's of the others."""
+    wanted = (gate_up_proj, down_proj, *((None, None) if scales is None else scales[:2]))
+    for name, tensor, others in zip(shared._fields, shared, wanted, strict=True):
+        if (tensor is None) != (others is None):
+            raise ValueError(f"shared.{name} must be given if and only if experts have scales.")
+        if tensor is None or others is None:
+            continue
+        shape = tuple(others.shape[1:])
+        checks.check_shape(f"shared.{name}", tensor, shape=shape, letters=str(list(shape)))
+        checks.check_dtype(f"shared.{name}", tensor, dtype=others.dtype)
+        checks.check_device(f"shared.{name}", tensor, device=others.device)
+        if not tensor.is_contiguous():
+            raise ValueError(f"shared.{name} must be contiguous, got strides {tensor.stride()}.")
 
 
 def _check_layout(x: Tensor, *weights: Tensor) -> None:

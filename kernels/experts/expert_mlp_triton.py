@@ -55,14 +55,26 @@ def scales_of(
 
 
 @checks.kernel_jit
+def choose_matrix(weight, scale, shared, shared_scale, expert, num_experts):
+    """Weights, scales and number among them of an expert: the first of the shared ones for E."""
+    is_shared = expert == num_experts
+    if scale is not None:
+        scale = tl.where(is_shared, shared_scale, scale)
+    return tl.where(is_shared, shared, weight), scale, tl.where(is_shared, 0, expert)
+
+
+@checks.kernel_jit
 def gate_up_kernel(
     x,  # [T, H]
     weight,  # [E, 2I, H]: rows of gate, then of up
     scale,  # float32 [E, 2 ceil(I / B), ceil(H / B)], [E, 2I, 1] for SCALE_BLOCK 0, or None
+    shared,  # [2I, H], the weight of expert E, or None for none
+    shared_scale,  # of its matrix, or None
     inner,  # [tiles x BLOCK_M, I], written where a row holds a pair
     pair_index,  # [tiles x BLOCK_M] int32, -1 for padding
     tile_expert,  # [tiles] int32, -1 for spare tiles
     num_tiles,
+    num_experts,  # E
     stride_x_row,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -83,6 +95,10 @@ def gate_up_kernel(
     expert = tl.load(tile_expert + tile)
     if expert < 0:
         return
+    if shared is not None:
+        weight, scale, expert = choose_matrix(
+            weight, scale, shared, shared_scale, expert, num_experts
+        )
     place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     pair = tl.load(pair_index + place)
     is_row = pair >= 0
@@ -127,11 +143,14 @@ def down_kernel(
     inner,  # [tiles x BLOCK_M, I]
     weight,  # [E, H, I]
     scale,  # float32 [E, ceil(H / B), ceil(I / B)], [E, H, 1] for SCALE_BLOCK 0, or None
+    shared,  # [H, I], the weight of expert E, or None for none
+    shared_scale,  # of its matrix, or None
     router_weights,  # [P]
     out,  # [P, H], written
     pair_index,  # [tiles x BLOCK_M] int32, -1 for padding
     tile_expert,  # [tiles] int32, -1 for spare tiles
     num_tiles,
+    num_experts,  # E
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -148,6 +167,10 @@ def down_kernel(
     even: tl.constexpr = INNER % BLOCK_K == 0
     tile, block = place_of(tl.program_id(0), num_tiles, num_blocks, GROUP_TILES)
     expert = tl.load(tile_expert + tile)  # as `gate_up_kernel` found it: written before that began
+    if shared is not None:
+        weight, scale, expert = choose_matrix(
+            weight, scale, shared, shared_scale, expert, num_experts
+        )
     output = block * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = output < HIDDEN
     k = tl.arange(0, BLOCK_K)[None, :]

@@ -87,15 +87,16 @@ def router_choice_kernel(
     parts,  # [PARTS, T, E] float32
     bias,  # [E] float32
     logits,  # [T, E] float32, written, or None for one part
-    weights,  # [T, TOP_K] float32, written
-    index,  # [T, TOP_K] int64, written
+    weights,  # [T, TOP_K + SHARED] float32, written
+    index,  # [T, TOP_K + SHARED] int64, written
     num_tokens,
     num_experts,
     scale,
     least_sum,
     NORMALISES: tl.constexpr,
     TOP_K: tl.constexpr,
-    PADDED_TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,  # 1: every token has expert E, too, with weight 1
+    PADDED_TOP_K: tl.constexpr,  # of both
     PADDED_EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PARTS: tl.constexpr,
@@ -133,9 +134,11 @@ def router_choice_kernel(
         choice = tl.where(is_best, float("-inf"), choice)
     if NORMALISES:
         weight = weight / (tl.sum(weight, 1) + least_sum)[:, None]
-    target = token.to(tl.int64)[:, None] * TOP_K + rank
-    mask = is_token[:, None] & (rank < TOP_K)
-    tl.store(weights + target, weight * scale, mask=mask)
+    weight = tl.where(rank < TOP_K, weight * scale, 1.0)
+    chosen = tl.where(rank < TOP_K, chosen, num_experts)
+    target = token.to(tl.int64)[:, None] * (TOP_K + SHARED) + rank
+    mask = is_token[:, None] & (rank < TOP_K + SHARED)
+    tl.store(weights + target, weight, mask=mask)
     tl.store(index + target, chosen.to(tl.int64), mask=mask)
 
 
@@ -155,7 +158,7 @@ class ChosenExperts(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """The choice, and the logits that it was made by."""
+    """The choice, and the logits that it was made by; a shared expert is the last of each token."""
 
     logits: Tensor  # [T, E] float32
     weights: Tensor
@@ -188,6 +191,7 @@ def route_tokens(
     top_k: int,
     normalises: bool,
     scale: float,
+    has_shared: bool = False,
     backend: str = "auto",
 ) -> RoutedTokens:
     """Experts of every token and their weights; one node for `torch.compile`, no gradient.
@@ -195,10 +199,15 @@ def route_tokens(
     Args:
         x: `[T, H]`, last dimension contiguous.
         weight: `[E, H]`, dtype of `x`.
-        bias, top_k, normalises, scale: as in `choose_experts`.
+        bias: `[E]` float32, added to the scores for the choice only.
+        top_k: experts a token, in [1, E]; E is at most 512.
+        normalises: whether a token's weights are divided by their sum.
+        scale: factor of all weights.
+        has_shared: every token has expert E, too, with weight 1: `top_k + 1` of them.
         backend: `auto`, `reference` or `triton`.
     """
-    return RoutedTokens(*_route_tokens_op(x, weight, bias, top_k, normalises, scale, backend))
+    rule = (top_k, normalises, scale, has_shared, backend)
+    return RoutedTokens(*_route_tokens_op(x, weight, bias, *rule))
 
 
 def choose_experts(
@@ -210,15 +219,9 @@ def choose_experts(
     scale: float,
     backend: str = "auto",
 ) -> ChosenExperts:
-    """The experts of every token by their logits; one node for `torch.compile`, no gradient.
+    """The experts of every token by its logits `[T, E]`, float32 and contiguous; no gradient.
 
-    Args:
-        logits: `[T, E]` float32, contiguous.
-        bias: `[E]` float32, added to the scores for the choice only.
-        top_k: experts a token, in [1, E]; E is at most 512.
-        normalises: whether a token's weights are divided by their sum.
-        scale: factor of all weights.
-        backend: `auto`, `reference` or `triton`.
+    One node for `torch.compile`. The other arguments are those of `route_tokens`.
     """
     return ChosenExperts(*_choose_experts_op(logits, bias, top_k, normalises, scale, backend))
 
@@ -231,6 +234,7 @@ def _route_tokens_op(
     top_k: int,
     normalises: bool,
     scale: float,
+    has_shared: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     checks.check_rank("x", x, letters="[T, H]")
@@ -243,21 +247,34 @@ def _route_tokens_op(
     rule = {"top_k": top_k, "normalises": normalises, "scale": scale}
     if checks.resolve_backend(backend, tensor=x, kernel=router_logits_kernel) == "reference":
         logits = router_logits_ref(x, weight)
-        return logits, *choose_experts_ref(logits, bias, **rule)
+        chosen = choose_experts_ref(logits, bias, **rule)
+        values = (1.0, len(weight)) if has_shared else ()
+        return logits, *(map(_with_column, chosen, values) if values else chosen)
     checks.check_kernel_dtype("x", x, kernel=router_logits_kernel)
     checks.check_last_dim_contiguous("x", x)
     if not len(x):
-        return logits, *_empty_choice(logits, top_k)
+        return logits, *_empty_choice(logits, top_k + has_shared)
     parts = _launch_logits(x, weight)
-    return logits, *_launch_choice(parts, bias, logits=logits, **rule)
+    return logits, *_launch_choice(parts, bias, logits=logits, has_shared=has_shared, **rule)
 
 
 @_route_tokens_op.register_fake
 def _route_tokens_fake(
-    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, *_: object
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    top_k: int,
+    normalises: bool,
+    scale: float,
+    has_shared: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
-    return logits, *_empty_choice(logits, top_k)
+    return logits, *_empty_choice(logits, top_k + has_shared)
+
+
+def _with_column(rows: Tensor, value: float) -> Tensor:
+    return torch.cat((rows, torch.full_like(rows[:, :1], value)), dim=1)
 
 
 def _launch_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -318,11 +335,12 @@ def _launch_choice(
     top_k: int,
     normalises: bool,
     scale: float,
+    has_shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Weights and experts by logits in parts `[PARTS, T, E]`; puts their sum in `logits`."""
     num_parts, num_tokens, num_experts = parts.shape
-    weights, index = _empty_choice(parts[0], top_k)
-    sizes = choice_constants(num_experts, top_k)
+    weights, index = _empty_choice(parts[0], top_k + has_shared)
+    sizes = choice_constants(num_experts, top_k, has_shared=has_shared)
     with checks.launch_device(parts):
         router_choice_kernel[(ceil_div(num_tokens, sizes["BLOCK_T"]),)](
             parts,
@@ -348,12 +366,13 @@ def _empty_choice(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return weights, torch.empty_like(weights, dtype=torch.int64)
 
 
-def choice_constants(num_experts: int, top_k: int) -> dict[str, int]:
+def choice_constants(num_experts: int, top_k: int, *, has_shared: bool = False) -> dict[str, int]:
     """The compile-time sizes of the choice, by parameter name."""
     padded = 1 << (num_experts - 1).bit_length()
     return {
         "TOP_K": top_k,
-        "PADDED_TOP_K": 1 << (top_k - 1).bit_length(),
+        "SHARED": int(has_shared),
+        "PADDED_TOP_K": 1 << (top_k + has_shared - 1).bit_length(),
         "PADDED_EXPERTS": padded,
         "BLOCK_T": max(1, _SCORES_A_PROGRAM // padded),
     }

@@ -27,7 +27,7 @@ Source: permutation and its inverse as in Megatron's token dispatcher.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -391,6 +391,14 @@ def fuse_routers(model: nn.Module) -> int:
     return len(fused)
 
 
+class ChoiceRule(TypedDict):
+    """Arguments of `choose_experts` and `route_tokens`."""
+
+    top_k: int
+    normalises: bool
+    scale: float
+
+
 class FusedRouter(Glm4MoeTopkRouter):
     """GLM-4.5's router, by the kernel on a GPU."""
 
@@ -424,19 +432,26 @@ def fused_router(router: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tens
     rows = hidden_states.reshape(-1, weight.shape[1])
     is_trained = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
     bias = cast(Tensor, router.e_score_correction_bias).float()
-    normalises = bool(router.norm_topk_prob)
-    scale = float(cast(float, router.routed_scaling_factor))
-    rule = {"top_k": cast(int, router.top_k), "normalises": normalises, "scale": scale}
+    rule = rule_of(router)
     if not is_trained and rows.dtype == weight.dtype == torch.bfloat16:
         return route_tokens(rows, weight, bias, **rule)
     logits = nn.functional.linear(rows.float(), weight.float())
     weights, index = choose_experts(logits.detach(), bias, **rule)
     if is_trained:
         weights = logits.sigmoid().gather(1, index)
-        if normalises:
+        if rule["normalises"]:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_SUM)
-        weights = weights * scale
+        weights = weights * rule["scale"]
     return logits, weights, index
+
+
+def rule_of(router: nn.Module) -> ChoiceRule:
+    """How a router chooses, as its kernels take it."""
+    return {
+        "top_k": cast(int, router.top_k),
+        "normalises": bool(router.norm_topk_prob),
+        "scale": float(cast(float, router.routed_scaling_factor)),
+    }
 
 
 def _is_fusable(router: nn.Module) -> bool:

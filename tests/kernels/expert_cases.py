@@ -2,7 +2,12 @@
 
 import torch
 from mtp_research.kernels.experts import expert_mlp as expert_mlp_launch
-from mtp_research.kernels.experts.expert_mlp import ExpertScales, expert_mlp, expert_pairs
+from mtp_research.kernels.experts.expert_mlp import (
+    ExpertScales,
+    SharedExpert,
+    expert_mlp,
+    expert_pairs,
+)
 from mtp_research.kernels.experts.expert_router import route_tokens
 from mtp_research.kernels.experts.expert_routing import route_pairs, route_pairs_ref
 from mtp_research.kernels.products.scaled_weights import dequantise
@@ -112,6 +117,36 @@ def check_fp8_experts(
     assert torch.equal(expert_mlp(*operands, scales=scales, backend=backend), out)
 
 
+def check_shared_expert(
+    num_tokens: int,
+    *,
+    dtype: torch.dtype,
+    backend: str,
+    block: int | None = None,
+    device: str = "cpu",
+    **sizes: int,
+) -> None:
+    """A shared expert that lies apart gives what the last of one stack does, to the bit."""
+    how = {"dtype": dtype, "device": device, **sizes}
+    scales = None
+    if block is None:
+        operands = make_operands(num_tokens, **how)
+    else:
+        operands, scales, _ = make_fp8_operands(num_tokens, block=block, **how)
+    x, gate_up, down, index, weights = operands
+    last = len(down) - 1
+    index = torch.cat((index, torch.full_like(index[:, :1], last)), dim=1)
+    weights = torch.cat((weights, torch.ones_like(weights[:, :1])), dim=1)
+    expected = expert_mlp(x, gate_up, down, index, weights, scales=scales, backend=backend)
+    apart = [tensor[last].clone() for tensor in (gate_up, down, *(scales or ())[:2])]
+    others = [tensor[:last] for tensor in (gate_up, down)]
+    if scales is not None:
+        scales = ExpertScales(scales.gate_up[:last], scales.down[:last], scales.block)
+    shared = SharedExpert(*apart)
+    found = expert_mlp(x, *others, index, weights, scales=scales, shared=shared, backend=backend)
+    assert torch.equal(found, expected)
+
+
 def check_experts_that_are_away(
     num_tokens: int, *, dtype: torch.dtype, backend: str, device: str = "cpu"
 ) -> None:
@@ -207,5 +242,11 @@ def check_router(
         alone = route_tokens(x[3:4], weight, bias, **rule)
         for whole, part in zip(routed, alone, strict=True):
             assert backend == "reference" or torch.equal(whole[3:4], part), "other bits alone"
+    rule = {"top_k": top_k, "normalises": True, "scale": 1.8, "backend": backend}
+    routed, shared = (route_tokens(x, weight, bias, **rule, has_shared=has) for has in (0, 1))
+    assert torch.equal(shared.index[:, :-1], routed.index)
+    assert torch.equal(shared.weights[:, :-1], routed.weights)
+    assert set(shared.index[:, -1].tolist()) == {num_experts}
+    assert set(shared.weights[:, -1].tolist()) == {1.0}
     tied = route_tokens(x, torch.zeros_like(weight), torch.zeros_like(bias), **rule)
     assert torch.equal(tied.index, torch.arange(top_k, device=device).expand(num_tokens, -1))

@@ -36,6 +36,7 @@ from tests.kernels.expert_cases import (
     check_fp8_experts,
     check_router,
     check_routing,
+    check_shared_expert,
     check_unchosen_expert_is_not_read,
 )
 from tests.kernels.few_rows_cases import FP8_CASES, INTERPRETED_CASES, check_few_rows
@@ -289,6 +290,11 @@ def test_routing_interpreted_equals_the_reference(most_pairs, monkeypatch):
         experts = torch.randint(num_experts, (num_pairs,), generator=generator)
         check_routing(experts, num_experts=num_experts, block_m=block_m)
         check_routing(torch.zeros_like(experts), num_experts=num_experts, block_m=block_m)
+
+
+@pytest.mark.parametrize("block", [None, 0, 16], ids=["plain", "rows", "blocks"])
+def test_shared_expert_interpreted_is_one_of_the_stack(block):
+    check_shared_expert(9, dtype=torch.float32, backend="triton", block=block)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

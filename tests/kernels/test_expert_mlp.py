@@ -6,7 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mtp_research.kernels.bench import __main__ as bench
 from mtp_research.kernels.bench import bench_experts
-from mtp_research.kernels.experts.expert_mlp import choose_expert_config, expert_mlp, expert_pairs
+from mtp_research.kernels.experts.expert_mlp import (
+    SharedExpert,
+    choose_expert_config,
+    expert_mlp,
+    expert_pairs,
+)
 from mtp_research.kernels.experts.expert_router import route_tokens
 from mtp_research.kernels.experts.expert_routing import most_tiles, padded_experts, route_pairs
 
@@ -16,6 +21,7 @@ from tests.kernels.expert_cases import (
     check_experts_that_are_away,
     check_fp8_experts,
     check_router,
+    check_shared_expert,
     check_unchosen_expert_is_not_read,
     make_fp8_operands,
     make_operands,
@@ -187,3 +193,23 @@ def test_bench_without_device_says_so_and_exits_4(capsys):
     assert bench.main(["experts"]) == 4
     expected = "error: the kernel benchmark needs a CUDA device; none is visible.\n"
     assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("block", [None, 0, 16], ids=["plain", "rows", "blocks"])
+def test_shared_expert_by_reference_is_one_of_the_stack(block):
+    check_shared_expert(9, dtype=torch.float32, backend="reference", block=block)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gate_up": torch.zeros(24, 40)}, r"shared.gate_up must have shape .* = \[48, 40\]"),
+        ({"down": torch.zeros(40, 24).double()}, "shared.down must have dtype torch.float32"),
+        ({"down_scale": torch.ones(40, 1)}, "shared.down_scale must be given if and only if"),
+        ({"down": torch.zeros(24, 40).mT}, "shared.down must be contiguous"),
+    ],
+)
+def test_wrong_shared_experts_are_refused(change, message):
+    shared = SharedExpert(GATE_UP[0], DOWN[0])._replace(**change)
+    with pytest.raises(ValueError, match=message):
+        expert_mlp(X, GATE_UP, DOWN, INDEX, WEIGHTS, shared=shared)

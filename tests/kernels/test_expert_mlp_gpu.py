@@ -13,6 +13,7 @@ from tests.kernels.expert_cases import (
     check_fp8_experts,
     check_router,
     check_routing,
+    check_shared_expert,
     check_unchosen_expert_is_not_read,
     configs_of,
     make_fp8_operands,
@@ -109,3 +110,10 @@ def test_expert_mlp_on_gpu_never_synchronises_and_replays_other_routings(num_tok
 def test_router_on_gpu_equals_its_definition(num_tokens, num_experts, hidden_size, dtype):
     sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "num_tokens": num_tokens}
     check_router(dtype, backend="triton", device="cuda", **sizes)
+
+
+@pytest.mark.parametrize("block", [None, 0, 128], ids=["plain", "rows", "blocks"])
+@pytest.mark.parametrize("num_tokens", [1, 37, 700])
+def test_shared_expert_on_gpu_is_one_of_the_stack(num_tokens, block):
+    sizes = {"num_experts": 9, "hidden_size": 256, "inner_size": 128, "device": "cuda"}
+    check_shared_expert(num_tokens, dtype=torch.bfloat16, backend="triton", block=block, **sizes)

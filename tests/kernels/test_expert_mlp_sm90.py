@@ -34,6 +34,7 @@ SHIPPED = {  # programs that differ: rows a tile, the product's shape, and scale
 }
 
 
+@pytest.mark.parametrize("has_shared", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize(
     ("name", "block_m", "product", "block"),
     sorted(SHIPPED, key=str),
@@ -41,7 +42,7 @@ SHIPPED = {  # programs that differ: rows a tile, the product's shape, and scale
         LAYOUTS.get(value, str(value)) if isinstance(value, int | None) else str(value)
     ),
 )
-def test_expert_product_sm90_has_no_spills(name, block_m, product, block, tmp_path):
+def test_expert_product_sm90_has_no_spills(name, block_m, product, block, has_shared, tmp_path):
     kernel = KERNELS[name]
     inner_size = 192 if product.block_n == 64 else 384
     dtype = torch.bfloat16 if block is None else FP8
@@ -52,8 +53,11 @@ def test_expert_product_sm90_has_no_spills(name, block_m, product, block, tmp_pa
     types = dict.fromkeys(kernel.arg_names, "i32") | TABLES
     types |= dict.fromkeys(("x", "weight", "inner", "out"), POINTERS[torch.bfloat16])
     types |= {"router_weights": "*fp32", "scale": "constexpr" if scales is None else "*fp32"}
+    types |= dict.fromkeys(("shared", "shared_scale"), "constexpr")
     if scales is not None:
         types["weight"] = "*fp8e4nv"
+    if has_shared:
+        types |= {"shared": types["weight"], "shared_scale": types["scale"]}
     types |= dict.fromkeys(constants, "constexpr")
     compiled = _compile(
         kernel,
@@ -77,7 +81,13 @@ def test_expert_product_sm90_has_no_spills(name, block_m, product, block, tmp_pa
 SMALL = {  # kernel, constants, warps, stages
     "route": (
         expert_routing.route_kernel,
-        {"BLOCK_M": 16, "PADDED_PAIRS": 1024, "PADDED_EXPERTS": 256, "PADDED_TILES": 256, "OVERLAPS": True},
+        {
+            "BLOCK_M": 16,
+            "PADDED_PAIRS": 1024,
+            "PADDED_EXPERTS": 256,
+            "PADDED_TILES": 256,
+            "OVERLAPS": True,
+        },
         4,
         3,
     ),
@@ -108,7 +118,12 @@ SMALL = {  # kernel, constants, warps, stages
     **{
         f"choice_{top_k}_of_{num_experts}": (
             router_choice_kernel,
-            {"NORMALISES": True, "PARTS": 8, "OVERLAPS": True, **expert_router.choice_constants(num_experts, top_k)},
+            {
+                "NORMALISES": True,
+                "PARTS": 8,
+                "OVERLAPS": True,
+                **expert_router.choice_constants(num_experts, top_k),
+            },
             4,
             3,
         )

@@ -43,8 +43,8 @@ from mtp_research.models.loading.parts import (
     cut_layers,
     fail_together,
     join_ranks,
-    own_device,
     layer_mesh,
+    own_device,
 )
 from mtp_research.models.loading.placement import (
     auto_map,
