@@ -55,15 +55,6 @@ def scales_of(
 
 
 @checks.kernel_jit
-def choose_matrix(weight, scale, shared, shared_scale, expert, num_experts):
-    """Weights, scales and number among them of an expert: the first of the shared ones for E."""
-    is_shared = expert == num_experts
-    if scale is not None:
-        scale = tl.where(is_shared, shared_scale, scale)
-    return tl.where(is_shared, shared, weight), scale, tl.where(is_shared, 0, expert)
-
-
-@checks.kernel_jit
 def gate_up_kernel(
     x,  # [T, H]
     weight,  # [E, 2I, H]: rows of gate, then of up
@@ -96,9 +87,11 @@ def gate_up_kernel(
     if expert < 0:
         return
     if shared is not None:
-        weight, scale, expert = choose_matrix(
-            weight, scale, shared, shared_scale, expert, num_experts
-        )
+        is_shared = expert == num_experts
+        weight = tl.where(is_shared, shared, weight)
+        if scale is not None:
+            scale = tl.where(is_shared, shared_scale, scale)
+        expert = tl.where(is_shared, 0, expert)
     place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     pair = tl.load(pair_index + place)
     is_row = pair >= 0
@@ -168,9 +161,11 @@ def down_kernel(
     tile, block = place_of(tl.program_id(0), num_tiles, num_blocks, GROUP_TILES)
     expert = tl.load(tile_expert + tile)  # as `gate_up_kernel` found it: written before that began
     if shared is not None:
-        weight, scale, expert = choose_matrix(
-            weight, scale, shared, shared_scale, expert, num_experts
-        )
+        is_shared = expert == num_experts
+        weight = tl.where(is_shared, shared, weight)
+        if scale is not None:
+            scale = tl.where(is_shared, shared_scale, scale)
+        expert = tl.where(is_shared, 0, expert)
     output = block * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = output < HIDDEN
     k = tl.arange(0, BLOCK_K)[None, :]

@@ -122,6 +122,7 @@ def test_compiled_layer_on_gpu_has_one_product_of_each_kind(num_rows: int) -> No
         return graph
 
     found = torch.compile(layer, backend=backend, dynamic=False)(rows)
-    torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
+    # Each kind's sum is rounded to bfloat16 before they are added, or their common one is.
+    assert (found - expected).norm() < 1e-2 * expected.norm()
     assert sum("expert_pairs" in name for name in names) == 1
     assert not any("linear" in name for name in names)
