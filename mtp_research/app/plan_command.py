@@ -330,15 +330,20 @@ def _step(
     experts = "" if unique is None else f", {unique:.1f} experts a layer if drawn evenly"
     rests_on = f"{limit.gigabytes:.2f} GB read{experts}, at {rate}"
     yield Line(f"{name}limit", limit.limit_ms, "ms", rests_on)
-    link_ms, note, count = 0.0, "", setup.num_gpus
+    link_ms, note, count, rows = 0.0, "", setup.num_gpus, planned.MEASURED_STEPS
     if count > 1:
         link_ms = planned.link_time_ms(heads, limit, gpu=gpu, num_gpus=count)
         sent = f"{num_sums(target.model)} sums of {limit.num_rows} rows, of drafts, best tokens"
-        rests_on = f"{sent}, at the vendor's {gpu.link_gb_per_s:g} GB/s; latency was not measured"
+        rests_on = f"{sent}, at the vendor's {gpu.link_gb_per_s:g} GB/s, without latency"
         yield Line(f"{name}link", link_ms, "ms", rests_on)
-        note = f"; steps on {count} GPUs were not measured"
-    row = planned.nearest_step(target, batch=batch, num_drafts=num_drafts, limit_ms=limit.limit_ms)
-    expected = limit.limit_ms / row.share + link_ms
+        note = f"; steps of such a target on {count} GPUs were not measured"
+    is_measured = count == 2 and unique is not None  # the latency of sums is in their share
+    if is_measured:
+        rows, note = planned.MEASURED_ON_TWO, " on two GPUs"
+    row = planned.nearest_step(
+        target, batch=batch, num_drafts=num_drafts, limit_ms=limit.limit_ms, rows=rows
+    )
+    expected = limit.limit_ms / row.share + link_ms / (row.share if is_measured else 1.0)
     rests_on = f"share {row.share:.3f} of {row.shape}, batch {row.batch}, K = {row.num_drafts}"
     if gpu.copy_tb_per_s is None or target.dtype != torch.bfloat16:
         expected, rests_on, note = None, "shares were measured on an H200 in bfloat16 only", ""
@@ -389,8 +394,16 @@ def _training_times(setup: Setup, heads: MTPHeads) -> Iterator[Line]:
         yield Line("step", None, "ms", "rates were measured on an H200 in bfloat16 only")
         return
     row = planned.nearest_training(is_compiled=trainer.compile, tflop=tflop)
-    gain, note = planned.speedup(trainer.parallel, count)
-    seconds = tflop / (row.mfu * gpu.product_tflops) * count / gain
+    seconds = tflop / (row.mfu * gpu.product_tflops)
+    if trainer.shard_target and count > 1 and needs_layers(config) is not None:
+        received = planned.received_bytes(heads, trainer, num_gpus=count) / 1e9
+        received *= trainer.gradient_accumulation_steps
+        seconds += received / planned.RECEIVED_GB_PER_S
+        note = f", and {received:.1f} GB received at {planned.RECEIVED_GB_PER_S:g} GB/s"
+        note += " as GLM-4.5-Air split over two" + (count > 2) * ": not measured on more"
+    else:
+        gain, note = planned.speedup(trainer.parallel, count)
+        seconds *= count / gain
     how = "compiled" if trainer.compile else "not compiled"
     rests_on = f"{row.mfu:.1%} of {gpu.product_tflops:g} TFLOP/s, as {row.shape}, {how}{note}"
     yield Line("step", seconds * 1e3, "ms", rests_on)

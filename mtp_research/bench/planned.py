@@ -9,6 +9,7 @@ Letters: K drafts per step, N MTP modules, D hidden, V vocabulary, S row length.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -90,11 +91,20 @@ MEASURED_STEPS = (
     MeasuredStep("glm45_air_8", 32, 3, 12.431, 13.755),
     MeasuredStep("glm47_flash", 1, 3, 3.971, 7.599),
     MeasuredStep("glm47_flash", 32, 3, 15.908, 20.803),
-    MeasuredStep("glm45_air_fp8", 1, 0, 3.21437, 6.30697),
+    MeasuredStep("glm45_air_fp8", 1, 0, 3.219, 5.886),
     MeasuredStep("glm45_air_fp8", 1, 3, 6.08066, 10.03363),
     MeasuredStep("glm45_air_fp8", 32, 0, 23.70091, 28.42787),
     MeasuredStep("glm45_air_fp8_rows", 1, 3, 6.19737, 9.99273),
     MeasuredStep("glm45_air_fp8_rows", 32, 3, 30.42638, 40.93216),
+)
+
+
+# Two H200, docs/results/two_cards.json: limit and link together over the step of the slower GPU.
+MEASURED_ON_TWO = (
+    MeasuredStep("glm45_air", 1, 0, 3.03565, 6.8879),
+    MeasuredStep("glm45_air", 1, 3, 5.37263, 9.69102),
+    MeasuredStep("glm45_air", 32, 0, 22.85914, 26.53229),
+    MeasuredStep("glm45_air", 32, 3, 27.53789, 34.01849),
 )
 
 
@@ -123,6 +133,9 @@ MEASURED_TRAINING = (
 TRAINING_ROWS, TRAINING_LENGTH, TRAINING_DEPTHS = 256, 256, 3  # of these steps
 # Two GPUs over one, docs/benchmarks.md, "Head training".
 TWO_GPUS = {"ddp": 1.96, "fsdp2": 1.94, "zero2": 1.82, "zero3": 1.33}
+# What a GPU received a second beside a target that two H200 share: bytes by `received_bytes` over
+# what operations at lab_base's share leave of the step n1_zero2 of docs/results/two_cards.json.
+RECEIVED_GB_PER_S = 195.0
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -275,9 +288,15 @@ def link_time_ms(heads: MTPHeads, limit: StepLimit, *, gpu: Gpu, num_gpus: int) 
 
 
 def nearest_step(
-    target: Target, *, batch: int, num_drafts: int, limit_ms: float, but: str | None = None
+    target: Target,
+    *,
+    batch: int,
+    num_drafts: int,
+    limit_ms: float,
+    rows: Sequence[MeasuredStep] = MEASURED_STEPS,
+    but: str | None = None,
 ) -> MeasuredStep:
-    """The measured step that is most alike: batch, experts, FP8, then the nearest limit, then K.
+    """The step of `rows` that is most alike: batch, experts, FP8, then the nearest limit, then K.
 
     Another kind of attention (heads, latent) counts as a limit that is `_OTHER_ATTENTION` times as
     far. `but` leaves one shape out, for a look at how far such a choice can be trusted.
@@ -294,7 +313,7 @@ def nearest_step(
             factor += math.log(_OTHER_ATTENTION)
         return row.batch != batch, is_other, is_wider, factor
 
-    rows = [row for row in MEASURED_STEPS if row.shape != but]
+    rows = [row for row in rows if row.shape != but]
     best = min(rows, key=away)
     same = (row for row in rows if (row.shape, row.batch) == (best.shape, best.batch))
     return min(same, key=lambda row: abs(row.num_drafts - num_drafts))
@@ -421,6 +440,22 @@ def speedup(parallel: str, num_gpus: int) -> tuple[float, str]:
     if num_gpus == 2 and parallel in TWO_GPUS:
         return TWO_GPUS[parallel], f", {TWO_GPUS[parallel]} times one GPU as lab_base ({parallel})"
     return float(num_gpus), f", {num_gpus} times one GPU: not measured"
+
+
+def received_bytes(heads: MTPHeads, trainer: TrainerConfig, *, num_gpus: int) -> float:
+    """Bytes that each GPU receives in a micro-batch beside a target that ranks share.
+
+    Layers of the target are gathered once. Of the modules what ranks share is: gradients reduced,
+    by FSDP2 in float32; weights gathered before the forward and the backward pass, or once where
+    only the optimizer is shared.
+    """
+    layers = cast(nn.ModuleList, heads.target.model.base_model.layers)
+    count = sum(p.numel() for p in trained_parameters(heads).values())
+    weights = count * heads.target.dtype.itemsize
+    reduced = count * 4 if trainer.parallel == "fsdp2" else weights
+    shares_weights = _SPREAD[trainer.parallel][0]
+    sent = num_bytes(*layers) + reduced + weights * (2 if shares_weights else 1)
+    return sent * (num_gpus - 1) / num_gpus
 
 
 def nearest_training(*, is_compiled: bool, tflop: float) -> MeasuredTraining:

@@ -12,6 +12,9 @@ from mtp_research.bench.planned import GPUS
 from mtp_research.bench.shapes import SHAPES
 from mtp_research.runtime.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
+TWO_CARDS = json.loads((ROOT / "docs" / "results" / "two_cards.json").read_text())
+RECIPES_PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf8")
 LAB_TINY = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny" / "target"
 
 
@@ -191,9 +194,10 @@ def test_times_rest_on_what_was_measured_alone() -> None:
     assert (limit.figure or 0) / (step.figure or 1) == pytest.approx(3.32882 / 4.24184)
     assert step.figure == pytest.approx(4.24184, rel=0.005)
     two = section("model=mimo gpus=2xh200", "a decode step")
-    assert two["batch 1, K = 3: step"].rests_on.endswith("; steps on 2 GPUs were not measured")
+    note = "; steps of such a target on 2 GPUs were not measured"
+    assert two["batch 1, K = 3: step"].rests_on.endswith(note)
     link = two["batch 1, K = 3: link"]
-    assert "the vendor's 450 GB/s; latency was not measured" in link.rests_on
+    assert "the vendor's 450 GB/s, without latency" in link.rests_on
     share = 4.52775 / 5.67385
     expected = (two["batch 1, K = 3: limit"].figure or 0) / share + (link.figure or 0)
     assert two["batch 1, K = 3: step"].figure == pytest.approx(expected)
@@ -203,6 +207,40 @@ def test_times_rest_on_what_was_measured_alone() -> None:
         assert other["batch 32, K = 0: step"].figure is None
         assert training["step"].figure is None
     assert other["batch 32, K = 0: step"].rests_on.endswith("on an H200 in bfloat16 only")
+
+
+DECODED, TRAINED = TWO_CARDS["decode"]["rows"], TWO_CARDS["training"]["rows"]
+
+
+@pytest.mark.parametrize("row", DECODED, ids=lambda row: f"{row['batch']}-{row['num_drafts']}")
+def test_steps_on_two_gpus_are_planned_as_they_were_measured(row: dict) -> None:
+    """But for batch 1 with drafts, where random routers chose 17 experts a layer and not 29."""
+    step = section("model=glm45_air gpus=2xh200 context=1066", "a decode step")[
+        f"batch {row['batch']}, K = {row['num_drafts']}: step"
+    ]
+    assert step.rests_on.endswith(" on two GPUs")
+    is_uneven = (row["batch"], row["num_drafts"]) == (1, 3)
+    assert (step.figure == pytest.approx(row["step_ms"], rel=0.1)) != is_uneven
+    name = f"decode step, batch {row['batch']}, K = {row['num_drafts']}: ms"
+    assert f"| {name} | {step.figure:.2f} | {row['step_ms']:.2f} |" in RECIPES_PAGE
+
+
+@pytest.mark.parametrize("row", TRAINED, ids=lambda row: row["case"])
+def test_training_beside_a_split_target_is_planned_as_it_was_measured(row: dict) -> None:
+    """Memory and time within a tenth; the rate of the link is fitted to the first of them."""
+    words = f"model=glm45_air gpus=2xh200 trainer.batch_size={row['batch_size']} data.seq_len=256"
+    words += f" trainer.shard_target=true trainer.parallel={row['parallel']}"
+    words += f" head.num_mtp_modules={row['num_mtp_modules']} trainer.compile=false"
+    if row["model"].endswith("fp8_rows"):
+        words += " model.keep_fp8=true"
+    found = section(words, "head training")
+    measured = {"step": row["step_ms"], "needed on each of 2": sum(row["memory_gib"].values())}
+    for (name, value), unit in zip(measured.items(), ("step: ms", "a GPU: GiB"), strict=True):
+        figure = found[name].figure or 0
+        assert figure == pytest.approx(value, rel=0.1)
+        form = ".0f" if name == "step" else ".1f"
+        line = f"| training {row['case']}, {unit} | {figure:{form}} | {value:{form}} |"
+        assert line in RECIPES_PAGE
 
 
 def test_hours_follow_from_tokens_and_gpus() -> None:

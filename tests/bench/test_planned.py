@@ -45,6 +45,7 @@ BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf8")
 RECIPES_PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf8")
 STORED = json.loads((ROOT / "docs" / "results" / "bench_decode.json").read_text())["rows"]
 STORED_FP8 = json.loads((ROOT / "docs" / "results" / "fp8.json").read_text())["rows"]
+TWO_CARDS = json.loads((ROOT / "docs" / "results" / "two_cards.json").read_text())
 H200 = GPUS["h200"]
 ENGINE = EngineConfig(max_num_requests=2, max_model_len=256, audit=False, few_rows_kernel=False)
 # Shape -> its name in the log's tables.
@@ -285,6 +286,31 @@ def test_measured_steps_are_stored(row: planned.MeasuredStep) -> None:
     short = "GLM-4.5-Air" if row.shape == "glm45_air_8" else "GLM-4.7-Flash"
     (line,) = re.findall(rf"{short}: share (.*?)[);]|{short}: ([^s].*?)[);]", BENCHMARKS)
     assert f"{row.share:.3f}".lstrip("0") in "".join(line)
+
+
+@pytest.mark.parametrize(
+    "row", planned.MEASURED_ON_TWO, ids=lambda row: "-".join(map(str, row[:3]))
+)
+def test_steps_measured_on_two_gpus_are_stored(row: planned.MeasuredStep) -> None:
+    (kept,) = (
+        one
+        for one in TWO_CARDS["decode"]["rows"]
+        if (one["shape"], one["batch"], one["num_drafts"]) == row[:3]
+    )
+    assert (row.limit_ms, row.step_ms) == tuple(round(kept[n], 5) for n in ("limit_ms", "step_ms"))
+    assert row.share == pytest.approx(kept["share"], abs=1e-4)
+
+
+def test_rate_of_what_is_received_is_that_of_a_stored_step() -> None:
+    row = TWO_CARDS["training"]["rows"][0]
+    heads = planned_heads(sized("glm45_air").target)
+    trainer = TrainerConfig(batch_size=row["batch_size"], parallel="zero2", shard_target=True)
+    received = planned.received_bytes(heads, trainer, num_gpus=2) / 1e9
+    tokens = row["batch_size"] * row["seq_len"]
+    tflop = sum(row["mflop_per_token"].values()) * tokens / 1e6
+    operations_s = tflop / (planned.measured_training(False).mfu * H200.product_tflops)
+    rate = received / (row["step_ms"] / 1e3 - operations_s)
+    assert rate == pytest.approx(planned.RECEIVED_GB_PER_S, rel=0.005)
 
 
 def stored(row: planned.MeasuredStep) -> dict:
