@@ -6,7 +6,6 @@ itself: `--help` and refusals do without.
 
 import importlib
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from mtp_research import __version__
 from mtp_research.config.schema import EvalConfig, TrainConfig
 from mtp_research.runtime.compiling import keep_compiled_code
 from mtp_research.runtime.errors import EnvironmentFault, extras_needed
-from mtp_research.runtime.provenance import describe_run, write_error
+from mtp_research.runtime.provenance import describe_run, is_first_rank, write_error
 from mtp_research.runtime.threads import wait_passively
 
 ConfigT = TypeVar("ConfigT", TrainConfig, EvalConfig)
@@ -135,7 +134,7 @@ def run_training(config: TrainConfig, output_dir: Path) -> None:
         require_memory(config)
         probe = decode_probe(config)
         result = train_heads(config, output_dir, decode_eval=probe, on_start=describe)
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_rank():
         return
     if config.task == "heads" and sys.stdout.isatty():
         program = "python eval.py" if Path(sys.argv[0]).name == "train.py" else "mtp eval"
@@ -158,7 +157,8 @@ def run_evaluation(config: EvalConfig, output_dir: Path) -> None:
         result = measure(config, output_dir, on_start=describe)
         if sys.stdout.isatty() and not config.verbose:
             return
-    sys.stdout.write(f"{json.dumps(result)}\n")
+    if is_first_rank():
+        sys.stdout.write(f"{json.dumps(result)}\n")
 
 
 if __name__ == "__main__":

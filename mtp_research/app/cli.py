@@ -60,6 +60,7 @@ from mtp_research.runtime.errors import (
 from mtp_research.runtime.files import is_full_disk, run_lock
 from mtp_research.runtime.provenance import (
     check_kind,
+    is_first_rank,
     redact,
     resolve_path,
     write_error,
@@ -189,10 +190,10 @@ class _Command(Generic[ConfigT]):
         folder = f"hydra.sweep.dir={quote(str(base))}"
         self.flags.multirun = True
         try:
-            with run_lock(base) if _rank() == "0" else nullcontext():
+            with run_lock(base) if is_first_rank() else nullcontext():
                 self._hydra([*overrides.fixed, *overrides.swept, folder], job)
         finally:  # a fault of the program itself, which Hydra raises after the last job, as well
-            if jobs:
+            if jobs and is_first_rank():
                 sys.stdout.write(f"{redact(json.dumps({'jobs': jobs}))}\n")
         return max(codes)
 
@@ -311,7 +312,7 @@ def _checked(schema: type[ConfigT], composed: "DictConfig", overrides: Sequence[
     if isinstance(config, TrainConfig) and _may_start_native(config):
         _adopt_conventions(config, overrides)
     for line in adopt_launch(config, typed=overrides, environ=os.environ):
-        if _rank() == "0":
+        if is_first_rank():
             sys.stderr.write(f"{escaped(redact(line))}\n")
     validate(config)
     return config
@@ -399,9 +400,9 @@ def run_folder(config: TrainConfig | EvalConfig) -> Iterator[Path]:
     Ranks above 0 of a training only read.
     """
     folder = _output_dir(config)
-    is_writer = _rank() == "0"
+    is_writer = is_first_rank()
     if isinstance(config, EvalConfig) and not is_writer:  # with model.tp_plan all ranks decode
-        folder = folder / f"rank_{_rank()}"
+        folder = folder / f"rank_{os.environ['RANK']}"
         folder.mkdir(parents=True, exist_ok=True)
     with run_lock(folder) if is_writer else nullcontext():
         if is_writer:
@@ -412,10 +413,6 @@ def run_folder(config: TrainConfig | EvalConfig) -> Iterator[Path]:
 
             check_resumable(folder, config)
         yield folder
-
-
-def _rank() -> str:
-    return os.environ.get("RANK", "0")  # set by torchrun and accelerate launch
 
 
 def _is_submitted(

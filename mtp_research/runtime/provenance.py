@@ -114,9 +114,14 @@ def write_run_folder(output_dir: Path, config: object) -> dict[str, object]:
     return record
 
 
+def is_first_rank() -> bool:
+    """Whether this process says and writes what ranks of torchrun or accelerate do together."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def describe_run(config: object, output_dir: Path) -> None:
     """Write what a run is when it starts; ranks share the folder of the first."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         write_run_folder(output_dir, config)
 
 

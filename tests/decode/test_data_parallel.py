@@ -155,7 +155,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(models: Path) -> list[dict]:
     """What each of two ranks found."""
-    run_ranks(__name__, "write_found", str(models))
+    said = run_ranks(__name__, "write_found", str(models))
+    assert said.count('"acceptance_length"') == 2, "conditions of one report, by the first rank"
     return [json.loads((models / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -10,7 +10,6 @@ disk is whole. The libraries of a report are imported only when something is sen
 
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ from mtp_research.evaluation.report.stored import (
     longest,
 )
 from mtp_research.evaluation.stats.summary import ConditionSummary
+from mtp_research.runtime.provenance import is_first_rank
 from mtp_research.runtime.wandb_run import OFF, run_mode, start_run
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class ReportRun:
 
     def open(self, folder: Path, *, config: Mapping[str, object], job_type: str = "eval") -> None:
         """Begin the run of an output folder; secrets of `config` are redacted."""
-        if run_mode(self._settings.wandb) == OFF or os.environ.get("RANK", "0") != "0":
+        if run_mode(self._settings.wandb) == OFF or not is_first_rank():
             return
         try:
             self._run = start_run(folder, settings=self._settings, config=config, job_type=job_type)

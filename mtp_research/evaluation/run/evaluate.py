@@ -6,7 +6,6 @@ The flow itself: prompts -> decode loop (same prompts, same order for each condi
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -75,7 +74,7 @@ from mtp_research.runtime.compiling import start_compilers
 from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted
 from mtp_research.runtime.files import sha256_of
 from mtp_research.runtime.progress import WorkProgress
-from mtp_research.runtime.provenance import redact_tree, run_record
+from mtp_research.runtime.provenance import is_first_rank, redact_tree, run_record
 from mtp_research.runtime.threads import one_thread_if_small
 
 
@@ -134,7 +133,7 @@ def _evaluate(
     if config.backend != [OWN]:
         inputs["prompt_token_ids"] = token_ids_sha256(encoded.token_ids)
     if finished := finished_report(output_dir, config, inputs=inputs):
-        print_report(finished, verbose=config.verbose, stored_at=results_file(output_dir))
+        _show(finished, config, stored_at=results_file(output_dir))
         sys.stderr.write("already finished in this folder; overwrite=true runs it anew\n")
         return _last_line(finished, output_dir)
     heads = cast(dict[str, object], inputs["heads"])
@@ -165,7 +164,7 @@ def _evaluate(
     path = write_results(output_dir, report)
     write_table(output_dir, report)
     (output_dir / JOURNAL_FILE).unlink()  # the results hold all of it
-    print_report(report, verbose=config.verbose, stored_at=path)
+    _show(report, config, stored_at=path)
     publish_report(report, output_dir=output_dir, run=wandb_run)
     return _last_line(report, output_dir)
 
@@ -208,6 +207,11 @@ def _scored(results: Sequence[ConditionResult], scorer: Scorer) -> list[Conditio
     return [dataclasses.replace(one, scores=scorer.scores(one.records)) for one in results]
 
 
+def _show(report: Report, config: EvalConfig, *, stored_at: Path) -> None:
+    if is_first_rank():
+        print_report(report, verbose=config.verbose, stored_at=stored_at)
+
+
 def _last_line(report: Report, output_dir: Path) -> dict[str, object]:
     _require_outputs(report, output_dir)
     _require_equal_passes(report, output_dir)
@@ -244,7 +248,7 @@ def _decode(
         total=len(asked) * len(labels) * num_passes,
         unit="prompts",
         first=sum(len(journal.stored(x, n).records) for x in labels for n in range(num_passes)),
-        is_shown=os.environ.get("RANK", "0") == "0",
+        is_shown=is_first_rank(),
     )
     on_cpu = target.device.type == "cpu"
     threads = one_thread_if_small(target.model.num_parameters()) if on_cpu else nullcontext()
