@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mtp_research.kernels.products.invariant_matmul import PairTiles
 
 _ALL_TILES = 1 << 20
-_FEW_PAIRS = 16  # a tile
+_SMALLEST_TILE = 16  # pairs
 
 
 class ProductConfig(NamedTuple):
@@ -198,7 +198,10 @@ def launch_down(
     scales: ExpertScales | None = None,
     shared: SharedExpert | None = None,
 ) -> None:
-    """Weighted outputs of `inner`, scattered to their pairs in `out` `[T, top_k, H]`."""
+    """Weighted outputs of `inner`, scattered to their pairs in `out` `[T, top_k, H]`.
+
+    `launch_gate_up` must have run between the making of `tiles` and this.
+    """
     num_tiles, product = len(tiles.tile_group), config.down
     with checks.launch_device(inner):
         down_kernel[(num_tiles * ceil_div(weight.shape[1], product.block_n),)](
@@ -243,9 +246,9 @@ def product_constants(
 def early_lines(dtype: torch.dtype, *, block_m: int) -> dict[str, int]:
     """What programs of `down_kernel` ask for while `gate_up_kernel` ends, by parameter name.
 
-    Where pairs are many, the programs that start then are a few of all.
+    Nothing where tiles are large: of many programs only the first few start that early.
     """
-    most = NUM_EARLY_LINES if block_m == _FEW_PAIRS else 0
+    most = NUM_EARLY_LINES if block_m == _SMALLEST_TILE else 0
     return {"NUM_EARLY_LINES": most, "LINE": LINE_BYTES // dtype.itemsize}
 
 
@@ -299,13 +302,16 @@ def expert_mlp(
     some_are_away: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Output `[T, H]` of the experts; args as in `expert_pairs`, without `shared` for the next.
+    """Output `[T, H]` of the experts; args as in `expert_pairs`.
 
-    With `some_are_away`, pairs of expert E, which lies elsewhere, count as zeros.
+    With `some_are_away`, pairs of expert E, which lies elsewhere, count as zeros; `shared`, which
+    is expert E too, does not go with it.
 
     The sum over a token's experts is PyTorch's, which adds up in float32 and in the order of
     `top_k_index`: under `torch.compile` it joins the additions that follow.
     """
+    if some_are_away and shared is not None:
+        raise ValueError("some_are_away=True excludes shared, got both; leave one out.")
     operands = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
     outputs = expert_pairs(*operands, scales=scales, shared=shared, backend=backend)
     if some_are_away:

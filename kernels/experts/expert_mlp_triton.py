@@ -159,7 +159,9 @@ def down_kernel(
     num_blocks: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
     even: tl.constexpr = INNER % BLOCK_K == 0
     tile, block = place_of(tl.program_id(0), num_tiles, num_blocks, GROUP_TILES)
-    expert = tl.load(tile_expert + tile)  # as `gate_up_kernel` found it: written before that began
+    # Written before any program of `gate_up_kernel`, which is in front of this, got past its wait;
+    # read from L2, where it lies: nothing has refreshed this multiprocessor's own cache yet.
+    expert = tl.load(tile_expert + tile, cache_modifier=".cg")
     if shared is not None:
         is_shared = expert == num_experts
         weight = tl.where(is_shared, shared, weight)
@@ -175,7 +177,7 @@ def down_kernel(
         if NUM_EARLY_LINES > 0 and expert >= 0:
             line = tl.arange(0, NUM_EARLY_LINES)[None, :] * LINE
             ask_for(weight_rows + tl.minimum(line, INNER - 1))
-        tl.extra.cuda.gdc_wait()  # those that end here, too: they say that all is done
+        tl.extra.cuda.gdc_wait()  # spare programs, too: the end of all says that others have ended
     if expert < 0:
         return
     place = tile * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -7,10 +7,11 @@ rows to float32.
 Maths: logits = x weight^T in float32; score = sigmoid(logits); the `top_k` experts of highest
 score + bias are chosen; their weights are their scores, divided by their sum where asked, times a
 scale.
-Layout: products of bfloat16 are exact in float32. Slices of H are added up each for itself and then
-in their order, whether one program has all of them (many tokens) or each its own (few, where one
-program would wait for the memory): a token's routing does not depend on its batch. On Hopper both
-launches begin before the kernel in front of them has ended, and wait before they read.
+Layout: products of bfloat16 are exact in float32. Each slice of H is added up for itself, then the
+slices in their order, so that a token's routing does not depend on its batch. With many tokens one
+program has all slices of its tokens; with few there is a program for each slice, since a single one
+would wait for the memory. On Hopper both launches may begin before the kernel in front of them has
+ended, and wait before they read anything but weights.
 Letters: T tokens, E experts, H hidden size.
 Source: DeepSeek-V3's router without groups, as in transformers' `Glm4MoeTopkRouter`.
 """
@@ -86,7 +87,7 @@ def router_logits_kernel(
 def router_choice_kernel(
     parts,  # [PARTS, T, E] float32
     bias,  # [E] float32
-    logits,  # [T, E] float32, written, or None for one part
+    logits,  # [T, E] float32, written, or None where the parts are the logits
     weights,  # [T, TOP_K + SHARED] float32, written
     index,  # [T, TOP_K + SHARED] int64, written
     num_tokens,
@@ -279,7 +280,7 @@ def _with_column(rows: Tensor, value: float) -> Tensor:
 
 def _launch_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Parts `[PARTS, T, E]` of the logits; their sum has the same bits for any number of parts."""
-    num_slices = ceil_div(x.shape[1], LOGITS_BLOCKS["SLICE"])
+    num_slices = max(1, ceil_div(x.shape[1], LOGITS_BLOCKS["SLICE"]))
     num_parts = num_slices if len(x) <= _MOST_SLICED else 1
     parts = x.new_empty(num_parts, len(x), len(weight), dtype=torch.float32)
     blocks = (LOGITS_BLOCKS["BLOCK_T"], LOGITS_BLOCKS["BLOCK_E"])

@@ -11,7 +11,8 @@ multiprocessor about as many programs, and pipelined deeply enough to keep tens 
 their way. Where a weight has too few rows for that, several programs share a tile's K; the last one
 to arrive adds their parts up in the order of K, so that the result does not depend on who that is.
 On Hopper a launch overlaps the end of the kernel in front of it (programmatic dependent launch): a
-program asks for the beginning of its weight rows, which no kernel writes, before it waits for `x`.
+program asks for the beginning of its weight rows, into L2, where a copy cannot go stale, before it
+waits for `x`.
 A gated product has the rows of `gate` and `up` in one weight `[2F, K]`; a program multiplies half a
 tile of each and stores silu(gate) * up.
 An FP8 weight is converted to the dtype of `x` in registers, which is exact, and what a step adds is

@@ -330,20 +330,21 @@ def _step(
     experts = "" if unique is None else f", {unique:.1f} experts a layer if drawn evenly"
     rests_on = f"{limit.gigabytes:.2f} GB read{experts}, at {rate}"
     yield Line(f"{name}limit", limit.limit_ms, "ms", rests_on)
-    link_ms, note, count, rows = 0.0, "", setup.num_gpus, planned.MEASURED_STEPS
+    case = {"batch": batch, "num_drafts": num_drafts, "limit_ms": limit.limit_ms}
+    row, link_ms, note, count = planned.nearest_step(target, **case), 0.0, "", setup.num_gpus
+    expected = limit.limit_ms / row.share
     if count > 1:
         link_ms = planned.link_time_ms(heads, limit, gpu=gpu, num_gpus=count)
         sent = f"{num_sums(target.model)} sums of {limit.num_rows} rows, of drafts, best tokens"
         rests_on = f"{sent}, at the vendor's {gpu.link_gb_per_s:g} GB/s, without latency"
         yield Line(f"{name}link", link_ms, "ms", rests_on)
-        note = f"; steps of such a target on {count} GPUs were not measured"
-    is_measured = count == 2 and unique is not None  # the latency of sums is in their share
-    if is_measured:
-        rows, note = planned.MEASURED_ON_TWO, " on two GPUs"
-    row = planned.nearest_step(
-        target, batch=batch, num_drafts=num_drafts, limit_ms=limit.limit_ms, rows=rows
-    )
-    expected = limit.limit_ms / row.share + link_ms / (row.share if is_measured else 1.0)
+        on_two = planned.step_on_two(target, **case) if count == 2 else None
+        if on_two is not None:
+            row, note = on_two, " on two GPUs"
+            expected = (limit.limit_ms + link_ms) / row.share
+        else:
+            expected += link_ms + planned.latency_ms(heads, num_drafts=num_drafts)
+            note = f", and {1e3 * planned.SUM_MS:.1f} us a sum as two GPUs take; not measured"
     rests_on = f"share {row.share:.3f} of {row.shape}, batch {row.batch}, K = {row.num_drafts}"
     if gpu.copy_tb_per_s is None or target.dtype != torch.bfloat16:
         expected, rests_on, note = None, "shares were measured on an H200 in bfloat16 only", ""

@@ -106,6 +106,8 @@ MEASURED_ON_TWO = (
     MeasuredStep("glm45_air", 32, 0, 22.85914, 26.53229),
     MeasuredStep("glm45_air", 32, 3, 27.53789, 34.01849),
 )
+SUM_MS = 0.0076  # of a sum of a few rows over two H200, as NCCL makes it (docs/log.md)
+_ALIKE = 2.0  # a choice: how far from a measured limit shares on two GPUs are taken over
 
 
 class MeasuredTraining(NamedTuple):
@@ -133,8 +135,9 @@ MEASURED_TRAINING = (
 TRAINING_ROWS, TRAINING_LENGTH, TRAINING_DEPTHS = 256, 256, 3  # of these steps
 # Two GPUs over one, docs/benchmarks.md, "Head training".
 TWO_GPUS = {"ddp": 1.96, "fsdp2": 1.94, "zero2": 1.82, "zero3": 1.33}
-# What a GPU received a second beside a target that two H200 share: bytes by `received_bytes` over
-# what operations at lab_base's share leave of the step n1_zero2 of docs/results/two_cards.json.
+# What a GPU receives a second beside a target that two H200 share. Of the step n1_zero2 of
+# docs/results/two_cards.json the time is taken off that its operations need at lab_base's share;
+# in the rest it received the bytes that `received_bytes` counts.
 RECEIVED_GB_PER_S = 195.0
 
 
@@ -319,6 +322,24 @@ def nearest_step(
     return min(same, key=lambda row: abs(row.num_drafts - num_drafts))
 
 
+def step_on_two(
+    target: Target, *, batch: int, num_drafts: int, limit_ms: float
+) -> MeasuredStep | None:
+    """The step measured on two GPUs with such experts and attention, and about such a limit."""
+    if target.family.latent_attention or not any(map(expert_weights, target.model.modules())):
+        return None
+    sizes = {"batch": batch, "num_drafts": num_drafts, "limit_ms": limit_ms}
+    row = nearest_step(target, **sizes, rows=MEASURED_ON_TWO)
+    is_alike = abs(math.log(row.limit_ms / limit_ms)) <= math.log(_ALIKE)
+    return row if row.batch == batch and is_alike else None
+
+
+def latency_ms(heads: MTPHeads, *, num_drafts: int) -> float:
+    """What the sums of a step over ranks take at least, embeddings among them."""
+    of_module = num_sums(heads) / len(heads.mtp_modules) + 1
+    return (num_sums(heads.target.model) + 1 + num_drafts * of_module) * SUM_MS
+
+
 class TrainMemory(NamedTuple):
     """Bytes on one GPU of a training of heads."""
 
@@ -340,13 +361,20 @@ class TrainMemory(NamedTuple):
         return sum(self)
 
 
-# How much of weights, gradients and optimizer each of n ranks holds, n = 1 / share.
+class Spread(NamedTuple):
+    """What of the modules ranks share, each holding 1 / n of it."""
+
+    weights: bool
+    gradients: bool
+    optimizer: bool
+
+
 _SPREAD = {
-    "ddp": (False, False, False),
-    "zero1": (False, False, True),
-    "zero2": (False, True, True),
-    "zero3": (True, True, True),
-    "fsdp2": (True, True, True),
+    "ddp": Spread(False, False, False),
+    "zero1": Spread(False, False, True),
+    "zero2": Spread(False, True, True),
+    "zero3": Spread(True, True, True),
+    "fsdp2": Spread(True, True, True),
 }
 # Bytes a parameter of one module that is whole on a rank, by the steps of these libraries: weights
 # and gradients in half precision, and FSDP2's float32 buffer of the reduction.
@@ -443,19 +471,22 @@ def speedup(parallel: str, num_gpus: int) -> tuple[float, str]:
 
 
 def received_bytes(heads: MTPHeads, trainer: TrainerConfig, *, num_gpus: int) -> float:
-    """Bytes that each GPU receives in a micro-batch beside a target that ranks share.
+    """Bytes that each GPU receives in a step beside a target that ranks share.
 
-    Layers of the target are gathered once. Of the modules what ranks share is: gradients reduced,
-    by FSDP2 in float32; weights gathered before the forward and the backward pass, or once where
-    only the optimizer is shared.
+    In each micro-batch: layers of the target, gathered once; weights of modules, where ranks share
+    them, before the forward and the backward pass; gradients, where ranks share those (FSDP2 sends
+    them in float32). Once a step: gradients that are whole on each rank, and weights where ranks
+    share the optimizer alone.
     """
     layers = cast(nn.ModuleList, heads.target.model.base_model.layers)
     count = sum(p.numel() for p in trained_parameters(heads).values())
     weights = count * heads.target.dtype.itemsize
-    reduced = count * 4 if trainer.parallel == "fsdp2" else weights
-    shares_weights = _SPREAD[trainer.parallel][0]
-    sent = num_bytes(*layers) + reduced + weights * (2 if shares_weights else 1)
-    return sent * (num_gpus - 1) / num_gpus
+    gradients = count * 4 if trainer.parallel == "fsdp2" else weights
+    has_part = _SPREAD[trainer.parallel]
+    often = num_bytes(*layers) + 2 * weights * has_part.weights + gradients * has_part.gradients
+    once = gradients * (1 if has_part.optimizer else 2) * (not has_part.gradients)
+    once += weights * (has_part.optimizer and not has_part.weights)
+    return (often * trainer.gradient_accumulation_steps + once) * (num_gpus - 1) / num_gpus
 
 
 def nearest_training(*, is_compiled: bool, tflop: float) -> MeasuredTraining:

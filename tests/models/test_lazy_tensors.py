@@ -162,7 +162,8 @@ def test_a_rank_s_gpu_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert own_device(any_gpu, is_split=True) == torch.device("cuda", 1)
     assert own_device(any_gpu, is_split=False) == torch.device("cuda", 3)
-    assert own_device(torch.device("cuda", 2), is_split=True) == torch.device("cuda", 2)
+    assert own_device(torch.device("cuda", 2), is_split=True) == torch.device("cuda", 1)
+    assert own_device(torch.device("cuda", 2), is_split=False) == torch.device("cuda", 2)
     assert own_device(torch.device("cpu"), is_split=True) == torch.device("cpu")
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
@@ -75,6 +76,7 @@ from mtp_research.runtime.errors import ConfigError, EnvironmentFault, Integrity
 logger = logging.getLogger(__name__)
 _REPORTER = logging.getLogger("transformers.modeling_utils")
 _NUM_LISTED = 3
+_ONE_DEVICE: Mapping[str, object] = MappingProxyType({})  # the map of a target that lies on one
 # What transformers raises about configurations and files that it does not expect.
 _LIBRARY_FAULTS = (
     ArithmeticError,
@@ -128,13 +130,12 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
 
     Raises what `load_target` does, and `ConfigError` where quantisation and placing do not agree.
     """
-    device = own_device(placing.device, is_split=placing.is_split)
-    placing = dataclasses.replace(placing, device=device)
     with loading(path):
         published = read_config(path)  # refuses before gigabytes are read, or ranks wait
         arguments = _arguments(published, placing)
     if placing.is_split:
         join_ranks(placing.device)
+    placing, arguments = _on_own_device(placing, arguments)
     parts = _layer_filter(published, placing)
     changes = [] if parts is None else [parts.take_out]
     if placing.layers == "sharded":
@@ -165,6 +166,15 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
     if parts is None:
         return LoadedModel(model, published.family_name, split=split)
     return LoadedModel(parts.put_back(model), published.family_name, len(parts.left_out))
+
+
+def _on_own_device(
+    placing: Placing, arguments: dict[str, object]
+) -> tuple[Placing, dict[str, object]]:
+    device = own_device(placing.device, is_split=placing.is_split)
+    if arguments.get("device_map") is _ONE_DEVICE:
+        arguments = arguments | {"device_map": {"": device}}
+    return dataclasses.replace(placing, device=device), arguments
 
 
 def _check_files(path: str, config: PreTrainedConfig, placing: Placing) -> None:
@@ -310,7 +320,7 @@ def _arguments(published: PublishedConfig, placing: Placing) -> dict[str, object
     if placing.device_map == "none":
         is_packed = quantisation_of(config) == "bitsandbytes"  # placed by its loader
         is_placed = is_packed or placing.is_split or _is_lazy(config, placing)
-        return {"device_map": {"": placing.device}} if is_placed else {}
+        return {"device_map": _ONE_DEVICE} if is_placed else {}
     if num_ranks() > 1:
         raise ConfigError(
             f"model.device_map spreads a target over the devices of one process, got {num_ranks()} "

@@ -91,14 +91,15 @@ def cut_layers(model: PreTrainedModel, *, mesh: DeviceMesh) -> None:
 
 
 def own_device(device: torch.device, *, is_split: bool) -> torch.device:
-    """`device` with the number of its GPU: this rank's, where ranks split a target.
+    """`device` with the number of its GPU: always this rank's, where ranks split a target.
 
     Weights are read by threads, each of which begins with the first GPU as its current one.
     """
-    if device.type != "cuda" or device.index is not None:
+    if device.type != "cuda":
         return device
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    return torch.device("cuda", local_rank if is_split else torch.cuda.current_device())
+    if is_split:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))  # set by torchrun
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def join_ranks(device: torch.device) -> None:

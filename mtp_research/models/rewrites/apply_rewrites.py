@@ -25,14 +25,14 @@ step has one launch a layer more. `engine.layer_regions=false` turns it off.
 **Overlapping launches** (`compile_options`, below). Inductor's code generator lets a kernel start
 before the one in front has ended, and ours moves its wait to the first line: MiMo-7B takes 5.674 ms
 instead of 5.763 at batch 1, 8.474 instead of 8.527 at 32. `engine.overlap_launches=false` turns it
-off.
+off, but for kernels of ours that wait by themselves (products of few rows, expert layers).
 
 **Routers and experts** (models/experts.py, when a target is wrapped, compiled
 or not). The choice of experts is one kernel instead of a dozen calls: 26.9 instead of 33.7 ms for
 the target forward of a training step of lab_base. `model.experts=grouped_mm` keeps the library's.
 
 **Shared experts** (shared_experts.py). A shared expert of an expert's size becomes one more pair of
-every token, in the two launches of the routed ones.
+every token, in the two launches of the routed ones. `engine.compile=false` turns it off.
 
 **Layers on a CPU** (cpu_layers.py, when a decoder is built). Weights that come from memory become
 the left operand: 4 rows of a 30-layer 135M model take 87 instead of 186 ms on two cores. Norms take

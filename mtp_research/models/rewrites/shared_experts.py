@@ -28,39 +28,53 @@ from mtp_research.models.experts import (
     rule_of,
 )
 from mtp_research.models.fp8_layers import Fp8Linear
+from mtp_research.models.loading.placement import has_split_experts
 from mtp_research.models.rewrites.cpu_layers import variant_of
 from mtp_research.models.rewrites.products import MergedFp8Linear, MergedLinear
 
 _BLOCKS = (Glm4MoeMoE, Glm4MoeLiteMoE)
+_PRODUCTS = (nn.Linear, MergedLinear, Fp8Linear, MergedFp8Linear)
 
 
 class JoinedExperts(nn.Module):
     """Marks the classes that `join_shared_experts` makes."""
 
+    library_class: type[nn.Module]
+
 
 def join_shared_experts(model: nn.Module) -> int:
     """Let expert layers of `model`, merged and frozen, run both kinds at once, in place.
 
-    Returns how many do. Layers are left alone whose experts something reads or renumbers on the
-    way (hooks), and those whose shared expert has other sizes or scales.
+    Returns how many do. Layers are left alone, or put back, whose experts something reads or
+    renumbers on the way by now (hooks), and those whose shared expert has other sizes or scales.
     """
     count = 0
     for block in list(model.modules()):
-        if type(block) in _BLOCKS and _can_join(block):
-            block.__class__ = _joined(type(block))
-        count += isinstance(block, JoinedExperts)
+        plain = block.library_class if isinstance(block, JoinedExperts) else type(block)
+        if plain in _BLOCKS:
+            can_join = _can_join(block)
+            block.__class__ = _joined(plain) if can_join else plain
+            count += can_join
     return count
 
 
 @functools.cache
 def _joined(plain: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-        is_known = hidden_states.is_cuda and hidden_states.dtype == torch.bfloat16
-        if torch.compiler.is_compiling() and is_known:
+        router, stack = cast(nn.Module, self.gate), cast(nn.Module, self.experts)
+        is_frozen = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        dtypes = {hidden_states.dtype, cast(Tensor, router.weight).dtype}
+        is_known = hidden_states.is_cuda and dtypes == {torch.bfloat16}
+        if is_frozen and is_known and _runs_fused(stack):
             return joined_experts(self, hidden_states)
         return plain.forward(self, hidden_states)
 
-    return variant_of(plain, JoinedExperts, forward)
+    return variant_of(plain, JoinedExperts, forward, library_class=plain)
+
+
+def _runs_fused(stack: nn.Module) -> bool:
+    """Whether the kernels run the routed experts; `route_experts` may say otherwise later."""
+    return cast(PreTrainedConfig, stack.config)._experts_implementation == EXPERTS_NAME
 
 
 def joined_experts(block: nn.Module, hidden_states: Tensor) -> Tensor:
@@ -98,10 +112,13 @@ def _can_join(block: nn.Module) -> bool:
     parts = (router, stack, mlp, gate, cast(nn.Module, mlp.up_proj), down)
     if (
         not isinstance(router, FusedRouter | FusedLiteRouter)
-        or cast(PreTrainedConfig, stack.config)._experts_implementation != EXPERTS_NAME
+        or not _runs_fused(stack)
+        or has_split_experts(cast(PreTrainedConfig, stack.config))
         or not isinstance(gate, MergedLinear | MergedFp8Linear)
         or not isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+        or type(down) not in _PRODUCTS
         or any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        or any("forward" in vars(part) for part in parts)
         or not (gate.merged.bias is down.bias is None)
     ):
         return False
@@ -112,6 +129,8 @@ def _can_join(block: nn.Module) -> bool:
     found = [tensor for tensor in _shared_expert(block) if tensor is not None]
     wanted = (cast(Tensor, stack.gate_up_proj), cast(Tensor, stack.down_proj), *(scales or ())[:2])
     return all(
-        own.shape == others.shape[1:] and own.dtype == others.dtype and own.is_contiguous()
+        own.shape == others.shape[1:]
+        and (own.dtype, own.device) == (others.dtype, others.device)
+        and own.is_contiguous()
         for own, others in zip(found, wanted, strict=True)
     )

@@ -1,4 +1,4 @@
-"""The FP8 copy that `tools/fp8_acceptance.py` makes, and the figures that it stores."""
+"""The FP8 copy that `studies/fp8_acceptance.py` makes, and the figures that it stores."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import torch
 
 from mtp_research.models.target import load_target
 from mtp_research.runtime.provenance import REPOSITORY_ROOT as ROOT
-from tests.models.test_loading import save
-from tools import fp8_acceptance
+from mtp_research.studies import fp8_acceptance
+from tests.models.test_loading import logits_of, save
 
 STORED = ROOT / "docs" / "results" / "fp8_acceptance.json"
 
@@ -25,10 +25,8 @@ def test_copy_is_read_as_fp8_and_stands_for_nearly_the_same_numbers(
     kept = load_target(folder, dtype="float32", device="cpu", weights="stored_fp8")
     plain = load_target(source, dtype="float32", device="cpu")
     assert kept.holds_fp8
-    ids = torch.arange(24)[None] % plain.config.vocab_size
-    with torch.no_grad():
-        found, expected = (target.model(ids).logits for target in (kept, plain))
-    assert 1e-4 < (found - expected).norm() / expected.norm() < 0.1
+    found, expected = logits_of(kept), logits_of(plain)
+    assert 1e-4 < (found - expected).norm() / expected.norm() < 0.2
 
 
 @pytest.mark.parametrize("layout", ["blocks", "rows"])

@@ -1,7 +1,7 @@
 """Drafts against a target's FP8 copy: what acceptance the same heads have, and heads trained on it.
 
-    python tools/fp8_acceptance.py --out OUT                      lab_deep, 153 prompts, 200 steps
-    python tools/fp8_acceptance.py --out OUT --model lab_tiny --prompts 8 --steps 4
+    python -m mtp_research.studies.fp8_acceptance --out OUT       lab_deep, 153 prompts, 200 steps
+    python -m mtp_research.studies.fp8_acceptance --out OUT --model lab_tiny --prompts 8 --steps 4
 
 Copies the target with its matrices in FP8 (e4m3; a scale per 128 x 128 block, or per row), the
 largest number of each at 448. The shipped heads are trained on for as many steps beside either
@@ -18,21 +18,15 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from mtp_research.runtime.threads import wait_passively
-
-wait_passively()
-
 import torch
-from mtp_research.kernels.products.scaled_weights import FP8
 from safetensors.torch import load_file, save_file
 
 from mtp_research.evaluation.report.stored import RESULTS_FILE, recompute
 from mtp_research.evaluation.stats.bootstrap import Estimate
 from mtp_research.evaluation.stats.outcome import ConditionResult
 from mtp_research.evaluation.stats.statistics import acceptance_statistics, paired_differences
+from mtp_research.kernels.products.scaled_weights import FP8
+from mtp_research.runtime.provenance import REPOSITORY_ROOT as ROOT
 
 LENGTH = "acceptance_length_micro"
 BLOCK, LARGEST = 128, 448.0
@@ -54,7 +48,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 def main() -> int:
     """Copy, train, evaluate, compare."""
-    parser = argparse.ArgumentParser(usage="python tools/fp8_acceptance.py --out FOLDER")
+    parser = argparse.ArgumentParser(
+        usage="python -m mtp_research.studies.fp8_acceptance --out FOLDER"
+    )
     add = parser.add_argument
     add("--out", type=Path, required=True)
     add("--model", default="lab_deep", help="of conf/model, with shipped chain_n3 heads")
@@ -89,8 +85,8 @@ def main() -> int:
     }  # fmt: skip
     (args.out / "fp8_acceptance.json").write_text(json.dumps(report, indent=1))
     for row in report["lengths"] + report["differences"]:
-        print("  ".join(str(value) for value in row.values()))
-    print(f"{report['equal_texts']} of {args.prompts} texts are the same on both forms")
+        sys.stdout.write("  ".join(str(value) for value in row.values()) + "\n")
+    sys.stdout.write(f"{report['equal_texts']} of {args.prompts} texts are equal on both forms\n")
     return 0
 
 
