@@ -213,3 +213,9 @@ def test_wrong_shared_experts_are_refused(change, message):
     shared = SharedExpert(GATE_UP[0], DOWN[0])._replace(**change)
     with pytest.raises(ValueError, match=message):
         expert_mlp(X, GATE_UP, DOWN, INDEX, WEIGHTS, shared=shared)
+
+
+def test_shared_expert_does_not_go_with_experts_that_are_away():
+    shared = SharedExpert(GATE_UP[0], DOWN[0])
+    with pytest.raises(ValueError, match="some_are_away=True excludes shared"):
+        expert_mlp(X, GATE_UP, DOWN, INDEX, WEIGHTS, shared=shared, some_are_away=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 
 from mtp_research.models.experts import EXPERTS_NAME, expert_stacks, fuse_routers
@@ -92,11 +93,38 @@ def renumbered(model: PreTrainedModel) -> None:
     expert_stacks(model)[0].register_forward_pre_hook(lambda _, args: args)
 
 
-@pytest.mark.parametrize("spoil", [unmerged, by_the_library, renumbered])
+def patched(model: PreTrainedModel) -> None:
+    merge_projections(model)
+    (stack,) = expert_stacks(model)
+    vars(stack)["forward"] = stack.forward
+
+
+def wrapped(model: PreTrainedModel) -> None:
+    merge_projections(model)
+    down = cast(nn.Module, cast(nn.Module, layer_of(model).shared_experts).down_proj)
+    down.__class__ = type("Adapted", (type(down),), {})
+
+
+def dealt(model: PreTrainedModel) -> None:
+    merge_projections(model)
+    split = DistributedConfig(tp_size=2, enable_expert_parallel=True)
+    vars(expert_stacks(model)[0].config)["distributed_config"] = split
+
+
+@pytest.mark.parametrize("spoil", [unmerged, by_the_library, renumbered, patched, wrapped, dealt])
 def test_layers_that_something_else_runs_are_left_alone(spoil) -> None:
     model = frozen_model()
     spoil(model)
     assert join_shared_experts(model) == 0
+
+
+def test_layer_whose_experts_something_reads_later_is_put_back() -> None:
+    model = frozen_model()
+    merge_projections(model)
+    assert join_shared_experts(model) == 1
+    renumbered(model)
+    assert join_shared_experts(model) == 0
+    assert type(layer_of(model)) is Glm4MoeMoE
 
 
 def test_shared_expert_of_another_size_is_left_alone() -> None:
