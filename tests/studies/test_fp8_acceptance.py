@@ -11,7 +11,7 @@ from mtp_research.runtime.provenance import REPOSITORY_ROOT as ROOT
 from mtp_research.studies import fp8_acceptance
 from tests.models.test_loading import logits_of, save
 
-STORED = ROOT / "docs" / "results" / "fp8_acceptance.json"
+STORED = json.loads((ROOT / "docs" / "results" / "fp8_acceptance.json").read_text())["studies"]
 
 
 @pytest.mark.parametrize(("layout", "block"), [("blocks", 128), ("rows", 0)])
@@ -38,13 +38,15 @@ def test_largest_number_of_each_block_uses_the_whole_range(layout: str) -> None:
     assert (meant - weight).abs().max() <= scale.max() * 448 / 16
 
 
-def test_page_says_what_is_stored() -> None:
+@pytest.mark.parametrize("stored", STORED, ids=lambda stored: stored["model"])
+def test_page_says_what_is_stored(stored: dict) -> None:
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
-    stored = json.loads(STORED.read_text())
+    section = page.partition("## A target and its FP8 copy")[2].partition("\n## ")[0]
     for row in stored["lengths"]:
         figures = f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
-        assert f"| {row['target']} | {row['head']} | {figures} |" in page
+        assert f"| {stored['model']} | {row['target']} | {row['head']} | {figures} |" in section
     for row in stored["differences"]:
         figures = f"{row['value']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]"
-        assert f"| {row['of']} | {row['minus']} | {figures} |" in page
-    assert f"{stored['equal_texts']} of {stored['prompts']} texts" in page
+        assert f"| {stored['model']} | {row['of']} | {row['minus']} | {figures} |" in section
+    assert f"{stored['equal_texts']} of {stored['prompts']} texts" in section
+    assert f"{100 * stored['relative_error_of_weights']:.1f} %" in section
