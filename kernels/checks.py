@@ -39,14 +39,12 @@ def kernel_jit(function: Kernel) -> Kernel:
     return function if triton is None else triton.jit(function)
 
 
-def can_overlap(device: torch.device) -> bool:
-    """Whether a launch may begin before the kernel in front of it has ended (Hopper's do)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def overlapping(device: torch.device) -> dict[str, bool]:
-    """Arguments of a launch whose kernel waits by itself: `OVERLAPS` and, if so, Triton's."""
-    overlaps = can_overlap(device)
+    """Arguments of a launch whose kernel waits by itself for the one in front of it.
+
+    `OVERLAPS` says whether it may begin before that has ended (on Hopper); if so, Triton is told.
+    """
+    overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"OVERLAPS": overlaps} | ({"launch_pdl": True} if overlaps else {})
 
 

@@ -97,8 +97,8 @@ class Case(NamedTuple):
         """What a launch is compiled for."""
         tiles = -(-self.num_outputs // self.config.block_n)
         is_split = choose_num_splits(tiles, self.depth, config=self.config) > 1
-        sizes, launch = (self.num_rows, self.depth), {"overlaps": True, "is_gated": False}
-        constants = few_rows_constants(*sizes, dtype=torch.bfloat16, config=self.config, **launch)
+        how = {"dtype": torch.bfloat16, "config": self.config, "is_gated": False}
+        constants = few_rows_constants(self.num_rows, self.depth, **how)
         kind = (self.num_rows == 1, self.num_rows % 16 == 0, is_split)
         return (*kind, self.config, *constants.items())
 

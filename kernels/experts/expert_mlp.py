@@ -81,7 +81,7 @@ class SharedExpert(NamedTuple):
     down_scale: Tensor | None = None
 
 
-NO_SHARED = (None, None, None, None)
+_NO_SHARED = (None, None, None, None)
 
 
 def choose_expert_config(
@@ -350,7 +350,7 @@ def expert_pairs(
     """
     operands = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
     scaled = scales or (None, None, 0)
-    return _expert_pairs_op(*operands, *scaled, *(shared or NO_SHARED), backend)
+    return _expert_pairs_op(*operands, *scaled, *(shared or _NO_SHARED), backend)
 
 
 @torch.library.custom_op("mtp_research::expert_pairs", mutates_args=())

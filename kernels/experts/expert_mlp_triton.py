@@ -86,7 +86,7 @@ def gate_up_kernel(
     expert = tl.load(tile_expert + tile)
     if expert < 0:
         return
-    if shared is not None:
+    if shared is not None:  # here and below: Triton 3.6 knows no helper that returns None scales
         is_shared = expert == num_experts
         weight = tl.where(is_shared, shared, weight)
         if scale is not None:

@@ -248,9 +248,10 @@ def _route_tokens_op(
     rule = {"top_k": top_k, "normalises": normalises, "scale": scale}
     if checks.resolve_backend(backend, tensor=x, kernel=router_logits_kernel) == "reference":
         logits = router_logits_ref(x, weight)
-        chosen = choose_experts_ref(logits, bias, **rule)
-        values = (1.0, len(weight)) if has_shared else ()
-        return logits, *(map(_with_column, chosen, values) if values else chosen)
+        weights, index = choose_experts_ref(logits, bias, **rule)
+        if has_shared:
+            weights, index = _with_column(weights, 1.0), _with_column(index, len(weight))
+        return logits, weights, index
     checks.check_kernel_dtype("x", x, kernel=router_logits_kernel)
     checks.check_last_dim_contiguous("x", x)
     if not len(x):

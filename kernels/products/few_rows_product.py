@@ -246,7 +246,6 @@ def few_rows_product(
     num_tiles = -(-len(weight) // config.block_n)
     num_splits = choose_num_splits(num_tiles, weight.shape[1], config=config)
     is_split = num_splits > 1
-    overlaps = checks.can_overlap(x.device)
     with checks.launch_device(x):
         few_rows_kernel[(num_tiles, num_splits)](
             x,
@@ -268,13 +267,12 @@ def few_rows_product(
                 weight.shape[1],
                 dtype=weight.dtype,
                 config=config,
-                overlaps=overlaps,
                 is_gated=is_gated,
                 scale_block=scale_block,
             ),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **({"launch_pdl": True} if overlaps else {}),
+            **checks.overlapping(x.device),
         )
     return out
 
@@ -293,18 +291,16 @@ def few_rows_constants(
     *,
     dtype: torch.dtype,
     config: FewRowsConfig,
-    overlaps: bool,
     is_gated: bool,
     scale_block: int = 0,
 ) -> dict[str, int | bool]:
-    """The compile-time arguments of the kernel, by parameter name; `dtype` is the weight's."""
+    """Compile-time arguments of the kernel but `OVERLAPS`, by name; `dtype` is the weight's."""
     return {
         "EVEN_DEPTH": depth % config.block_k == 0,
         "BLOCK_T": max(8, 1 << (num_rows - 1).bit_length()),
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "LINE": LINE_BYTES // dtype.itemsize,
-        "OVERLAPS": overlaps,
         "IS_GATED": is_gated,
         "SCALE_BLOCK": scale_block,
         "NUM_EARLY_LINES": NUM_EARLY_LINES,

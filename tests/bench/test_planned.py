@@ -313,6 +313,21 @@ def test_rate_of_what_is_received_is_that_of_a_stored_step() -> None:
     assert rate == pytest.approx(planned.RECEIVED_GB_PER_S, rel=0.005)
 
 
+def test_micro_batches_receive_layers_each_time_and_weights_of_zero2_once() -> None:
+    heads = planned_heads(sized("glm45_air").target)
+    layers = num_bytes(*heads.target.model.base_model.layers)
+    weights = num_bytes(heads)
+    for parallel, often, once in (
+        ("ddp", 0, 2 * weights),
+        ("zero1", 0, 2 * weights),
+        ("zero2", weights, weights),
+        ("fsdp2", 4 * weights, 0),
+    ):
+        fields = {"parallel": parallel, "shard_target": True, "gradient_accumulation_steps": 8}
+        found = planned.received_bytes(heads, TrainerConfig(**fields), num_gpus=4)
+        assert found == (8 * (layers + often) + once) * 3 / 4, parallel
+
+
 def stored(row: planned.MeasuredStep) -> dict:
     """The row of the stored bench that a measured step was taken from, the first that fits."""
     wanted = (row.shape, row.batch, row.num_drafts)

@@ -243,7 +243,9 @@ def check_router(
         for whole, part in zip(routed, alone, strict=True):
             assert backend == "reference" or torch.equal(whole[3:4], part), "other bits alone"
     rule = {"top_k": top_k, "normalises": True, "scale": 1.8, "backend": backend}
-    routed, shared = (route_tokens(x, weight, bias, **rule, has_shared=has) for has in (0, 1))
+    routed, shared = (
+        route_tokens(x, weight, bias, **rule, has_shared=has) for has in (False, True)
+    )
     assert torch.equal(shared.index[:, :-1], routed.index)
     assert torch.equal(shared.weights[:, :-1], routed.weights)
     assert set(shared.index[:, -1].tolist()) == {num_experts}

@@ -70,10 +70,9 @@ def test_few_rows_kernel_sm90_has_no_spills(program, tmp_path):
         depth,
         dtype=torch.bfloat16,
         config=config,
-        overlaps=True,
         is_gated=program.is_gated,
         scale_block=program.scale_block or 0,
-    )
+    ) | {"OVERLAPS": True}
     types = dict.fromkeys(few_rows_kernel.arg_names, "i32")
     types |= dict.fromkeys(("x", "weight", "out"), "*bf16")
     types |= dict.fromkeys(("bias", "weight_tiles", "parts", "arrived", "scale"), "constexpr")

@@ -1,12 +1,13 @@
 """Tensors that are made when a part is asked for: the part of a whole one, however it is cut."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from mtp_research.models.loading import lazy_tensors
+from mtp_research.models.loading import lazy_tensors, load_weights
 from mtp_research.models.loading.lazy_tensors import (
     Form,
     RandomTensor,
@@ -165,6 +166,17 @@ def test_a_rank_s_gpu_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_device(torch.device("cuda", 2), is_split=True) == torch.device("cuda", 1)
     assert own_device(torch.device("cuda", 2), is_split=False) == torch.device("cuda", 2)
     assert own_device(torch.device("cpu"), is_split=True) == torch.device("cpu")
+    placing = load_weights.Placing(any_gpu, torch.float32)
+    placed, arguments = load_weights._on_own_device(placing, {"device_map": {"": any_gpu}})
+    assert (
+        arguments
+        == {"device_map": {"": placed.device}}
+        == {"device_map": {"": torch.device("cuda:3")}}
+    )
+    spread = dataclasses.replace(placing, device_map="auto")
+    assert load_weights._on_own_device(spread, {"device_map": {"a": 0}})[1] == {
+        "device_map": {"a": 0}
+    }
 
 
 @pytest.mark.gpu

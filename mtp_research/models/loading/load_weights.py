@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
@@ -76,7 +75,6 @@ from mtp_research.runtime.errors import ConfigError, EnvironmentFault, Integrity
 logger = logging.getLogger(__name__)
 _REPORTER = logging.getLogger("transformers.modeling_utils")
 _NUM_LISTED = 3
-_ONE_DEVICE: Mapping[str, object] = MappingProxyType({})  # the map of a target that lies on one
 # What transformers raises about configurations and files that it does not expect.
 _LIBRARY_FAULTS = (
     ArithmeticError,
@@ -171,8 +169,9 @@ def load_weights(path: str, *, placing: Placing) -> LoadedModel:
 def _on_own_device(
     placing: Placing, arguments: dict[str, object]
 ) -> tuple[Placing, dict[str, object]]:
+    """Both with the number of this process's GPU, where the target lies on one."""
     device = own_device(placing.device, is_split=placing.is_split)
-    if arguments.get("device_map") is _ONE_DEVICE:
+    if "device_map" in arguments and placing.device_map == "none":
         arguments = arguments | {"device_map": {"": device}}
     return dataclasses.replace(placing, device=device), arguments
 
@@ -320,7 +319,7 @@ def _arguments(published: PublishedConfig, placing: Placing) -> dict[str, object
     if placing.device_map == "none":
         is_packed = quantisation_of(config) == "bitsandbytes"  # placed by its loader
         is_placed = is_packed or placing.is_split or _is_lazy(config, placing)
-        return {"device_map": _ONE_DEVICE} if is_placed else {}
+        return {"device_map": {"": placing.device}} if is_placed else {}
     if num_ranks() > 1:
         raise ConfigError(
             f"model.device_map spreads a target over the devices of one process, got {num_ranks()} "

@@ -5,7 +5,7 @@ products of the shared one are as small as one expert's, and at a few rows each 
 takes longer than the memory needs for its bytes. Where it has an expert's sizes it becomes one more
 pair of every token here: the router names it, and the kernels take its weights from where they lie.
 
-Without `torch.compile` the modules do what they did. Letters: T tokens, D hidden, I inner size.
+Without `torch.compile` the modules do what they did. Letter: D hidden.
 """
 
 import functools
