@@ -51,10 +51,3 @@ def test_later_engine_puts_the_rotation_back(target):
     engine = EngineConfig(compile=True, cuda_graphs=True, rotary_in_attention=False)
     apply_rewrites(target, None, engine)
     assert num_leaving_rotary(target.model) == 0
-
-
-def test_target_split_over_ranks_rotates_itself(target, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    apply_rewrites(target, None, EngineConfig(compile=True, cuda_graphs=True))
-    assert num_leaving_rotary(target.model) == 0
-    assert num_merged(target.model) > 0

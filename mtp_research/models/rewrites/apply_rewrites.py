@@ -53,7 +53,6 @@ import torch
 from torch import nn
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.models.loading.placement import num_ranks
 from mtp_research.models.rewrites.products import merge_projections
 from mtp_research.models.rewrites.regions import compile_layers_once
 from mtp_research.models.rewrites.rotary import leave_rotary_to_attention
@@ -78,8 +77,7 @@ def apply_rewrites(target: Target, heads: nn.Module | None, engine: EngineConfig
             continue
         merge_projections(model, few_rows_kernel=engine.few_rows_kernel)
         join_shared_experts(model)
-        rotates = engine.rotary_in_attention and num_ranks() == 1  # not tried with parts
-        leave_rotary_to_attention(target, model, enabled=rotates)
+        leave_rotary_to_attention(target, model, enabled=engine.rotary_in_attention)
         compile_layers_once(
             target,
             model,
@@ -96,11 +94,10 @@ def compile_options(*, overlaps: bool) -> dict[str, str | int | bool | Callable[
     A's (it fills a tensor, say) never waits and may end before A does, and C, which waits for B,
     then reads what A has not written yet. Here every generated kernel waits first: it knows that
     the one in front has ended, which had waited too, and so on. That is the order of a stream, with
-    the launches themselves hidden; kernels launched the ordinary way fit into the chain.
+    the launches themselves hidden; kernels launched the ordinary way fit into the chain, NCCL's
+    among them: it runs what ranks wait for on the stream of the step.
     """
-    # NCCL's kernels run on a stream of their own, between which and ours there are events.
-    overlaps = overlaps and num_ranks() == 1 and _wait_first()
-    return {"triton.enable_pdl": overlaps}
+    return {"triton.enable_pdl": overlaps and _wait_first()}
 
 
 def _wait_first() -> bool:
