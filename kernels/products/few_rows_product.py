@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
+from mtp_research.kernels.products.gemv import MAX_ROWS as MAX_GEMV_ROWS
+from mtp_research.kernels.products.gemv import GemvConfig, launch_gemv
 from mtp_research.kernels.products.scaled_weights import (
     FP8,
     add_product,
@@ -206,7 +208,7 @@ def few_rows_product(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    config: FewRowsConfig,
+    config: FewRowsConfig | GemvConfig,
     is_gated: bool = False,
     scale: Tensor | None = None,
     scale_block: int = 0,
@@ -219,8 +221,9 @@ def few_rows_product(
         weight: `[N, K]`, rows contiguous, dtype of `x`, or FP8 if there are scales.
         bias: `[N]`, dtype of `x`; None for none.
         config: shape of the programs, from `few_rows_choice` or a benchmark; steps are made no
-            deeper than a scale's block.
-        is_gated: `weight` holds `gate` and `up`, F rows each; without bias, splits or descriptor.
+            deeper than a scale's block. A `GemvConfig` is for 4 rows at most.
+        is_gated: `weight` holds `gate` and `up`, F rows each; without bias, scales, splits or
+            descriptor.
         scale: float32 scales of an FP8 weight, `[ceil(N / B), ceil(K / B)]`, or `[N, 1]` for B = 0.
         scale_block: B, edge of a scale's block.
         backend: `auto`, `reference` or `triton`.
@@ -232,17 +235,27 @@ def few_rows_product(
     if scale is not None:
         check_scale("weight", weight, scale, block=scale_block)
     if is_gated:
-        _check_gated(weight, bias, config)
+        _check_gated(weight, bias, scale, config)
+    if isinstance(config, GemvConfig) and len(x) > MAX_GEMV_ROWS:
+        raise ValueError(
+            f"x must have at most {MAX_GEMV_ROWS} rows for a GemvConfig, got {len(x)}; "
+            "use a FewRowsConfig."
+        )
     if checks.resolve_backend(backend, tensor=x, kernel=few_rows_kernel) == "reference":
         scales = {"scale": scale, "scale_block": scale_block}
         return few_rows_product_ref(x, weight, bias, is_gated=is_gated, **scales)
     checks.check_kernel_dtype("x", x, kernel=few_rows_kernel)
     for name, tensor in (("x", x), ("weight", weight)):
         checks.check_last_dim_contiguous(name, tensor)
-    config = config._replace(block_k=fitting_depth(config.block_k, scale_block))
+    scale = None if scale is None else scale.contiguous()
     out = x.new_empty(len(x), len(weight) // 2 if is_gated else len(weight))
     if out.numel() == 0:
         return out
+    if isinstance(config, GemvConfig):
+        scales = {"scale": scale, "scale_block": scale_block}
+        launch_gemv(x, weight, bias, out=out, config=config, is_gated=is_gated, **scales)
+        return out
+    config = config._replace(block_k=fitting_depth(config.block_k, scale_block))
     num_tiles = -(-len(weight) // config.block_n)
     num_splits = choose_num_splits(num_tiles, weight.shape[1], config=config)
     is_split = num_splits > 1
@@ -251,7 +264,7 @@ def few_rows_product(
             x,
             weight,
             _tiles(weight, config) if config.uses_descriptor else None,
-            None if scale is None else scale.contiguous(),
+            scale,
             bias,
             out,
             x.new_empty(num_splits, *out.shape, dtype=torch.float32) if is_split else None,
@@ -340,10 +353,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype
         checks.check_device("bias", bias, device=x.device)
 
 
-def _check_gated(weight: Tensor, bias: Tensor | None, config: FewRowsConfig) -> None:
-    if len(weight) % 2 or bias is not None or config.programs_per_sm or config.uses_descriptor:
+def _check_gated(
+    weight: Tensor, bias: Tensor | None, scale: Tensor | None, config: FewRowsConfig | GemvConfig
+) -> None:
+    has_more = bias is not None or scale is not None
+    is_plain = isinstance(config, GemvConfig) or config[4:] == (0, False)
+    if len(weight) % 2 or has_more or not is_plain:
         raise ValueError(
-            "a gated product needs an even number of weight rows, no bias, and a config without "
-            f"splits and descriptor, got {len(weight)} rows, bias {bias is not None} and {config}; "
-            "use is_gated=False."
+            "a gated product needs an even number of weight rows, no bias, no scales, and a config "
+            f"without splits and descriptor, got {len(weight)} rows, bias or scales {has_more} and "
+            f"{config}; use is_gated=False."
         )
