@@ -31,7 +31,7 @@ FLOORS = (
     {"mtp_research"},  # the package's own two files: public names and the command
 )
 MOST_FILES_A_FOLDER = 15
-MOST_MODULES = 223  # 162 when the house was built; features that came later took the rest
+MOST_MODULES = 225  # 162 when the house was built; features that came later took the rest
 MOST_ARGUMENTS = 8
 # A heavy package -> the files and folders that may import it.
 HOMES = {
@@ -278,7 +278,7 @@ SCHEMA_OR_RESULT = {
     "MatrixCell",
     "Setting",
 }
-MAX_LOADED = 81
+MAX_LOADED = 82
 MAX_ARGUMENTS = 8
 CALLED_BY_LIBRARIES = {"attention_forward"}  # transformers calls it with all of its own
 INTERNALS = {"scheduler", "graphs", "device_step", "cache", "drafter", "slot_state", "recent"}

@@ -5,10 +5,10 @@ has memory-bound passes around it (sort, gather, activation, weighting, scatter)
 than the product for narrow experts, and at a few tokens a step it leaves bandwidth unused.
 Maths: out[t] = sum_j w[t, j] * down[e] (silu(gate[e] x[t]) * (up[e] x[t])), e = index[t, j].
 Layout: `[gate; up]` rows of an expert follow each other, as transformers 5 stores them. Pairs of a
-token and an expert are sorted into tiles of one expert (`expert_routing`); outputs are scattered
-to `[T, top_k, H]` and added up in that order, so results do not depend on the launch. Weights may
-be FP8 with scales (`scaled_weights`), also where pairs are many: plain copies of a layer of
-GLM-4.5-Air would take 4.4 GB.
+token and an expert are sorted into tiles of one expert (`expert_routing`), but for a single token
+(`expert_gemv`); outputs are scattered to `[T, top_k, H]` and added up in that order, so results do
+not depend on the launch. Weights may be FP8 with scales (`scaled_weights`), also where pairs are
+many: plain copies of a layer of GLM-4.5-Air would take 4.4 GB.
 Letters: T tokens, P pairs, E experts, H hidden size, I inner size of an expert, B edge of a scale's
 block.
 Source: fused MoE kernels of serving engines; shapes and epilogues are ours.
@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.splits import ceil_div
+from mtp_research.kernels.experts import expert_gemv
 from mtp_research.kernels.experts.expert_mlp_triton import down_kernel, gate_up_kernel
 from mtp_research.kernels.experts.expert_routing import MAX_EXPERTS, route_pairs
 from mtp_research.kernels.products.few_rows_product import LINE_BYTES, NUM_EARLY_LINES
+from mtp_research.kernels.products.gemv import slab_of
 from mtp_research.kernels.products.scaled_weights import check_scale, dequantise, fitting_depth
 from torch import Tensor
 
@@ -132,7 +134,14 @@ def launch_expert_pairs(
     shared: SharedExpert | None = None,
     config: ExpertConfig | None = None,
 ) -> None:
-    """Route, then both products; arguments as in `expert_mlp.expert_pairs`, writes `out`."""
+    """Both products, after routing; arguments as in `expert_mlp.expert_pairs`, writes `out`.
+
+    One token needs no routing, unless a `config` asks for tiles.
+    """
+    if config is None and len(x) == 1:
+        operands = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
+        launch_single_token(*operands, out=out, scales=scales, shared=shared)
+        return
     num_experts, _, inner_size = down_proj.shape
     config = config or choose_expert_config(
         top_k_index.numel(),
@@ -150,6 +159,55 @@ def launch_expert_pairs(
     both = {"tiles": tiles, "scales": scales, "shared": shared, "config": config}
     inner = launch_gate_up(x, gate_up_proj, top_k=top_k_index.shape[1], **both)
     launch_down(inner, down_proj, top_k_weights.reshape(-1), out=out, **both)
+
+
+def launch_single_token(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    out: Tensor,
+    scales: ExpertScales | None = None,
+    shared: SharedExpert | None = None,
+) -> None:
+    """Both products of one token; arguments as in `expert_pairs`, writes `out`."""
+    num_experts, hidden_size, inner_size = down_proj.shape
+    index = top_k_index.flatten()
+    inner = x.new_empty(len(index), inner_size)
+    sizes = {"HIDDEN": hidden_size, "INNER": inner_size, **checks.overlapping(x.device)}
+    scale_block = 0 if scales is None else scales.block
+    with checks.launch_device(x):
+        slab = slab_of(hidden_size, config=expert_gemv.GATE_UP, scale_block=scale_block)
+        expert_gemv.gate_up_gemv_kernel[(len(index) * ceil_div(inner_size, slab["BLOCK_N"]),)](
+            x,
+            gate_up_proj,
+            None if scales is None else scales.gate_up,
+            None if shared is None else shared.gate_up,
+            None if shared is None else shared.gate_up_scale,
+            inner,
+            index,
+            num_experts,
+            **sizes,
+            **slab,
+            num_warps=expert_gemv.GATE_UP.num_warps,
+        )
+        slab = slab_of(inner_size, config=expert_gemv.DOWN, scale_block=scale_block)
+        expert_gemv.down_gemv_kernel[(len(index) * ceil_div(hidden_size, slab["BLOCK_N"]),)](
+            inner,
+            down_proj,
+            None if scales is None else scales.down,
+            None if shared is None else shared.down,
+            None if shared is None else shared.down_scale,
+            top_k_weights.flatten(),
+            out,
+            index,
+            num_experts,
+            **sizes,
+            **slab,
+            num_warps=expert_gemv.DOWN.num_warps,
+        )
 
 
 def launch_gate_up(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from mtp_research.kernels.products.few_rows_product import MAX_ROWS, FewRowsConfig
+from mtp_research.kernels.products.gemv import GemvConfig
 
 _HOPPER = (9, 0)
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -25,14 +26,16 @@ class _Choice(NamedTuple):
     min_outputs: int
     end_outputs: int
     min_depth: int
-    config: FewRowsConfig
+    config: FewRowsConfig | GemvConfig
 
 
 _ANY = 1 << 62
 _WIDE_SPLIT = FewRowsConfig(64, 128, 4, 6, 2, uses_descriptor=True)
 _NARROW = FewRowsConfig(32, 256, 2, 5, uses_descriptor=True)
+_ONE_ROW = GemvConfig(4, 4096, 4)
 # By the padded number of rows; the first row that fits is taken.
 _CHOICES: dict[int, tuple[_Choice, ...]] = {
+    1: (_Choice(2048, 8192, 1024, _ONE_ROW), _Choice(12_288, _ANY, 2048, _ONE_ROW)),
     8: (
         _Choice(2048, 2560, 2048, _WIDE_SPLIT),
         _Choice(2560, 8192, 1024, _NARROW),
@@ -53,13 +56,15 @@ _CHOICES: dict[int, tuple[_Choice, ...]] = {
 }
 # Of gated products, by the rows of both halves together.
 _GATED_CHOICES: dict[int, tuple[_Choice, ...]] = {
+    1: (_Choice(20_480, _ANY, 4096, GemvConfig(8, 4096, 8)),),
     8: (_Choice(20_480, _ANY, 4096, FewRowsConfig(32, 256, 2, 5)),),
     16: (_Choice(20_480, _ANY, 4096, FewRowsConfig(64, 128, 4, 5)),),
 }
 # Of FP8 weights, by the padded number of rows: the library has no such product, so there is one for
 # every size. The shapes for 8, 32 and 128 rows are measurements (benchmark `fp8`, GLM-4.5-Air's
 # sizes, one H200), those for 16 and 64 rows are the ones beside them.
-_FP8_CONFIGS = {
+_FP8_CONFIGS: dict[int, FewRowsConfig | GemvConfig] = {
+    1: _ONE_ROW,
     8: FewRowsConfig(64, 128, 4, 6, 2),
     16: FewRowsConfig(64, 128, 4, 5, 2, uses_descriptor=True),
     32: FewRowsConfig(64, 128, 4, 5, 2, uses_descriptor=True),
@@ -75,7 +80,7 @@ def runs_on(device: torch.device) -> bool:
 
 def choose_config(
     num_rows: int, num_outputs: int, depth: int, *, dtype: torch.dtype
-) -> FewRowsConfig | None:
+) -> FewRowsConfig | GemvConfig | None:
     """Program shape of T >= 1 rows times a weight `[N, K]`; None: the library's is faster."""
     return _choose(_CHOICES, num_rows, num_outputs, depth, dtype)
 
@@ -87,17 +92,17 @@ def has_config(num_outputs: int, depth: int, *, dtype: torch.dtype) -> bool:
 
 def choose_gated_config(
     num_rows: int, num_weight_rows: int, depth: int, *, dtype: torch.dtype
-) -> FewRowsConfig | None:
+) -> FewRowsConfig | GemvConfig | None:
     """As `choose_config`, for a gated product; `num_weight_rows` are 2F, those of both halves."""
     return _choose(_GATED_CHOICES, num_rows, num_weight_rows, depth, dtype)
 
 
-def choose_fp8_config(num_rows: int, depth: int) -> FewRowsConfig | None:
+def choose_fp8_config(num_rows: int, depth: int) -> FewRowsConfig | GemvConfig | None:
     """Program shape of T >= 1 rows times an FP8 weight; None for more than the kernel takes."""
     found = next((c for padded, c in _FP8_CONFIGS.items() if num_rows <= padded), None)
-    if found is None or depth % 16 == 0:
-        return found
-    return found._replace(uses_descriptor=False)  # which wants rows that start at 16 bytes
+    if isinstance(found, FewRowsConfig) and depth % 16:
+        return found._replace(uses_descriptor=False)  # which wants rows that start at 16 bytes
+    return found
 
 
 def _choose(
@@ -106,7 +111,7 @@ def _choose(
     num_outputs: int,
     depth: int,
     dtype: torch.dtype,
-) -> FewRowsConfig | None:
+) -> FewRowsConfig | GemvConfig | None:
     if dtype not in _DTYPES or depth % 8:  # rows of the weight start at 16 bytes
         return None
     # Compared and not computed with: code compiled for any number of rows then holds for a range.

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
-from mtp_research.kernels.products.gemv import MAX_ROWS as MAX_GEMV_ROWS
-from mtp_research.kernels.products.gemv import GemvConfig, launch_gemv
+from mtp_research.kernels.products.gemv import GemvConfig, launch_gemv, silu_product
 from mtp_research.kernels.products.scaled_weights import (
     FP8,
     add_product,
@@ -128,7 +127,7 @@ def few_rows_kernel(
     if bias is not None:
         acc += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)[:, None]
     if IS_GATED:
-        acc = _silu_product(acc, out.dtype.element_ty, BLOCK_T, BLOCK_N)
+        acc = silu_product(acc, out.dtype.element_ty, BLOCK_T, BLOCK_N)
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_place)
 
 
@@ -140,15 +139,6 @@ def _sum_parts(at, num_splits, stride_split, is_place):
         at += stride_split
         acc += tl.load(at, mask=is_place, other=0.0, cache_modifier=".cg")
     return acc
-
-
-@checks.kernel_jit
-def _silu_product(acc, dtype: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
-    """silu(gate) * up `[BLOCK_N / 2, BLOCK_T]` of a tile, both rounded as a product of its own."""
-    halves = tl.permute(tl.reshape(acc.to(dtype), [2, BLOCK_N // 2, BLOCK_T]), (1, 2, 0))
-    gate, up = tl.split(halves)
-    gate = gate.to(tl.float32)
-    return gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
 
 
 @checks.kernel_jit
@@ -221,7 +211,7 @@ def few_rows_product(
         weight: `[N, K]`, rows contiguous, dtype of `x`, or FP8 if there are scales.
         bias: `[N]`, dtype of `x`; None for none.
         config: shape of the programs, from `few_rows_choice` or a benchmark; steps are made no
-            deeper than a scale's block. A `GemvConfig` is for 4 rows at most.
+            deeper than a scale's block. A `GemvConfig` is for one row.
         is_gated: `weight` holds `gate` and `up`, F rows each; without bias, scales, splits or
             descriptor.
         scale: float32 scales of an FP8 weight, `[ceil(N / B), ceil(K / B)]`, or `[N, 1]` for B = 0.
@@ -236,11 +226,8 @@ def few_rows_product(
         check_scale("weight", weight, scale, block=scale_block)
     if is_gated:
         _check_gated(weight, bias, scale, config)
-    if isinstance(config, GemvConfig) and len(x) > MAX_GEMV_ROWS:
-        raise ValueError(
-            f"x must have at most {MAX_GEMV_ROWS} rows for a GemvConfig, got {len(x)}; "
-            "use a FewRowsConfig."
-        )
+    if isinstance(config, GemvConfig) and len(x) > 1:
+        raise ValueError(f"x must have one row for {config}, got {len(x)}; use a FewRowsConfig.")
     if checks.resolve_backend(backend, tensor=x, kernel=few_rows_kernel) == "reference":
         scales = {"scale": scale, "scale_block": scale_block}
         return few_rows_product_ref(x, weight, bias, is_gated=is_gated, **scales)

@@ -1,15 +1,16 @@
-"""Products of up to four rows with a weight, without the matrix instruction.
+"""The product of one row with a weight, without the matrix instruction.
 
 Where it sits: `few_rows_product` calls it where `few_rows_choice` names a `GemvConfig`.
-Maths: out[t, n] = sum_k x[t, k] * weight[n, k] + bias[n], multiplied and accumulated in float32.
+Maths: out[n] = sum_k x[k] * weight[n, k] + bias[n], multiplied and accumulated in float32.
 Layout: a program holds a slab of the weight in registers, BLOCK_N rows by BLOCK_K columns, and
-walks K in such slabs. A tile that goes through shared memory to the matrix instruction is short of
-bandwidth at so few rows; here every load of a slab is on its way at once, and on Hopper the first
-slab is asked for before the kernel in front has ended, whose `x` is only needed later.
-A gated product has the rows of `gate` and `up` in one weight `[2F, K]`; a program holds a slab of
-each and stores silu(gate) * up.
+walks K in such slabs. What goes through shared memory to the matrix instruction arrives in steps;
+here all loads of a slab are on their way at once, and on Hopper those of the first one before the
+kernel in front has ended, whose `x` is needed later. From two rows on the conversion of the numbers
+to float32, and their products, take longer than the memory.
+A gated product has the rows of `gate` and `up` in one weight `[2F, K]`; a program has half of its
+rows of each and stores silu(gate) * up.
 The scale of a block of an FP8 weight is multiplied into `x`, that of a row into the sum.
-Letters: T rows, N outputs, K depth, F gated outputs, B edge of a scale's block.
+Letters: N outputs, K depth, F gated outputs, B edge of a scale's block.
 """
 
 from __future__ import annotations
@@ -24,42 +25,47 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 try:
-    import triton
     import triton.language as tl
 except ImportError:  # checks.resolve_backend refuses the kernel then
-    triton = tl = None
+    tl = None
 
 
 @checks.kernel_jit
-def scaled_row(row_at, scale_at, start, depth, BLOCK_K: tl.constexpr, SCALE_BLOCK: tl.constexpr):
-    """BLOCK_K numbers of a row in float32, zeros past its end, times the scales of their columns.
+def dot_rows(weight, x, scale, start, depth, BLOCK_K: tl.constexpr, SCALE_BLOCK: tl.constexpr):
+    """What columns `[start, start + BLOCK_K)` add to the sums of the rows of a slab.
 
-    `scale_at` is where the scales of the program's weight rows begin.
+    `x` is a row of `depth` numbers; `scale` is where the scales of the slab's rows begin, which lie
+    in one block, or anything for SCALE_BLOCK 0.
     """
     k = start + tl.arange(0, BLOCK_K)
-    row = tl.load(row_at + k, mask=k < depth, other=0.0).to(tl.float32)
+    a = tl.load(x + k, mask=k < depth, other=0.0).to(tl.float32)
     if SCALE_BLOCK > 0:
         NUM_BLOCKS: tl.constexpr = BLOCK_K // SCALE_BLOCK
         block = start // SCALE_BLOCK + tl.arange(0, NUM_BLOCKS)
-        is_block = block * SCALE_BLOCK < depth
-        scale = tl.load(scale_at + block, mask=is_block, other=0.0)
-        row = tl.reshape(tl.reshape(row, [NUM_BLOCKS, SCALE_BLOCK]) * scale[:, None], [BLOCK_K])
-    return row
+        of_block = tl.load(scale + block, mask=block * SCALE_BLOCK < depth, other=0.0)
+        a = tl.reshape(tl.reshape(a, [NUM_BLOCKS, SCALE_BLOCK]) * of_block[:, None], [BLOCK_K])
+    return tl.sum(widened(weight, tl.float32) * a[None, :], 1)
+
+
+@checks.kernel_jit
+def silu_product(acc, dtype: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
+    """silu(gate) * up `[BLOCK_N / 2, BLOCK_T]` of a tile, both rounded as a product of its own."""
+    halves = tl.permute(tl.reshape(acc.to(dtype), [2, BLOCK_N // 2, BLOCK_T]), (1, 2, 0))
+    gate, up = tl.split(halves)
+    gate = gate.to(tl.float32)
+    return gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
 
 
 @checks.kernel_jit
 def gemv_kernel(
-    x,  # [T, K], rows contiguous
+    x,  # [K]
     weight,  # [N, K], rows contiguous; [2F, K] if gated
     scale,  # float32 [ceil(N / B), ceil(K / B)], [N, 1] for SCALE_BLOCK 0, or None
     bias,  # [N] or None
-    out,  # [T, N], contiguous; written
+    out,  # [N], or [F] if gated; written
     num_outputs,  # N, or F if gated
     depth,
-    stride_x,
     stride_weight,
-    NUM_ROWS: tl.constexpr,  # T
-    BLOCK_T: tl.constexpr,  # T or the power of two above it
     BLOCK_N: tl.constexpr,  # divides B
     BLOCK_K: tl.constexpr,  # a multiple of B
     NUM_STEPS: tl.constexpr,
@@ -67,23 +73,19 @@ def gemv_kernel(
     SCALE_BLOCK: tl.constexpr,  # B, or 0
     OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
-    """BLOCK_N outputs of every row."""
-    tile = tl.program_id(0)
-    output = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_output = output < num_outputs
-    row = tl.minimum(output, num_outputs - 1)  # a repeated row instead of a mask
-    lane = tl.arange(0, BLOCK_T)[None, :]
+    """One tile of outputs."""
+    TILE_OUTPUTS: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
+    first = tl.program_id(0) * TILE_OUTPUTS
+    lane = tl.arange(0, BLOCK_N)
+    row = tl.minimum(first + lane % TILE_OUTPUTS, num_outputs - 1)  # instead of a mask
+    row += lane // TILE_OUTPUTS * num_outputs  # rows of `up` lie behind those of `gate`
     k = tl.arange(0, BLOCK_K)[None, :]
     weight_at = weight + row.to(tl.int64)[:, None] * stride_weight + k
     w = tl.load(weight_at, mask=k < depth, other=0.0)
-    up_at = weight + (row.to(tl.int64) + num_outputs)[:, None] * stride_weight + k
-    if IS_GATED:
-        u = tl.load(up_at, mask=k < depth, other=0.0)
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    up = acc
+    acc = tl.zeros([BLOCK_N], tl.float32)
     scale_at = scale
     if SCALE_BLOCK > 0:
-        scale_at += tile * BLOCK_N // SCALE_BLOCK * ((depth + SCALE_BLOCK - 1) // SCALE_BLOCK)
+        scale_at += first // SCALE_BLOCK * ((depth + SCALE_BLOCK - 1) // SCALE_BLOCK)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()  # `x` is there, and nobody reads `out` any more
         tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write
@@ -91,36 +93,24 @@ def gemv_kernel(
         start = step * BLOCK_K
         if step > 0:
             w = tl.load(weight_at + start, mask=k < depth - start, other=0.0)
-            if IS_GATED:
-                u = tl.load(up_at + start, mask=k < depth - start, other=0.0)
-        for t in tl.static_range(NUM_ROWS):
-            a = scaled_row(x + t * stride_x, scale_at, start, depth, BLOCK_K, SCALE_BLOCK)
-            part = tl.sum(widened(w, tl.float32) * a[None, :], 1)
-            acc += tl.where(lane == t, part[:, None], 0.0)
-            if IS_GATED:
-                part = tl.sum(widened(u, tl.float32) * a[None, :], 1)
-                up += tl.where(lane == t, part[:, None], 0.0)
+        acc += dot_rows(w, x, scale_at, start, depth, BLOCK_K, SCALE_BLOCK)
     if scale is not None and SCALE_BLOCK == 0:
-        acc *= tl.load(scale + row)[:, None]
+        acc *= tl.load(scale + row)
     if bias is not None:
-        acc += tl.load(bias + row).to(tl.float32)[:, None]
+        acc += tl.load(bias + row).to(tl.float32)
     if IS_GATED:
-        gate = acc.to(out.dtype.element_ty).to(tl.float32)  # rounded as a product of its own
-        up = up.to(out.dtype.element_ty).to(tl.float32)
-        acc = gate / (1.0 + tl.exp(-gate)) * up
-    place = lane * num_outputs + output[:, None]
-    is_place = (lane < NUM_ROWS) & is_output[:, None]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_place)
-
-
-MAX_ROWS = 4
+        acc = tl.reshape(
+            silu_product(acc[:, None], out.dtype.element_ty, 1, BLOCK_N), [BLOCK_N // 2]
+        )
+    output = first + tl.arange(0, TILE_OUTPUTS)
+    tl.store(out + output, acc.to(out.dtype.element_ty), mask=output < num_outputs)
 
 
 class GemvConfig(NamedTuple):
     """Compile-time shape of one program: powers of two."""
 
-    block_n: int  # weight rows a program; of gate and of up as many each
-    block_k: int  # columns of a slab
+    block_n: int  # weight rows a program
+    block_k: int  # most columns of a slab
     num_warps: int
 
 
@@ -135,37 +125,37 @@ def launch_gemv(
     scale: Tensor | None,
     scale_block: int,
 ) -> None:
-    """Writes `out` `[T, N]`; arguments as in `few_rows_product`, which has checked them."""
+    """Writes `out` `[1, N]` of `x` `[1, K]`; arguments as `few_rows_product` has checked them."""
+    num_outputs, depth = out.shape[1], weight.shape[1]
+    blocks = slab_of(depth, config=config, scale_block=scale_block)
     with checks.launch_device(x):
-        gemv_kernel[(ceil_div(out.shape[1], config.block_n),)](
+        gemv_kernel[(ceil_div(len(weight), blocks["BLOCK_N"]),)](
             x,
             weight,
             scale,
             bias,
             out,
-            out.shape[1],
-            weight.shape[1],
-            x.stride(0),
+            num_outputs,
+            depth,
             weight.stride(0),
-            **gemv_constants(
-                len(x), weight.shape[1], config=config, is_gated=is_gated, scale_block=scale_block
-            ),
+            **blocks,
+            NUM_STEPS=ceil_div(depth, blocks["BLOCK_K"]),
+            IS_GATED=is_gated,
             **checks.overlapping(x.device),
             num_warps=config.num_warps,
         )
 
 
-def gemv_constants(
-    num_rows: int, depth: int, *, config: GemvConfig, is_gated: bool = False, scale_block: int = 0
-) -> dict[str, int | bool]:
-    """Compile-time arguments of the kernel but `OVERLAPS`, by name."""
-    block_k = max(config.block_k, scale_block)
+def slab_of(depth: int, *, config: GemvConfig, scale_block: int) -> dict[str, int]:
+    """Compile-time arguments that the sizes and the blocks of scales decide, by name.
+
+    Half a slab of columns leaves fewer lanes without any where a whole one does not fit K.
+    """
+    block_k = config.block_k
+    while block_k > max(scale_block, 128) and -depth % block_k > depth // 4:
+        block_k //= 2
     return {
-        "NUM_ROWS": num_rows,
-        "BLOCK_T": triton.next_power_of_2(num_rows),
         "BLOCK_N": min(config.block_n, scale_block or config.block_n),
-        "BLOCK_K": block_k,
-        "NUM_STEPS": ceil_div(depth, block_k),
-        "IS_GATED": is_gated,
+        "BLOCK_K": max(block_k, scale_block),
         "SCALE_BLOCK": scale_block,
     }

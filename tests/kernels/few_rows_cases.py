@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from mtp_research.kernels.products.few_rows_product import FewRowsConfig, few_rows_product
+from mtp_research.kernels.products.gemv import GemvConfig
 from mtp_research.kernels.products.scaled_weights import FP8, dequantise, scale_shape
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -16,7 +17,7 @@ class Case(NamedTuple):
     num_rows: int
     num_outputs: int  # F if gated
     depth: int
-    config: FewRowsConfig
+    config: FewRowsConfig | GemvConfig
     has_bias: bool = False
     is_gated: bool = False
     scale_block: int | None = None  # of an FP8 weight; 0: a scale per row
@@ -28,6 +29,8 @@ INTERPRETED_CASES = (
     Case("uneven_splits_of_tiles", 5, 64, 80, FewRowsConfig(32, 16, 1, 4, 2, uses_descriptor=True)),
     Case("one_tile", 16, 16, 16, FewRowsConfig(16, 16, 1, 2)),
     Case("gated", 9, 21, 72, FewRowsConfig(32, 32, 1, 4), is_gated=True),
+    Case("gemv", 1, 37, 304, GemvConfig(8, 128, 2), has_bias=True),
+    Case("gemv_gated", 1, 21, 128, GemvConfig(8, 128, 1), is_gated=True),
 )
 
 # The last block of a row, and of a column, is cut off; steps are as deep as a block, or less.
@@ -36,6 +39,8 @@ FP8_CASES = (
     Case("fp8_blocks_split", 9, 75, 88, FewRowsConfig(32, 16, 2, 3, 1), scale_block=32),
     Case("fp8_rows", 9, 37, 72, FewRowsConfig(32, 32, 2, 3), has_bias=True, scale_block=0),
     Case("fp8_rows_split", 1, 37, 72, FewRowsConfig(16, 16, 1, 3, 1), scale_block=0),
+    Case("gemv_fp8_blocks", 1, 75, 304, GemvConfig(8, 128, 2), has_bias=True, scale_block=32),
+    Case("gemv_fp8_rows", 1, 37, 72, GemvConfig(8, 128, 2), has_bias=True, scale_block=0),
 )
 
 

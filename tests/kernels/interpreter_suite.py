@@ -269,6 +269,7 @@ def test_expert_mlp_interpreted_equals_its_definition(dtype):
     check_expert_mlp(21, dtype=dtype, backend="triton", num_experts=3, hidden_size=64)
     check_all_on_one_expert(dtype, backend="triton")
     check_unchosen_expert_is_not_read(dtype, backend="triton", device="cpu")
+    check_experts_that_are_away(1, dtype=dtype, backend="triton")
     check_experts_that_are_away(3, dtype=dtype, backend="triton")
     check_experts_that_are_away(21, dtype=dtype, backend="triton")
 
@@ -278,6 +279,7 @@ def test_expert_mlp_interpreted_equals_its_definition(dtype):
 def test_fp8_experts_interpreted_equal_their_plain_weights(block, dtype):
     sizes = {"num_experts": 3, "hidden_size": 72, "inner_size": 40}  # blocks of 32 are cut off
     check_fp8_experts(21, block=block, dtype=dtype, backend="triton", **sizes)
+    check_fp8_experts(1, block=block, dtype=dtype, backend="triton", **sizes)
     check_fp8_experts(1, block=block, dtype=dtype, backend="triton", hidden_size=64, inner_size=64)
 
 
@@ -294,7 +296,8 @@ def test_routing_interpreted_equals_the_reference(most_pairs, monkeypatch):
 
 @pytest.mark.parametrize("block", [None, 0, 16], ids=["plain", "rows", "blocks"])
 def test_shared_expert_interpreted_is_one_of_the_stack(block):
-    check_shared_expert(9, dtype=torch.float32, backend="triton", block=block)
+    for num_tokens in (1, 9):
+        check_shared_expert(num_tokens, dtype=torch.float32, backend="triton", block=block)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -3,14 +3,16 @@
 import pytest
 import torch
 from mtp_research.kernels.experts import (
-    expert_mlp as expert_mlp_launch,
-)
-from mtp_research.kernels.experts import (
+    expert_gemv,
     expert_router,
     expert_routing,
 )
+from mtp_research.kernels.experts import (
+    expert_mlp as expert_mlp_launch,
+)
 from mtp_research.kernels.experts.expert_mlp_triton import down_kernel, gate_up_kernel
 from mtp_research.kernels.experts.expert_router import router_choice_kernel, router_logits_kernel
+from mtp_research.kernels.products.gemv import slab_of
 from mtp_research.kernels.products.scaled_weights import FP8
 
 pytest.importorskip("triton")
@@ -76,6 +78,29 @@ def test_expert_product_sm90_has_no_spills(name, block_m, product, block, has_sh
     # To bfloat16 over float32: the direct conversion is slower than memory.
     assert ("cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]) == (scales is not None)
     assert "cvt.bf16.f16" not in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("has_shared", [False, True], ids=["alone", "shared"])
+@pytest.mark.parametrize("block", LAYOUTS, ids=LAYOUTS.values())
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_product_of_one_token_sm90_has_no_spills(name, block, has_shared, tmp_path):
+    kernel = getattr(expert_gemv, f"{name}_gemv_kernel")
+    config, depth = {"gate_up": (expert_gemv.GATE_UP, 4096), "down": (expert_gemv.DOWN, 1408)}[name]
+    constants = {"HIDDEN": 4096, "INNER": 1408, "OVERLAPS": True}
+    constants |= slab_of(depth, config=config, scale_block=block or 0)
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"index": "*i64", "router_weights": "*fp32"}
+    types |= dict.fromkeys(("x", "weight", "inner", "out"), POINTERS[torch.bfloat16])
+    types |= dict.fromkeys(("scale", "shared", "shared_scale"), "constexpr")
+    if block is not None:
+        types |= {"weight": "*fp8e4nv", "scale": "*fp32"}
+    if has_shared:
+        types |= {"shared": types["weight"], "shared_scale": types["scale"]}
+    types |= dict.fromkeys(constants, "constexpr")
+    compiled = _compile(kernel, types=types, constants=constants, num_warps=config.num_warps)
+    assert _num_spilled_bytes(compiled, tmp_path) == 0
+    early, late = compiled.asm["ptx"].split("griddepcontrol.wait")
+    assert "ld.global.v4" in late, "16 bytes a load"
+    assert ("ld.global.v4" in early) == (name == "down"), "whose experts are known before"
 
 
 SMALL = {  # kernel, constants, warps, stages

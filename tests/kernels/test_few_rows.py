@@ -10,6 +10,7 @@ from mtp_research.kernels.products.few_rows_product import (
     choose_num_splits,
     few_rows_product,
 )
+from mtp_research.kernels.products.gemv import GemvConfig, slab_of
 from mtp_research.kernels.products.scaled_weights import FP8, check_scale, dequantise
 
 from tests.kernels.few_rows_cases import FP8_CASES, INTERPRETED_CASES, check_few_rows, draw_fp8
@@ -38,6 +39,11 @@ def test_reference_matches_float64(case):
             "even number of weight rows",
         ),
         (lambda: few_rows_product(X, WEIGHT, config=SPLIT, is_gated=True), "without splits"),
+        (lambda: few_rows_product(X, WEIGHT, config=GemvConfig(4, 128, 1)), "x must have one row"),
+        (
+            lambda: few_rows_product(X, STORED, scale=SCALE, config=PLAIN, is_gated=True),
+            "no scales",
+        ),
         (lambda: few_rows_product(X, STORED, config=PLAIN), "weight must have dtype torch.float32"),
         (
             lambda: few_rows_product(X, WEIGHT, scale=SCALE, config=PLAIN),
@@ -91,7 +97,7 @@ def test_table_names_a_program_shape_only_where_it_was_faster(
 def test_gated_program_shapes_are_ones_that_the_kernel_takes():
     for num_rows in (1, 4, 16):
         config = choose_gated_config(num_rows, 22_016, 4096, dtype=BF16)
-        few_rows_product(X, WEIGHT, config=config, is_gated=True)
+        few_rows_product(X[:num_rows], WEIGHT, config=config, is_gated=True)
     assert choose_gated_config(32, 22_016, 4096, dtype=BF16) is None
 
 
@@ -115,6 +121,20 @@ def test_fp8_weights_have_a_program_shape_for_any_size():
         found = few_rows_choice.choose_fp8_config(32, depth)
         assert found is not None
         assert found.uses_descriptor == (depth == 96)
+
+
+@pytest.mark.parametrize(
+    ("depth", "scale_block", "columns"),
+    [(4096, 0, 4096), (12_288, 0, 4096), (5120, 0, 2048), (1408, 0, 512), (1408, 128, 512)],
+)
+def test_slabs_of_one_row_leave_at_most_a_quarter_of_their_lanes_idle(depth, scale_block, columns):
+    slab = slab_of(depth, config=GemvConfig(4, 4096, 4), scale_block=scale_block)
+    assert slab == {"BLOCK_N": 4, "BLOCK_K": columns, "SCALE_BLOCK": scale_block}
+
+
+def test_slabs_of_one_row_lie_in_one_block_of_scales_and_hold_whole_ones():
+    slab = slab_of(72, config=GemvConfig(64, 16, 4), scale_block=32)
+    assert slab == {"BLOCK_N": 32, "BLOCK_K": 32, "SCALE_BLOCK": 32}
 
 
 def test_table_is_for_hopper_alone():

@@ -11,6 +11,7 @@ from mtp_research.kernels.products.few_rows_product import (
     few_rows_constants,
     few_rows_kernel,
 )
+from mtp_research.kernels.products.gemv import GemvConfig, gemv_kernel, slab_of
 
 pytest.importorskip("triton")
 from tests.kernels.test_sm90_compile import (
@@ -38,6 +39,8 @@ def shipped():
         for num_rows, choices in table.items():
             for choice in choices:
                 config = choice.config
+                if isinstance(config, GemvConfig):
+                    continue
                 num_tiles = -(-choice.min_outputs // config.block_n)
                 splits = choose_num_splits(num_tiles, choice.min_depth, config=config) > 1
                 for is_split in {False, splits and not is_gated}:
@@ -50,6 +53,7 @@ FP8_PROGRAMS = [
     Program(num_rows, config, is_split=True, scale_block=block)
     for num_rows, config in few_rows_choice._FP8_CONFIGS.items()
     for block in (128, 0)
+    if isinstance(config, FewRowsConfig)
 ]
 PLAIN_PROGRAMS = [*dict.fromkeys(shipped()), WITH_BIAS, Program(1, few_rows_choice._NARROW)]
 PROGRAMS = [*PLAIN_PROGRAMS, *FP8_PROGRAMS]
@@ -102,3 +106,39 @@ def test_few_rows_kernel_sm90_has_no_spills(program, tmp_path):
     assert ("cvt.rn.f16x2.e4m3x2" in ptx) == (program.scale_block is not None)
     assert "cvt.bf16.f16" not in ptx, "slower than memory"
     assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait") < ptx.index(copies)
+
+
+@pytest.mark.parametrize(
+    ("depth", "scale_block", "is_gated"),
+    [
+        (4096, None, False),
+        (6144, None, False),
+        (11_008, None, False),
+        (4096, None, True),
+        (4096, 128, False),
+        (12_288, 0, False),
+    ],
+)
+def test_one_row_kernel_sm90_asks_for_its_weight_before_it_waits(
+    depth, scale_block, is_gated, tmp_path
+):
+    plain, gated = few_rows_choice._ONE_ROW, few_rows_choice._GATED_CHOICES[1][0].config
+    config = gated if is_gated else plain
+    slab = slab_of(depth, config=config, scale_block=scale_block or 0)
+    constants = slab | {"NUM_STEPS": -(-depth // slab["BLOCK_K"]), "IS_GATED": is_gated}
+    constants |= {"OVERLAPS": True}
+    types = dict.fromkeys(gemv_kernel.arg_names, "i32")
+    types |= dict.fromkeys(("x", "weight", "out", "bias"), "*bf16") | {"scale": "constexpr"}
+    if scale_block is not None:
+        types |= {"weight": "*fp8e4nv", "scale": "*fp32"}
+    compiled = _compile(
+        gemv_kernel,
+        types=types | dict.fromkeys(constants, "constexpr"),
+        constants=constants,
+        num_warps=config.num_warps,
+        divisible=("num_outputs", "depth"),
+    )
+    assert _num_spilled_bytes(compiled, tmp_path) == 0
+    early, late = compiled.asm["ptx"].split("griddepcontrol.wait")
+    assert "ld.global.v4" in early, "16 bytes a load"
+    assert "ld.global.v4" in late, "of `x`"
