@@ -6,10 +6,9 @@ the best token of each row and no logits: every rank sends the value and the id 
 NaN included, and the same on every rank. What reads more of a row gathers the logits (`whole_of`)
 or some of them (`decode.sampling.top_candidates`).
 
-Sums of a few rows go through one kernel that reads the other GPUs' parts over the link: NCCL takes
-7 to 8 us for them, twice a layer. The collective calls are operators, so that compiled code calls
-them as they are and a CUDA graph holds them. A rank that is gone is an `EnvironmentFault` of the
-others where the backend tells (gloo); on GPUs torchrun ends them.
+The collective calls are operators, so that compiled code calls them as they are and a CUDA graph
+holds them. A rank that is gone is an `EnvironmentFault` of the others where the backend tells
+(gloo); with NCCL torchrun ends them.
 
 Ranks that share experts alone (`model.tp_plan=data`) decode requests of their own, each with its
 own pages, and decide tokens without the others. Their rows meet in expert layers, by a
@@ -25,17 +24,14 @@ Letters: R rows of any shape, V vocabulary, n ranks, T rows of a rank, S rows of
 experts of a rank.
 """
 
-import functools
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import _symmetric_memory as symmetric_memory
 
 from mtp_research.models.attention.paged import fusion_barrier
 from mtp_research.runtime.errors import EnvironmentFault
@@ -47,8 +43,6 @@ _reduce_scatter = (
     vars(distributed).get("reduce_scatter_single") or distributed.reduce_scatter_tensor
 )
 _PEER_IS_GONE = ("by peer", "Broken pipe", "Timed out", "remote process")  # gloo's words and NCCL's
-_ONE_SHOT_BYTES = 1 << 18  # each rank reads all of the others' parts: more is faster in rings
-_VECTOR_BYTES = 16
 BEST_BYTES = 16  # that a rank sends of a row: value and id of its best token
 
 
@@ -109,43 +103,7 @@ def whole_of(part: Tensor, parts: RankParts | None, *, dim: int = -1) -> Tensor:
 def sum_over_ranks(part: torch.Tensor) -> None:
     """Put the sum of all ranks' `part` in its place."""
     with peers_needed():
-        buffer = _buffer_of_all(part.dtype, part.device) if _fits_one_shot(part) else None
-        if buffer is None:
-            distributed.all_reduce(part)
-            return
-        group = _all_ranks().group_name
-        own = buffer[: part.numel()].view_as(part)  # torch 2.11 wants the result's sizes
-        torch.ops.symm_mem.one_shot_all_reduce_copy_out(own, part, "sum", group, part)
-
-
-def _all_ranks() -> distributed.ProcessGroup:
-    return cast(distributed.ProcessGroup, distributed.group.WORLD)
-
-
-def _fits_one_shot(part: Tensor) -> bool:
-    """Whether a sum is small enough, and the ranks' GPUs of a kind, for one kernel without NCCL."""
-    is_small = part.nbytes <= _ONE_SHOT_BYTES and part.is_contiguous()
-    is_whole = part.nbytes % _VECTOR_BYTES == 0 == part.data_ptr() % _VECTOR_BYTES
-    return part.is_cuda and is_small and is_whole and part.numel() > 0
-
-
-@functools.cache
-def _buffer_of_all(dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Memory of this rank that the others read, made when all first add something up.
-
-    None where ranks lie on several hosts or their GPUs cannot read each other's memory.
-    """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    is_known = dtype in (torch.bfloat16, torch.float32)
-    is_near = here == distributed.get_world_size() <= torch.cuda.device_count()
-    others = [number for number in range(here) if number != device.index]
-    if os.environ.get("NO_ONE_SHOT") or not (is_known and is_near):
-        return None
-    if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
-        return None
-    buffer = symmetric_memory.empty(_ONE_SHOT_BYTES // dtype.itemsize, dtype=dtype, device=device)
-    symmetric_memory.rendezvous(buffer, _all_ranks())
-    return buffer
+        distributed.all_reduce(part)
 
 
 @sum_over_ranks.register_fake
