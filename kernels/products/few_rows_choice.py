@@ -56,7 +56,7 @@ _CHOICES: dict[int, tuple[_Choice, ...]] = {
 }
 # Of gated products, by the rows of both halves together.
 _GATED_CHOICES: dict[int, tuple[_Choice, ...]] = {
-    1: (_Choice(20_480, _ANY, 4096, GemvConfig(8, 4096, 8)),),
+    1: (_Choice(20_480, _ANY, 4096, _ONE_ROW),),
     8: (_Choice(20_480, _ANY, 4096, FewRowsConfig(32, 256, 2, 5)),),
     16: (_Choice(20_480, _ANY, 4096, FewRowsConfig(64, 128, 4, 5)),),
 }

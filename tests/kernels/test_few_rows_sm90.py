@@ -122,8 +122,7 @@ def test_few_rows_kernel_sm90_has_no_spills(program, tmp_path):
 def test_one_row_kernel_sm90_asks_for_its_weight_before_it_waits(
     depth, scale_block, is_gated, tmp_path
 ):
-    plain, gated = few_rows_choice._ONE_ROW, few_rows_choice._GATED_CHOICES[1][0].config
-    config = gated if is_gated else plain
+    config = few_rows_choice._ONE_ROW
     slab = slab_of(depth, config=config, scale_block=scale_block or 0)
     constants = slab | {"NUM_STEPS": -(-depth // slab["BLOCK_K"]), "IS_GATED": is_gated}
     constants |= {"OVERLAPS": True}

@@ -134,9 +134,9 @@ def test_shared_expert_of_another_size_is_left_alone() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 4, 160])
+@pytest.mark.parametrize("num_rows", [1, 32, 33])
 @torch.inference_mode()
-def test_compiled_layer_on_gpu_has_one_product_of_each_kind(num_rows: int) -> None:
+def test_compiled_layer_on_gpu_of_few_rows_has_one_product_of_each_kind(num_rows: int) -> None:
     model = frozen_model("cuda", hidden_size=128, moe_intermediate_size=64)
     layer = layer_of(model)
     rows = torch.randn(1, num_rows, 128, device="cuda", dtype=torch.bfloat16)
@@ -153,4 +153,4 @@ def test_compiled_layer_on_gpu_has_one_product_of_each_kind(num_rows: int) -> No
     # Each kind's sum is rounded to bfloat16 before they are added, or their common one is.
     assert (found - expected).norm() < 1e-2 * expected.norm()
     assert sum("expert_pairs" in name for name in names) == 1
-    assert not any("linear" in name for name in names)
+    assert any("linear" in name for name in names) == (num_rows > 32)
