@@ -71,13 +71,13 @@ class MeasuredStep(NamedTuple):
 # docs/results/bench_decode.json; GLM shapes from docs/log.md, in FP8 from docs/results/fp8.json,
 # where routing was random.
 MEASURED_STEPS = (
-    MeasuredStep("dense_1b", 1, 0, 0.49603, 1.07823),
-    MeasuredStep("dense_1b", 1, 3, 0.70257, 1.53529),
-    MeasuredStep("dense_1b", 32, 0, 1.17742, 1.83807),
-    MeasuredStep("dense_1b", 32, 3, 1.61679, 2.60182),
-    MeasuredStep("mimo_7b", 1, 0, 3.32882, 4.24184),
-    MeasuredStep("mimo_7b", 1, 3, 4.52775, 5.67385),
-    MeasuredStep("mimo_7b", 32, 0, 4.57819, 5.64089),
+    MeasuredStep("dense_1b", 1, 0, 0.49556, 1.06108),
+    MeasuredStep("dense_1b", 1, 3, 0.6747, 1.57777),
+    MeasuredStep("dense_1b", 32, 0, 1.17631, 1.95316),
+    MeasuredStep("dense_1b", 32, 3, 1.61262, 2.79272),
+    MeasuredStep("mimo_7b", 1, 0, 3.32491, 4.1559),
+    MeasuredStep("mimo_7b", 1, 3, 4.50863, 5.806),
+    MeasuredStep("mimo_7b", 32, 0, 4.55026, 5.79479),
     MeasuredStep("mimo_7b", 32, 3, 6.0976, 8.4737),
     MeasuredStep("lab_base", 1, 0, 0.03138, 0.50413),
     MeasuredStep("lab_base", 1, 3, 0.07028, 0.73896),
@@ -91,11 +91,12 @@ MEASURED_STEPS = (
     MeasuredStep("glm45_air_8", 32, 3, 12.431, 13.755),
     MeasuredStep("glm47_flash", 1, 3, 3.971, 7.599),
     MeasuredStep("glm47_flash", 32, 3, 15.908, 20.803),
-    MeasuredStep("glm45_air_fp8", 1, 0, 3.219, 5.886),
-    MeasuredStep("glm45_air_fp8", 1, 3, 6.08066, 10.03363),
-    MeasuredStep("glm45_air_fp8", 32, 0, 23.70091, 28.42787),
-    MeasuredStep("glm45_air_fp8_rows", 1, 3, 6.19737, 9.99273),
-    MeasuredStep("glm45_air_fp8_rows", 32, 3, 30.42638, 40.93216),
+    MeasuredStep("glm45_air_fp8", 1, 0, 3.21665, 4.96586),
+    MeasuredStep("glm45_air_fp8", 1, 3, 6.13797, 9.27686),
+    MeasuredStep("glm45_air_fp8", 32, 0, 23.63561, 29.55703),
+    MeasuredStep("glm45_air_fp8", 32, 3, 30.21028, 43.24966),
+    MeasuredStep("glm45_air_fp8_rows", 1, 3, 6.15109, 9.23594),
+    MeasuredStep("glm45_air_fp8_rows", 32, 3, 30.38839, 42.88197),
 )
 
 
