@@ -70,6 +70,8 @@ real: $(STAMP)
 		engine.max_num_requests=1 engine.audit=false prompts.max_prompts=4 sampling.max_new_tokens=48 \
 		output_dir=results/smollm2-$(shell date +%Y%m%d-%H%M%S)
 
+# Compiled tests are kept, whatever the machine's default is: asserts rewritten anew cost each worker 14 s of a core.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
 	$(PY) -m pytest -n 2 --dist worksteal
 

@@ -1,26 +1,63 @@
 """`mtp plan`: what it reads, what it refuses, and what it says of models that do not fit."""
 
+import copy
 import functools
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from mtp_research.app import plan_command
+from mtp_research.app.cli import compose_config
 from mtp_research.app.plan_command import GIB, Line, Plan, make_plan, read_words
+from mtp_research.app.training_fit import planned_heads
 from mtp_research.bench.planned import GPUS
-from mtp_research.bench.shapes import SHAPES
+from mtp_research.bench.shapes import SHAPES, Sizes, sizes_only
+from mtp_research.config.schema import ModelConfig
+from mtp_research.config.training_schema import HeadConfig
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_CARDS = json.loads((ROOT / "docs" / "results" / "two_cards.json").read_text())
 RECIPES_PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf8")
 LAB_TINY = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny" / "target"
+_SIZES: dict[tuple[object, ...], Sizes] = {}
+_HEADS: dict[tuple[object, ...], MTPHeads] = {}
 
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(autouse=True)
+def models_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan asks for one model up to seven times, and the plans of this file for the same few."""
+    monkeypatch.setattr(plan_command, "sizes_only", kept_sizes)
+    monkeypatch.setattr(plan_command, "planned_heads", kept_heads)
+    # A plan composes both entries; `_adopt_release` writes into what it is given.
+    composed = lambda schema, words: copy.deepcopy(kept_config(schema, tuple(words)))  # noqa: E731
+    monkeypatch.setattr(plan_command, "compose_config", composed)
+
+
+kept_config = functools.cache(compose_config)
+
+
+def kept_sizes(model: ModelConfig, *, dtype: torch.dtype, num_ranks: int = 1) -> Sizes:
+    key = (repr(model), dtype, num_ranks)
+    if key not in _SIZES:
+        _SIZES[key] = sizes_only(model, dtype=dtype, num_ranks=num_ranks)
+    return _SIZES[key]
+
+
+def kept_heads(target: Target, *, head: HeadConfig) -> MTPHeads:
+    key = (id(target), repr(head))  # kept targets keep their ids
+    if key not in _HEADS:
+        _HEADS[key] = planned_heads(target, head=head)
+    return _HEADS[key]
 
 
 @functools.cache

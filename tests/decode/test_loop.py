@@ -255,9 +255,16 @@ def test_preempted_requests_repeat_the_unpressured_run(
         assert other.num_target_forwards == record.num_target_forwards
 
 
+# The rules run on the device, where it is the same when the host learns of it: one timing each.
 @pytest.mark.parametrize(
-    ("verify", "draft_sampling"),
-    [("standard", "greedy"), ("standard", "sample"), ("block", "sample"), ("typical", "greedy")],
+    ("output_timing", "verify", "draft_sampling"),
+    [
+        (False, "standard", "greedy"),
+        (True, "standard", "sample"),
+        (False, "block", "sample"),
+        (True, "typical", "greedy"),
+    ],
+    indirect=["output_timing"],
 )
 def test_sampled_text_depends_on_seed_and_prompt_alone(
     target, heads, verify: str, draft_sampling: str
@@ -311,8 +318,9 @@ def _exact_texts(target, prompt: list[int], *, top_k: int, num_tokens: int) -> d
 
 
 @pytest.mark.parametrize(
-    ("verify", "draft_sampling"),
-    [("standard", "greedy"), ("standard", "sample"), ("block", "sample")],
+    ("output_timing", "verify", "draft_sampling"),
+    [(True, "standard", "greedy"), (False, "standard", "sample"), (True, "block", "sample")],
+    indirect=["output_timing"],
 )
 def test_sampled_text_is_distributed_as_the_target(
     target, heads, verify: str, draft_sampling: str

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtp_research.config.schema import VerifyOptions
+from mtp_research.config.schema import EngineConfig, VerifyOptions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
@@ -70,7 +70,10 @@ def test_rule_gives_the_length_of_the_profile_to_a_hundredth(tmp_path: Path) -> 
 
 def test_loop_replays_the_profile_round_after_round(tmp_path: Path) -> None:
     decoder = SpecDecoder(
-        tiny.tiny_target("qwen3"), "oracle", spec=settings(write(tmp_path, condition()))
+        tiny.tiny_target("qwen3"),
+        "oracle",
+        spec=settings(write(tmp_path, condition())),
+        engine=EngineConfig(max_num_requests=40),  # all in one batch: a step costs what it costs
     )
     for seed in range(40):
         sampling = SamplingParams(max_new_tokens=100, seed=seed)

@@ -42,6 +42,7 @@ class EngineLoop:
         self.checkpoint: Checkpoint = read_checkpoint(folder)
         # As vLLM's classes of this family do: never the embedding.
         self.lm_head = self.checkpoint.tensors["lm_head.weight"]
+        self._texts: dict[tuple[tuple[int, ...], int], tuple[list[int], Tensor]] = {}
 
     def accepted_per_round(
         self, prompt: Sequence[int], *, num_drafts: int, num_rounds: int, habits: Habits
@@ -59,6 +60,13 @@ class EngineLoop:
         return counts
 
     def _greedy(self, prompt: Sequence[int], *, num_new: int) -> tuple[list[int], Tensor]:
+        """Text and states, which are the same for all habits."""
+        key = (tuple(prompt), num_new)
+        if key not in self._texts:
+            self._texts[key] = self._write(prompt, num_new=num_new)
+        return self._texts[key]
+
+    def _write(self, prompt: Sequence[int], *, num_new: int) -> tuple[list[int], Tensor]:
         text = list(prompt)
         with torch.no_grad():
             for _ in range(num_new):
