@@ -112,6 +112,15 @@ def test_kernels_of_verification_and_bookkeeping_compile(
         assert compile_kernel(name, source, folder=tmp_path) >= 1
 
 
+def test_long_rows_of_logits_are_searched_by_many_programs(tmp_path: Path) -> None:
+    kernels = _kernels(151_680, num_drafts=3, num_requests=1)
+    first, second = (source for name, source in kernels.items() if "max" in name)
+    assert f"xnumel = {4 * 64}\n" in first
+    assert "r0_numel = 64\n" in second
+    for name, source in kernels.items():
+        assert compile_kernel(name, source, folder=tmp_path) >= 1
+
+
 def test_kernels_of_a_sampled_step_compile(tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=0)
     kernels = _kernels(8192, num_drafts=0, num_requests=8, sampling=sampling)

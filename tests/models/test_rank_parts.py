@@ -55,6 +55,21 @@ def rows(num_rows: int = 60, dtype: torch.dtype = torch.float32) -> Tensor:
     return logits
 
 
+@pytest.mark.parametrize("size", [1 << 15, 40_000, (1 << 15) + 1, 64])
+def test_compiled_search_of_a_long_row_finds_the_first_of_the_best(size: int) -> None:
+    logits = torch.randint(-3, 4, (7, 1, size), generator=torch.Generator().manual_seed(0)).float()
+    logits[0] = -torch.inf
+    logits[1, 0, [size // 3, size - 1]] = torch.nan
+    logits[2, 0, [size // 2 + 1, size - 2]] = torch.inf
+    logits[3, 0, size - 1] = 9.0
+    logits[4] = 1.0
+    torch.compiler.reset()
+    found = torch.compile(best_of, backend="eager", fullgraph=True)(logits, None)
+    expected = logits.argmax(dim=-1)
+    assert torch.equal(found.index, expected)
+    assert torch.equal(found.value.nan_to_num(5.0), logits.amax(dim=-1).nan_to_num(5.0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_best_token_of_ranks_is_the_argmax_of_the_whole_row(on_every_rank, dtype) -> None:
     logits = rows(dtype=dtype)
