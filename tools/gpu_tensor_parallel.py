@@ -13,9 +13,9 @@ random weights, synthetic acceptance, as in `bench_decode`, whose row each rank 
 is the bytes that the rank with most has to read, unique experts of this routing, over its measured
 copy bandwidth, and the link's time at the vendor's bandwidth (`planned.link_time_ms`); the step is
 that of the slowest rank. Steps are compiled and captured on a GPU, NCCL's calls included
-(`--no-compile`, `--whole-steps`: fewer compiled parts, if that fails). By the plan `data` ranks are
-dealt the requests of the batch, which is rounded up to a multiple of theirs, and steps run as they
-come; `--no-graphs` lets the other plans do so too, to compare. Its rate is the sum of the ranks'.
+(`--no-compile`, `--whole-steps`: fewer compiled parts, if that fails); with `--no-graphs` they run
+as they come. By the plan `data` ranks are dealt the requests of the batch, which is rounded up to a
+multiple of theirs. Its rate is the sum of the ranks'.
 Weights are drawn by part: GLM-4.5-Air and a module take some 109 GB of each of two GPUs. Exit
 codes: 1 texts differ, 4 there are no such devices.
 """
@@ -98,7 +98,7 @@ def _parse_options() -> argparse.Namespace:
     add("--accept", type=float, default=0.8)
     add("--steps", type=int, default=50, help="timed steps")
     add("--device", default="cuda", choices=("cpu", "cuda"))
-    add("--no-graphs", action="store_true", help="steps run as they come, as --plan data has them")
+    add("--no-graphs", action="store_true", help="steps run as they come")
     add("--no-compile", action="store_true")
     add("--whole-steps", action="store_true", help="engine.layer_regions=false")
     return parser.parse_args()
@@ -125,7 +125,7 @@ def compare_texts(shape: str, args: argparse.Namespace, *, device: torch.device)
 
 def decode(target: Target, args: argparse.Namespace, *, k: int) -> dict[str, tuple[int, ...]]:
     """Greedy texts of this rank's random prompts by number, captured as a timed step is."""
-    on_gpu = target.device.type == "cuda" and not _runs_as_it_comes(target, args)
+    on_gpu = target.device.type == "cuda" and not args.no_graphs
     engine = EngineConfig(
         max_num_requests=NUM_TEXTS,
         max_model_len=PROMPT_TOKENS + TEXT_TOKENS + 16,
@@ -152,10 +152,6 @@ def decode(target: Target, args: argparse.Namespace, *, k: int) -> dict[str, tup
     return {str(numbers[int(one.request_id)]): one.output_token_ids for one in done}
 
 
-def _runs_as_it_comes(target: Target, args: argparse.Namespace) -> bool:
-    return args.no_graphs or target.exchange is not None
-
-
 def measure(args: argparse.Namespace, *, device: torch.device, report: Row) -> None:
     """A row for each batch size and K, written as soon as it is there."""
     on_gpu = device.type == "cuda"
@@ -179,7 +175,7 @@ def measure(args: argparse.Namespace, *, device: torch.device, report: Row) -> N
         )
     words = ["--steps", str(args.steps), "--accept", str(args.accept)]
     flags = {"--no-compile": args.no_compile, "--whole-steps": args.whole_steps}
-    flags |= {"--no-graphs": _runs_as_it_comes(target, args)}
+    flags |= {"--no-graphs": args.no_graphs}
     options = bench_options([*words, *(name for name, is_set in flags.items() if is_set)])
     report["speed"] = rows = []
     num_shares = 1 if target.exchange is None else distributed.get_world_size()

@@ -8,7 +8,7 @@ Letters: K drafts per step, V' draft vocabulary, D hidden.
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, DecoderClosed
 
 if TYPE_CHECKING:  # loaded where steps are captured
-    from mtp_research.decode.graphs.capture import Captured
+    from mtp_research.decode.graphs.capture import Captured, StepShape
     from mtp_research.decode.graphs.decode_graphs import StepGraphs
 
 _MAX_NEW_TOKENS = 256  # where the caller names none
@@ -158,18 +158,17 @@ class SpecDecoder:
         """
         schedule = self.scheduler.schedule()
         if not schedule.entries:
-            self._agree([])
+            self._join_peers()
             self._ledger.commit(schedule, None, draft_limit=0)
             return
-        schedule, params, limit = self._begin(schedule)
-        self._agree(schedule.entries)
-        result = self._replay(schedule, params, limit)
+        schedule, params, limit, shape = self._begin(schedule)
+        result = self._replay(schedule.entries, params, shape)
         if result is None:  # the device's part of the step was not captured
             parts = self.device_step.parts
             inputs = self._inputs(schedule)
             target = parts.target(inputs)
             if params.bitmask is not None:
-                bitmask = self._bitmask(schedule).to(self.target.device, non_blocking=True)
+                bitmask = self._bitmask(schedule.entries).to(self.target.device, non_blocking=True)
                 params = params._replace(bitmask=bitmask)
             verified = parts.verify(inputs, target, params)
             state = parts.advance(inputs, verified)
@@ -274,7 +273,7 @@ class SpecDecoder:
         Each of them calls it when its own requests are finished, or if it has none; `generate` and
         `stream` do. Elsewhere nothing happens.
         """
-        while self._agree([]):
+        while self._join_peers():
             if self.has_work:
                 self.step()
 
@@ -500,7 +499,8 @@ class SpecDecoder:
         inputs = build_inputs(
             entries, slot_state=self.slot_state, block_size=self.engine.block_size, deferred=True
         )
-        self._agree(entries)
+        if self.target.exchange is not None:
+            self._agree(entries, params, draft_limit=self.num_speculative_tokens, replays=False)
         with torch.inference_mode():
             self.device_step.run(
                 inputs, params, request_ids=[], draft_limit=self.num_speculative_tokens
@@ -527,52 +527,89 @@ class SpecDecoder:
         self._ledger.drop_in_flight()
         self._fault = None
 
-    def _begin(self, schedule: Schedule) -> tuple[Schedule, SamplingTensors, int]:
-        """Give admitted requests their texts; rows, sampling tensors and draft limit of the step.
+    def _begin(self, schedule: Schedule) -> "_Begun":
+        """Give admitted requests their texts; what the step runs.
 
-        The limit holds for the drafts that are verified too. Where the host is a step late it
+        The draft limit holds for the drafts that are verified too. Where the host is a step late it
         says how many rows that takes; else the host knows the drafts themselves.
         """
         self._ledger.begin(schedule)
         start_texts(schedule.admitted, slot_state=self.slot_state)
-        requests = [entry.request for entry in schedule.entries]
+        entries = schedule.entries
+        requests = [entry.request for entry in entries]
         limit = self.spec.draft_length.num_drafts(batch_size=len(requests), recent=self.recent)
-        if self.scheduler.deferred:
-            schedule = schedule._replace(entries=[e.verifying(limit) for e in schedule.entries])
-        return schedule, self._sampling.tensors(requests), limit
+        params, shape = self._sampling.tensors(requests), None
+        if self.target.exchange is not None:
+            shape = self._agree(entries, params, draft_limit=limit).shape
+        elif self.graphs is not None:
+            rows = self._verifying(entries, limit)
+            shape = self.graphs.wish(rows, params, draft_limit=limit).shape()
+        limit = limit if shape is None else shape.draft_limit
+        schedule = schedule._replace(entries=self._verifying(entries, limit))
+        return _Begun(schedule, params, limit, shape)
 
-    def _agree(self, entries: Sequence[Scheduled]) -> bool:
-        """With ranks that share experts: say what this step runs, take part if that is nothing.
+    def _verifying(self, entries: Sequence[Scheduled], limit: int) -> list[Scheduled]:
+        if not self.scheduler.deferred:
+            return list(entries)
+        return [entry.verifying(limit) for entry in entries]
+
+    def _agree(
+        self,
+        entries: Sequence[Scheduled],
+        params: SamplingTensors | None = None,
+        *,
+        draft_limit: int = 0,
+        replays: bool = True,
+    ) -> "_Agreed":
+        """Tell the ranks that share experts what this step runs, and settle with them how.
+
+        Without `replays` it runs as it comes, on all ranks.
+        """
+        exchange, graphs = self.target.exchange, self.graphs
+        assert exchange is not None, "ranks share nothing"
+        rows = self._verifying(entries, draft_limit)
+        counts = [entry.num_scheduled_tokens for entry in rows]
+        is_prefill = [entry.is_prefill for entry in rows]
+        said = [self.device_step.plan.most_rows(counts, is_prefill=is_prefill), int(self.has_work)]
+        if graphs is not None:
+            wish = graphs.wish(entries, params, draft_limit=draft_limit)
+            wish = wish._replace(is_unknown=wish.is_unknown or not replays)
+            said += graphs.say(wish, params)
+        num_rows, goes_on, *others = exchange.most(said)
+        shape = None if graphs is None else graphs.agreed(others)
+        exchange.num_rows = num_rows if shape is None else None
+        return _Agreed(shape, bool(goes_on))
+
+    def _join_peers(self) -> bool:
+        """A step without requests here: take part in that of the ranks that share experts, if any.
 
         Returns whether any rank has work; False where nothing is shared.
         """
         exchange = self.target.exchange
         if exchange is None:
             return False
-        counts = [entry.num_scheduled_tokens for entry in entries]
-        is_prefill = [entry.is_prefill for entry in entries]
-        num_rows = self.device_step.plan.most_rows(counts, is_prefill=is_prefill)
-        goes_on = exchange.agree(num_rows, has_work=self.has_work)
-        if not entries and exchange.num_rows > 0:
+        shape, goes_on = self._agree([])
+        if shape is not None:
+            self._replay([], None, shape)
+        elif exchange.num_rows:
             self.device_step.join()
         return goes_on
 
-    def _replay(self, schedule: Schedule, params: SamplingTensors, limit: int) -> StepResult | None:
-        """The result of a captured step; None where there is none for these entries."""
-        entries = schedule.entries
-        if self.graphs is None or not self.graphs.accepts(entries, params):
+    def _replay(
+        self, entries: list[Scheduled], params: SamplingTensors | None, shape: "StepShape | None"
+    ) -> StepResult | None:
+        """The result of a captured step; None where it runs as it comes."""
+        if self.graphs is None or shape is None:
             return None
-        return self.graphs.run(
-            entries, params, draft_limit=limit, make_bitmask=lambda: self._bitmask(schedule)
-        )
+        return self.graphs.run(shape, entries, params, make_bitmask=lambda: self._bitmask(entries))
 
-    def _bitmask(self, schedule: Schedule) -> Tensor:
+    def _bitmask(self, entries: list[Scheduled]) -> Tensor:
         """Masks of the requests' grammars `[R, K+1, W]` on the host, made while the target runs.
 
         They depend on what the step before decided and drafted, which is waited for.
         """
         self._ledger.catch_up()
-        return self._sampling.bitmask([entry.request for entry in schedule.entries])
+        return self._sampling.bitmask([entry.request for entry in entries])
 
     def _inputs(self, schedule: Schedule) -> StepInputs:
         return build_inputs(
@@ -581,3 +618,19 @@ class SpecDecoder:
             block_size=self.engine.block_size,
             deferred=self.engine.deferred_output,
         )
+
+
+class _Begun(NamedTuple):
+    """What a step runs."""
+
+    schedule: Schedule
+    params: SamplingTensors
+    draft_limit: int
+    shape: "StepShape | None"  # in which it is replayed; None: it runs as it comes
+
+
+class _Agreed(NamedTuple):
+    """What ranks that share experts say before a step."""
+
+    shape: "StepShape | None"  # in which all replay it; None: it runs as it comes
+    goes_on: bool  # some rank has work

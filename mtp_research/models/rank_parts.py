@@ -17,14 +17,16 @@ own pages, and decide tokens without the others. Their rows meet in expert layer
     own rows and their experts [T, ...]  ->  those of all ranks [n S, ...]  ->  a rank's experts,
     added up over ranks and handed back [S, D]  ->  own rows [T, D]
 
-S is the same on all ranks, so that the calls match: hosts agree on it once a step, and rows that a
-rank lacks are padding without experts. A rank that has no rows runs its experts all the same.
+S is the same on all ranks, so that the calls match. Hosts agree on it once a step that runs as it
+comes: rows that a rank lacks are padding without experts, and a rank that has no rows runs its
+experts all the same. In captured steps, which are padded to one shape on all ranks, S is T and
+nothing is asked of the host.
 
 Letters: R rows of any shape, V vocabulary, n ranks, T rows of a rank, S rows of each, D hidden, E
 experts of a rank.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -145,7 +147,7 @@ def _(part: torch.Tensor, num_ranks: int) -> torch.Tensor:
 @torch.library.custom_op("mtp_research::scatter_sums", mutates_args=())
 def scatter_sums(rows: torch.Tensor, num_ranks: int) -> torch.Tensor:
     """This rank's `[S, ...]` of the sum of all ranks' `[n S, ...]`."""
-    own = rows.new_empty(len(rows) // num_ranks, *rows.shape[1:])
+    own = rows.new_empty(rows.shape[0] // num_ranks, *rows.shape[1:])
     with peers_needed():
         _reduce_scatter(own, rows.contiguous())
     return own
@@ -153,7 +155,7 @@ def scatter_sums(rows: torch.Tensor, num_ranks: int) -> torch.Tensor:
 
 @scatter_sums.register_fake
 def _(rows: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    return rows.new_empty(len(rows) // num_ranks, *rows.shape[1:])
+    return rows.new_empty(rows.shape[0] // num_ranks, *rows.shape[1:])
 
 
 class RowExchange:
@@ -169,25 +171,20 @@ class RowExchange:
 
     def __init__(self, *, num_ranks: int, hidden_size: int, top_k: int) -> None:
         self._num_ranks, self._hidden_size, self._top_k = num_ranks, hidden_size, top_k
-        self.num_rows = 0  # S, of the step that runs
+        # S, of the step that runs; None: in each layer all ranks have as many rows as this one
+        self.num_rows: int | None = None
         self._num_own = 0  # T, of the layer that runs
         # Hosts agree without the GPU, whose work may be a step behind. No ranks: sizes alone.
         have_ranks = distributed.is_initialized()
         self._hosts = distributed.new_group(backend="gloo") if have_ranks else None
         self._stacks: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
-    def agree(self, num_rows: int, *, has_work: bool) -> bool:
-        """Before a step: take the most rows of any rank as S; whether any rank has work.
-
-        Args:
-            num_rows: the most that a pass of this rank's step can have.
-            has_work: whether this rank has requests that are not finished.
-        """
-        most = torch.tensor([num_rows, has_work])
+    def most(self, values: Sequence[int]) -> list[int]:
+        """The largest that any rank has in each place, the same on all; hosts alone take part."""
+        found = torch.tensor(values)
         with peers_needed():
-            distributed.all_reduce(most, op=distributed.ReduceOp.MAX, group=self._hosts)
-        self.num_rows, goes_on = most.tolist()
-        return bool(goes_on)
+            distributed.all_reduce(found, op=distributed.ReduceOp.MAX, group=self._hosts)
+        return found.tolist()
 
     def surround(self, stack: nn.Module) -> None:
         """Let an expert layer run on the rows of all ranks, in place; it numbers experts later."""
@@ -196,6 +193,8 @@ class RowExchange:
 
     def join(self, model: nn.Module) -> None:
         """Run the expert layers of a model, in their order, on rows that others have."""
+        if self.num_rows is None:
+            return  # where this rank has no rows, no rank has
         if model not in self._stacks:
             hooks = ((one, one._forward_pre_hooks.values()) for one in model.modules())
             self._stacks[model] = [one for one, known in hooks if self._gather in known]
@@ -210,12 +209,14 @@ class RowExchange:
         They travel as bytes, in one call. Experts are counted from 1 on the way: padding has none.
         """
         hidden, index, weights, *rest = args
-        self._num_own = len(hidden)
-        assert self._num_own <= self.num_rows, f"{self._num_own} rows, agreed on {self.num_rows}"
         weights = weights.to(torch.promote_types(hidden.dtype, torch.float32))
         own = (hidden, index.int() + 1, weights)
         packed = torch.cat([part.contiguous().view(torch.uint8) for part in own], dim=1)
-        packed = nn.functional.pad(packed, (0, 0, 0, self.num_rows - self._num_own))
+        if self.num_rows is not None:
+            self._num_own = len(hidden)
+            num_lacking = self.num_rows - self._num_own
+            assert num_lacking >= 0, f"{self._num_own} rows, agreed on {self.num_rows}"
+            packed = nn.functional.pad(packed, (0, 0, 0, num_lacking))
         sizes = [part.shape[1] * part.itemsize for part in own]
         parts = gather_ranks(packed, self._num_ranks).flatten(0, 1).split(sizes, dim=1)
         rows, experts, shares = (
@@ -224,7 +225,8 @@ class RowExchange:
         return rows, experts.long() - 1, shares, *rest
 
     def _scatter(self, _: nn.Module, args: object, output: Tensor) -> Tensor:
-        return scatter_sums(output, self._num_ranks)[: self._num_own]
+        own = scatter_sums(output, self._num_ranks)
+        return own if self.num_rows is None else own[: self._num_own]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft import drafter as draft
 from mtp_research.decode.draft.drafter import VerifiedStep
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.slot_state import SlotState
 from mtp_research.decode.stats import RequestRecord
 
 PROMPTS = [[5, 9, 77, 31, 2, 64], [8], [100, 3, 3, 50, 21, 90, 41, 12, 7], [11, 12]]
@@ -61,7 +62,10 @@ def draft_rightly(
 
     def choose(logits: Tensor, step: VerifiedStep, *, draft_step: int, **how: Any) -> Tensor:
         drafts = plain(logits, step, draft_step=draft_step, **how)
-        for row, name in enumerate(step.request_ids):
+        names = step.request_ids or names_of(step, how["slot_state"], texts)
+        for row, name in enumerate(names):
+            if name is None:
+                continue
             known = int(step.state.num_known_tokens[row])
             is_lucky = random.Random(f"{name} {known} {draft_step}").random() < chance
             if is_lucky and known + draft_step < len(texts[name]):
@@ -69,6 +73,18 @@ def draft_rightly(
         return drafts
 
     monkeypatch.setattr(draft, "choose_drafts", choose)
+
+
+def names_of(
+    step: VerifiedStep, slot_state: SlotState, texts: dict[str, tuple[int, ...]]
+) -> list[str | None]:
+    """Names of a captured step's requests, by what is written in their slots; None for padding."""
+    found: list[str | None] = []
+    for slot, known in zip(step.inputs.slots, step.state.num_known_tokens.tolist(), strict=True):
+        text = tuple(slot_state.text[slot, :known].tolist())
+        of_text = (name for name, whole in texts.items() if known > 1 and whole[:known] == text)
+        found.append(next(of_text, None))
+    return found
 
 
 def poison(table: Tensor, token_id: int) -> None:

@@ -120,10 +120,10 @@ def _watched(decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> list[bool
     """Whether each step was replayed, and that none with a decoding request alone was not."""
     replay, were_replayed = decoder._replay, list[bool]()
 
-    def watched(schedule, params, limit):
-        result = replay(schedule, params, limit)
+    def watched(entries, params, shape):
+        result = replay(entries, params, shape)
         were_replayed.append(result is not None)
-        has_prompt_rows = any(entry.is_prefill for entry in schedule.entries)
+        has_prompt_rows = any(entry.is_prefill for entry in entries)
         assert result is not None or has_prompt_rows, "a decoding step was not replayed"
         return result
 

@@ -106,7 +106,6 @@ def write_found(folder: str) -> None:
         found[f"{name} shapes"] = shapes
         found[f"{name} held"] = held(target)
     found["one"] = decode(target, names=["plain"], prompts={"1": PROMPTS[1]} if rank else {})
-    found["refused"] = refusal_of_graphs(target)
     found["evaluated"] = evaluate(Path(folder) / "dealt", "model.tp_plan=data")
     found["lost"] = lose_a_rank(target, Path(folder) / f"rank_{rank}.json", found)
 
@@ -121,13 +120,6 @@ def recorded_shapes(patch: pytest.MonkeyPatch) -> list[list[int]]:
 
     patch.setattr(rank_parts, "_all_gather", gather)
     return shapes
-
-
-def refusal_of_graphs(target: Target) -> str:
-    engine = EngineConfig(cuda_graphs=True, deferred_output=True, audit=False, max_model_len=64)
-    with pytest.raises(ConfigError) as fault:
-        SpecDecoder(target, spec=SpecSettings(0), engine=engine)
-    return str(fault.value)
 
 
 def lose_a_rank(target: Target, file: Path, found: dict[str, Any]) -> dict[str, object]:
@@ -206,11 +198,6 @@ def test_eval_of_dealt_prompts_is_that_of_one_process(models: Path, ranks: list[
         reports.append([text, *([one[key] for key in decided] for one in conditions)])
     for one, other in pairwise(reports):
         assert one == other
-
-
-def test_captured_steps_are_refused(ranks: list[dict]) -> None:
-    for rank in ranks:
-        assert rank["refused"].startswith("engine.cuda_graphs=true does not go with")
 
 
 def test_rank_that_ends_is_one_line_of_the_other(ranks: list[dict]) -> None:

@@ -1,5 +1,7 @@
 """Captured steps decode what the loop without graphs decodes; settings they cannot follow."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -8,6 +10,10 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import BatchTableLength
 from mtp_research.decode.graphs import mixed_graphs
 from mtp_research.decode.graphs.capture import (
+    Kind,
+    SharedSteps,
+    StepShape,
+    Wish,
     bucket_of,
     captured_sizes,
     require_grouped_experts,
@@ -75,12 +81,74 @@ def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPa
     graphs.prepare(SamplingParams(), draft_limits=[0])  # is there already, and nobody listens
     assert graphs.capture_s == 70.75
     lines.clear()
-    monkeypatch.setattr(graphs, "_captured", lambda *_: None)
+    monkeypatch.setattr(graphs, "_captured", lambda *_, **__: None)
     graphs.prepare(SamplingParams(), draft_limits=[0], num_requests=2, log=lines.append)
     assert [line.split(",")[0] for line in lines] == [
         "captured 1 of 2: batch 2",
         "captured 2 of 2: batch 1",
     ]
+
+
+class Ranks:
+    """Two ranks' hosts, each of which says one thing before a step."""
+
+    kinds = (Kind(False, 2, 3), Kind(False, 4, 3), Kind(True, 64, 3))
+
+    def __init__(self) -> None:
+        self.hosts = [SharedSteps(self.kinds) for _ in range(2)]
+
+    def agree(
+        self, *wishes: Wish, lacks: Sequence[Sequence[int]] = ((0, 0, 0),) * 2
+    ) -> StepShape | None:
+        said = [host.say(*one) for host, *one in zip(self.hosts, wishes, lacks, strict=True)]
+        most = [max(numbers) for numbers in zip(*said, strict=True)]
+        first, second = (host.agreed(most) for host in self.hosts)
+        assert first == second
+        return first
+
+
+IDLE = Wish(0, False, 64, 0, False, False)
+TWO = Wish(2, False, 64, 3, False, False)
+PROMPT = Wish(1, True, 256, 1, False, False)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "shape"),
+    [
+        ((IDLE, IDLE), None),
+        ((IDLE, TWO), StepShape(2, 0, 3)),
+        ((TWO, TWO._replace(num_requests=3, draft_limit=1)), StepShape(3, 0, 3)),
+        ((TWO, PROMPT), StepShape(2, 256, 3)),
+        ((IDLE, PROMPT), StepShape(1, 256, 1)),
+        ((TWO, IDLE._replace(is_unknown=True)), None),
+        ((TWO._replace(cannot_mix=True), PROMPT), None),
+        ((TWO._replace(cannot_mix=True), TWO), StepShape(2, 0, 3)),
+    ],
+)
+def test_ranks_replay_what_holds_the_most_of_any_of_them(
+    wishes: tuple[Wish, Wish], shape: StepShape | None
+) -> None:
+    assert Ranks().agree(*wishes) == shape
+    assert Ranks().agree(*reversed(wishes)) == shape
+
+
+def test_ranks_capture_what_one_of_them_lacks() -> None:
+    shape = Ranks().agree(IDLE, TWO, lacks=[(0, 1, 0), (1, 0, 0)])
+    assert shape is not None
+    assert shape.missing == {Kind(False, 2, 3), Kind(False, 4, 3)}
+
+
+@pytest.mark.parametrize("second", [None, Kind(False, 4, 3), Kind(False, 2, 2), Kind(True, 2, 3)])
+def test_ranks_that_replayed_different_steps_are_told_so(second: Kind | None) -> None:
+    ranks = Ranks()
+    for host in ranks.hosts:
+        host.note_replay(Kind(False, 2, 3))
+    assert ranks.agree(TWO, IDLE) is not None
+    ranks.hosts[0].note_replay(Kind(False, 2, 3))
+    if second is not None:
+        ranks.hosts[1].note_replay(second)
+    with pytest.raises(AssertionError, match="ranks replayed different steps"):
+        ranks.agree(TWO, IDLE)
 
 
 def test_graphs_without_a_gpu_are_refused() -> None:

@@ -203,7 +203,6 @@ def test_map_with_several_processes_is_refused(
         (EvalConfig, "model.device_map=auto model.tp_plan=tensor", "model.device_map"),
         (EvalConfig, "model.device_map=auto engine=h200", "engine.cuda_graphs"),
         (EvalConfig, "model.tp_plan=tensor spec.draft_length=expected_gain", "draft_cost_ratio"),
-        (EvalConfig, "model.tp_plan=data engine=h200", "engine.cuda_graphs"),
         (EvalConfig, "model.device_map=auto model.weights=random", "model.device_map"),
         (TrainConfig, "model.tp_plan=tensor", "model.tp_plan"),
         (TrainConfig, "model.device_map=auto trainer.compile=true", "trainer.compile"),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from mtp_research.decode.sampling.sampling import keep_top, top_candidates
 from mtp_research.models import rank_parts
@@ -151,6 +152,38 @@ def test_rows_reach_experts_as_they_were_and_padding_has_none(
     assert torch.equal(weights_seen.view(2, 4, 2)[0, :3], weights.to(weights_seen.dtype))
     assert [part.dtype for part in joined] == [part.dtype for part in seen[0]]
     assert torch.equal(joined[1], none.expand(8, 2))
+
+
+def test_exchange_is_traced_once_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are compiled once for all batch sizes, see `rewrites.regions`."""
+
+    def gather(output: Tensor, part: Tensor) -> None:
+        output.copy_(torch.cat([part, part]))
+
+    def scatter(own: Tensor, all_rows: Tensor) -> None:
+        own.copy_(all_rows[: len(own)] + all_rows[len(own) :])
+
+    monkeypatch.setattr(rank_parts, "_all_gather", gather)
+    monkeypatch.setattr(rank_parts, "_reduce_scatter", scatter)
+
+    class Experts(nn.Module):
+        def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            return hidden * weights.sum(dim=1, keepdim=True) + index[:, :1]
+
+    exchange, experts = RowExchange(num_ranks=2, hidden_size=6, top_k=2), Experts()
+    exchange.surround(experts)
+    counter = CompileCounter()
+    traced = torch.compile(
+        lambda *rows: experts(*rows), dynamic=False, fullgraph=True, backend=counter
+    )
+    for num_rows in (5, 9, 4):
+        hidden, weights = torch.randn(num_rows, 6), torch.rand(num_rows, 2)
+        index = torch.randint(8, (num_rows, 2))
+        for tensor in (hidden, weights, index):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        expected = 2 * (hidden * weights.sum(dim=1, keepdim=True) + index[:, :1])
+        assert torch.allclose(traced(hidden, index, weights), expected)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.gpu

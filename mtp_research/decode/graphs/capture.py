@@ -2,12 +2,18 @@
 
 What a CUDA graph of a step cannot hold is refused here by name, before one is captured.
 
+Ranks that share experts meet inside their graphs, so all must replay the same one. Each says what
+it would replay (`Wish`), and all take what holds the most of it (`StepShape`): a rank with fewer
+requests, or none, has more padding. A capture makes the calls too, so what one rank must capture
+all capture then, those included that have it.
+
 Letters: R requests.
 """
 
 import gc
+import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -81,6 +87,106 @@ def capture_call(call: Callable[[], Result], *, pool: Any) -> Captured[Result]:
     return Captured(graph, result)
 
 
+class Kind(NamedTuple):
+    """Steps that make the same calls of the other ranks, however their requests are sampled."""
+
+    is_mixed: bool  # has prompt rows
+    size: int  # requests or, of a mixed one, rows
+    draft_limit: int  # most drafts of a request
+
+
+class StepShape(NamedTuple):
+    """What a step is padded to that is replayed, the same on all ranks that share experts."""
+
+    num_requests: int  # without prompt rows: there is room for so many
+    num_mixed_rows: int  # of the bucket with prompt rows; 0: nobody has any
+    draft_limit: int
+    missing: frozenset[Kind] = frozenset()  # that some rank must capture first, and so all do
+
+
+class Wish(NamedTuple):
+    """What a rank would replay. Of several ranks' wishes the most of each field is one of all."""
+
+    num_requests: int
+    has_prompts: bool
+    num_mixed_rows: int  # smallest bucket with prompt rows that holds the step; 0: none does
+    draft_limit: int
+    is_unknown: bool  # nothing that is captured is like it
+    cannot_mix: bool  # it cannot be replayed beside another rank's prompt rows
+
+    def numbers(self) -> list[int]:
+        """As `of` takes them."""
+        return [int(value) for value in self]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> "Wish":
+        """The wish of these numbers."""
+        num_requests, has_prompts, num_mixed_rows, draft_limit, *flags = numbers
+        is_unknown, cannot_mix = map(bool, flags)
+        return cls(
+            num_requests, bool(has_prompts), num_mixed_rows, draft_limit, is_unknown, cannot_mix
+        )
+
+    def shape(self, missing: Iterable[Kind] = ()) -> StepShape | None:
+        """What is replayed; None where the step runs as it comes, or nobody has one."""
+        is_known = not (self.is_unknown or (self.has_prompts and self.cannot_mix))
+        if not is_known or self.num_requests == 0:
+            return None
+        num_mixed_rows = self.num_mixed_rows if self.has_prompts else 0
+        return StepShape(self.num_requests, num_mixed_rows, self.draft_limit, frozenset(missing))
+
+
+class SharedSteps:
+    """What ranks that share experts say and conclude before a step; numbers go by `most` of all.
+
+    Args:
+        kinds: all that are captured, in the same order on all ranks.
+    """
+
+    def __init__(self, kinds: Sequence[Kind]) -> None:
+        self._kinds = kinds
+        self._lacking: dict[Hashable, list[int]] = {}  # asked for in every step
+        self._num_replays = 0
+        self._last = Kind(False, 0, 0)  # that was replayed
+
+    def lacks(self, has: Callable[[Kind], bool], *, key: Hashable) -> list[int]:
+        """For each kind, whether it must be captured; `key` is what the answers depend on."""
+        if key not in self._lacking:
+            self._lacking[key] = [int(not has(kind)) for kind in self._kinds]
+        return self._lacking[key]
+
+    def missing(self, lacks: Sequence[int]) -> frozenset[Kind]:
+        """The kinds that some rank must capture."""
+        return frozenset(itertools.compress(self._kinds, lacks))
+
+    def note_replay(self, kind: Kind) -> None:
+        """Note what was launched, for the next `say`."""
+        self._num_replays += 1
+        self._last = kind
+
+    def say(self, wish: Wish, lacks: Sequence[int]) -> list[int]:
+        """A rank's numbers for `agreed`."""
+        ran = [self._num_replays, *map(int, self._last)]
+        return [*wish.numbers(), *ran, *(-number for number in ran), *lacks]
+
+    def agreed(self, most: Sequence[int]) -> StepShape | None:
+        """The shape in which all replay the step, of the most that any has said.
+
+        Ranks whose graphs wait for each other for ever can still be told so here: with deferred
+        output a host is a step ahead of its GPU.
+        """
+        numbers = iter(most)
+        wish = Wish.of(list(itertools.islice(numbers, len(Wish._fields))))
+        num_facts = 1 + len(Kind._fields)
+        largest = list(itertools.islice(numbers, num_facts))
+        least = [-number for number in itertools.islice(numbers, num_facts)]
+        assert largest == least, (
+            f"ranks replayed different steps: numbers {least} to {largest} (replays so far, and of "
+            "the last one: has prompt rows, size, drafts)"
+        )
+        return wish.shape(self.missing(list(numbers)))
+
+
 class StaticParams:
     """Sampling parameters of a captured step, at fixed addresses."""
 
@@ -89,6 +195,7 @@ class StaticParams:
         self._storage: dict[Hashable, Tensor] = {}
         self._copied: dict[Hashable, Tensor] = {}  # what the storage holds
         self._uploaded: SamplingTensors | None = None
+        self._asked: SamplingTensors | None = None  # whose key is kept
         self._key: tuple[Hashable, ...] = ()
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -98,15 +205,22 @@ class StaticParams:
         Returns:
             What code depends on, and a graph with it: flags, the parts that are there, and shapes.
         """
+        key = self.key_of(params)
         if params is not self._uploaded:
-            self._key = tuple(
-                (place, tuple(value.shape[1:]) if isinstance(value, Tensor) else value)
-                for place, value in leaves_of(params)
-            )
             for place, value in leaves_of(params):
                 if isinstance(value, Tensor):
                     self._copy((place, value.shape[1:]), value)
             self._uploaded = params
+        return key
+
+    def key_of(self, params: SamplingTensors) -> tuple[Hashable, ...]:
+        """What `upload` returns."""
+        if params is not self._asked:
+            self._asked = params
+            self._key = tuple(
+                (place, tuple(value.shape[1:]) if isinstance(value, Tensor) else value)
+                for place, value in leaves_of(params)
+            )
         return self._key
 
     def view(self, params: SamplingTensors, num_requests: int) -> SamplingTensors:
@@ -169,11 +283,6 @@ def require_capturable_target(
         raise ConfigError(
             "engine.cuda_graphs=true does not support recurrent layers, got family "
             f"{target.family_name}; set engine.cuda_graphs=false engine.compile=false."
-        )
-    if target.exchange is not None:
-        raise ConfigError(
-            "engine.cuda_graphs=true does not go with model.tp_plan=data, whose ranks would replay "
-            "graphs of different sizes; set engine.cuda_graphs=false engine.compile=false."
         )
     models = [model for model in (target.model, heads) if model is not None]
     require_no_host_loop(models, family_name=target.family_name)

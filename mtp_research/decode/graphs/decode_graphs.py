@@ -14,13 +14,18 @@ Steps with few prompt rows can have graphs of their own; those with many run wit
 padded shapes (`mixed_graphs`). Everything else (prompt rows beside grammars or more requests beside
 them than a bucket holds, positions by axis) runs the same `DeviceStep` as it comes.
 
+Where ranks share experts (`Target.exchange`) a step is replayed by all ranks or by none, in one
+shape (`capture.Wish`), and grammars always run as they come.
+
 Letters: R requests, B bucket, M blocks per table, K drafts per step.
 """
 
 import functools
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import cast
 
@@ -31,8 +36,12 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.drafter import MTPDrafter
 from mtp_research.decode.graphs.capture import (
     Captured,
+    Kind,
     Result,
+    SharedSteps,
     StaticParams,
+    StepShape,
+    Wish,
     bucket_of,
     capture_call,
     captured_sizes,
@@ -61,6 +70,8 @@ _NUM_TIMED_REPLAYS = 9
 def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) -> "StepGraphs":
     """Captured steps; with `engine.compile` the modules are rewritten in place."""
     require_capturable(step, engine=engine)
+    if step.target.exchange is not None:
+        step.target.exchange.num_rows = None  # rewrites try layers on as many rows on all ranks
     count_kernels()
     # What an oracle or nobody drafts is not planned on the device.
     has_modules = step.drafter is None or isinstance(step.drafter, MTPDrafter)
@@ -134,6 +145,14 @@ class StepGraphs:
             self._whole = compiled(self._run_step)
             self._target = compiled(self._run_target)
             self._behind_target = compiled(self._run_behind_target)
+        self._exchange, self._runs_regions = step.target.exchange, step.cache.runs_regions
+        limits = range(step.plan.num_speculative_tokens + 1)
+        kinds = [Kind(False, *how) for how in itertools.product(batch_sizes, limits)]
+        if self._mixed is not None:
+            mixed = itertools.product(self._mixed.captured_rows, limits)
+            kinds += [Kind(True, *how) for how in mixed]
+        self._shared = SharedSteps(kinds)
+        self._newest = self._params_of(SamplingParams(), 1)  # of the step that ran last
         self._capture_s = 0.0
         # by bucket and number of drafts, where a step may make several
         self.step_seconds: dict[int, dict[int, float]] = {}
@@ -162,39 +181,67 @@ class StepGraphs:
         """
         return list(self._graphs.values())[-1]
 
-    def accepts(self, entries: list[Scheduled], params: SamplingTensors) -> bool:
-        """Whether the step of these entries can be replayed."""
-        if have_axis_positions(entries):
-            return False
-        if params.bitmask is not None:  # the next part's requests may have ended with its masks
-            return not _has_prompt_rows(entries) and len(entries) <= len(self._slots)
-        if not _has_prompt_rows(entries):
-            return True
-        return self._mixed is not None and self._mixed.accepts(entries)
+    def wish(
+        self, entries: Sequence[Scheduled], params: SamplingTensors | None, *, draft_limit: int
+    ) -> Wish:
+        """What these entries would replay; none, and no `params`, where a rank has nothing to do.
+
+        Where ranks share experts the rows of the entries hold for every draft limit.
+        """
+        has_prompts, is_shared = _has_prompt_rows(entries), self._exchange is not None
+        is_unknown = have_axis_positions(entries)
+        if params is not None and params.bitmask is not None:
+            # The next part's requests may have ended with its masks.
+            has_parts = len(entries) > len(self._slots)
+            is_unknown |= has_prompts or has_parts or is_shared
+        num_mixed_rows = 0
+        if self._mixed is not None and (has_prompts or is_shared):
+            num_mixed_rows = self._mixed.num_rows_for(entries)
+        cannot_mix = num_mixed_rows == 0
+        return Wish(len(entries), has_prompts, num_mixed_rows, draft_limit, is_unknown, cannot_mix)
+
+    def say(self, wish: Wish, params: SamplingTensors | None) -> list[int]:
+        """A wish and what is not captured for requests sampled so, as numbers for `agreed`."""
+        return self._shared.say(wish, self._lacks(self._newest if params is None else params))
+
+    def agreed(self, most: Sequence[int]) -> StepShape | None:
+        """The shape in which all ranks replay a step, of the most that any of them has said.
+
+        Layers of a step that runs as it comes are not called as regions: these are compiled for
+        ranks that have equal numbers of rows.
+        """
+        shape = self._shared.agreed(most)
+        self._step.cache.runs_regions = self._runs_regions and shape is not None
+        return shape
 
     def run(
         self,
+        shape: StepShape,
         entries: list[Scheduled],
-        params: SamplingTensors,
+        params: SamplingTensors | None,
         *,
-        draft_limit: int,
         make_bitmask: Callable[[], Tensor],
     ) -> StepResult:
-        """Replay the step, which verifies and makes at most `draft_limit` drafts a request.
+        """Replay the step in a shape that holds it.
 
         The result is overwritten by the next replay of the same graph. A batch above the largest
         bucket is replayed in parts, whose results are copied. `make_bitmask` is called where
-        requests have grammars, once the target pass is launched.
+        requests have grammars, once the target pass is launched. Without entries every place is
+        padding, sampled as the step before.
         """
-        if self._mixed is not None and _has_prompt_rows(entries):
+        self._newest = params = self._newest if params is None else params
+        if shape.num_mixed_rows > 0:
+            assert self._mixed is not None, "nothing was captured for prompt rows"
             self._uploaded_slots = []  # it takes news of the tables, which ours must have too
-            return self._mixed.run(entries, params, draft_limit=draft_limit)
-        if len(entries) <= len(self._slots):
-            return self._replay(entries, params, draft_limit, make_bitmask)
+            self._shared.note_replay(Kind(True, shape.num_mixed_rows, shape.draft_limit))
+            return self._mixed.run(shape, entries, params)
+        if shape.num_requests <= len(self._slots):
+            return self._replay(entries, params, shape, make_bitmask)
         results = []
-        for part in split_batch(len(entries), len(self._slots)):
+        for part in split_batch(shape.num_requests, len(self._slots)):
             cut = map_tensors(itemgetter(part), params)
-            result = self._replay(entries[part], cut, draft_limit, make_bitmask)
+            one = shape._replace(num_requests=part.stop - part.start)
+            result = self._replay(entries[part], cut, one, make_bitmask)
             results.append(map_tensors(Tensor.clone, result))
         return map_tensors(lambda *parts: torch.cat(parts), *results)
 
@@ -202,13 +249,12 @@ class StepGraphs:
         self,
         entries: list[Scheduled],
         params: SamplingTensors,
-        draft_limit: int,
+        shape: StepShape,
         make_bitmask: Callable[[], Tensor],
     ) -> StepResult:
-        num_requests = len(entries)
-        bucket = bucket_of(num_requests, self._batch_sizes)
+        bucket = bucket_of(shape.num_requests, self._batch_sizes)
         self._upload(entries, bucket)
-        target, captured = self._captured(bucket, params, draft_limit)
+        target, captured = self._captured(bucket, params, shape.draft_limit, missing=shape.missing)
         if target is not None:
             before = torch.cuda.Event() if self._slots.is_cuda else None
             if before is not None:
@@ -216,7 +262,8 @@ class StepGraphs:
             target.graph.replay()
             self._params.write_bitmask(make_bitmask(), after=before)
         captured.graph.replay()
-        return first_requests(captured.result, num_requests)
+        self._shared.note_replay(Kind(False, bucket, shape.draft_limit))
+        return first_requests(captured.result, len(entries))
 
     def prepare(
         self,
@@ -230,15 +277,25 @@ class StepGraphs:
 
         Only those that `num_requests` requests can fill, the largest and first needed one first.
         Each is captured for all `draft_limits`; where there are several, their steps are timed.
+        Ranks that share experts all call it, and capture what one of them needs.
         """
         first_s, most = self.capture_s, self._batch_sizes[-1]
-        largest = bucket_of(min(num_requests or most, most), self._batch_sizes)
+        missing: frozenset[Kind] = frozenset()
+        num_requests = min(num_requests or most, most)
+        if self._exchange is not None:
+            sampling = replace(sampling, grammar=None)  # steps with one run as they come
+            self._newest = self._params_of(sampling, 1)
+            num_requests, *lacks = self._exchange.most([num_requests, *self._lacks(self._newest)])
+            missing = self._shared.missing(lacks)
+            self._exchange.num_rows = None
+            self._step.cache.runs_regions = self._runs_regions
+        largest = bucket_of(num_requests, self._batch_sizes)
         sizes = [size for size in reversed(self._batch_sizes) if size <= largest]
         for number, bucket in enumerate(sizes, start=1):
             before_s = self.capture_s
             params = self._params_of(sampling, bucket)
             for draft_limit in draft_limits:
-                self._captured(bucket, params, draft_limit)
+                self._captured(bucket, params, draft_limit, missing=missing)
             if len(draft_limits) > 1:
                 self.step_seconds[bucket] = self._timed(bucket, params, draft_limits)
             if log is not None:
@@ -248,7 +305,8 @@ class StepGraphs:
                 )
         if self._mixed is not None:
             before_s = self.capture_s
-            self._mixed.prepare(self._params_of(sampling, 1), draft_limits=draft_limits)
+            params = self._params_of(sampling, 1)
+            self._mixed.prepare(params, draft_limits=draft_limits, missing=missing)
             if log is not None:
                 log(f"captured steps with prompt rows in {self.capture_s - before_s:.1f} s")
 
@@ -261,13 +319,28 @@ class StepGraphs:
             device=self._slots.device,
         )
 
+    def _lacks(self, params: SamplingTensors) -> list[int]:
+        """For each kind, whether it is not captured for requests sampled so."""
+        key = self._params.key_of(params)
+        return self._shared.lacks(lambda kind: self._has(kind, key), key=(key, self.num_graphs))
+
+    def _has(self, kind: Kind, key: Hashable) -> bool:
+        if kind.is_mixed:
+            return self._mixed is not None and self._mixed.has(kind, key)
+        return (kind.size, kind.draft_limit, key) in self._graphs
+
     def _captured(
-        self, bucket: int, params: SamplingTensors, draft_limit: int
+        self,
+        bucket: int,
+        params: SamplingTensors,
+        draft_limit: int,
+        *,
+        missing: Collection[Kind] = (),
     ) -> tuple[Captured[TargetRows] | None, Captured[StepResult]]:
         """Graphs of a step: of its target pass where masks come after it, and of the rest."""
         key = (bucket, draft_limit, self._params.upload(params))
         target = None if params.bitmask is None else self._captured_target(bucket, draft_limit)
-        if key not in self._graphs:
+        if key not in self._graphs or Kind(False, bucket, draft_limit) in missing:
             view = self._params.view(params, bucket)
             tensors = (value for _, value in leaves_of(view) if isinstance(value, Tensor))
             mark_any_size(*tensors, dim=0)

@@ -16,7 +16,7 @@ Letters: R requests, T packed rows, M blocks per table, K drafts per step, P pad
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,9 @@ from torch import nn
 from mtp_research.decode.draft.drafter import MTPDrafter
 from mtp_research.decode.graphs.capture import (
     Captured,
+    Kind,
     StaticParams,
+    StepShape,
     capture_call,
     first_requests,
 )
@@ -134,35 +136,54 @@ class MixedGraphs:
         """Graphs captured so far."""
         return len(self._graphs)
 
-    def accepts(self, entries: Sequence[Scheduled]) -> bool:
-        """Whether a step of these entries fits a shape."""
-        num_rows = sum(entry.num_scheduled_tokens for entry in entries)
-        return num_rows <= self._shapes[-1].num_rows and len(entries) <= self._max_requests
+    @property
+    def captured_rows(self) -> list[int]:
+        """Rows of the steps that are captured, ascending; larger ones are padded alone."""
+        sizes = (shape.num_rows for shape in self._shapes)
+        return [num_rows for num_rows in sizes if num_rows <= self._captured_rows]
 
-    def run(
-        self, entries: Sequence[Scheduled], params: SamplingTensors, *, draft_limit: int
-    ) -> StepResult:
-        """Run the step; the next replay of the same bucket overwrites the result."""
+    def has(self, kind: Kind, key: Hashable) -> bool:
+        """Whether a kind is captured for requests of a sampling key (`StaticParams.key_of`)."""
+        return (kind.size, kind.draft_limit, key) in self._graphs
+
+    def num_rows_for(self, entries: Sequence[Scheduled]) -> int:
+        """Rows of the shape that a step of these entries takes; 0 where none holds it."""
         num_rows = sum(entry.num_scheduled_tokens for entry in entries)
+        if num_rows > self._shapes[-1].num_rows or len(entries) > self._max_requests:
+            return 0
         shape = next(shape for shape in self._shapes if num_rows <= shape.num_rows)
         if self._first_large is not None and self._saves_by_expanding(entries):
             shape = max(shape, self._first_large)
-        if shape.num_rows > self._captured_rows:
-            result = self._run_large(shape, entries, params, draft_limit)
+        return shape.num_rows
+
+    def run(
+        self, shape: StepShape, entries: Sequence[Scheduled], params: SamplingTensors
+    ) -> StepResult:
+        """Run the step in a shape of at least `num_rows_for` rows; without entries all is padding.
+
+        The next replay of the same bucket overwrites the result.
+        """
+        num_rows, draft_limit, missing = shape.num_mixed_rows, shape.draft_limit, shape.missing
+        mixed = next(one for one in self._shapes if one.num_rows == num_rows)
+        if num_rows > self._captured_rows:
+            result = self._run_large(mixed, entries, params, draft_limit)
             return first_requests(result, len(entries))
-        captured = self._captured(shape, params, draft_limit)
-        self._upload(shape, entries)
+        captured = self._captured(mixed, params, draft_limit, missing=missing)
+        self._upload(mixed, entries)
         captured.graph.replay()
         return first_requests(captured.result, len(entries))
 
-    def prepare(self, params: SamplingTensors, *, draft_limits: Sequence[int]) -> None:
+    def prepare(
+        self, params: SamplingTensors, *, draft_limits: Sequence[int], missing: Collection[Kind]
+    ) -> None:
         """Capture every bucket for requests sampled like `params`, and run every larger shape.
 
-        Their rows are all padding, in the spare slot and the spare block.
+        Their rows are all padding, in the spare slot and the spare block. `missing` is captured
+        anew.
         """
         for shape, draft_limit in itertools.product(reversed(self._shapes), draft_limits):
             if shape.num_rows <= self._captured_rows:
-                self._captured(shape, params, draft_limit)
+                self._captured(shape, params, draft_limit, missing=missing)
                 continue
             started = time.perf_counter()
             for expands in (False, True)[: 1 + bool(self._latents)]:
@@ -211,10 +232,15 @@ class MixedGraphs:
         )
 
     def _captured(
-        self, shape: MixedShape, params: SamplingTensors, draft_limit: int
+        self,
+        shape: MixedShape,
+        params: SamplingTensors,
+        draft_limit: int,
+        *,
+        missing: Collection[Kind],
     ) -> Captured[StepResult]:
         key = (shape.num_rows, draft_limit, self._params.upload(params))
-        if key not in self._graphs:
+        if key not in self._graphs or Kind(True, shape.num_rows, draft_limit) in missing:
             started = time.perf_counter()
             self._upload(shape, [])  # warming up must change no request
             call = self._device_part(shape, params, draft_limit)
