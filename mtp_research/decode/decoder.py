@@ -458,6 +458,8 @@ class SpecDecoder:
     ) -> None:
         """Touch the pool's pages and capture every step of requests sampled like this.
 
+        Ranks that share a target's experts all call it.
+
         Args:
             sampling: like all of theirs, but for the seed.
             num_requests: how many there will be at most; None for as many as a batch holds.
