@@ -228,14 +228,14 @@ def test_times_rest_on_what_was_measured_alone() -> None:
     steps = section("model=mimo context=1140", "a decode step")
     limit, step = steps["batch 1, K = 0: limit"], steps["batch 1, K = 0: step"]
     assert step.rests_on == "share 0.800 of mimo_7b, batch 1, K = 0"
-    assert (limit.figure or 0) / (step.figure or 1) == pytest.approx(3.32882 / 4.24184)
-    assert step.figure == pytest.approx(4.24184, rel=0.005)
+    assert (limit.figure or 0) / (step.figure or 1) == pytest.approx(3.32491 / 4.1559)
+    assert step.figure == pytest.approx(4.1559, rel=0.005)
     two = section("model=mimo gpus=2xh200", "a decode step")
     note = ", and 7.6 us a sum as two GPUs take; not measured"
     assert two["batch 1, K = 3: step"].rests_on.endswith(note)
     link = two["batch 1, K = 3: link"]
     assert "the vendor's 450 GB/s, without latency" in link.rests_on
-    share = 4.52775 / 5.67385
+    share = 4.50863 / 5.806
     expected = (two["batch 1, K = 3: limit"].figure or 0) / share + (link.figure or 0)
     # Two sums a layer and one of embeddings: 36 layers, and the module once for each draft.
     expected += 0.0076 * (2 * 36 + 1 + 3 * (2 * 1 + 1))
