@@ -19,9 +19,8 @@ try:
 except ImportError:  # checks.resolve_backend refuses the kernels then
     tl = None
 
-# Of both products the shapes that were within two hundredths of the fastest of 9 and 10, for
-# GLM-4.5-Air's layers in FP8, in bfloat16 and split over two cards, and GLM-4.7-Flash's, on one
-# H100.
+# On one H100 at most 2 % slower than the fastest of 9 and 10 shapes for layers of GLM-4.5-Air, in
+# FP8, in bfloat16 and split over two cards, and of GLM-4.7-Flash.
 GATE_UP = GemvConfig(8, 2048, 4)
 DOWN = GemvConfig(32, 512, 4)
 
@@ -124,21 +123,18 @@ def down_gemv_kernel(
     # Written before any program of `gate_up_gemv_kernel`, which is in front of this, got past its
     # wait; read from L2, where it lies: nothing has refreshed this multiprocessor's own cache yet.
     expert = tl.load(index + pair, cache_modifier=".cg").to(tl.int32)
-    is_away = False
+    is_last = expert == num_experts  # shared, or away
     if shared is not None:
-        is_shared = expert == num_experts
-        weight = tl.where(is_shared, shared, weight)
+        weight = tl.where(is_last, shared, weight)
         if scale is not None:
-            scale = tl.where(is_shared, shared_scale, scale)
-        expert = tl.where(is_shared, 0, expert)
-    else:
-        is_away = expert == num_experts
-        expert = tl.where(is_away, 0, expert)
+            scale = tl.where(is_last, shared_scale, scale)
+    expert = tl.where(is_last, 0, expert)
     output = first + tl.arange(0, BLOCK_N)
     row = tl.minimum(output, HIDDEN - 1)  # a repeated row instead of a mask
     k = tl.arange(0, BLOCK_K)[None, :]
     weight_at = weight + expert.to(tl.int64) * (HIDDEN * INNER) + row[:, None] * INNER + k
-    w = tl.load(weight_at, mask=k < INNER, other=0.0)
+    is_away = is_last if shared is None else False
+    w = tl.load(weight_at, mask=(k < INNER) & (is_away == 0), other=0.0)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()  # idle programs, too: the end of all says that others have ended
         tl.extra.cuda.gdc_launch_dependents()

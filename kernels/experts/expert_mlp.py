@@ -158,7 +158,7 @@ def launch_expert_pairs(
     )
     both = {"tiles": tiles, "scales": scales, "shared": shared, "config": config}
     inner = launch_gate_up(x, gate_up_proj, top_k=top_k_index.shape[1], **both)
-    launch_down(inner, down_proj, top_k_weights.reshape(-1), out=out, **both)
+    launch_down(inner, down_proj, top_k_weights.reshape(-1).contiguous(), out=out, **both)
 
 
 def launch_single_token(
@@ -174,7 +174,7 @@ def launch_single_token(
 ) -> None:
     """Both products of one token; arguments as in `expert_pairs`, writes `out`."""
     num_experts, hidden_size, inner_size = down_proj.shape
-    index = top_k_index.flatten()
+    index = top_k_index.reshape(-1).contiguous()
     inner = x.new_empty(len(index), inner_size)
     sizes = {"HIDDEN": hidden_size, "INNER": inner_size, **checks.overlapping(x.device)}
     scale_block = 0 if scales is None else scales.block
@@ -200,7 +200,7 @@ def launch_single_token(
             None if scales is None else scales.down,
             None if shared is None else shared.down,
             None if shared is None else shared.down_scale,
-            top_k_weights.flatten(),
+            top_k_weights.reshape(-1).contiguous(),
             out,
             index,
             num_experts,

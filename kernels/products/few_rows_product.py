@@ -208,7 +208,8 @@ def few_rows_product(
 
     Args:
         x: `[T, K]`, 0 <= T <= 128, rows contiguous.
-        weight: `[N, K]`, rows contiguous, dtype of `x`, or FP8 if there are scales.
+        weight: `[N, K]`, rows contiguous, dtype of `x`, or FP8 if there are scales; not written by
+            the kernel just in front of this one, whose end one row does not wait for to read it.
         bias: `[N]`, dtype of `x`; None for none.
         config: shape of the programs, from `few_rows_choice` or a benchmark; steps are made no
             deeper than a scale's block. A `GemvConfig` is for one row.
@@ -344,7 +345,9 @@ def _check_gated(
     weight: Tensor, bias: Tensor | None, scale: Tensor | None, config: FewRowsConfig | GemvConfig
 ) -> None:
     has_more = bias is not None or scale is not None
-    is_plain = isinstance(config, GemvConfig) or config[4:] == (0, False)
+    is_plain = isinstance(config, GemvConfig) or not (
+        config.programs_per_sm or config.uses_descriptor
+    )
     if len(weight) % 2 or has_more or not is_plain:
         raise ValueError(
             "a gated product needs an even number of weight rows, no bias, no scales, and a config "

@@ -4,8 +4,8 @@ Where it sits: `few_rows_product` calls it where `few_rows_choice` names a `Gemv
 Maths: out[n] = sum_k x[k] * weight[n, k] + bias[n], multiplied and accumulated in float32.
 Layout: a program holds a slab of the weight in registers, BLOCK_N rows by BLOCK_K columns, and
 walks K in such slabs. What goes through shared memory to the matrix instruction arrives in steps;
-here all loads of a slab are on their way at once, and on Hopper those of the first one before the
-kernel in front has ended, whose `x` is needed later. From two rows on the conversion of the numbers
+here all loads of a slab are on their way at once. On Hopper the first slab is asked for before the
+kernel in front has ended, and only then is `x` read. From two rows on the conversion of the numbers
 to float32, and their products, take longer than the memory.
 A gated product has the rows of `gate` and `up` in one weight `[2F, K]`; a program has half of its
 rows of each and stores silu(gate) * up.

@@ -30,7 +30,7 @@ INTERPRETED_CASES = (
     Case("one_tile", 16, 16, 16, FewRowsConfig(16, 16, 1, 2)),
     Case("gated", 9, 21, 72, FewRowsConfig(32, 32, 1, 4), is_gated=True),
     Case("gemv", 1, 37, 304, GemvConfig(8, 128, 2), has_bias=True),
-    Case("gemv_gated", 1, 21, 128, GemvConfig(8, 128, 1), is_gated=True),
+    Case("gemv_gated", 1, 21, 304, GemvConfig(8, 128, 1), is_gated=True),
 )
 
 # The last block of a row, and of a column, is cut off; steps are as deep as a block, or less.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.models.rewrites.apply_rewrites import apply_rewrites
+from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, compile_options
 from mtp_research.models.rewrites.products import MergedLinear
 from mtp_research.models.rewrites.rotary import RotaryInAttention
 from tests import tiny
@@ -51,3 +51,12 @@ def test_later_engine_puts_the_rotation_back(target):
     engine = EngineConfig(compile=True, cuda_graphs=True, rotary_in_attention=False)
     apply_rewrites(target, None, engine)
     assert num_leaving_rotary(target.model) == 0
+
+
+def test_target_split_over_ranks_is_changed_like_a_whole_one(target, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    apply_rewrites(target, None, EngineConfig(compile=True, cuda_graphs=True))
+    assert num_leaving_rotary(target.model) == len(target.kv_layers)
+    options = compile_options(overlaps=True)
+    monkeypatch.delenv("WORLD_SIZE")
+    assert options == compile_options(overlaps=True)
