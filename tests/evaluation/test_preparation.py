@@ -12,6 +12,7 @@ from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import EvalConfig
 from mtp_research.decode import build
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.graphs.capture import Wish
 from mtp_research.evaluation.backends import own_backend
 from mtp_research.evaluation.run import passes as preparation
 from mtp_research.evaluation.run.evaluate import evaluate
@@ -47,9 +48,9 @@ class FakeGraphs:
     num_builds = 0
     step_seconds: ClassVar[dict[int, dict[int, float]]] = {}
 
-    def accepts(self, *_: object, **__: object) -> bool:
+    def wish(self, *_: object, **__: object) -> Wish:
         self.num_builds += 1
-        return False
+        return Wish(0, False, 0, 0, is_unknown=True, cannot_mix=False)
 
     def prepare(
         self,
