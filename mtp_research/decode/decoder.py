@@ -541,14 +541,15 @@ class SpecDecoder:
         requests = [entry.request for entry in entries]
         limit = self.spec.draft_length.num_drafts(batch_size=len(requests), recent=self.recent)
         params, shape = self._sampling.tensors(requests), None
+        rows = self._verifying(entries, limit)
         if self.target.exchange is not None:
             shape = self._agree(entries, params, draft_limit=limit).shape
         elif self.graphs is not None:
-            rows = self._verifying(entries, limit)
             shape = self.graphs.wish(rows, params, draft_limit=limit).shape()
-        limit = limit if shape is None else shape.draft_limit
-        schedule = schedule._replace(entries=self._verifying(entries, limit))
-        return _Begun(schedule, params, limit, shape)
+        if shape is not None and shape.draft_limit != limit:  # another rank's
+            limit = shape.draft_limit
+            rows = self._verifying(entries, limit)
+        return _Begun(schedule._replace(entries=rows), params, limit, shape)
 
     def _verifying(self, entries: Sequence[Scheduled], limit: int) -> list[Scheduled]:
         if not self.scheduler.deferred:
