@@ -140,6 +140,7 @@ def launch_paged_attention(
             **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **checks.overlapping(query.device),
         )
         merge_splits(
             split,

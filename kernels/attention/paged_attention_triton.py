@@ -72,8 +72,12 @@ def attention_kernel(
     STORED_ROWS: tl.constexpr,  # at least the new rows of a request
     ROTARY_DIM: tl.constexpr,  # P
     RAGGED: tl.constexpr,  # 0 = every request has `num_query_tiles`; else a power of two >= R
+    OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One tile of packed rows of one request and KV head, over one split of the keys."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write
     if RAGGED > 0:
         request, tile_row = tile_of_program(
             tl.program_id(0), query_start_loc, num_requests, GROUP, BLOCK_M, RAGGED

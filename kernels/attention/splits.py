@@ -86,8 +86,12 @@ def merge_splits_kernel(
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,  # 0 = one after the other, in rising order
+    OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One output row of one head: the partial outputs weighted by their share of the softmax."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write
     row_head = tl.program_id(0).to(tl.int64)
     is_row = row_head // NUM_HEADS < tl.load(query_start_loc + num_requests)
     dims = tl.arange(0, PADDED_VALUE_DIM)
@@ -169,6 +173,7 @@ def merge_splits(
         PADDED_VALUE_DIM=padded_head_dim(value_dim),
         PADDED_SPLITS=0 if in_order else next_power_of_two(len(partial)),
         num_warps=num_warps,
+        **checks.overlapping(out.device),
     )
 
 

@@ -276,6 +276,7 @@ def launch_latent_attention(
             **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **checks.overlapping(query_latent.device),
         )
         merge_splits(
             split,

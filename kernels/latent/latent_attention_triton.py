@@ -58,8 +58,12 @@ def latent_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STORED_ROWS: tl.constexpr,  # at least the new rows of a request
+    OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One tile of packed rows of one request, over one split of the keys."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write
     tile_row = tl.program_id(0) * BLOCK_M
     split = tl.program_id(1)
     request = tl.program_id(2)

@@ -32,6 +32,7 @@ from mtp_research.kernels.latent.latent_gluon_parts import (
     gluon_jit,
     store_new_latents,
     visible_span,
+    wait_in_front,
     warpgroup_mma,
     warpgroup_mma_wait,
     zero_rows,
@@ -291,8 +292,11 @@ def latent_attention_gluon_kernel(
     BLOCK_N: gl.constexpr,
     KEYS_FIRST: gl.constexpr,  # keys and latent entries are the rows of the products
     STORED_ROWS: gl.constexpr,  # at least the new rows of a request
+    OVERLAPS: gl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One tile of packed rows of one request, over one split of the keys."""
+    if OVERLAPS:
+        wait_in_front()
     L: gl.constexpr = 512
     P: gl.constexpr = 64
     GROUPS: gl.constexpr = gl.num_warps() // 4

@@ -1,7 +1,8 @@
 """The product of one row with a weight, without the matrix instruction.
 
 Where it sits: `few_rows_product` calls it where `few_rows_choice` names a `GemvConfig`.
-Maths: out[n] = sum_k x[k] * weight[n, k] + bias[n], multiplied and accumulated in float32.
+Maths: out[n] = sum_k x[k] * weight[n, k] + bias[n], multiplied and accumulated in float32; `x` may
+be normalised first and a residual added, as in `few_rows_product`.
 Layout: a program holds a slab of the weight in registers, BLOCK_N rows by BLOCK_K columns, and
 walks K in such slabs. What goes through shared memory to the matrix instruction arrives in steps;
 here all loads of a slab are on their way at once. On Hopper the first slab is asked for before the
@@ -31,20 +32,53 @@ except ImportError:  # checks.resolve_backend refuses the kernel then
 
 
 @checks.kernel_jit
-def dot_rows(weight, x, scale, start, depth, BLOCK_K: tl.constexpr, SCALE_BLOCK: tl.constexpr):
+def dot_rows(
+    weight,
+    x,
+    scale,
+    start,
+    depth,
+    BLOCK_K: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    norm_weight=None,
+    inverse=1.0,
+):
     """What columns `[start, start + BLOCK_K)` add to the sums of the rows of a slab.
 
     `x` is a row of `depth` numbers; `scale` is where the scales of the slab's rows begin, which lie
-    in one block, or anything for SCALE_BLOCK 0.
+    in one block, or anything for SCALE_BLOCK 0. With a `norm_weight` `x` is normalised: times it
+    and `inverse`.
     """
     k = start + tl.arange(0, BLOCK_K)
     a = tl.load(x + k, mask=k < depth, other=0.0).to(tl.float32)
+    if norm_weight is not None:
+        a *= inverse * tl.load(norm_weight + k, mask=k < depth, other=0.0).to(tl.float32)
+        a = a.to(x.dtype.element_ty).to(tl.float32)
     if SCALE_BLOCK > 0:
         NUM_BLOCKS: tl.constexpr = BLOCK_K // SCALE_BLOCK
         block = start // SCALE_BLOCK + tl.arange(0, NUM_BLOCKS)
         of_block = tl.load(scale + block, mask=block * SCALE_BLOCK < depth, other=0.0)
         a = tl.reshape(tl.reshape(a, [NUM_BLOCKS, SCALE_BLOCK]) * of_block[:, None], [BLOCK_K])
     return tl.sum(widened(weight, tl.float32) * a[None, :], 1)
+
+
+@checks.kernel_jit
+def inverse_rms(
+    x,  # [BLOCK_T, 1] pointers to rows
+    is_row,  # [BLOCK_T, 1] bool
+    depth,
+    eps,
+    BLOCK_K: tl.constexpr,
+    NUM_STEPS: tl.constexpr,
+):
+    """1 / sqrt(mean of squares + eps) `[BLOCK_T]` of rows of `depth` numbers."""
+    k = tl.arange(0, BLOCK_K)[None, :]
+    squares = tl.zeros([x.shape[0], BLOCK_K], tl.float32)
+    for step in tl.static_range(NUM_STEPS):
+        inside = is_row & (k < depth - step * BLOCK_K)
+        part = tl.load(x + step * BLOCK_K + k, mask=inside, other=0.0).to(tl.float32)
+        squares += part * part
+    return tl.rsqrt(tl.sum(squares, 1) / depth + eps)
 
 
 @checks.kernel_jit
@@ -62,9 +96,12 @@ def gemv_kernel(
     weight,  # [N, K], rows contiguous; [2F, K] if gated
     scale,  # float32 [ceil(N / B), ceil(K / B)], [N, 1] for SCALE_BLOCK 0, or None
     bias,  # [N] or None
+    norm_weight,  # [K], with which `x` is normalised first, or None
+    residual,  # [N], added to the rounded product, or None
     out,  # [N], or [F] if gated; written
     num_outputs,  # N, or F if gated
     depth,
+    eps,  # of the norm
     stride_weight,
     BLOCK_N: tl.constexpr,  # divides B
     BLOCK_K: tl.constexpr,  # a multiple of B
@@ -89,11 +126,17 @@ def gemv_kernel(
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()  # `x` is there, and nobody reads `out` any more
         tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write
+    inverse = 1.0
+    if norm_weight is not None:
+        one = tl.zeros([1, 1], tl.int32)
+        inverse = inverse_rms(x + one, one == 0, depth, eps, BLOCK_K, NUM_STEPS)
     for step in tl.static_range(NUM_STEPS):
         start = step * BLOCK_K
         if step > 0:
             w = tl.load(weight_at + start, mask=k < depth - start, other=0.0)
-        acc += dot_rows(w, x, scale_at, start, depth, BLOCK_K, SCALE_BLOCK)
+        acc += dot_rows(
+            w, x, scale_at, start, depth, BLOCK_K, SCALE_BLOCK, norm_weight, inverse
+        )
     if scale is not None and SCALE_BLOCK == 0:
         acc *= tl.load(scale + row)
     if bias is not None:
@@ -103,7 +146,18 @@ def gemv_kernel(
             silu_product(acc[:, None], out.dtype.element_ty, 1, BLOCK_N), [BLOCK_N // 2]
         )
     output = first + tl.arange(0, TILE_OUTPUTS)
-    tl.store(out + output, acc.to(out.dtype.element_ty), mask=output < num_outputs)
+    is_output = output < num_outputs
+    if residual is not None:
+        acc = acc.to(out.dtype.element_ty).to(tl.float32)
+        acc += tl.load(residual + output, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + output, acc.to(out.dtype.element_ty), mask=is_output)
+
+
+class RowNorm(NamedTuple):
+    """A norm that a product applies to its rows first: x / sqrt(mean x^2 + eps) * weight."""
+
+    weight: Tensor  # [K], dtype of the rows
+    eps: float
 
 
 class GemvConfig(NamedTuple):
@@ -124,6 +178,8 @@ def launch_gemv(
     is_gated: bool,
     scale: Tensor | None,
     scale_block: int,
+    norm: RowNorm | None = None,
+    residual: Tensor | None = None,
 ) -> None:
     """Writes `out` `[1, N]` of `x` `[1, K]`; arguments as `few_rows_product` has checked them."""
     num_outputs, depth = out.shape[1], weight.shape[1]
@@ -134,9 +190,12 @@ def launch_gemv(
             weight,
             scale,
             bias,
+            None if norm is None else norm.weight,
+            residual,
             out,
             num_outputs,
             depth,
+            0.0 if norm is None else norm.eps,
             weight.stride(0),
             **blocks,
             NUM_STEPS=ceil_div(depth, blocks["BLOCK_K"]),

@@ -10,7 +10,7 @@ from mtp_research.kernels.products.few_rows_product import (
     choose_num_splits,
     few_rows_product,
 )
-from mtp_research.kernels.products.gemv import GemvConfig, slab_of
+from mtp_research.kernels.products.gemv import GemvConfig, RowNorm, slab_of
 from mtp_research.kernels.products.scaled_weights import FP8, check_scale, dequantise
 
 from tests.kernels.few_rows_cases import FP8_CASES, INTERPRETED_CASES, check_few_rows, draw_fp8
@@ -45,6 +45,14 @@ def test_reference_matches_float64(case):
             "no scales",
         ),
         (lambda: few_rows_product(X, STORED, config=PLAIN), "weight must have dtype torch.float32"),
+        (
+            lambda: few_rows_product(X, WEIGHT, config=PLAIN, norm=RowNorm(SCALE, 1e-6)),
+            r"norm.weight must have shape \[K\] = \[8\]",
+        ),
+        (
+            lambda: few_rows_product(X, WEIGHT, config=PLAIN, residual=X),
+            r"residual must have shape \[T, N\] = \[2, 6\], got \[2, 8\]",
+        ),
         (
             lambda: few_rows_product(X, WEIGHT, scale=SCALE, config=PLAIN),
             "dtype torch.float8_e4m3fn",

@@ -13,6 +13,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402 - after the skip
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from tests.kernels.test_sm90_compile import waits_first  # noqa: E402
+
 SHARED_MEMORY_BYTES = 227 * 1024
 INDEXES = {
     "block_table": "*i32",
@@ -47,6 +49,7 @@ def test_gluon_latent_attention_sm90_neither_spills_nor_waits_for_each_product(
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     assert "cp.async.cg.shared.global [ %" in compiled.asm["ptx"]
     assert ", 0x10" in compiled.asm["ptx"]
+    assert waits_first(compiled)
 
 
 def _compile(num_rows, *, split, optional):
@@ -61,7 +64,7 @@ def _compile(num_rows, *, split, optional):
         split=split,
         config=config,
         num_stored_rows=new_rows.MAX_STORED_ROWS,
-    )
+    ) | {"OVERLAPS": True}
     types = dict.fromkeys(kernel.arg_names, "i32") | INDEXES | dict.fromkeys(TENSORS, "*bf16")
     types |= {"out": "*fp32", "lse": "*fp32"} if split else {"out": "*bf16", "lse": "constexpr"}
     given = {"positions": "*i64", "kv_start": "*i32"}

@@ -108,7 +108,12 @@ SHAPES = {
 
 
 def _compile(kernel, *, types, constants, num_warps, num_stages=3, divisible=()):
-    """Compiles as a launch would with pointers, strides and `divisible` divisible by 16."""
+    """Compiles as a launch would with pointers, strides and `divisible` divisible by 16.
+
+    A kernel that can overlap the one in front does.
+    """
+    types = types | dict.fromkeys(constants, "constexpr")
+    constants = constants | {"OVERLAPS": True}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     constants = {name: constants.get(name) for name, kind in signature.items() if kind[0] == "c"}
     aligned = {
@@ -158,6 +163,13 @@ def _compile_attention(shape):
     return compiled, config
 
 
+def waits_first(compiled):
+    """Whether a program touches memory only once the kernel in front of it has ended."""
+    before, _, behind = compiled.asm["ptx"].partition("griddepcontrol.wait")
+    touches = re.compile(r"\b(ld|st)\.global|cp\.async")
+    return not touches.search(before) and bool(touches.search(behind))
+
+
 def _num_spilled_bytes(compiled, folder, *, may_wait=False):
     """Bytes of registers that ptxas spills to local memory, stores and loads together.
 
@@ -180,6 +192,7 @@ def _num_spilled_bytes(compiled, folder, *, may_wait=False):
 def test_attention_kernel_sm90_has_no_spills_and_fits_shared_memory(shape, tmp_path):
     compiled, _ = _compile_attention(shape)
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
+    assert waits_first(compiled)
     assert _num_spilled_bytes(compiled, tmp_path) == 0
 
 
@@ -236,6 +249,7 @@ def test_merge_splits_kernel_sm90_has_no_spills(num_splits, tmp_path):
     types = dict.fromkeys(("num_requests", "num_splits", "num_row_heads"), "i32")
     types |= {"partial": "*fp32", "lse": "*fp32", "query_start_loc": "*i32", "out": "*bf16"}
     compiled = _compile(merge_splits_kernel, types=types, constants=constants, num_warps=num_warps)
+    assert waits_first(compiled)
     assert _num_spilled_bytes(compiled, tmp_path) == 0
 
 
@@ -334,6 +348,7 @@ def _check_latent(num_rows, *, split, split_keys, dtype, folder):
         num_stages=config.num_stages,
     )
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
+    assert waits_first(compiled)
     # ptxas gives up where the loop over keys may be empty; Hopper's own program does not wait.
     assert _num_spilled_bytes(compiled, folder, may_wait=not split) == 0
 
@@ -346,4 +361,5 @@ def test_merge_of_latent_splits_sm90_has_no_spills(num_splits, tmp_path):
     types |= {"partial": "*fp32", "lse": "*fp32", "query_start_loc": "*i32", "out": "*bf16"}
     num_warps = latent_attention_launch.merge_warps(num_splits)
     compiled = _compile(merge_splits_kernel, types=types, constants=constants, num_warps=num_warps)
+    assert waits_first(compiled)
     assert _num_spilled_bytes(compiled, tmp_path) == 0
