@@ -9,7 +9,7 @@ result. `store_kv` explains how programs store the step's own keys and values.
 from __future__ import annotations
 
 from mtp_research.kernels import checks
-from mtp_research.kernels.attention.splits import split_span, visible_positions
+from mtp_research.kernels.attention.splits import split_span, visible_positions, wait_in_front
 from mtp_research.kernels.attention.store_kv import load_rotated, store_new_rows
 
 try:
@@ -75,9 +75,7 @@ def attention_kernel(
     OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One tile of packed rows of one request and KV head, over one split of the keys."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write
+    wait_in_front(OVERLAPS)
     if RAGGED > 0:
         request, tile_row = tile_of_program(
             tl.program_id(0), query_start_loc, num_requests, GROUP, BLOCK_M, RAGGED

@@ -31,6 +31,14 @@ except ImportError:  # checks.resolve_backend refuses the kernels then
 
 
 @checks.kernel_jit
+def wait_in_front(OVERLAPS: tl.constexpr):
+    """Wait for the end of the kernel in front; the next one may begin, and waits for this one."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@checks.kernel_jit
 def visible_positions(
     request,
     row,  # [BLOCK_M], index into [T]
@@ -89,9 +97,7 @@ def merge_splits_kernel(
     OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One output row of one head: the partial outputs weighted by their share of the softmax."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write
+    wait_in_front(OVERLAPS)
     row_head = tl.program_id(0).to(tl.int64)
     is_row = row_head // NUM_HEADS < tl.load(query_start_loc + num_requests)
     dims = tl.arange(0, PADDED_VALUE_DIM)

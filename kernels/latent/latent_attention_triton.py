@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.paged_attention_triton import zero_spare_rows
-from mtp_research.kernels.attention.splits import split_span
+from mtp_research.kernels.attention.splits import split_span, wait_in_front
 from mtp_research.kernels.attention.store_kv import store_new_rows
 
 try:
@@ -61,9 +61,7 @@ def latent_attention_kernel(
     OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One tile of packed rows of one request, over one split of the keys."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write
+    wait_in_front(OVERLAPS)
     tile_row = tl.program_id(0) * BLOCK_M
     split = tl.program_id(1)
     request = tl.program_id(2)

@@ -295,8 +295,7 @@ def latent_attention_gluon_kernel(
     OVERLAPS: gl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One tile of packed rows of one request, over one split of the keys."""
-    if OVERLAPS:
-        wait_in_front()
+    wait_in_front(OVERLAPS)
     L: gl.constexpr = 512
     P: gl.constexpr = 64
     GROUPS: gl.constexpr = gl.num_warps() // 4

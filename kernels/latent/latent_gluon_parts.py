@@ -32,16 +32,17 @@ def gluon_jit(function: checks.Kernel) -> checks.Kernel:
 
 
 @gluon_jit
-def wait_in_front():
-    """Wait for the end of the kernel in front; the next may start, and waits for the end of this."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def wait_in_front(OVERLAPS: gl.constexpr):
+    """As that of `splits`."""
+    if OVERLAPS:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+            "=r",
+            [],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @gluon_jit

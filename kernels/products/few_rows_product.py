@@ -35,6 +35,7 @@ from mtp_research.kernels.products.gemv import (
     inverse_rms,
     launch_gemv,
     silu_product,
+    store_sum,
 )
 from mtp_research.kernels.products.scaled_weights import (
     FP8,
@@ -113,10 +114,10 @@ def few_rows_kernel(
         line = begin * BLOCK_K + tl.arange(0, NUM_EARLY_LINES)[None, :] * LINE
         ask_for(weight_rows + tl.minimum(line, depth - 1))
         tl.extra.cuda.gdc_wait()  # `x` is there, and nobody reads `out` any more
+    inverse = is_row
     if norm_weight is not None:
         rows_at = x + row.to(tl.int64)[:, None] * stride_x
         inverse = inverse_rms(rows_at, is_row[:, None], depth, eps, NORM_K, NORM_STEPS)
-        norm_at = norm_weight + begin * BLOCK_K + k
     for step in range(begin, end):
         inside = k < (BLOCK_K if EVEN_DEPTH else depth - step * BLOCK_K)
         if weight_tiles is None:
@@ -125,10 +126,7 @@ def few_rows_kernel(
         else:
             w = weight_tiles.load([tile * BLOCK_N, step * BLOCK_K])
         a = tl.load(x_at, mask=is_row[:, None] & inside, other=0.0)
-        if norm_weight is not None:
-            gain = inverse[:, None] * tl.load(norm_at, mask=inside, other=0.0).to(tl.float32)
-            a = (a.to(tl.float32) * gain).to(x.dtype.element_ty)
-            norm_at += BLOCK_K
+        a = _normalised(a, inverse, norm_weight, step * BLOCK_K + k, inside)
         w = widened(w, a.dtype)
         acc = add_product(acc, w, tl.trans(a), scale_at, step * BLOCK_K, SCALE_BLOCK)
         x_at += BLOCK_K
@@ -149,10 +147,16 @@ def few_rows_kernel(
         acc += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)[:, None]
     if IS_GATED:
         acc = silu_product(acc, out.dtype.element_ty, BLOCK_T, BLOCK_N)
-    if residual is not None:
-        acc = acc.to(out.dtype.element_ty).to(tl.float32)
-        acc += tl.load(residual + place, mask=is_place, other=0.0).to(tl.float32)
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_place)
+    store_sum(acc, out, residual, place, is_place)
+
+
+@checks.kernel_jit
+def _normalised(a, inverse, norm_weight, k, inside):
+    """A tile of rows times their factors and the norm's weight, or as it is without a norm."""
+    if norm_weight is not None:
+        gain = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
+        a = (a.to(tl.float32) * inverse[:, None] * gain).to(a.dtype)
+    return a
 
 
 @checks.kernel_jit

@@ -91,6 +91,16 @@ def silu_product(acc, dtype: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.co
 
 
 @checks.kernel_jit
+def store_sum(product, out, residual, place, is_place):
+    """Store a product, or its sum with a residual, at places of `out`; both are rounded."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    if residual is not None:
+        product = product.to(dtype).to(tl.float32)
+        product += tl.load(residual + place, mask=is_place, other=0.0).to(tl.float32)
+    tl.store(out + place, product.to(dtype), mask=is_place)
+
+
+@checks.kernel_jit
 def gemv_kernel(
     x,  # [K]
     weight,  # [N, K], rows contiguous; [2F, K] if gated
@@ -134,9 +144,7 @@ def gemv_kernel(
         start = step * BLOCK_K
         if step > 0:
             w = tl.load(weight_at + start, mask=k < depth - start, other=0.0)
-        acc += dot_rows(
-            w, x, scale_at, start, depth, BLOCK_K, SCALE_BLOCK, norm_weight, inverse
-        )
+        acc += dot_rows(w, x, scale_at, start, depth, BLOCK_K, SCALE_BLOCK, norm_weight, inverse)
     if scale is not None and SCALE_BLOCK == 0:
         acc *= tl.load(scale + row)
     if bias is not None:
@@ -147,10 +155,7 @@ def gemv_kernel(
         )
     output = first + tl.arange(0, TILE_OUTPUTS)
     is_output = output < num_outputs
-    if residual is not None:
-        acc = acc.to(out.dtype.element_ty).to(tl.float32)
-        acc += tl.load(residual + output, mask=is_output, other=0.0).to(tl.float32)
-    tl.store(out + output, acc.to(out.dtype.element_ty), mask=is_output)
+    store_sum(acc, out, residual, output, is_output)
 
 
 class RowNorm(NamedTuple):

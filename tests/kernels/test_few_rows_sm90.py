@@ -20,7 +20,6 @@ from tests.kernels.test_sm90_compile import (
     _num_spilled_bytes,
 )
 
-
 _FEW = 8  # rows, padded, of the products that a norm or a residual was joined to
 
 
