@@ -4,7 +4,8 @@ Where it sits: the benchmarks `few_rows` and `invariant` of `kernels.bench`. `fe
 products of a decode step of three models with a few program shapes for every number of rows, each
 checked against float32 first. Then comes a chain of whole layers' products with the small kernels
 in between: it shows how long memory idles from one product to the next, and what launches give back
-that overlap the kernel in front of them (our product's always do, the compiler's where asked for).
+that overlap the kernel in front of them (our product's always do, the compiler's where asked for),
+or that products take over ("joined": norms before them and sums behind them).
 `invariant` times products and attention of `engine.deterministic` beside the usual ones.
 Letters: T or M rows, N outputs, K depth.
 """
@@ -39,6 +40,7 @@ from mtp_research.kernels.products.few_rows_product import (
     few_rows_constants,
     few_rows_product,
 )
+from mtp_research.kernels.products.gemv import GemvConfig, RowNorm
 from mtp_research.kernels.products.invariant_matmul import invariant_matmul
 from torch import Tensor
 from torch.nn import functional
@@ -53,6 +55,8 @@ SHAPES = {
     **{"1b down": (2048, 5632), "1b eh_proj": (2048, 4096), "1b lm_head": (32_000, 2048)},
     **{"glm qkv": (14_336, 4096), "glm o": (4096, 12_288), "glm shared": (2816, 4096)},
     "glm shared_down": (4096, 1408),
+    **{"flash q_a": (1344, 2048), "flash q_b": (5120, 768), "flash o": (2048, 5120)},
+    **{"flash gate_up": (3072, 2048), "flash down": (2048, 1536), "mimo k": (1024, 4096)},
 }
 QUICK_SHAPES = ("mimo qkv", "mimo o", "mimo gate_up", "mimo down", "mimo lm_head")
 # Program shapes by the padded number of rows: block_n, block_k, warps, stages, programs_per_sm,
@@ -73,6 +77,8 @@ CONFIGS = {
     64: ((64, 128, 4, 6, 1, True), (128, 64, 4, 4, 2, True), (128, 128, 8, 4, 1, True)),
     128: ((128, 64, 8, 6, 1, True),),
 }
+# Of one row without the matrix instruction: block_n, block_k, warps.
+ONE_ROW = ((4, 4096, 4), (4, 2048, 4), (8, 2048, 4), (8, 1024, 4), (2, 4096, 2), (16, 512, 4))
 INVARIANT_ROWS = (1, 4, 32, 128, 2048)
 INVARIANT_WEIGHTS = ((2048, 2048), (4096, 4096), (22_016, 4096), (151_552, 4096))  # N, K
 INVARIANT_ATTENTION = [
@@ -81,6 +87,7 @@ INVARIANT_ATTENTION = [
 # MiMo-7B's layer; a chain of three reads more than ten times what the L2 cache holds.
 _HIDDEN, _INNER, _QKV = 4096, 11_008, 6144
 _NUM_LAYERS = 3
+_EPS = torch.finfo(torch.bfloat16).eps  # the library's, without one
 # What a program shape may end in that this device or this compiler cannot run.
 _FAILURES = (AssertionError, RuntimeError, TypeError, ValueError, TritonError)
 
@@ -91,10 +98,12 @@ class Case(NamedTuple):
     num_rows: int
     num_outputs: int
     depth: int
-    config: FewRowsConfig
+    config: FewRowsConfig | GemvConfig
 
     def variant(self) -> tuple[object, ...]:
         """What a launch is compiled for."""
+        if isinstance(self.config, GemvConfig):
+            return (self.depth, self.config)
         tiles = -(-self.num_outputs // self.config.block_n)
         is_split = choose_num_splits(tiles, self.depth, config=self.config) > 1
         how = {"dtype": torch.bfloat16, "config": self.config, "is_gated": False}
@@ -107,13 +116,13 @@ class Variant(NamedTuple):
     """Whose products a chain has, and whether the compiler's launches overlap."""
 
     num_rows: int
-    products: Literal["library", "ours", "ours, gated"]
+    products: Literal["library", "ours", "ours, gated", "ours, joined"]
     overlaps: bool
 
 
 VARIANTS = (
     *(Variant(4, name, overlaps) for name in ("library", "ours") for overlaps in (False, True)),
-    Variant(4, "ours, gated", True),
+    *(Variant(n, f"ours, {how}", True) for n in (1, 4) for how in ("gated", "joined")),
     *(Variant(32, name, True) for name in ("library", "ours")),
     *(Variant(128, "library", overlaps) for overlaps in (False, True)),
 )
@@ -122,6 +131,7 @@ VARIANTS = (
 def measure_few_rows(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
     """A row a product and number of rows, then one a chain."""
     names, num_rows = (QUICK_SHAPES, (4, 128)) if options.quick else (tuple(SHAPES), NUM_ROWS)
+    names, num_rows = options.shapes or names, tuple(options.rows or num_rows)
     read = ceilings["read_tb_per_s"]
     compile_all([case for name in names for case in cases_of(SHAPES[name], num_rows)])
     rows = [row for name in names for row in bench_shape(name, num_rows, read)]
@@ -135,6 +145,8 @@ def measure_few_rows(ceilings: dict[str, float], options: argparse.Namespace) ->
 
 def _add_few_rows_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="five shapes at 4 and 128 rows")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="only these")
+    parser.add_argument("--rows", nargs="+", type=int, help="only these numbers of rows")
 
 
 def _measure_invariant(ceilings: dict[str, float], options: argparse.Namespace) -> Rows:
@@ -155,9 +167,12 @@ INVARIANT = Bench(_measure_invariant)
 def cases_of(shape: tuple[int, int], num_rows: tuple[int, ...]) -> list[Case]:
     """Every program shape that is tried for a weight `[N, K]`."""
     return [
-        Case(count, *shape, FewRowsConfig(*config))
+        Case(count, *shape, config)
         for count in num_rows
-        for config in CONFIGS[max(8, 1 << (count - 1).bit_length())]
+        for config in (
+            *(GemvConfig(*config) for config in ONE_ROW if count == 1),
+            *(FewRowsConfig(*c) for c in CONFIGS[max(8, 1 << (count - 1).bit_length())]),
+        )
     ]
 
 
@@ -216,7 +231,7 @@ def _bench_rows(name: str, x: Tensor, weights: list[Tensor], expected: Tensor, r
 
 
 def _time_config(
-    x: Tensor, weights: list[Tensor], expected: Tensor, config: FewRowsConfig
+    x: Tensor, weights: list[Tensor], expected: Tensor, config: FewRowsConfig | GemvConfig
 ) -> float:
     """Microseconds of one program shape, infinite for one that does not run or is wrong."""
     try:
@@ -271,6 +286,11 @@ def _layers(x: Tensor, weights: list[Tensor], products: str) -> Tensor:
     product = functional.linear if products == "library" else chain_product
     for layer in range(_NUM_LAYERS):
         qkv, o, gate_up, down = weights[4 * layer : 4 * layer + 4]
+        if products == "ours, joined":
+            ones = qkv.new_ones(_HIDDEN)
+            x = chain_product(chain_product(x, qkv, ones)[:, :_HIDDEN].sin(), o, residual=x)
+            x = chain_product(chain_gated(x, gate_up, ones), down, residual=x)
+            continue
         rows = product(functional.rms_norm(x, (_HIDDEN,)), qkv)
         x = x + product(rows[:, :_HIDDEN].sin(), o)  # stands for attention
         normed = functional.rms_norm(x, (_HIDDEN,))
@@ -284,29 +304,38 @@ def _layers(x: Tensor, weights: list[Tensor], products: str) -> Tensor:
 
 
 @torch.library.custom_op("mtp_research::chain_product", mutates_args=())
-def chain_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def chain_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Our product where the table has a program shape, else the library's."""
     config = choose_config(len(x), *weight.shape, dtype=x.dtype)
     if config is None:
         return functional.linear(x, weight)
-    return few_rows_product(x, weight, config=config)
+    norm = None if norm_weight is None else RowNorm(norm_weight, _EPS)
+    return few_rows_product(x, weight, config=config, norm=norm, residual=residual)
 
 
 @chain_product.register_fake
-def _fake(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _fake(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 @torch.library.custom_op("mtp_research::chain_gated", mutates_args=())
-def chain_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def chain_gated(
+    x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None = None
+) -> torch.Tensor:
     """Our gated product; only for numbers of rows that the table has."""
     config = choose_gated_config(len(x), *weight.shape, dtype=x.dtype)
     assert config is not None, "the chain asks the table first"
-    return few_rows_product(x, weight, config=config, is_gated=True)
+    norm = None if norm_weight is None else RowNorm(norm_weight, _EPS)
+    return few_rows_product(x, weight, config=config, is_gated=True, norm=norm)
 
 
 @chain_gated.register_fake
-def _fake_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _fake_gated(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] // 2)
 
 
