@@ -1,5 +1,7 @@
 """Captured steps with our products, launched one by one and overlapping, on a CUDA device."""
 
+from typing import Any
+
 import pytest
 import torch
 from mtp_research.kernels.products.few_rows_product import FewRowsConfig, few_rows_product
@@ -19,11 +21,12 @@ pytestmark = pytest.mark.gpu
 def test_captured_steps_with_our_products_decode_what_the_plain_loop_decodes(
     overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[bool] = []  # whether each was gated
+    calls: set[str] = set()  # kinds of products
 
-    def counted(*operands: Tensor, is_gated: bool = False, config: FewRowsConfig) -> Tensor:
-        calls.append(is_gated)
-        return few_rows_product(*operands, is_gated=is_gated, config=config)
+    def counted(*operands: Tensor, **settings: Any) -> Tensor:
+        calls.update(name for name in ("norm", "residual") if settings[name] is not None)
+        calls.add("gated" if settings.get("is_gated") else "plain")
+        return few_rows_product(*operands, **settings)
 
     def choose(*_: int, **__: torch.dtype) -> FewRowsConfig:
         return FewRowsConfig(16, 32, 2, 3)
@@ -43,7 +46,6 @@ def test_captured_steps_with_our_products_decode_what_the_plain_loop_decodes(
         return texts_of(run(SpecDecoder(target, heads, engine=engine), PROMPTS, sampling=sampling))
 
     plain = decode()
-    assert calls == []
+    assert not calls
     assert decode(cuda_graphs=True, compile=True, overlap_launches=overlaps) == plain
-    assert True in calls
-    assert False in calls
+    assert {"gated", "plain", "norm", "residual"} <= calls
