@@ -2,7 +2,8 @@
 
 Where it sits: `few_rows_product` calls it where `few_rows_choice` names a `GemvConfig`.
 Maths: out[n] = sum_k x[k] * weight[n, k] + bias[n], multiplied and accumulated in float32; `x` may
-be normalised first and a residual added, as in `few_rows_product`.
+be normalised first and a residual added, as in `few_rows_product`; normalised numbers are not
+rounded here.
 Layout: a program holds a slab of the weight in registers, BLOCK_N rows by BLOCK_K columns, and
 walks K in such slabs. What goes through shared memory to the matrix instruction arrives in steps;
 here all loads of a slab are on their way at once. On Hopper the first slab is asked for before the
@@ -40,26 +41,29 @@ def dot_rows(
     depth,
     BLOCK_K: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
-    norm_weight=None,
-    inverse=1.0,
+    gain=None,
 ):
     """What columns `[start, start + BLOCK_K)` add to the sums of the rows of a slab.
 
     `x` is a row of `depth` numbers; `scale` is where the scales of the slab's rows begin, which lie
-    in one block, or anything for SCALE_BLOCK 0. With a `norm_weight` `x` is normalised: times it
-    and `inverse`.
+    in one block, or anything for SCALE_BLOCK 0. `gain`, of those columns, is multiplied into `x`.
     """
     k = start + tl.arange(0, BLOCK_K)
     a = tl.load(x + k, mask=k < depth, other=0.0).to(tl.float32)
-    if norm_weight is not None:
-        a *= inverse * tl.load(norm_weight + k, mask=k < depth, other=0.0).to(tl.float32)
-        a = a.to(x.dtype.element_ty).to(tl.float32)
+    if gain is not None:
+        a *= gain
     if SCALE_BLOCK > 0:
         NUM_BLOCKS: tl.constexpr = BLOCK_K // SCALE_BLOCK
         block = start // SCALE_BLOCK + tl.arange(0, NUM_BLOCKS)
         of_block = tl.load(scale + block, mask=block * SCALE_BLOCK < depth, other=0.0)
         a = tl.reshape(tl.reshape(a, [NUM_BLOCKS, SCALE_BLOCK]) * of_block[:, None], [BLOCK_K])
     return tl.sum(widened(weight, tl.float32) * a[None, :], 1)
+
+
+@checks.kernel_jit
+def load_columns(row, column, depth):
+    """Numbers of a row of `depth` at some columns, as float32; 0 behind its end."""
+    return tl.load(row + column, mask=column < depth, other=0.0).to(tl.float32)
 
 
 @checks.kernel_jit
@@ -133,18 +137,26 @@ def gemv_kernel(
     scale_at = scale
     if SCALE_BLOCK > 0:
         scale_at += first // SCALE_BLOCK * ((depth + SCALE_BLOCK - 1) // SCALE_BLOCK)
+    column = tl.arange(0, BLOCK_K)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    gain = None
+    if norm_weight is not None:
+        gain = load_columns(norm_weight, column, depth)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()  # `x` is there, and nobody reads `out` any more
         tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write
-    inverse = 1.0
-    if norm_weight is not None:
-        one = tl.zeros([1, 1], tl.int32)
-        inverse = inverse_rms(x + one, one == 0, depth, eps, BLOCK_K, NUM_STEPS)
     for step in tl.static_range(NUM_STEPS):
         start = step * BLOCK_K
         if step > 0:
             w = tl.load(weight_at + start, mask=k < depth - start, other=0.0)
-        acc += dot_rows(w, x, scale_at, start, depth, BLOCK_K, SCALE_BLOCK, norm_weight, inverse)
+        if norm_weight is not None:
+            if step > 0:
+                gain = load_columns(norm_weight, start + column, depth)
+            part = load_columns(x, start + column, depth)
+            squares += part * part
+        acc += dot_rows(w, x, scale_at, start, depth, BLOCK_K, SCALE_BLOCK, gain)
+    if norm_weight is not None:  # the factor of all columns comes last: nothing waits for it
+        acc *= tl.rsqrt(tl.sum(squares) / depth + eps)
     if scale is not None and SCALE_BLOCK == 0:
         acc *= tl.load(scale + row)
     if bias is not None:
