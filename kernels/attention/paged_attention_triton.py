@@ -9,8 +9,9 @@ result. `store_kv` explains how programs store the step's own keys and values.
 from __future__ import annotations
 
 from mtp_research.kernels import checks
-from mtp_research.kernels.attention.splits import split_span, visible_positions, wait_in_front
+from mtp_research.kernels.attention.splits import split_span, visible_positions
 from mtp_research.kernels.attention.store_kv import load_rotated, store_new_rows
+from mtp_research.kernels.overlap import ask_for, wait_in_front
 
 try:
     import triton.language as tl
@@ -75,7 +76,6 @@ def attention_kernel(
     OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One tile of packed rows of one request and KV head, over one split of the keys."""
-    wait_in_front(OVERLAPS)
     if RAGGED > 0:
         request, tile_row = tile_of_program(
             tl.program_id(0), query_start_loc, num_requests, GROUP, BLOCK_M, RAGGED
@@ -89,21 +89,8 @@ def attention_kernel(
     key_cache += kv_head * stride_key_head
     value_cache += kv_head * stride_value_head
     value_dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
-    if not SPLIT:
-        zero_spare_rows(
-            out + first_head * VALUE_DIM + value_dims,
-            tl.load(query_start_loc + num_requests),
-            num_rows,
-            value_dims < VALUE_DIM,
-            NUM_HEADS * VALUE_DIM,
-            GROUP,
-            VALUE_DIM,
-            BLOCK_M,
-        )
     first_row = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first_row
-    if tile_row >= query_len * GROUP:
-        return
     packed = tile_row + tl.arange(0, BLOCK_M)
     row = first_row + packed // GROUP
     is_row = packed < query_len * GROUP
@@ -125,8 +112,37 @@ def attention_kernel(
     )
     begin = lowest_key // BLOCK_N * BLOCK_N
     end = tl.minimum(tl.minimum(last_pos + 1, seq_len), max_keys)
-    if SPLIT:
-        begin, end = split_span(begin, end, split, tl.num_programs(2), SPLIT_KEYS, BLOCK_N)
+    begin, end = split_span(begin, end, split, tl.num_programs(2), SPLIT_KEYS, BLOCK_N)
+    _ask_then_wait(
+        key_cache,
+        value_cache,
+        block_table + request.to(tl.int64) * stride_table,
+        begin,
+        end,
+        stride_key_block,
+        stride_key_slot,
+        stride_value_block,
+        stride_value_slot,
+        KEY_DIM,
+        VALUE_DIM,
+        BLOCK_SIZE,
+        BLOCK_N,
+        OVERLAPS,
+    )
+    if not SPLIT:
+        zero_spare_rows(
+            out + first_head * VALUE_DIM + value_dims,
+            tl.load(query_start_loc + num_requests),
+            num_rows,
+            value_dims < VALUE_DIM,
+            NUM_HEADS * VALUE_DIM,
+            GROUP,
+            VALUE_DIM,
+            BLOCK_M,
+        )
+    if tile_row >= query_len * GROUP:
+        return
+    if SPLIT:  # noqa: SIM102 - a constant; what is in it is compiled only then
         # The first split counts the sinks, and has to although it may hold no visible key.
         if (begin >= end) & ((sinks is None) | (split > 0)):
             part = (split.to(tl.int64) * num_rows + row) * NUM_HEADS + head
@@ -218,6 +234,40 @@ def attention_kernel(
     target = out + row_head[:, None] * VALUE_DIM + value_dims
     inside = is_row[:, None] & (value_dims < VALUE_DIM)
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@checks.kernel_jit
+def _ask_then_wait(
+    key_cache,  # of the KV head
+    value_cache,
+    table,  # pointer to the request's row of the block table
+    begin,
+    end,
+    stride_key_block,
+    stride_key_slot,
+    stride_value_block,
+    stride_value_slot,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Have the first tile of keys and values brought into L2, then wait for the kernel in front.
+
+    It makes queries and new rows. Tables, lengths and old rows have been there before.
+    """
+    if OVERLAPS:
+        # Numbers in a cache line of 128 bytes.
+        LINE: tl.constexpr = 1024 // key_cache.dtype.element_ty.primitive_bitwidth
+        key_pos = begin + tl.arange(0, BLOCK_N)
+        page = tl.load(table + key_pos // BLOCK_SIZE, mask=key_pos < end, other=0).to(tl.int64)
+        slot = key_pos % BLOCK_SIZE
+        for dim in tl.static_range(0, KEY_DIM, LINE):
+            ask_for(key_cache + page * stride_key_block + slot * stride_key_slot + dim)
+        for dim in tl.static_range(0, VALUE_DIM, LINE):
+            ask_for(value_cache + page * stride_value_block + slot * stride_value_slot + dim)
+    wait_in_front(OVERLAPS)
 
 
 @checks.kernel_jit

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
+from mtp_research.kernels.overlap import wait_in_front
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,14 +29,6 @@ try:
     import triton.language as tl
 except ImportError:  # checks.resolve_backend refuses the kernels then
     tl = None
-
-
-@checks.kernel_jit
-def wait_in_front(OVERLAPS: tl.constexpr):
-    """Wait for the end of the kernel in front; the next one may begin, and waits for this one."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @checks.kernel_jit

@@ -4,8 +4,7 @@ Where it sits: the benchmarks `few_rows` and `invariant` of `kernels.bench`. `fe
 products of a decode step of three models with a few program shapes for every number of rows, each
 checked against float32 first. Then comes a chain of whole layers' products with the small kernels
 in between: it shows how long memory idles from one product to the next, and what launches give back
-that overlap the kernel in front of them (our product's always do, the compiler's where asked for),
-or that products take over ("joined": norms before them and sums behind them).
+that overlap the kernel in front of them (our product's always do, the compiler's where asked for).
 `invariant` times products and attention of `engine.deterministic` beside the usual ones.
 Letters: T or M rows, N outputs, K depth.
 """
@@ -40,7 +39,7 @@ from mtp_research.kernels.products.few_rows_product import (
     few_rows_constants,
     few_rows_product,
 )
-from mtp_research.kernels.products.gemv import GemvConfig, RowNorm
+from mtp_research.kernels.products.gemv import GemvConfig
 from mtp_research.kernels.products.invariant_matmul import invariant_matmul
 from torch import Tensor
 from torch.nn import functional
@@ -87,7 +86,7 @@ INVARIANT_ATTENTION = [
 # MiMo-7B's layer; a chain of three reads more than ten times what the L2 cache holds.
 _HIDDEN, _INNER, _QKV = 4096, 11_008, 6144
 _NUM_LAYERS = 3
-_EPS = torch.finfo(torch.bfloat16).eps  # the library's, without one
+_GATED = FewRowsConfig(32, 256, 2, 5)  # where the table has none
 # What a program shape may end in that this device or this compiler cannot run.
 _FAILURES = (AssertionError, RuntimeError, TypeError, ValueError, TritonError)
 
@@ -116,13 +115,15 @@ class Variant(NamedTuple):
     """Whose products a chain has, and whether the compiler's launches overlap."""
 
     num_rows: int
-    products: Literal["library", "ours", "ours, gated", "ours, joined"]
+    products: Literal["library", "ours", "ours, gated"]
     overlaps: bool
 
 
 VARIANTS = (
     *(Variant(4, name, overlaps) for name in ("library", "ours") for overlaps in (False, True)),
-    *(Variant(n, f"ours, {how}", True) for n in (1, 4) for how in ("gated", "joined")),
+    Variant(4, "ours, gated", True),
+    *(Variant(1, products, True) for products in ("ours", "ours, gated")),
+    *(Variant(16, products, True) for products in ("ours", "ours, gated")),
     *(Variant(32, name, True) for name in ("library", "ours")),
     *(Variant(128, "library", overlaps) for overlaps in (False, True)),
 )
@@ -286,11 +287,6 @@ def _layers(x: Tensor, weights: list[Tensor], products: str) -> Tensor:
     product = functional.linear if products == "library" else chain_product
     for layer in range(_NUM_LAYERS):
         qkv, o, gate_up, down = weights[4 * layer : 4 * layer + 4]
-        if products == "ours, joined":
-            ones = qkv.new_ones(_HIDDEN)
-            x = chain_product(chain_product(x, qkv, ones)[:, :_HIDDEN].sin(), o, residual=x)
-            x = chain_product(chain_gated(x, gate_up, ones), down, residual=x)
-            continue
         rows = product(functional.rms_norm(x, (_HIDDEN,)), qkv)
         x = x + product(rows[:, :_HIDDEN].sin(), o)  # stands for attention
         normed = functional.rms_norm(x, (_HIDDEN,))
@@ -304,38 +300,28 @@ def _layers(x: Tensor, weights: list[Tensor], products: str) -> Tensor:
 
 
 @torch.library.custom_op("mtp_research::chain_product", mutates_args=())
-def chain_product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weight: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+def chain_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Our product where the table has a program shape, else the library's."""
     config = choose_config(len(x), *weight.shape, dtype=x.dtype)
     if config is None:
         return functional.linear(x, weight)
-    norm = None if norm_weight is None else RowNorm(norm_weight, _EPS)
-    return few_rows_product(x, weight, config=config, norm=norm, residual=residual)
+    return few_rows_product(x, weight, config=config)
 
 
 @chain_product.register_fake
-def _fake(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+def _fake(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 @torch.library.custom_op("mtp_research::chain_gated", mutates_args=())
-def chain_gated(
-    x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Our gated product; only for numbers of rows that the table has."""
-    config = choose_gated_config(len(x), *weight.shape, dtype=x.dtype)
-    assert config is not None, "the chain asks the table first"
-    norm = None if norm_weight is None else RowNorm(norm_weight, _EPS)
-    return few_rows_product(x, weight, config=config, is_gated=True, norm=norm)
+def chain_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Our gated product, of up to 16 rows."""
+    config = choose_gated_config(len(x), *weight.shape, dtype=x.dtype) or _GATED
+    return few_rows_product(x, weight, config=config, is_gated=True)
 
 
 @chain_gated.register_fake
-def _fake_gated(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+def _fake_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] // 2)
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.paged_attention_triton import zero_spare_rows
-from mtp_research.kernels.attention.splits import split_span, wait_in_front
+from mtp_research.kernels.attention.splits import split_span
 from mtp_research.kernels.attention.store_kv import store_new_rows
+from mtp_research.kernels.overlap import wait_in_front
 
 try:
     import triton.language as tl
@@ -61,11 +62,14 @@ def latent_attention_kernel(
     OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One tile of packed rows of one request, over one split of the keys."""
-    wait_in_front(OVERLAPS)
     tile_row = tl.program_id(0) * BLOCK_M
     split = tl.program_id(1)
     request = tl.program_id(2)
     dims = tl.arange(0, PADDED_LATENT_DIM)[None, :]
+    first_row = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - first_row
+    seq_len = tl.load(seq_lens + request)
+    wait_in_front(OVERLAPS)
     if not SPLIT:
         num_spare = tl.where(request == 0, num_rows, 0)  # one request's programs zero them
         zero_spare_rows(
@@ -78,8 +82,6 @@ def latent_attention_kernel(
             LATENT_DIM,
             BLOCK_M,
         )
-    first_row = tl.load(query_start_loc + request)
-    query_len = tl.load(query_start_loc + request + 1) - first_row
     if tile_row >= query_len * NUM_HEADS:
         return
     lanes = tl.arange(0, BLOCK_M)
@@ -93,7 +95,6 @@ def latent_attention_kernel(
     if SPLIT:
         tile_start += split.to(tl.int64) * num_rows * NUM_HEADS
 
-    seq_len = tl.load(seq_lens + request)
     row_pos = seq_len - query_len + packed // NUM_HEADS
     if positions is not None:
         row_pos = tl.load(positions + row, mask=is_row, other=-1).to(tl.int32)

@@ -295,7 +295,6 @@ def latent_attention_gluon_kernel(
     OVERLAPS: gl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One tile of packed rows of one request, over one split of the keys."""
-    wait_in_front(OVERLAPS)
     L: gl.constexpr = 512
     P: gl.constexpr = 64
     GROUPS: gl.constexpr = gl.num_warps() // 4
@@ -318,13 +317,14 @@ def latent_attention_gluon_kernel(
     tile_row = gl.program_id(0) * BLOCK_M
     split = gl.program_id(1)
     request = gl.program_id(2)
+    first_row = gl.load(query_start_loc + request)
+    query_len = gl.load(query_start_loc + request + 1) - first_row
+    seq_len = gl.load(seq_lens + request)
+    wait_in_front(OVERLAPS)
     if not SPLIT:
         first_spare = gl.load(query_start_loc + gl.num_programs(2)) * NUM_HEADS
         num_spare = num_rows * NUM_HEADS if request == 0 else 0  # one request's programs zero them
         zero_rows(out, num_spare, first_spare + gl.program_id(0), gl.num_programs(0))
-    first_row = gl.load(query_start_loc + request)
-    query_len = gl.load(query_start_loc + request + 1) - first_row
-    seq_len = gl.load(seq_lens + request)  # before the branch: all three travel together
     num_packed = query_len * NUM_HEADS - tile_row
     if num_packed <= 0:
         return

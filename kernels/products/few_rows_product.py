@@ -15,8 +15,6 @@ program asks for the beginning of its weight rows, into L2, where a copy cannot 
 waits for `x`.
 A gated product has the rows of `gate` and `up` in one weight `[2F, K]`; a program multiplies half a
 tile of each and stores silu(gate) * up.
-`x` may be rows that a norm comes before: a program makes the factor of each of its rows, and
-multiplies what it loads. A residual is added to the rounded product, as a library's layer does.
 An FP8 weight is converted to the dtype of `x` in registers, which is exact, and what a step adds is
 multiplied by the scales of its block (`scaled_weights`); with a scale per row the sum is.
 Letters: T rows, N outputs, K depth, S splits of K, F gated outputs, B edge of a scale's block.
@@ -29,14 +27,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
-from mtp_research.kernels.products.gemv import (
-    GemvConfig,
-    RowNorm,
-    inverse_rms,
-    launch_gemv,
-    silu_product,
-    store_sum,
-)
+from mtp_research.kernels.overlap import LINE_BYTES, ask_for
+from mtp_research.kernels.products.gemv import GemvConfig, launch_gemv, silu_product
 from mtp_research.kernels.products.scaled_weights import (
     FP8,
     add_product,
@@ -66,15 +58,12 @@ def few_rows_kernel(
     weight_tiles,  # its descriptor, or None
     scale,  # float32 [ceil(N / B), ceil(K / B)], [N, 1] for SCALE_BLOCK 0, or None
     bias,  # [N] or None
-    norm_weight,  # [K], with which rows are normalised first, or None
-    residual,  # [T, N], contiguous, added to the rounded product, or None
     out,  # [T, N], contiguous; written
     parts,  # [S, T, N] float32, or None for one split; written
     arrived,  # [tiles] int32 zeros, or None for one split; zeros again at the end
     num_rows,
     num_outputs,
     depth,
-    eps,  # of the norm
     stride_x,
     stride_weight,
     num_splits,
@@ -87,8 +76,6 @@ def few_rows_kernel(
     LINE: tl.constexpr,  # elements a cache line
     IS_GATED: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,  # B, a multiple of BLOCK_K, or 0
-    NORM_K: tl.constexpr,  # columns that a norm's factor is made of at once
-    NORM_STEPS: tl.constexpr,
 ):
     """One tile of outputs over all of K, or over one split of it."""
     tile = tl.program_id(0)
@@ -114,10 +101,6 @@ def few_rows_kernel(
         line = begin * BLOCK_K + tl.arange(0, NUM_EARLY_LINES)[None, :] * LINE
         ask_for(weight_rows + tl.minimum(line, depth - 1))
         tl.extra.cuda.gdc_wait()  # `x` is there, and nobody reads `out` any more
-    inverse = is_row
-    if norm_weight is not None:
-        rows_at = x + row.to(tl.int64)[:, None] * stride_x
-        inverse = inverse_rms(rows_at, is_row[:, None], depth, eps, NORM_K, NORM_STEPS)
     for step in range(begin, end):
         inside = k < (BLOCK_K if EVEN_DEPTH else depth - step * BLOCK_K)
         if weight_tiles is None:
@@ -126,7 +109,6 @@ def few_rows_kernel(
         else:
             w = weight_tiles.load([tile * BLOCK_N, step * BLOCK_K])
         a = tl.load(x_at, mask=is_row[:, None] & inside, other=0.0)
-        a = _normalised(a, inverse, norm_weight, step * BLOCK_K + k, inside)
         w = widened(w, a.dtype)
         acc = add_product(acc, w, tl.trans(a), scale_at, step * BLOCK_K, SCALE_BLOCK)
         x_at += BLOCK_K
@@ -147,16 +129,7 @@ def few_rows_kernel(
         acc += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)[:, None]
     if IS_GATED:
         acc = silu_product(acc, out.dtype.element_ty, BLOCK_T, BLOCK_N)
-    store_sum(acc, out, residual, place, is_place)
-
-
-@checks.kernel_jit
-def _normalised(a, inverse, norm_weight, k, inside):
-    """A tile of rows times their factors and the norm's weight, or as it is without a norm."""
-    if norm_weight is not None:
-        gain = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
-        a = (a.to(tl.float32) * inverse[:, None] * gain).to(a.dtype)
-    return a
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_place)
 
 
 @checks.kernel_jit
@@ -169,24 +142,9 @@ def _sum_parts(at, num_splits, stride_split, is_place):
     return acc
 
 
-@checks.kernel_jit
-def ask_for(lines):
-    """Have the cache lines at some addresses brought into the L2 cache, without waiting."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [lines],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 MAX_ROWS = 128
-LINE_BYTES = 128  # of the L2 cache
 _NUM_SMS = 132  # of the H100 and the H200
 NUM_EARLY_LINES = 8  # of each weight row: a kilobyte, tens of them a multiprocessor
-_NORM_K = 1024
 _MAX_SHARED_TILES = 4096  # tiles whose K several programs share
 
 
@@ -212,18 +170,14 @@ def few_rows_product_ref(
     is_gated: bool = False,
     scale: Tensor | None = None,
     scale_block: int = 0,
-    norm: RowNorm | None = None,
-    residual: Tensor | None = None,
 ) -> Tensor:
     """Plain PyTorch. Arguments and result as in `few_rows_product`."""
-    if norm is not None:
-        x = functional.rms_norm(x.float(), x.shape[-1:], norm.weight.float(), norm.eps).to(x.dtype)
     out = x.float() @ dequantise(weight, scale, block=scale_block, dtype=torch.float32).T
     out = (out if bias is None else out + bias.float()).to(x.dtype)
-    if is_gated:
-        gate, up = out.float().chunk(2, dim=-1)
-        out = (functional.silu(gate) * up).to(x.dtype)
-    return out if residual is None else out + residual
+    if not is_gated:
+        return out
+    gate, up = out.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(x.dtype)
 
 
 def few_rows_product(
@@ -235,8 +189,6 @@ def few_rows_product(
     is_gated: bool = False,
     scale: Tensor | None = None,
     scale_block: int = 0,
-    norm: RowNorm | None = None,
-    residual: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """`x @ weight.T + bias` for at most 128 rows, in one kernel; the same bits at every call.
@@ -252,8 +204,6 @@ def few_rows_product(
             descriptor.
         scale: float32 scales of an FP8 weight, `[ceil(N / B), ceil(K / B)]`, or `[N, 1]` for B = 0.
         scale_block: B, edge of a scale's block.
-        norm: applied to the rows of `x` first, rounded to their dtype; None for none.
-        residual: `[T, N]`, or `[T, F]` if gated, in the dtype of `x`, added to the rounded product.
         backend: `auto`, `reference` or `triton`.
 
     Returns:
@@ -266,23 +216,19 @@ def few_rows_product(
         _check_gated(weight, bias, scale, config)
     if isinstance(config, GemvConfig) and len(x) > 1:
         raise ValueError(f"x must have one row for {config}, got {len(x)}; use a FewRowsConfig.")
-    out_shape = (len(x), len(weight) // 2 if is_gated else len(weight))
-    _check_around(x, norm, residual, out_shape=out_shape)
-    around = {"scale_block": scale_block, "norm": norm, "residual": residual}
     if checks.resolve_backend(backend, tensor=x, kernel=few_rows_kernel) == "reference":
-        return few_rows_product_ref(x, weight, bias, is_gated=is_gated, scale=scale, **around)
+        scales = {"scale": scale, "scale_block": scale_block}
+        return few_rows_product_ref(x, weight, bias, is_gated=is_gated, **scales)
     checks.check_kernel_dtype("x", x, kernel=few_rows_kernel)
     for name, tensor in (("x", x), ("weight", weight)):
         checks.check_last_dim_contiguous(name, tensor)
     scale = None if scale is None else scale.contiguous()
-    around["residual"] = residual = None if residual is None else residual.contiguous()
-    out = x.new_empty(out_shape)
+    out = x.new_empty(len(x), len(weight) // 2 if is_gated else len(weight))
     if out.numel() == 0:
         return out
     if isinstance(config, GemvConfig):
-        launch_gemv(
-            x, weight, bias, out=out, config=config, is_gated=is_gated, scale=scale, **around
-        )
+        scales = {"scale": scale, "scale_block": scale_block}
+        launch_gemv(x, weight, bias, out=out, config=config, is_gated=is_gated, **scales)
         return out
     config = config._replace(block_k=fitting_depth(config.block_k, scale_block))
     num_tiles = -(-len(weight) // config.block_n)
@@ -295,15 +241,12 @@ def few_rows_product(
             _tiles(weight, config) if config.uses_descriptor else None,
             scale,
             bias,
-            None if norm is None else norm.weight,
-            residual,
             out,
             x.new_empty(num_splits, *out.shape, dtype=torch.float32) if is_split else None,
             _arrived(x.device) if is_split else None,
             len(x),
             out.shape[1],
             weight.shape[1],
-            0.0 if norm is None else norm.eps,
             x.stride(0),
             weight.stride(0),
             num_splits,
@@ -349,8 +292,6 @@ def few_rows_constants(
         "IS_GATED": is_gated,
         "SCALE_BLOCK": scale_block,
         "NUM_EARLY_LINES": NUM_EARLY_LINES,
-        "NORM_K": min(_NORM_K, 1 << (depth - 1).bit_length()),
-        "NORM_STEPS": -(-depth // _NORM_K),
     }
 
 
@@ -385,19 +326,6 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype
         checks.check_shape("bias", bias, shape=(len(weight),), letters="[N]")
         checks.check_dtype("bias", bias, dtype=x.dtype)
         checks.check_device("bias", bias, device=x.device)
-
-
-def _check_around(
-    x: Tensor, norm: RowNorm | None, residual: Tensor | None, *, out_shape: tuple[int, int]
-) -> None:
-    found = {"norm.weight": None if norm is None else norm.weight, "residual": residual}
-    shapes = {"norm.weight": ((x.shape[1],), "[K]"), "residual": (out_shape, "[T, N]")}
-    for name, tensor in found.items():
-        if tensor is not None:
-            shape, letters = shapes[name]
-            checks.check_shape(name, tensor, shape=shape, letters=letters)
-            checks.check_dtype(name, tensor, dtype=x.dtype)
-            checks.check_device(name, tensor, device=x.device)
 
 
 def _check_gated(

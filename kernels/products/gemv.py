@@ -1,9 +1,7 @@
 """The product of one row with a weight, without the matrix instruction.
 
 Where it sits: `few_rows_product` calls it where `few_rows_choice` names a `GemvConfig`.
-Maths: out[n] = sum_k x[k] * weight[n, k] + bias[n], multiplied and accumulated in float32; `x` may
-be normalised first and a residual added, as in `few_rows_product`; normalised numbers are not
-rounded here.
+Maths: out[n] = sum_k x[k] * weight[n, k] + bias[n], multiplied and accumulated in float32.
 Layout: a program holds a slab of the weight in registers, BLOCK_N rows by BLOCK_K columns, and
 walks K in such slabs. What goes through shared memory to the matrix instruction arrives in steps;
 here all loads of a slab are on their way at once. On Hopper the first slab is asked for before the
@@ -33,56 +31,20 @@ except ImportError:  # checks.resolve_backend refuses the kernel then
 
 
 @checks.kernel_jit
-def dot_rows(
-    weight,
-    x,
-    scale,
-    start,
-    depth,
-    BLOCK_K: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-    gain=None,
-):
+def dot_rows(weight, x, scale, start, depth, BLOCK_K: tl.constexpr, SCALE_BLOCK: tl.constexpr):
     """What columns `[start, start + BLOCK_K)` add to the sums of the rows of a slab.
 
     `x` is a row of `depth` numbers; `scale` is where the scales of the slab's rows begin, which lie
-    in one block, or anything for SCALE_BLOCK 0. `gain`, of those columns, is multiplied into `x`.
+    in one block, or anything for SCALE_BLOCK 0.
     """
     k = start + tl.arange(0, BLOCK_K)
     a = tl.load(x + k, mask=k < depth, other=0.0).to(tl.float32)
-    if gain is not None:
-        a *= gain
     if SCALE_BLOCK > 0:
         NUM_BLOCKS: tl.constexpr = BLOCK_K // SCALE_BLOCK
         block = start // SCALE_BLOCK + tl.arange(0, NUM_BLOCKS)
         of_block = tl.load(scale + block, mask=block * SCALE_BLOCK < depth, other=0.0)
         a = tl.reshape(tl.reshape(a, [NUM_BLOCKS, SCALE_BLOCK]) * of_block[:, None], [BLOCK_K])
     return tl.sum(widened(weight, tl.float32) * a[None, :], 1)
-
-
-@checks.kernel_jit
-def load_columns(row, column, depth):
-    """Numbers of a row of `depth` at some columns, as float32; 0 behind its end."""
-    return tl.load(row + column, mask=column < depth, other=0.0).to(tl.float32)
-
-
-@checks.kernel_jit
-def inverse_rms(
-    x,  # [BLOCK_T, 1] pointers to rows
-    is_row,  # [BLOCK_T, 1] bool
-    depth,
-    eps,
-    BLOCK_K: tl.constexpr,
-    NUM_STEPS: tl.constexpr,
-):
-    """1 / sqrt(mean of squares + eps) `[BLOCK_T]` of rows of `depth` numbers."""
-    k = tl.arange(0, BLOCK_K)[None, :]
-    squares = tl.zeros([x.shape[0], BLOCK_K], tl.float32)
-    for step in tl.static_range(NUM_STEPS):
-        inside = is_row & (k < depth - step * BLOCK_K)
-        part = tl.load(x + step * BLOCK_K + k, mask=inside, other=0.0).to(tl.float32)
-        squares += part * part
-    return tl.rsqrt(tl.sum(squares, 1) / depth + eps)
 
 
 @checks.kernel_jit
@@ -95,27 +57,14 @@ def silu_product(acc, dtype: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.co
 
 
 @checks.kernel_jit
-def store_sum(product, out, residual, place, is_place):
-    """Store a product, or its sum with a residual, at places of `out`; both are rounded."""
-    dtype: tl.constexpr = out.dtype.element_ty
-    if residual is not None:
-        product = product.to(dtype).to(tl.float32)
-        product += tl.load(residual + place, mask=is_place, other=0.0).to(tl.float32)
-    tl.store(out + place, product.to(dtype), mask=is_place)
-
-
-@checks.kernel_jit
 def gemv_kernel(
     x,  # [K]
     weight,  # [N, K], rows contiguous; [2F, K] if gated
     scale,  # float32 [ceil(N / B), ceil(K / B)], [N, 1] for SCALE_BLOCK 0, or None
     bias,  # [N] or None
-    norm_weight,  # [K], with which `x` is normalised first, or None
-    residual,  # [N], added to the rounded product, or None
     out,  # [N], or [F] if gated; written
     num_outputs,  # N, or F if gated
     depth,
-    eps,  # of the norm
     stride_weight,
     BLOCK_N: tl.constexpr,  # divides B
     BLOCK_K: tl.constexpr,  # a multiple of B
@@ -137,11 +86,6 @@ def gemv_kernel(
     scale_at = scale
     if SCALE_BLOCK > 0:
         scale_at += first // SCALE_BLOCK * ((depth + SCALE_BLOCK - 1) // SCALE_BLOCK)
-    column = tl.arange(0, BLOCK_K)
-    squares = tl.zeros([BLOCK_K], tl.float32)
-    gain = None
-    if norm_weight is not None:
-        gain = load_columns(norm_weight, column, depth)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()  # `x` is there, and nobody reads `out` any more
         tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write
@@ -149,14 +93,7 @@ def gemv_kernel(
         start = step * BLOCK_K
         if step > 0:
             w = tl.load(weight_at + start, mask=k < depth - start, other=0.0)
-        if norm_weight is not None:
-            if step > 0:
-                gain = load_columns(norm_weight, start + column, depth)
-            part = load_columns(x, start + column, depth)
-            squares += part * part
-        acc += dot_rows(w, x, scale_at, start, depth, BLOCK_K, SCALE_BLOCK, gain)
-    if norm_weight is not None:  # the factor of all columns comes last: nothing waits for it
-        acc *= tl.rsqrt(tl.sum(squares) / depth + eps)
+        acc += dot_rows(w, x, scale_at, start, depth, BLOCK_K, SCALE_BLOCK)
     if scale is not None and SCALE_BLOCK == 0:
         acc *= tl.load(scale + row)
     if bias is not None:
@@ -166,15 +103,7 @@ def gemv_kernel(
             silu_product(acc[:, None], out.dtype.element_ty, 1, BLOCK_N), [BLOCK_N // 2]
         )
     output = first + tl.arange(0, TILE_OUTPUTS)
-    is_output = output < num_outputs
-    store_sum(acc, out, residual, output, is_output)
-
-
-class RowNorm(NamedTuple):
-    """A norm that a product applies to its rows first: x / sqrt(mean x^2 + eps) * weight."""
-
-    weight: Tensor  # [K], dtype of the rows
-    eps: float
+    tl.store(out + output, acc.to(out.dtype.element_ty), mask=output < num_outputs)
 
 
 class GemvConfig(NamedTuple):
@@ -195,8 +124,6 @@ def launch_gemv(
     is_gated: bool,
     scale: Tensor | None,
     scale_block: int,
-    norm: RowNorm | None = None,
-    residual: Tensor | None = None,
 ) -> None:
     """Writes `out` `[1, N]` of `x` `[1, K]`; arguments as `few_rows_product` has checked them."""
     num_outputs, depth = out.shape[1], weight.shape[1]
@@ -207,12 +134,9 @@ def launch_gemv(
             weight,
             scale,
             bias,
-            None if norm is None else norm.weight,
-            residual,
             out,
             num_outputs,
             depth,
-            0.0 if norm is None else norm.eps,
             weight.stride(0),
             **blocks,
             NUM_STEPS=ceil_div(depth, blocks["BLOCK_K"]),

@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from mtp_research.kernels.products.few_rows_choice import choose_fp8_config
 from mtp_research.kernels.products.few_rows_product import few_rows_product
-from mtp_research.kernels.products.gemv import RowNorm
 from mtp_research.kernels.products.scaled_weights import FP8, dequantise, scale_shape
 from mtp_research.models.experts import FP8_PROJECTIONS, expert_stacks, unknown_form
 from mtp_research.models.loading.placement import whole
@@ -55,50 +54,16 @@ def fp8_linear(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     block: int,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Output `[..., O]` of input `[..., C]`, in its dtype; the others as in `few_rows_product`.
-
-    The last three are what `around_products` joins.
-    """
+    """Output `[..., O]` of input `[..., C]`, in its dtype; the others as in `few_rows_product`."""
     rows = input.reshape(-1, input.shape[-1])
     config = choose_fp8_config(len(rows), rows.shape[1])
     if config is None or not input.is_cuda or input.dtype not in _KERNEL_DTYPES:
         plain = dequantise(weight, scale, block=block, dtype=input.dtype)
-        return library_linear(input, plain, bias, norm_weight, eps, residual)
+        return functional.linear(input, plain, bias)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    joined = around(weight, norm_weight, eps, residual)
-    output = few_rows_product(
-        rows, weight, bias, scale=scale, scale_block=block, config=config, **joined
-    )
+    output = few_rows_product(rows, weight, bias, scale=scale, scale_block=block, config=config)
     return output.view(*input.shape[:-1], len(weight))
-
-
-def around(
-    weight: Tensor, norm_weight: Tensor | None, eps: float, residual: Tensor | None
-) -> dict[str, Any]:
-    """Arguments of `few_rows_product` for a norm before it and a sum behind it, by name."""
-    return {
-        "norm": None if norm_weight is None else RowNorm(norm_weight, eps),
-        "residual": None if residual is None else residual.reshape(-1, len(weight)),
-    }
-
-
-def library_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-) -> Tensor:
-    """`input @ weight.T + bias` by the library's product, with norm and residual by themselves."""
-    if norm_weight is not None:
-        input = functional.rms_norm(input, input.shape[-1:], norm_weight, eps)
-    output = functional.linear(input, weight, bias)
-    return output if residual is None else output + residual
 
 
 @fp8_linear.register_fake

@@ -10,7 +10,7 @@ from mtp_research.kernels.products.few_rows_product import (
     choose_num_splits,
     few_rows_product,
 )
-from mtp_research.kernels.products.gemv import GemvConfig, RowNorm, slab_of
+from mtp_research.kernels.products.gemv import GemvConfig, slab_of
 from mtp_research.kernels.products.scaled_weights import FP8, check_scale, dequantise
 
 from tests.kernels.few_rows_cases import FP8_CASES, INTERPRETED_CASES, check_few_rows, draw_fp8
@@ -45,14 +45,6 @@ def test_reference_matches_float64(case):
             "no scales",
         ),
         (lambda: few_rows_product(X, STORED, config=PLAIN), "weight must have dtype torch.float32"),
-        (
-            lambda: few_rows_product(X, WEIGHT, config=PLAIN, norm=RowNorm(SCALE, 1e-6)),
-            r"norm.weight must have shape \[K\] = \[8\]",
-        ),
-        (
-            lambda: few_rows_product(X, WEIGHT, config=PLAIN, residual=X),
-            r"residual must have shape \[T, N\] = \[2, 6\], got \[2, 8\]",
-        ),
         (
             lambda: few_rows_product(X, WEIGHT, scale=SCALE, config=PLAIN),
             "dtype torch.float8_e4m3fn",
@@ -103,10 +95,11 @@ def test_table_names_a_program_shape_only_where_it_was_faster(
 
 
 def test_gated_program_shapes_are_ones_that_the_kernel_takes():
-    for num_rows in (1, 4, 16):
+    for num_rows in (1, 16):
         config = choose_gated_config(num_rows, 22_016, 4096, dtype=BF16)
         few_rows_product(X[:num_rows], WEIGHT, config=config, is_gated=True)
-    assert choose_gated_config(32, 22_016, 4096, dtype=BF16) is None
+    for num_rows in (4, 32):  # the activation by itself was faster
+        assert choose_gated_config(num_rows, 22_016, 4096, dtype=BF16) is None
 
 
 @pytest.mark.parametrize("block", [16, 64, 0])

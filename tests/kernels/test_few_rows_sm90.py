@@ -20,8 +20,6 @@ from tests.kernels.test_sm90_compile import (
     _num_spilled_bytes,
 )
 
-_FEW = 8  # rows, padded, of the products that a norm or a residual was joined to
-
 
 class Program(NamedTuple):
     """A launch that differs from the others in what is compiled."""
@@ -32,8 +30,6 @@ class Program(NamedTuple):
     is_split: bool = False
     has_bias: bool = False
     scale_block: int | None = None  # of an FP8 weight
-    has_norm: bool = False
-    has_residual: bool = False
 
 
 def shipped():
@@ -60,20 +56,12 @@ FP8_PROGRAMS = [
     if isinstance(config, FewRowsConfig)
 ]
 PLAIN_PROGRAMS = [*dict.fromkeys(shipped()), WITH_BIAS, Program(1, few_rows_choice._NARROW)]
-# What products of a few rows do around themselves in decoder layers (models/rewrites/products.py).
-AROUND_PROGRAMS = [
-    program._replace(**{name: True})
-    for program in (*dict.fromkeys(shipped()), *FP8_PROGRAMS)
-    for name in ("has_norm", "has_residual")
-    if program.num_rows == _FEW and not (name == "has_residual" and program.is_gated)
-]
-PROGRAMS = [*PLAIN_PROGRAMS, *FP8_PROGRAMS, *AROUND_PROGRAMS]
+PROGRAMS = [*PLAIN_PROGRAMS, *FP8_PROGRAMS]
 
 
 def name_of(program):
-    flags = {"gated": program.is_gated, "split": program.is_split, "bias": program.has_bias}
-    flags |= {"norm": program.has_norm, "residual": program.has_residual}
-    kind = [word for word, has in flags.items() if has]
+    words = ("gated", "split", "bias")
+    kind = [word for word, has in zip(words, program[2:], strict=False) if has]
     kind += [] if program.scale_block is None else [f"fp8_{program.scale_block}"]
     return "_".join((f"{program.num_rows}_rows", *map(str, map(int, program.config)), *kind))
 
@@ -91,15 +79,13 @@ def test_few_rows_kernel_sm90_has_no_spills(program, tmp_path):
     ) | {"OVERLAPS": True}
     types = dict.fromkeys(few_rows_kernel.arg_names, "i32")
     types |= dict.fromkeys(("x", "weight", "out"), "*bf16")
-    absent = ("bias", "weight_tiles", "parts", "arrived", "scale", "norm_weight", "residual")
-    types |= dict.fromkeys(absent, "constexpr") | {"eps": "fp32"}
+    types |= dict.fromkeys(("bias", "weight_tiles", "parts", "arrived", "scale"), "constexpr")
     if program.scale_block is not None:
         types |= {"weight": "*fp8e4nv", "scale": "*fp32"}
     if program.is_split:
         types |= {"parts": "*fp32", "arrived": "*i32"}
-    given = {"bias": program.has_bias, "norm_weight": program.has_norm}
-    given["residual"] = program.has_residual
-    types |= {name: "*bf16" for name, is_given in given.items() if is_given}
+    if program.has_bias:
+        types["bias"] = "*bf16"
     if config.uses_descriptor:
         stored = types["weight"].removeprefix("*")
         types["weight_tiles"] = f"tensordesc<{stored}[{config.block_n},{config.block_k}]>"
@@ -123,31 +109,25 @@ def test_few_rows_kernel_sm90_has_no_spills(program, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("depth", "scale_block", "is_gated", "around"),
+    ("depth", "scale_block", "is_gated"),
     [
-        (4096, None, False, ()),
-        (6144, None, False, ()),
-        (11_008, None, False, ()),
-        (4096, None, True, ()),
-        (4096, 128, False, ()),
-        (12_288, 0, False, ()),
-        (4096, None, False, ("norm_weight",)),
-        (4096, None, True, ("norm_weight",)),
-        (4096, 128, False, ("norm_weight",)),
-        (11_008, None, False, ("residual",)),
-        (12_288, 0, False, ("residual",)),
+        (4096, None, False),
+        (6144, None, False),
+        (11_008, None, False),
+        (4096, None, True),
+        (4096, 128, False),
+        (12_288, 0, False),
     ],
 )
 def test_one_row_kernel_sm90_asks_for_its_weight_before_it_waits(
-    depth, scale_block, is_gated, around, tmp_path
+    depth, scale_block, is_gated, tmp_path
 ):
     config = few_rows_choice._ONE_ROW
     slab = slab_of(depth, config=config, scale_block=scale_block or 0)
     constants = slab | {"NUM_STEPS": -(-depth // slab["BLOCK_K"]), "IS_GATED": is_gated}
     constants |= {"OVERLAPS": True}
     types = dict.fromkeys(gemv_kernel.arg_names, "i32")
-    types |= dict.fromkeys(("scale", "norm_weight", "residual"), "constexpr") | {"eps": "fp32"}
-    types |= dict.fromkeys(("x", "weight", "out", "bias", *around), "*bf16")
+    types |= dict.fromkeys(("x", "weight", "out", "bias"), "*bf16") | {"scale": "constexpr"}
     if scale_block is not None:
         types |= {"weight": "*fp8e4nv", "scale": "*fp32"}
     compiled = _compile(

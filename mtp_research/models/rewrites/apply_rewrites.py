@@ -12,10 +12,6 @@ rows. `engine.compile=false` turns it off, and all that follows up to overlappin
 kernel, gated MLPs with their activation: 114.2 instead of 117.8 us a layer at 4 rows.
 `engine.few_rows_kernel=false` turns it off.
 
-**Norms and sums around them** (around_products.py). Products of up to 8 rows normalise what they
-read and add the residual to what they store: three launches a layer less.
-`engine.few_rows_kernel=false` turns it off.
-
 **Rotation inside attention** (rotary.py). An attention class gets a second forward that leaves the
 rotary embedding to the launch which reads and stores the rows: MiMo-7B takes 5.751 ms instead of
 5.830 at batch 1 (371 launches instead of 441), 8.436 instead of 8.699 at 32. It is taken only where
@@ -57,7 +53,6 @@ import torch
 from torch import nn
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.models.rewrites.around_products import JoinAroundProducts, mark_norms
 from mtp_research.models.rewrites.products import merge_projections
 from mtp_research.models.rewrites.regions import compile_layers_once
 from mtp_research.models.rewrites.rotary import leave_rotary_to_attention
@@ -67,7 +62,6 @@ from mtp_research.runtime.errors import ConfigError
 
 _WRAPPED = ("_filter_pdl", "_enable_pdl_codegen", "GDC_WAIT")
 _HOPPER = (9, 0)
-_JOIN = JoinAroundProducts()
 _CACHE_TAG = "mtp_research: kernels wait first"
 
 
@@ -82,7 +76,6 @@ def apply_rewrites(target: Target, heads: nn.Module | None, engine: EngineConfig
         if model is None:
             continue
         merge_projections(model, few_rows_kernel=engine.few_rows_kernel)
-        mark_norms(model, enabled=engine.few_rows_kernel)
         join_shared_experts(model)
         leave_rotary_to_attention(target, model, enabled=engine.rotary_in_attention)
         compile_layers_once(
@@ -104,7 +97,7 @@ def compile_options(*, overlaps: bool) -> dict[str, str | int | bool | Callable[
     the launches themselves hidden; kernels launched the ordinary way fit into the chain, NCCL's
     among them: it runs what ranks wait for on the stream of the step.
     """
-    return {"triton.enable_pdl": overlaps and _wait_first(), "pre_grad_custom_pass": _JOIN}
+    return {"triton.enable_pdl": overlaps and _wait_first()}
 
 
 def _wait_first() -> bool:

@@ -29,7 +29,7 @@ from mtp_research.kernels.products.few_rows_choice import (
     runs_on,
 )
 from mtp_research.kernels.products.few_rows_product import few_rows_product
-from mtp_research.models.fp8_layers import Fp8Linear, around, fp8_linear, library_linear
+from mtp_research.models.fp8_layers import Fp8Linear, fp8_linear
 
 # Projections of one input in Hugging Face's decoder layers, in the order they are called.
 _GROUPS = (
@@ -161,9 +161,7 @@ def _handed_out(member: MergedLinear | MergedFp8Linear, input: Tensor) -> Tensor
     if member.is_first:
         group.product = group.compute(input)
     assert group.product is not None, "members of a group are called in order"
-    output = group.product
-    if not (member.is_first and member.is_last):
-        output = output[..., member.span[0] : member.span[1]]
+    output = group.product[..., member.span[0] : member.span[1]]
     if member.is_last:
         group.product = None  # compiled code must leave nothing behind
     return output
@@ -233,24 +231,17 @@ def gated_linear(input: Tensor, weight: Tensor) -> Tensor | None:
 
 @torch.library.custom_op("mtp_research::few_rows_linear", mutates_args=())
 def few_rows_linear(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    residual: torch.Tensor | None = None,
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Output `[..., N]` of input `[..., K]` and weight `[N, K]`, by the product for so many rows.
 
-    Chosen in the call, so that code compiled for any number of rows has the fastest for each. The
-    others are what `around_products` joins: the norm before it, and `[..., N]` to be added.
+    Chosen in the call, so that code compiled for any number of rows has the fastest for each.
     """
     rows = _rows(input)
     config = choose_config(len(rows), *weight.shape, dtype=weight.dtype)
     if config is None:
-        return library_linear(input, weight, bias, norm_weight, eps, residual)
-    joined = around(weight, norm_weight, eps, residual)
-    output = few_rows_product(rows, weight, bias, config=config, **joined)
+        return functional.linear(input, weight, bias)
+    output = few_rows_product(rows, weight, bias, config=config)
     return output.view(*input.shape[:-1], len(weight))
 
 
@@ -260,26 +251,17 @@ def _fake(input: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor
 
 
 @torch.library.custom_op("mtp_research::few_rows_gated_linear", mutates_args=())
-def few_rows_gated_linear(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
-    """silu(gate) * up `[..., F]` of input `[..., K]` and weight `[2F, K]`, in one kernel.
-
-    The others are the norm before it, if it was joined.
-    """
+def few_rows_gated_linear(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up `[..., F]` of input `[..., K]` and weight `[2F, K]`, in one kernel."""
     rows = _rows(input)
     config = choose_gated_config(len(rows), *weight.shape, dtype=weight.dtype)
     assert config is not None, "choose_gated_config names a program shape where this op is called"
-    joined = around(weight, norm_weight, eps, None)
-    output = few_rows_product(rows, weight, config=config, is_gated=True, **joined)
+    output = few_rows_product(rows, weight, config=config, is_gated=True)
     return output.view(*input.shape[:-1], len(weight) // 2)
 
 
 @few_rows_gated_linear.register_fake
-def _fake_gated(input: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+def _fake_gated(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return input.new_empty(*input.shape[:-1], weight.shape[0] // 2)
 
 
