@@ -308,7 +308,7 @@ def assert_equal_up_to_a_tie(
     hidden = target.forward(text, position_ids=positions, context=DenseContext())
     logits = target.logits(hidden.post_norm[0, -1]).float()
     gap = (logits[left[first]] - logits[right[first]]).abs() / logits.std()
-    assert gap < 0.05, f"texts part at token {first} with a gap of {gap:.3f} deviations"
+    assert gap < 0.1, f"texts part at token {first} with a gap of {gap:.3f} deviations"
 
 
 def test_texts_that_part_without_a_tie_are_seen() -> None:
