@@ -77,7 +77,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--batch", type=int, default=32, help="requests at a time")
     add("--prompt", type=int, default=1024, help="tokens of each prompt")
     add("--output", type=int, default=256, help="tokens of each text")
-    add("--passes", type=int, default=3)
+    add("--passes", type=int, default=3, help="0 with --warm-up: compile alone")
     add("--warm-up", action="store_true", help="capture all steps before the passes, as eval.py")
     add("--chunk", type=int, default=2048, help="engine.max_prefill_chunk")
     add("--rows", type=int, default=8192, help="engine.max_num_batched_tokens, at least")
@@ -86,7 +86,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--no-compile", action="store_true")
     add("--no-graphs", action="store_true")
     add("--cpu", action="store_true", help="run without a GPU, to try the command")
-    add("--json", type=Path, help="also write the JSON line to this file")
+    add("--json", type=Path, help="also write the JSON line to this file, after each pass")
     return parser.parse_args(arguments)
 
 
@@ -106,17 +106,18 @@ def _run(options: argparse.Namespace) -> int:
     target, heads = _load(options, device)
     report = {"machine": describe_machine(), "dtype": str(target.dtype).removeprefix("torch.")}
     rows: list[dict[str, object]] = []
+    line = json.dumps(report)
     first = options.policy[:1]
     cases = [(k, policy) for k in options.k for policy in (options.policy if k else first)]
     for num_drafts, policy in cases:
         for row in _passes(target, heads, options, num_drafts=num_drafts, policy=policy):
             rows.append(row)
             print(_line(row), flush=True)
+            line = json.dumps({"arguments": vars(options), **report, "rows": rows}, default=str)
+            if options.json is not None:
+                options.json.write_text(line)
         gc.collect()
         torch.cuda.empty_cache()
-    line = json.dumps({"arguments": vars(options), **report, "rows": rows}, default=str)
-    if options.json is not None:
-        options.json.write_text(line)
     print(line)
     return 0
 

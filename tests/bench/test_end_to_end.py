@@ -31,6 +31,26 @@ def test_passes_decode_every_token_and_the_last_line_is_json(tmp_path, capsys):
     assert rows[0]["build_s"] < rows[0]["ready_s"] < rows[2]["ready_s"]
 
 
+def test_file_is_written_after_each_pass(tmp_path, monkeypatch):
+    path, written, serve = tmp_path / "line.json", [], end_to_end.serve
+
+    def noted(*args, **how):
+        written.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
+        return serve(*args, **how)
+
+    monkeypatch.setattr(end_to_end, "serve", noted)
+    words = ["--output", "2", "--passes", "2", "--k", "0", "1", "--json", str(path)]
+    assert end_to_end.main([*FEW, *words]) == 0
+    assert written == [0, 1, 2, 3]
+
+
+def test_without_passes_it_compiles_alone(monkeypatch):
+    warmed = []
+    monkeypatch.setattr(end_to_end.SpecDecoder, "warm_up", lambda *_, **how: warmed.append(how))
+    assert end_to_end.main([*FEW, "--warm-up", "--passes", "0", "--k", "0", "1"]) == 0
+    assert warmed == [{"num_requests": 3}] * 2
+
+
 def test_rows_bound_a_step(capsys):
     steps = []
     for words in ([], ["--rows", "4"]):
