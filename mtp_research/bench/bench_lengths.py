@@ -19,7 +19,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,9 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
     for accept in options.accept:
         gc.collect()  # the decoder before
         torch.cuda.empty_cache()
-        for row in _rows(target, heads, options, accept=accept):
-            rows.append({"batch": row["batch"], "accept": accept, "plain": plain[row["batch"]]})
-            rows[-1] |= row
+        for row in _rows(target, heads, options, accept=accept, plain=plain):
+            rows.append(row)
             print(_line(rows[-1]), flush=True)
             if options.json is not None:
                 options.json.write_text(json.dumps(report | {"rows": rows}, default=str, indent=1))
@@ -100,15 +99,21 @@ def _plain_rates(target: Target, options: argparse.Namespace) -> dict[int, float
 
 
 def _rows(
-    target: Target, heads: MTPHeads, options: argparse.Namespace, *, accept: float
+    target: Target,
+    heads: MTPHeads,
+    options: argparse.Namespace,
+    *,
+    accept: float,
+    plain: Mapping[int, float],
 ) -> Iterator[dict[str, object]]:
-    """What one decoder gives for each batch size."""
+    """What one decoder gives for each batch size, beside `plain` tokens per second."""
     decoder = _decoder(target, heads, options, accept=accept)
     print(f"accept {accept}: ready in {decoder.capture_s or 0:.0f} s", flush=True)
     chosen = decoder.spec.draft_length
     for batch in options.batch if options.repeats else []:
         decoder.spec = replace(decoder.spec, draft_length=chosen)
-        yield _measured(decoder, options, batch=batch)
+        row = {"batch": batch, "accept": accept, "plain": plain[batch]}
+        yield row | _measured(decoder, options, batch=batch)
 
 
 def _measured(
@@ -130,7 +135,6 @@ def _measured(
     best = max(medians, key=lambda name: medians[name] if name != CHOSEN else 0.0)
     spread = max(abs(rate / medians[name] - 1) for name, found in rates.items() for rate in found)
     return {
-        "batch": batch,
         "tokens_per_s": medians,
         "best": best,
         "chosen_over_best": medians[CHOSEN] / medians[best],
