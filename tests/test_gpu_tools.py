@@ -73,6 +73,31 @@ def test_step_of_ranks_is_the_slowest_beside_the_limit_of_the_most_bytes_and_the
     assert (dealt["batch"], dealt["tok_per_s"], dealt["step_ms"]) == (4, 20.0, 5.0)
 
 
+def test_result_is_written_after_every_loop_and_the_usual_ones_can_be_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, ran = tmp_path / "deterministic.json", []
+
+    def decode(*args: object) -> None:
+        written = json.loads(path.read_text())["rows"] if path.exists() else {}
+        ran.append((args[-1], sum(map(len, written.values()))))
+
+    target = SimpleNamespace(dtype=torch.float32)
+    monkeypatch.setattr(gpu_deterministic, "load", lambda _: (target, None))
+    monkeypatch.setattr(gpu_deterministic, "make_prompts", lambda *_: [])
+    monkeypatch.setattr(gpu_deterministic, "decode", decode)
+    monkeypatch.setattr(gpu_deterministic, "compare", lambda *_: row())
+    words = ["tool", "--out", str(tmp_path), "--shape", "tiny", "--usual-loops", "1"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert gpu_deterministic.main() == 0
+    assert ran == [*((True, number) for number in range(5)), (False, 5)]
+    result = json.loads(path.read_text())
+    assert result["cost_percent"] == {"K=0": 0}
+    assert len(result["missing"]) == 4
+    monkeypatch.setattr(sys, "argv", [*words, "--limit-s", "-1"])
+    assert gpu_deterministic.main() == 1
+
+
 def test_loops_decode_with_drafts_in_another_batch_and_order_too() -> None:
     loops = gpu_deterministic._loops_of(3)
     other = [(loop.num_drafts, loop.policy) for loop in loops if loop.batch_share < 1]

@@ -5,18 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.stats import RequestRecord
 from tests.test_lab_tiny import ASSETS
 from tools import vocabulary_sweep
 from tools.vocabulary_sweep import Decoded
 
-FEW = ["--cpu", "--prompts", str(ASSETS / "prompts"), "--max-prompts", "4", "--tokens", "24"]
+FEW = ["--cpu", "--prompts", str(ASSETS / "prompts"), "--tokens", "24"]
 
 
 def test_sizes_lose_acceptance_and_no_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*FEW, "--sizes", "4096", "64", "--batch", "1", "2", "--passes", "2"]
+    words += ["--max-prompts", "4"]
     assert vocabulary_sweep.main([*words, "--json", str(tmp_path / "rows.json")]) == 0
     record = json.loads((tmp_path / "rows.json").read_text())
     printed = capsys.readouterr().out.splitlines()
@@ -40,6 +42,34 @@ def test_sizes_lose_acceptance_and_no_text(
     assert set(record["proposed"].values()) <= {64, 4096}
     proposed = record["proposed"]["every batch size"]
     assert f"proposed for every batch size: spec.draft_vocabulary_size={proposed}" in printed
+
+
+def test_batch_sizes_have_their_own_prompts_and_share_decoders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.json"
+    decode, step, most, written = vocabulary_sweep._decode, SpecDecoder.step, {}, []
+
+    def noted(decoder, token_ids, options, *, batch, domain):
+        def stepped(self: SpecDecoder) -> None:
+            most[batch] = max(most.get(batch, 0), len(self.live_requests))
+            step(self)
+
+        monkeypatch.setattr(SpecDecoder, "step", stepped)
+        written.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
+        return decode(decoder, token_ids, options, batch=batch, domain=domain)
+
+    monkeypatch.setattr(vocabulary_sweep, "_decode", noted)
+    words = [*FEW, "--sizes", "4096", "--batch", "1", "3", "--passes", "1", "--tokens", "4"]
+    assert vocabulary_sweep.main([*words, "--max-prompts", "4", "16", "--json", str(path)]) == 0
+    assert capsys.readouterr().out.count("ready in") == 1
+    assert most == {1: 1, 3: 3}
+    assert written == [0, 0, 0, 1, 2, 3, 5, 6, 7, 8]  # a look at each batch size, then by domain
+    rows = json.loads(path.read_text())["rows"]
+    found = {(row["batch"], row["domain"]): row["num_prompts"] for row in rows}
+    assert (found[1, "all"], found[3, "all"], found[3, "math"]) == (4, 16, 4)
+    assert vocabulary_sweep.main([*words, "--max-prompts", "1", "2", "3"]) == 2
+    assert "one for each of 2 batch sizes, got 3" in capsys.readouterr().err
 
 
 def decoded(wall_s: float, *accepted: int, text: int = 0) -> Decoded:

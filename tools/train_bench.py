@@ -146,6 +146,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--hidden", nargs="+", choices=["kept", "live", "random"], default=["live"])
     add("--unrolls", nargs="+", choices=UNROLLS, default=["chain"])
     add("--modules", type=int, default=3, help="MTP modules, N")
+    add("--depths", type=int, default=3, help="objective.num_depths, k")
     add("--experts", nargs="+", default=["auto"], help="what model.experts takes")
     add("--seq-len", type=int, default=256)
     add("--batch-size", type=int, nargs="+", default=[256])
@@ -165,6 +166,7 @@ def _shapes_of(args: argparse.Namespace) -> list[Shape]:
         Shape(
             *(model, args.seq_len, size, loss, args.documents, *words),
             num_mtp_modules=args.modules,
+            num_depths=args.depths,
             is_sharded=args.shard_target,
         )
         for model, size, loss, *words in itertools.product(*lists)

@@ -6,8 +6,9 @@
 
 A smaller `spec.draft_vocabulary_size` makes every draft cheaper and loses those of rare tokens. For
 each batch size and each domain of the prompts the sizes decode in turn, forwards and backwards by
-pass, whole requests with their prompts, greedily and up to a stop token; on a GPU only full batches
-have graphs, smaller ones are padded to them. A row says the acceptance length with its change from
+pass, whole requests with their prompts, greedily and up to a stop token. A size has one decoder for
+all batch sizes, as its steps are compiled once for them; on a GPU only full batches have graphs,
+smaller ones are padded to them, and 1 to 2. A row says the acceptance length with its change from
 the first size (`--sizes`, the full vocabulary by default; interval over prompts, paired), tokens/s,
 and their ratio to the first size: the median of the passes, least and most beside it. Proposed is,
 for each domain, for all, and for all batch sizes together, the size with the highest ratio of those
@@ -20,8 +21,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple, cast
@@ -36,7 +37,6 @@ wait_passively()
 import torch
 from mtp_research.kernels.bench.bench_runner import describe_machine, drain
 
-from mtp_research.bench.end_to_end import serve
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.pool_size import NUM_SPARE_BLOCKS
@@ -55,6 +55,7 @@ from mtp_research.runtime.provenance import write_error
 
 SIZES = (32768, 16384, 8192, 4096, 2048)  # beside the full vocabulary
 ALL = "all"
+Prompts = Mapping[str, Sequence[Sequence[int]]]  # token ids by domain
 _LENGTH, _ROOM_TOKENS, _BLOCK = "acceptance_length_micro", 16, 16
 
 
@@ -88,32 +89,40 @@ def _run(options: argparse.Namespace) -> int:
     sizes = options.sizes or [vocab_size, *(size for size in SIZES if size < vocab_size)]
     prompts = _prompts(target, options)
     report: dict[str, object] = {"arguments": vars(options), "machine": describe_machine()}
-    report |= {"dtype": dtype, "num_prompts": {name: len(ids) for name, ids in prompts.items()}}
+    report |= {"dtype": dtype}
+    decoders = {
+        size: _decoder(target, heads, options, size=size, prompts=prompts) for size in sizes
+    }
     rows: list[dict[str, object]] = []
     for batch in options.batch:
-        decoders = {
-            size: _decoder(target, heads, options, batch=batch, size=size, prompts=prompts)
-            for size in sizes
-        }
-        rows += batch_rows(decoders, prompts, options, batch=batch)
-        del decoders
-        torch.cuda.empty_cache()
-        line = json.dumps(report | {"rows": rows, "proposed": proposals(rows)}, default=str)
-        if options.json is not None:
-            options.json.write_text(line)
+        for found in batch_rows(decoders, prompts[batch], options, batch=batch):
+            rows += found
+            line = json.dumps(report | {"rows": rows, "proposed": proposals(rows)}, default=str)
+            if options.json is not None:
+                options.json.write_text(line)
     for name, size in proposals(rows).items():
         print(f"proposed for {name}: spec.draft_vocabulary_size={size}")
     print(line)
     return 0
 
 
-def _prompts(target: Target, options: argparse.Namespace) -> dict[str, list[Sequence[int]]]:
-    """Token ids of first turns by domain."""
-    found: dict[str, list[Sequence[int]]] = {}
+def _prompts(target: Target, options: argparse.Namespace) -> dict[int, Prompts]:
+    """Token ids of first turns by domain, for each batch size."""
     tokenizer = cast(ChatTokenizer, target.tokenizer)
-    for prompt in load_prompts(options.prompts, max_prompts=options.max_prompts):
-        found.setdefault(prompt.category, []).append(encode_prompt(prompt, tokenizer))
-    return dict(sorted(found.items()))
+    most = options.max_prompts or [None]
+    most = most * len(options.batch) if len(most) == 1 else most
+    if len(most) != len(options.batch):
+        raise ConfigError(
+            f"--max-prompts must say one number or one for each of {len(options.batch)} batch "
+            f"sizes, got {len(most)}; set --max-prompts."
+        )
+    prompts: dict[int, Prompts] = {}
+    for batch, count in zip(options.batch, most, strict=True):
+        found: dict[str, list[Sequence[int]]] = {}
+        for prompt in load_prompts(options.prompts, max_prompts=count):
+            found.setdefault(prompt.category, []).append(encode_prompt(prompt, tokenizer))
+        prompts[batch] = dict(sorted(found.items()))
+    return prompts
 
 
 def _decoder(
@@ -121,14 +130,14 @@ def _decoder(
     heads: MTPHeads,
     options: argparse.Namespace,
     *,
-    batch: int,
     size: int,
-    prompts: Mapping[str, Sequence[Sequence[int]]],
+    prompts: Mapping[int, Prompts],
 ) -> SpecDecoder:
     """A decoder that has compiled and captured what it will run; all have pools of one size."""
     started_s, on_gpu = time.perf_counter(), target.device.type == "cuda"
-    longest = max(len(ids) for members in prompts.values() for ids in members)
-    limit = longest + options.tokens + options.k + _ROOM_TOKENS
+    domains = [members for found in prompts.values() for members in found.values()]
+    longest = max(len(ids) for members in domains for ids in members)
+    limit, batch = longest + options.tokens + options.k + _ROOM_TOKENS, max(options.batch)
     engine = EngineConfig(
         block_size=_BLOCK,
         num_blocks=batch * math.ceil((limit + options.k + 1) / _BLOCK) + NUM_SPARE_BLOCKS,
@@ -140,7 +149,7 @@ def _decoder(
         deferred_output=True,
         cuda_graphs=on_gpu,
         compile=on_gpu and not options.no_compile,
-        graph_batch_sizes=[max(batch, 2)],
+        graph_batch_sizes=sorted({max(one, 2) for one in options.batch}),
         capture_mixed=on_gpu,
         audit=False,
     )
@@ -152,9 +161,11 @@ def _decoder(
         else most_frequent(options.heads, num_tokens=size, target=target),
     )
     decoder = SpecDecoder(target, heads, spec=spec, engine=engine)
-    decoder.warm_up(_sampling(decoder, options), num_requests=batch)
-    _decode(decoder, next(iter(prompts.values()))[:batch], options, domain="uncounted")
-    print(f"batch {batch}, {size} tokens: ready in {time.perf_counter() - started_s:.0f} s")
+    decoder.warm_up(_sampling(decoder, options))
+    for one in options.batch:
+        some = next(iter(prompts[one].values()))[:one]
+        _decode(decoder, some, options, batch=one, domain="uncounted")
+    print(f"{size} tokens: ready in {time.perf_counter() - started_s:.0f} s", flush=True)
     return decoder
 
 
@@ -165,25 +176,24 @@ def _sampling(decoder: SpecDecoder, options: argparse.Namespace) -> SamplingPara
 
 def batch_rows(
     decoders: Mapping[int, SpecDecoder],
-    prompts: Mapping[str, Sequence[Sequence[int]]],
+    prompts: Prompts,
     options: argparse.Namespace,
     *,
     batch: int,
-) -> list[dict[str, object]]:
-    """A row for each domain, then for all, and each size; printed as they are there."""
+) -> Iterator[list[dict[str, object]]]:
+    """Rows of each size for a domain at a time, then for all; printed as they are there."""
     found: dict[str, dict[int, list[Decoded]]] = {}
-    rows: list[dict[str, object]] = []
     for domain, token_ids in prompts.items():
         passes = {size: [] for size in decoders}
         for number in range(options.passes):
             for size in list(decoders)[:: -1 if number % 2 else 1]:
-                passes[size].append(_decode(decoders[size], token_ids, options, domain=domain))
+                decoded = _decode(decoders[size], token_ids, options, batch=batch, domain=domain)
+                passes[size].append(decoded)
         found[domain] = passes
-        rows += domain_rows(passes, batch=batch, domain=domain, num_drafts=options.k)
+        yield domain_rows(passes, batch=batch, domain=domain, num_drafts=options.k)
     if len(found) > 1:
         whole = {size: _joined([one[size] for one in found.values()]) for size in decoders}
-        rows += domain_rows(whole, batch=batch, domain=ALL, num_drafts=options.k)
-    return rows
+        yield domain_rows(whole, batch=batch, domain=ALL, num_drafts=options.k)
 
 
 def _decode(
@@ -191,16 +201,20 @@ def _decode(
     token_ids: Sequence[Sequence[int]],
     options: argparse.Namespace,
     *,
+    batch: int,
     domain: str,
 ) -> Decoded:
+    """All prompts, `batch` of them at a time."""
     drain()
-    started_s = time.perf_counter()
-    records = serve(
-        decoder, token_ids, [0.0] * len(token_ids), sampling=_sampling(decoder, options)
-    )
+    started_s, num_seen = time.perf_counter(), len(decoder.stats.records)
+    waiting, sampling = deque(enumerate(token_ids)), _sampling(decoder, options)
+    while waiting or decoder.has_work:
+        while waiting and len(decoder.live_requests) < batch:
+            index, prompt = waiting.popleft()
+            decoder.add_request(prompt, sampling=sampling, request_id=f"{domain}/{index}")
+        decoder.step()
     drain()
-    wall_s = time.perf_counter() - started_s
-    return Decoded([replace(r, request_id=f"{domain}/{r.request_id}") for r in records], wall_s)
+    return Decoded(decoder.stats.records[num_seen:], time.perf_counter() - started_s)
 
 
 def _joined(parts: Sequence[Sequence[Decoded]]) -> list[Decoded]:
@@ -276,7 +290,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--target", type=Path, default=lab / "target", help="folder or GGUF file")
     add("--heads", type=Path, default=lab / "heads" / "chain_n3", help="with token_ranking.json")
     add("--prompts", help="as prompts.path; left out: the shipped ones")
-    add("--max-prompts", type=int, help="spread over the domains")
+    most = "spread over the domains; one number, or one for each batch size"
+    add("--max-prompts", nargs="+", type=int, help=most)
     add("--sizes", nargs="+", type=int, help="the first one is what others are compared with")
     add("--batch", nargs="+", type=int, default=[1, 32])
     add("--k", type=int, default=3)
@@ -285,7 +300,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--passes", type=int, default=4)
     add("--no-compile", action="store_true")
     add("--cpu", action="store_true", help="run without a GPU, to try the command")
-    add("--json", type=Path, help="also write the JSON line to this file, after each batch size")
+    add("--json", type=Path, help="also write the JSON line to this file, after each domain")
     return parser.parse_args(arguments)
 
 

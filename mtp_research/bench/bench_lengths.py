@@ -6,7 +6,9 @@ A row is a batch size whose places are all taken and an acceptance: tokens per s
 decoding without heads, of every fixed number of drafts 0..K, and of `spec.draft_length=
 expected_gain`. Numbers and rule share one decoder with random weights and synthetic acceptance;
 they are measured in turn, `--repeats` times, and the median counts. The spread is the largest
-distance of a repeat from its median. Letters: K drafts per step.
+distance of a repeat from its median. Steps of a number are compiled once for all batch sizes, so
+one decoder serves them all, with as many places taken as the row says. What is measured is printed
+and written at once. `--repeats 0` compiles alone, for a later process. Letters: K drafts per step.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,18 +58,15 @@ def main(arguments: list[str] | None = None) -> int:
     heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).requires_grad_(False)
     report: dict[str, object] = {"arguments": vars(options), "machine": describe_machine()}
     rows: list[dict[str, object]] = []
-    for batch in options.batch:
-        plain = _decoder(target, None, options, batch=batch, accept=0.0)
-        plain_rates = [_tokens_per_s(plain, options, seed=s)[0] for s in range(options.repeats)]
-        del plain
-        for accept in options.accept:
-            rows.append({"batch": batch, "accept": accept, "plain": statistics.median(plain_rates)})
-            rows[-1] |= _measured(target, heads, options, batch=batch, accept=accept)
+    plain = _plain_rates(target, options)
+    for accept in options.accept:
+        gc.collect()  # the decoder before
+        torch.cuda.empty_cache()
+        for row in _rows(target, heads, options, accept=accept, plain=plain):
+            rows.append(row)
             print(_line(rows[-1]), flush=True)
             if options.json is not None:
                 options.json.write_text(json.dumps(report | {"rows": rows}, default=str, indent=1))
-            gc.collect()
-            torch.cuda.empty_cache()
     return 0
 
 
@@ -81,16 +81,44 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--k", type=int, default=5, help="most drafts")
     add("--prompt", type=int, default=128, help="tokens of each prompt")
     add("--steps", type=int, default=128, help="timed steps")
-    add("--repeats", type=int, default=3)
+    add("--repeats", type=int, default=3, help="of a row; 0: compile alone")
     add("--cpu", action="store_true", help="run without a GPU, to try the command")
     add("--json", type=Path)
     return parser.parse_args(arguments)
 
 
+def _plain_rates(target: Target, options: argparse.Namespace) -> dict[int, float]:
+    """Tokens per second without heads, by batch size."""
+    decoder = _decoder(target, None, options, accept=0.0)
+    rates: dict[int, float] = {}
+    for batch in options.batch if options.repeats else []:
+        found = [_tokens_per_s(decoder, options, batch, seed=s)[0] for s in range(options.repeats)]
+        rates[batch] = statistics.median(found)
+        print(f"batch {batch}: plain {rates[batch]:.0f}", flush=True)
+    return rates
+
+
+def _rows(
+    target: Target,
+    heads: MTPHeads,
+    options: argparse.Namespace,
+    *,
+    accept: float,
+    plain: Mapping[int, float],
+) -> Iterator[dict[str, object]]:
+    """What one decoder gives for each batch size, beside `plain` tokens per second."""
+    decoder = _decoder(target, heads, options, accept=accept)
+    print(f"accept {accept}: ready in {decoder.capture_s or 0:.0f} s", flush=True)
+    chosen = decoder.spec.draft_length
+    for batch in options.batch if options.repeats else []:
+        decoder.spec = replace(decoder.spec, draft_length=chosen)
+        row = {"batch": batch, "accept": accept, "plain": plain[batch]}
+        yield row | _measured(decoder, options, batch=batch)
+
+
 def _measured(
-    target: Target, heads: MTPHeads, options: argparse.Namespace, *, batch: int, accept: float
+    decoder: SpecDecoder, options: argparse.Namespace, *, batch: int
 ) -> dict[str, object]:
-    decoder = _decoder(target, heads, options, batch=batch, accept=accept)
     rules: dict[str, DraftLength] = {
         str(n): BatchTableLength(((1, n),)) for n in range(options.k + 1)
     }
@@ -99,7 +127,7 @@ def _measured(
     chosen: list[float] = []
     for seed, (name, rule) in itertools.product(range(options.repeats), rules.items()):
         decoder.spec = replace(decoder.spec, draft_length=rule)
-        rate, mean_drafts = _tokens_per_s(decoder, options, seed=seed)
+        rate, mean_drafts = _tokens_per_s(decoder, options, batch, seed=seed)
         rates[name].append(rate)
         if name == CHOSEN:
             chosen.append(mean_drafts)
@@ -118,18 +146,13 @@ def _measured(
 
 
 def _decoder(
-    target: Target,
-    heads: MTPHeads | None,
-    options: argparse.Namespace,
-    *,
-    batch: int,
-    accept: float,
+    target: Target, heads: MTPHeads | None, options: argparse.Namespace, *, accept: float
 ) -> SpecDecoder:
     on_gpu, k = target.device.type == "cuda", 0 if heads is None else options.k
     steps = _SETTLING_STEPS + options.steps + 8
     engine = EngineConfig(
-        max_num_requests=batch,
-        graph_batch_sizes=[max(batch, 2)],
+        max_num_requests=max(options.batch),
+        graph_batch_sizes=sorted({max(batch, 2) for batch in options.batch}),
         max_num_batched_tokens=8192,
         max_prefill_chunk=2048,
         max_model_len=options.prompt + steps * (options.k + 1) + 16,
@@ -153,9 +176,9 @@ def _decoder(
 
 
 def _tokens_per_s(
-    decoder: SpecDecoder, options: argparse.Namespace, *, seed: int
+    decoder: SpecDecoder, options: argparse.Namespace, batch: int, *, seed: int
 ) -> tuple[float, float]:
-    """Tokens per second where every place is taken, and drafts that a request verifies."""
+    """Tokens per second of `batch` requests, and drafts that a request verifies."""
     draw = random.Random(seed)
     vocab_size = decoder.target.config.vocab_size
     sampling = SamplingParams(max_new_tokens=decoder.max_model_len, seed=seed)
@@ -164,7 +187,7 @@ def _tokens_per_s(
             draw.choices(range(2, vocab_size), k=options.prompt),
             sampling=replace(sampling, max_new_tokens=decoder.max_model_len - options.prompt),
         )
-        for _ in range(decoder.engine.max_num_requests)
+        for _ in range(batch)
     ]
     while any(request.is_prefilling or not request.block_ids for request in requests):
         decoder.step()

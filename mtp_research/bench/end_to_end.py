@@ -9,8 +9,9 @@ then a time to the first token counts from a request's arrival. The first pass c
 while requests wait, unless `--warm-up` has all steps captured before; later ones show the warm
 loop. Each line says when its decoder was ready, in seconds since the process was started. Random
 weights of `--shape` come with synthetic acceptance (`--accept`, the chance of a draft given that it
-is reached) and random prompts, a folder's own weights with its head and shipped text. Prints a line
-a pass, and last one JSON line. `bench_decode` times the steps alone.
+is reached) and random prompts, a folder's own weights with its head and shipped text. The decoder
+of `--also` is the same, so that other lengths and arrivals cost no other start. Prints a line a
+pass, and last one JSON line. `bench_decode` times the steps alone.
 Letters: K drafts per step.
 """
 
@@ -26,7 +27,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -77,7 +78,8 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--batch", type=int, default=32, help="requests at a time")
     add("--prompt", type=int, default=1024, help="tokens of each prompt")
     add("--output", type=int, default=256, help="tokens of each text")
-    add("--passes", type=int, default=3)
+    add("--also", nargs="*", default=[], help="PROMPT:OUTPUT or PROMPT:OUTPUT:ARRIVALS, each")
+    add("--passes", type=int, default=3, help="0 with --warm-up: compile alone")
     add("--warm-up", action="store_true", help="capture all steps before the passes, as eval.py")
     add("--chunk", type=int, default=2048, help="engine.max_prefill_chunk")
     add("--rows", type=int, default=8192, help="engine.max_num_batched_tokens, at least")
@@ -86,7 +88,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--no-compile", action="store_true")
     add("--no-graphs", action="store_true")
     add("--cpu", action="store_true", help="run without a GPU, to try the command")
-    add("--json", type=Path, help="also write the JSON line to this file")
+    add("--json", type=Path, help="also write the JSON line to this file, after each pass")
     return parser.parse_args(arguments)
 
 
@@ -97,6 +99,9 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("--accept must be left out where --heads decide what is accepted.")
     if options.rate is not None and (options.rate <= 0 or options.arrivals is not None):
         raise ConfigError("--rate must be > 0, without --arrivals; set one of both.")
+    workloads = _workloads(options)
+    for one in workloads:
+        _arrivals(options, one.arrivals, seed=0)  # a bad file is seen before anything is compiled
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.cpu:
         print("error: end_to_end needs a CUDA GPU; --cpu tries the commands.", file=sys.stderr)
@@ -106,19 +111,43 @@ def _run(options: argparse.Namespace) -> int:
     target, heads = _load(options, device)
     report = {"machine": describe_machine(), "dtype": str(target.dtype).removeprefix("torch.")}
     rows: list[dict[str, object]] = []
+    line = json.dumps(report)
     first = options.policy[:1]
     cases = [(k, policy) for k in options.k for policy in (options.policy if k else first)]
     for num_drafts, policy in cases:
-        for row in _passes(target, heads, options, num_drafts=num_drafts, policy=policy):
+        for row in _passes(target, heads, options, workloads, num_drafts=num_drafts, policy=policy):
             rows.append(row)
             print(_line(row), flush=True)
+            line = json.dumps({"arguments": vars(options), **report, "rows": rows}, default=str)
+            if options.json is not None:
+                options.json.write_text(line)
         gc.collect()
         torch.cuda.empty_cache()
-    line = json.dumps({"arguments": vars(options), **report, "rows": rows}, default=str)
-    if options.json is not None:
-        options.json.write_text(line)
     print(line)
     return 0
+
+
+class Workload(NamedTuple):
+    """Requests of one size."""
+
+    prompt: int  # tokens
+    output: int  # tokens
+    arrivals: Path | None = None
+
+
+def _workloads(options: argparse.Namespace) -> list[Workload]:
+    """What `--prompt`, `--output` and `--arrivals` say, then each word of `--also`."""
+    found = [Workload(options.prompt, options.output, options.arrivals)]
+    for word in options.also:
+        prompt, _, rest = word.partition(":")
+        output, _, file = rest.partition(":")
+        if not (prompt.isdecimal() and output.isdecimal()):
+            raise ConfigError(
+                f"--also must hold PROMPT:OUTPUT or PROMPT:OUTPUT:ARRIVALS, got {word!r}; "
+                "set --also 128:128."
+            )
+        found.append(Workload(int(prompt), int(output), Path(file) if file else None))
+    return found
 
 
 def _load(options: argparse.Namespace, device: torch.device) -> tuple[Target, MTPHeads]:
@@ -131,28 +160,39 @@ def _load(options: argparse.Namespace, device: torch.device) -> tuple[Target, MT
 
 
 def _passes(
-    target: Target, heads: MTPHeads, options: argparse.Namespace, *, num_drafts: int, policy: str
+    target: Target,
+    heads: MTPHeads,
+    options: argparse.Namespace,
+    workloads: Sequence[Workload],
+    *,
+    num_drafts: int,
+    policy: str,
 ) -> Iterator[dict[str, object]]:
     """A row a pass of one decoder, which is built before the first clock starts."""
     started = time.perf_counter()
-    decoder = _decoder(target, heads, options, num_drafts=num_drafts, policy=policy)
-    # No stop token ends a text: every request has its --output tokens.
+    longest = max(one.prompt + one.output for one in workloads)
+    decoder = _decoder(
+        target, heads, options, longest=longest, num_drafts=num_drafts, policy=policy
+    )
+    # No stop token ends a text: every request has all its tokens.
     sampling = SamplingParams(max_new_tokens=options.output, seed=0)
     if options.warm_up:
         decoder.warm_up(sampling, num_requests=options.requests)
         drain()
     build_s, ready_s = time.perf_counter() - started, age_of_process()
-    for number in range(options.passes):
-        prompts, arrivals = _prompts(target, options, seed=number), _arrivals(options, seed=number)
+    for one, number in itertools.product(workloads, range(options.passes)):
+        prompts = _prompts(target, options, length=one.prompt, seed=number)
+        arrivals = _arrivals(options, one.arrivals, seed=number)
+        own = replace(sampling, max_new_tokens=one.output)
         steps_before, builds_before = decoder.stats.num_steps, decoder.num_builds
         drain()
         started = time.perf_counter()
-        records = serve(decoder, prompts, arrivals, sampling=sampling)
+        records = serve(decoder, prompts, arrivals, sampling=own)
         drain()
         wall_s = time.perf_counter() - started
         yield {
             **{"shape": options.target or options.shape, "num_drafts": num_drafts},
-            **{name: getattr(options, name) for name in ("batch", "prompt", "output")},
+            **{"batch": options.batch, **one._asdict()},
             **{"policy": policy, "pass": number + 1, "wall_s": wall_s},
             **{"build_s": build_s, "ready_s": ready_s},
             "num_builds": num_since(builds_before, decoder.num_builds),
@@ -190,10 +230,10 @@ def serve(
     return [replace(r, ttft_s=r.ttft_s + waited[r.request_id]) for r in records[num_seen:]]
 
 
-def _arrivals(options: argparse.Namespace, *, seed: int) -> list[float]:
+def _arrivals(options: argparse.Namespace, file: Path | None, *, seed: int) -> list[float]:
     """Seconds after the start of a pass at which its requests come."""
-    if options.arrivals is not None:
-        seconds = [float(line) for line in options.arrivals.read_text().split()]
+    if file is not None:
+        seconds = [float(line) for line in file.read_text().split()]
         if len(seconds) < options.requests or seconds != sorted(seconds) or seconds[0] < 0:
             raise ConfigError(
                 f"--arrivals must hold at least --requests={options.requests} seconds >= 0 in "
@@ -233,10 +273,11 @@ def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float] | None:
     return {"p50": float(p50), "p99": float(p99)}
 
 
-def _prompts(target: Target, options: argparse.Namespace, *, seed: int) -> list[list[int]]:
-    """Prompts of `--prompt` tokens: random ids, or windows of the shipped prompts' text."""
-    count, length = options.requests, options.prompt
-    generator = random.Random(seed)
+def _prompts(
+    target: Target, options: argparse.Namespace, *, length: int, seed: int
+) -> list[list[int]]:
+    """Prompts of `length` tokens: random ids, or windows of the shipped prompts' text."""
+    count, generator = options.requests, random.Random(seed)
     if options.target is None:
         ids = range(2, target.config.vocab_size)
         return [generator.choices(ids, k=length) for _ in range(count)]
@@ -248,7 +289,13 @@ def _prompts(target: Target, options: argparse.Namespace, *, seed: int) -> list[
 
 
 def _decoder(
-    target: Target, heads: MTPHeads, options: argparse.Namespace, *, num_drafts: int, policy: str
+    target: Target,
+    heads: MTPHeads,
+    options: argparse.Namespace,
+    *,
+    longest: int,
+    num_drafts: int,
+    policy: str,
 ) -> SpecDecoder:
     on_gpu = target.device.type == "cuda"
     graphs = on_gpu and not options.no_graphs
@@ -258,7 +305,7 @@ def _decoder(
         max_num_batched_tokens=max(options.rows, options.batch * (num_drafts + 1)),
         max_prefill_chunk=options.chunk,
         admit_together=options.admit,
-        max_model_len=options.prompt + options.output + _ROOM_TOKENS,
+        max_model_len=longest + _ROOM_TOKENS,
         deferred_output=True,
         cuda_graphs=graphs,
         compile=on_gpu and not options.no_compile,
@@ -289,8 +336,10 @@ def age_of_process() -> float:
 
 def _line(row: dict[str, object]) -> str:
     ttft, gap = (cast(dict[str, float] | None, row[name]) for name in ("ttft_ms", "token_ms"))
+    arrivals = "" if row["arrivals"] is None else f", {row['arrivals']}"
     words = [
         f"{row['shape']} K={row['num_drafts']} {row['policy']} B={row['batch']} "
+        f"{row['prompt']}->{row['output']}{arrivals} "
         f"pass {row['pass']}, ready at {row['ready_s']:.1f} s, {row['num_builds']} builds later:",
         f"{row['num_requests']} requests {row['num_tokens']} tokens {row['wall_s']:.3f} s",
         f"{row['tok_per_s']:.0f} tok/s  tau {row['tau']:.3f}  steps {row['num_steps']}",

@@ -27,6 +27,42 @@ def test_rates_of_every_number_and_of_the_rule(tmp_path, capsys) -> None:
     assert f"of n = {row['best']}" in capsys.readouterr().out
 
 
+def test_one_decoder_serves_all_batch_sizes_and_each_row_is_written_at_once(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, built, seen = tmp_path / "rows.json", [], []
+    build, counts = bench_lengths._decoder, bench_lengths._counts
+
+    def noted(*args, **how):
+        built.append(build(*args, **how))
+        return built[-1]
+
+    def counted(decoder):  # before and after the timed steps
+        num_rows = len(json.loads(path.read_text())["rows"]) if path.exists() else 0
+        seen.append((decoder is built[-1], len(decoder.live_requests), num_rows))
+        return counts(decoder)
+
+    monkeypatch.setattr(bench_lengths, "_decoder", noted)
+    monkeypatch.setattr(bench_lengths, "_counts", counted)
+    words = ["--batch", "1", "3", "--accept", "1.0", "0.5", "--json", str(path)]
+    assert bench_lengths.main([*FEW, *words]) == 0
+    assert len(built) == 3  # without heads, then one for each acceptance
+    per_row = 2 * 4  # n = 0, 1, 2 and the rule
+    plain = [(True, batch, 0) for batch in (1, 3) for _ in range(2)]
+    rows = [(True, (1, 3)[row % 2], row) for row in range(4) for _ in range(per_row)]
+    assert seen == plain + rows
+    found = json.loads(path.read_text())["rows"]
+    assert [(row["batch"], row["accept"]) for row in found] == [
+        (1, 1.0), (3, 1.0), (1, 0.5), (3, 0.5)
+    ]  # fmt: skip
+    assert found[0]["plain"] == found[2]["plain"] != found[1]["plain"]
+
+
+def test_without_repeats_it_compiles_alone(capsys) -> None:
+    assert bench_lengths.main([*FEW, "--repeats", "0", "--batch", "2", "--accept", "0.5"]) == 0
+    assert capsys.readouterr().out == "accept 0.5: ready in 0 s\n"
+
+
 def test_without_a_gpu_it_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert bench_lengths.main(["--shape", "tiny"]) == 4

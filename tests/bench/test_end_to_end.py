@@ -31,6 +31,57 @@ def test_passes_decode_every_token_and_the_last_line_is_json(tmp_path, capsys):
     assert rows[0]["build_s"] < rows[0]["ready_s"] < rows[2]["ready_s"]
 
 
+def test_file_is_written_after_each_pass(tmp_path, monkeypatch):
+    path, written, serve = tmp_path / "line.json", [], end_to_end.serve
+
+    def noted(*args, **how):
+        written.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
+        return serve(*args, **how)
+
+    monkeypatch.setattr(end_to_end, "serve", noted)
+    words = ["--output", "2", "--passes", "2", "--k", "0", "1", "--json", str(path)]
+    assert end_to_end.main([*FEW, *words]) == 0
+    assert written == [0, 1, 2, 3]
+
+
+def test_without_passes_it_compiles_alone(monkeypatch):
+    warmed = []
+    monkeypatch.setattr(end_to_end.SpecDecoder, "warm_up", lambda *_, **how: warmed.append(how))
+    assert end_to_end.main([*FEW, "--warm-up", "--passes", "0", "--k", "0", "1"]) == 0
+    assert warmed == [{"num_requests": 3}] * 2
+
+
+def test_one_decoder_serves_other_lengths_and_arrivals_too(tmp_path, monkeypatch, capsys):
+    built, decoder = [], end_to_end.SpecDecoder
+    monkeypatch.setattr(
+        end_to_end, "SpecDecoder", lambda *args, **how: built.append(how) or decoder(*args, **how)
+    )
+    file = tmp_path / "arrivals.txt"
+    file.write_text("0 0 0.4")
+    words = ["--output", "2", "--passes", "2", "--k", "1", "--also", "12:5", f"4:3:{file}"]
+    assert end_to_end.main([*FEW, *words]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    rows = json.loads(last)["rows"]
+    sizes = [(row["prompt"], row["output"], row["pass"]) for row in rows]
+    assert sizes == [(*size, number) for size in ((8, 2), (12, 5), (4, 3)) for number in (1, 2)]
+    assert [row["num_tokens"] for row in rows] == [6, 6, 15, 15, 9, 9]
+    assert [row["arrivals"] for row in rows] == [*[None] * 4, str(file), str(file)]
+    assert rows[-1]["wall_s"] > 0.4
+    (how,) = built
+    assert how["engine"].max_model_len == 12 + 5 + 64
+    assert f"B=2 4->3, {file} pass 2," in lines[-1]
+
+
+@pytest.mark.parametrize("word", ["12", "12:x", ":5", "12:5:{file}"])
+def test_other_requests_that_cannot_be_read_are_refused_before_a_decoder(
+    word, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "few").write_text("0 1")
+    monkeypatch.setattr(end_to_end, "SpecDecoder", None)
+    assert end_to_end.main([*FEW, "--also", word.format(file=tmp_path / "few")]) == 2
+    assert "--also must hold" in (found := capsys.readouterr().err) or "2; write" in found
+
+
 def test_rows_bound_a_step(capsys):
     steps = []
     for words in ([], ["--rows", "4"]):
@@ -124,13 +175,13 @@ def test_a_request_that_comes_during_a_step_has_waited_for_its_end(monkeypatch):
 
 def test_arrivals_at_a_rate_are_those_of_a_poisson_process():
     options = end_to_end.parse_options(["--rate", "50", "--requests", "4000"])
-    seconds = end_to_end._arrivals(options, seed=1)
+    seconds = end_to_end._arrivals(options, None, seed=1)
     gaps = [b - a for a, b in itertools.pairwise([0.0, *seconds])]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.05)
     assert statistics.pstdev(gaps) == pytest.approx(mean, rel=0.06)  # exponential gaps
-    assert seconds == end_to_end._arrivals(options, seed=1)
-    assert seconds != end_to_end._arrivals(options, seed=2)
+    assert seconds == end_to_end._arrivals(options, None, seed=1)
+    assert seconds != end_to_end._arrivals(options, None, seed=2)
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,32 @@ def test_target_spread_by_a_map_is_the_same_target(
     assert is_offloaded == ("lm_head" in device_map)
     assert torch.equal(logits_of(spread), logits_of(plain))
     assert target_hashes(spread) == target_hashes(plain)
+    assert_same_texts(plain, spread)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device_map", MAPS.values(), ids=MAPS)
+def test_map_on_a_gpu_decodes_the_texts_of_the_whole_target(
+    device_map: str | dict[str, str], tmp_path: Path
+) -> None:
+    """Layers in memory and on the disk come to the GPU as they run."""
+    path = save(tmp_path)
+    plain = load_target(path, dtype="float32", device="cuda")
+    spread = load_target(path, dtype="float32", device="cuda", device_map=on_gpu(device_map))
+    assert any(p.is_meta for p in spread.model.parameters()) == ("lm_head" in device_map)
+    assert_same_texts(plain, spread)
+
+
+def on_gpu(device_map: str | dict[str, str]) -> str | dict[str, int | str]:
+    """The map with the GPU for the CPU; beside a layer on the disk another one in memory."""
+    if isinstance(device_map, str):
+        return device_map
+    places = {name: 0 if place == "cpu" else place for name, place in device_map.items()}
+    return places | ({"model.layers.0": "cpu"} if "disk" in places.values() else {})
+
+
+def assert_same_texts(plain: Target, spread: Target) -> None:
+    """Both decode the same, each with heads of its own."""
     texts = [
         texts_of(run(SpecDecoder(target, tiny_heads(target), engine=small_pool(64))))
         for target in (plain, spread)

@@ -42,7 +42,9 @@ def test_bench_of_a_trained_folder_counts_each_loss_and_source(tmp_path):
 
 
 def test_bench_of_a_name_builds_random_weights_of_its_shape(tmp_path):
-    (row,) = measured(tmp_path, "--models", "lab_tiny", "--losses", "ce")["rows"]
+    words = ["--models", "lab_tiny", "--losses", "ce", "--modules", "2", "--depths", "2"]
+    (row,) = measured(tmp_path, *words)["rows"]
+    assert row["num_depths"] == 2
     assert row["tokens_per_s"] == pytest.approx(1e3 * 2 * 64 / row["step_ms"])
 
 
