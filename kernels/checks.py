@@ -1,4 +1,4 @@
-"""Checks shared by the kernel wrappers: backend choice, dtypes, sizes and layouts; `part_mark`.
+"""Checks shared by the kernel wrappers, parts of launches that overlap, and `part_mark`.
 
 Where it sits: every public wrapper in `kernels/` calls these before it launches anything, so that
 a wrong call ends in one sentence instead of an illegal memory access. Each raises a `ValueError`
@@ -30,6 +30,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
 MIN_BLOCK_SIZE = 16
+LINE_BYTES = 128  # of the L2 cache
 
 Kernel = TypeVar("Kernel", bound=Callable[..., None])
 
@@ -46,6 +47,30 @@ def overlapping(device: torch.device) -> dict[str, bool]:
     """
     overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"OVERLAPS": overlaps} | ({"launch_pdl": True} if overlaps else {})
+
+
+@kernel_jit
+def wait_in_front(OVERLAPS: tl.constexpr):
+    """Wait for the end of the kernel in front; the next one may begin, and waits for this one.
+
+    What kernels further in front wrote is there from the first line: the one in front waited.
+    """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@kernel_jit
+def ask_for(lines):
+    """Have the cache lines at some addresses brought into the L2 cache, without waiting."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [lines],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 def is_interpreted(kernel: object) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.splits import split_span, visible_positions
 from mtp_research.kernels.attention.store_kv import load_rotated, store_new_rows
-from mtp_research.kernels.overlap import ask_for, wait_in_front
+from mtp_research.kernels.checks import ask_for, wait_in_front
 
 try:
     import triton.language as tl

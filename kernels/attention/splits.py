@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
-from mtp_research.kernels.overlap import wait_in_front
+from mtp_research.kernels.checks import wait_in_front
 
 if TYPE_CHECKING:
     from torch import Tensor

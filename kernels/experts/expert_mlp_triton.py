@@ -14,7 +14,7 @@ block.
 from __future__ import annotations
 
 from mtp_research.kernels import checks
-from mtp_research.kernels.overlap import ask_for
+from mtp_research.kernels.checks import ask_for
 from mtp_research.kernels.products.scaled_weights import (
     add_product,
     scaled_by_row,

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.splits import ceil_div
-from mtp_research.kernels.overlap import LINE_BYTES, ask_for
+from mtp_research.kernels.checks import LINE_BYTES, ask_for
 from torch import Tensor
 
 try:

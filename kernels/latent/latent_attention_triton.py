@@ -12,7 +12,7 @@ from mtp_research.kernels import checks
 from mtp_research.kernels.attention.paged_attention_triton import zero_spare_rows
 from mtp_research.kernels.attention.splits import split_span
 from mtp_research.kernels.attention.store_kv import store_new_rows
-from mtp_research.kernels.overlap import wait_in_front
+from mtp_research.kernels.checks import wait_in_front
 
 try:
     import triton.language as tl

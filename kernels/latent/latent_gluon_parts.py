@@ -33,7 +33,7 @@ def gluon_jit(function: checks.Kernel) -> checks.Kernel:
 
 @gluon_jit
 def wait_in_front(OVERLAPS: gl.constexpr):
-    """As that of `kernels.overlap`."""
+    """As that of `kernels.checks`."""
     if OVERLAPS:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
-from mtp_research.kernels.overlap import LINE_BYTES, ask_for
+from mtp_research.kernels.checks import LINE_BYTES, ask_for
 from mtp_research.kernels.products.gemv import GemvConfig, launch_gemv, silu_product
 from mtp_research.kernels.products.scaled_weights import (
     FP8,
