@@ -11,7 +11,7 @@ from __future__ import annotations
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.splits import split_span, visible_positions
 from mtp_research.kernels.attention.store_kv import load_rotated, store_new_rows
-from mtp_research.kernels.checks import ask_for, wait_in_front
+from mtp_research.kernels.checks import wait_in_front
 
 try:
     import triton.language as tl
@@ -113,22 +113,12 @@ def attention_kernel(
     begin = lowest_key // BLOCK_N * BLOCK_N
     end = tl.minimum(tl.minimum(last_pos + 1, seq_len), max_keys)
     begin, end = split_span(begin, end, split, tl.num_programs(2), SPLIT_KEYS, BLOCK_N)
-    _ask_then_wait(
-        key_cache,
-        value_cache,
-        block_table + request.to(tl.int64) * stride_table,
-        begin,
-        end,
-        stride_key_block,
-        stride_key_slot,
-        stride_value_block,
-        stride_value_slot,
-        KEY_DIM,
-        VALUE_DIM,
-        BLOCK_SIZE,
-        BLOCK_N,
-        OVERLAPS,
-    )
+    table = block_table + request.to(tl.int64) * stride_table
+    key_pos = begin + tl.arange(0, BLOCK_N)
+    readable = (key_pos >= lowest_key) & (key_pos < end)
+    page = tl.load(table + key_pos // BLOCK_SIZE, mask=readable, other=0)
+    # Tables and lengths were there before; queries, new rows and what reads `out` may not be done.
+    wait_in_front(OVERLAPS)
     if not SPLIT:
         zero_spare_rows(
             out + first_head * VALUE_DIM + value_dims,
@@ -205,7 +195,8 @@ def attention_kernel(
         q,
         key_cache + key_dims,
         value_cache + value_dims,
-        block_table + request.to(tl.int64) * stride_table,
+        table,
+        page,
         highest,
         total,
         row_pos,
@@ -237,45 +228,12 @@ def attention_kernel(
 
 
 @checks.kernel_jit
-def _ask_then_wait(
-    key_cache,  # of the KV head
-    value_cache,
-    table,  # pointer to the request's row of the block table
-    begin,
-    end,
-    stride_key_block,
-    stride_key_slot,
-    stride_value_block,
-    stride_value_slot,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Have the first tile of keys and values brought into L2, then wait for the kernel in front.
-
-    It makes queries and new rows. Tables, lengths and old rows have been there before.
-    """
-    if OVERLAPS:
-        # Numbers in a cache line of 128 bytes.
-        LINE: tl.constexpr = 1024 // key_cache.dtype.element_ty.primitive_bitwidth
-        key_pos = begin + tl.arange(0, BLOCK_N)
-        page = tl.load(table + key_pos // BLOCK_SIZE, mask=key_pos < end, other=0).to(tl.int64)
-        slot = key_pos % BLOCK_SIZE
-        for dim in tl.static_range(0, KEY_DIM, LINE):
-            ask_for(key_cache + page * stride_key_block + slot * stride_key_slot + dim)
-        for dim in tl.static_range(0, VALUE_DIM, LINE):
-            ask_for(value_cache + page * stride_value_block + slot * stride_value_slot + dim)
-    wait_in_front(OVERLAPS)
-
-
-@checks.kernel_jit
 def _attend_keys(
     q,  # [BLOCK_M, Dk]
     key_base,  # pointers [1, Dk] to the KV head in block 0, slot 0
     value_base,  # pointers [1, Dv]
     table,  # pointer to the request's row of the block table
+    page,  # [BLOCK_N], of the first tile
     highest,  # [BLOCK_M] running maximum of the scaled base-2 scores
     total,  # [BLOCK_M] running sum of weights
     row_pos,  # [BLOCK_M]
@@ -299,9 +257,6 @@ def _attend_keys(
     acc = tl.zeros([q.shape[0], value_inside.shape[1]], tl.float32)
     # The page ids of the next tile travel in a loop variable: a table load in the same iteration
     # as the loads that depend on it would leave K and V one pipeline buffer each.
-    key_pos = begin + lanes
-    readable = (key_pos >= lowest_key) & (key_pos < end)
-    page = tl.load(table + key_pos // BLOCK_SIZE, mask=readable, other=0)
     for start in range(begin, end, BLOCK_N):
         key_pos = start + lanes
         readable = (key_pos >= lowest_key) & (key_pos < end)

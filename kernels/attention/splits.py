@@ -90,9 +90,9 @@ def merge_splits_kernel(
     OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One output row of one head: the partial outputs weighted by their share of the softmax."""
-    wait_in_front(OVERLAPS)
     row_head = tl.program_id(0).to(tl.int64)
     is_row = row_head // NUM_HEADS < tl.load(query_start_loc + num_requests)
+    wait_in_front(OVERLAPS)
     dims = tl.arange(0, PADDED_VALUE_DIM)
     if PADDED_SPLITS == 0:
         highest = tl.full([], float("-inf"), tl.float32)
