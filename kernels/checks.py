@@ -40,6 +40,17 @@ def kernel_jit(function: Kernel) -> Kernel:
     return function if triton is None else triton.jit(function)
 
 
+def kernel_jit_once(*counts: str) -> Callable[[Kernel], Kernel]:
+    """As `kernel_jit`, with code for any value of these arguments.
+
+    Triton compiles anew where an argument is 1, and where it is a multiple of 16. Batch sizes are
+    both, and a program takes up to a second to compile; for strides it is worth that.
+    """
+    if triton is None:
+        return lambda function: function
+    return triton.jit(do_not_specialize=counts)
+
+
 def overlapping(device: torch.device) -> dict[str, bool]:
     """Arguments of a launch whose kernel waits by itself for the one in front of it.
 

@@ -219,8 +219,10 @@ def choose_config(
     block_m = 16 if exact or num_packed_rows <= 16 else 64
     block_n = 32 if exact or wide else 64
     stage_bytes = block_n * padded_width * element_bytes
-    # Keys of 192 with values of 128 spill with four stages of few rows (ptxas, sm_90).
-    max_stages = 3 if wide and block_m == 16 else _MAX_STAGES
+    # Few rows of wide keys spill with four stages; with values of another width they do with three
+    # (ptxas, sm_90, Triton 3.6).
+    fewer = 3 if key_dim == value_dim else 2
+    max_stages = fewer if wide and block_m == 16 else _MAX_STAGES
     num_stages = max(2, min(max_stages, _PIPELINE_BYTES // stage_bytes))
     num_warps = 8 if wide and block_m == 64 else 4
     return LaunchConfig(block_m, block_n, num_warps=num_warps, num_stages=num_stages)

@@ -19,7 +19,7 @@ except ImportError:  # checks.resolve_backend refuses the kernels then
     tl = None
 
 
-@checks.kernel_jit
+@checks.kernel_jit_once("num_slots", "num_rows", "num_requests", "num_query_tiles", "max_keys")
 def attention_kernel(
     query,  # [T, H, Dk]
     key_cache,  # [num_blocks, block_size, Hkv, Dk]

@@ -74,7 +74,7 @@ def split_span(begin, end, split, num_splits, SPLIT_KEYS: tl.constexpr, BLOCK_N:
     return begin, end
 
 
-@checks.kernel_jit
+@checks.kernel_jit_once("num_requests", "num_splits", "num_row_heads")
 def merge_splits_kernel(
     partial,  # [splits, T, H, Dv] float32
     lse,  # [splits, T, H] float32, base 2; -inf where a split saw no key

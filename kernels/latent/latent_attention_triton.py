@@ -20,7 +20,7 @@ except ImportError:  # checks.resolve_backend refuses the kernel then
     tl = None
 
 
-@checks.kernel_jit
+@checks.kernel_jit_once("num_slots", "num_rows", "max_keys")
 def latent_attention_kernel(
     query_latent,  # [T, H, L]
     query_rope,  # [T, H, P]

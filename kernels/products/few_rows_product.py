@@ -51,7 +51,7 @@ except ImportError:  # checks.resolve_backend refuses the kernel then
     tl = TensorDescriptor = None
 
 
-@checks.kernel_jit
+@checks.kernel_jit_once("num_rows", "num_splits")
 def few_rows_kernel(
     x,  # [T, K], rows contiguous
     weight,  # [N, K], rows contiguous

@@ -2,6 +2,8 @@ import pytest
 import torch
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.paged_attention_triton import attention_kernel
+from mtp_research.kernels.attention.splits import merge_splits_kernel
+from mtp_research.kernels.latent.latent_attention_triton import latent_attention_kernel
 
 
 def test_resolve_backend_auto_on_cpu_is_reference():
@@ -81,3 +83,19 @@ def test_check_optional_range_inside_passes(value):
 def test_check_optional_range_outside_names_range(value, high, text):
     with pytest.raises(ValueError, match=f"num_splits must be {text} or None, got {value}"):
         checks.check_optional_range("num_splits", value, low=1, high=high)
+
+
+@pytest.mark.skipif(
+    not hasattr(attention_kernel, "params"), reason="Triton is interpreted, or missing"
+)
+@pytest.mark.parametrize(
+    "kernel",
+    [attention_kernel, merge_splits_kernel, latent_attention_kernel],
+    ids=lambda kernel: kernel.__name__,
+)
+def test_programs_of_a_step_are_compiled_once_for_all_batch_sizes(kernel):
+    counts = [p for p in kernel.params if p.name.startswith(("num_", "max_"))]
+    assert len(counts) >= 3
+    assert all(param.do_not_specialize for param in counts)
+    strides = [param for param in kernel.params if param.name.startswith("stride")]
+    assert not any(param.do_not_specialize for param in strides)
