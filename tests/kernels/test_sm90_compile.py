@@ -1,6 +1,6 @@
 """Every shipped kernel shape compiles for sm_90 without a GPU: no spills, fits shared memory.
 
-A usual run compiles one program of each kind; those marked `every_shape` are compiled by
+A usual run compiles one program of each kind; those marked `every_case` are compiled by
 `make test-triton-36` and, as they are launched, by the tests that need a GPU.
 """
 
@@ -61,11 +61,11 @@ class Shape:
 
 
 def kinds_first(cases, usual):
-    """Parameters of `cases`, if need be by name; `every_shape` has those that are not `usual`."""
+    """Parameters of `cases`, if need be by name; `every_case` has those that are not `usual`."""
     cases = cases if isinstance(cases, dict) else {str(case): case for case in cases}
     assert set(usual) <= set(cases)
     return [
-        pytest.param(case, id=name, marks=() if name in usual else pytest.mark.every_shape)
+        pytest.param(case, id=name, marks=() if name in usual else pytest.mark.every_case)
         for name, case in cases.items()
     ]
 
@@ -299,10 +299,10 @@ def test_merge_splits_kernel_sm90_has_no_spills(num_splits, tmp_path):
         pytest.param(8, 128, 128, torch.bfloat16, id="heads"),
         pytest.param(1, 512, 64, torch.bfloat16, id="latent"),
         pytest.param(
-            *(96, 64, 64, torch.float16), id="heads_over_tiles", marks=pytest.mark.every_shape
+            *(96, 64, 64, torch.float16), id="heads_over_tiles", marks=pytest.mark.every_case
         ),
         pytest.param(4, 192, 128, torch.bfloat16, id="key_192_value_128"),
-        pytest.param(2, 256, 256, torch.float32, id="float32", marks=pytest.mark.every_shape),
+        pytest.param(2, 256, 256, torch.float32, id="float32", marks=pytest.mark.every_case),
     ],
 )
 def test_store_kv_kernel_sm90_moves_16_bytes_a_thread(
