@@ -146,8 +146,14 @@ def _compile(kernel, *, types, constants, num_warps, num_stages=3, divisible=())
         if kind[0] == "*" or (kind[0] != "c" and (name.startswith("stride") or name in divisible))
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    # `_num_spilled_bytes` assembles. What is kept without a binary must never be launched.
+    return compile_unassembled(source, {"num_warps": num_warps, "num_stages": num_stages})
+
+
+def compile_unassembled(source, options):
+    """The program down to PTX, which the tests assemble themselves.
+
+    What is kept without a binary must never be launched: it has a folder of its own.
+    """
     folder = f"{triton.knobs.cache.dir}/not_assembled"
     with (
         mock.patch.object(CUDABackend, "make_cubin", return_value=b""),
