@@ -7,7 +7,7 @@ import pytest
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 
 SMALL = {
-    "tutorial": {"TUTORIAL_STEPS": "2", "TUTORIAL_PROMPTS": "3"},
+    "tutorial": {"TUTORIAL_STEPS": "6", "TUTORIAL_PROMPTS": "3"},
     "released_model": {
         "MODEL": "assets/lab_tiny/target",
         "NUM_QUESTIONS": "24",

@@ -127,7 +127,8 @@ SHAPES = {
 USUAL = {
     *("decode", "verify_group12_page64", "verify_rotated", "verify_rotated_direct"),
     *("prefill_ragged", "verify_window_sinks_positions", "head_dim_16", "head_dim_256_rotated"),
-    *("key_192_value_128_rotated", "float32", "invariant_window_sinks"),
+    *("key_192_value_128_rotated", "key_192_value_128_few_rows", "float32"),
+    "invariant_window_sinks",
 }
 
 
