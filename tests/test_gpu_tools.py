@@ -161,14 +161,14 @@ def test_engine_tool_passes_only_with_vllm_s_rounds(
 
     monkeypatch.setattr(gpu_engines, "vllm_side", played)
     monkeypatch.setattr(gpu_engines, "prepare", functools.cache(gpu_engines.prepare))
-    words = ["--out", str(tmp_path), "--cases", "glm4_moe", "--k", "3", "--prompts", "6"]
+    words = ["--out", str(tmp_path), "--cases", "glm4_moe", "--k", "3", "--prompts", "3"]
     for engine, code in (("vllm", 0), ("sglang", 1)):
         habit = engine
         assert gpu_engines.main([*words, "--max-new-tokens", "32"]) == code
         assert exported.pop() == tmp_path / "glm4_moe" / "exported"
         (row,) = json.loads((tmp_path / "engines.json").read_text())
         assert row["passed"] == (code == 0)
-        assert row["num_equal_texts"] == 6
+        assert row["num_equal_texts"] == 3
         for name in ("control", "recycling", "position_0"):
             assert row[name]["num_equal_rounds"] != row["num_equal_rounds"]
 
@@ -197,13 +197,14 @@ def prepared(case: str, folder: Path, *, num_drafts: int) -> dict[str, Any]:
     return row
 
 
-@pytest.fixture(params=["deepseek_v3", "qwen3_next"])
+@pytest.fixture
 def small_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     sizes = {"vocab_size": 16, "eos_token_id": None, "num_experts_per_tok": 8}
     monkeypatch.setitem(gpu_engines.CASES, request.param, sizes)
     return request.param
 
 
+@pytest.mark.parametrize("small_case", ["deepseek_v3"], indirect=True)
 def test_engine_tool_says_what_rounding_alone_does(
     small_case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +213,7 @@ def test_engine_tool_says_what_rounding_alone_does(
     assert rounding["lengths"][0] != rounding["lengths"][1] or rounding["num_equal_texts"] < 6
 
 
+@pytest.mark.parametrize("small_case", ["qwen3_next"], indirect=True)
 def test_trained_case_outlasts_rounding_and_tells_conventions_apart(
     small_case: str, tmp_path: Path
 ) -> None:

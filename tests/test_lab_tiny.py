@@ -44,8 +44,10 @@ def test_assets_hold_enough_prompts_and_a_small_target(prompts: list[tuple[int, 
     assert (ASSETS / "target" / "model.safetensors").stat().st_size <= 8_000_000
 
 
-@pytest.mark.parametrize("policy", ["eagle", "training"])
-@pytest.mark.parametrize("num_drafts", [1, 3, 5])  # below, as many as and above the modules
+@pytest.mark.parametrize(
+    ("num_drafts", "policy"),  # below, as many as and above the modules
+    [(1, "training"), (3, "eagle"), (3, "training"), (5, "eagle")],
+)
 def test_greedy_text_equals_plain_decoding_on_all_shipped_prompts(
     target: Target,
     prompts: list[tuple[int, ...]],
@@ -69,7 +71,7 @@ def test_plain_decoding_equals_transformers_generate(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(ASSETS / "target", dtype=torch.float32).eval()
-    for prompt, expected in list(zip(prompts, baseline, strict=True))[::6]:
+    for prompt, expected in list(zip(prompts, baseline, strict=True))[::12]:
         generated = model.generate(
             torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=list(STOP)
         )
@@ -81,7 +83,6 @@ def test_plain_decoding_equals_transformers_generate(
     [
         ("chain_n3", "chain", 3),
         ("chain_n1", "chain", 3),
-        ("ttt_n1", "ttt", 3),
         ("ttt_n1", "ttt", 4),
     ],
 )

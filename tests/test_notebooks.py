@@ -10,7 +10,7 @@ SMALL = {
     "tutorial": {"TUTORIAL_STEPS": "6", "TUTORIAL_PROMPTS": "3"},
     "released_model": {
         "MODEL": "assets/lab_tiny/target",
-        "NUM_QUESTIONS": "48",
+        "NUM_QUESTIONS": "24",
         "NUM_STEPS": "2",
     },
 }

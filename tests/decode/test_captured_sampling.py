@@ -177,14 +177,17 @@ def test_captured_steps_say_what_the_loop_at_once_says(
 
 
 @pytest.mark.usefixtures("without_gpu")
-@pytest.mark.parametrize("name", ["all-logprobs", "grammar-all"])
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "changes"),
     [
-        pytest.param({"block_size": 4, "num_blocks": 14}, id="preemption"),
-        pytest.param({"graph_batch_sizes": [2]}, id="batch-in-parts"),
-        pytest.param({"draft_length": BatchTableLength(((1, 3), (2, 1), (3, 2)))}, id="few-drafts"),
-        pytest.param({"verify": "block"}, id="block-verification"),
+        pytest.param("all-logprobs", {"block_size": 4, "num_blocks": 14}, id="preemption"),
+        pytest.param("all-logprobs", {"graph_batch_sizes": [2]}, id="batch-in-parts"),
+        pytest.param("grammar-all", {"graph_batch_sizes": [2]}, id="grammar-in-parts"),
+        pytest.param(
+            *("all-logprobs", {"draft_length": BatchTableLength(((1, 3), (2, 1), (3, 2)))}),
+            id="few-drafts",
+        ),
+        pytest.param("grammar-all", {"verify": "block"}, id="block-verification"),
     ],
 )
 def test_captured_steps_under_other_conditions(

@@ -129,7 +129,7 @@ def test_kernels_of_a_sampled_step_compile(tmp_path: Path) -> None:
         assert compile_kernel(name, source, folder=tmp_path) >= 1
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.every_case), 1.0])
 def test_kernels_of_a_step_with_processors_and_logprobs_compile(
     temperature: float, tmp_path: Path
 ) -> None:

@@ -126,7 +126,12 @@ def test_latent_attention_interpreted_matches_slow_loop(case, dtype):
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=0)
 
 
-@pytest.mark.parametrize("case", APPEND_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    # `verify` is rotated below as well, and `sinks_window` has a window.
+    [case for case in APPEND_CASES if not case.name.startswith(("verify", "window_in_block"))],
+    ids=lambda case: case.name,
+)
 def test_attention_that_stores_new_rows_matches_stored_pages(case):
     check_new_rows(case, torch.float32, device="cpu", backend="triton")
 
@@ -135,7 +140,7 @@ def test_attention_that_stores_new_rows_matches_stored_pages(case):
     ("case", "num_dims", "dtype"),
     [
         *((*case, torch.float32) for case in ROTATED_CASES),
-        *((*case, torch.float16) for case in ROTATED_CASES if case[0].name.startswith("verify")),
+        *((*case, torch.float16) for case in ROTATED_CASES if case[0].name == "verify-splits1"),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -223,8 +228,7 @@ def products_by_row(monkeypatch):
 @pytest.mark.usefixtures("products_by_row")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_products_interpreted_have_the_same_bits_in_any_batch(dtype):
-    few = (*range(1, 34, 6), 15, 16, 17, 32, 33)  # a float32 tile holds 16 rows
-    sizes = few if dtype is torch.float32 else tuple(range(1, 34))
+    sizes = (1, 2, 7, 15, 16, 17, 31, 32, 33)  # a tile of float32 holds 16 rows
     check_matmul(dtype, backend="triton", sizes=sizes)
     check_grouped(dtype, backend="triton")
     check_row_sum(dtype, backend="triton")
@@ -233,7 +237,7 @@ def test_products_interpreted_have_the_same_bits_in_any_batch(dtype):
 @pytest.mark.usefixtures("products_by_row")
 @pytest.mark.parametrize(
     ("variant", "dtype"),
-    [*((variant, torch.float32) for variant in VARIANTS), (VARIANTS[0], torch.float16)],
+    list(zip(VARIANTS, (torch.float16, torch.float32, torch.float32), strict=True)),
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_attention_interpreted_has_the_same_bits_in_any_batch(variant, dtype, monkeypatch):
@@ -260,7 +264,7 @@ def test_attention_interpreted_has_the_same_bits_in_any_batch(variant, dtype, mo
             operands, rows, scale=scale, invariant=True
         )
 
-    check_attention(variant, dtype, attend=attend, num_keys=2 * tile + 12, split_keys=tile)
+    check_attention(variant, dtype, attend=attend, num_keys=tile + 12, split_keys=tile)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -268,6 +272,8 @@ def test_expert_mlp_interpreted_equals_its_definition(dtype):
     # Two slabs of columns, the second cut off.
     check_expert_mlp(1, dtype=dtype, backend="triton", hidden_size=136, inner_size=136)
     check_expert_mlp(21, dtype=dtype, backend="triton", num_experts=3, hidden_size=64)
+    if dtype is not torch.float32:
+        return  # which pairs are multiplied is decided alike
     check_all_on_one_expert(dtype, backend="triton")
     check_unchosen_expert_is_not_read(dtype, backend="triton", device="cpu")
     check_experts_that_are_away(1, dtype=dtype, backend="triton")
@@ -275,8 +281,9 @@ def test_expert_mlp_interpreted_equals_its_definition(dtype):
     check_experts_that_are_away(21, dtype=dtype, backend="triton")
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("block", [32, 0], ids=["blocks", "rows"])
+@pytest.mark.parametrize(
+    ("block", "dtype"), [(32, torch.float32), (0, torch.float16)], ids=["blocks", "rows"]
+)
 def test_fp8_experts_interpreted_equal_their_plain_weights(block, dtype):
     sizes = {"num_experts": 3, "hidden_size": 72, "inner_size": 40}  # blocks of 32 are cut off
     check_fp8_experts(21, block=block, dtype=dtype, backend="triton", **sizes)
@@ -304,6 +311,8 @@ def test_shared_expert_interpreted_is_one_of_the_stack(block):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_router_interpreted_equals_its_definition(dtype):
     check_router(dtype, backend="triton")
+    if dtype is not torch.float32:
+        return
     # More tokens than share their slices of H among programs, against one that does.
     check_router(dtype, backend="triton", num_tokens=130, num_experts=17, hidden_size=1040)
 

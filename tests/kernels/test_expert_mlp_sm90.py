@@ -22,29 +22,34 @@ from tests.kernels.test_sm90_compile import (
     SHARED_MEMORY_BYTES,
     _compile,
     _num_spilled_bytes,
+    kinds_first,
 )
 
 KERNELS = {"gate_up": gate_up_kernel, "down": down_kernel}
 NONE = torch.empty(0)
 LAYOUTS = {None: "plain", 128: "blocks", 0: "rows"}  # of scales
 TABLES = dict.fromkeys(("pair_index", "tile_expert", "counts", "offsets"), "*i32")
-SHIPPED = {  # programs that differ: rows a tile, the product's shape, and scales
-    (name, config.block_m, getattr(config, name), block)
-    for block in LAYOUTS
-    for config in configs_of(torch.bfloat16, is_fp8=block is not None)
+SHIPPED = {  # programs that differ: rows a tile, the product's shape, scales, and a shared expert
+    "-".join(
+        (name, f"{config.block_m}x{'x'.join(map(str, getattr(config, name)[:-1]))}", layout, shared)
+    ): (name, config.block_m, getattr(config, name), block, shared == "shared")
+    for block, layout in LAYOUTS.items()
+    for config in sorted(configs_of(torch.bfloat16, is_fp8=block is not None), key=str)
     for name in KERNELS
+    for shared in ("alone", "shared")
+}
+# Both products with either instruction, each layout of scales, with a shared expert and without.
+USUAL = {
+    *("gate_up-16x32x128x4x4-plain-shared", "gate_up-64x64x64x8x4-blocks-alone"),
+    *("gate_up-32x64x128x4x5-rows-alone", "down-16x64x128x4x5-blocks-shared"),
+    *("down-32x64x128x4x4-plain-alone", "down-128x128x64x4x3-plain-alone"),
+    "down-64x128x64x8x4-rows-shared",
 }
 
 
-@pytest.mark.parametrize("has_shared", [False, True], ids=["alone", "shared"])
-@pytest.mark.parametrize(
-    ("name", "block_m", "product", "block"),
-    sorted(SHIPPED, key=str),
-    ids=lambda value: (
-        LAYOUTS.get(value, str(value)) if isinstance(value, int | None) else str(value)
-    ),
-)
-def test_expert_product_sm90_has_no_spills(name, block_m, product, block, has_shared, tmp_path):
+@pytest.mark.parametrize("program", kinds_first(SHIPPED, USUAL))
+def test_expert_product_sm90_has_no_spills(program, tmp_path):
+    name, block_m, product, block, has_shared = program
     kernel = KERNELS[name]
     inner_size = 192 if product.block_n == 64 else 384
     dtype = torch.bfloat16 if block is None else FP8
@@ -80,13 +85,22 @@ def test_expert_product_sm90_has_no_spills(name, block_m, product, block, has_sh
     assert "cvt.bf16.f16" not in compiled.asm["ptx"]
 
 
+ONE_TOKEN = {
+    f"{name}-{layout}": (name, block, has_shared)
+    for name in KERNELS
+    for layout, block, has_shared in (
+        ("plain", None, False),
+        ("blocks_shared", 128, True),
+        ("rows_shared", 0, True),
+    )
+}
+
+
 @pytest.mark.parametrize(
-    ("block", "has_shared"),
-    [(None, False), (128, True), (0, True)],
-    ids=["plain", "blocks_shared", "rows_shared"],
+    "program", kinds_first(ONE_TOKEN, {"gate_up-blocks_shared", "down-plain", "down-rows_shared"})
 )
-@pytest.mark.parametrize("name", ["gate_up", "down"])
-def test_product_of_one_token_sm90_has_no_spills(name, block, has_shared, tmp_path):
+def test_product_of_one_token_sm90_has_no_spills(program, tmp_path):
+    name, block, has_shared = program
     kernel = getattr(expert_gemv, f"{name}_gemv_kernel")
     config, depth = {"gate_up": (expert_gemv.GATE_UP, 4096), "down": (expert_gemv.DOWN, 1408)}[name]
     constants = {"HIDDEN": 4096, "INNER": 1408, "OVERLAPS": True}
@@ -160,7 +174,7 @@ SMALL = {  # kernel, constants, warps, stages
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", kinds_first(SMALL.keys(), SMALL.keys() - {"choice_4_of_64"}))
 def test_routing_kernel_sm90_has_no_spills(name, tmp_path):
     kernel, constants, num_warps, num_stages = SMALL[name]
     types = dict.fromkeys(kernel.arg_names, "i32") | TABLES | {"experts": "*i64", "index": "*i64"}

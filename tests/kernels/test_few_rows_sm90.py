@@ -18,6 +18,7 @@ from tests.kernels.test_sm90_compile import (
     SHARED_MEMORY_BYTES,
     _compile,
     _num_spilled_bytes,
+    kinds_first,
 )
 
 
@@ -66,7 +67,17 @@ def name_of(program):
     return "_".join((f"{program.num_rows}_rows", *map(str, map(int, program.config)), *kind))
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
+# One of each: copies by descriptor or not, split or not, and what a product takes in.
+USUAL = {
+    *("16_rows_32_256_2_5_0_0", "16_rows_64_128_4_5_0_0_gated", "64_rows_128_128_8_4_1_1"),
+    *("8_rows_32_256_2_5_0_1_bias", "8_rows_64_128_4_6_2_1_split"),
+    *("8_rows_64_128_4_6_2_0_split_fp8_0", "128_rows_128_128_8_3_1_0_split_fp8_128"),
+}
+
+
+@pytest.mark.parametrize(
+    "program", kinds_first({name_of(program): program for program in PROGRAMS}, USUAL)
+)
 def test_few_rows_kernel_sm90_has_no_spills(program, tmp_path):
     config, depth = program.config, 4096
     constants = few_rows_constants(
@@ -108,20 +119,21 @@ def test_few_rows_kernel_sm90_has_no_spills(program, tmp_path):
     assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait") < ptx.index(copies)
 
 
+ONE_ROW = {
+    "4096": (4096, None, False),
+    "6144": (6144, None, False),
+    "11008": (11_008, None, False),
+    "4096_gated": (4096, None, True),
+    "4096_fp8_128": (4096, 128, False),
+    "12288_fp8_0": (12_288, 0, False),
+}
+
+
 @pytest.mark.parametrize(
-    ("depth", "scale_block", "is_gated"),
-    [
-        (4096, None, False),
-        (6144, None, False),
-        (11_008, None, False),
-        (4096, None, True),
-        (4096, 128, False),
-        (12_288, 0, False),
-    ],
+    "program", kinds_first(ONE_ROW, {"6144", "4096_gated", "4096_fp8_128", "12288_fp8_0"})
 )
-def test_one_row_kernel_sm90_asks_for_its_weight_before_it_waits(
-    depth, scale_block, is_gated, tmp_path
-):
+def test_one_row_kernel_sm90_asks_for_its_weight_before_it_waits(program, tmp_path):
+    depth, scale_block, is_gated = program
     config = few_rows_choice._ONE_ROW
     slab = slab_of(depth, config=config, scale_block=scale_block or 0)
     constants = slab | {"NUM_STEPS": -(-depth // slab["BLOCK_K"]), "IS_GATED": is_gated}

@@ -1,9 +1,15 @@
-"""Every shipped kernel shape compiles for sm_90 without a GPU: no spills, fits shared memory."""
+"""Every shipped kernel shape compiles for sm_90 without a GPU: no spills, fits shared memory.
 
+A usual run compiles one program of each kind; those marked `every_case` are compiled by
+`make test-triton-36` and, as they are launched, by the tests that need a GPU.
+"""
+
+import os
 import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +23,7 @@ from mtp_research.kernels.latent.latent_attention_triton import latent_attention
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402 - after the skip
+from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 SHARED_MEMORY_BYTES = 227 * 1024
@@ -51,6 +58,16 @@ class Shape:
             value_dim=self.value_dim,
             element_bytes=self.dtype.itemsize,
         )
+
+
+def kinds_first(cases, usual):
+    """Parameters of `cases`, if need be by name; `every_case` has those that are not `usual`."""
+    cases = cases if isinstance(cases, dict) else {str(case): case for case in cases}
+    assert set(usual) <= set(cases)
+    return [
+        pytest.param(case, id=name, marks=() if name in usual else pytest.mark.every_case)
+        for name, case in cases.items()
+    ]
 
 
 def narrow(head_dim: int, query_len: int, **changes) -> Shape:
@@ -106,6 +123,14 @@ SHAPES = {
     "invariant_float32": Shape(1, dtype=torch.float32, invariant=True),
 }
 
+# One of each: rows of a product, split or direct, masks, rotation, widths, data types.
+USUAL = {
+    *("decode", "verify_group12_page64", "verify_rotated", "verify_rotated_direct"),
+    *("prefill_ragged", "verify_window_sinks_positions", "head_dim_16", "head_dim_256_rotated"),
+    *("key_192_value_128_rotated", "key_192_value_128_few_rows", "float32"),
+    "invariant_window_sinks",
+}
+
 
 def _compile(kernel, *, types, constants, num_warps, num_stages=3, divisible=()):
     """Compiles as a launch would with pointers, strides and `divisible` divisible by 16.
@@ -122,8 +147,20 @@ def _compile(kernel, *, types, constants, num_warps, num_stages=3, divisible=())
         if kind[0] == "*" or (kind[0] != "c" and (name.startswith("stride") or name in divisible))
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_unassembled(source, {"num_warps": num_warps, "num_stages": num_stages})
+
+
+def compile_unassembled(source, options):
+    """The program down to PTX, which the tests assemble themselves.
+
+    What is kept without a binary must never be launched: it has a folder of its own.
+    """
+    folder = f"{triton.knobs.cache.dir}/not_assembled"
+    with (
+        mock.patch.object(CUDABackend, "make_cubin", return_value=b""),
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
+    ):
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def _compile_attention(shape):
@@ -188,7 +225,7 @@ def _num_spilled_bytes(compiled, folder, *, may_wait=False):
     return int(found[1]) + int(found[2])
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("shape", kinds_first(SHAPES, USUAL))
 def test_attention_kernel_sm90_has_no_spills_and_fits_shared_memory(shape, tmp_path):
     compiled, _ = _compile_attention(shape)
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
@@ -217,7 +254,12 @@ def test_every_tile_shape_that_a_launch_can_choose_is_compiled_above():
     assert {key for key in missing if key[1:] != (256, 128, 4)} == set()
 
 
-@pytest.mark.parametrize("name", ["decode", "verify_group4", "verify_group12_page64"])
+@pytest.mark.parametrize(
+    "name",
+    kinds_first(
+        ("decode", "verify_group4", "verify_group12_page64"), {"decode", "verify_group12_page64"}
+    ),
+)
 def test_attention_kernel_sm90_pipelines_keys_and_values(name):
     # One buffer each is what a page-table load beside its dependent loads would leave.
     compiled, config = _compile_attention(SHAPES[name])
@@ -227,7 +269,9 @@ def test_attention_kernel_sm90_pipelines_keys_and_values(name):
     assert min(buffers) >= 2
 
 
-@pytest.mark.parametrize(("name", "instruction"), [("decode", "mma.sync"), ("prefill", "wgmma")])
+@pytest.mark.parametrize(
+    ("name", "instruction"), [("decode", "mma.sync"), ("prefill_ragged", "wgmma")]
+)
 def test_attention_kernel_sm90_uses_tensor_cores(name, instruction):
     compiled, _ = _compile_attention(SHAPES[name])
     assert instruction in compiled.asm["ptx"]
@@ -241,7 +285,10 @@ def test_rotation_sm90_rounds_products_before_it_adds_them():
     assert len(set(addends)) <= 2
 
 
-@pytest.mark.parametrize("num_splits", [4, 64, attention_launch.MAX_SPLITS])
+@pytest.mark.parametrize(
+    "num_splits",
+    kinds_first((4, 64, attention_launch.MAX_SPLITS), {"64"}),
+)
 def test_merge_splits_kernel_sm90_has_no_spills(num_splits, tmp_path):
     dim, num_warps = 256, attention_launch.merge_warps(num_splits)
     constants = {"NUM_HEADS": 32, "VALUE_DIM": dim, "PADDED_VALUE_DIM": dim}
@@ -258,9 +305,11 @@ def test_merge_splits_kernel_sm90_has_no_spills(num_splits, tmp_path):
     [
         pytest.param(8, 128, 128, torch.bfloat16, id="heads"),
         pytest.param(1, 512, 64, torch.bfloat16, id="latent"),
-        pytest.param(96, 64, 64, torch.float16, id="heads_over_tiles"),
+        pytest.param(
+            *(96, 64, 64, torch.float16), id="heads_over_tiles", marks=pytest.mark.every_case
+        ),
         pytest.param(4, 192, 128, torch.bfloat16, id="key_192_value_128"),
-        pytest.param(2, 256, 256, torch.float32, id="float32"),
+        pytest.param(2, 256, 256, torch.float32, id="float32", marks=pytest.mark.every_case),
     ],
 )
 def test_store_kv_kernel_sm90_moves_16_bytes_a_thread(
@@ -298,23 +347,34 @@ def test_part_mark_kernel_sm90_has_no_spills_and_moves_16_bytes(dtype, tmp_path)
     assert "ld.global.v" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("split", [True, False], ids=["split", "direct"])
-@pytest.mark.parametrize(
-    ("num_rows", "dtype"),
-    [
-        # float32 takes one tile shape whatever the rows; float16 compiles to what bfloat16 does.
+LATENTS = {
+    f"{num_rows}-{dtype}-{'split' if split else 'direct'}": (num_rows, dtype, split)
+    # float32 takes one tile shape whatever the rows; float16 compiles to what bfloat16 does.
+    for num_rows, dtype in (
         (16, torch.bfloat16),
         (32, torch.bfloat16),
         (80, torch.bfloat16),
         (80, torch.float32),
-    ],
-    ids=str,
+    )
+    for split in (True, False)
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    kinds_first(
+        LATENTS, {"16-torch.bfloat16-split", "80-torch.bfloat16-direct", "80-torch.float32-split"}
+    ),
 )
-def test_latent_attention_kernel_sm90_has_no_spills(num_rows, dtype, split, tmp_path):
+def test_latent_attention_kernel_sm90_has_no_spills(case, tmp_path):
+    num_rows, dtype, split = case
     _check_latent(num_rows, split=split, split_keys=0, dtype=dtype, folder=tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    kinds_first((torch.float16, torch.float32), {"torch.float16"}),
+)
 def test_invariant_latent_attention_kernel_sm90_has_no_spills(dtype, tmp_path):
     keys = attention_launch.INVARIANT_SPLIT_KEYS
     _check_latent(1, split=True, split_keys=keys, dtype=dtype, folder=tmp_path)
@@ -353,7 +413,10 @@ def _check_latent(num_rows, *, split, split_keys, dtype, folder):
     assert _num_spilled_bytes(compiled, folder, may_wait=not split) == 0
 
 
-@pytest.mark.parametrize("num_splits", [8, latent_attention_launch.MAX_LATENT_SPLITS])
+@pytest.mark.parametrize(
+    "num_splits",
+    kinds_first((8, latent_attention_launch.MAX_LATENT_SPLITS), {"8"}),
+)
 def test_merge_of_latent_splits_sm90_has_no_spills(num_splits, tmp_path):
     constants = {"NUM_HEADS": 128, "VALUE_DIM": 512, "PADDED_VALUE_DIM": 512}
     constants["PADDED_SPLITS"] = num_splits

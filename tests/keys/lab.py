@@ -74,6 +74,7 @@ class Lab:
         self.train = save_lab(root / "lab", num_documents=24)
         self.train.trainer.max_steps = 2
         self.train.head.num_mtp_modules = 1
+        self.train.data.eval_documents = 3
         matrix = {"num_mtp_modules": [1], "unrolls": ["chain"], "policies": ["training"]}
         self.train.matrix = MatrixConfig(**matrix, num_prompts=2, max_new_tokens=16)  # type: ignore[arg-type]
         self.eval = compose_config(EvalConfig, EVAL_WORDS)
@@ -303,7 +304,8 @@ def _cache(lab: Lab, folder: Path, changes: Changes) -> Parts:
 
 
 def _matrix(lab: Lab, folder: Path, changes: Changes) -> Parts:
-    run_training(with_keys(lab.train, {"task": "matrix"} | dict(changes)), folder)
+    one_step = {"task": "matrix", "trainer.max_steps": 1}
+    run_training(with_keys(lab.train, one_step | dict(changes)), folder)
     stored = json.loads((folder / "matrix.json").read_text())
     return {
         "cells": [[*cell["key"].values(), cell["seed"]] for cell in stored["cells"]],
@@ -418,7 +420,8 @@ def _evaluate_again(lab: Lab, folder: Path, changes: Changes) -> Parts:
 
 def _price(lab: Lab, folder: Path, changes: Changes) -> Parts:
     """`task=fault_price`, of one unclean policy and its clean form."""
-    wanted = {"task": "fault_price", "spec.policy": ["window"], "baseline": True} | dict(changes)
+    wanted = {"task": "fault_price", "spec.policy": ["window"], "baseline": True}
+    wanted |= {"sampling.max_new_tokens": 6} | dict(changes)
     run_evaluation(with_keys(lab.eval, wanted), folder)
     stored = json.loads((folder / "fault_price.json").read_text())
     conditions = stored["conditions"]

@@ -151,7 +151,6 @@ def test_sliding_layers_have_their_own_geometry() -> None:
 ONE_DENSE_LAYER: dict[str, dict[str, object]] = {  # experts loop over those that were hit
     "deepseek_v3": {"first_k_dense_replace": 1},
     "mimo_v2": {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
-    "qwen3": {},
 }
 
 

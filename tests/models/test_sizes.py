@@ -87,8 +87,8 @@ def write_index(folder: Path, num_entries: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_index_of_a_million_shards_is_refused_cheaply(tmp_path: Path) -> None:
-    write_index(tmp_path, 10**6)
+def test_index_of_too_many_shards_is_refused_cheaply(tmp_path: Path) -> None:
+    write_index(tmp_path, 400_001)
     tracemalloc.start()
     started = time.process_time()
     with pytest.raises(IntegrityError, match="an index of at most 400,000 tensors"):

@@ -93,17 +93,17 @@ def test_train_heads_walk_rises_and_equals_the_decode_oracle(
         lab,
         objective__unroll=unroll,
         head__num_mtp_modules=num_mtp_modules,
-        trainer__max_steps=80,
+        trainer__max_steps=48,
         trainer__learning_rate=5e-3,
-        trainer__eval_every=40,
+        trainer__eval_every=24,
     )
     result = train_heads(config, tmp_path)
     assert result["acceptance_length"] > result["acceptance_length_before"] + 0.1
     json.dumps(result, allow_nan=False)
     losses = [line["loss"] for line in metrics(tmp_path, "train")]
-    assert len(losses) == 80
+    assert len(losses) == 48
     assert losses[-1] < losses[0]
-    assert [line["step"] for line in metrics(tmp_path, "eval")] == [0, 40, 80]
+    assert [line["step"] for line in metrics(tmp_path, "eval")] == [0, 24, 48]
     assert read_head_record(tmp_path / "head")["spec"]["unroll"] == unroll
 
     target = load_target(config.model.path, device="cpu")

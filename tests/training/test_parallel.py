@@ -64,7 +64,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for three depths, so that it is gathered and reduced more than once.
     """
     folder = tmp_path_factory.mktemp("lab")
-    config = save_lab(folder)
+    config = save_lab(folder, num_documents=24)
     config.trainer = dataclasses.replace(
         config.trainer, gradient_accumulation_steps=2, save_every=3, keep_last=9
     )
@@ -171,7 +171,7 @@ def trained(lab: Path) -> list[str]:
         zero = {"stage": "auto", "reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
         file.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": zero}))
         runs |= {"zero1": {}, "zero2": {"deepspeed_config": str(file), "shard_target": True}}
-        runs |= {"zero3": {}, "zero2-resumed": resumed, "zero3-resumed": resumed}
+        runs |= {"zero3": {}, "zero3-resumed": resumed}
     modes = {name: name.partition("-")[0] for name in runs}
     runs = {name: {"batch_size": 2, "parallel": modes[name]} | runs[name] for name in runs}
     run_ranks(__name__, "work_of_rank", str(lab), json.dumps(runs))

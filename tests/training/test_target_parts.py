@@ -106,8 +106,10 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
-@pytest.mark.parametrize("recipe", ["qwen3", "glm4_moe", "gemma3"])
-@pytest.mark.parametrize("init", ["target_last_layer", "random"])
+@pytest.mark.parametrize(
+    ("recipe", "init"),
+    [("qwen3", "random"), ("glm4_moe", "target_last_layer"), ("gemma3", "target_last_layer")],
+)
 def test_loss_curve_is_that_of_the_whole_target_to_the_bit(
     recipe: str, init: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,14 +136,13 @@ def test_loss_curve_is_that_of_the_whole_target_to_the_bit(
         assert result[key] == expected[key]
 
 
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["file", "shards"])
 @pytest.mark.parametrize(
-    ("recipe", "init", "layer"),
+    ("recipe", "init", "layer", "is_sharded"),
     [
-        ("glm4_moe", "target_last_layer", 1),
-        ("glm4_moe", "random", None),
-        ("gemma3", "target_last_layer", 1),  # the last layer of full attention, of three
-        ("qwen3", "random", None),
+        ("glm4_moe", "target_last_layer", 1, True),
+        ("glm4_moe", "random", None, False),
+        ("gemma3", "target_last_layer", 1, False),  # the last layer of full attention, of three
+        ("qwen3", "random", None, True),
     ],
 )
 def test_no_tensor_of_another_layer_is_read(
