@@ -1,7 +1,7 @@
 """Kill a training run with -9 at random moments; it must resume each time and end bit-identical.
 
     python tools/kill_test.py                        20 kills, tiny target, CPU, about a minute
-    python tools/kill_test.py --kills 2 --steps 24   what the test suite runs
+    python tools/kill_test.py --kills 2 --steps 14   what the test suite runs
 
 One process imports everything and forks a child per attempt, before any thread exists. A child runs
 the entry of `train.py`; the parent sends SIGKILL at a random moment, one in five while the child
