@@ -5,13 +5,13 @@
 Letters: L cache layers, S request slots, K drafts per step, D hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from mtp_research.models.family import KVPages, LayerGeometry
+from mtp_research.models.family import KVPages, KVStack, LayerGeometry
 from mtp_research.models.recurrent import RecurrentStates
 from mtp_research.policy.plan import DraftPlan
 
@@ -37,7 +37,7 @@ class KVCache:
         self.recurrent, self.block_size, self.num_blocks = recurrent, block_size, num_blocks
         self.runs_regions = False  # see `PagePool`
         self._pools: list[Tensor] = []
-        self._pages: dict[int, KVPages] = {}
+        self._stacks: dict[int, KVStack] = {}
         for geometry in dict.fromkeys(layers):
             members = [layer for layer, other in enumerate(layers) if other == geometry]
             shape = (len(members), num_blocks, block_size, geometry.num_kv_heads)
@@ -49,11 +49,21 @@ class KVCache:
                 values = torch.zeros(*shape, geometry.value_dim, dtype=dtype, device=device)
                 self._pools.append(values)
             for index, layer in enumerate(members):
-                self._pages[layer] = KVPages(keys[index], values[index], geometry.kind)
+                self._stacks[layer] = KVStack(keys, values, geometry.kind, index)
+        self._pages = {layer: stack.pages for layer, stack in self._stacks.items()}
 
     def pages(self, layer: int) -> KVPages:
         """Pages of one layer, writable."""
         return self._pages[layer]
+
+    def stack(self, layer: int) -> KVStack:
+        """See `PagePool`."""
+        return self._stacks[layer]
+
+    @property
+    def stacks(self) -> Iterable[KVStack]:
+        """The stacks of all layers."""
+        return self._stacks.values()
 
     def fill(self, value: float) -> None:
         """Overwrite every page, which also makes the system commit the memory behind them."""
@@ -152,15 +162,17 @@ class SlotState:
         return self.axis_positions[slots, :, positions.clamp(0, self.text.shape[1] - 1)].T
 
     def write_text(
-        self, slots: Tensor, *, positions: Tensor, token_ids: Tensor, keep: Tensor
+        self, slots: Tensor, *, positions: Tensor, token_ids: Tensor, keep: Tensor | None
     ) -> None:
-        """Write `token_ids` at `positions` where `keep`, all `[R, J]`; slots `[R]`.
+        """Write `token_ids` at `positions` where `keep`, all `[R, J]`, or all; slots `[R]`.
 
         Ids outside the vocabulary (drafts that must be rejected) are stored as 0: the verifier
         knows them from `draft_token_ids`, and every lookup in an embedding stays in range.
         """
         token_ids = token_ids.masked_fill((token_ids < 0) | (token_ids >= self._vocab_size), 0)
-        rows = torch.where(keep, slots[:, None], self.spare_slot)
+        rows = slots[:, None]
+        if keep is not None:
+            rows = torch.where(keep, rows, self.spare_slot)
         self.text[rows, positions.clamp(0, self.text.shape[1] - 1)] = token_ids
 
     def read_text(self, slots: Tensor, positions: Tensor) -> Tensor:
@@ -201,7 +213,7 @@ class SlotState:
         """Hidden states `[T, D]` of rows that are among the last K of their request."""
         return self.hidden[slots, positions % self.num_rows]
 
-    def write_draft_probs(self, slots: Tensor, *, draft_step: int, probs: Tensor) -> None:
+    def write_draft_probs(self, slots: Tensor, *, draft_step: int | Tensor, probs: Tensor) -> None:
         """Keep the distributions `[R, V]` that the drafts of `draft_step` were drawn from."""
         assert self.draft_probs is not None, (
             "draft distributions are kept only when drafts are sampled"

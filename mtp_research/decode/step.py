@@ -54,7 +54,8 @@ class TargetRows(NamedTuple):
     """What the target computed."""
 
     hidden: TargetHidden  # hidden states of the step's packed rows, each `[1, T, D]`
-    # `[R, K+1, V]` of the rows that decide tokens; where ranks split the target this rank's columns
+    # `[R (K+1), V]` of the rows that decide tokens, a request's together; where ranks split the
+    # target this rank's columns
     logits: Tensor
 
 
@@ -143,11 +144,14 @@ class DeviceStep:
         hidden = self.target.forward(
             inputs.input_ids[None], position_ids=position_ids, context=context
         )
-        rows = inputs.logits_indices()
-        return TargetRows(hidden, self.target.own_logits(hidden.post_norm[0, rows]))
+        deciding = hidden.post_norm[0]
+        if not inputs.static:  # else every row decides a token
+            deciding = deciding[inputs.logits_indices().flatten()]
+        return TargetRows(hidden, self.target.own_logits(deciding))
 
     def _verify(self, inputs: StepInputs, target: TargetRows, params: SamplingTensors) -> Verified:
-        logits, parts = self._needed(target.logits, params)
+        shape = len(inputs.slots), inputs.draft_token_ids.shape[1] + 1, target.logits.shape[1]
+        logits, parts = self._needed(target.logits.view(shape), params)
         processed = self._process(logits, inputs, params)
         tokens = self._apply_rule(processed, inputs, params, parts=parts)
         logprobs = step_logprobs(
@@ -253,9 +257,7 @@ class DeviceStep:
         """Propose the next drafts `[R, K]`; `[R, 0]` without a drafter."""
         if self.drafter is None:
             return step.inputs.draft_token_ids
-        drafts = self.drafter.draft(step, cache=self.cache, slot_state=self.slot_state)
-        self.slot_state.draft_token_ids[step.inputs.slots] = drafts
-        return drafts
+        return self.drafter.draft(step, cache=self.cache, slot_state=self.slot_state)
 
     def _columns(self, inputs: StepInputs) -> Tensor:
         return torch.arange(inputs.draft_token_ids.shape[1] + 1, device=inputs.slots.device)

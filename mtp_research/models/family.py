@@ -195,6 +195,20 @@ class KVPages(NamedTuple):
     kind: KVKind  # of the layer
 
 
+class KVStack(NamedTuple):
+    """The pages of all layers of one geometry, and which of them is meant."""
+
+    keys: Tensor  # [L, num_blocks, block_size, Hkv, Dk]
+    values: Tensor  # [L, num_blocks, block_size, Hkv, Dv]
+    kind: KVKind
+    index: int  # 0..L-1
+
+    @property
+    def pages(self) -> KVPages:
+        """Those of this layer."""
+        return KVPages(self.keys[self.index], self.values[self.index], self.kind)
+
+
 def attention_geometry(attention: nn.Module, *, latent: bool) -> LayerGeometry:
     """Geometry of the attention of a Hugging Face layer, `latent` as `Family.latent_attention`."""
     if latent:

@@ -60,11 +60,23 @@ class PassPlan(NamedTuple):
     query_start_loc: Tensor  # `[R + 1]` int32
     seq_lens: Tensor  # `[R]` int32, KV length including this pass's rows
     max_query_len: int  # most rows of one request
+    has_base: bool = True  # some rows may be up to the frontier
+    rows_each: int | None = None  # of every request; None where they differ
 
     @property
     def last_rows(self) -> Tensor:
         """`[R]` int64 index of each request's last row: the row that is sampled."""
         return self.query_start_loc[1:].long() - 1
+
+    def last_of(self, values: Tensor) -> Tensor:
+        """`values` `[T, ...]` of each request's last row, `[R, ...]`; of no rows, some other's."""
+        if self.rows_each:
+            return values.unflatten(0, (-1, self.rows_each))[:, -1].contiguous()
+        return values[self.last_rows.clamp(min=0)]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """`values` `[R]` of each row's request, `[T]`."""
+        return values if self.rows_each == 1 else values[self.request_index]
 
 
 class RowLayout(NamedTuple):
@@ -74,12 +86,19 @@ class RowLayout(NamedTuple):
     query_start_loc: Tensor
     request_index: Tensor
     max_query_len: int
+    rows_each: int | None = None
+
+    def spread(self, values: Tensor) -> Tensor:
+        """`values` `[R]` of each row's request, `[T]`."""
+        return values if self.rows_each == 1 else values[self.request_index]
 
     def positions(self, first_row: Tensor) -> Tensor:
         """Position `[T]` of every row, counted from the first one `[R]` of its request."""
+        if self.rows_each == 1:
+            return first_row
         row = torch.arange(len(self.request_index), device=first_row.device)
         start = first_row - self.query_start_loc[:-1].long()
-        return row + start[self.request_index]
+        return row + self.spread(start)
 
 
 def equal_rows(num_rows: int, like: Tensor) -> RowLayout:
@@ -90,6 +109,7 @@ def equal_rows(num_rows: int, like: Tensor) -> RowLayout:
         query_start_loc=(requests * num_rows).int(),
         request_index=requests[:-1].repeat_interleave(num_rows),
         max_query_len=num_rows,
+        rows_each=num_rows,
     )
 
 
@@ -187,6 +207,8 @@ class DraftPlan:
         num_fresh: int | None = None,
         base_rows: BaseRows | None = None,
         makes_draft: bool = True,
+        number: int | Tensor | None = None,
+        layout: RowLayout | None = None,
     ) -> PassPlan:
         """Rows of pass `draft_step`; in the ragged form only those that the policy asks for.
 
@@ -201,48 +223,91 @@ class DraftPlan:
                 batches with prompt rows whose plan must not wait for the device.
             makes_draft: the pass is sampled. Otherwise it has no rows above the frontier: the next
                 round would rewrite them unread. Base rows stay, see `decode.draft.draft_length`.
+            number: of a pass whose rows are laid out as those of `draft_step` (see `like`),
+                for code that serves both; None for `draft_step` itself.
+            layout: of `num_static_rows` rows a request, where it is at hand in the static form.
         """
         policy, module_idx = self.policy, self.module_idx(draft_step)
+        now = draft_step if number is None else number
         first_draft, has_base = self._draft_rows(draft_step)
         frontier = state.frontier
         start = self._first_base_row(state)
-        num_static_base = self._num_static_base if has_base else 0
-        if num_fresh is not None and has_base and policy.rows == "fresh":
-            num_static_base = num_fresh
+        num_static_base = self._static_base(num_fresh) if has_base else 0
         first_base = frontier - num_static_base + 1 if static else start
         if base_rows is not None:
             first_base = frontier - base_rows.counts + 1
-        first_row = first_base if has_base else frontier + (first_draft or 0)
+        first_row = first_base if has_base else frontier + now - (draft_step - (first_draft or 0))
         num_draft = draft_step - first_draft + 1 if makes_draft and first_draft is not None else 0
         if base_rows is not None and has_base:
             layout = bounded_rows(base_rows, num_draft)
         elif static or base_rows is not None:
-            layout = equal_rows(num_static_base + num_draft, frontier)
+            num_each = num_static_base + num_draft
+            layout = layout or equal_rows(num_each, frontier)
+            assert len(layout.request_index) == num_each * len(frontier), "rows of another pass"
         else:
             num_base = frontier - start + 1 if has_base else torch.zeros_like(frontier)
             layout = ragged_rows(num_base + state.drafting.long() * num_draft)
-        request_index, position = layout.request_index, layout.positions(first_row)
-        kind, index, hidden_known = _hidden_source(
-            policy, state, draft_step, request_index, position
-        )
-        token_position, token_known = _token_source(
-            policy, state, draft_step, request_index, position
-        )
-        is_base_padding = (position <= frontier[request_index]) & (position < start[request_index])
+        position = layout.positions(first_row)
+        if policy.hidden == "chain" and draft_step > 0:
+            kind, index, hidden_known = _chain_source(position)
+        else:
+            kind, index, hidden_known = _hidden_source(policy, state, now, layout, position)
+        token_position, token_known = _token_source(policy, state, now, layout, position)
+        writes = token_known & hidden_known
+        if has_base:
+            is_base = position <= layout.spread(frontier)
+            writes &= ~(is_base & (position < layout.spread(start)))
         return PassPlan(
             draft_step=draft_step,
             module_idx=module_idx,
-            kv_layer=policy.kv_layer(draft_step, module_idx),
-            request_index=request_index,
+            kv_layer=self.kv_layer(draft_step),
+            request_index=layout.request_index,
             position=position,
             token_position=token_position,
             hidden_kind=kind,
             hidden_index=index,
-            writes=token_known & hidden_known & ~is_base_padding,
+            writes=writes,
             query_start_loc=layout.query_start_loc,
             seq_lens=(first_row + layout.counts).int(),
             max_query_len=layout.max_query_len,
+            has_base=has_base,
+            rows_each=layout.rows_each,
         )
+
+    def num_static_rows(
+        self, draft_step: int, *, num_fresh: int | None = None, makes_draft: bool = True
+    ) -> int:
+        """Rows of each request in a pass of the static form; arguments as of `pass_plan`."""
+        first_draft, has_base = self._draft_rows(draft_step)
+        num_draft = draft_step - first_draft + 1 if makes_draft and first_draft is not None else 0
+        return num_draft + (self._static_base(num_fresh) if has_base else 0)
+
+    def _static_base(self, num_fresh: int | None) -> int:
+        if num_fresh is not None and self.policy.rows == "fresh":
+            return num_fresh
+        return self._num_static_base
+
+    def like(self, draft_step: int) -> int:
+        """The first pass of a round that differs from pass `draft_step` in its number alone.
+
+        Both run the same module over rows that are laid out in the same way, with hidden vectors
+        from the same places; what follows from the number is added to indices.
+        """
+        forms = [self._form(step) for step in range(draft_step + 1)]
+        return forms.index(forms[-1])
+
+    def num_outputs_read(self, draft_step: int) -> int:
+        """How many of the latest passes' outputs g the rows of pass `draft_step` may read."""
+        if self.policy.hidden == "shifted_target":
+            return draft_step
+        first_draft, _ = self._draft_rows(draft_step)
+        return 0 if first_draft is None else draft_step - first_draft + 1
+
+    def _form(self, draft_step: int) -> tuple[object, ...]:
+        _, has_base = self._draft_rows(draft_step)
+        chains = self.policy.hidden == "chain" and draft_step > 0
+        num_outputs = self.num_outputs_read(draft_step)
+        return self.module_idx(draft_step), has_base, num_outputs, chains
 
     @property
     def _num_static_base(self) -> int:
@@ -251,6 +316,10 @@ class DraftPlan:
     def module_idx(self, draft_step: int) -> int:
         """Module that runs pass `draft_step`."""
         return module_index(self.schedule, draft_step, self.num_mtp_modules)
+
+    def kv_layer(self, draft_step: int) -> int:
+        """KV layer, 0-based among the draft layers, that pass `draft_step` writes."""
+        return self.policy.kv_layer(draft_step, self.module_idx(draft_step))
 
     def _draft_rows(self, draft_step: int) -> tuple[int | None, bool]:
         """First row above the frontier (1-based; None: no such rows), and whether base rows run."""
@@ -281,33 +350,45 @@ class DraftPlan:
 
 
 def _token_source(
-    policy: HiddenPolicy, state: StepState, draft_step: int, request_index: Tensor, position: Tensor
+    policy: HiddenPolicy,
+    state: StepState,
+    number: int | Tensor,
+    layout: RowLayout,
+    position: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Position of the token that each row consumes, and whether it is known yet, each `[T]`."""
-    token_position = position + token_offset(policy, draft_step)
-    drafting = state.drafting[request_index]
-    num_known = state.num_known_tokens[request_index] + drafting.long() * draft_step
+    shift = number if policy.shift_tokens else 0
+    token_position = position + (token_offset(policy, 0) + shift)
+    drafting = layout.spread(state.drafting)
+    num_known = layout.spread(state.num_known_tokens) + drafting.long() * number
     is_known = token_position < num_known
     if policy.rows == "anchored":
         # The next chunk reruns these rows, but until then they lie among the keys of this pass, and
         # what an earlier owner left there may be NaN: they are written, with any known token.
-        fills_in = state.prefilling[request_index] & ~is_known
+        fills_in = layout.spread(state.prefilling) & ~is_known
         token_position = torch.where(fills_in, num_known - 1, token_position)
         is_known = is_known | fills_in
     return token_position, is_known
 
 
+def _chain_source(position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_hidden_source`, of rows that take the output of the previous pass at the same row."""
+    kind = torch.full_like(position, HiddenKind.CHAIN.value)
+    rows = torch.arange(len(position), device=position.device)
+    return kind, rows, torch.ones_like(position, dtype=torch.bool)
+
+
 def _hidden_source(
-    policy: HiddenPolicy, state: StepState, draft_step: int, request_index: Tensor, position: Tensor
+    policy: HiddenPolicy,
+    state: StepState,
+    number: int | Tensor,
+    layout: RowLayout,
+    position: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden kind, hidden index and whether that vector exists yet, each `[T]`."""
-    above = position - state.frontier[request_index]  # > 0 for rows above the frontier
-    if policy.hidden == "chain" and draft_step > 0:
-        kind = torch.full_like(position, HiddenKind.CHAIN.value)
-        rows = torch.arange(len(position), device=position.device)
-        return kind, rows, torch.ones_like(position, dtype=torch.bool)
-    shift = draft_step if policy.hidden == "shifted_target" else 0
+    above = position - layout.spread(state.frontier)  # > 0 for rows above the frontier
+    shift = number if policy.hidden == "shifted_target" else 0
     from_draft = above + shift > 0
     kind = torch.where(from_draft, HiddenKind.DRAFT.value, HiddenKind.TARGET.value)
     index = torch.where(from_draft, above + shift, position + shift)
-    return kind, index, ~from_draft | state.drafting[request_index]
+    return kind, index, ~from_draft | layout.spread(state.drafting)

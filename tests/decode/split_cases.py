@@ -192,14 +192,14 @@ def decode_compiled(target: Target) -> dict[str, tuple[int, ...]]:
     flags = {"cuda_graphs": True, "compile": True, "deferred_output": True}
     flags |= {"graph_batch_sizes": [4]}
     engine = EngineConfig(**ENGINE, **flags, audit=False)
-    regions._compiled.cache_clear()
+    regions.compiled_once.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", traced)
         stand_in_for_graphs(patch)
         heads = tiny_heads(target, num_mtp_modules=1)
         decoder = SpecDecoder(target, heads, spec=SpecSettings(1), engine=engine)
         records = run(decoder, sampling=SamplingParams(max_new_tokens=6))
-    regions._compiled.cache_clear()
+    regions.compiled_once.cache_clear()
     return texts_of(records)
 
 

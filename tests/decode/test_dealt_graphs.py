@@ -191,7 +191,7 @@ def trace_without_compiling(patch: pytest.MonkeyPatch) -> None:
     def traced(function: Any, **_: object) -> Any:
         return torch_compile(function, dynamic=False, backend=lambda graph, _: graph.forward)
 
-    regions._compiled.cache_clear()
+    regions.compiled_once.cache_clear()
     patch.setattr(torch, "compile", traced)
 
 

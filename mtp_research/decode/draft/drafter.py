@@ -9,8 +9,9 @@ vocabulary.
 """
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from mtp_research.decode.slot_state import KVCache, SlotState, to_device
 from mtp_research.decode.verify.verify import PADDING_TOKEN_ID
 from mtp_research.heads.stack import ModuleOutput, MTPHeads
 from mtp_research.models.attention.paged import PagedContext
+from mtp_research.models.family import KVPages, KVStack
 from mtp_research.models.rank_parts import (
     RankParts,
     RowExchange,
@@ -39,7 +41,14 @@ from mtp_research.models.rank_parts import (
 from mtp_research.models.recurrent import with_states
 from mtp_research.models.target import Target, TargetHidden
 from mtp_research.policy.audit import Auditor
-from mtp_research.policy.plan import BaseRows, DraftPlan, HiddenKind, PassPlan, StepState
+from mtp_research.policy.plan import (
+    BaseRows,
+    DraftPlan,
+    HiddenKind,
+    PassPlan,
+    RowLayout,
+    StepState,
+)
 
 if TYPE_CHECKING:
     from mtp_research.heads.draft_vocabulary import DraftVocabulary
@@ -59,6 +68,24 @@ class VerifiedStep:
     params: SamplingTensors  # sampling parameters of the requests
     request_ids: list[str]  # for the auditor
     draft_limit: int  # most drafts of each request in this step, 0..K
+    compiler: "PartCompiler | None" = None  # of a captured step whose parts are compiled
+
+
+class PartCompiler(Protocol):
+    """Compiles parts of a captured step, each once for all that is like it."""
+
+    @property
+    def numbers(self) -> Sequence[Tensor]:
+        """0..K-1 on the device, int64: code with a pass's number in it would serve that one."""
+        ...
+
+    def equal_rows(self, num_rows: int, like: Tensor) -> RowLayout:
+        """`plan.equal_rows`, made once and not by the step."""
+        ...
+
+    def compiled(self, part: Callable) -> Callable:
+        """`part` compiled, for any number of rows and requests of its tensors."""
+        ...
 
 
 class Drafter(Protocol):
@@ -77,8 +104,8 @@ class Drafter(Protocol):
     def draft(self, step: VerifiedStep, *, cache: KVCache, slot_state: SlotState) -> Tensor:
         """Draft token ids `[R, K]` int64: -1 is a draft to reject, `NOT_DRAFTED` none at all.
 
-        Writes the drafter's KV layers, appends the drafts to `slot_state.text` and, when drafts are
-        sampled, keeps their distributions.
+        Writes the drafter's KV layers, the drafts to `slot_state` and behind its texts and, when
+        drafts are sampled, their distributions.
         """
         ...
 
@@ -91,7 +118,7 @@ def choose_drafts(
     logits: Tensor,
     step: VerifiedStep,
     *,
-    draft_step: int,
+    draft_step: int | Tensor,
     slot_state: SlotState,
     sampling: DraftSampling,
     vocabulary: "DraftVocabulary | None",
@@ -132,6 +159,42 @@ def choose_drafts(
 
 
 @dataclass(frozen=True)
+class _OwnPages:
+    """The pages of the KV layer of a pass, whichever it is."""
+
+    own: KVPages
+    runs_regions: bool  # see `PagePool`
+
+    def pages(self, layer: int) -> KVPages:
+        """See `PagePool`."""
+        return self.own
+
+    def stack(self, layer: int) -> KVStack:
+        """See `PagePool`."""
+        return KVStack(self.own.keys[None], self.own.values[None], self.own.kind, 0)
+
+
+class _Pass(NamedTuple):
+    """Which of the passes of a round runs."""
+
+    like: int  # its rows are those of this pass, but for its number; see `DraftPlan.like`
+    number: int | Tensor  # m; a tensor in code that serves several passes
+    makes_draft: bool
+    pool: _OwnPages
+    base_rows: BaseRows | None  # see `DraftPlan.pass_plan`, as for the layout
+    layout: RowLayout | None = None
+
+
+class _Made(NamedTuple):
+    """What the passes of a round have made so far."""
+
+    num_made: Tensor  # `[R]` int64, drafts of each request
+    drafts: Tensor  # `[R]` int64 of the last pass
+    chain: Tensor | None = None  # `[T, D]`, the last pass's output, for policies that chain
+    sampled: Tensor | None = None  # `[R, D]`, that of its rows that were sampled
+
+
+@dataclass(frozen=True)
 class MTPDrafter:
     """Runs MTP modules under a hidden-state policy."""
 
@@ -153,61 +216,122 @@ class MTPDrafter:
     def draft(self, step: VerifiedStep, *, cache: KVCache, slot_state: SlotState) -> Tensor:
         """See `Drafter.draft`. One module pass per draft, whose rows follow the plan."""
         target_hidden = self.heads.source(step.target_hidden)[0]  # [T, D]
-        chain: Tensor | None = None  # the previous pass's output, for policies that chain
-        recycled: list[Tensor] = []
-        drafts: list[Tensor] = []
-        num_made = torch.zeros_like(step.state.frontier)
+        run_pass, end_round = MTPDrafter._run_pass, _end_round
+        if step.compiler is not None:
+            run_pass, end_round = map(step.compiler.compiled, (run_pass, end_round))
         base_rows = self._base_rows(step.inputs)
+        made: _Made | None = None
+        drafts: list[Tensor] = []
+        sampled: list[Tensor] = []
         for draft_step in range(self.plan.num_speculative_tokens):
-            drafts.append(torch.full_like(num_made, NOT_DRAFTED))
-            is_open = step.state.drafting & (num_made == draft_step)
-            plan = self.plan.pass_plan(
-                self._state(step, is_open),
+            makes_draft = draft_step < step.draft_limit
+            kv_layer = self.first_kv_layer + self.plan.kv_layer(draft_step)
+            which = _Pass(
                 draft_step,
-                static=step.inputs.static,
-                num_fresh=step.inputs.max_query_len if step.inputs.static else None,
+                draft_step,
+                makes_draft=makes_draft,
+                pool=_OwnPages(cache.pages(kv_layer), cache.runs_regions),
                 base_rows=base_rows,
-                makes_draft=draft_step < step.draft_limit,
             )
-            if len(plan.position) > 0:
-                hidden = _gather_hidden(
-                    plan,
-                    step,
-                    target_hidden=target_hidden,
-                    slot_state=slot_state,
-                    chain=chain,
-                    recycled=recycled,
+            if step.compiler is not None:
+                num_rows = self.plan.num_static_rows(
+                    draft_step, num_fresh=step.inputs.max_query_len, makes_draft=makes_draft
                 )
-                output = self._run(plan, step, hidden=hidden, cache=cache, slot_state=slot_state)
-                own_output = self.heads.recycled(output)[0]
-                chain = own_output if self.plan.policy.hidden == "chain" else None
-                if draft_step < step.draft_limit:
-                    sampled_rows = plan.last_rows.clamp(min=0)
-                    recycled.append(own_output[sampled_rows])
-                    logits = self._logits(output.post_norm[0, sampled_rows], plan.module_idx)
-                    token_ids = choose_drafts(
-                        logits,
-                        step,
-                        draft_step=draft_step,
-                        slot_state=slot_state,
-                        sampling=self.draft_sampling,
-                        vocabulary=self.vocabulary,
-                        parts=self.heads.target.parts,
-                    )
-                    is_made = is_open & self._keeps(logits)
-                    drafts[-1] = torch.where(is_made, token_ids, NOT_DRAFTED)
-                    num_made = num_made + is_made
-            elif (exchange := self.heads.target.exchange) is not None:
-                exchange.join(self._module(draft_step))
-            # Where the step broke, the old drafts must not be fed again; prompts are left alone.
-            slot_state.write_text(
-                step.inputs.slots,
-                positions=(step.state.num_known_tokens + draft_step)[:, None],
-                token_ids=drafts[-1][:, None],
-                keep=(step.inputs.ends_at_newest_token | step.inputs.ends_recompute)[:, None],
+                which = which._replace(
+                    like=self.plan.like(draft_step),
+                    number=step.compiler.numbers[draft_step],
+                    layout=step.compiler.equal_rows(num_rows, step.inputs.slots),
+                )
+            num_read = 0  # without drafts a pass has no row above the frontier
+            if makes_draft or self._reads_all_outputs:
+                num_read = self.plan.num_outputs_read(draft_step)
+            made = run_pass(
+                self,
+                step,
+                slot_state,
+                which,
+                target_hidden=target_hidden,
+                made=made,
+                recycled=sampled[max(len(sampled) - num_read, 0) :],
             )
-        _store_ring(step, target_hidden, slot_state)
-        return torch.stack(drafts, dim=1)
+            drafts.append(made.drafts)
+            if made.sampled is not None:
+                sampled.append(made.sampled)
+        return end_round(step, slot_state, target_hidden, drafts)
+
+    def _run_pass(
+        self,
+        step: VerifiedStep,
+        slot_state: SlotState,
+        which: _Pass,
+        *,
+        target_hidden: Tensor,
+        made: _Made | None,
+        recycled: list[Tensor],
+    ) -> _Made:
+        """One pass behind what was made, `recycled` being the outputs that its rows may read.
+
+        Compiled, it serves all passes and conditions for which its arguments are alike: no code
+        may depend on K or on the pass by itself.
+        """
+        state, number, makes_draft = step.state, which.number, which.makes_draft
+        num_made = torch.zeros_like(state.frontier) if made is None else made.num_made
+        step.inputs.require_requests(num_made, *state, *recycled)
+        drafts = torch.full_like(num_made, NOT_DRAFTED)
+        is_open = state.drafting & (num_made == number)
+        plan = self.plan.pass_plan(
+            self._state(step, is_open),
+            which.like,
+            static=step.inputs.static,
+            num_fresh=step.inputs.max_query_len if step.inputs.static else None,
+            base_rows=which.base_rows,
+            makes_draft=makes_draft,
+            number=number,
+            layout=which.layout,
+        )
+        chain = sampled = None
+        if len(plan.position) > 0:
+            hidden = _gather_hidden(
+                plan,
+                step,
+                target_hidden=target_hidden,
+                slot_state=slot_state,
+                chain=None if made is None else made.chain,
+                recycled=recycled,
+                num_recycled=len(recycled) if self._reads_all_outputs else number,
+            )
+            output = self._run_module(plan, step, slot_state, hidden=hidden, pool=which.pool)
+            own_output = self.heads.recycled(output)[0]
+            chain = own_output if self.plan.policy.hidden == "chain" else None
+            if makes_draft:
+                sampled = plan.last_of(own_output)
+                logits = self._logits(plan.last_of(output.post_norm[0]), plan.module_idx)
+                token_ids = choose_drafts(
+                    logits,
+                    step,
+                    draft_step=number,
+                    slot_state=slot_state,
+                    sampling=self.draft_sampling,
+                    vocabulary=self.vocabulary,
+                    parts=self.heads.target.parts,
+                )
+                is_made = is_open & self._keeps(logits)
+                drafts = torch.where(is_made, token_ids, NOT_DRAFTED)
+                num_made = num_made + is_made
+        elif (exchange := self.heads.target.exchange) is not None:
+            exchange.join(self._module(which.like))
+        # Where the step broke, the old drafts must not be fed again; prompts are left alone.
+        slot_state.write_text(
+            step.inputs.slots,
+            positions=(state.num_known_tokens + number)[:, None],
+            token_ids=drafts[:, None],
+            keep=None if step.inputs.static else _may_draft(step.inputs)[:, None],
+        )
+        return _Made(num_made, drafts, chain, sampled)
+
+    @property
+    def _reads_all_outputs(self) -> bool:
+        return self.plan.policy.hidden == "shifted_target"
 
     def join(self, exchange: RowExchange) -> None:
         """See `Drafter.join`."""
@@ -217,29 +341,41 @@ class MTPDrafter:
     def _module(self, draft_step: int) -> nn.Module:
         return self.heads.mtp_modules[self.plan.module_idx(draft_step)]
 
-    def _run(
+    def _run_module(
         self,
         plan: PassPlan,
         step: VerifiedStep,
+        slot_state: SlotState,
         *,
         hidden: Tensor,
-        cache: KVCache,
-        slot_state: SlotState,
+        pool: _OwnPages,
     ) -> ModuleOutput:
         """Run a pass's module over hidden vectors `[T, D]` and the tokens that its rows consume."""
-        token_ids = slot_state.read_text(step.inputs.slots[plan.request_index], plan.token_position)
+        inputs = step.inputs
+        token_ids = slot_state.read_text(plan.spread(inputs.slots), plan.token_position)
         if self.auditor is not None:
             self.auditor.record(plan, token_ids=token_ids, request_ids=step.request_ids)
         axis_positions = None
-        if step.inputs.axis_positions is not None:
-            slots = step.inputs.slots[plan.request_index]
+        if inputs.axis_positions is not None:
+            slots = plan.spread(inputs.slots)
             axis_positions = slot_state.read_positions(slots, plan.position)[:, None]
+        context = PagedContext(
+            pool=pool,
+            slot_mapping=inputs.slot_mapping(plan.request_index, plan.position, writes=plan.writes),
+            block_table=inputs.block_table,
+            seq_lens=plan.seq_lens,
+            query_start_loc=plan.query_start_loc,
+            max_query_len=plan.max_query_len,
+            has_equal_rows=inputs.static,
+            has_one_layer=True,
+            backend=self.backend,
+        )
         return self.heads.run_module(
             plan.module_idx,
             token_ids=token_ids[None],
             prev_hidden_states=hidden[None],
             position_ids=plan.position.clamp(min=0)[None],
-            context=self._context(plan, step.inputs, cache),
+            context=context,
             axis_positions=axis_positions,
         )
 
@@ -265,23 +401,15 @@ class MTPDrafter:
         probability = best_probability(logits, self.heads.target.parts)
         return self.length.keeps(probability) | probability.isnan()
 
-    def _context(self, plan: PassPlan, inputs: StepInputs, cache: KVCache) -> PagedContext:
-        return PagedContext(
-            pool=cache,
-            slot_mapping=inputs.slot_mapping(plan.request_index, plan.position, writes=plan.writes),
-            block_table=inputs.block_table,
-            seq_lens=plan.seq_lens,
-            query_start_loc=plan.query_start_loc,
-            max_query_len=plan.max_query_len,
-            backend=self.backend,
-            kv_layer=self.first_kv_layer + plan.kv_layer,
-        )
-
     def _logits(self, post_norm: Tensor, module_idx: int) -> Tensor:
         """Draft logits of module outputs `[R, D]`: this rank's of V, or of V' of the vocabulary."""
         if self.vocabulary is None:
             return self.heads.own_logits(post_norm, module_idx=module_idx)
         return self.vocabulary.logits(post_norm, module_idx=module_idx)
+
+
+def _may_draft(inputs: StepInputs) -> Tensor:
+    return inputs.ends_at_newest_token | inputs.ends_recompute
 
 
 def _gather_hidden(
@@ -292,21 +420,44 @@ def _gather_hidden(
     slot_state: SlotState,
     chain: Tensor | None,
     recycled: list[Tensor],
+    num_recycled: int | Tensor,
 ) -> Tensor:
-    """Hidden vector `[T, D]` of every row of a pass, from where the plan says."""
+    """Hidden vector `[T, D]` of every row of a pass, from where the plan says.
+
+    `recycled` are outputs of the latest passes, the last of `num_recycled`.
+    """
     if chain is not None:
-        return chain[plan.hidden_index]
+        return chain
+    own = None
+    if recycled:
+        if len(recycled) == 1:
+            own = plan.spread(recycled[0])
+        else:
+            first = num_recycled - len(recycled) + 1  # i of the first g_i
+            index = (plan.hidden_index - first).clamp(0, len(recycled) - 1)
+            own = torch.stack(recycled)[index, plan.request_index]  # of [m, R, D]
+        if not plan.has_base:
+            return own
     inputs, state = step.inputs, step.state
-    first_fresh = state.first_fresh[plan.request_index]
-    packed = inputs.query_start_loc[plan.request_index].long() + plan.hidden_index - first_fresh
+    first_fresh = plan.spread(state.first_fresh)
+    start = plan.spread(inputs.query_start_loc[:-1].long())
+    packed = start + plan.hidden_index - first_fresh
     fresh = target_hidden[packed.clamp(0, len(target_hidden) - 1)]
-    old = slot_state.read_hidden(inputs.slots[plan.request_index], plan.hidden_index)
+    old = slot_state.read_hidden(plan.spread(inputs.slots), plan.hidden_index)
     hidden = torch.where((plan.hidden_index >= first_fresh)[:, None], fresh, old)
-    if not recycled:
+    if own is None:
         return hidden
-    outputs = torch.stack(recycled)  # [m, R, D]
-    own = outputs[(plan.hidden_index - 1).clamp(0, len(recycled) - 1), plan.request_index]
     return torch.where((plan.hidden_kind == HiddenKind.DRAFT.value)[:, None], own, hidden)
+
+
+def _end_round(
+    step: VerifiedStep, slot_state: SlotState, target_hidden: Tensor, drafts: list[Tensor]
+) -> Tensor:
+    """Keep what the next round reads; returns the drafts `[R, K]` of passes' drafts `[R]`."""
+    _store_ring(step, target_hidden, slot_state)
+    found = torch.stack(drafts, dim=1)
+    slot_state.draft_token_ids[step.inputs.slots] = found
+    return found
 
 
 def _store_ring(step: VerifiedStep, target_hidden: Tensor, slot_state: SlotState) -> None:
@@ -336,7 +487,9 @@ class NullDrafter:
         """See `Drafter.draft`."""
         shape = (len(step.state.frontier), self.plan.num_speculative_tokens)
         device = step.state.frontier.device
-        return torch.full(shape, PADDING_TOKEN_ID, dtype=torch.int64, device=device)
+        drafts = torch.full(shape, PADDING_TOKEN_ID, dtype=torch.int64, device=device)
+        slot_state.draft_token_ids[step.inputs.slots] = drafts
+        return drafts
 
     def join(self, exchange: RowExchange) -> None:
         """See `Drafter.join`."""
@@ -398,7 +551,9 @@ class OracleDrafter:
                 token_ids=drafts[-1][:, None],
                 keep=state.drafting[:, None],
             )
-        return torch.stack(drafts, dim=1).masked_fill(~state.drafting[:, None], PADDING_TOKEN_ID)
+        found = torch.stack(drafts, dim=1).masked_fill(~state.drafting[:, None], PADDING_TOKEN_ID)
+        slot_state.draft_token_ids[inputs.slots] = found
+        return found
 
     def join(self, exchange: RowExchange) -> None:
         """See `Drafter.join`."""

@@ -7,26 +7,41 @@ it would replay (`Wish`), and all take what holds the most of it (`StepShape`): 
 requests, or none, has more padding. A capture makes the calls too, so what one rank must capture
 all capture then, those included that have it.
 
-Letters: R requests.
+A captured step need not be compiled in one piece: what runs between its parts runs while the graph
+is captured, and never again. Compiled by themselves, parts that repeat are compiled once: the
+passes of a round but for the first one, the target pass of all conditions. What a part is called
+with decides what it is compiled for (torch.compile's guards), so nothing here keeps count of it.
+What no step of a bucket changes is made before the capture, and read.
+
+Letters: R requests, K drafts per step.
 """
 
+import functools
 import gc
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.decode.draft.drafter import MTPDrafter
+from mtp_research.decode.draft.drafter import MTPDrafter, VerifiedStep
 from mtp_research.decode.sampling.sampling import SamplingTensors
+from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.slot_state import map_tensors
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.models.experts import expert_stacks
+from mtp_research.models.rewrites.regions import (
+    CompileOptions,
+    compiled_once,
+    mark_any_size,
+)
 from mtp_research.models.target import Target
+from mtp_research.policy.plan import RowLayout, equal_rows
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 # Run before a capture: kernels compile, libraries allocate their workspaces.
@@ -355,3 +370,49 @@ def split_batch(num_requests: int, largest: int) -> list[slice]:
         slice(start, min(start + largest, num_requests))
         for start in range(0, num_requests, largest)
     ]
+
+
+@dataclass(frozen=True)
+class CompiledParts:
+    """See `drafter.PartCompiler`."""
+
+    options: CompileOptions  # of `torch.compile`
+    numbers: tuple[Tensor, ...]  # 0..K-1, each int64 `[]`
+    _layouts: dict[tuple[int, int], RowLayout] = field(default_factory=dict)  # by rows, requests
+
+    @classmethod
+    def on(
+        cls, device: torch.device, options: CompileOptions, *, num_drafts: int
+    ) -> "CompiledParts":
+        """Parts of steps of K drafts."""
+        numbers = (torch.tensor(number, device=device) for number in range(num_drafts))
+        return cls(options, tuple(numbers))
+
+    def equal_rows(self, num_rows: int, like: Tensor) -> RowLayout:
+        """See `PartCompiler`; made by the runs that warm a capture up."""
+        key = (num_rows, len(like))
+        if key not in self._layouts:
+            self._layouts[key] = equal_rows(num_rows, like)
+        return self._layouts[key]
+
+    def compiled(self, part: Callable) -> Callable:
+        """`part` compiled, for any size above 1 of the first dim of its tensors."""
+        return functools.partial(_call, compiled_once(part, tuple(self.options.items())))
+
+
+def _call(part: Callable, *args: object, **kwargs: object) -> object:
+    for tensor in _tensors((args, tuple(kwargs.values()))):
+        if tensor.dim() > 0:
+            mark_any_size(tensor, dim=0)
+    return part(*args, **kwargs)
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Tensors that differ by step: those of tuples, lists and of a step's own classes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, StepInputs | VerifiedStep):
+        yield from _tensors(tuple(vars(value).values()))
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)

@@ -27,15 +27,16 @@ import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.decode.draft.drafter import MTPDrafter
+from mtp_research.decode.draft.drafter import MTPDrafter, VerifiedStep
 from mtp_research.decode.graphs.capture import (
     Captured,
+    CompiledParts,
     Kind,
     Result,
     SharedSteps,
@@ -46,7 +47,6 @@ from mtp_research.decode.graphs.capture import (
     capture_call,
     captured_sizes,
     first_requests,
-    leaves_of,
     require_capturable,
     split_batch,
 )
@@ -54,16 +54,20 @@ from mtp_research.decode.graphs.mixed_graphs import MixedGraphs
 from mtp_research.decode.pool_size import blocks_per_request
 from mtp_research.decode.sampling.sampling import SamplingTensors, batch_tensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
-from mtp_research.decode.schedule.batch import BlockTables, StepInputs, have_axis_positions
+from mtp_research.decode.schedule.batch import (
+    BlockTables,
+    DecodingRows,
+    StepInputs,
+    have_axis_positions,
+)
 from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import map_tensors, to_device
-from mtp_research.decode.step import DeviceStep, StepResult, TargetRows
+from mtp_research.decode.step import DeviceStep, StepResult, TargetRows, Verified
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, compile_options
 from mtp_research.models.rewrites.regions import mark_any_size
+from mtp_research.policy.plan import StepState
 from mtp_research.runtime.compiling import count_kernels, num_compilations
 
-# A compiled step has one version per bucket and kind of sampling.
-_MAX_COMPILED_VERSIONS = 64
 _NUM_TIMED_REPLAYS = 9
 
 
@@ -90,6 +94,13 @@ def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) 
         overlap_launches=engine.overlap_launches,
         max_mixed_rows=engine.max_num_batched_tokens if captures_mixed else 0,
     )
+
+
+class _Ran(NamedTuple):
+    """A target pass, and what it ran on."""
+
+    inputs: StepInputs
+    target: TargetRows
 
 
 class StepGraphs:
@@ -123,7 +134,7 @@ class StepGraphs:
         self._params = StaticParams(batch_sizes[-1], device=device)
         self._uploaded_slots: list[int] = []  # of a bucket, padding included
         self._graphs: dict[Hashable, Captured[StepResult]] = {}
-        self._targets: dict[Hashable, Captured[TargetRows]] = {}  # target passes by themselves
+        self._targets: dict[Hashable, Captured[_Ran]] = {}  # target passes by themselves
         self._pool = torch.cuda.graph_pool_handle()
         self._mixed: MixedGraphs | None = None
         if max_mixed_rows > 0:
@@ -135,16 +146,15 @@ class StepGraphs:
                 block_size=block_size,
                 pool=self._pool,
             )
-        self._whole: Callable[..., StepResult] = self._run_step
-        self._target: Callable[..., TargetRows] = self._run_target
-        self._behind_target: Callable[..., StepResult] = self._run_behind_target
+        self._rows: dict[tuple[int, int], DecodingRows] = {}
+        self._compiler: CompiledParts | None = None
         if compile_step:
-            torch._dynamo.config.recompile_limit = _MAX_COMPILED_VERSIONS
-            options = compile_options(overlaps=overlap_launches)
-            compiled = functools.partial(torch.compile, dynamic=False, options=options)
-            self._whole = compiled(self._run_step)
-            self._target = compiled(self._run_target)
-            self._behind_target = compiled(self._run_behind_target)
+            self._compiler = CompiledParts.on(
+                device,
+                compile_options(overlaps=overlap_launches),
+                num_drafts=step.plan.num_speculative_tokens,
+            )
+            _mark_state(step)
         self._exchange, self._runs_regions = step.target.exchange, step.cache.runs_regions
         limits = range(step.plan.num_speculative_tokens + 1)
         kinds = [Kind(False, *how) for how in itertools.product(batch_sizes, limits)]
@@ -336,27 +346,23 @@ class StepGraphs:
         draft_limit: int,
         *,
         missing: Collection[Kind] = (),
-    ) -> tuple[Captured[TargetRows] | None, Captured[StepResult]]:
+    ) -> tuple[Captured[_Ran] | None, Captured[StepResult]]:
         """Graphs of a step: of its target pass where masks come after it, and of the rest."""
         key = (bucket, draft_limit, self._params.upload(params))
         target = None if params.bitmask is None else self._captured_target(bucket, draft_limit)
         if key not in self._graphs or Kind(False, bucket, draft_limit) in missing:
             view = self._params.view(params, bucket)
-            tensors = (value for _, value in leaves_of(view) if isinstance(value, Tensor))
-            mark_any_size(*tensors, dim=0)
             if target is None:
-                part = functools.partial(self._whole, view, draft_limit)
+                part = functools.partial(self._run_step, view, draft_limit)
             else:
-                mark_any_size(target.result.logits, dim=0)
-                mark_any_size(*target.result.hidden, dim=1)
-                part = functools.partial(self._behind_target, view, draft_limit)
+                part = functools.partial(self._run_behind_target, view)
             self._graphs[key] = self._capture(bucket, part, target)
         return target, self._graphs[key]
 
-    def _captured_target(self, bucket: int, draft_limit: int) -> Captured[TargetRows]:
+    def _captured_target(self, bucket: int, draft_limit: int) -> Captured[_Ran]:
         key = (bucket, draft_limit)
         if key not in self._targets:
-            part = functools.partial(self._target, draft_limit)
+            part = functools.partial(self._run_target, draft_limit)
             self._targets[key] = self._capture(bucket, part)
         return self._targets[key]
 
@@ -398,7 +404,7 @@ class StepGraphs:
         self,
         bucket: int,
         part: Callable[..., Result],
-        target: Captured[TargetRows] | None = None,
+        target: Captured[_Ran] | None = None,
     ) -> Captured[Result]:
         """Warm up and capture a part of a step behind `target`, on the slots of a bucket.
 
@@ -410,9 +416,10 @@ class StepGraphs:
         # Warming up must change no request: every row is padding for the time being.
         self._slots[:bucket] = self._spare_slot
         self._block_table[:bucket] = self._spare_block
-        mark_any_size(*inputs, dim=0)
+        if self._compiler is not None:
+            mark_any_size(inputs[1], dim=1)
         captured = capture_call(
-            lambda: part(*inputs) if target is None else part(*inputs, target.result),
+            lambda: part(*inputs) if target is None else part(target.result),
             pool=self._pool,
         )
         self._slots[:bucket], self._block_table[:bucket] = slots, table
@@ -422,33 +429,75 @@ class StepGraphs:
     def _run_step(
         self, params: SamplingTensors, num_drafts: int, slots: Tensor, block_table: Tensor
     ) -> StepResult:
-        inputs = self._inputs(num_drafts, slots, block_table)
-        return self._step.run(inputs, params, request_ids=[], draft_limit=num_drafts)
+        target = self._run_target(num_drafts, slots, block_table)
+        return self._run_behind_target(params, target)
 
-    def _run_target(self, num_drafts: int, slots: Tensor, block_table: Tensor) -> TargetRows:
-        return self._step.parts.target(self._inputs(num_drafts, slots, block_table))
+    def _run_target(self, num_drafts: int, slots: Tensor, block_table: Tensor) -> _Ran:
+        make_inputs, run_target = map(self._compiled, (_make_inputs, _run_target))
+        rows = self._rows_of(slots, num_drafts)
+        inputs = make_inputs(self._step, slots, block_table, rows, num_drafts=num_drafts)
+        return _Ran(inputs, run_target(self._step, inputs))
 
-    def _run_behind_target(
-        self,
-        params: SamplingTensors,
-        num_drafts: int,
-        slots: Tensor,
-        block_table: Tensor,
-        target: TargetRows,
-    ) -> StepResult:
-        inputs = self._inputs(num_drafts, slots, block_table)  # the same: nothing moved on since
-        return self._step.finish(inputs, target, params, request_ids=[], draft_limit=num_drafts)
-
-    def _inputs(self, num_drafts: int, slots: Tensor, block_table: Tensor) -> StepInputs:
-        slot_state = self._step.slot_state
-        slot_state.num_tokens[self._spare_slot :].fill_(1)  # padding requests must not grow
-        return StepInputs.decoding(
-            slots,
-            block_table,
-            slot_state=slot_state,
-            block_size=self._block_size,
-            num_drafts=num_drafts,
+    def _run_behind_target(self, params: SamplingTensors, ran: _Ran) -> StepResult:
+        decide, num_drafts = self._compiled(_decide), ran.inputs.max_query_len - 1
+        verified, state = decide(self._step, ran.inputs, ran.target, params)
+        step = VerifiedStep(
+            ran.inputs, state, ran.target.hidden, params, [], num_drafts, self._compiler
         )
+        # An MTP drafter compiles its passes one by one.
+        has_parts = self._step.drafter is None or isinstance(self._step.drafter, MTPDrafter)
+        draft = _draft if has_parts else self._compiled(_draft)
+        return StepResult.of(verified, draft(self._step, step))
+
+    def _rows_of(self, slots: Tensor, num_drafts: int) -> DecodingRows:
+        """What no step of a bucket changes: made before its first graph is captured."""
+        key = (len(slots), num_drafts)
+        if key not in self._rows:
+            self._rows[key] = DecodingRows.of(slots, num_drafts=num_drafts)
+        return self._rows[key]
+
+    def _compiled(self, part: Callable) -> Callable:
+        return part if self._compiler is None else self._compiler.compiled(part)
+
+
+def _mark_state(step: DeviceStep) -> None:
+    """Code compiled for this state holds for longer texts, other numbers of blocks and layers."""
+    mark_any_size(step.slot_state.text, dim=1)
+    for layer, stack in enumerate(step.cache.stacks):
+        mark_any_size(stack.keys, stack.values, dim=0)
+        mark_any_size(stack.keys, stack.values, dim=1)
+        pages = step.cache.pages(layer)
+        mark_any_size(pages.keys, pages.values, dim=0)
+
+
+def _make_inputs(
+    step: DeviceStep, slots: Tensor, block_table: Tensor, rows: DecodingRows, *, num_drafts: int
+) -> StepInputs:
+    step.slot_state.num_tokens[step.slot_state.spare_slot :].fill_(1)  # padding must not grow
+    return StepInputs.decoding(
+        slots,
+        block_table,
+        slot_state=step.slot_state,
+        block_size=step.cache.block_size,
+        num_drafts=num_drafts,
+        rows=rows,
+    )
+
+
+def _run_target(step: DeviceStep, inputs: StepInputs) -> TargetRows:
+    return step.parts.target(inputs)
+
+
+def _decide(
+    step: DeviceStep, inputs: StepInputs, target: TargetRows, params: SamplingTensors
+) -> tuple[Verified, StepState]:
+    inputs.require_requests(inputs.draft_token_ids, params.seed)
+    verified = step.parts.verify(inputs, target, params)
+    return verified, step.parts.advance(inputs, verified)
+
+
+def _draft(step: DeviceStep, verified: VerifiedStep) -> Tensor:
+    return step.parts.draft(verified)
 
 
 def _has_prompt_rows(entries: Sequence[Scheduled]) -> bool:

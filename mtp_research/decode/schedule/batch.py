@@ -12,7 +12,7 @@ Source: metadata names as in vLLM's `CommonAttentionMetadata`.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,9 +20,25 @@ from torch import Tensor
 from mtp_research.decode.schedule.request import Request, Scheduled
 from mtp_research.decode.slot_state import KVCache, SlotState, to_device
 from mtp_research.kernels.latent.expanded_attention import Prompts, Span
-from mtp_research.models.attention.paged import PagedContext, materialised
+from mtp_research.models.attention.paged import PagedContext
 from mtp_research.models.recurrent import RecurrentContext, with_states
-from mtp_research.policy.plan import BaseRows, bounded_rows, equal_rows
+from mtp_research.policy.plan import BaseRows, RowLayout, bounded_rows, equal_rows
+
+
+class DecodingRows(NamedTuple):
+    """What is the same in all steps of R requests that each verify as many drafts."""
+
+    layout: RowLayout  # of their rows
+    num_drafts: Tensor  # `[R]` int64
+    yes: Tensor  # `[R]` bool
+    no: Tensor  # `[R]` bool
+
+    @classmethod
+    def of(cls, slots: Tensor, *, num_drafts: int) -> "DecodingRows":
+        """Rows of the requests in `slots` `[R]`, each with `num_drafts` drafts."""
+        yes = torch.ones_like(slots, dtype=torch.bool)
+        drafts_each = torch.full_like(slots, num_drafts)
+        return cls(equal_rows(num_drafts + 1, slots), drafts_each, yes, ~yes)
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,7 @@ class StepInputs:
     prompts: Prompts | None = None
     # `[axes, T]` rotary positions where some request's differ by axis; None: `positions`
     axis_positions: Tensor | None = None
+    row_slots: Tensor | None = None  # `[T]` int64, page slots of the rows, where they are known
 
     @classmethod
     def mixed(
@@ -115,19 +132,19 @@ class StepInputs:
         slot_state: SlotState,
         block_size: int,
         num_drafts: int,
+        rows: "DecodingRows | None" = None,
     ) -> "StepInputs":
         """Inputs of a step in which every request decodes, made on the device.
 
-        Each verifies the first `num_drafts` of its K drafts.
+        Each verifies the first `num_drafts` of its K drafts. `rows` are made here if not at hand.
         """
         rows_each = num_drafts + 1
-        layout = equal_rows(rows_each, slots)
+        layout, drafts_each, yes, no = rows or DecodingRows.of(slots, num_drafts=num_drafts)
         num_tokens = slot_state.num_tokens[slots]
         first_position = num_tokens - 1
         request_index, positions = layout.request_index, layout.positions(first_position)
         drafts = slot_state.draft_token_ids[slots, :num_drafts]
-        yes = torch.ones_like(slots, dtype=torch.bool)
-        return cls(
+        inputs = cls(
             input_ids=slot_state.read_inputs(slots, request_index, positions, drafts),
             positions=positions,
             request_index=request_index,
@@ -140,15 +157,27 @@ class StepInputs:
             # Compiled code holds for any number of requests, of which these would make a constant.
             row_counts=() if torch.compiler.is_compiling() else (rows_each,) * len(slots),
             num_tokens=num_tokens,
-            num_drafts=torch.full_like(slots, num_drafts),
+            num_drafts=drafts_each,
             draft_token_ids=drafts,
             ends_at_newest_token=yes,
-            ends_recompute=~yes,
-            prefilling=~yes,
+            ends_recompute=no,
+            prefilling=no,
             max_query_len=rows_each,
             block_size=block_size,
             static=True,
         )
+        return replace(inputs, row_slots=inputs.slot_mapping(request_index, positions))
+
+    def require_requests(self, *others: Tensor) -> None:
+        """Say that these tensors and ours `[R, ...]` are of one R, which compiled code cannot know.
+
+        Where it does not, it loops over each R by itself.
+        """
+        own = (self.block_table, self.seq_lens, self.num_tokens, self.num_drafts, self.num_rows)
+        flags = (self.ends_at_newest_token, self.ends_recompute, self.prefilling)
+        known = (*own, *flags, self.first_position, *others)
+        assert all(len(one) == len(self.slots) for one in known), "tensors of other requests"
+        assert len(self.query_start_loc) == len(self.slots) + 1, "rows of other requests"
 
     def slot_mapping(
         self, request_index: Tensor, positions: Tensor, *, writes: Tensor | None = None
@@ -163,18 +192,17 @@ class StepInputs:
 
     def target_context(self, cache: KVCache, *, backend: str) -> PagedContext | RecurrentContext:
         """Context of the target forward pass: pages, and states where layers are recurrent."""
-        slots = self.slot_mapping(self.request_index, self.positions)
-        seq_lens, query_start_loc = self.seq_lens, self.query_start_loc
-        if torch.compiler.is_compiling():  # every layer reads them
-            slots, seq_lens = materialised(slots), materialised(seq_lens)
-            query_start_loc = materialised(query_start_loc)
+        slots = self.row_slots
+        if slots is None:
+            slots = self.slot_mapping(self.request_index, self.positions)
         paged = PagedContext(
             pool=cache,
             slot_mapping=slots,
             block_table=self.block_table,
-            seq_lens=seq_lens,
-            query_start_loc=query_start_loc,
+            seq_lens=self.seq_lens,
+            query_start_loc=self.query_start_loc,
             max_query_len=self.max_query_len,
+            has_equal_rows=self.static,
             backend=backend,
             prompts=self.prompts,
         )

@@ -49,17 +49,24 @@ from mtp_research.kernels.latent.expanded_attention import (
 )
 from mtp_research.kernels.latent.latent_attention import attend_latents
 from mtp_research.models.attention.attention import AttentionCall, AttentionContext, DenseContext
-from mtp_research.models.family import KVPages
+from mtp_research.models.family import KVPages, KVStack
 from mtp_research.runtime.errors import ConfigError
 
 
 class PagePool(Protocol):
     """Owner of the pages (`KVCache` of the decode loop)."""
 
-    runs_regions: bool  # layers of its passes run as compiled regions, in compiled steps or not
+    @property
+    def runs_regions(self) -> bool:
+        """Whether layers of its passes run as compiled regions, in compiled steps or not."""
+        ...
 
     def pages(self, layer: int) -> KVPages:
         """Pages of a cache layer, writable."""
+        ...
+
+    def stack(self, layer: int) -> KVStack:
+        """The same among those of other layers: one argument of compiled code for all of them."""
         ...
 
 
@@ -104,6 +111,8 @@ class PagedContext(PassOverPages):
     seq_lens: Tensor  # [R] int32, KV length including this pass's rows
     query_start_loc: Tensor  # [R + 1] int32, first packed row of each request
     max_query_len: int  # largest number of rows of one request; sizes the launch grid
+    has_equal_rows: bool = False  # every request has `max_query_len` rows
+    has_one_layer: bool = False  # the pass is through a single layer
     backend: str = "auto"  # or `reference`, `triton`
     kv_layer: int | None = None
     prompts: Prompts | None = None  # the pass's, where the host knows them; latent layers read them
@@ -206,7 +215,9 @@ class PagedContext(PassOverPages):
         for cos, both in self._kept_angles:
             if cos is angles.cos:
                 return both
-        both = materialised(torch.stack((angles.cos[0], angles.sin[0])))
+        both = torch.stack((angles.cos[0], angles.sin[0]))
+        if not self.has_one_layer:
+            both = materialised(both)
         self._kept_angles.append((angles.cos, both))
         return both
 
@@ -264,6 +275,10 @@ class PagedContext(PassOverPages):
     def pages_of(self, layer_idx: int) -> KVPages:
         """Pages of the layer with this index."""
         return self.pool.pages(layer_idx if self.kv_layer is None else self.kv_layer)
+
+    def stack_of(self, layer_idx: int) -> KVStack:
+        """The same as part of a stack."""
+        return self.pool.stack(layer_idx if self.kv_layer is None else self.kv_layer)
 
 
 def expansion_of(module: nn.Module) -> Tensor:

@@ -21,7 +21,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,14 +46,16 @@ from mtp_research.models.attention.paged import (
     latent_dims,
     stores_in_launch,
 )
-from mtp_research.models.family import KVKind, KVPages
+from mtp_research.models.family import KVKind, KVPages, KVStack
 from mtp_research.models.rewrites.rotary import Recorder
 from mtp_research.models.target import Target
 
 logger = logging.getLogger(__name__)
 CompileOptions = dict[str, str | int | bool | Callable[..., object]]
 _NUM_TEST_ROWS = 2
-_MAX_COMPILED_VERSIONS = 64  # kinds of layers times ranges of rows
+# Kinds of layers times ranges of rows; of a part of a step, sampling times policies times K.
+_MAX_COMPILED_VERSIONS = 64
+Result = TypeVar("Result")
 # What a layer is called with and the op hands on; with other values it stays part of the step.
 _HANDED_ON = {"position_embeddings", "position_ids", "past_key_values", "attention_context"}
 
@@ -76,6 +78,15 @@ def mark_any_size(*tensors: Tensor, dim: int) -> None:
     for tensor in tensors:
         if tensor.shape[dim] > 1:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+@functools.cache
+def compiled_once(
+    function: Callable[..., Result], options: tuple[tuple[str, object], ...]
+) -> Callable[..., Result]:
+    """`function` compiled, the same for all who ask; it has versions by what it is called with."""
+    torch._dynamo.config.recompile_limit = _MAX_COMPILED_VERSIONS
+    return torch.compile(function, dynamic=False, options=dict(options))  # pyright: ignore[reportArgumentType]
 
 
 class _Running(threading.local):
@@ -167,21 +178,23 @@ def _regional(plain: type[nn.Module]) -> type[nn.Module]:
         if region is None or not is_paged or args or given != _HANDED_ON:
             return plain.forward(self, hidden, *args, **kwargs)
         context = cast(PagedContext, context)
-        pages = context.pages_of(region.layer_idx)
+        stack = context.stack_of(region.layer_idx)
         angles = Angles(*cast(tuple[Tensor, Tensor], kwargs["position_embeddings"]))
-        expanded, numbers = region.expanded(context, block_size=pages.keys.shape[1])
+        expanded, numbers = region.expanded(context, block_size=stack.keys.shape[2])
         return run_layer(
             hidden,
             context.angles_of_pass(angles),
             cast(Tensor, kwargs["position_ids"]),
-            pages.keys,
-            pages.values,
+            stack.keys,
+            stack.values,
+            stack.index,
             context.slot_mapping,
             context.block_table,
             context.seq_lens,
             context.query_start_loc,
-            context.max_query_len,
-            pages.kind,
+            # Code that names it would serve this number alone.
+            0 if context.has_equal_rows else context.max_query_len,
+            stack.kind,
             context.backend,
             region.number,
             expanded,
@@ -212,7 +225,7 @@ class _Region:
         self._layer = weakref.ref(layer)  # which owns its region
         latent = [module for module in layer.modules() if hasattr(module, "qk_nope_head_dim")]
         self._latent_dims = latent_dims(latent[0]) if latent else None
-        self._compiled = _compiled(tuple(options.items()))
+        self._compiled = compiled_once(_run, tuple(options.items()))
         _regions[self.number] = self
 
     def run(self, hidden: Tensor, both: Tensor, positions: Tensor, now: _Pass) -> Tensor:
@@ -236,12 +249,6 @@ class _Region:
 # By number, as compiled steps name them, for as long as their layers live.
 _regions: weakref.WeakValueDictionary[int, _Region] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-
-
-@functools.cache
-def _compiled(options: tuple[tuple[str, object], ...]) -> Callable[..., Tensor]:
-    torch._dynamo.config.recompile_limit = _MAX_COMPILED_VERSIONS
-    return torch.compile(_run, dynamic=False, options=dict(options))  # pyright: ignore[reportArgumentType]
 
 
 def _run(
@@ -327,6 +334,7 @@ def run_layer(
     positions: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    index: int,
     slot_mapping: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -340,9 +348,10 @@ def run_layer(
 ) -> torch.Tensor:
     """Output `[1, T, D]` of a region's layer on `hidden` `[1, T, D]`; see `_Region.run`.
 
-    The others are the fields of `KVPages`, `PagedContext` and `AttentionRows`; the last two come
-    from `_Region.expanded`.
+    The others are the fields of `KVStack`, `PagedContext` and `AttentionRows`; the last two come
+    from `_Region.expanded`. `max_query_len` is 0 where all requests have as many rows.
     """
+    max_query_len = max_query_len or hidden.shape[1] // len(seq_lens)
     plan = None
     if expanded:
         of_others, spans = numbers[:3], numbers[3:]
@@ -350,7 +359,7 @@ def run_layer(
         prompts = Prompts(tuple(Span(*pair) for pair in pairs), *of_others)
         plan = ExpandedRows(*expanded, prompts)
     now = _Pass(
-        KVPages(keys, values, cast(KVKind, kind)),
+        KVStack(keys, values, cast(KVKind, kind), index).pages,
         slot_mapping,
         AttentionRows(block_table, seq_lens, query_start_loc, max_query_len),
         backend,

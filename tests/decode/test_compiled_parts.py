@@ -1,0 +1,140 @@
+"""Captured steps whose parts are compiled one by one: what is compiled how often, what is written.
+
+Captured steps are called again, as in test_captured_loop. The compiler's front ends run, with their
+rules for what writes in place, and what they give runs without a code generator.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+
+from mtp_research.config.schema import EngineConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.draft.draft_length import ExpectedGainLength
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.heads.weights import load_heads
+from mtp_research.models.rewrites import regions
+from mtp_research.models.target import load_target
+from tests import tiny
+from tests.decode.test_captured_loop import LAB, stand_in_for_graphs
+
+PROMPTS = ([5, 6, 7, 8, 9], [3, 4, 5], [9, 9, 8, 7, 6, 5, 4], [11, 12])
+SAMPLED = SamplingParams(max_new_tokens=10, temperature=0.7, seed=3)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each part was compiled, and the most operations in one of its graphs."""
+    found: Counter[str] = Counter()
+    compile_ = torch.compile
+
+    @functools.cache
+    def backend_of(name: str) -> Callable:
+        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+            found[name] += 1
+            return aot_eager(graph, inputs)
+
+        return backend
+
+    def counting(function: Callable, *, dynamic: bool, **_: object) -> Callable:
+        return compile_(function, dynamic=dynamic, backend=backend_of(function.__name__))
+
+    torch._dynamo.reset()
+    regions.compiled_once.cache_clear()
+    monkeypatch.setattr(torch, "compile", counting)
+    stand_in_for_graphs(monkeypatch)
+    yield found
+    torch._dynamo.reset()
+    regions.compiled_once.cache_clear()
+
+
+def _decoder(models, *, num_drafts: int, policy: str = "eagle", compiles: bool, **spec: object):
+    target, heads = models
+    engine = EngineConfig(
+        **{"max_num_requests": 4, "max_model_len": 60, "deferred_output": True, "audit": False},
+        # As where memory decides, each condition has another number of blocks.
+        **{"cuda_graphs": True, "compile": compiles, "num_blocks": 40 + 3 * num_drafts},
+    )
+    spec = SpecSettings(policy=policy, num_speculative_tokens=num_drafts, **spec)
+    return SpecDecoder(target, heads if num_drafts else None, spec=spec, engine=engine)
+
+
+def _decode(decoder: SpecDecoder, sampling: SamplingParams | None = None):
+    sampling = sampling or SamplingParams(max_new_tokens=10)
+    records = list(decoder.generate(PROMPTS, sampling=sampling))
+    records += decoder.generate(PROMPTS[:1], sampling=sampling)
+    return [(one.output_token_ids, one.num_accepted_per_round) for one in records]
+
+
+@pytest.fixture(scope="module")
+def small():
+    target = tiny.tiny_target("qwen3", dtype=torch.float32, num_hidden_layers=3)
+    return target, tiny.tiny_heads(target, num_mtp_modules=1)
+
+
+def test_conditions_share_what_does_not_depend_on_them(compiled: Counter[str], small) -> None:
+    of_rows = {"_make_inputs": 1, "_decide": 1}  # verified a request
+    of_round = of_rows | {"_end_round": 1}
+    expected = {
+        (0, "eagle"): of_rows | {"_run_target": 1},
+        # Pass 0 runs the fresh rows; the others run a row that is the same for each K.
+        (3, "eagle"): of_round | {"_run_pass": 2},
+        (3, "training"): {"_run_pass": 2},
+        (5, "eagle"): of_round | {"_run_pass": 1},
+        (5, "training"): {"_run_pass": 2},
+        (4, "window"): of_round | {"_run_pass": 4},  # each pass may read one output more
+    }
+    for (num_drafts, policy), counts in expected.items():
+        before = Counter(compiled)
+        decoder = _decoder(small, num_drafts=num_drafts, policy=policy, compiles=True)
+        with torch.inference_mode():
+            decoder.graphs.prepare(SamplingParams(), draft_limits=[num_drafts])  # batches of 4, 2
+        parts = compiled - before
+        del parts["_run"]  # layers, see test_regions
+        assert parts == counts, (num_drafts, policy)
+
+
+def test_numbers_of_drafts_share_target_and_later_passes(compiled: Counter[str], small) -> None:
+    decoder = _decoder(small, num_drafts=5, compiles=True, draft_length=ExpectedGainLength())
+    with torch.inference_mode():
+        decoder.graphs.prepare(SamplingParams(), draft_limits=range(5, -1, -1))
+    assert compiled["_run_target"] == 1
+    assert compiled["_make_inputs"] == compiled["_decide"] == 6
+    # Pass 0 for each number, the later ones that draft, and those that do not.
+    assert compiled["_run_pass"] == 6 + 1 + 1
+    assert compiled["_end_round"] == 1
+
+
+@pytest.mark.parametrize(
+    ("head", "policy", "num_drafts", "sampling"),
+    [("ttt_n1", "eagle", 3, None), ("chain_n3", "training", 2, SAMPLED)],
+)
+@pytest.mark.usefixtures("compiled")
+def test_compiled_parts_write_what_the_step_writes(head, policy, num_drafts, sampling) -> None:
+    target = load_target(f"{LAB}/target", dtype="float64")
+    models = target, load_heads(f"{LAB}/heads/{head}", target)
+    choice = {"draft_sampling": "sample"} if sampling else {}
+    made = []
+    for compiles in (False, True):
+        decoder = _decoder(
+            models, num_drafts=num_drafts, policy=policy, compiles=compiles, **choice
+        )
+        texts = _decode(decoder, sampling)
+        assert sum(map(sum, (accepted for _, accepted in texts))) > 0, "nothing was accepted"
+        state, spare = decoder.slot_state, decoder.cache.num_blocks - 1
+        tensors = [stack.keys[:, :spare] for stack in decoder.cache.stacks]
+        tensors += [stack.values[:, :spare] for stack in decoder.cache.stacks]
+        tensors += [state.text[:-1], state.num_tokens[:-1], state.draft_token_ids[:-1]]
+        tensors += [state.hidden[:-1]]
+        if state.draft_probs is not None:
+            tensors.append(state.draft_probs[:-1])
+        made.append((texts, tensors))
+    assert made[0][0] == made[1][0]
+    for plain, by_parts in zip(made[0][1], made[1][1], strict=True):
+        torch.testing.assert_close(by_parts, plain, rtol=1e-9, atol=1e-9)
