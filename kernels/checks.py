@@ -51,6 +51,11 @@ def kernel_jit_once(*counts: str) -> Callable[[Kernel], Kernel]:
     return triton.jit(do_not_specialize=counts)
 
 
+def overlapping_rows(device: torch.device, *, are_settled: bool) -> dict[str, bool]:
+    """As `overlapping`, for attention; `are_settled` as that of `AttentionRows`."""
+    return {"READS_EARLY": are_settled, **overlapping(device)}
+
+
 def overlapping(device: torch.device) -> dict[str, bool]:
     """Arguments of a launch whose kernel waits by itself for the one in front of it.
 

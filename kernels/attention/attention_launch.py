@@ -140,7 +140,7 @@ def launch_paged_attention(
             **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **checks.overlapping(query.device),
+            **checks.overlapping_rows(query.device, are_settled=rows.are_settled),
         )
         merge_splits(
             split,

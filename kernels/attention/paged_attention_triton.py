@@ -73,9 +73,11 @@ def attention_kernel(
     STORED_ROWS: tl.constexpr,  # at least the new rows of a request
     ROTARY_DIM: tl.constexpr,  # P
     RAGGED: tl.constexpr,  # 0 = every request has `num_query_tiles`; else a power of two >= R
+    READS_EARLY: tl.constexpr,  # tables and lengths, before it waits
     OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One tile of packed rows of one request and KV head, over one split of the keys."""
+    wait_in_front(OVERLAPS and not READS_EARLY)
     if RAGGED > 0:
         request, tile_row = tile_of_program(
             tl.program_id(0), query_start_loc, num_requests, GROUP, BLOCK_M, RAGGED
@@ -117,8 +119,8 @@ def attention_kernel(
     key_pos = begin + tl.arange(0, BLOCK_N)
     readable = (key_pos >= lowest_key) & (key_pos < end)
     page = tl.load(table + key_pos // BLOCK_SIZE, mask=readable, other=0)
-    # Tables and lengths were there before; queries, new rows and what reads `out` may not be done.
-    wait_in_front(OVERLAPS)
+    # Queries and new rows are not there yet, nor has what reads `out` ended.
+    wait_in_front(OVERLAPS and READS_EARLY)
     if not SPLIT:
         zero_spare_rows(
             out + first_head * VALUE_DIM + value_dims,

@@ -170,7 +170,9 @@ def attend_latent_rows(
         return prompts
     # The expanded requests have no rows in this launch.
     others = rows._replace(
-        query_start_loc=rows.query_start_loc.clamp(max=num_others), max_query_len=longest
+        query_start_loc=rows.query_start_loc.clamp(max=num_others),
+        max_query_len=longest,
+        are_settled=False,
     )
 
     def attend_others(query_latent: Tensor, query_rope: Tensor) -> Tensor:

@@ -276,7 +276,7 @@ def launch_latent_attention(
             **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **checks.overlapping(query_latent.device),
+            **checks.overlapping_rows(query_latent.device, are_settled=rows.are_settled),
         )
         merge_splits(
             split,

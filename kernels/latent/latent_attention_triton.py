@@ -59,9 +59,11 @@ def latent_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STORED_ROWS: tl.constexpr,  # at least the new rows of a request
+    READS_EARLY: tl.constexpr,  # tables and lengths, before it waits
     OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One tile of packed rows of one request, over one split of the keys."""
+    wait_in_front(OVERLAPS and not READS_EARLY)
     tile_row = tl.program_id(0) * BLOCK_M
     split = tl.program_id(1)
     request = tl.program_id(2)
@@ -69,7 +71,7 @@ def latent_attention_kernel(
     first_row = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first_row
     seq_len = tl.load(seq_lens + request)
-    wait_in_front(OVERLAPS)
+    wait_in_front(OVERLAPS and READS_EARLY)
     if not SPLIT:
         num_spare = tl.where(request == 0, num_rows, 0)  # one request's programs zero them
         zero_spare_rows(

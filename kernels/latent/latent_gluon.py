@@ -292,9 +292,11 @@ def latent_attention_gluon_kernel(
     BLOCK_N: gl.constexpr,
     KEYS_FIRST: gl.constexpr,  # keys and latent entries are the rows of the products
     STORED_ROWS: gl.constexpr,  # at least the new rows of a request
+    READS_EARLY: gl.constexpr,  # tables and lengths, before it waits
     OVERLAPS: gl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One tile of packed rows of one request, over one split of the keys."""
+    wait_in_front(OVERLAPS and not READS_EARLY)
     L: gl.constexpr = 512
     P: gl.constexpr = 64
     GROUPS: gl.constexpr = gl.num_warps() // 4
@@ -320,7 +322,7 @@ def latent_attention_gluon_kernel(
     first_row = gl.load(query_start_loc + request)
     query_len = gl.load(query_start_loc + request + 1) - first_row
     seq_len = gl.load(seq_lens + request)
-    wait_in_front(OVERLAPS)
+    wait_in_front(OVERLAPS and READS_EARLY)
     if not SPLIT:
         first_spare = gl.load(query_start_loc + gl.num_programs(2)) * NUM_HEADS
         num_spare = num_rows * NUM_HEADS if request == 0 else 0  # one request's programs zero them

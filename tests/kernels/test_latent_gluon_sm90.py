@@ -63,7 +63,7 @@ def _compile(num_rows, *, split, optional):
         split=split,
         config=config,
         num_stored_rows=new_rows.MAX_STORED_ROWS,
-    ) | {"OVERLAPS": True}
+    ) | {"READS_EARLY": True, "OVERLAPS": True}
     types = dict.fromkeys(kernel.arg_names, "i32") | INDEXES | dict.fromkeys(TENSORS, "*bf16")
     types |= {"out": "*fp32", "lse": "*fp32"} if split else {"out": "*bf16", "lse": "constexpr"}
     given = {"positions": "*i64", "kv_start": "*i32"}

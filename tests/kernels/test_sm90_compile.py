@@ -138,7 +138,7 @@ def _compile(kernel, *, types, constants, num_warps, num_stages=3, divisible=())
     A kernel that can overlap the one in front does.
     """
     types = types | dict.fromkeys(constants, "constexpr")
-    constants = constants | {"OVERLAPS": True}
+    constants = {"READS_EARLY": True} | constants | {"OVERLAPS": True}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     constants = {name: constants.get(name) for name, kind in signature.items() if kind[0] == "c"}
     aligned = {
@@ -163,7 +163,7 @@ def compile_unassembled(source, options):
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def _compile_attention(shape):
+def _compile_attention(shape, *, reads_early=True):
     config = shape.config
     constants = attention_launch.attention_constants(
         shape.num_heads,
@@ -178,7 +178,7 @@ def _compile_attention(shape):
         num_stored_rows=new_rows.MAX_STORED_ROWS if shape.new_rows else 0,
         rotary_dim=shape.rotary_dim,
         num_ragged_requests=shape.num_ragged,
-    )
+    ) | {"READS_EARLY": reads_early}
     data = POINTERS[shape.dtype]
     types = dict.fromkeys(attention_kernel.arg_names, "i32")
     types |= dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "*i32")
@@ -231,6 +231,16 @@ def test_attention_kernel_sm90_has_no_spills_and_fits_shared_memory(shape, tmp_p
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
     assert waits_first(compiled)
     assert _num_spilled_bytes(compiled, tmp_path) == 0
+
+
+def test_rows_that_are_not_settled_are_read_behind_the_wait():
+    compiled, _ = _compile_attention(SHAPES["verify_group4"], reads_early=False)
+    before, _, behind = compiled.asm["ptx"].partition("griddepcontrol.wait")
+    assert "ld.global" not in before
+    assert "ld.global" in behind
+    compiled, _ = _compile_attention(SHAPES["verify_group4"])
+    before, _, _ = compiled.asm["ptx"].partition("griddepcontrol.wait")
+    assert "ld.global" in before
 
 
 def _compiled_key(shape):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV
+from mtp_research.kernels.attention.paged_attention import attend_pages
 from mtp_research.kernels.latent import expanded_attention
 from mtp_research.kernels.latent.expanded_attention import Prompts
 from torch import Tensor
@@ -105,6 +107,24 @@ def test_layers_batch_sizes_and_conditions_share_their_code(compiled: Counter[st
     # A layer whose rows its attention stores, and one whose rows lie in a longer prompt.
     assert compiled["_run"] == 2
     assert compiled["_run_target"] == 1
+
+
+@pytest.mark.parametrize("in_regions", [True, False], ids=["regions", "whole"])
+def test_only_attention_behind_its_own_layer_s_products_reads_tables_before_it_waits(
+    in_regions: bool, compiled: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step compiled whole the kernel in front may be the one that makes the tables."""
+    found: set[bool] = set()
+
+    def attend(query: Tensor, kv: PagedKV, rows: AttentionRows, *others: object, **named: object):
+        found.add(rows.are_settled)
+        return attend_pages(query, kv, rows, *others, **named)
+
+    for module in (regions, paged):
+        monkeypatch.setattr(module, "attend_pages", attend)
+    decode(models_of("qwen3"), num_drafts=1, **CAPTURED, layer_regions=in_regions)
+    assert (True in found) == in_regions
+    assert found
 
 
 def test_layers_of_two_kinds_are_compiled_twice(compiled: Counter[str]) -> None:

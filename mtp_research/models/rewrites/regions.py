@@ -361,7 +361,8 @@ def run_layer(
     now = _Pass(
         KVStack(keys, values, cast(KVKind, kind), index).pages,
         slot_mapping,
-        AttentionRows(block_table, seq_lens, query_start_loc, max_query_len),
+        # The layer's own products are in front of its attention.
+        AttentionRows(block_table, seq_lens, query_start_loc, max_query_len, are_settled=True),
         backend,
         plan,
     )
