@@ -1,6 +1,10 @@
 """The rules for the number of drafts, on host numbers and on tensors; no model."""
 
+import itertools
+import json
+import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from mtp_research.policy.fields import POLICIES
 from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.errors import ConfigError
 
+STORED = Path(__file__).resolve().parents[2] / "docs" / "results" / "draft_length.json"
 RATES = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 
 
@@ -164,3 +169,30 @@ def test_prices_that_drafts_cannot_pay_end_drafting() -> None:
 def test_bad_settings_name_the_key(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+STORED_ROWS = json.loads(STORED.read_text())["rows"]
+
+
+@pytest.mark.parametrize(
+    "row", STORED_ROWS, ids=lambda r: f"batch_{r['batch']}_accept_{r['accept']}_{r['commit']}"
+)
+def test_rule_is_as_fast_as_the_best_number_by_times_measured_on_a_gpu(row: dict) -> None:
+    """Steps take what they took then, give or take 3 %, and one of a hundred thrice as long."""
+    prices = {int(n): ms / 1e3 for n, ms in row["step_ms"].items()}
+    rates, batch, most = row["tokens_per_s"], row["batch"], max(prices)
+    reach = [row["accept"] ** i for i in range(1, most + 1)]
+    tokens = list(itertools.accumulate(reach, initial=1.0))
+    recent, draw = _recent(most), random.Random(0)
+    recent.prices = {batch: prices}
+    num_tokens = seconds = 0.0
+    for _ in range(2000):
+        n = ExpectedGainLength().num_drafts(batch_size=batch, recent=recent)
+        for _ in range(min(batch, 16)):
+            drawn = itertools.takewhile(lambda _: draw.random() < row["accept"], range(n))
+            recent.add_round(num_drafted=n, num_accepted=len(list(drawn)))
+        usual = batch * tokens[n] / rates[str(n)]
+        noise = draw.gauss(1.0, 0.03) * (3.0 if draw.random() < 0.01 else 1.0)
+        recent.end_step(num_drafts=n, seconds=usual * noise, batch_size=batch)
+        num_tokens, seconds = num_tokens + batch * tokens[n], seconds + usual
+    assert num_tokens / seconds >= 0.98 * rates[row["best"]]

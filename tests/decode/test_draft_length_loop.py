@@ -400,17 +400,24 @@ def test_captured_steps_are_timed_and_their_times_decide(
     assert decoder.graphs.num_graphs == num_graphs
 
 
-def test_what_all_steps_take_beyond_their_price_makes_drafts_cheaper() -> None:
+def test_number_that_looks_better_by_its_price_is_tried_and_then_counts_as_it_was_timed() -> None:
     recent = RecentRounds(DraftPlan(POLICIES["eagle"], 1, 1))
     recent.prices = {4: {0: 1.0, 1: 1.9}, 8: {0: 1.0, 1: 1.5}}
     assert recent.costs(3) == {0: 1.0, 1: 1.9}
     assert recent.costs(5) == recent.costs(99) == {0: 1.0, 1: 1.5}
     rule = ExpectedGainLength()
     assert rule.num_drafts(batch_size=3, recent=recent) == 0  # 1 or 1.8 / 1.9 tokens a second
-    for _ in range(3):
-        recent.end_step(num_drafts=0, seconds=2.0, batch_size=3)  # long texts: 1 more for all
-    assert recent.costs(3) == {0: 2.0, 1: 2.9}
-    assert rule.num_drafts(batch_size=3, recent=recent) == 1  # 1 / 2 or 1.8 / 2.9
+    for _ in range(5):
+        recent.end_step(num_drafts=0, seconds=2.0, batch_size=3)  # long texts
+    assert recent.costs(3) == {0: 2.0, 1: 1.9}
+    assert rule.num_drafts(batch_size=3, recent=recent) == 1  # 1 / 2 or 1.8 / 1.9
+    for _ in range(5):
+        recent.end_step(num_drafts=1, seconds=5.7, batch_size=3)  # they cost it more
+    assert recent.costs(3) == {0: 2.0, 1: 5.7}
+    assert rule.num_drafts(batch_size=3, recent=recent) == 0
+    for _ in range(513):
+        recent.end_step(num_drafts=0, seconds=2.0, batch_size=3)
+    assert recent.costs(3) == {0: 2.0, 1: 1.9}, "tried again: texts may be others by now"
 
 
 @pytest.mark.parametrize("options", [{"synthetic_rates": [1.0, 1.0, 0.0]}, {"synthetic_length": 3}])

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 _NUM_TIMES = 16  # latest step times kept for each n
 _MIN_TIMES = 4  # below this a median says nothing
+_REMEMBERED_STEPS = 512  # for which a number of drafts need not be tried again
 
 
 @dataclass
@@ -76,8 +77,9 @@ class RecentRounds:
     # seconds of a captured step by bucket and number of drafts, timed where it was captured with
     # short texts; empty where nothing was
     prices: dict[int, dict[int, float]] = field(default_factory=dict)
-    # what latest steps took beyond their price: reading long texts, and the host
-    extra_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TIMES))
+    # what latest steps that made n drafts took in units of their price: long texts, and the host
+    overruns: dict[int, deque[float]] = field(default_factory=dict)
+    last_timed: dict[int, int] = field(default_factory=dict)  # by n, the step of the latest of them
     last_num_drafts: int | None = None  # of the last step that the host knows
 
     def __post_init__(self) -> None:
@@ -114,7 +116,10 @@ class RecentRounds:
             times.append(seconds)
             price = self._price(batch_size).get(num_drafts) if self.prices else None
             if price is not None:
-                self.extra_seconds.append(seconds - price)
+                if self._is_forgotten(num_drafts):
+                    self.overruns[num_drafts] = deque(maxlen=_NUM_TIMES)
+                self.overruns[num_drafts].append(seconds / price)
+                self.last_timed[num_drafts] = self.num_steps
         self.last_num_drafts = num_drafts
 
     def conditional_acceptance(self) -> list[float]:
@@ -128,12 +133,22 @@ class RecentRounds:
     def costs(self, batch_size: int) -> dict[int, float] | None:
         """Expected seconds of a step by its number of drafts; None where none was timed.
 
-        What a step takes beyond the price it was timed at is taken to be the same for all numbers.
+        Steps take longer than their price, and more so the more they draft: with 128 requests and
+        texts of 128 to 300 tokens 12 % without drafts and 30 % with three (MiMo-7B's shape). A
+        number that was not timed lately counts as its price says: if that looks good it is tried,
+        and what is tried is timed.
         """
         if not self.prices:
             return None
-        extra = statistics.median(self.extra_seconds) if self.extra_seconds else 0.0
-        return {n: price + max(extra, 0.0) for n, price in self._price(batch_size).items()}
+        return {n: price * self._overrun(n) for n, price in self._price(batch_size).items()}
+
+    def _overrun(self, num_drafts: int) -> float:
+        times = () if self._is_forgotten(num_drafts) else self.overruns[num_drafts]
+        return statistics.median(times) if len(times) >= _MIN_TIMES else 1.0
+
+    def _is_forgotten(self, num_drafts: int) -> bool:
+        last = self.last_timed.get(num_drafts)
+        return last is None or self.num_steps - last > _REMEMBERED_STEPS
 
     def _price(self, batch_size: int) -> dict[int, float]:
         largest = max(self.prices)
