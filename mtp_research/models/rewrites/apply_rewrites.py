@@ -19,7 +19,7 @@ a probe gives the very bits. `engine.rotary_in_attention=false` turns it off.
 
 **Regions** (regions.py). A step calls its layers through an op, and the op runs code that was
 compiled once, for every layer and number of rows: a 135M model with K = 0 and four conditions is
-ready 141 s after the command, where K = 0 and one batch size of one condition took 143 before; a
+ready 128 s after the command, where K = 0 and one batch size of one condition took 143 before; a
 step has one launch a layer more. `engine.layer_regions=false` turns it off.
 
 **Overlapping launches** (`compile_options`, below). Inductor's code generator lets a kernel start
