@@ -241,7 +241,7 @@ def paged_attention(
     Returns:
         `[T, H, Dv]` in the dtype of `query`. Padded rows and rows without a visible key are zero.
     """
-    *of_rows, positions, kv_start = rows
+    *of_rows, positions, kv_start, _ = rows  # the op does not know what is in front of it
     return torch.ops.mtp_research.paged_attention(
         query, *kv, *of_rows, *scoring, positions, kv_start, backend, num_splits
     )

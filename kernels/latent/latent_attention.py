@@ -114,7 +114,7 @@ def latent_attention(
     Returns:
         `[T, H, L]` in the dtype of the queries. Padded rows and rows without a key are zero.
     """
-    *of_rows, positions, kv_start = rows
+    *of_rows, positions, kv_start, _ = rows  # the op does not know what is in front of it
     queries = (query_latent, query_rope)
     return torch.ops.mtp_research.latent_attention(
         *queries, latent_cache, *of_rows, scale, positions, kv_start, backend, num_splits

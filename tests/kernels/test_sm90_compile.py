@@ -137,8 +137,8 @@ def _compile(kernel, *, types, constants, num_warps, num_stages=3, divisible=())
 
     A kernel that can overlap the one in front does.
     """
-    types = types | dict.fromkeys(constants, "constexpr")
     constants = {"READS_EARLY": True} | constants | {"OVERLAPS": True}
+    types = types | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     constants = {name: constants.get(name) for name, kind in signature.items() if kind[0] == "c"}
     aligned = {
