@@ -235,7 +235,7 @@ def test_times_rest_on_what_was_measured_alone() -> None:
     assert two["batch 1, K = 3: step"].rests_on.endswith(note)
     link = two["batch 1, K = 3: link"]
     assert "the vendor's 450 GB/s, without latency" in link.rests_on
-    share = 4.50863 / 5.806
+    share = 4.50652 / 5.60535
     expected = (two["batch 1, K = 3: limit"].figure or 0) / share + (link.figure or 0)
     # Two sums a layer and one of embeddings: 36 layers, and the module once for each draft.
     expected += 0.0076 * (2 * 36 + 1 + 3 * (2 * 1 + 1))
