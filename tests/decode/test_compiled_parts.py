@@ -4,13 +4,11 @@ Captured steps are called again, as in test_captured_loop. The compiler's front 
 rules for what writes in place, and what they give runs without a code generator.
 """
 
-import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 from mtp_research.config.schema import EngineConfig
@@ -19,39 +17,18 @@ from mtp_research.decode.draft.draft_length import ExpectedGainLength
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.weights import load_heads
-from mtp_research.models.rewrites import regions
 from mtp_research.models.target import load_target
 from tests import tiny
-from tests.decode.test_captured_loop import LAB, stand_in_for_graphs
+from tests.decode.test_captured_loop import LAB
+from tests.models.test_regions import count_compilations
 
 PROMPTS = ([5, 6, 7, 8, 9], [3, 4, 5], [9, 9, 8, 7, 6, 5, 4], [11, 12])
 SAMPLED = SamplingParams(max_new_tokens=10, temperature=0.7, seed=3)
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each part was compiled, and the most operations in one of its graphs."""
-    found: Counter[str] = Counter()
-    compile_ = torch.compile
-
-    @functools.cache
-    def backend_of(name: str) -> Callable:
-        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
-            found[name] += 1
-            return aot_eager(graph, inputs)
-
-        return backend
-
-    def counting(function: Callable, *, dynamic: bool, **_: object) -> Callable:
-        return compile_(function, dynamic=dynamic, backend=backend_of(function.__name__))
-
-    torch._dynamo.reset()
-    regions.compiled_once.cache_clear()
-    monkeypatch.setattr(torch, "compile", counting)
-    stand_in_for_graphs(monkeypatch)
-    yield found
-    torch._dynamo.reset()
-    regions.compiled_once.cache_clear()
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    yield from count_compilations(monkeypatch, aot_eager)
 
 
 def _decoder(models, *, num_drafts: int, policy: str = "eagle", compiles: bool, **spec: object):

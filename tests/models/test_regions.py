@@ -7,7 +7,7 @@ a code generator; captured steps are called again, as in test_captured_loop.
 import functools
 import pickle
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,17 +34,19 @@ from tests.models.test_loading import quantise, save
 PROMPTS = ([5, 6, 7, 8, 9], [3, 4, 5], [9, 9, 8, 7, 6, 5, 4], [11, 12])
 
 
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each function was compiled."""
+def count_compilations(monkeypatch: pytest.MonkeyPatch, run: Callable) -> Iterator[Counter[str]]:
+    """How often each function was compiled, while captured steps are called again.
+
+    What `run` makes of a graph and its inputs stands for compiled code.
+    """
     found: Counter[str] = Counter()
     compile_ = torch.compile
 
     @functools.cache  # Inductor is the same for every decoder, too
     def backend_of(name: str) -> Callable:
-        def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable:
+        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
             found[name] += 1
-            return graph.forward
+            return run(graph, inputs)
 
         return backend
 
@@ -58,6 +60,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     yield found
     torch._dynamo.reset()
     regions.compiled_once.cache_clear()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    yield from count_compilations(monkeypatch, lambda graph, _: graph.forward)
 
 
 def decode(

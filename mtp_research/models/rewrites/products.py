@@ -5,10 +5,10 @@ keys and values of one layer pay these three times. Their weights are laid out b
 here, and under `torch.compile` the first projection of a group computes the product for all. With
 `few_rows_kernel` every other projection becomes a group of one, and products go through a kernel of
 ours for the shapes that it was measured to be faster at. Gated feed-forward parts then run both
-projections and the activation in one kernel: the library's classes all compute
-down(silu(gate(x)) * up(x)), but only their code says so; a module is taken for one if it has these
-parts and gives the very numbers on a test row. FP8 layers are merged with their scales; their
-product goes through our kernel in any case, and gated ones are two kernels.
+projections and the activation in one kernel, for as many rows as that is faster at: the library's
+classes all compute down(silu(gate(x)) * up(x)), but only their code says so; a module is taken for
+one if it has these parts and gives the very numbers on a test row. FP8 layers are merged with their
+scales; their product goes through our kernel in any case, and gated ones are two kernels.
 
 The modules keep their names, parameters and values, and without `torch.compile` they do what they
 did. Letters: T rows, N outputs, K depth, F inner size.
