@@ -504,9 +504,7 @@ class SpecDecoder:
         if self.target.exchange is not None:
             self._agree(entries, params, draft_limit=self.num_speculative_tokens, replays=False)
         with torch.inference_mode():
-            self.device_step.run(
-                inputs, params, request_ids=[], draft_limit=self.num_speculative_tokens
-            )
+            self.device_step.run(inputs, params, draft_limit=self.num_speculative_tokens)
 
     def check_integrity(self) -> None:
         """Assert the invariants of requests, blocks and slots that hold between steps."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mtp_research.config.schema import VerifyOptions
-from mtp_research.decode.draft.drafter import Drafter, VerifiedStep
+from mtp_research.decode.draft.drafter import Drafter, MTPDrafter, PartCompiler, VerifiedStep
 from mtp_research.decode.sampling.grammar import apply_bitmask
 from mtp_research.decode.sampling.processors import process_logits
 from mtp_research.decode.sampling.sampling import (
@@ -102,12 +102,12 @@ class DeviceStep:
         inputs: StepInputs,
         params: SamplingTensors,
         *,
-        request_ids: list[str],
         draft_limit: int,
+        compiler: PartCompiler | None = None,
     ) -> StepResult:
-        """All four parts, as `SpecDecoder.step` calls them."""
+        """All four parts, as `SpecDecoder.step` calls them; by `compiler` see `finish`."""
         target = self.parts.target(inputs)
-        return self.finish(inputs, target, params, request_ids=request_ids, draft_limit=draft_limit)
+        return self.finish(inputs, target, params, draft_limit=draft_limit, compiler=compiler)
 
     def finish(
         self,
@@ -115,14 +115,22 @@ class DeviceStep:
         target: TargetRows,
         params: SamplingTensors,
         *,
-        request_ids: list[str],
         draft_limit: int,
+        compiler: PartCompiler | None,
     ) -> StepResult:
-        """The parts behind the target pass: those that need the masks of grammars."""
-        verified = self.parts.verify(inputs, target, params)
-        state = self.parts.advance(inputs, verified)
-        step = VerifiedStep(inputs, state, target.hidden, params, request_ids, draft_limit)
-        return StepResult.of(verified, self.parts.draft(step))
+        """The parts behind the target pass: those that need the masks of grammars.
+
+        What has as many rows for every request is compiled by `compiler`, for steps with prompt
+        rows and without: both call it with tensors that are alike.
+        """
+        # An MTP drafter compiles its passes one by one.
+        is_whole = self.drafter is not None and not isinstance(self.drafter, MTPDrafter)
+        decide, draft = _decide, _draft
+        if compiler is not None:
+            decide, draft = compiler.compiled(decide), compiler.compiled(draft) if is_whole else draft
+        verified, state = decide(self, inputs, target, params)
+        step = VerifiedStep(inputs, state, target.hidden, params, [], draft_limit, compiler)
+        return StepResult.of(verified, draft(self, step))
 
     def join(self) -> None:
         """The step of a rank without requests: its experts on the rows of the ranks that have any.
@@ -261,6 +269,18 @@ class DeviceStep:
 
     def _columns(self, inputs: StepInputs) -> Tensor:
         return torch.arange(inputs.draft_token_ids.shape[1] + 1, device=inputs.slots.device)
+
+
+def _decide(
+    step: DeviceStep, inputs: StepInputs, target: TargetRows, params: SamplingTensors
+) -> tuple[Verified, StepState]:
+    inputs.require_requests(inputs.draft_token_ids, params.seed)
+    verified = step.parts.verify(inputs, target, params)
+    return verified, step.parts.advance(inputs, verified)
+
+
+def _draft(step: DeviceStep, verified: VerifiedStep) -> Tensor:
+    return step.parts.draft(verified)
 
 
 def _inside(part: Callable, context: AbstractContextManager[object]) -> Callable:

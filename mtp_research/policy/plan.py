@@ -296,6 +296,10 @@ class DraftPlan:
         forms = [self._form(step) for step in range(draft_step + 1)]
         return forms.index(forms[-1])
 
+    def has_base(self, draft_step: int) -> bool:
+        """Whether pass `draft_step` has rows up to the frontier."""
+        return self._draft_rows(draft_step)[1]
+
     def num_outputs_read(self, draft_step: int) -> int:
         """How many of the latest passes' outputs g the rows of pass `draft_step` may read."""
         if self.policy.hidden == "shifted_target":
@@ -304,10 +308,9 @@ class DraftPlan:
         return 0 if first_draft is None else draft_step - first_draft + 1
 
     def _form(self, draft_step: int) -> tuple[object, ...]:
-        _, has_base = self._draft_rows(draft_step)
         chains = self.policy.hidden == "chain" and draft_step > 0
         num_outputs = self.num_outputs_read(draft_step)
-        return self.module_idx(draft_step), has_base, num_outputs, chains
+        return self.module_idx(draft_step), self.has_base(draft_step), num_outputs, chains
 
     @property
     def _num_static_base(self) -> int:

@@ -14,6 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import ExpectedGainLength
+from mtp_research.decode.graphs.capture import CompiledParts
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.weights import load_heads
@@ -31,12 +32,22 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     yield from count_compilations(monkeypatch, aot_eager)
 
 
-def _decoder(models, *, num_drafts: int, policy: str = "eagle", compiles: bool, **spec: object):
+def _decoder(
+    models,
+    *,
+    num_drafts: int,
+    policy: str = "eagle",
+    compiles: bool,
+    mixed: bool = False,
+    **spec: object,
+):
     target, heads = models
     engine = EngineConfig(
         **{"max_num_requests": 4, "max_model_len": 60, "deferred_output": True, "audit": False},
         # As where memory decides, each condition has another number of blocks.
         **{"cuda_graphs": True, "compile": compiles, "num_blocks": 40 + 3 * num_drafts},
+        **{"capture_mixed": mixed, "max_num_batched_tokens": 64 + 64 * mixed},
+        **{"max_prefill_chunk": 3},  # prompts wait beside requests that draft
     )
     spec = SpecSettings(policy=policy, num_speculative_tokens=num_drafts, **spec)
     return SpecDecoder(target, heads if num_drafts else None, spec=spec, engine=engine)
@@ -89,18 +100,50 @@ def test_numbers_of_drafts_share_target_and_later_passes(compiled: Counter[str],
 
 
 @pytest.mark.parametrize(
+    ("policy", "num_passes"),
+    [("eagle", 2), ("training", 0)],  # without rows of prompts
+)
+def test_steps_with_prompt_rows_run_what_decode_steps_compiled(
+    compiled: Counter[str], small, policy: str, num_passes: int, monkeypatch
+) -> None:
+    asked = Counter[str]()
+    plain = CompiledParts.compiled
+
+    def count(parts: CompiledParts, part):
+        asked[part.__name__] += 1
+        return plain(parts, part)
+
+    monkeypatch.setattr(CompiledParts, "compiled", count)
+    made = []
+    for mixed in (False, True):
+        before = compiled + Counter(), asked + Counter()
+        decoder = _decoder(small, num_drafts=3, policy=policy, compiles=True, mixed=mixed)
+        with torch.inference_mode():
+            decoder.graphs.prepare(SamplingParams(), draft_limits=[3])
+        made.append((compiled - before[0], asked - before[1]))
+    del made[1][0]["_run"]  # layers, of any number of rows: see test_regions
+    assert not made[1][0], "compiled again for prompt rows"
+    num_shapes = 2  # of 64 and of 128 rows
+    more = {"_decide": num_shapes, "_end_round": num_shapes, "_run_pass": num_passes * num_shapes}
+    assert made[1][1] - made[0][1] == +Counter(more)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
     ("head", "policy", "num_drafts", "sampling"),
     [("ttt_n1", "eagle", 3, None), ("chain_n3", "training", 2, SAMPLED)],
 )
 @pytest.mark.usefixtures("compiled")
-def test_compiled_parts_write_what_the_step_writes(head, policy, num_drafts, sampling) -> None:
+def test_compiled_parts_write_what_the_step_writes(
+    head, policy, num_drafts, sampling, mixed
+) -> None:
     target = load_target(f"{LAB}/target", dtype="float64")
     models = target, load_heads(f"{LAB}/heads/{head}", target)
     choice = {"draft_sampling": "sample"} if sampling else {}
     made = []
     for compiles in (False, True):
         decoder = _decoder(
-            models, num_drafts=num_drafts, policy=policy, compiles=compiles, **choice
+            models, num_drafts=num_drafts, policy=policy, compiles=compiles, mixed=mixed, **choice
         )
         texts = _decode(decoder, sampling)
         assert sum(map(sum, (accepted for _, accepted in texts))) > 0, "nothing was accepted"

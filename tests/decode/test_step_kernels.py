@@ -76,7 +76,7 @@ def _kernels(
             block_size=BLOCK_SIZE,
             num_drafts=num_drafts,
         )
-        return step.run(inputs, params, request_ids=[], draft_limit=num_drafts)
+        return step.run(inputs, params, draft_limit=num_drafts)
 
     slots = torch.zeros(num_requests, dtype=torch.int64)
     block_table = torch.zeros(num_requests, 2048 // BLOCK_SIZE + 1, dtype=torch.int32)

@@ -10,7 +10,7 @@ vocabulary.
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -216,9 +216,9 @@ class MTPDrafter:
     def draft(self, step: VerifiedStep, *, cache: KVCache, slot_state: SlotState) -> Tensor:
         """See `Drafter.draft`. One module pass per draft, whose rows follow the plan."""
         target_hidden = self.heads.source(step.target_hidden)[0]  # [T, D]
-        run_pass, end_round = MTPDrafter._run_pass, _end_round
-        if step.compiler is not None:
-            run_pass, end_round = map(step.compiler.compiled, (run_pass, end_round))
+        compiler, end_round = step.compiler, _end_round
+        if compiler is not None:
+            end_round = compiler.compiled(end_round)
         base_rows = self._base_rows(step.inputs)
         made: _Made | None = None
         drafts: list[Tensor] = []
@@ -233,21 +233,26 @@ class MTPDrafter:
                 pool=_OwnPages(cache.pages(kv_layer), cache.runs_regions),
                 base_rows=base_rows,
             )
-            if step.compiler is not None:
+            run_pass, of_pass = MTPDrafter._run_pass, step
+            if compiler is not None and not self.plan.has_base(draft_step):
+                of_pass = replace(step, inputs=step.inputs.of_draft_rows())
+            if compiler is not None and of_pass.inputs.static:
+                run_pass = compiler.compiled(run_pass)
                 num_rows = self.plan.num_static_rows(
                     draft_step, num_fresh=step.inputs.max_query_len, makes_draft=makes_draft
                 )
                 which = which._replace(
                     like=self.plan.like(draft_step),
-                    number=step.compiler.numbers[draft_step],
-                    layout=step.compiler.equal_rows(num_rows, step.inputs.slots),
+                    number=compiler.numbers[draft_step],
+                    layout=compiler.equal_rows(num_rows, step.inputs.slots),
+                    base_rows=None,
                 )
             num_read = 0  # without drafts a pass has no row above the frontier
             if makes_draft or self._reads_all_outputs:
                 num_read = self.plan.num_outputs_read(draft_step)
             made = run_pass(
                 self,
-                step,
+                of_pass,
                 slot_state,
                 which,
                 target_hidden=target_hidden,
@@ -320,12 +325,13 @@ class MTPDrafter:
                 num_made = num_made + is_made
         elif (exchange := self.heads.target.exchange) is not None:
             exchange.join(self._module(which.like))
-        # Where the step broke, the old drafts must not be fed again; prompts are left alone.
+        # Behind the text, of prompts as well. Where the step broke, the old drafts must not be fed
+        # again.
         slot_state.write_text(
             step.inputs.slots,
             positions=(state.num_known_tokens + number)[:, None],
             token_ids=drafts[:, None],
-            keep=None if step.inputs.static else _may_draft(step.inputs)[:, None],
+            keep=None,
         )
         return _Made(num_made, drafts, chain, sampled)
 
@@ -406,10 +412,6 @@ class MTPDrafter:
         if self.vocabulary is None:
             return self.heads.own_logits(post_norm, module_idx=module_idx)
         return self.vocabulary.logits(post_norm, module_idx=module_idx)
-
-
-def _may_draft(inputs: StepInputs) -> Tensor:
-    return inputs.ends_at_newest_token | inputs.ends_recompute
 
 
 def _gather_hidden(

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.decode.draft.drafter import MTPDrafter, VerifiedStep
+from mtp_research.decode.draft.drafter import MTPDrafter
 from mtp_research.decode.graphs.capture import (
     Captured,
     CompiledParts,
@@ -62,10 +62,9 @@ from mtp_research.decode.schedule.batch import (
 )
 from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import map_tensors, to_device
-from mtp_research.decode.step import DeviceStep, StepResult, TargetRows, Verified
+from mtp_research.decode.step import DeviceStep, StepResult, TargetRows
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, compile_options
 from mtp_research.models.rewrites.regions import mark_any_size
-from mtp_research.policy.plan import StepState
 from mtp_research.runtime.compiling import count_kernels, num_compilations
 
 _NUM_TIMED_REPLAYS = 9
@@ -106,6 +105,7 @@ class _Ran(NamedTuple):
 class StepGraphs:
     """Graphs of a `DeviceStep`, captured when a bucket is first needed."""
 
+    @torch.inference_mode()  # as whatever a step makes: compiled code asks which kind a tensor is
     def __init__(
         self,
         step: DeviceStep,
@@ -136,16 +136,6 @@ class StepGraphs:
         self._graphs: dict[Hashable, Captured[StepResult]] = {}
         self._targets: dict[Hashable, Captured[_Ran]] = {}  # target passes by themselves
         self._pool = torch.cuda.graph_pool_handle()
-        self._mixed: MixedGraphs | None = None
-        if max_mixed_rows > 0:
-            self._mixed = MixedGraphs(
-                step,
-                max_requests=batch_sizes[-1],
-                max_rows=max_mixed_rows,
-                tables=self._tables,
-                block_size=block_size,
-                pool=self._pool,
-            )
         self._rows: dict[tuple[int, int], DecodingRows] = {}
         self._compiler: CompiledParts | None = None
         if compile_step:
@@ -155,6 +145,17 @@ class StepGraphs:
                 num_drafts=step.plan.num_speculative_tokens,
             )
             _mark_state(step)
+        self._mixed: MixedGraphs | None = None
+        if max_mixed_rows > 0:
+            self._mixed = MixedGraphs(
+                step,
+                max_requests=batch_sizes[-1],
+                max_rows=max_mixed_rows,
+                tables=self._tables,
+                block_size=block_size,
+                pool=self._pool,
+                compiler=self._compiler,
+            )
         self._exchange, self._runs_regions = step.target.exchange, step.cache.runs_regions
         limits = range(step.plan.num_speculative_tokens + 1)
         kinds = [Kind(False, *how) for how in itertools.product(batch_sizes, limits)]
@@ -439,15 +440,13 @@ class StepGraphs:
         return _Ran(inputs, run_target(self._step, inputs))
 
     def _run_behind_target(self, params: SamplingTensors, ran: _Ran) -> StepResult:
-        decide, num_drafts = self._compiled(_decide), ran.inputs.max_query_len - 1
-        verified, state = decide(self._step, ran.inputs, ran.target, params)
-        step = VerifiedStep(
-            ran.inputs, state, ran.target.hidden, params, [], num_drafts, self._compiler
+        return self._step.finish(
+            ran.inputs,
+            ran.target,
+            params,
+            draft_limit=ran.inputs.max_query_len - 1,
+            compiler=self._compiler,
         )
-        # An MTP drafter compiles its passes one by one.
-        has_parts = self._step.drafter is None or isinstance(self._step.drafter, MTPDrafter)
-        draft = _draft if has_parts else self._compiled(_draft)
-        return StepResult.of(verified, draft(self._step, step))
 
     def _rows_of(self, slots: Tensor, num_drafts: int) -> DecodingRows:
         """What no step of a bucket changes: made before its first graph is captured."""
@@ -486,18 +485,6 @@ def _make_inputs(
 
 def _run_target(step: DeviceStep, inputs: StepInputs) -> TargetRows:
     return step.parts.target(inputs)
-
-
-def _decide(
-    step: DeviceStep, inputs: StepInputs, target: TargetRows, params: SamplingTensors
-) -> tuple[Verified, StepState]:
-    inputs.require_requests(inputs.draft_token_ids, params.seed)
-    verified = step.parts.verify(inputs, target, params)
-    return verified, step.parts.advance(inputs, verified)
-
-
-def _draft(step: DeviceStep, verified: VerifiedStep) -> Tensor:
-    return step.parts.draft(verified)
 
 
 def _has_prompt_rows(entries: Sequence[Scheduled]) -> bool:

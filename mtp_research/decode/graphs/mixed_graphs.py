@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mtp_research.decode.draft.drafter import MTPDrafter
+from mtp_research.decode.draft.drafter import MTPDrafter, PartCompiler
 from mtp_research.decode.graphs.capture import (
     Captured,
     Kind,
@@ -44,6 +44,7 @@ from mtp_research.kernels.latent.expanded_attention import (
     products_saved,
 )
 from mtp_research.models.attention.paged import expansion_of, latent_dims
+from mtp_research.models.rewrites.regions import mark_any_size
 from mtp_research.policy.plan import BaseRows
 
 MIXED_ROWS = (64, 128, 256, 512, 1024, 2048, 4096)  # T of the buckets, ascending
@@ -95,8 +96,10 @@ class MixedGraphs:
         tables: BlockTables,
         block_size: int,
         pool: Any,
+        compiler: PartCompiler | None,
     ) -> None:
         self._step, self._block_size, self._pool = step, block_size, pool
+        self._compiler = compiler
         self._max_requests, self._tables = max_requests, tables
         self._spare_slot = step.slot_state.spare_slot
         num_rerun = step.plan.num_speculative_tokens
@@ -123,8 +126,9 @@ class MixedGraphs:
         self._first_large = self._shapes[len(captured)] if large else None
         device = step.slot_state.text.device
         most = max(shape.num_requests for shape in self._shapes)
+        most += most % 2  # compiled code wants rows of `_facts` at multiples of 16 bytes
         ints = {"dtype": torch.int64, "device": device}
-        self._facts = torch.zeros(most, _NUM_FACTS, **ints)
+        self._facts = torch.zeros(_NUM_FACTS, most, **ints)
         self._base_counts = torch.zeros(most, **ints)
         self._block_table = torch.zeros(most, tables.width, dtype=torch.int32, device=device)
         self._params = StaticParams(most, device=device)
@@ -261,9 +265,12 @@ class MixedGraphs:
 
         def run() -> StepResult:
             slot_state.num_tokens[self._spare_slot :].fill_(1)
+            block_table = self._block_table[:num_requests]
+            if self._compiler is not None:
+                mark_any_size(block_table, dim=1)
             inputs = StepInputs.mixed(
-                self._facts[:num_requests],
-                self._block_table[:num_requests],
+                self._facts[:, :num_requests],
+                block_table,
                 slot_state=slot_state,
                 total=shape.num_rows,
                 longest=shape.longest,
@@ -275,7 +282,7 @@ class MixedGraphs:
                 ),
             )
             inputs = replace(inputs, prompts=prompts)
-            return step.run(inputs, static, request_ids=[], draft_limit=draft_limit)
+            return step.run(inputs, static, draft_limit=draft_limit, compiler=self._compiler)
 
         return run
 
@@ -294,9 +301,10 @@ class MixedGraphs:
         if base:
             base[-1] += shape.num_base_rows - sum(base)
         device = self._facts.device
-        self._facts[:num_requests] = to_device(facts, dtype=torch.int64, device=device)
+        columns = list(zip(*facts, strict=True))
+        self._facts[:, :num_requests] = to_device(columns, dtype=torch.int64, device=device)
         self._tables.update(entry.request for entry in entries)
-        slots = self._facts[:num_requests, _SLOT]
+        slots = self._facts[_SLOT, :num_requests]
         self._tables.read(slots, out=self._block_table[:num_requests])
         if base:
             self._base_counts[:num_requests] = to_device(base, dtype=torch.int64, device=device)

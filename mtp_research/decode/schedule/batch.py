@@ -26,19 +26,23 @@ from mtp_research.policy.plan import BaseRows, RowLayout, bounded_rows, equal_ro
 
 
 class DecodingRows(NamedTuple):
-    """What is the same in all steps of R requests that each verify as many drafts."""
+    """What is the same in all steps of R requests that each verify as many drafts.
+
+    The flags are tensors of their own, as in other steps: compiled code asks what is one tensor.
+    """
 
     layout: RowLayout  # of their rows
     num_drafts: Tensor  # `[R]` int64
-    yes: Tensor  # `[R]` bool
-    no: Tensor  # `[R]` bool
+    ends_at_newest_token: Tensor  # `[R]` bool
+    ends_recompute: Tensor  # `[R]` bool
+    prefilling: Tensor  # `[R]` bool
 
     @classmethod
     def of(cls, slots: Tensor, *, num_drafts: int) -> "DecodingRows":
         """Rows of the requests in `slots` `[R]`, each with `num_drafts` drafts."""
         yes = torch.ones_like(slots, dtype=torch.bool)
         drafts_each = torch.full_like(slots, num_drafts)
-        return cls(equal_rows(num_drafts + 1, slots), drafts_each, yes, ~yes)
+        return cls(equal_rows(num_drafts + 1, slots), drafts_each, yes, ~yes, ~yes)
 
 
 @dataclass(frozen=True)
@@ -87,11 +91,11 @@ class StepInputs:
         block_size: int,
         base_rows: BaseRows | None = None,
     ) -> "StepInputs":
-        """Inputs of a step with prompt rows, made on the device from facts `[R, 6]` (`facts_of`).
+        """Inputs of a step with prompt rows, made on the device from facts `[6, R]` (`facts_of`).
 
         T is `total`; no request has more rows than `longest`.
         """
-        slots, first_position, num_rows, *flags = facts.unbind(dim=1)
+        slots, first_position, num_rows, *flags = facts
         prefilling, ends_at_newest_token, ends_recompute = (flag.bool() for flag in flags)
         # A decoding request starts at its newest token, wherever the device has moved that to.
         num_tokens = slot_state.num_tokens[slots]
@@ -139,7 +143,8 @@ class StepInputs:
         Each verifies the first `num_drafts` of its K drafts. `rows` are made here if not at hand.
         """
         rows_each = num_drafts + 1
-        layout, drafts_each, yes, no = rows or DecodingRows.of(slots, num_drafts=num_drafts)
+        layout, drafts_each, *flags = rows or DecodingRows.of(slots, num_drafts=num_drafts)
+        ends_at_newest_token, ends_recompute, prefilling = flags
         num_tokens = slot_state.num_tokens[slots]
         first_position = num_tokens - 1
         request_index, positions = layout.request_index, layout.positions(first_position)
@@ -159,9 +164,9 @@ class StepInputs:
             num_tokens=num_tokens,
             num_drafts=drafts_each,
             draft_token_ids=drafts,
-            ends_at_newest_token=yes,
-            ends_recompute=no,
-            prefilling=no,
+            ends_at_newest_token=ends_at_newest_token,
+            ends_recompute=ends_recompute,
+            prefilling=prefilling,
             max_query_len=rows_each,
             block_size=block_size,
             static=True,
@@ -178,6 +183,10 @@ class StepInputs:
         known = (*own, *flags, self.first_position, *others)
         assert all(len(one) == len(self.slots) for one in known), "tensors of other requests"
         assert len(self.query_start_loc) == len(self.slots) + 1, "rows of other requests"
+
+    def of_draft_rows(self) -> "StepInputs":
+        """The same for passes of draft rows alone, of which every request has as many."""
+        return replace(self, static=True, base_rows=None)
 
     def slot_mapping(
         self, request_index: Tensor, positions: Tensor, *, writes: Tensor | None = None
@@ -272,8 +281,9 @@ def _rows_of(
             num_drafts=scheduled[0].num_scheduled_tokens - 1,
         )
     counts = [entry.num_scheduled_tokens for entry in scheduled]
+    columns = list(zip(*map(facts_of, scheduled), strict=True))
     inputs = StepInputs.mixed(
-        to_device([facts_of(entry) for entry in scheduled], dtype=torch.int64, device=device),
+        to_device(columns, dtype=torch.int64, device=device),
         block_table,
         slot_state=slot_state,
         total=sum(counts),

@@ -55,6 +55,7 @@ CompileOptions = dict[str, str | int | bool | Callable[..., object]]
 _NUM_TEST_ROWS = 2
 # Kinds of layers times ranges of rows; of a part of a step, sampling times policies times K.
 _MAX_COMPILED_VERSIONS = 64
+_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 Result = TypeVar("Result")
 # What a layer is called with and the op hands on; with other values it stays part of the step.
 _HANDED_ON = {"position_embeddings", "position_ids", "past_key_values", "attention_context"}
@@ -233,7 +234,10 @@ class _Region:
         mark_any_size(hidden, both, positions, dim=1)
         stores = stores_in_launch(now.rows.max_query_len, backend=now.backend)
         _running.now = now
-        return self._compiled(self._layer(), hidden, both, positions, now.pages.kind, stores)
+        # Compiled code that calls us excludes this key the first time it runs, and not later: the
+        # layer, whose guards see that, would be compiled twice.
+        with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
+            return self._compiled(self._layer(), hidden, both, positions, now.pages.kind, stores)
 
     def expanded(self, context: PagedContext, *, block_size: int) -> tuple[list[Tensor], list[int]]:
         """`ExpandedRows` of the pass, as the op takes them; empty where there are none."""
