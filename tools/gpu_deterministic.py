@@ -160,7 +160,8 @@ def load(options: argparse.Namespace) -> tuple[Target, MTPHeads]:
         target = random_target(options.shape, dtype=dtype, device=place)
     if options.heads is not None:
         return target, load_heads(options.heads, target)
-    return target, MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).requires_grad_(False)
+    heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1))
+    return target, heads.eval().requires_grad_(False)
 
 
 def make_prompts(target: Target, options: argparse.Namespace) -> list[list[int]]:

@@ -115,9 +115,13 @@ def _choose(
 ) -> FewRowsConfig | GemvConfig | None:
     if dtype not in _DTYPES or depth % 8:  # rows of the weight start at 16 bytes
         return None
-    # Compared and not computed with: code compiled for any number of rows then holds for a range.
-    for padded_rows, of_size in choices.items():
-        if num_rows <= padded_rows:
-            fits = (c for c in of_size if c.min_outputs <= num_outputs < c.end_outputs)
-            return next((c.config for c in fits if depth >= c.min_depth), None)
+    found: list[FewRowsConfig | GemvConfig | None] = []
+    for of_size in choices.values():
+        fits = (c for c in of_size if c.min_outputs <= num_outputs < c.end_outputs)
+        found.append(next((c.config for c in fits if depth >= c.min_depth), None))
+    # Compared and not computed with: code compiled for any number of rows then holds for a range,
+    # which is as wide as can be.
+    for padded_rows, config, above in zip(choices, found, [*found[1:], None], strict=True):
+        if config != above and num_rows <= padded_rows:
+            return config
     return None

@@ -124,7 +124,7 @@ def _measure_shape(
 ) -> Iterator[dict[str, object]]:
     with target.device:  # a module of GLM-4.5-Air takes a minute to draw on a CPU
         heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=options.modules))
-    heads.requires_grad_(False)
+    heads.eval().requires_grad_(False)
     for case in _cases_of(shape, options):
         yield measure_row(target, heads, case, options, copy_tb_per_s)
         gc.collect()

@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         start_compilers()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = random_target(options.shape, dtype=dtype, device=device)
-    heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).requires_grad_(False)
+    heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).eval().requires_grad_(False)
     report: dict[str, object] = {"arguments": vars(options), "machine": describe_machine()}
     rows: list[dict[str, object]] = []
     plain = _plain_rates(target, options)

@@ -156,7 +156,8 @@ def _load(options: argparse.Namespace, device: torch.device) -> tuple[Target, MT
         target = load_target(options.target, dtype=dtype, device=device.type)
         return target, load_heads(options.heads, target)
     target = random_target(options.shape, dtype=getattr(torch, dtype), device=device)
-    return target, MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).requires_grad_(False)
+    heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1))
+    return target, heads.eval().requires_grad_(False)
 
 
 def _passes(

@@ -102,6 +102,21 @@ def test_gated_program_shapes_are_ones_that_the_kernel_takes():
         assert choose_gated_config(num_rows, 22_016, 4096, dtype=BF16) is None
 
 
+@pytest.mark.parametrize(
+    ("weight", "limits"), [((3072, 576), [1]), ((22_016, 4096), [1, 8, 16]), ((256, 576), [])]
+)
+def test_rows_are_compared_only_where_a_choice_depends_on_them(weight, limits):
+    compared = []
+
+    class Rows(int):
+        def __le__(self, limit):  # each answer narrows what compiled code holds for
+            compared.append(limit)
+            return super().__le__(limit)
+
+    assert choose_gated_config(Rows(40), *weight, dtype=BF16) is None
+    assert compared == limits
+
+
 @pytest.mark.parametrize("block", [16, 64, 0])
 @pytest.mark.parametrize("shape", [(33, 50), (64, 128), (3, 21, 40)], ids=str)
 def test_dequantised_weight_is_each_number_times_its_scale(shape, block):
