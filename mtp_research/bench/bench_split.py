@@ -26,6 +26,7 @@ from mtp_research.decode.graphs.capture import Captured
 from mtp_research.decode.sampling.sampling import SamplingTensors
 from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.step import DeviceParts, TargetRows, Verified
+from mtp_research.decode.verify.verify import VerifyOutput
 from mtp_research.evaluation.run.timed_decode import StepClock
 from mtp_research.kernels.checks import MARK_KERNEL_NAME, part_mark
 from mtp_research.policy.plan import StepState
@@ -75,21 +76,26 @@ def _fake_mark(values: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
 
 
 def marked_parts(parts: DeviceParts) -> DeviceParts:
-    """The parts of a step, each of which hands on its last values through a mark."""
+    """The parts of a step, each of which hands on its last values through a mark.
+
+    Results are built by their classes: what `_replace` makes PyTorch 2.11 cannot return from
+    compiled code.
+    """
 
     def target(inputs: StepInputs) -> TargetRows:
         rows = parts.target(inputs)
-        return rows._replace(logits=mark(rows.logits, []))
+        return TargetRows(rows.hidden, mark(rows.logits, []))
 
     def verify(inputs: StepInputs, rows: TargetRows, params: SamplingTensors) -> Verified:
         verified = parts.verify(inputs, rows, params)
-        tokens = verified.tokens
-        num_accepted = mark(tokens.num_accepted, list(tokens[1:]))
-        return verified._replace(tokens=tokens._replace(num_accepted=num_accepted))
+        first, *others = verified.tokens
+        return Verified(VerifyOutput(mark(first, others), *others), verified.logprobs)
 
     def advance(inputs: StepInputs, verified: Verified) -> StepState:
         state = parts.advance(inputs, verified)
-        return state._replace(frontier=mark(state.frontier, [state.num_known_tokens]))
+        first_fresh, frontier, num_known_tokens, *others = state
+        marked = mark(frontier, [num_known_tokens])
+        return StepState(first_fresh, marked, num_known_tokens, *others)
 
     return DeviceParts(target, verify, advance, parts.draft)
 

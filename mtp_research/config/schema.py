@@ -215,9 +215,9 @@ class EngineConfig:
     # padded to the next one, larger ones split. None: powers of two from 2 to max_num_requests, and
     # from 16 on the middle between two of them.
     graph_batch_sizes: list[int] | None = field(default=None, metadata={"low": 1, "high": 1 << 16})
-    # Steps with up to 1,024 rows, prompt rows among them, are captured too, uncompiled: a request
-    # that arrives then stops the others for the time of its rows and not for that of its launches.
-    # Wants cuda_graphs; engine=h200 turns it on.
+    # Steps with up to 1,024 rows, prompt rows among them, are captured too: a request that arrives
+    # then stops the others for the time of its rows and not for that of its launches. Wants
+    # cuda_graphs; engine=h200 turns it on.
     capture_mixed: bool = False
     # Batch-invariant products and attention: greedy text is the same to the bit for any K, batch
     # and order; wants compile=false.

@@ -123,11 +123,12 @@ class DeviceStep:
         What has as many rows for every request is compiled by `compiler`, for steps with prompt
         rows and without: both call it with tensors that are alike.
         """
-        # An MTP drafter compiles its passes one by one.
-        is_whole = self.drafter is not None and not isinstance(self.drafter, MTPDrafter)
         decide, draft = _decide, _draft
+        compiles_own_passes = isinstance(self.drafter, MTPDrafter)
         if compiler is not None:
-            decide, draft = compiler.compiled(decide), compiler.compiled(draft) if is_whole else draft
+            decide = compiler.compiled(decide)
+            if self.drafter is not None and not compiles_own_passes:
+                draft = compiler.compiled(draft)
         verified, state = decide(self, inputs, target, params)
         step = VerifiedStep(inputs, state, target.hidden, params, [], draft_limit, compiler)
         return StepResult.of(verified, draft(self, step))

@@ -419,6 +419,8 @@ class StepGraphs:
         self._block_table[:bucket] = self._spare_block
         if self._compiler is not None:
             mark_any_size(inputs[1], dim=1)
+        if target is not None:  # a capture alone leaves in its result whatever lay there
+            target.graph.replay()
         captured = capture_call(
             lambda: part(*inputs) if target is None else part(target.result),
             pool=self._pool,
