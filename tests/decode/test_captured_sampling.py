@@ -293,7 +293,7 @@ def test_steps_of_a_batch_that_stays_copy_nothing_but_their_masks(lab, monkeypat
 def test_target_pass_has_run_before_what_reads_it_is_warmed_up(lab) -> None:
     decoder = _decoder(lab, "training", 3, **CAPTURED)
     with torch.inference_mode():
-        decoder.graphs.prepare(SamplingParams(grammar=PAIRS), draft_limits=[3])
+        decoder.graphs.prepare(SamplingParams(**GRAMMARS["grammar"]), draft_limits=[3])
     targets = list(decoder.graphs._targets.values())
     assert targets
     assert all(target.graph.num_replays > 0 for target in targets), "what lay there was read"
