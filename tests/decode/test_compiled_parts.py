@@ -1,7 +1,7 @@
 """Captured steps whose parts are compiled one by one: what is compiled how often, what is written.
 
-Captured steps are called again, as in test_captured_loop. The compiler's front ends run, with their
-rules for what writes in place, and what they give runs without a code generator.
+Captured steps are called again, as in test_captured_loop. Where values are compared, both front
+ends of the compiler run, with their rules for what writes in place; no code is generated.
 """
 
 from collections import Counter
@@ -29,6 +29,12 @@ SAMPLED = SamplingParams(max_new_tokens=10, temperature=0.7, seed=3)
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Counts alone: what is traced runs as it is."""
+    yield from count_compilations(monkeypatch, lambda graph, _: graph.forward)
+
+
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     yield from count_compilations(monkeypatch, aot_eager)
 
 
@@ -60,10 +66,14 @@ def _decode(decoder: SpecDecoder, sampling: SamplingParams | None = None):
     return [(one.output_token_ids, one.num_accepted_per_round) for one in records]
 
 
-@pytest.fixture(scope="module")
-def small():
+def _small():
     target = tiny.tiny_target("qwen3", dtype=torch.float32, num_hidden_layers=3)
     return target, tiny.tiny_heads(target, num_mtp_modules=1)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return _small()
 
 
 def test_conditions_share_what_does_not_depend_on_them(compiled: Counter[str], small) -> None:
@@ -86,7 +96,13 @@ def test_conditions_share_what_does_not_depend_on_them(compiled: Counter[str], s
         parts = compiled - before
         del parts["_run"]
         assert parts == counts, (num_drafts, policy)
-    assert compiled["_run"] == 1  # of the layers of target and module, wherever they are called
+
+
+def test_a_layer_is_compiled_once_wherever_it_is_called(lowered: Counter[str]) -> None:
+    decoder = _decoder(_small(), num_drafts=3, compiles=True)  # whose layers nothing compiled yet
+    with torch.inference_mode():
+        decoder.graphs.prepare(SamplingParams(), draft_limits=[3])
+    assert lowered["_run"] == 1  # of target and module, by code that runs for the first time or not
 
 
 def test_numbers_of_drafts_share_target_and_later_passes(compiled: Counter[str], small) -> None:
@@ -134,7 +150,7 @@ def test_steps_with_prompt_rows_run_what_decode_steps_compiled(
     ("head", "policy", "num_drafts", "sampling"),
     [("ttt_n1", "eagle", 3, None), ("chain_n3", "training", 2, SAMPLED)],
 )
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("lowered")
 def test_compiled_parts_write_what_the_step_writes(
     head, policy, num_drafts, sampling, mixed
 ) -> None:
