@@ -31,13 +31,13 @@ wait_passively()
 import torch
 from mtp_research.kernels.bench.bench_runner import describe_machine
 
-from mtp_research.bench.shapes import SHAPES, random_target
+from mtp_research.bench.shapes import SHAPES, random_heads, random_target
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompt, load_prompts
-from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.attention.attention import DenseContext
 from mtp_research.models.loading.placement import DTYPES, resolve_device
@@ -160,8 +160,7 @@ def load(options: argparse.Namespace) -> tuple[Target, MTPHeads]:
         target = random_target(options.shape, dtype=dtype, device=place)
     if options.heads is not None:
         return target, load_heads(options.heads, target)
-    heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1))
-    return target, heads.eval().requires_grad_(False)
+    return target, random_heads(target)
 
 
 def make_prompts(target: Target, options: argparse.Namespace) -> list[list[int]]:

@@ -42,12 +42,12 @@ from torch import distributed
 from mtp_research.bench.bench_decode import parse_options as bench_options
 from mtp_research.bench.bench_row import Case, measure_row
 from mtp_research.bench.planned import GPUS, StepLimit, link_time_ms, num_bytes
-from mtp_research.bench.shapes import SHAPES, drawn_target
+from mtp_research.bench.shapes import SHAPES, drawn_target, random_heads
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.loading.parts import join_ranks
 from mtp_research.models.target import Target
 
@@ -137,7 +137,7 @@ def decode(target: Target, args: argparse.Namespace, *, k: int) -> dict[str, tup
         audit=False,
     )
     torch.manual_seed(1)
-    heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).eval().requires_grad_(False)
+    heads = random_heads(target)
     decoder = SpecDecoder(target, heads, spec=SpecSettings(k), engine=engine)
     generator = torch.Generator().manual_seed(2)
     shape = (NUM_TEXTS, PROMPT_TOKENS)
@@ -163,7 +163,7 @@ def measure(args: argparse.Namespace, *, device: torch.device, report: Row) -> N
     target = drawn_target(args.shape, dtype=dtype, device=device, tp_plan=args.plan)
     torch.manual_seed(1)
     with target.device:  # the same numbers on every rank, which then keeps its part
-        heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).eval().requires_grad_(False)
+        heads = random_heads(target)
     heads.split()
     sizes = (num_bytes(target.model), num_bytes(heads))
     report["held_bytes"] = _of_ranks(sizes)  # target and modules by rank

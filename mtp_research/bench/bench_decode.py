@@ -27,8 +27,7 @@ import torch
 
 from mtp_research.bench.bench_row import EXTRAS, Case, measure_row
 from mtp_research.bench.bench_split import describe_split, model_costs
-from mtp_research.bench.shapes import SHAPES, random_target
-from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.bench.shapes import SHAPES, random_heads, random_target
 from mtp_research.kernels.bench.bench_runner import describe_machine, measure_ceilings
 from mtp_research.models.experts import EXPERTS
 from mtp_research.models.target import Target
@@ -123,8 +122,7 @@ def _measure_shape(
     target: Target, shape: str, options: argparse.Namespace, copy_tb_per_s: float | None
 ) -> Iterator[dict[str, object]]:
     with target.device:  # a module of GLM-4.5-Air takes a minute to draw on a CPU
-        heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=options.modules))
-    heads.eval().requires_grad_(False)
+        heads = random_heads(target, num_mtp_modules=options.modules)
     for case in _cases_of(shape, options):
         yield measure_row(target, heads, case, options, copy_tb_per_s)
         gc.collect()

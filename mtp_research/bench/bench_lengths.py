@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from mtp_research.bench.shapes import SHAPES, random_target
+from mtp_research.bench.shapes import SHAPES, random_heads, random_target
 from mtp_research.config.schema import EngineConfig, VerifyOptions
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import (
@@ -35,7 +35,7 @@ from mtp_research.decode.draft.draft_length import (
 )
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.heads.stack import MTPHeads
 from mtp_research.kernels.bench.bench_runner import describe_machine, drain
 from mtp_research.models.target import Target
 from mtp_research.runtime.compiling import start_compilers
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         start_compilers()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = random_target(options.shape, dtype=dtype, device=device)
-    heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1)).eval().requires_grad_(False)
+    heads = random_heads(target)
     report: dict[str, object] = {"arguments": vars(options), "machine": describe_machine()}
     rows: list[dict[str, object]] = []
     plain = _plain_rates(target, options)

@@ -32,7 +32,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from mtp_research.bench.shapes import SHAPES, random_target
+from mtp_research.bench.shapes import SHAPES, random_heads, random_target
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord, count_acceptance
 from mtp_research.decode.verify.verify import VerifyOptions
 from mtp_research.evaluation.run.prompts import ChatTokenizer, encode_prompt, load_prompts
-from mtp_research.heads.stack import HeadSpec, MTPHeads
+from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.kernels.bench.bench_runner import describe_machine, drain
 from mtp_research.models.target import Target, load_target, load_tokenizer
@@ -156,8 +156,7 @@ def _load(options: argparse.Namespace, device: torch.device) -> tuple[Target, MT
         target = load_target(options.target, dtype=dtype, device=device.type)
         return target, load_heads(options.heads, target)
     target = random_target(options.shape, dtype=getattr(torch, dtype), device=device)
-    heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=1))
-    return target, heads.eval().requires_grad_(False)
+    return target, random_heads(target)
 
 
 def _passes(

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 from mtp_research.config.schema import ModelConfig
+from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.models.fp8_layers import keep_fp8
 from mtp_research.models.loading.gguf import unpacked
 from mtp_research.models.loading.kept_fp8 import random_blocks
@@ -153,6 +154,12 @@ def random_target(
         config = AutoConfig.for_model(shape.model_type, **shape.arguments)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     return wrap_target(model, path=f"random:{name}", experts=experts)
+
+
+def random_heads(target: Target, *, num_mtp_modules: int = 1) -> MTPHeads:
+    """Heads as they are drawn, ready to decode as loaded ones are: frozen, in evaluation mode."""
+    heads = MTPHeads(target, spec=HeadSpec(num_mtp_modules=num_mtp_modules))
+    return heads.eval().requires_grad_(False)
 
 
 def drawn_target(

@@ -105,7 +105,7 @@ class DeviceStep:
         draft_limit: int,
         compiler: PartCompiler | None = None,
     ) -> StepResult:
-        """All four parts, as `SpecDecoder.step` calls them; by `compiler` see `finish`."""
+        """All four parts, as `SpecDecoder.step` calls them; `compiler` as in `finish`."""
         target = self.parts.target(inputs)
         return self.finish(inputs, target, params, draft_limit=draft_limit, compiler=compiler)
 
@@ -120,8 +120,8 @@ class DeviceStep:
     ) -> StepResult:
         """The parts behind the target pass: those that need the masks of grammars.
 
-        What has as many rows for every request is compiled by `compiler`, for steps with prompt
-        rows and without: both call it with tensors that are alike.
+        `compiler` compiles those in which every request has the same number of rows. Steps with
+        prompt rows call them with tensors like those of other steps, so that they share the code.
         """
         decide, draft = _decide, _draft
         compiles_own_passes = isinstance(self.drafter, MTPDrafter)

@@ -325,8 +325,8 @@ class MTPDrafter:
                 num_made = num_made + is_made
         elif (exchange := self.heads.target.exchange) is not None:
             exchange.join(self._module(which.like))
-        # Behind the text, of prompts as well. Where the step broke, the old drafts must not be fed
-        # again.
+        # These places lie behind the text, also that of a prompt of which only a chunk was read.
+        # Where the step broke, the old drafts must not be fed again.
         slot_state.write_text(
             step.inputs.slots,
             positions=(state.num_known_tokens + number)[:, None],

@@ -105,7 +105,8 @@ class _Ran(NamedTuple):
 class StepGraphs:
     """Graphs of a `DeviceStep`, captured when a bucket is first needed."""
 
-    @torch.inference_mode()  # as whatever a step makes: compiled code asks which kind a tensor is
+    # Tensors made here are of the kind that steps make: code compiled for one kind serves no other.
+    @torch.inference_mode()
     def __init__(
         self,
         step: DeviceStep,
@@ -419,7 +420,7 @@ class StepGraphs:
         self._block_table[:bucket] = self._spare_block
         if self._compiler is not None:
             mark_any_size(inputs[1], dim=1)
-        if target is not None:  # a capture alone leaves in its result whatever lay there
+        if target is not None:  # a capture computes nothing: its result is what lay in memory
             target.graph.replay()
         captured = capture_call(
             lambda: part(*inputs) if target is None else part(target.result),

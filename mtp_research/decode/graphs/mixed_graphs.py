@@ -6,10 +6,11 @@ a bucket: padding requests in the spare slot take the rows that are left over. L
 device busy without a graph; how large depends on the target. They are padded as well, to one of the
 few sizes of `large_sizes`: kernels are compiled anew for other numbers of rows, requests and blocks
 (Triton looks at each), so that a step of a shape that was never run would wait for its compiler.
-`prepare` runs every shape once. Of these steps layers are compiled, and what has as many rows for
-every request: by the very code that decode steps run, so that a bucket is captured in about a
-second. Latent attention of prompts behind a long context is a reason to go
-without a graph, too: only there are latents expanded, as no graph can depend on how many there are.
+`prepare` runs every shape once. Their layers, and the parts in which every request has the same
+number of rows, run the code that was compiled for decode steps; the rest is not compiled, so that a
+bucket is captured in about a second. Latent attention of prompts behind a long context is a reason
+to go without a graph, too: only there are latents expanded, as no graph can depend on how many
+there are.
 
 Letters: R requests, T packed rows, M blocks per table, K drafts per step, P padding requests.
 """

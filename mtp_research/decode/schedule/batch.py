@@ -28,7 +28,8 @@ from mtp_research.policy.plan import BaseRows, RowLayout, bounded_rows, equal_ro
 class DecodingRows(NamedTuple):
     """What is the same in all steps of R requests that each verify as many drafts.
 
-    The flags are tensors of their own, as in other steps: compiled code asks what is one tensor.
+    The flags are three tensors, as in other steps: code compiled where two names mean one tensor
+    would not serve those.
     """
 
     layout: RowLayout  # of their rows
@@ -185,7 +186,7 @@ class StepInputs:
         assert len(self.query_start_loc) == len(self.slots) + 1, "rows of other requests"
 
     def of_draft_rows(self) -> "StepInputs":
-        """The same for passes of draft rows alone, of which every request has as many."""
+        """These inputs for a pass of draft rows alone, where every request has as many rows."""
         return replace(self, static=True, base_rows=None)
 
     def slot_mapping(
