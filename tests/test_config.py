@@ -97,14 +97,16 @@ def test_keys_that_do_not_fit_others_name_the_fix(words: list[str], expected: st
     assert expected in line
 
 
-def test_deterministic_engine_with_compiled_steps_names_the_preset() -> None:
-    with pytest.raises(ConfigError) as refused:
-        compose_config(EvalConfig, ["engine=h200", "engine.deterministic=true"])
-    assert str(refused.value) == (
-        "engine.compile must be false for engine.deterministic=true, got true; "
-        "set engine=h200_deterministic."
+def test_deterministic_steps_are_compiled_by_layers_alone() -> None:
+    words = ["engine=h200_deterministic", "engine.layer_regions=false"]
+    (line,) = fault_lines(EvalConfig, *words)
+    assert line == (
+        "engine.layer_regions must be true for compiled deterministic steps, got false; "
+        "set engine.layer_regions=true."
     )
-    assert compose_config(EvalConfig, ["engine=h200_deterministic"]).engine.deterministic
+    engine = compose_config(EvalConfig, words[:1]).engine
+    assert engine.deterministic
+    assert engine.compile
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@
 Without --target: random weights of --shape and random prompts, whose drafts are hardly ever right.
 Both modes decode with K = 0 and with K drafts of both policies, each also in another batch size,
 chunk and order. Printed are match rates against the first, for divergences the gap of the two
-largest logits, and the cost in percent, after a warm-up. The usual arithmetic is captured and not
-compiled, unless --compile asks: that takes 20 to 30 s for each loop. After --limit-s no other loop
+largest logits, and the cost in percent, after a warm-up. Steps are captured and not compiled,
+unless --compile asks: that takes 20 to 30 s for each loop. After --limit-s no other loop
 is started. The result names what is missing, and is written after every loop. Exits 1 if a
 deterministic text differs or a deterministic loop is missing, 4 without a GPU and --target.
 """
@@ -145,7 +145,7 @@ def _parse_options() -> argparse.Namespace:
     add("--tokens", type=int, default=256, help="of each output")
     add("--batch", type=int, default=100)
     add("--limit-s", type=float, default=95, help="start no loop later than this")
-    add("--compile", action="store_true", help="the usual arithmetic")
+    add("--compile", action="store_true", help="captured steps")
     few = "usual arithmetic decodes the first so many loops; 1 gives the cost at K = 0"
     add("--usual-loops", type=int, help=few)
     return parser.parse_args()
@@ -192,7 +192,7 @@ def decode(
         **{"max_num_requests": batch, "max_num_batched_tokens": max(4096, batch * (options.k + 1))},
         max_prefill_chunk=int(PREFILL_CHUNK * loop.batch_share),
         max_model_len=options.prompt_tokens + options.tokens + 2,
-        compile=on_gpu and options.compile and not deterministic,
+        compile=on_gpu and options.compile,
         **{"deferred_output": True, "cuda_graphs": on_gpu, "audit": False},
         deterministic=deterministic,
     )

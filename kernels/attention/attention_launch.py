@@ -34,7 +34,7 @@ _PROGRAMS_PER_SM = 2
 MAX_SPLITS = 128
 _SPLITS_OF_A_WARP, _SPLITS_OF_FOUR_WARPS = 4, 64
 # Keys of a split whose bounds do not depend on the batch; a multiple of every tile width.
-INVARIANT_SPLIT_KEYS = 512
+INVARIANT_SPLIT_KEYS = 256
 MAX_RAGGED = 1024  # requests whose tiles a program counts through
 # Programs of prompt rows that fill the device so many times are not split. Estimated, not measured.
 _FULL_WAVES = 3

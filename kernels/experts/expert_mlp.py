@@ -84,6 +84,12 @@ class SharedExpert(NamedTuple):
 
 
 _NO_SHARED = (None, None, None, None)
+# For any number of pairs, on which a pair's bits then do not depend: the fastest for few of them.
+_INVARIANT = ExpertConfig(
+    16,
+    ProductConfig(32, 128, num_warps=4, num_stages=4),
+    ProductConfig(64, 128, num_warps=4, num_stages=4),
+)
 
 
 def choose_expert_config(
@@ -101,11 +107,7 @@ def choose_expert_config(
     if is_fp8:
         return next(c for most, c in _FP8_CONFIGS.items() if pairs_an_expert <= most)
     if pairs_an_expert <= 24:
-        return ExpertConfig(
-            16 if pairs_an_expert <= 10 else 32,
-            ProductConfig(32, 128, num_warps=4, num_stages=4),
-            ProductConfig(64, 128, num_warps=4, num_stages=4),
-        )
+        return _INVARIANT._replace(block_m=16 if pairs_an_expert <= 10 else 32)
     if pairs_an_expert <= 96:
         return ExpertConfig(
             64,
@@ -401,7 +403,8 @@ def expert_pairs(
         top_k_weights: `[T, top_k]`, any floating dtype.
         scales: of FP8 weights; None for plain ones.
         shared: expert E, FP8 with scales where the others are.
-        backend: `auto`, `reference` or `triton`.
+        backend: `auto`, `reference`, `triton`, or `invariant`: as `auto`, and on Triton a pair's
+            bits do not depend on the others; without scales.
 
     Returns:
         `[T, top_k, H]` in the dtype of `x`.
@@ -439,7 +442,8 @@ def _expert_pairs_op(
     _check_layout(x, gate_up_proj, down_proj, *(scales or ())[:2])
     out = x.new_empty(*top_k_index.shape, x.shape[1])
     if out.numel():
-        launch_expert_pairs(*operands, scales=scales, shared=shared, out=out)
+        config = _INVARIANT if backend == checks.INVARIANT else None
+        launch_expert_pairs(*operands, scales=scales, shared=shared, out=out, config=config)
     return out
 
 

@@ -10,6 +10,10 @@ Maths: out[b, m, n] = sum_k x[b, m, k] * weight[b, n, k] + bias[n], accumulated 
 Layout: grid (M tiles, N tiles, batch); M tiles of one weight tile run beside each other, so that
 they find it in L2. For experts the pairs of a row and a group are sorted by group and padded to
 whole tiles, on the device, and the same program reads one group's weight for every M tile.
+On Hopper half-precision matrices go through `few_rows_product`, as many rows at a time as it takes:
+its matrix instruction has the weight's rows on one side, always as many of them, and adds up the
+terms of each pair of a row and an output by itself. How many rows lie on the other side, and how
+many loads are under way, changes no bit; where K is split follows from the weight.
 Letters: B batch, M rows, K depth, N outputs, E groups, P pairs of a row and a group, D columns.
 Source: batch invariance as in thinking-machines-lab/batch_invariant_ops; sorting and padding as in
 fused MoE kernels.
@@ -22,6 +26,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.attention_launch import ceil_div
+from mtp_research.kernels.products.few_rows_choice import runs_on
+from mtp_research.kernels.products.few_rows_product import (
+    MAX_ROWS,
+    FewRowsConfig,
+    few_rows_product,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +45,9 @@ except ImportError:  # checks.resolve_backend refuses the kernel then
 _NUM_SMS = 132  # tiles must not depend on the card either; these are the H100's and the H200's
 BLOCK_D = 1024  # of `row_sum`
 NUM_WARPS = 4
+_FEW_ROWS = FewRowsConfig(64, 128, 4, 4, 2, uses_descriptor=True)  # for any number of rows
+_HALVES = (torch.bfloat16, torch.float16)
+_VECTOR_BYTES = 16
 
 
 class MatmulConfig(NamedTuple):
@@ -148,6 +161,8 @@ def invariant_matmul(
     check_operands(x, weight, bias)
     if checks.resolve_backend(backend, tensor=x, kernel=invariant_matmul_kernel) == "reference":
         return invariant_matmul_ref(x, weight, bias)
+    if fits_few_rows(weight):
+        return matmul_by_few_rows(x, weight, bias)
     batch = len(x) if x.dim() == 3 else 1
     out = x.new_empty(*x.shape[:-1], weight.shape[-2])
     launch_matmul(
@@ -159,6 +174,25 @@ def invariant_matmul(
         pairs_per_row=1,
     )
     return out
+
+
+def fits_few_rows(weight: Tensor) -> bool:
+    """Whether products with `weight` go through `matmul_by_few_rows`: it alone decides."""
+    is_matrix = weight.dim() == 2 and weight.dtype in _HALVES and weight.stride(1) == 1
+    starts = (weight.data_ptr(), weight.stride(0) * weight.element_size())
+    return is_matrix and runs_on(weight.device) and not any(n % _VECTOR_BYTES for n in starts)
+
+
+def matmul_by_few_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str = "auto"
+) -> Tensor:
+    """As `invariant_matmul` of `x` `[M, K]`, by `few_rows_product`."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    parts = [
+        few_rows_product(rows, weight, bias, config=_FEW_ROWS, backend=backend)
+        for rows in x.split(MAX_ROWS)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def choose_matmul_config(num_outputs: int, *, element_bytes: int) -> MatmulConfig:

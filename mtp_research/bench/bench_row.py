@@ -220,7 +220,7 @@ def _decoder(
         max_model_len=limit,
         deferred_output=True,
         cuda_graphs=on_gpu and not options.no_graphs,
-        compile=on_gpu and not options.no_compile and not options.deterministic,
+        compile=on_gpu and not options.no_compile,
         few_rows_kernel=not options.library_products,
         rotary_in_attention=not options.library_rotary,
         overlap_launches=not options.serial_launches,

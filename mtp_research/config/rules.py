@@ -357,9 +357,9 @@ def _cell_faults(config: EvalConfig) -> Iterator[str]:
 
 
 def _capture_faults(engine: EngineConfig) -> Iterator[str]:
-    if engine.deterministic and engine.compile:
-        fix = "engine=h200_deterministic"
-        yield _must_be_false("engine.compile", "engine.deterministic=true", fix)
+    if engine.deterministic and engine.compile and not engine.layer_regions:
+        key, expected = "engine.layer_regions", "must be true for compiled deterministic steps"
+        yield rule_line(key, expected, "false", f"{key}=true")
     for name in ("compile", "capture_mixed"):  # what is not captured is not compiled
         if getattr(engine, name) and not engine.cuda_graphs:
             yield _must_be_false(f"engine.{name}", "engine.cuda_graphs=false")

@@ -220,7 +220,7 @@ class EngineConfig:
     # cuda_graphs; engine=h200 turns it on.
     capture_mixed: bool = False
     # Batch-invariant products and attention: greedy text is the same to the bit for any K, batch
-    # and order; wants compile=false.
+    # and order.
     deterministic: bool = False
     audit: bool = True  # count WRONG, MIXED and HOLE slots of the draft KV
     audit_every: int = within(1, 1, 1 << 20)  # watch about one request in so many, by id

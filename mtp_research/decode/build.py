@@ -1,9 +1,11 @@
 """The parts of a decoder, built from its settings: who drafts, who watches, state, scheduler."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
+from torch import nn
+from transformers import PreTrainedConfig
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.drafter import Drafter, Heads, MTPDrafter, NullDrafter, OracleDrafter
@@ -22,7 +24,9 @@ from mtp_research.heads.stack import MTPHeads
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.paged_attention_triton import attention_kernel
 from mtp_research.models.attention.paged import require_exact_length
+from mtp_research.models.experts import EXPERTS_NAME, expert_stacks
 from mtp_research.models.family import LayerGeometry
+from mtp_research.models.fp8_layers import holds_fp8
 from mtp_research.models.recurrent import RecurrentStates
 from mtp_research.models.rewrites.cpu_layers import fuse_norms, join_experts, put_weights_left
 from mtp_research.models.target import Target
@@ -169,10 +173,10 @@ def build_products(
     join_experts(models, enabled=is_usual)
     if not engine.deterministic:
         return None
-    if engine.compile:
+    if any(holds_fp8(model) for model in models):
         raise ConfigError(
-            "engine.deterministic=true needs engine.compile=false, got true: compiled code chooses "
-            "the order of its sums by the batch; set engine=h200_deterministic."
+            "engine.deterministic=true has no batch-invariant products of FP8 weights; set "
+            "model.keep_fp8=false."
         )
     own = "triton" if target.device.type == "cuda" else "reference"
     if engine.backend not in ("auto", own):
@@ -187,7 +191,24 @@ def build_products(
         )
     from mtp_research.models.rewrites.invariant import InvariantProducts
 
-    return InvariantProducts(models)
+    is_compiled = engine.compile and engine.cuda_graphs
+    if is_compiled:
+        _require_compilable(target, models)
+    return InvariantProducts([] if is_compiled else models)
+
+
+def _require_compilable(target: Target, models: Sequence[nn.Module]) -> None:
+    """Refuse what deterministic steps cannot be compiled for; uncompiled they know it."""
+    stacks = (stack for model in models for stack in expert_stacks(model))
+    names = {cast(PreTrainedConfig, stack.config)._experts_implementation for stack in stacks}
+    found = "ranks that share experts" if target.exchange is not None else None
+    if names - {EXPERTS_NAME}:
+        found = f"experts by {', '.join(sorted(map(str, names)))}"
+    if found is not None:
+        raise ConfigError(
+            "engine.deterministic=true compiles targets without experts, or with experts by "
+            f"{EXPERTS_NAME} on one rank, got {found}; set engine.compile=false."
+        )
 
 
 def require_kernel_support(

@@ -9,6 +9,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.step import DeviceStep
+from mtp_research.models.experts import route_experts
 from mtp_research.models.rewrites.invariant import EXPERTS_NAME, InvariantProducts
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError
@@ -196,12 +197,13 @@ def test_deterministic_with_what_follows_the_batch_is_refused(recipe, changes, m
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("way", ["eager", "graphs", "compiled"])
 @pytest.mark.parametrize("recipe", ["glm4_moe", "qwen3", "deepseek_v3"])
-def test_deterministic_texts_on_gpu_are_equal_in_any_loop(recipe: str, graphs: bool) -> None:
+def test_deterministic_texts_on_gpu_are_equal_in_any_loop(recipe: str, way: str) -> None:
     target = tiny.tiny_target(recipe, dtype=torch.bfloat16)
-    heads = tiny.tiny_heads(target).to("cuda")
     target.model.to("cuda")
+    route_experts(target.model)
+    heads = tiny.tiny_heads(target).to("cuda")
 
     def texts(num_speculative_tokens: int, policy: str = "training", **engine: int):
         decoder = SpecDecoder(
@@ -212,7 +214,8 @@ def test_deterministic_texts_on_gpu_are_equal_in_any_loop(recipe: str, graphs: b
                 deterministic=True,
                 audit=False,
                 deferred_output=True,
-                cuda_graphs=graphs,
+                cuda_graphs=way != "eager",
+                compile=way == "compiled",
                 **engine,
             ),
         )
@@ -222,4 +225,5 @@ def test_deterministic_texts_on_gpu_are_equal_in_any_loop(recipe: str, graphs: b
     expected = texts(0, max_num_requests=1)
     assert texts(0, max_num_requests=4, max_prefill_chunk=3) == expected
     assert texts(3, max_num_requests=4) == expected
-    assert texts(3, policy="eagle", max_num_requests=2, max_prefill_chunk=2) == expected
+    captured = {"capture_mixed": way == "compiled"}  # or such steps run as they come
+    assert texts(3, policy="eagle", max_num_requests=2, max_prefill_chunk=2, **captured) == expected

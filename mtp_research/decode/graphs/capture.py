@@ -16,17 +16,18 @@ What no step of a bucket changes is made before the capture, and read.
 Letters: R requests, K drafts per step.
 """
 
+import contextlib
 import functools
 import gc
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.drafter import MTPDrafter, VerifiedStep
@@ -72,7 +73,7 @@ def first_requests(result: StepResult, num_requests: int) -> StepResult:
     return map_tensors(lambda tensor: tensor[:num_requests], result)
 
 
-@contextmanager
+@contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """Python's cycle collector stays away: to destroy an older graph ends a capture with an error.
 
@@ -345,18 +346,21 @@ def require_grouped_experts(models: Sequence[nn.Module], *, dtype: str) -> None:
             )
 
 
-def captured_sizes(max_num_requests: int, *, wanted: Sequence[int] | None) -> tuple[int, ...]:
+def captured_sizes(
+    max_num_requests: int, *, wanted: Sequence[int] | None, least: int = 1
+) -> tuple[int, ...]:
     """Buckets, ascending: the sizes wanted, none of them above the largest batch there can be.
 
     Where none are wanted, powers of two and, from 16 on, the middle between two of them: requests
     that have ended leave places, and a batch pays for those of its bucket. For example 6 requests
     at most give 2, 4, 6, and 64 give 2, 4, 8, 16, 24, 32, 48, 64; with `[4, 8]` wanted 6 give 4 and
     6, and with `[4]` alone 4, to which larger batches are split. A batch of 1 is padded to 2,
-    unless 1 is wanted: for the compiler it is a case of its own, with faster kernels.
+    unless 1 is wanted and `least`: for the compiler it is a case of its own, with faster kernels.
     """
     powers = [1 << power for power in range(1, max_num_requests.bit_length() + 1)]
     middles = [size * 3 // 2 for size in powers if size >= _LEAST_HALVED]
-    return tuple(sorted({min(size, max_num_requests) for size in wanted or (*powers, *middles)}))
+    sizes = (min(size, max_num_requests) for size in wanted or (*powers, *middles))
+    return tuple(sorted({max(size, least) for size in sizes}))
 
 
 def bucket_of(num_requests: int, batch_sizes: Sequence[int]) -> int:
@@ -404,7 +408,9 @@ def _call(part: Callable, *args: object, **kwargs: object) -> object:
     for tensor in _tensors((args, tuple(kwargs.values()))):
         if tensor.dim() > 0:
             mark_any_size(tensor, dim=0)
-    return part(*args, **kwargs)
+    is_inside = _get_current_function_mode() is not None  # of deterministic parts: see `_inside`
+    with _pop_mode_temporarily() if is_inside else contextlib.nullcontext():
+        return part(*args, **kwargs)
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

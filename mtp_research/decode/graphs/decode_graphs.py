@@ -63,8 +63,13 @@ from mtp_research.decode.schedule.batch import (
 from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import map_tensors, to_device
 from mtp_research.decode.step import DeviceStep, StepResult, TargetRows
-from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, compile_options
-from mtp_research.models.rewrites.regions import mark_any_size
+from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, options_of
+from mtp_research.models.rewrites.regions import (
+    DETERMINISTIC,
+    LEAST_ROWS,
+    CompileOptions,
+    mark_any_size,
+)
 from mtp_research.runtime.compiling import count_kernels, num_compilations
 
 _NUM_TIMED_REPLAYS = 9
@@ -84,13 +89,16 @@ def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) 
     step.cache.runs_regions = engine.compile and engine.layer_regions
     return StepGraphs(
         step,
-        batch_sizes=captured_sizes(engine.max_num_requests, wanted=engine.graph_batch_sizes),
+        batch_sizes=captured_sizes(
+            engine.max_num_requests,
+            wanted=engine.graph_batch_sizes,
+            least=LEAST_ROWS if engine.deterministic else 1,
+        ),
         num_table_blocks=blocks_per_request(
             step.drafter, plan=step.plan, engine=engine, max_model_len=max_model_len
         ),
         block_size=engine.block_size,
-        compile_step=engine.compile,
-        overlap_launches=engine.overlap_launches,
+        options=options_of(engine) if engine.compile else None,
         max_mixed_rows=engine.max_num_batched_tokens if captures_mixed else 0,
     )
 
@@ -114,8 +122,7 @@ class StepGraphs:
         batch_sizes: Sequence[int],
         num_table_blocks: int,
         block_size: int,
-        compile_step: bool,
-        overlap_launches: bool = False,
+        options: CompileOptions | None = None,
         max_mixed_rows: int = 0,
     ) -> None:
         self._step, self._batch_sizes = step, batch_sizes
@@ -139,11 +146,9 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._rows: dict[tuple[int, int], DecodingRows] = {}
         self._compiler: CompiledParts | None = None
-        if compile_step:
+        if options is not None:
             self._compiler = CompiledParts.on(
-                device,
-                compile_options(overlaps=overlap_launches),
-                num_drafts=step.plan.num_speculative_tokens,
+                device, options, num_drafts=step.plan.num_speculative_tokens
             )
             _mark_state(step)
         self._mixed: MixedGraphs | None = None
@@ -158,6 +163,7 @@ class StepGraphs:
                 compiler=self._compiler,
             )
         self._exchange, self._runs_regions = step.target.exchange, step.cache.runs_regions
+        self._always_regions = options is not None and DETERMINISTIC in options
         limits = range(step.plan.num_speculative_tokens + 1)
         kinds = [Kind(False, *how) for how in itertools.product(batch_sizes, limits)]
         if self._mixed is not None:
@@ -220,10 +226,11 @@ class StepGraphs:
         """The shape in which all ranks replay a step, of the most that any of them has said.
 
         Layers of a step that runs as it comes are not called as regions: these are compiled for
-        ranks that have equal numbers of rows.
+        ranks that have equal numbers of rows. Deterministic steps call them in any case.
         """
         shape = self._shared.agreed(most)
-        self._step.cache.runs_regions = self._runs_regions and shape is not None
+        if not self._always_regions:
+            self._step.cache.runs_regions = self._runs_regions and shape is not None
         return shape
 
     def run(

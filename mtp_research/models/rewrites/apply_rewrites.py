@@ -48,15 +48,19 @@ all of 200 texts are the same for K = 0 and 3, where 157 to 170 are without; K =
 144 % longer. On only with `engine.deterministic=true`, which excludes the compiled rewrites above.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from mtp_research.config.schema import EngineConfig
+from mtp_research.models.rewrites.invariant import compile_row_modules
 from mtp_research.models.rewrites.products import merge_projections
-from mtp_research.models.rewrites.regions import compile_layers_once
+from mtp_research.models.rewrites.regions import (
+    DETERMINISTIC,
+    CompileOptions,
+    compile_layers_once,
+)
 from mtp_research.models.rewrites.rotary import leave_rotary_to_attention
 from mtp_research.models.rewrites.shared_experts import join_shared_experts
 from mtp_research.models.target import Target
@@ -77,18 +81,24 @@ def apply_rewrites(target: Target, heads: nn.Module | None, engine: EngineConfig
     for model in (target.model, heads):
         if model is None:
             continue
-        merge_projections(model, few_rows_kernel=engine.few_rows_kernel)
-        join_shared_experts(model)
-        leave_rotary_to_attention(target, model, enabled=engine.rotary_in_attention)
-        compile_layers_once(
-            target,
-            model,
-            enabled=engine.layer_regions,
-            options=compile_options(overlaps=engine.overlap_launches),
-        )
+        usual = not engine.deterministic  # else the number of rows would choose kernels
+        merge_projections(model, few_rows_kernel=engine.few_rows_kernel and usual)
+        join_shared_experts(model, always=not usual)
+        leave_rotary_to_attention(target, model, enabled=engine.rotary_in_attention and usual)
+        options = options_of(engine)
+        compile_layers_once(target, model, enabled=engine.layer_regions, options=options)
+        compile_row_modules(target, model, options=options)
 
 
-def compile_options(*, overlaps: bool) -> dict[str, str | int | bool | Callable[..., object]]:
+def options_of(engine: EngineConfig) -> CompileOptions:
+    """`compile_options` of an engine's steps."""
+    options = compile_options(overlaps=engine.overlap_launches)
+    if engine.deterministic:  # no kernel chosen by a race, and the roundings of separate calls
+        options |= {DETERMINISTIC: True, "emulate_precision_casts": True}
+    return options
+
+
+def compile_options(*, overlaps: bool) -> CompileOptions:
     """Options of `torch.compile`, from here on with kernels that wait first where they overlap.
 
     With Inductor's programmatic dependent launch a kernel waits where it first touches what the one

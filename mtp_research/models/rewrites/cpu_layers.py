@@ -219,12 +219,14 @@ def variant_of(
 ) -> type[nn.Module]:
     """The class `plain` under its name with another `forward`, and fields of the class.
 
-    Made here, it cannot be found by name: copies and files of its modules hold `plain`.
+    Made here, it cannot be found by name: copies and files of its modules hold `plain`, without the
+    module's `region`, if it has one.
     """
 
     def reduce(self: nn.Module, protocol: int) -> tuple:
-        _, _, *state = plain.__reduce_ex__(self, protocol)
-        return (_new, (plain,), *state)
+        _, _, state, *rest = plain.__reduce_ex__(self, protocol)
+        kept = {name: value for name, value in cast(dict, state).items() if name != "region"}
+        return (_new, (plain,), kept, *rest)
 
     methods = {"forward": forward, "__doc__": plain.__doc__, "__reduce_ex__": reduce}
     return type(plain.__name__, (mark, plain), methods | fields)

@@ -6,6 +6,10 @@ shapes of one row. Experts go through one grouped product, which a CUDA graph ca
 is asked for its invariant form by name (`kernels.checks.INVARIANT`). What is left works element by
 element, or row by row in an order of its own (softmax, norms of the library's own kernels).
 
+Compiled code is traced without the mode: its products are replaced in the traced graph instead
+(`replace_products`). What else such code computes of rows, in kernels whose order of additions the
+compiler chose, must be the same code for every number of rows and in every step: see `regions`.
+
 On a CPU vectorised functions compute the last elements of a tensor by other code than the rest, so
 that an element's bits depend on its place: these are called once per row there.
 
@@ -13,12 +17,16 @@ Letters: M rows, K depth, N outputs, E experts, P pairs of a row and an expert, 
 Source: batch invariance as in thinking-machines-lab/batch_invariant_ops.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
@@ -31,7 +39,17 @@ from mtp_research.kernels.products.invariant_matmul import (
     row_sum,
 )
 from mtp_research.models.experts import expert_stacks
-from mtp_research.models.fp8_layers import holds_fp8
+from mtp_research.models.rewrites.cpu_layers import variant_of
+from mtp_research.models.rewrites.regions import (
+    DETERMINISTIC,
+    LEAST_ROWS,
+    VIEW_TRACKING,
+    CompileOptions,
+    LayerRegion,
+    compiled_once,
+    like_all_rows,
+)
+from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError
 
 EXPERTS_NAME = "mtp_research_invariant"
@@ -46,11 +64,6 @@ class InvariantProducts(TorchFunctionMode):
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__()
         owners = [stack for model in models for stack in expert_stacks(model)]
-        if any(holds_fp8(model) for model in models):
-            raise ConfigError(
-                "engine.deterministic=true has no batch-invariant products of FP8 weights; set "
-                "model.keep_fp8=false."
-            )
         configs = [cast(PreTrainedConfig, owner.config) for owner in owners]
         self._configs = list({id(config): config for config in configs}.values())
         self._experts_before: list[str] = []
@@ -88,10 +101,7 @@ class InvariantProducts(TorchFunctionMode):
         """Call the invariant form of `func` where there is one."""
         kwargs = kwargs or {}
         if func in _REFUSED:
-            raise ConfigError(
-                f"engine.deterministic=true has no batch-invariant form of {func.__name__}, which "
-                "this model calls; set engine.deterministic=false."
-            )
+            raise _refused(func)
         if func in _ELEMENTWISE and not cast(Tensor, args[0]).is_cuda:
             return _by_row(func, cast(Tensor, args[0]), *args[1:], **kwargs)
         return _INVARIANT.get(func, func)(*args, **kwargs)
@@ -136,10 +146,22 @@ def _backend(tensor: Tensor) -> str:
     return "auto" if tensor.dtype in checks.KERNEL_DTYPES else "reference"
 
 
+@torch.library.custom_op("mtp_research::invariant_product", mutates_args=())
+def invariant_product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`invariant_matmul`, one node for `torch.compile`."""
+    return invariant_matmul(rows, weight, bias, backend=_backend(rows))
+
+
+@invariant_product.register_fake
+def _fake(rows: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+    return rows.new_empty(*rows.shape[:-1], weight.shape[-2])
+
+
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = input.reshape(-1, input.shape[-1])
-    output = invariant_matmul(rows, weight, bias, backend=_backend(rows))
-    return output.view(*input.shape[:-1], len(weight))
+    return invariant_product(rows, weight, bias).view(*input.shape[:-1], weight.shape[0])
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
@@ -151,7 +173,7 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
     batch = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
     rows = input.expand(*batch, *input.shape[-2:]).flatten(0, -3)
     weights = other.mT.expand(*batch, *other.mT.shape[-2:]).flatten(0, -3)
-    output = invariant_matmul(rows, weights, backend=_backend(rows))
+    output = invariant_product(rows, weights)
     return output.view(*batch, *output.shape[-2:])
 
 
@@ -195,10 +217,175 @@ def _by_row(
     return torch.stack(rows).view(input.shape)
 
 
-_INVARIANT: dict[Callable[..., object], Callable[..., object]] = {
+def replace_products(graph: fx.GraphModule) -> None:
+    """Let what `torch.compile` has traced call the invariant forms of its products, in place.
+
+    Experts are those of `expert_mlp`, which has such a form itself; others are refused.
+    """
+    for node in graph.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        is_method = node.op == "call_method"
+        function = cast(Callable, getattr(Tensor, node.target, None) if is_method else node.target)
+        if function in _REFUSED:
+            raise _refused(function)
+        if function is _EXPERT_PAIRS:
+            *operands, _ = node.args  # the last is the backend
+            node.args = (*operands, checks.INVARIANT)
+        elif function in _PRODUCTS:
+            node.op, node.target = "call_function", _PRODUCTS[function]
+    graph.recompile()
+
+
+def _refused(function: Callable[..., object]) -> ConfigError:
+    name = getattr(function, "__name__", str(function))
+    return ConfigError(
+        f"engine.deterministic=true has no batch-invariant form of {name}, which this model calls; "
+        "set engine.deterministic=false."
+    )
+
+
+@functools.cache
+def invariant_backend(options: tuple[tuple[str, object], ...]) -> Callable[..., Any]:
+    """Inductor for `torch.compile`, after `replace_products`; `options` are Inductor's."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> object:
+        replace_products(graph)
+        return compile_fx(graph, inputs, config_patches=dict(options))
+
+    return compile_graph
+
+
+class RowModule(nn.Module):
+    """Marks the classes that `compile_row_modules` makes."""
+
+    plain_class: type[nn.Module]
+    region: "_RowRegion | None" = None  # of the class: heads make their norms of the target's class
+
+
+def compile_row_modules(target: Target, model: nn.Module, *, options: CompileOptions) -> None:
+    """Let what `model` computes of rows outside of its layers be compiled as regions, in place.
+
+    These are norms like the target's last one and rotary embeddings; products, embeddings and what
+    only moves numbers need none. Without `DETERMINISTIC` among `options`, modules that an earlier
+    call has changed are put back.
+
+    Raises:
+        ConfigError: a layer is no region, or it is not known what a module does.
+    """
+    hidden = torch.linspace(-3.0, 3.0, LEAST_ROWS * target.config.hidden_size).sin()
+    hidden = hidden.view(1, LEAST_ROWS, -1).to(target.device, target.dtype)
+    position_ids = torch.arange(LEAST_ROWS, device=target.device)[None]
+    norm_class = _plain_class(target.final_norm)
+    layers = cast(nn.ModuleList, target.model.base_model.layers)
+    layer_classes = tuple({_plain_class(layer) for layer in layers})
+    for name, module in _outside_of_regions(model, layer_classes):
+        if isinstance(module, RowModule):
+            module.region = None
+        if not options.get(DETERMINISTIC):
+            continue
+        plain = _plain_class(module)
+        if hasattr(module, "inv_freq"):  # a rotary embedding
+            rows = [hidden, position_ids]
+        elif plain is norm_class:
+            rows = [hidden]
+        elif isinstance(module, layer_classes) or not isinstance(module, _PLAIN_MODULES):
+            raise ConfigError(
+                "engine.deterministic=true compiles layers, norms, products and rotary embeddings, "
+                f"got {name}, {type(module).__name__}; set engine.compile=false."
+            )
+        else:
+            continue
+        if not isinstance(module, RowModule):
+            module.__class__ = _regional(plain)
+        row_module = cast(RowModule, module)
+        row_module.region = _RowRegion(row_module, options, rows)
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    return module.plain_class if isinstance(module, RowModule | LayerRegion) else type(module)
+
+
+@functools.cache
+def _regional(plain: type[nn.Module]) -> type[nn.Module]:
+    return variant_of(plain, RowModule, _run_as_region, plain_class=plain)
+
+
+def _outside_of_regions(
+    module: nn.Module, layer_classes: tuple[type[nn.Module], ...], name: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Modules without modules in them, and layers that are no regions, with their names."""
+    if isinstance(module, LayerRegion) and module.region is not None:
+        return
+    children = list(module.named_children())
+    if not children or isinstance(module, layer_classes):
+        yield name, module
+        return
+    for child_name, child in children:
+        child_name = f"{name}.{child_name}".lstrip(".")
+        yield from _outside_of_regions(child, layer_classes, child_name)
+
+
+def _run_as_region(
+    self: RowModule, hidden: Tensor, position_ids: Tensor | None = None
+) -> Tensor | tuple[Tensor, ...]:
+    rows = [hidden] if position_ids is None else [hidden, position_ids]
+    # Other forwards are not of packed rows, or of positions by axis, whose steps are not compiled.
+    is_packed = hidden.dim() == 3 and all(len(tensor) == 1 for tensor in rows)
+    if self.region is None or torch.is_grad_enabled() or not is_packed:
+        return self.plain_class.forward(self, *rows)
+    found = run_rows(rows, self.region.number)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+class _RowRegion:
+    """A module, the code compiled for its like, and the number by which the op finds it."""
+
+    def __init__(self, module: RowModule, options: CompileOptions, rows: list[Tensor]) -> None:
+        self.number = next(_numbers)
+        self.module = weakref.ref(module)  # which owns its region
+        self.compiled = compiled_once(_run_module, tuple(options.items()))
+        with torch.no_grad():
+            self.like = [(out.shape[2], out.dtype) for out in _run_module(module, rows)]
+        _row_regions[self.number] = self
+
+
+_row_regions: weakref.WeakValueDictionary[int, _RowRegion] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _run_module(module: RowModule, rows: list[Tensor]) -> list[Tensor]:
+    found = module.plain_class.forward(module, *rows)
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+@torch.library.custom_op("mtp_research::run_rows", mutates_args=())
+def run_rows(rows: list[torch.Tensor], region: int) -> list[torch.Tensor]:
+    """Outputs, each `[1, M, D]`, of a region's module on `rows`, each `[1, M, ...]`."""
+    found = _row_regions[region]
+    with torch._C._ExcludeDispatchKeyGuard(VIEW_TRACKING):  # as for layers
+        outputs = found.compiled(found.module(), like_all_rows(*rows))
+    num_rows = rows[0].shape[1]
+    return outputs if num_rows >= LEAST_ROWS else [out[:, :num_rows].clone() for out in outputs]
+
+
+@run_rows.register_fake
+def _fake_rows(rows: list[torch.Tensor], region: int) -> list[torch.Tensor]:
+    num_rows = rows[0].shape[1]
+    like = _row_regions[region].like
+    return [rows[0].new_empty(1, num_rows, size, dtype=dtype) for size, dtype in like]
+
+
+_PLAIN_MODULES = (nn.Embedding, nn.Linear)
+_EXPERT_PAIRS = torch.ops.mtp_research.expert_pairs.default
+_PRODUCTS: dict[Callable[..., object], Callable[..., object]] = {
     functional.linear: _linear,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, operator.matmul), _matmul),
     **dict.fromkeys((torch.bmm, Tensor.bmm, torch.mm, Tensor.mm), _matmul),
+}
+_INVARIANT: dict[Callable[..., object], Callable[..., object]] = {
+    **_PRODUCTS,
     **dict.fromkeys((torch.sum, Tensor.sum), _sum),
     **dict.fromkeys((torch.mean, Tensor.mean), _mean),
 }
@@ -211,4 +398,5 @@ _ELEMENTWISE: set[Callable[..., object]] = {
 _REFUSED: set[Callable[..., object]] = {
     *(torch.einsum, torch.tensordot, torch.inner, torch.addmm, torch.baddbmm, torch.addbmm),
     *(torch.mv, torch.dot, functional.conv1d, functional.scaled_dot_product_attention),
+    *(torch._grouped_mm, functional.grouped_mm),
 }

@@ -7,6 +7,12 @@ itself: for any number of rows, with the weights as arguments, so that one compi
 layers of target and MTP modules, decoding and prompt rows. What differs by pass (where rows lie and
 what they may read) never enters that code: its attention op asks for the pass that is running.
 
+**Deterministic steps** (`engine.deterministic`) go further. Code that another number of rows, or
+another kind of step, would have compiled anew may add up in another order. So every pass runs the
+same regions, steps that are not captured included; besides layers, norms and rotary embeddings
+outside of them are regions (`invariant.compile_row_modules`); and a region is compiled as for
+`_HINT_ROWS` rows, whichever step comes first, and runs on two at least: one is a case of its own.
+
 A layer is taken if its own forward, on test rows, gives one tensor like its input, and if nothing
 has replaced the forward of a module in it. Others stay part of the step.
 
@@ -15,6 +21,7 @@ Like the ops over pages, `run_layer` does not declare that it writes them; see `
 Letters: T packed rows, D hidden, P rotary dims.
 """
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -26,6 +33,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from mtp_research.kernels import checks
 from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV, Scoring
 from mtp_research.kernels.attention.paged_attention import attend_pages
 from mtp_research.kernels.attention.store_kv import NewRows
@@ -47,6 +55,7 @@ from mtp_research.models.attention.paged import (
     stores_in_launch,
 )
 from mtp_research.models.family import KVKind, KVPages, KVStack
+from mtp_research.models.rewrites.cpu_layers import variant_of
 from mtp_research.models.rewrites.rotary import Recorder
 from mtp_research.models.target import Target
 
@@ -55,7 +64,10 @@ CompileOptions = dict[str, str | int | bool | Callable[..., object]]
 _NUM_TEST_ROWS = 2
 # Kinds of layers times ranges of rows; of a part of a step, sampling times policies times K.
 _MAX_COMPILED_VERSIONS = 64
-_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+DETERMINISTIC = "deterministic"  # the compiler's option; products are then batch-invariant, too
+LEAST_ROWS = 2  # of a deterministic region
+_HINT_ROWS = 64
+VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 Result = TypeVar("Result")
 # What a layer is called with and the op hands on; with other values it stays part of the step.
 _HANDED_ON = {"position_embeddings", "position_ids", "past_key_values", "attention_context"}
@@ -87,7 +99,22 @@ def compiled_once(
 ) -> Callable[..., Result]:
     """`function` compiled, the same for all who ask; it has versions by what it is called with."""
     torch._dynamo.config.recompile_limit = _MAX_COMPILED_VERSIONS
-    return torch.compile(function, dynamic=False, options=dict(options))  # pyright: ignore[reportArgumentType]
+    if not dict(options).get(DETERMINISTIC):
+        return torch.compile(function, dynamic=False, options=dict(options))  # pyright: ignore[reportArgumentType]
+    from mtp_research.models.rewrites.invariant import invariant_backend  # which uses this module
+
+    return torch.compile(function, dynamic=False, backend=invariant_backend(options))
+
+
+def like_all_rows(*tensors: Tensor) -> list[Tensor]:
+    """Rows, in dim 1, as deterministic regions take them: at least two, any number alike."""
+    found = []
+    for tensor in tensors:
+        if tensor.shape[1] < LEAST_ROWS:
+            tensor = tensor.repeat_interleave(LEAST_ROWS, dim=1)
+        torch._dynamo.mark_dynamic(tensor, 1, hint_override=_HINT_ROWS)
+        found.append(tensor)
+    return found
 
 
 class _Running(threading.local):
@@ -202,18 +229,7 @@ def _regional(plain: type[nn.Module]) -> type[nn.Module]:
             numbers,
         )
 
-    def reduce(self: LayerRegion, protocol: int) -> tuple:
-        # Made here, the class cannot be found by name: copies and files hold the library's.
-        _, _, state, *rest = plain.__reduce_ex__(self, protocol)
-        kept = {name: value for name, value in cast(dict, state).items() if name != "region"}
-        return (_new, (plain,), kept, *rest)
-
-    methods = {"forward": forward, "__doc__": plain.__doc__, "__reduce_ex__": reduce}
-    return type(plain.__name__, (LayerRegion, plain), {"plain_class": plain, **methods})
-
-
-def _new(plain: type[nn.Module]) -> nn.Module:
-    return plain.__new__(plain)
+    return variant_of(plain, LayerRegion, forward, plain_class=plain)
 
 
 class _Region:
@@ -227,17 +243,26 @@ class _Region:
         latent = [module for module in layer.modules() if hasattr(module, "qk_nope_head_dim")]
         self._latent_dims = latent_dims(latent[0]) if latent else None
         self._compiled = compiled_once(_run, tuple(options.items()))
+        self._is_deterministic = bool(options.get(DETERMINISTIC))
         _regions[self.number] = self
 
     def run(self, hidden: Tensor, both: Tensor, positions: Tensor, now: _Pass) -> Tensor:
         """Output `[1, T, D]` of the layer in a pass; `both` is cos and sin, `[2, T, P]`."""
-        mark_any_size(hidden, both, positions, dim=1)
+        num_rows = hidden.shape[1]
+        if self._is_deterministic:
+            hidden, both, positions = like_all_rows(hidden, both, positions)
+            if len(now.slot_mapping) < LEAST_ROWS:  # rows that are stored nowhere
+                slots = nn.functional.pad(now.slot_mapping, (0, LEAST_ROWS - num_rows), value=-1)
+                now = now._replace(slot_mapping=slots)
+        else:
+            mark_any_size(hidden, both, positions, dim=1)
         stores = stores_in_launch(now.rows.max_query_len, backend=now.backend)
         _running.now = now
         # Compiled code that calls us excludes this key the first time it runs, and not later: the
         # layer, whose guards see that, would be compiled twice.
-        with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
-            return self._compiled(self._layer(), hidden, both, positions, now.pages.kind, stores)
+        with torch._C._ExcludeDispatchKeyGuard(VIEW_TRACKING):
+            output = self._compiled(self._layer(), hidden, both, positions, now.pages.kind, stores)
+        return output if len(output[0]) == num_rows else output[:, :num_rows].clone()
 
     def expanded(self, context: PagedContext, *, block_size: int) -> tuple[list[Tensor], list[int]]:
         """`ExpandedRows` of the pass, as the op takes them; empty where there are none."""
@@ -440,17 +465,21 @@ def attend_rows_here(
     scale: float,
 ) -> torch.Tensor:
     """`attend_latent_rows` in the pass that is running."""
+    from mtp_research.models.rewrites.invariant import InvariantProducts  # which uses this module
+
     now = _running.now
-    return attend_latent_rows(
-        query,
-        weight,
-        now.pages.keys[:, :, 0],
-        now.rows,
-        scale=scale,
-        new_rows=NewRows(latent, rope, now.slot_mapping),
-        backend=now.backend,
-        expanded=now.expanded,
-    )
+    is_invariant = now.backend == checks.INVARIANT
+    with InvariantProducts([]) if is_invariant else contextlib.nullcontext():
+        return attend_latent_rows(
+            query,
+            weight,
+            now.pages.keys[:, :, 0],
+            now.rows,
+            scale=scale,
+            new_rows=NewRows(latent, rope, now.slot_mapping),
+            backend=now.backend,
+            expanded=now.expanded,
+        )
 
 
 @attend_rows_here.register_fake

@@ -43,13 +43,15 @@ class JoinedExperts(nn.Module):
     """Marks the classes that `join_shared_experts` makes."""
 
     library_class: type[nn.Module]
+    joins_always: bool  # not only few rows
 
 
-def join_shared_experts(model: nn.Module) -> int:
+def join_shared_experts(model: nn.Module, *, always: bool = False) -> int:
     """Let expert layers of `model`, merged and frozen, run both kinds at once, in place.
 
-    Returns how many do. Layers are left alone, or put back, whose experts something reads or
-    renumbers on the way by now (hooks), and those whose shared expert has other sizes or scales.
+    With `always` also many rows, so that their number chooses no arithmetic. Returns how many
+    layers do. Those are left alone, or put back, whose experts something reads or renumbers on the
+    way by now (hooks), and those whose shared expert has other sizes or scales.
     """
     count = 0
     for block in list(model.modules()):
@@ -57,6 +59,8 @@ def join_shared_experts(model: nn.Module) -> int:
         if plain in _BLOCKS:
             can_join = _can_join(block)
             block.__class__ = _joined(plain) if can_join else plain
+            if isinstance(block, JoinedExperts):
+                block.joins_always = always
             count += can_join
     return count
 
@@ -66,10 +70,14 @@ def _joined(plain: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
         router, stack = cast(nn.Module, self.gate), cast(nn.Module, self.experts)
         is_frozen = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        are_few = hidden_states.numel() <= _MOST_JOINED_ROWS * hidden_states.shape[-1]
+        are_few = (
+            self.joins_always
+            or hidden_states.numel() <= _MOST_JOINED_ROWS * hidden_states.shape[-1]
+        )
         dtypes = {hidden_states.dtype, cast(Tensor, router.weight).dtype}
         is_known = hidden_states.is_cuda and dtypes == {torch.bfloat16}
-        if is_frozen and are_few and is_known and _runs_fused(stack):
+        joins = cast(JoinedExperts, self).joins_always or are_few
+        if is_frozen and joins and is_known and _runs_fused(stack):
             return joined_experts(self, hidden_states)
         return plain.forward(self, hidden_states)
 
