@@ -1,6 +1,7 @@
 """Checks of the mixture-of-experts MLP, shared by the reference, interpreter and GPU runs."""
 
 import torch
+from mtp_research.kernels import checks
 from mtp_research.kernels.experts import expert_mlp as expert_mlp_launch
 from mtp_research.kernels.experts.expert_mlp import (
     ExpertScales,
@@ -170,6 +171,22 @@ def check_all_on_one_expert(dtype: torch.dtype, *, backend: str, device: str = "
     assert not pairs.isnan().any()
     out = expert_mlp(*operands, backend=backend).double().cpu()
     torch.testing.assert_close(out, slow_expert_mlp(*operands), atol=TOLERANCES[dtype], rtol=0)
+
+
+def check_invariant_experts(dtype: torch.dtype, *, device: str) -> None:
+    """Pairs have the bits they have alone, where the usual launch takes another tile shape."""
+    operands = make_operands(300, dtype=dtype, device=device)
+    tensors = operands[:1], operands[1:3], operands[3:]
+    whole = expert_pairs(*operands, backend=checks.INVARIANT)
+    expected = slow_expert_mlp(*operands)
+    torch.testing.assert_close(
+        whole.double().sum(dim=1).cpu(), expected, atol=TOLERANCES[dtype], rtol=0
+    )
+    for num_tokens in (1, 2, 3, 33, 150):
+        x, weights, chosen = tensors
+        few = (*(t[-num_tokens:] for t in x), *weights, *(t[-num_tokens:] for t in chosen))
+        found = expert_pairs(*few, backend=checks.INVARIANT)
+        assert torch.equal(found, whole[-num_tokens:]), f"other bits for T={num_tokens}"
 
 
 def check_unchosen_expert_is_not_read(dtype: torch.dtype, *, backend: str, device: str) -> None:

@@ -11,6 +11,7 @@ from tests.kernels.expert_cases import (
     check_expert_mlp,
     check_experts_that_are_away,
     check_fp8_experts,
+    check_invariant_experts,
     check_router,
     check_routing,
     check_shared_expert,
@@ -38,6 +39,11 @@ def test_expert_mlp_on_gpu_takes_any_routing(dtype):
     check_unchosen_expert_is_not_read(dtype, backend="triton", device="cuda")
     for num_tokens in (1, 3, 2100):  # not routed, in one launch, and in several
         check_experts_that_are_away(num_tokens, dtype=dtype, backend="triton", device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_invariant_experts_on_gpu_have_the_same_bits_in_any_batch(dtype):
+    check_invariant_experts(dtype, device="cuda")
 
 
 @pytest.mark.parametrize("config", sorted(configs_of(torch.bfloat16)), ids=str)
