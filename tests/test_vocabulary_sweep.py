@@ -14,6 +14,23 @@ from tools.vocabulary_sweep import Decoded
 FEW = ["--cpu", "--prompts", str(ASSETS / "prompts"), "--tokens", "24"]
 
 
+def test_table_of_a_gpu_is_what_is_stored() -> None:
+    docs = ASSETS.parents[1] / "docs"
+    stored = json.loads((docs / "results" / "vocabulary_sweep.json").read_text())
+    page = (docs / "benchmarks.md").read_text()
+    rows = [row for row in stored["rows"] if row["domain"] == "all"]
+    assert len(rows) == 12
+    for row in rows:
+        change, low, high = row["change"]
+        least, most = min(row["ratios"]), max(row["ratios"])
+        cells = [row["batch"], f"{row['size']:,}", f"{row['acceptance_length'][0]:.3f}"]
+        cells += [f"{change:+.3f} [{low:+.3f}, {high:+.3f}]", f"{row['tokens_per_s']:,.0f}"]
+        cells += [f"{row['of_first']:.3f} ({least:.3f} to {most:.3f})"]
+        cells += [f"{row['num_equal']} of {row['num_prompts']}"]
+        assert f"| {' | '.join(map(str, cells))} |" in page
+    assert f"spec.draft_vocabulary_size={stored['proposed']['every batch size']}" in page
+
+
 def test_sizes_lose_acceptance_and_no_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,6 +15,7 @@ from mtp_research.decode import decoder as decoder_file
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.runtime.errors import NumericFault
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tries the commands on a CPU")
 
 
@@ -48,6 +50,25 @@ def test_deterministic_rows_say_so_and_run_in_the_mode(tmp_path: Path, monkeypat
     (row,) = rows(tmp_path, "--deterministic")
     assert row["arithmetic"] == "invariant"
     assert seen == [True]
+
+
+def test_table_of_deterministic_steps_is_what_is_stored() -> None:
+    stored = json.loads((ROOT / "docs" / "results" / "deterministic.json").read_text())
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    pairs = zip(stored["rows"][::2], stored["rows"][1::2], strict=True)
+    for usual, fixed in pairs:
+        assert (usual["deterministic"], fixed["deterministic"]) == (False, True)
+        steps, replays = (
+            [median(row[name]) for row in (usual, fixed)] for name in ("step_ms", "graph_ms")
+        )
+        cells = [usual["shape"], usual["batch"], *(f"{ms:.3f}".lstrip("0") for ms in steps)]
+        cells += [f"{100 * ours / other - 100:.0f} %" for other, ours in (steps, replays)]
+        cells += [f"{usual['launches']:.0f}, {fixed['launches']:.0f}"]
+        assert f"| {' | '.join(map(str, cells))} |" in page
+        assert steps[1] <= 1.4 * steps[0], "the page says that the aim is reached"
+    for texts in stored["texts"].values():
+        assert len(texts["deterministic"]) == 5
+        assert all(loop["match_rate"] == 1.0 for loop in texts["deterministic"].values())
 
 
 def test_extras_reach_the_requests_and_are_compared_with_none(tmp_path: Path, monkeypatch) -> None:

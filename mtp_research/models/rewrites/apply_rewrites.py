@@ -42,10 +42,11 @@ four calls instead of eight, and small experts run as two products: a step of 16
 takes 16.4 to 17.7 instead of 20.4 ms on one core at batch 4. `engine.few_rows_kernel=false` turns
 all three off.
 
-**Batch-invariant products** (invariant.py, entered around a step by the decode loop). While it is
-entered, products and sums are replaced by kernels whose rows do not depend on the rows beside them:
-all of 200 texts are the same for K = 0 and 3, where 157 to 170 are without; K = 0 takes 106 to
-144 % longer. On only with `engine.deterministic=true`, which excludes the compiled rewrites above.
+**Batch-invariant products** (invariant.py). Products are kernels whose rows do not depend on the
+rows beside them: all of 200 texts are the same for K = 0 and 3, where 51 are without; K = 0 takes 8
+to 36 % longer. Uncompiled steps enter a mode that replaces products and sums, compiled ones call
+regions alone, of layers, norms and rotary embeddings. On only with `engine.deterministic=true`; of
+the rewrites above those stay that choose nothing by the number of rows.
 """
 
 from typing import Any
