@@ -85,7 +85,6 @@ def test_conditions_share_what_does_not_depend_on_them(compiled: Counter[str], s
         (3, "eagle"): of_round | {"_run_pass": 2},
         (3, "training"): {"_run_pass": 2},
         (5, "eagle"): of_round | {"_run_pass": 1},
-        (5, "training"): {"_run_pass": 2},
         (4, "window"): of_round | {"_run_pass": 4},  # each pass may read one output more
     }
     for (num_drafts, policy), counts in expected.items():
@@ -106,13 +105,13 @@ def test_a_layer_is_compiled_once_wherever_it_is_called(lowered: Counter[str]) -
 
 
 def test_numbers_of_drafts_share_target_and_later_passes(compiled: Counter[str], small) -> None:
-    decoder = _decoder(small, num_drafts=5, compiles=True, draft_length=ExpectedGainLength())
+    decoder = _decoder(small, num_drafts=3, compiles=True, draft_length=ExpectedGainLength())
     with torch.inference_mode():
-        decoder.graphs.prepare(SamplingParams(), draft_limits=range(5, -1, -1))
+        decoder.graphs.prepare(SamplingParams(), draft_limits=range(3, -1, -1))
     assert compiled["_run_target"] == 1
-    assert compiled["_make_inputs"] == compiled["_decide"] == 6
+    assert compiled["_make_inputs"] == compiled["_decide"] == 4
     # Pass 0 for each number, the later ones that draft, and those that do not.
-    assert compiled["_run_pass"] == 6 + 1 + 1
+    assert compiled["_run_pass"] == 4 + 1 + 1
     assert compiled["_end_round"] == 1
 
 
@@ -145,7 +144,8 @@ def test_steps_with_prompt_rows_run_what_decode_steps_compiled(
     assert made[1][1] - made[0][1] == +Counter(more)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+# Where steps with prompt rows are captured, others are, too.
+@pytest.mark.parametrize("mixed", [True, pytest.param(False, marks=pytest.mark.every_case)])
 @pytest.mark.parametrize(
     ("head", "policy", "num_drafts", "sampling"),
     [("ttt_n1", "eagle", 3, None), ("chain_n3", "training", 2, SAMPLED)],
@@ -155,6 +155,7 @@ def test_compiled_parts_write_what_the_step_writes(
     head, policy, num_drafts, sampling, mixed
 ) -> None:
     target = load_target(f"{LAB}/target", dtype="float64")
+    target.model.set_experts_implementation("batched_mm")  # traced whole, as those of a GPU
     models = target, load_heads(f"{LAB}/heads/{head}", target)
     choice = {"draft_sampling": "sample"} if sampling else {}
     made = []
