@@ -193,6 +193,7 @@ def decode(
         max_prefill_chunk=int(PREFILL_CHUNK * loop.batch_share),
         max_model_len=options.prompt_tokens + options.tokens + 2,
         compile=on_gpu and options.compile,
+        capture_mixed=on_gpu and options.compile,
         **{"deferred_output": True, "cuda_graphs": on_gpu, "audit": False},
         deterministic=deterministic,
     )
