@@ -8,8 +8,8 @@ Without --target: random weights of --shape and random prompts, whose drafts are
 Both modes decode with K = 0 and with K drafts of both policies, each also in another batch size,
 chunk and order. Printed are match rates against the first, for divergences the gap of the two
 largest logits, and the cost in percent, after a warm-up. Steps are captured and not compiled,
-unless --compile asks: that takes 20 to 30 s for each loop. After --limit-s no other loop
-is started. The result names what is missing, and is written after every loop. Exits 1 if a
+unless --compile asks: that takes 20 to 30 s for each loop. After --limit-s no other loop is
+started. The result names what is missing, and is written after every loop. Exits 1 if a
 deterministic text differs or a deterministic loop is missing, 4 without a GPU and --target.
 """
 

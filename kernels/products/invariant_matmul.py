@@ -183,15 +183,10 @@ def fits_few_rows(weight: Tensor) -> bool:
     return is_matrix and runs_on(weight.device) and not any(n % _VECTOR_BYTES for n in starts)
 
 
-def matmul_by_few_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str = "auto"
-) -> Tensor:
+def matmul_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As `invariant_matmul` of `x` `[M, K]`, by `few_rows_product`."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    parts = [
-        few_rows_product(rows, weight, bias, config=_FEW_ROWS, backend=backend)
-        for rows in x.split(MAX_ROWS)
-    ]
+    parts = [few_rows_product(rows, weight, bias, config=_FEW_ROWS) for rows in x.split(MAX_ROWS)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

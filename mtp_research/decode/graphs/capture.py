@@ -355,7 +355,8 @@ def captured_sizes(
     that have ended leave places, and a batch pays for those of its bucket. For example 6 requests
     at most give 2, 4, 6, and 64 give 2, 4, 8, 16, 24, 32, 48, 64; with `[4, 8]` wanted 6 give 4 and
     6, and with `[4]` alone 4, to which larger batches are split. A batch of 1 is padded to 2,
-    unless 1 is wanted and `least`: for the compiler it is a case of its own, with faster kernels.
+    unless 1 is wanted (and `least`, the smallest that may be): for the compiler it is a case of its
+    own, with faster kernels.
     """
     powers = [1 << power for power in range(1, max_num_requests.bit_length() + 1)]
     middles = [size * 3 // 2 for size in powers if size >= _LEAST_HALVED]

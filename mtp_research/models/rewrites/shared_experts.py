@@ -70,13 +70,12 @@ def _joined(plain: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
         router, stack = cast(nn.Module, self.gate), cast(nn.Module, self.experts)
         is_frozen = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        are_few = (
-            self.joins_always
-            or hidden_states.numel() <= _MOST_JOINED_ROWS * hidden_states.shape[-1]
-        )
         dtypes = {hidden_states.dtype, cast(Tensor, router.weight).dtype}
         is_known = hidden_states.is_cuda and dtypes == {torch.bfloat16}
-        joins = cast(JoinedExperts, self).joins_always or are_few
+        # In this order: code compiled for any number of rows must not ask for it.
+        joins = cast(JoinedExperts, self).joins_always or (
+            hidden_states.numel() <= _MOST_JOINED_ROWS * hidden_states.shape[-1]
+        )
         if is_frozen and joins and is_known and _runs_fused(stack):
             return joined_experts(self, hidden_states)
         return plain.forward(self, hidden_states)
