@@ -281,9 +281,9 @@ def compile_row_modules(target: Target, model: nn.Module, *, options: CompileOpt
     layers = cast(nn.ModuleList, target.model.base_model.layers)
     layer_classes = tuple({_plain_class(layer) for layer in layers})
     for name, module in _outside_of_regions(model, layer_classes):
-        if isinstance(module, RowModule):
-            module.region = None
         if not options.get(DETERMINISTIC):
+            if isinstance(module, RowModule):
+                module.region = None
             continue
         plain = _plain_class(module)
         if hasattr(module, "inv_freq"):  # a rotary embedding
@@ -300,7 +300,9 @@ def compile_row_modules(target: Target, model: nn.Module, *, options: CompileOpt
         if not isinstance(module, RowModule):
             module.__class__ = _regional(plain)
         row_module = cast(RowModule, module)
-        row_module.region = _RowRegion(row_module, options, rows)
+        # One that stays keeps its number, by which steps that are compiled already name it.
+        if row_module.region is None or row_module.region.options != options:
+            row_module.region = _RowRegion(row_module, options, rows)
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
@@ -343,6 +345,7 @@ class _RowRegion:
     """A module, the code compiled for its like, and the number by which the op finds it."""
 
     def __init__(self, module: RowModule, options: CompileOptions, rows: list[Tensor]) -> None:
+        self.options = options
         self.number = next(_numbers)
         self.module = weakref.ref(module)  # which owns its region
         self.compiled = compiled_once(_run_module, tuple(options.items()))
