@@ -1,11 +1,10 @@
 """The parts of a decoder, built from its settings: who drafts, who watches, state, scheduler."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.drafter import Drafter, Heads, MTPDrafter, NullDrafter, OracleDrafter
@@ -24,7 +23,7 @@ from mtp_research.heads.stack import MTPHeads
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.paged_attention_triton import attention_kernel
 from mtp_research.models.attention.paged import require_exact_length
-from mtp_research.models.experts import EXPERTS_NAME, expert_stacks
+from mtp_research.models.experts import EXPERTS_NAME, expert_implementations
 from mtp_research.models.family import LayerGeometry
 from mtp_research.models.fp8_layers import holds_fp8
 from mtp_research.models.recurrent import RecurrentStates
@@ -199,11 +198,10 @@ def build_products(
 
 def _require_compilable(target: Target, models: Sequence[nn.Module]) -> None:
     """Refuse what deterministic steps cannot be compiled for; uncompiled they know it."""
-    stacks = (stack for model in models for stack in expert_stacks(model))
-    names = {cast(PreTrainedConfig, stack.config)._experts_implementation for stack in stacks}
+    names = set[str]().union(*map(expert_implementations, models))
     found = "ranks that share experts" if target.exchange is not None else None
     if names - {EXPERTS_NAME}:
-        found = f"experts by {', '.join(sorted(map(str, names)))}"
+        found = f"experts by {', '.join(sorted(names))}"
     if found is not None:
         raise ConfigError(
             "engine.deterministic=true compiles targets without experts, or with experts by "

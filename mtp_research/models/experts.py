@@ -125,6 +125,12 @@ def expert_stacks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "is_transposed")]
 
 
+def expert_implementations(model: nn.Module) -> set[str]:
+    """Names of what runs the expert layers of `model`."""
+    configs = (cast(PreTrainedConfig, stack.config) for stack in expert_stacks(model))
+    return {str(config._experts_implementation) for config in configs}
+
+
 class ExpertLoads:
     """Counts the rows that each expert of `model` gets while it trains; padding is a row too.
 

@@ -27,12 +27,8 @@ from mtp_research.models.experts import EXPERTS_NAME
 from mtp_research.models.rewrites import apply_rewrites as rewrites
 from mtp_research.models.rewrites import invariant, regions
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites
-from mtp_research.models.rewrites.invariant import (
-    InvariantProducts,
-    RowModule,
-    replace_products,
-    run_rows,
-)
+from mtp_research.models.rewrites.invariant import InvariantProducts, replace_products
+from mtp_research.models.rewrites.row_modules import RowModule, run_rows
 from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.decode.test_captured_loop import stand_in_for_graphs
@@ -59,7 +55,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.GraphModule]]:
 
     torch._dynamo.reset()
     regions.compiled_once.cache_clear()
-    monkeypatch.setattr(invariant, "invariant_backend", backend)
+    monkeypatch.setattr(regions, "invariant_backend", backend)
     stand_in_for_graphs(monkeypatch)
     yield found
     torch._dynamo.reset()

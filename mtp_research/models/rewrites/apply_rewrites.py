@@ -55,7 +55,6 @@ import torch
 from torch import nn
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.models.rewrites.invariant import compile_row_modules
 from mtp_research.models.rewrites.products import merge_projections
 from mtp_research.models.rewrites.regions import (
     DETERMINISTIC,
@@ -63,6 +62,7 @@ from mtp_research.models.rewrites.regions import (
     compile_layers_once,
 )
 from mtp_research.models.rewrites.rotary import leave_rotary_to_attention
+from mtp_research.models.rewrites.row_modules import compile_row_modules
 from mtp_research.models.rewrites.shared_experts import join_shared_experts
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError

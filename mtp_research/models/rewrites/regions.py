@@ -10,7 +10,7 @@ what they may read) never enters that code: its attention op asks for the pass t
 **Deterministic steps** (`engine.deterministic`) go further. Code that another number of rows, or
 another kind of step, would have compiled anew may add up in another order. So every pass runs the
 same regions, steps that are not captured included; besides layers, norms and rotary embeddings
-outside of them are regions (`invariant.compile_row_modules`); and a region is compiled as for
+outside of them are regions (`row_modules`); and a region is compiled as for
 `_HINT_ROWS` rows, whichever step comes first, and runs on two at least: one is a case of its own.
 
 A layer is taken if its own forward, on test rows, gives one tensor like its input, and if nothing
@@ -56,6 +56,7 @@ from mtp_research.models.attention.paged import (
 )
 from mtp_research.models.family import KVKind, KVPages, KVStack
 from mtp_research.models.rewrites.cpu_layers import variant_of
+from mtp_research.models.rewrites.invariant import InvariantProducts, invariant_backend
 from mtp_research.models.rewrites.rotary import Recorder
 from mtp_research.models.target import Target
 
@@ -101,8 +102,6 @@ def compiled_once(
     torch._dynamo.config.recompile_limit = _MAX_COMPILED_VERSIONS
     if not dict(options).get(DETERMINISTIC):
         return torch.compile(function, dynamic=False, options=dict(options))  # pyright: ignore[reportArgumentType]
-    from mtp_research.models.rewrites.invariant import invariant_backend  # which uses this module
-
     return torch.compile(function, dynamic=False, backend=invariant_backend(options))
 
 
@@ -465,8 +464,6 @@ def attend_rows_here(
     scale: float,
 ) -> torch.Tensor:
     """`attend_latent_rows` in the pass that is running."""
-    from mtp_research.models.rewrites.invariant import InvariantProducts  # which uses this module
-
     now = _running.now
     is_invariant = now.backend == checks.INVARIANT
     with InvariantProducts([]) if is_invariant else contextlib.nullcontext():
