@@ -64,12 +64,7 @@ from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import map_tensors, to_device
 from mtp_research.decode.step import DeviceStep, StepResult, TargetRows
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, options_of
-from mtp_research.models.rewrites.regions import (
-    DETERMINISTIC,
-    LEAST_ROWS,
-    CompileOptions,
-    mark_any_size,
-)
+from mtp_research.models.rewrites.regions import LEAST_ROWS, CompileOptions, mark_any_size
 from mtp_research.runtime.compiling import count_kernels, num_compilations
 
 _NUM_TIMED_REPLAYS = 9
@@ -163,7 +158,6 @@ class StepGraphs:
                 compiler=self._compiler,
             )
         self._exchange, self._runs_regions = step.target.exchange, step.cache.runs_regions
-        self._always_regions = options is not None and DETERMINISTIC in options
         limits = range(step.plan.num_speculative_tokens + 1)
         kinds = [Kind(False, *how) for how in itertools.product(batch_sizes, limits)]
         if self._mixed is not None:
@@ -226,11 +220,10 @@ class StepGraphs:
         """The shape in which all ranks replay a step, of the most that any of them has said.
 
         Layers of a step that runs as it comes are not called as regions: these are compiled for
-        ranks that have equal numbers of rows. Deterministic steps call them in any case.
+        ranks that have equal numbers of rows.
         """
         shape = self._shared.agreed(most)
-        if not self._always_regions:
-            self._step.cache.runs_regions = self._runs_regions and shape is not None
+        self._step.cache.runs_regions = self._runs_regions and shape is not None
         return shape
 
     def run(
