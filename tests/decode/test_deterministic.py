@@ -184,7 +184,6 @@ def test_experts_are_routed_inside_the_mode_only() -> None:
 @pytest.mark.parametrize(
     ("recipe", "changes", "message"),
     [
-        ("qwen3", {"compile": True}, "needs engine.compile=false"),
         ("qwen3", {"backend": "triton"}, "backend=auto or reference on cpu, got triton"),
         ("qwen3_next", {}, "does not support recurrent layers"),
     ],
