@@ -65,7 +65,12 @@ from mtp_research.decode.slot_state import map_tensors, to_device
 from mtp_research.decode.step import DeviceStep, StepResult, TargetRows
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, options_of
 from mtp_research.models.rewrites.regions import LEAST_ROWS, CompileOptions, mark_any_size
-from mtp_research.runtime.compiling import count_kernels, num_compilations
+from mtp_research.runtime.compiling import (
+    count_kernels,
+    num_compilations,
+    old_objects_kept,
+    share_assembler,
+)
 
 _NUM_TIMED_REPLAYS = 9
 
@@ -76,6 +81,7 @@ def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) 
     if step.target.exchange is not None:
         step.target.exchange.num_rows = None  # rewrites try layers on as many rows on all ranks
     count_kernels()
+    share_assembler()
     # What an oracle or nobody drafts is not planned on the device.
     has_modules = step.drafter is None or isinstance(step.drafter, MTPDrafter)
     captures_mixed = engine.capture_mixed and has_modules
@@ -277,6 +283,7 @@ class StepGraphs:
         self._shared.note_replay(Kind(False, bucket, shape.draft_limit))
         return first_requests(captured.result, len(entries))
 
+    @old_objects_kept()
     def prepare(
         self,
         sampling: SamplingParams,

@@ -1,0 +1,77 @@
+"""Where compiled code is found again, and what the collector leaves alone meanwhile."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtp_research.config.schema import EngineConfig
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.graphs.decode_graphs import StepGraphs
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.runtime.compiling import old_objects_kept, share_assembler
+from tests.decode.test_captured_loop import stand_in_for_graphs
+from tests.tiny import tiny_target
+
+_CAPTURED = EngineConfig(
+    cuda_graphs=True, deferred_output=True, audit=False, max_num_requests=1, max_model_len=64
+)
+
+
+@pytest.fixture
+def assembler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where an installed torch would have one."""
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "")
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    return tmp_path / "bin" / "ptxas"
+
+
+def test_kernels_are_assembled_by_the_program_of_torch_before_the_first_is_launched(
+    assembler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assembler.touch(mode=0o755)
+    stand_in_for_graphs(monkeypatch)
+    SpecDecoder(tiny_target(), spec=SpecSettings(num_speculative_tokens=0), engine=_CAPTURED)
+    assert os.environ["TRITON_PTXAS_PATH"] == str(assembler)
+
+
+def test_a_torch_without_assembler_and_a_user_with_one_are_left_alone(
+    assembler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_assembler()
+    assert "TRITON_PTXAS_PATH" not in os.environ
+    assembler.touch(mode=0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/own/ptxas")
+    share_assembler()
+    assert os.environ["TRITON_PTXAS_PATH"] == "/own/ptxas"
+
+
+def test_collector_leaves_old_objects_alone_while_steps_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in_for_graphs(monkeypatch)
+    counts = []
+    monkeypatch.setattr(
+        StepGraphs, "_captured", lambda *_, **__: counts.append(gc.get_freeze_count())
+    )
+    gc.unfreeze()  # what the suite has set aside
+    try:
+        decoder = SpecDecoder(
+            tiny_target(), spec=SpecSettings(num_speculative_tokens=0), engine=_CAPTURED
+        )
+        decoder.warm_up(SamplingParams())
+        assert gc.get_freeze_count() == 0 < min(counts)
+    finally:
+        gc.freeze()
+
+
+def test_what_a_process_has_set_aside_stays_there() -> None:
+    gc.freeze()
+    with old_objects_kept():
+        pass
+    assert gc.get_freeze_count() > 1000
