@@ -3,6 +3,7 @@
 import itertools
 import json
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.stats import RequestRecord
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tries the commands on a CPU")
+ROOT = Path(__file__).parents[2]
 FEW = ["--cpu", "--shape", "tiny", "--batch", "2", "--requests", "3", "--prompt", "8"]
 
 
@@ -200,3 +202,31 @@ def test_options_that_do_not_fit_are_refused(words, message, capsys):
 def test_without_a_gpu_the_command_exits_4(capsys):
     assert end_to_end.main([]) == 4
     assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_table_of_starts_is_what_is_stored() -> None:
+    stored = json.loads((ROOT / "docs" / "results" / "cold_start.json").read_text())
+    new, old = stored["with_bytecode"], stored["without_bytecode"]
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+
+    def ready(rows: list[dict], form: str = "{:.1f}") -> str:
+        assert all(row["num_builds"] == 0 for row in rows), "the page says that nothing came later"
+        return " / ".join(form.format(row["ready_s"]) for row in rows)
+
+    for first, last in ((0, 1), (1, 3), (3, 5)):
+        cells = [ready(new[name][first:last]) for name in ("cold", "warm")]
+        assert (
+            f"| {' | '.join(cells)} | {ready(old['cold']['rows'][first:last], '{:.0f}')} |" in page
+        )
+    mimo, again, warm = (ready(new[name]) for name in ("mimo", "mimo_again", "mimo_warm"))
+    assert f"| {mimo}, again {again} | {warm} |" in page
+    assert f"K = 0 took {ready(new['without_bytecode'])} s" in page
+    other = new["another_machine"]
+    words = (other["cold"][:1], other["cold"][-1:], other["warm"][:1])
+    assert "({}, {} and {} s)".format(*map(ready, words)) in page
+    assert f"({ready(other['mimo'])} and {ready(other['mimo_again'])} s)" in page
+    for machine in (new, other):  # the aims that the page calls reached
+        seconds = [machine[name][at]["ready_s"] for name, at in (("cold", 0), ("cold", 4))]
+        assert seconds[0] <= 45
+        assert seconds[1] <= 120
+        assert machine["warm"][0]["ready_s"] <= 20
