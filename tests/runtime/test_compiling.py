@@ -2,6 +2,7 @@
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,17 +27,21 @@ def assembler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where an installed torch would have one."""
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
     (tmp_path / "bin").mkdir()
+    # Twice, so that the variable is put back also where it was not set.
     monkeypatch.setenv("TRITON_PTXAS_PATH", "")
     monkeypatch.delenv("TRITON_PTXAS_PATH")
     return tmp_path / "bin" / "ptxas"
 
 
-def test_kernels_are_assembled_by_the_program_of_torch_before_the_first_is_launched(
+def test_kernels_of_compiled_steps_are_assembled_by_the_program_of_torch_from_the_first_one_on(
     assembler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assembler.touch(mode=0o755)
     stand_in_for_graphs(monkeypatch)
-    SpecDecoder(tiny_target(), spec=SpecSettings(num_speculative_tokens=0), engine=_CAPTURED)
+    spec = SpecSettings(num_speculative_tokens=0)
+    SpecDecoder(tiny_target(), spec=spec, engine=_CAPTURED)
+    assert "TRITON_PTXAS_PATH" not in os.environ  # nothing that is compiled would name it
+    SpecDecoder(tiny_target(), spec=spec, engine=replace(_CAPTURED, compile=True))
     assert os.environ["TRITON_PTXAS_PATH"] == str(assembler)
 
 

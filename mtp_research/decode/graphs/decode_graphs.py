@@ -81,7 +81,8 @@ def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) 
     if step.target.exchange is not None:
         step.target.exchange.num_rows = None  # rewrites try layers on as many rows on all ranks
     count_kernels()
-    share_assembler()
+    if engine.compile:
+        share_assembler()
     # What an oracle or nobody drafts is not planned on the device.
     has_modules = step.drafter is None or isinstance(step.drafter, MTPDrafter)
     captures_mixed = engine.capture_mixed and has_modules
