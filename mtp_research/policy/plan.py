@@ -237,7 +237,7 @@ class DraftPlan:
         if base_rows is not None:
             first_base = frontier - base_rows.counts + 1
         first_row = first_base if has_base else frontier + now - (draft_step - (first_draft or 0))
-        num_draft = draft_step - first_draft + 1 if makes_draft and first_draft is not None else 0
+        num_draft = self.num_draft_rows(draft_step, makes_draft=makes_draft)
         if base_rows is not None and has_base:
             layout = bounded_rows(base_rows, num_draft)
         elif static or base_rows is not None:
@@ -278,9 +278,13 @@ class DraftPlan:
         self, draft_step: int, *, num_fresh: int | None = None, makes_draft: bool = True
     ) -> int:
         """Rows of each request in a pass of the static form; arguments as of `pass_plan`."""
-        first_draft, has_base = self._draft_rows(draft_step)
-        num_draft = draft_step - first_draft + 1 if makes_draft and first_draft is not None else 0
-        return num_draft + (self._static_base(num_fresh) if has_base else 0)
+        num_draft = self.num_draft_rows(draft_step, makes_draft=makes_draft)
+        return num_draft + (self._static_base(num_fresh) if self.has_base(draft_step) else 0)
+
+    def num_draft_rows(self, draft_step: int, *, makes_draft: bool = True) -> int:
+        """Rows above the frontier of each request in a pass."""
+        first_draft, _ = self._draft_rows(draft_step)
+        return draft_step - first_draft + 1 if makes_draft and first_draft is not None else 0
 
     def _static_base(self, num_fresh: int | None) -> int:
         if num_fresh is not None and self.policy.rows == "fresh":

@@ -65,6 +65,7 @@ from mtp_research.decode.slot_state import map_tensors, to_device
 from mtp_research.decode.step import DeviceStep, StepResult, TargetRows
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, options_of
 from mtp_research.models.rewrites.regions import LEAST_ROWS, CompileOptions, mark_any_size
+from mtp_research.runtime.ahead import PassSize, programs_ahead
 from mtp_research.runtime.compiling import (
     count_kernels,
     num_compilations,
@@ -284,7 +285,6 @@ class StepGraphs:
         self._shared.note_replay(Kind(False, bucket, shape.draft_limit))
         return first_requests(captured.result, len(entries))
 
-    @old_objects_kept()
     def prepare(
         self,
         sampling: SamplingParams,
@@ -311,24 +311,39 @@ class StepGraphs:
             self._step.cache.runs_regions = self._runs_regions
         largest = bucket_of(num_requests, self._batch_sizes)
         sizes = [size for size in reversed(self._batch_sizes) if size <= largest]
-        for number, bucket in enumerate(sizes, start=1):
-            before_s = self.capture_s
-            params = self._params_of(sampling, bucket)
-            for draft_limit in draft_limits:
-                self._captured(bucket, params, draft_limit, missing=missing)
-            if len(draft_limits) > 1:
-                self.step_seconds[bucket] = self._timed(bucket, params, draft_limits)
-            if log is not None:
-                log(
-                    f"captured {number} of {len(sizes)}: batch {bucket}, "
-                    f"{self.capture_s - before_s:.1f} s, {self.capture_s - first_s:.0f} s so far"
-                )
-        if self._mixed is not None:
-            before_s = self.capture_s
-            params = self._params_of(sampling, 1)
-            self._mixed.prepare(params, draft_limits=draft_limits, missing=missing)
-            if log is not None:
-                log(f"captured steps with prompt rows in {self.capture_s - before_s:.1f} s")
+        passes = self._passes(sizes, draft_limits) if self._compiler is not None else ()
+        with old_objects_kept(), programs_ahead(passes, self._slots.device):
+            for number, bucket in enumerate(sizes, start=1):
+                before_s = self.capture_s
+                params = self._params_of(sampling, bucket)
+                for draft_limit in draft_limits:
+                    self._captured(bucket, params, draft_limit, missing=missing)
+                if len(draft_limits) > 1:
+                    self.step_seconds[bucket] = self._timed(bucket, params, draft_limits)
+                if log is not None:
+                    log(
+                        f"captured {number} of {len(sizes)}: batch {bucket}, "
+                        f"{self.capture_s - before_s:.1f} s, "
+                        f"{self.capture_s - first_s:.0f} s so far"
+                    )
+            if self._mixed is not None:
+                before_s = self.capture_s
+                params = self._params_of(sampling, 1)
+                self._mixed.prepare(params, draft_limits=draft_limits, missing=missing)
+                if log is not None:
+                    log(f"captured steps with prompt rows in {self.capture_s - before_s:.1f} s")
+
+    def _passes(self, sizes: Sequence[int], draft_limits: Sequence[int]) -> set[PassSize]:
+        """Passes of the steps of these buckets and with prompt rows, and rows with logits."""
+        plan, counts = self._step.plan, {1}  # rows of a request: of a draft's logits
+        for limit in draft_limits:
+            counts.add(limit + 1)
+            counts |= {
+                plan.num_static_rows(step, num_fresh=limit + 1, makes_draft=step < limit)
+                for step in range(plan.num_speculative_tokens)
+            }
+        found = {PassSize(size * rows, size, rows) for size in sizes for rows in counts}
+        return found if self._mixed is None else found.union(self._mixed.passes(draft_limits))
 
     def _params_of(self, sampling: SamplingParams, num_requests: int) -> SamplingTensors:
         return batch_tensors(

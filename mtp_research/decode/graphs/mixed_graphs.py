@@ -18,7 +18,7 @@ Letters: R requests, T packed rows, M blocks per table, K drafts per step, P pad
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ from mtp_research.kernels.latent.expanded_attention import (
 from mtp_research.models.attention.paged import expansion_of, latent_dims
 from mtp_research.models.rewrites.regions import mark_any_size
 from mtp_research.policy.plan import BaseRows
+from mtp_research.runtime.ahead import PassSize
 
 MIXED_ROWS = (64, 128, 256, 512, 1024, 2048, 4096)  # T of the buckets, ascending
 # The largest of them for every target; above it a row keeps a large one busier than a launch takes.
@@ -147,6 +148,21 @@ class MixedGraphs:
         """Rows of the steps that are captured, ascending; larger ones are padded alone."""
         sizes = (shape.num_rows for shape in self._shapes)
         return [num_rows for num_rows in sizes if num_rows <= self._captured_rows]
+
+    def passes(self, draft_limits: Sequence[int]) -> Iterator[PassSize]:
+        """Passes of the steps of these shapes, and rows whose logits are read."""
+        plan = self._step.plan
+        for num_rows, num_requests, longest, num_base_rows, longest_base in self._shapes:
+            yield PassSize(num_rows, num_requests, longest)
+            for limit in draft_limits:
+                yield PassSize(num_requests * (limit + 1), num_requests, limit + 1)
+                for draft_step in range(plan.num_speculative_tokens):
+                    above = plan.num_draft_rows(draft_step, makes_draft=draft_step < limit)
+                    total = num_requests * above
+                    if plan.has_base(draft_step):
+                        yield PassSize(num_base_rows + total, num_requests, longest_base + above)
+                    else:
+                        yield PassSize(total, num_requests, above)
 
     def has(self, kind: Kind, key: Hashable) -> bool:
         """Whether a kind is captured for requests of a sampling key (`StaticParams.key_of`)."""

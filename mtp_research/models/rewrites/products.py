@@ -15,7 +15,7 @@ did. Letters: T rows, N outputs, K depth, F inner size.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -28,8 +28,10 @@ from mtp_research.kernels.products.few_rows_choice import (
     has_config,
     runs_on,
 )
-from mtp_research.kernels.products.few_rows_product import few_rows_product
+from mtp_research.kernels.products.few_rows_product import FewRowsConfig, few_rows_product
+from mtp_research.kernels.products.gemv import GemvConfig
 from mtp_research.models.fp8_layers import Fp8Linear, fp8_linear
+from mtp_research.runtime.ahead import foresee, foreseen_rows
 
 # Projections of one input in Hugging Face's decoder layers, in the order they are called.
 _GROUPS = (
@@ -246,7 +248,8 @@ def few_rows_linear(
 
 
 @few_rows_linear.register_fake
-def _fake(input: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+def _fake(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    _foresee(choose_config, input, weight, bias)
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
@@ -262,7 +265,23 @@ def few_rows_gated_linear(input: torch.Tensor, weight: torch.Tensor) -> torch.Te
 
 @few_rows_gated_linear.register_fake
 def _fake_gated(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    _foresee(choose_gated_config, input, weight, is_gated=True)
     return input.new_empty(*input.shape[:-1], weight.shape[0] // 2)
+
+
+def _foresee(
+    choose: Callable[..., FewRowsConfig | GemvConfig | None],
+    input: Tensor,
+    weight: Tensor,
+    *bias: Tensor | None,
+    **how: object,
+) -> None:
+    """Say what the op will call for each number of rows that its steps have."""
+    for num_rows in foreseen_rows():
+        config = choose(num_rows, *weight.shape, dtype=weight.dtype)
+        if config is not None:
+            args = _rows(input), weight, *bias
+            foresee(args[0].shape[0], num_rows, few_rows_product, *args, config=config, **how)
 
 
 def _rows(input: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ from mtp_research.models.rewrites.cpu_layers import variant_of
 from mtp_research.models.rewrites.invariant import InvariantProducts, invariant_backend
 from mtp_research.models.rewrites.rotary import Recorder
 from mtp_research.models.target import Target
+from mtp_research.runtime.ahead import foresee, foreseen_passes
 
 logger = logging.getLogger(__name__)
 CompileOptions = dict[str, str | int | bool | Callable[..., object]]
@@ -425,7 +426,38 @@ def attend_here(
 
 
 @attend_here.register_fake
-def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
+def _fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    angles: torch.Tensor | None,
+    scale: float,
+    sliding_window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    for size in foreseen_passes():  # the one that is running is one of them
+        now, new, cos_sin = _running.now, query.new_empty, ()
+        ints = functools.partial(new, dtype=torch.int32)
+        if angles is not None:  # whose rows have a symbol of their own
+            cos_sin = (new(size.num_rows, angles.shape[2], dtype=angles.dtype),) * 2
+        rows = AttentionRows(
+            ints(size.num_requests, now.rows.block_table.shape[1]),
+            ints(size.num_requests),
+            ints(size.num_requests + 1),
+            size.longest,
+            are_settled=True,
+        )
+        foresee(
+            query.shape[0],
+            size.num_rows,
+            attend_pages,
+            query,
+            PagedKV(now.pages.keys, now.pages.values),
+            rows,
+            Scoring(scale, sliding_window, sinks),
+            new_rows=NewRows(key, value, new(size.num_rows, dtype=torch.int64), *cos_sin),
+            backend=now.backend,
+        )
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
