@@ -81,3 +81,7 @@ def test_table_is_the_stored_one() -> None:
         cells += [f"{rates['chosen'] / rates[best]:.3f}", f"{row['spread']:.3f}"]
         cells += [f"{rates['chosen'] / row['plain']:.2f}"]
         assert f"| {' | '.join(cells)} |\n" in page
+    low, high = ((row["chosen_over_best"], row["spread"]) for row in stored["h100"]["rows"])
+    words = "gave {:.3f} there with a spread of {:.3f}, and {:.3f} with {:.3f} at .8: both reach it"
+    assert words.format(*low, *high) in page
+    assert all(rate >= min(0.98, 1 - spread) for rate, spread in (low, high))

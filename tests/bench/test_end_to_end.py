@@ -226,6 +226,14 @@ def test_table_of_starts_is_what_is_stored() -> None:
     words = (other["cold"][:1], other["cold"][-1:], other["warm"][:1])
     assert "({}, {} and {} s)".format(*map(ready, words)) in page
     assert f"({ready(other['mimo'])} and {ready(other['mimo_again'])} s)" in page
+    ahead = stored["compiled_ahead"]
+    once, before, again = (ready(ahead["mimo"][name]) for name in ("new", "before", "new_again"))
+    assert f"MiMo-7B {once} s, the machine's first start of that shape; {before} s before" in page
+    assert f"{again} s again with it" in page
+    small = ahead["m135"]
+    now = [" / ".join(map(str, seconds)) for seconds in small["new_ready_s"]]
+    assert f"{now[0]} and {now[1]} s, before {' and '.join(map(ready, small['before']))}" in page
+    assert f"before the change it took {ready(small['before_first'])} s there" in page
     for machine in (new, other):  # the aims that the page calls reached
         seconds = [machine[name][at]["ready_s"] for name, at in (("cold", 0), ("cold", 4))]
         assert seconds[0] <= 45
