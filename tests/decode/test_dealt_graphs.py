@@ -38,6 +38,7 @@ ENGINE: dict[str, Any] = {
     "max_model_len": 48,
     "max_num_batched_tokens": 16,
 }
+ON_GPU = ENGINE | {"block_size": 16}  # the least that kernels take
 CAPTURED = {"cuda_graphs": True, "deferred_output": True, "audit": False}
 NUM_TOKENS = (14, 9, 12, 5)  # of each request: the last one's rank is idle soon
 TOLD = {"repetition_penalty": 1.3, "logprobs": 2}
@@ -337,7 +338,7 @@ def test_two_gpus_replay_the_texts_of_one_process(
     num_drafts: int, compiles: bool, folder: Path
 ) -> None:
     target = load_target(folder / "target", dtype="float32", device="cuda")
-    expected = texts_on_gpu(target, num_drafts, range(len(PROMPTS)), ENGINE)
+    expected = texts_on_gpu(target, num_drafts, range(len(PROMPTS)), ON_GPU)
     run_ranks(__name__, "write_on_gpu", str(folder), str(num_drafts), str(int(compiles)))
     found = [json.loads((folder / f"gpu_{rank}.json").read_text()) for rank in range(2)]
     assert found[0] | found[1] == expected
@@ -347,7 +348,7 @@ def write_on_gpu(folder: str, num_drafts: str, compiles: str) -> None:
     """The texts of a rank on its own GPU; the second one has a request alone."""
     os.environ |= WITHOUT_MULTICAST
     target = load_target(Path(folder) / "target", dtype="float32", device="cuda", tp_plan="data")
-    rank, engine = int(os.environ["RANK"]), ENGINE | CAPTURED | MIXED
+    rank, engine = int(os.environ["RANK"]), ON_GPU | CAPTURED | MIXED
     engine |= {"compile": bool(int(compiles)), "graph_batch_sizes": [2, 4]}
     texts = texts_on_gpu(target, int(num_drafts), ((0, 1, 2), (3,))[rank], engine)
     (Path(folder) / f"gpu_{rank}.json").write_text(json.dumps(texts))
