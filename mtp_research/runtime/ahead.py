@@ -25,8 +25,8 @@ import torch
 from torch import SymInt, Tensor
 
 _LEAST_CPUS = 4  # with fewer the other process would only slow this one down
-_CONTEXT_BYTES = 2 << 30  # of GPU memory that must be free: a context takes about a fourth of it
-_NUM_COMPILERS = 8
+_FREE_BYTES = 2 << 30  # of GPU memory that must be left: the other process has a context there
+_MOST_COMPILERS = 8
 
 
 class PassSize(NamedTuple):
@@ -93,12 +93,13 @@ def programs_ahead(
     """Foresee these passes on `device` while code is traced in the block.
 
     `send` takes the calls in place of another process (for tests). Without a GPU, with too few
-    processors, or where the GPU's memory is taken, nothing is compiled ahead.
+    processors, where the GPU's memory is taken or no process starts, nothing is compiled ahead.
     """
     global _active
     with contextlib.ExitStack() as stack:
         if send is None and passes and _pays_on(device):
-            send = stack.enter_context(_compiler())
+            with contextlib.suppress(OSError):  # no process could be started
+                send = stack.enter_context(_compiler())
         _active = None if send is None else _Foresight(passes, send)
         try:
             yield
@@ -111,7 +112,7 @@ def _pays_on(device: torch.device) -> bool:
         return False
     # Ranks of one machine launch the same: one of them compiles for all.
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    return is_first and torch.cuda.mem_get_info(device)[0] >= _CONTEXT_BYTES
+    return is_first and torch.cuda.mem_get_info(device)[0] >= _FREE_BYTES
 
 
 @contextlib.contextmanager
@@ -190,7 +191,7 @@ def main() -> None:
 
     triton.JITFunction.__getitem__ = started
     FakeTensor.data_ptr = lambda _: 0  # as aligned as what torch allocates
-    pool = ThreadPoolExecutor(_NUM_COMPILERS)
+    pool = ThreadPoolExecutor(min(_MOST_COMPILERS, (os.cpu_count() or 2) // 2))
     with pool, triton.AsyncCompileMode(pool), FakeTensorMode(), contextlib.suppress(EOFError):
         while True:
             function, args, kwargs = _Unpickler(sys.stdin.buffer).load()

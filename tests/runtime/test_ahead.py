@@ -155,11 +155,12 @@ def test_other_process_compiles_each_program_once_whatever_else_fails(tmp_path: 
     assert len(list(tmp_path.rglob("few_rows_kernel.ptx"))) == 1
 
 
-def test_process_that_ends_at_once_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("program", ["/bin/false", "/no/such/python"])
+def test_process_that_ends_at_once_or_never_starts_changes_nothing(
+    program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ahead, "_pays_on", lambda _: True)
-    monkeypatch.setattr(ahead.sys, "executable", "/bin/false")
+    monkeypatch.setattr(ahead.sys, "executable", program)
     large = [PassSize(n, n, 1) for n in range(1, 2000)]  # more than a pipe holds
     with programs_ahead(large, CUDA):
         for size in large:
