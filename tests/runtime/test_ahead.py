@@ -166,3 +166,22 @@ def test_process_that_ends_at_once_or_never_starts_changes_nothing(
         for size in large:
             foresee(size.num_rows, size.num_rows, print, torch.empty(size.num_rows))
     assert ahead.foreseen_passes() == ()
+
+
+@pytest.mark.parametrize(
+    ("device", "cpus", "free", "rank", "pays"),
+    [
+        ("cuda", 4, 2 << 30, "0", True),
+        ("cpu", 4, 2 << 30, "0", False),
+        ("cuda", 3, 2 << 30, "0", False),
+        ("cuda", 4, (2 << 30) - 1, "0", False),
+        ("cuda", 4, 2 << 30, "1", False),
+    ],
+)
+def test_where_it_pays(
+    device: str, cpus: int, free: int, rank: str, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 0))
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert ahead._pays_on(torch.device(device)) == pays
