@@ -1,6 +1,7 @@
 """Whole requests end to end: prompts in, texts out, in a continuous batch, the first pass counted.
 
     python -m mtp_research.bench.end_to_end --shape mimo_7b --k 0 3 --requests 128 --batch 32
+    python -m mtp_research.bench.end_to_end --shape mimo_7b --k 3 --engine vllm
     python -m mtp_research.bench.end_to_end --target FOLDER --heads FOLDER --k 3
     python -m mtp_research.bench.end_to_end --cpu --shape tiny --prompt 16 --output 8
 
@@ -10,8 +11,9 @@ while requests wait, unless `--warm-up` has all steps captured before; later one
 loop. Each line says when its decoder was ready, in seconds since the process was started. Random
 weights of `--shape` come with synthetic acceptance (`--accept`, the chance of a draft given that it
 is reached) and random prompts, a folder's own weights with its head and shipped text. The decoder
-of `--also` is the same, so that other lengths and arrivals cost no other start. Prints a line a
-pass, and last one JSON line. `bench_decode` times the steps alone.
+of `--also` is the same, so that other lengths and arrivals cost no other start. With `--engine
+vllm` vLLM 0.24 gets the same requests at the same times. Prints a line a pass, and last one JSON
+line. `bench_decode` times the steps alone.
 Letters: K drafts per step.
 """
 
@@ -32,7 +34,8 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from mtp_research.bench.shapes import SHAPES, random_heads, random_target
+from mtp_research.bench.shapes import SHAPES, config_of, random_heads, random_target
+from mtp_research.bench.vllm_loop import VllmLoop
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
@@ -69,6 +72,8 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--shape", default="mimo_7b", choices=SHAPES, help="random weights of this shape")
     add("--target", help="folder or hub id of a target in place of --shape; needs --heads")
     add("--heads", help="folder of the target's heads; their acceptance is the real one")
+    add("--engine", default="own", choices=("own", "vllm"), help="vllm: random weights alone")
+    add("--vllm", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
     add("--k", nargs="+", type=int, default=[0, 3])
     add("--policy", nargs="+", default=["eagle"], help="K = 0 is measured once")
     add("--accept", type=float, help=f"synthetic acceptance of random weights; default {_ACCEPT}")
@@ -93,29 +98,22 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if (options.target is None) != (options.heads is None):
-        raise ConfigError("--target and --heads must be given together, got one; set both.")
-    if options.accept is not None and options.heads is not None:
-        raise ConfigError("--accept must be left out where --heads decide what is accepted.")
-    if options.rate is not None and (options.rate <= 0 or options.arrivals is not None):
-        raise ConfigError("--rate must be > 0, without --arrivals; set one of both.")
-    workloads = _workloads(options)
-    for one in workloads:
-        _arrivals(options, one.arrivals, seed=0)  # a bad file is seen before anything is compiled
+    workloads, own = _checked(options), options.engine == "own"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.cpu:
         print("error: end_to_end needs a CUDA GPU; --cpu tries the commands.", file=sys.stderr)
         return EnvironmentFault.exit_code
-    if device.type == "cuda" and not options.no_compile:
+    if device.type == "cuda" and not options.no_compile and own:
         start_compilers()
-    target, heads = _load(options, device)
-    report = {"machine": describe_machine(), "dtype": str(target.dtype).removeprefix("torch.")}
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    loaded = _load(options, device, dtype) if own else None
+    report = {"machine": describe_machine(), "dtype": dtype}
     rows: list[dict[str, object]] = []
     line = json.dumps(report)
     first = options.policy[:1]
-    cases = [(k, policy) for k in options.k for policy in (options.policy if k else first)]
+    cases = [(k, policy) for k in options.k for policy in (options.policy if k and own else first)]
     for num_drafts, policy in cases:
-        for row in _passes(target, heads, options, workloads, num_drafts=num_drafts, policy=policy):
+        for row in _passes(loaded, options, workloads, num_drafts=num_drafts, policy=policy):
             rows.append(row)
             print(_line(row), flush=True)
             line = json.dumps({"arguments": vars(options), **report, "rows": rows}, default=str)
@@ -125,6 +123,22 @@ def _run(options: argparse.Namespace) -> int:
         torch.cuda.empty_cache()
     print(line)
     return 0
+
+
+def _checked(options: argparse.Namespace) -> list["Workload"]:
+    """The workloads of options that fit together."""
+    if (options.target is None) != (options.heads is None):
+        raise ConfigError("--target and --heads must be given together, got one; set both.")
+    if options.accept is not None and options.heads is not None:
+        raise ConfigError("--accept must be left out where --heads decide what is accepted.")
+    if options.rate is not None and (options.rate <= 0 or options.arrivals is not None):
+        raise ConfigError("--rate must be > 0, without --arrivals; set one of both.")
+    if options.engine != "own" and options.target is not None:
+        raise ConfigError("--engine vllm runs random weights, got --target; leave one of both out.")
+    workloads = _workloads(options)
+    for one in workloads:
+        _arrivals(options, one.arrivals, seed=0)  # a bad file is seen before anything is compiled
+    return workloads
 
 
 class Workload(NamedTuple):
@@ -150,8 +164,7 @@ def _workloads(options: argparse.Namespace) -> list[Workload]:
     return found
 
 
-def _load(options: argparse.Namespace, device: torch.device) -> tuple[Target, MTPHeads]:
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
+def _load(options: argparse.Namespace, device: torch.device, dtype: str) -> tuple[Target, MTPHeads]:
     if options.target is not None:
         target = load_target(options.target, dtype=dtype, device=device.type)
         return target, load_heads(options.heads, target)
@@ -160,49 +173,61 @@ def _load(options: argparse.Namespace, device: torch.device) -> tuple[Target, MT
 
 
 def _passes(
-    target: Target,
-    heads: MTPHeads,
+    loaded: tuple[Target, MTPHeads] | None,
     options: argparse.Namespace,
     workloads: Sequence[Workload],
     *,
     num_drafts: int,
     policy: str,
 ) -> Iterator[dict[str, object]]:
-    """A row a pass of one decoder, which is built before the first clock starts."""
+    """A row a pass of one loop, which is built before the first clock starts."""
     started = time.perf_counter()
-    longest = max(one.prompt + one.output for one in workloads)
-    decoder = _decoder(
-        target, heads, options, longest=longest, num_drafts=num_drafts, policy=policy
-    )
+    longest = max(one.prompt + one.output for one in workloads) + _ROOM_TOKENS
     # No stop token ends a text: every request has all its tokens.
     sampling = SamplingParams(max_new_tokens=options.output, seed=0)
-    if options.warm_up:
-        decoder.warm_up(sampling, num_requests=options.requests)
-        drain()
+    if loaded is None:
+        loop = VllmLoop(
+            options.shape,
+            rates=_rates(options, num_drafts),
+            max_num_requests=options.batch,
+            max_model_len=longest,
+            words={"max_num_batched_tokens": options.rows, **options.vllm},
+        )
+    else:
+        loop = _decoder(*loaded, options, longest=longest, num_drafts=num_drafts, policy=policy)
+        if options.warm_up:
+            loop.warm_up(sampling, num_requests=options.requests)
+    drain()
     build_s, ready_s = time.perf_counter() - started, age_of_process()
     for one, number in itertools.product(workloads, range(options.passes)):
-        prompts = _prompts(target, options, length=one.prompt, seed=number)
+        prompts = _prompts(options, length=one.prompt, seed=number)
         arrivals = _arrivals(options, one.arrivals, seed=number)
         own = replace(sampling, max_new_tokens=one.output)
-        steps_before, builds_before = decoder.stats.num_steps, decoder.num_builds
+        steps_before, builds_before = loop.stats.num_steps, loop.num_builds
         drain()
         started = time.perf_counter()
-        records = serve(decoder, prompts, arrivals, sampling=own)
+        records = serve(loop, prompts, arrivals, sampling=own)
         drain()
         wall_s = time.perf_counter() - started
+        figures = _figures(records, wall_s=wall_s)
+        if isinstance(loop, VllmLoop):
+            figures["tau"] = loop.acceptance_length()
         yield {
             **{"shape": options.target or options.shape, "num_drafts": num_drafts},
             **{"batch": options.batch, **one._asdict()},
-            **{"policy": policy, "pass": number + 1, "wall_s": wall_s},
+            "policy": loop.version if isinstance(loop, VllmLoop) else policy,
+            **{"pass": number + 1, "wall_s": wall_s},
             **{"build_s": build_s, "ready_s": ready_s},
-            "num_builds": num_since(builds_before, decoder.num_builds),
-            "num_steps": decoder.stats.num_steps - steps_before,
-            **_figures(records, wall_s=wall_s),
+            "num_builds": num_since(builds_before, loop.num_builds),
+            "num_steps": loop.stats.num_steps - steps_before,
+            **figures,
         }
+    if isinstance(loop, VllmLoop):
+        loop.close()
 
 
 def serve(
-    decoder: SpecDecoder,
+    loop: SpecDecoder | VllmLoop,
     prompts: Sequence[Sequence[int]],
     arrivals: Sequence[float],
     *,
@@ -212,19 +237,19 @@ def serve(
 
     A request that comes during a step is seen at its end, and has waited since its arrival.
     """
-    records = decoder.stats.records
+    records = loop.stats.records
     num_seen, waited = len(records), dict[str, float]()
     coming = deque(enumerate(zip(arrivals, prompts, strict=True)))
     started = time.perf_counter()
-    while coming or decoder.has_work:
+    while coming or loop.has_work:
         now = time.perf_counter() - started
         while coming and coming[0][1][0] <= now:
             index, (arrival, prompt) = coming.popleft()
             own = replace(sampling, seed=index)  # one seed for all would draw the same for all
-            decoder.add_request(prompt, sampling=own, request_id=str(index))
+            loop.add_request(prompt, sampling=own, request_id=str(index))
             waited[str(index)] = now - arrival
-        if decoder.has_work:
-            decoder.step()
+        if loop.has_work:
+            loop.step()
         else:
             time.sleep(coming[0][1][0] - now)
     return [replace(r, ttft_s=r.ttft_s + waited[r.request_id]) for r in records[num_seen:]]
@@ -273,13 +298,11 @@ def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float] | None:
     return {"p50": float(p50), "p99": float(p99)}
 
 
-def _prompts(
-    target: Target, options: argparse.Namespace, *, length: int, seed: int
-) -> list[list[int]]:
+def _prompts(options: argparse.Namespace, *, length: int, seed: int) -> list[list[int]]:
     """Prompts of `length` tokens: random ids, or windows of the shipped prompts' text."""
     count, generator = options.requests, random.Random(seed)
     if options.target is None:
-        ids = range(2, target.config.vocab_size)
+        ids = range(2, config_of(options.shape).vocab_size)
         return [generator.choices(ids, k=length) for _ in range(count)]
     tokenizer = cast(ChatTokenizer, load_tokenizer(options.target))
     texts = [encode_prompt(prompt, tokenizer) for prompt in load_prompts(None)]
@@ -305,23 +328,27 @@ def _decoder(
         max_num_batched_tokens=max(options.rows, options.batch * (num_drafts + 1)),
         max_prefill_chunk=options.chunk,
         admit_together=options.admit,
-        max_model_len=longest + _ROOM_TOKENS,
+        max_model_len=longest,
         deferred_output=True,
         cuda_graphs=graphs,
         compile=on_gpu and not options.no_compile,
         capture_mixed=graphs and not options.no_mixed,
         audit=False,
     )
-    is_synthetic = num_drafts > 0 and options.heads is None
-    accept = _ACCEPT if options.accept is None else options.accept
-    rates = [accept ** (step + 1) for step in range(num_drafts)] if is_synthetic else []
+    rates = _rates(options, num_drafts)
     spec = SpecSettings(
         policy=policy,
         num_speculative_tokens=num_drafts,
-        verify="synthetic" if is_synthetic else "greedy",
+        verify="synthetic" if rates else "greedy",
         verify_options=VerifyOptions(synthetic_rates=rates),
     )
     return SpecDecoder(target, heads if num_drafts else None, spec=spec, engine=engine)
+
+
+def _rates(options: argparse.Namespace, num_drafts: int) -> list[float]:
+    """Chance that the first draft is accepted, the first two, ...; empty for real acceptance."""
+    accept = _ACCEPT if options.accept is None else options.accept
+    return [accept ** (step + 1) for step in range(num_drafts)] if options.heads is None else []
 
 
 def age_of_process() -> float:

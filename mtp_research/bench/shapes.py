@@ -124,6 +124,11 @@ SHAPES: dict[str, Shape] = {
 }
 
 
+def config_of(name: str) -> PreTrainedConfig:
+    """The configuration of shape `name`."""
+    return AutoConfig.for_model(SHAPES[name].model_type, **SHAPES[name].arguments)
+
+
 def random_target(
     name: str,
     *,
@@ -151,8 +156,9 @@ def random_target(
         )
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(shape.model_type, **shape.arguments)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            config_of(name), dtype=dtype, attn_implementation="eager"
+        )
     return wrap_target(model, path=f"random:{name}", experts=experts)
 
 
@@ -176,9 +182,8 @@ def drawn_target(
 
     They are the same for any number of ranks, each of which draws its part alone under `tp_plan`.
     """
-    config = AutoConfig.for_model(SHAPES[name].model_type, **SHAPES[name].arguments)
     with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
+        config_of(name).save_pretrained(folder)
         found = load_target(
             folder,
             dtype=str(dtype).removeprefix("torch."),
@@ -210,7 +215,7 @@ def sizes_only(model: ModelConfig, *, dtype: torch.dtype, num_ranks: int = 1) ->
     Raises:
         ConfigError: nothing is known of the model, or it cannot be split so.
     """
-    config, family_name, source = _config_of(model)
+    config, family_name, source = _known_of(model)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     if model.keep_fp8:
@@ -235,15 +240,15 @@ class _Known(NamedTuple):
     source: str
 
 
-def _config_of(model: ModelConfig) -> _Known:
+def _known_of(model: ModelConfig) -> _Known:
     file = local_file(model.path, CONFIG_FILE)
     if file is None and model.architecture:
         arguments = {"vocab_size": model.pretrain.vocab_size, **model.architecture}
         return _Known(AutoConfig.for_model(model.family, **arguments), None, "model.architecture")
     name = next((name for name, shape in SHAPES.items() if shape.path == model.path), None)
     if file is None and name is not None:
-        config = AutoConfig.for_model(SHAPES[name].model_type, **SHAPES[name].arguments)
-        return _Known(config, model.family, f"shape {name} of mtp_research/bench/shapes.py")
+        source = f"shape {name} of mtp_research/bench/shapes.py"
+        return _Known(config_of(name), model.family, source)
     with loading(model.path):
         published = read_config(unpacked(model.path))
     return _Known(*published, source=str(file or f"{model.path} on the hub"))

@@ -32,7 +32,6 @@ from mtp_research.evaluation.run.conditions import Condition
 from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.evaluation.run.settings_check import load_engine
 
-# Off: another process, and the runner that the table of conventions is not about.
 SWITCHES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER")
 _COUNTERS = "vllm:spec_decode_"
 _COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")  # a draft is a round's
@@ -107,9 +106,13 @@ class VllmBackend:
         return EngineRun(records, num_steps, counted if num_drafts else None)
 
 
-def load_vllm() -> Module:
-    """The module, with the runner that we know; raises as `load_engine` does."""
-    os.environ |= dict.fromkeys(SWITCHES, "0")
+def load_vllm(*, v2_runner: bool = False) -> Module:
+    """The module, whose engines run in this process; raises as `load_engine` does.
+
+    Args:
+        v2_runner: take the faster runner, which the table of conventions is not about.
+    """
+    os.environ |= dict(zip(SWITCHES, ("0", str(int(v2_runner))), strict=True))
     return load_engine("vllm")
 
 

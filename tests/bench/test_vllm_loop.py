@@ -1,0 +1,138 @@
+"""end_to_end over a played vLLM: what its engine is asked for, and what its rows say."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mtp_research.bench import end_to_end, vllm_loop
+from mtp_research.bench.vllm_loop import VllmLoop
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.stats import RequestRecord
+from mtp_research.evaluation.backends.vllm_backend import SWITCHES
+from tests.evaluation.backends import played_vllm
+from tests.evaluation.backends.played_vllm import PlayedVllm
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tries the commands on a CPU")
+
+
+class Texts:
+    """A loop without a model: rounds that keep as many drafts as it is told."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts, self.num_texts = num_drafts, 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, sampling: SamplingParams
+    ) -> Iterator[RequestRecord]:
+        """Three texts keep all drafts, later ones none."""
+        kept = self.num_drafts if self.num_texts < 3 else 0
+        self.num_texts += 1
+        rounds = -(-(sampling.max_new_tokens - 1) // (kept + 1)) if self.num_drafts else 0
+        yield RequestRecord(
+            request_id="",
+            num_prompt_tokens=len(prompts[0]),
+            output_token_ids=tuple(range(sampling.max_new_tokens)),
+            finish_reason="length",
+            num_accepted_per_round=(kept,) * rounds,
+            num_drafted_per_round=(self.num_drafts,) * rounds,
+            num_target_forwards=rounds,
+            ttft_s=0.0,
+            decode_s=0.0,
+        )
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """vLLM without models, and the configurations that its engines read."""
+    module, configs = PlayedVllm(), []
+
+    def texts(checkpoint: Path, _dtype: str, *, num_drafts: int, **_: object) -> Texts:
+        configs.append(json.loads((checkpoint / "config.json").read_text()))
+        return Texts(num_drafts)
+
+    for name in SWITCHES:  # so that they are taken back
+        monkeypatch.setenv(name, "")
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(played_vllm, "loop_of", texts)
+    return SimpleNamespace(module=module, configs=configs)
+
+
+def test_vllm_gets_the_requests_of_the_command(played, capsys):
+    words = ["--requests", "3", "--batch", "2", "--prompt", "8", "--output", "6", "--passes", "2"]
+    more = ["--vllm", '{"enforce_eager": true}', "--policy", "eagle", "training"]
+    found = end_to_end.main(["--engine", "vllm", "--cpu", "--k", "0", "2", *words, *more])
+    assert found == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    rows = json.loads(last)["rows"]
+    assert [(row["num_drafts"], row["pass"]) for row in rows] == [(0, 1), (0, 2), (2, 1), (2, 2)]
+    assert {(row["policy"], row["num_tokens"]) for row in rows} == {("vllm 0.24.0", 18)}
+    # By vLLM's counters, each pass for itself: three texts keep two drafts a round, then none.
+    assert [row["tau"] for row in rows] == [1.0, 1.0, 3.0, 1.0]
+    assert rows[2]["num_steps"] < rows[3]["num_steps"]
+    assert all(row["num_builds"] is None for row in rows)
+    assert "mimo_7b K=2 vllm 0.24.0 B=2 8->6 pass 2" in lines[-1]
+    assert played.module.num_open == 0
+
+
+def test_the_engine_runs_as_its_users_run_it_with_acceptance_of_ours(played):
+    for k in ("0", "2"):
+        words = ["--engine", "vllm", "--cpu", "--k", k, "--passes", "0", "--accept", ".5"]
+        more = ["--vllm", '{"max_num_batched_tokens": 99}'] if k == "0" else []
+        assert end_to_end.main([*words, *more]) == 0
+    plain, drafted = played.module.words
+    assert "speculative_config" not in plain
+    config = drafted["speculative_config"]
+    assert config["rejection_sample_method"] == "synthetic"
+    assert config["synthetic_acceptance_rates"] == [0.5, 0.25]
+    assert (plain["max_num_batched_tokens"], drafted["max_num_batched_tokens"]) == (99, 8192)
+    assert drafted["max_model_len"] >= 1024 + 256 + 2
+    for one in played.module.words:
+        assert one["async_scheduling"] is None  # vLLM's own choice: its steps may overlap
+        assert (one["load_format"], one["max_num_seqs"]) == ("dummy", 32)
+    assert [os.environ[name] for name in SWITCHES] == ["0", "1"]
+    for one in played.configs:  # the class that has MiMo's module
+        assert one["architectures"] == ["MiMoForCausalLM"]
+        assert (one["num_nextn_predict_layers"], one["num_hidden_layers"]) == (1, 36)
+
+
+def test_latencies_are_of_the_steps_that_gave_tokens(played, monkeypatch):
+    now = [5.0]
+    monkeypatch.setattr(vllm_loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    loop = VllmLoop("mimo_7b", rates=(0.8,), max_num_requests=1, max_model_len=64, words={})
+    step = loop._llm.llm_engine.step
+
+    def slow() -> list[SimpleNamespace]:
+        now[0] += 0.5
+        return step()
+
+    loop._llm.llm_engine.step = slow
+    for name in "ab":
+        loop.add_request([7, 7, 7], sampling=SamplingParams(max_new_tokens=5), request_id=name)
+    while loop.has_work:
+        loop.step()
+    first, second = loop.stats.records
+    assert [one.request_id for one in (first, second)] == ["a", "b"]
+    assert first.output_token_ids == (0, 1, 2, 3, 4)
+    # A chunk of the prompt, then 1 + 2 + 2 tokens; the second waits for its place.
+    assert (first.ttft_s, first.decode_s) == (1.0, 1.0)
+    assert (second.ttft_s, second.decode_s) == (3.0, 1.0)
+    assert loop.stats.num_steps == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shape", "tiny"], "must get --shape mimo_7b, got tiny"),
+        (["--target", "x", "--heads", "y"], "--engine vllm runs random weights"),
+    ],
+)
+def test_what_vllm_cannot_run_is_refused(words, message, played, capsys):
+    assert end_to_end.main(["--engine", "vllm", "--cpu", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not played.module.words
