@@ -74,6 +74,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--heads", help="folder of the target's heads; their acceptance is the real one")
     add("--engine", default="own", choices=("own", "vllm"), help="vllm: random weights alone")
     add("--vllm", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
+    add("--vllm-apart", action="store_true", help="its engine in a process of its own")
     add("--k", nargs="+", type=int, default=[0, 3])
     add("--policy", nargs="+", default=["eagle"], help="K = 0 is measured once")
     add("--accept", type=float, help=f"synthetic acceptance of random weights; default {_ACCEPT}")
@@ -191,6 +192,7 @@ def _passes(
             rates=_rates(options, num_drafts),
             max_num_requests=options.batch,
             max_model_len=longest,
+            apart=options.vllm_apart,
             words={"max_num_batched_tokens": options.rows, **options.vllm},
         )
     else:

@@ -49,6 +49,7 @@ class VllmLoop:
         rates: chance that the first draft is accepted, the first two, ... all K; empty for K = 0.
         max_num_requests: R.
         max_model_len: tokens of the longest text.
+        apart: let the engine have a process of its own, as vLLM's server does.
         words: more arguments of `vllm.LLM`.
 
     Raises:
@@ -65,6 +66,7 @@ class VllmLoop:
         rates: Sequence[float],
         max_num_requests: int,
         max_model_len: int,
+        apart: bool,
         words: Mapping[str, object],
     ) -> None:
         model_type = SHAPES[shape].model_type
@@ -72,7 +74,7 @@ class VllmLoop:
             known = [name for name, one in SHAPES.items() if one.model_type in _CLASSES]
             raise ConfigError(f"--engine vllm must get --shape {' or '.join(known)}, got {shape}.")
         self.stats = DecodeStats()
-        self._vllm = load_vllm(v2_runner=True)
+        self._vllm = load_vllm(apart=apart, v2_runner=True)
         self._live: dict[str, _Live] = {}
         self._num_rounds = self._num_accepted = 0
         with tempfile.TemporaryDirectory() as folder:

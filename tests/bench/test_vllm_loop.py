@@ -18,6 +18,7 @@ from mtp_research.evaluation.backends.vllm_backend import SWITCHES
 from tests.evaluation.backends import played_vllm
 from tests.evaluation.backends.played_vllm import PlayedVllm
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tries the commands on a CPU")
 
 
@@ -81,10 +82,11 @@ def test_vllm_gets_the_requests_of_the_command(played, capsys):
 
 
 def test_the_engine_runs_as_its_users_run_it_with_acceptance_of_ours(played):
-    for k in ("0", "2"):
+    for k, apart in (("0", "0"), ("2", "1")):
         words = ["--engine", "vllm", "--cpu", "--k", k, "--passes", "0", "--accept", ".5"]
-        more = ["--vllm", '{"max_num_batched_tokens": 99}'] if k == "0" else []
+        more = ["--vllm", '{"max_num_batched_tokens": 99}'] if k == "0" else ["--vllm-apart"]
         assert end_to_end.main([*words, *more]) == 0
+        assert [os.environ[name] for name in SWITCHES] == [apart, "1"]
     plain, drafted = played.module.words
     assert "speculative_config" not in plain
     config = drafted["speculative_config"]
@@ -95,7 +97,6 @@ def test_the_engine_runs_as_its_users_run_it_with_acceptance_of_ours(played):
     for one in played.module.words:
         assert one["async_scheduling"] is None  # vLLM's own choice: its steps may overlap
         assert (one["load_format"], one["max_num_seqs"]) == ("dummy", 32)
-    assert [os.environ[name] for name in SWITCHES] == ["0", "1"]
     for one in played.configs:  # the class that has MiMo's module
         assert one["architectures"] == ["MiMoForCausalLM"]
         assert (one["num_nextn_predict_layers"], one["num_hidden_layers"]) == (1, 36)
@@ -104,7 +105,9 @@ def test_the_engine_runs_as_its_users_run_it_with_acceptance_of_ours(played):
 def test_latencies_are_of_the_steps_that_gave_tokens(played, monkeypatch):
     now = [5.0]
     monkeypatch.setattr(vllm_loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    loop = VllmLoop("mimo_7b", rates=(0.8,), max_num_requests=1, max_model_len=64, words={})
+    loop = VllmLoop(
+        "mimo_7b", rates=(0.8,), max_num_requests=1, max_model_len=64, apart=False, words={}
+    )
     step = loop._llm.llm_engine.step
 
     def slow() -> list[SimpleNamespace]:
@@ -136,3 +139,50 @@ def test_what_vllm_cannot_run_is_refused(words, message, played, capsys):
     assert end_to_end.main(["--engine", "vllm", "--cpu", *words]) == 2
     assert message in capsys.readouterr().err
     assert not played.module.words
+
+
+def test_tables_beside_vllm_are_what_is_stored() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    results = ROOT / "docs" / "results"
+    stored = json.loads((results / "end_to_end.json").read_text())["same_arrivals"]
+    apart = stored["apart"]
+    for k in ("3", "0"):
+        own, within = stored["own"][k], stored["vllm"][k]
+        assert len(own) == len(within) == len(apart["vllm"][k]) == 8
+        assert not any(row["num_builds"] for row in own), "the page says that nothing came later"
+        beside = apart["own"].get(k, own)  # K = 0: the page says that it is of the first machine
+        for at in range(0, 8, 2):
+            rows = [part[at : at + 2] for part in (own, within, beside, apart["vllm"][k])]
+            assert line_of(*rows) in page
+    few = rates(stored["few_graphs"][2:4])
+    assert f"128 to 128 tokens, K = 3, with graphs of eight sizes: {few} tokens/s" in page
+    starts = json.loads((results / "cold_start.json").read_text())["beside_vllm"]
+    own, theirs, plain = (
+        " and ".join(f"{row['ready_s']:.1f}" for row in starts[name])
+        for name in ("own", "vllm", "vllm_without_drafts")
+    )
+    assert f"ready after {own} s, vLLM after {theirs} (K = 0: {plain})" in page
+    first = [f"{stored[name]['3'][0]['ready_s']:.1f}" for name in ("own", "vllm")]
+    assert f"first processes {' and '.join(first)} s" in page
+
+
+def rates(rows: list[dict]) -> str:
+    return ", ".join(f"{row['tok_per_s']:,.0f}" for row in rows)
+
+
+def line_of(own: list[dict], within: list[dict], beside: list[dict], apart: list[dict]) -> str:
+    """Rates of two passes, and latencies of the second: ours, vLLM in our process and in its own.
+
+    `beside` are ours of the machine of `apart`.
+    """
+    one, file = own[0], own[0]["arrivals"]
+    come = "at once" if file is None else f"{Path(file).stem.removeprefix('arrivals_')} a second"
+    cells = [f"{one['prompt']:,}, {one['output']}", come, str(one["num_drafts"]), rates(own)]
+    for ours, theirs in ((own, within), (beside, apart)):
+        pairs = zip(ours, theirs, strict=True)
+        ratios = [f"{a['tok_per_s'] / b['tok_per_s']:.2f}" for a, b in pairs]
+        cells += [rates(theirs), ", ".join(ratios)]
+    for name in ("ttft_ms", "token_ms"):
+        spans = [f"{row[name]['p50']:,.1f} / {row[name]['p99']:,.1f}" for row in (own[1], apart[1])]
+        cells.append("; ".join(spans))
+    return f"| {' | '.join(cells)} |"

@@ -106,13 +106,14 @@ class VllmBackend:
         return EngineRun(records, num_steps, counted if num_drafts else None)
 
 
-def load_vllm(*, v2_runner: bool = False) -> Module:
-    """The module, whose engines run in this process; raises as `load_engine` does.
+def load_vllm(*, apart: bool = False, v2_runner: bool = False) -> Module:
+    """The module; raises as `load_engine` does.
 
     Args:
+        apart: let each engine have a process of its own.
         v2_runner: take the faster runner, which the table of conventions is not about.
     """
-    os.environ |= dict(zip(SWITCHES, ("0", str(int(v2_runner))), strict=True))
+    os.environ |= dict(zip(SWITCHES, (str(int(on)) for on in (apart, v2_runner)), strict=True))
     return load_engine("vllm")
 
 
