@@ -218,7 +218,9 @@ class SlotState:
         assert self.draft_probs is not None, (
             "draft distributions are kept only when drafts are sampled"
         )
-        self.draft_probs[slots, draft_step] = probs
+        # A tensor without dims as the index is read on the host: it ends a graph and a capture.
+        steps = torch.zeros_like(slots) + draft_step
+        self.draft_probs[slots, steps] = probs
 
     def read_draft_probs(self, slots: Tensor, *, num_drafts: int) -> Tensor | None:
         """Distributions `[R, n, V]` of the first n current drafts; None when drafts are one-hot."""

@@ -11,6 +11,7 @@ import torch
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.draft.drafter import DraftSampling
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.draft_vocabulary import most_frequent
@@ -51,6 +52,7 @@ def _decode(
     prompts=PROMPTS,
     *,
     drafted: Sequence[int] | None = None,
+    draft_sampling: DraftSampling = "greedy",
     **changes: object,
 ):
     settings = {
@@ -62,7 +64,7 @@ def _decode(
     }
     decoder = SpecDecoder(
         *models,
-        spec=SpecSettings(policy=policy, draft_token_ids=drafted),
+        spec=SpecSettings(policy=policy, draft_token_ids=drafted, draft_sampling=draft_sampling),
         engine=EngineConfig(**(settings | changes)),
     )
     return decoder, run(decoder, prompts, sampling=SAMPLING)
@@ -73,12 +75,15 @@ def assert_captured_texts(
     policy: str,
     *,
     drafted: Sequence[int] | None = None,
+    draft_sampling: DraftSampling = "greedy",
     **changes: object,
 ) -> None:
     """Captured steps, those with prompt rows too, give texts and rounds of the plain loop."""
-    _, plain = _decode(models, policy, drafted=drafted)
     changes |= {"cuda_graphs": True, "capture_mixed": True}
-    decoder, captured = _decode(models, policy, drafted=drafted, **changes)
+    (_, plain), (decoder, captured) = (
+        _decode(models, policy, drafted=drafted, draft_sampling=draft_sampling, **how)
+        for how in ({}, changes)
+    )
     assert texts_of(captured) == texts_of(plain)
     assert {name: one.num_accepted_per_round for name, one in captured.items()} == {
         name: one.num_accepted_per_round for name, one in plain.items()
@@ -139,6 +144,16 @@ def test_captured_steps_of_experts_and_latents_give_the_plain_texts(
     family: str, policy: str, compile_step: bool
 ) -> None:
     assert_captured_texts(_models(family, "cuda"), policy, compile=compile_step)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile_step", [False, True], ids=["captured", "compiled"])
+@pytest.mark.parametrize("policy", ["eagle", "training"])
+def test_captured_steps_that_sample_their_drafts_give_the_plain_texts(
+    policy: str, compile_step: bool
+) -> None:
+    models = _models("qwen3", "cuda")
+    assert_captured_texts(models, policy, draft_sampling="sample", compile=compile_step)
 
 
 @pytest.mark.gpu

@@ -103,7 +103,8 @@ def chart_files(chart: Chart, *, description: str) -> dict[str, bytes]:
     files = {}
     with matplotlib.rc_context(STYLE):
         chart.figure.draw_without_rendering()
-        chart.figure.set_layout_engine("none")  # laid out once for all kinds
+        # Laid out once for all kinds; a placeholder ("none") would have each kind drawn twice.
+        chart.figure.set_layout_engine(None)
         for kind, metadata in dates.items():
             text = "".join(c for c in description if c.isprintable())
             buffer = io.BytesIO()
