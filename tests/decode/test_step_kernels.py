@@ -47,6 +47,8 @@ def _kernels(
     num_drafts: int,
     num_requests: int,
     sampling: SamplingParams = GREEDY,
+    rule: str = "standard",
+    keep_draft_probs: bool = False,
 ) -> dict[str, str]:
     """Kernels of a step without draft passes, between the target's layers and the drafter."""
     slot_state = SlotState(
@@ -55,7 +57,7 @@ def _kernels(
         plan=DraftPlan(POLICIES["eagle"], num_drafts, 1),
         hidden_size=HIDDEN_SIZE,
         vocab_size=vocab_size,
-        keep_draft_probs=False,
+        keep_draft_probs=keep_draft_probs,
         dtype=torch.bfloat16,
         device=CPU,
     )
@@ -65,7 +67,7 @@ def _kernels(
         cache=cast(KVCache, SimpleNamespace(recurrent=None)),
         slot_state=slot_state,
         plan=DraftPlan(POLICIES["eagle"], num_drafts, 1),
-        rule=RULES["standard"],
+        rule=RULES[rule],
     )
 
     def run(slots: Tensor, block_table: Tensor, params: SamplingTensors) -> StepResult:
@@ -124,6 +126,29 @@ def test_long_rows_of_logits_are_searched_by_many_programs(tmp_path: Path) -> No
 def test_kernels_of_a_sampled_step_compile(tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=0)
     kernels = _kernels(8192, num_drafts=0, num_requests=8, sampling=sampling)
+    assert kernels
+    for name, source in kernels.items():
+        assert compile_kernel(name, source, folder=tmp_path) >= 1
+
+
+# Synthetic acceptance is measured on a GPU with every change of the loop.
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "block",
+        *(pytest.param(name, marks=pytest.mark.every_case) for name in ("typical", "relaxed")),
+    ],
+)
+def test_kernels_of_other_rules_compile(rule: str, tmp_path: Path) -> None:
+    temperature = 0.0 if rule == "relaxed" else 0.8
+    kernels = _kernels(
+        8192,
+        num_drafts=3,
+        num_requests=8,
+        sampling=SamplingParams(temperature=temperature, seed=0),
+        rule=rule,
+        keep_draft_probs=rule == "block",
+    )
     assert kernels
     for name, source in kernels.items():
         assert compile_kernel(name, source, folder=tmp_path) >= 1

@@ -192,6 +192,8 @@ def _weights(probs: Tensor, proposals: Tensor, *, drafts: Tensor) -> Tensor:
 def _test_noise(inputs: VerifyInputs) -> Tensor:
     """Uniform numbers of the tests, `[R, K+1]`; no later step of the request sees them again."""
     first = inputs.positions[:, :1]
-    index = torch.arange(inputs.positions.shape[1], device=first.device)
+    # 0..K of positions that were read: of an arange the compiler works out products of its own,
+    # which do not wrap at 64 bits.
+    index = inputs.positions - first
     seed = inputs.params.seed[:, None]
     return uniform_noise(seed, first, Stream.ACCEPT, index=index)
