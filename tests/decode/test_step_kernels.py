@@ -95,7 +95,7 @@ def _kernels(
 @pytest.mark.parametrize(
     ("vocab_size", "num_drafts"),
     [
-        pytest.param(8192, 0, id="lab_small-0"),
+        pytest.param(8192, 0, id="lab_small-0", marks=pytest.mark.every_case),
         pytest.param(16384, 3, id="lab_base-3"),
     ],
 )

@@ -118,7 +118,13 @@ def test_layers_batch_sizes_and_conditions_share_their_code(compiled: Counter[st
     assert compiled["_run_target"] == 1
 
 
-@pytest.mark.parametrize("in_regions", [True, False], ids=["regions", "whole"])
+@pytest.mark.parametrize(
+    "in_regions",
+    [
+        pytest.param(True, id="regions"),
+        pytest.param(False, id="whole", marks=pytest.mark.every_case),
+    ],
+)
 def test_only_attention_behind_its_own_layer_s_products_reads_tables_before_it_waits(
     in_regions: bool, compiled: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,9 @@ def choose(num_rows: int, num_outputs: int, *_: object, **__: object) -> FewRows
 
 
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("policy", ["eagle", "training"])
+@pytest.mark.parametrize(
+    "policy", ["eagle", pytest.param("training", marks=pytest.mark.every_case)]
+)
 def test_what_steps_launch_was_foreseen(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     foreseen = set[bytes]()
     attention, product = Watched(attend_pages, foreseen), Watched(few_rows_product, foreseen)
