@@ -1,8 +1,8 @@
 """vLLM 0.24 as a loop that `end_to_end` serves requests with: random weights, synthetic acceptance.
 
 It runs as its users run it: the faster runner (V2), steps that overlap, the sizes of graphs that it
-chooses itself. Only the process differs: the engine runs in ours, so that no message between
-processes is part of a latency.
+chooses itself. The engine runs in our process, where no message is part of a latency, or apart, as
+that of its server.
 
 Sources: vLLM 0.24.0, `config/speculative.py` (synthetic acceptance, which class has which modules),
 `config/scheduler.py` (overlapping steps), `config/vllm.py` (sizes of graphs).
