@@ -76,6 +76,9 @@ def _fp8_faults(config: TrainConfig | EvalConfig) -> Iterator[str]:
     if model.experts == "grouped_mm":
         key = "model.experts"
         yield rule_line(key, f"must be auto for {condition}", model.experts, f"{key}=auto")
+    if model.dtype == "float64":
+        key, expected = "model.dtype", f"must be float32, bfloat16 or float16 for {condition}"
+        yield rule_line(key, expected, model.dtype, f"{key}=float32")
     if isinstance(config, EvalConfig):
         if config.engine.deterministic:
             yield _must_be_false("engine.deterministic", condition)

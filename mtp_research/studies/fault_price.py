@@ -36,7 +36,7 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.evaluation.report.wandb_log import ReportRun, publish
 from mtp_research.evaluation.run.conditions import head_names
-from mtp_research.evaluation.run.decoders import head_facts
+from mtp_research.evaluation.run.decoders import check_backend, head_facts
 from mtp_research.evaluation.run.prompts import (
     ChatTokenizer,
     EncodedPrompts,
@@ -116,6 +116,7 @@ def price_faults(
         experts=config.model.experts,
         weights=config.model.weights_form,
     )
+    check_backend(config.engine.backend, target.device)
     asked = _ask(config, target)
     names = {head: name for head, name in head_names(cells).items() if head and name}
     num_conditions = len(pairs) * len(policies_of(config.spec.policy))

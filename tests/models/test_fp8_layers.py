@@ -124,6 +124,7 @@ def test_deterministic_decoding_of_fp8_weights_is_refused(tmp_path: Path) -> Non
         (EvalConfig, "model.tp_plan=tensor", "model.tp_plan"),
         (EvalConfig, "model.device_map=auto", "model.device_map"),
         (EvalConfig, "model.experts=grouped_mm", "model.experts"),
+        (EvalConfig, "model.dtype=float64", "model.dtype"),
         (EvalConfig, "engine.deterministic=true", "engine.deterministic"),
         (EvalConfig, "backend=[own,transformers]", "model.keep_fp8"),
         (TrainConfig, "task=target", "model.keep_fp8"),

@@ -21,7 +21,7 @@ from mtp_research.evaluation.stats.fault_study import (
 )
 from mtp_research.evaluation.stats.outcome import PromptEntry
 from mtp_research.policy.fields import POLICIES
-from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.studies import fault_price
 from mtp_research.studies.fault_price import CLEAN_FORM, policies_of, price_faults
 from mtp_research.studies.study_tables import price_markdown, price_rows, split_prices
@@ -228,6 +228,11 @@ def test_key_that_a_study_does_not_read_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         price_faults(compose_config(EvalConfig, [*WORDS, word]), tmp_path)
+
+
+def test_kernels_without_a_gpu_are_refused_as_by_an_evaluation(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match=r"engine\.backend=triton needs a CUDA GPU"):
+        price_faults(compose_config(EvalConfig, [*WORDS, "engine.backend=triton"]), tmp_path)
 
 
 @pytest.mark.parametrize(
