@@ -29,6 +29,7 @@ from mtp_research.config.training_schema import (
     MAX_SPECULATIVE_TOKENS,
     HeadConfig,
     LauncherConfig,
+    MatrixConfig,
     ObjectiveConfig,
     PretrainConfig,
     TrainerConfig,
@@ -192,11 +193,8 @@ def _loss_faults(objective: ObjectiveConfig) -> Iterator[str]:
 
 
 def _task_faults(config: TrainConfig) -> Iterator[str]:
-    most = config.objective.num_depths or MAX_SPECULATIVE_TOKENS
-    for count in config.matrix.num_mtp_modules if config.task == "matrix" else ():
-        if not 1 <= count <= most:
-            key, fix = "matrix.num_mtp_modules", f"[1,{min(3, most)}]"
-            yield rule_line(key, f"must lie in 1..{most}", count, f"{key}={fix}")
+    if config.task == "matrix":
+        yield from _matrix_faults(config)
     seeds = config.matrix.seeds
     if seeds is not None and (len(set(seeds)) < max(len(seeds), 1) or min(seeds) < 0):
         expected = "must hold at least one number >= 0, each once"
@@ -208,6 +206,22 @@ def _task_faults(config: TrainConfig) -> Iterator[str]:
     if config.data.import_hidden is not None and config.task != "cache":
         key, expected = "data.import_hidden", f"must be null for task={config.task}"
         yield rule_line(key, expected, config.data.import_hidden, "task=cache data=cached")
+
+
+def _matrix_faults(config: TrainConfig) -> Iterator[str]:
+    """Heads that cannot be, or none at all."""
+    matrix, key = config.matrix, "matrix.num_mtp_modules"
+    most = config.objective.num_depths or MAX_SPECULATIVE_TOKENS
+    for count in matrix.num_mtp_modules:
+        if not 1 <= count <= most:
+            yield rule_line(key, f"must lie in 1..{most}", count, f"{key}=[1,{min(3, most)}]")
+    if set(matrix.unrolls) == {"ttt"} and 1 not in matrix.num_mtp_modules:
+        expected = "must hold 1 for matrix.unrolls=[ttt]"
+        yield rule_line(key, expected, matrix.num_mtp_modules, f"{key}=[1]")
+    for name in ("num_mtp_modules", "unrolls", "policies"):
+        if not getattr(matrix, name):
+            fix = f"matrix.{name}=[{getattr(MatrixConfig(), name)[0]}]"
+            yield rule_line(f"matrix.{name}", "must hold at least one", [], fix)
 
 
 def _served_faults(config: TrainConfig) -> Iterator[str]:

@@ -6,6 +6,8 @@ its key than a machine with a GPU, ranks or a network would show: what reaches t
 key is read, or the line with which it is refused here.
 """
 
+import random
+
 import pytest
 
 from mtp_research.config.ranges import schema_keys
@@ -17,6 +19,7 @@ from tests.keys.row import Row
 from tests.keys.train_rows import TRAIN_ROWS
 
 ROWS = [*TRAIN_ROWS, *EVAL_ROWS]
+CLEAN = ("ConfigError: ", "EnvironmentFault: ", "IntegrityError: ", "NumericFault: ")
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,20 @@ def test_key_changed_alone_changes_what_it_promises(row: Row, lab: Lab) -> None:
     found = f"refused: {faults}, equal: {same}, not equal: {other}"
     assert found == "refused: [], equal: [], not equal: []"
     assert row.shows is None or row.shows(before, after)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("run", ["evaluate", "price", "heads", "target", "matrix"])
+def test_keys_changed_together_run_or_are_refused_in_a_line(run: str, seed: int, lab: Lab) -> None:
+    draw, rows = random.Random(seed), [row for row in ROWS if row.run == run]
+    for _ in range(100):
+        chosen = draw.sample(rows, draw.choice((2, 3, 4)))
+        bases = {key: value for row in chosen for key, value in row.base.items()}
+        changes = bases | {row.key: row.value for row in chosen}
+        fault = lab.parts(run, changes)["fault"]
+        starts_workers = str(fault).endswith(" processes")  # where the watch ends a run
+        assert fault is None or starts_workers or fault.startswith(CLEAN), (changes, fault)
 
 
 @pytest.mark.parametrize(

@@ -216,10 +216,16 @@ def test_unrolls_of_leaves_out_the_twin(num_mtp_modules, expected):
 
 
 @pytest.mark.parametrize(
-    "words", [["matrix.num_mtp_modules=[0]"], ["objective.num_depths=2"], ["matrix.seeds=[1,1]"]]
+    "words",
+    [
+        *(["matrix.num_mtp_modules=[0]"], ["objective.num_depths=2"], ["matrix.seeds=[1,1]"]),
+        # No head at all, or none that is decoded.
+        ["matrix.unrolls=[ttt]", "matrix.num_mtp_modules=[2]"],
+        *([f"matrix.{name}=[]"] for name in ("num_mtp_modules", "unrolls", "policies")),
+    ],
 )
 def test_matrix_of_impossible_heads_is_refused(words):
-    with pytest.raises(ConfigError, match=r"must (lie in|be at least|hold at least)"):
+    with pytest.raises(ConfigError, match=r"must (lie in|be at least|hold)"):
         compose_config(TrainConfig, ["experiment=policy_matrix_tiny", *words])
 
 

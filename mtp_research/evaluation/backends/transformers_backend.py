@@ -30,6 +30,7 @@ from mtp_research.evaluation.backends.protocol import (
 from mtp_research.evaluation.run.conditions import Condition
 from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.experts import expert_stacks
 from mtp_research.models.library_mtp import layer_pattern
 from mtp_research.models.loading.load_weights import quiet_loading
 
@@ -50,6 +51,8 @@ class TransformersBackend:
         with quiet_loading():
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
         model = cast(PreTrainedModel, model.to(target.device).eval())  # type: ignore[arg-type]
+        if target.dtype == torch.float64 and expert_stacks(model):
+            model.set_experts_implementation("eager")  # its own products of experts know no float64
         model.generation_config = GenerationConfig()  # sampling of the release's own is not ours
         if condition.num_speculative_tokens:
             heads = workload.heads[condition.config.spec.head, condition.backend]

@@ -77,6 +77,12 @@ def test_library_keeps_the_drafts_that_our_loop_keeps_by_its_conventions(whole: 
     assert {0, 1} <= {count for record in kept[0] for count in record}
 
 
+def test_experts_in_float64_run_too(asked: str, tmp_path: Path) -> None:
+    words = ("model.dtype=float64", "sampling.max_new_tokens=4", "prompts.max_prompts=1")
+    drafted = run(tmp_path, asked, *words).report.agreements[1]
+    assert (drafted.num_equal_texts, drafted.num_equal_rounds) == (1, drafted.num_rounds)
+
+
 def test_rows_name_the_library_and_have_its_times(whole: Whole) -> None:
     for label in ("transformers", "transformers baseline"):
         one = whole.found[label]
