@@ -131,7 +131,7 @@ def test_kernels_of_a_sampled_step_compile(tmp_path: Path) -> None:
         assert compile_kernel(name, source, folder=tmp_path) >= 1
 
 
-# Synthetic acceptance is measured on a GPU with every change of the loop.
+# Not `synthetic`, which wants rates: test_compiled_choices compiles it on a GPU.
 @pytest.mark.parametrize(
     "rule",
     [

@@ -32,6 +32,7 @@ from mtp_research.evaluation.run.conditions import Condition
 from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.evaluation.run.settings_check import load_engine
 
+# Whether engines have processes of their own, and which runner: see `load_vllm`.
 SWITCHES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER")
 _COUNTERS = "vllm:spec_decode_"
 _COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")  # a draft is a round's
