@@ -10,14 +10,14 @@ Letters: R requests, T packed rows, K drafts per step, V vocabulary.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtp_research.config.schema import VerifyOptions
-from mtp_research.decode.draft.drafter import Drafter, MTPDrafter, PartCompiler, VerifiedStep
+from mtp_research.decode.draft.drafter import Drafter, MTPDrafter, VerifiedStep
 from mtp_research.decode.sampling.grammar import apply_bitmask
 from mtp_research.decode.sampling.processors import process_logits
 from mtp_research.decode.sampling.sampling import (
@@ -26,7 +26,7 @@ from mtp_research.decode.sampling.sampling import (
     step_logprobs,
     top_candidates,
 )
-from mtp_research.decode.schedule.batch import StepInputs
+from mtp_research.decode.schedule.batch import PartCompiler, StepInputs, StepRows
 from mtp_research.decode.slot_state import KVCache, SlotState
 from mtp_research.decode.verify.verify import VerifyInputs, VerifyOutput, verify_greedy
 from mtp_research.decode.verify.verify_rules import Rule, text_is_thinking
@@ -97,40 +97,46 @@ class DeviceStep:
     def __post_init__(self) -> None:
         self.parts = DeviceParts(self._target, self._verify, self._advance, self._draft)
 
-    def run(
+    def captured_inputs(
         self,
-        inputs: StepInputs,
-        params: SamplingTensors,
+        rows: StepRows,
+        block_table: Tensor,
         *,
-        draft_limit: int,
-        compiler: PartCompiler | None = None,
-    ) -> StepResult:
-        """All four parts, as `SpecDecoder.step` calls them; `compiler` as in `finish`."""
-        target = self.parts.target(inputs)
-        return self.finish(inputs, target, params, draft_limit=draft_limit, compiler=compiler)
+        num_drafts: int,
+        compiler: PartCompiler | None,
+    ) -> StepInputs:
+        """Inputs of a captured step in which no request verifies more than `num_drafts`."""
+        layout, make = rows.layout, _make_inputs
+        is_even = layout.rows_each is not None
+        if compiler is not None and (is_even or compiler.serves_uneven_rows):
+            make = compiler.compiled(make)
+            if compiler.serves_uneven_rows:
+                rows = rows._replace(layout=layout.of_any_rows())
+        inputs = make(self, rows, block_table, num_drafts=num_drafts)
+        return replace(
+            inputs, static=is_even, max_query_len=layout.max_query_len, compiler=compiler
+        )
+
+    def run(self, inputs: StepInputs, params: SamplingTensors, *, draft_limit: int) -> StepResult:
+        """All four parts, as `SpecDecoder.step` calls them."""
+        return self.finish(inputs, self.parts.target(inputs), params, draft_limit=draft_limit)
 
     def finish(
-        self,
-        inputs: StepInputs,
-        target: TargetRows,
-        params: SamplingTensors,
-        *,
-        draft_limit: int,
-        compiler: PartCompiler | None,
+        self, inputs: StepInputs, target: TargetRows, params: SamplingTensors, *, draft_limit: int
     ) -> StepResult:
         """The parts behind the target pass: those that need the masks of grammars.
 
-        `compiler` compiles those in which every request has the same number of rows. Steps with
-        prompt rows call them with tensors like those of other steps, so that they share the code.
+        With `inputs.compiler` they are compiled. Steps with prompt rows call them with tensors like
+        those of other steps, so that they share the code.
         """
-        decide, draft = _decide, _draft
+        decide, draft, compiler = _decide, _draft, inputs.compiler
         compiles_own_passes = isinstance(self.drafter, MTPDrafter)
         if compiler is not None:
             decide = compiler.compiled(decide)
             if self.drafter is not None and not compiles_own_passes:
                 draft = compiler.compiled(draft)
         verified, state = decide(self, inputs, target, params)
-        step = VerifiedStep(inputs, state, target.hidden, params, [], draft_limit, compiler)
+        step = VerifiedStep(inputs, state, target.hidden, params, [], draft_limit)
         return StepResult.of(verified, draft(self, step))
 
     def join(self) -> None:
@@ -146,17 +152,18 @@ class DeviceStep:
 
     def _target(self, inputs: StepInputs) -> TargetRows:
         """Run the target over the step's rows; writes its KV pages."""
-        context = inputs.target_context(self.cache, backend=self.backend)
-        position_ids = inputs.positions[None]
-        if inputs.axis_positions is not None:
-            position_ids = inputs.axis_positions[:, None]
-        hidden = self.target.forward(
-            inputs.input_ids[None], position_ids=position_ids, context=context
-        )
+        run, read_logits, compiler = _run_layers, _read_logits, inputs.compiler
+        given = inputs.of_compiled_pass()
+        if compiler is not None:
+            read_logits = compiler.compiled(read_logits)
+            if given is not None:
+                longest = 0 if inputs.static else inputs.max_query_len
+                run = compiler.compiled(run, longest=longest)
+        hidden = run(self, given or inputs)
         deciding = hidden.post_norm[0]
         if not inputs.static:  # else every row decides a token
             deciding = deciding[inputs.logits_indices().flatten()]
-        return TargetRows(hidden, self.target.own_logits(deciding))
+        return TargetRows(hidden, read_logits(self, deciding))
 
     def _verify(self, inputs: StepInputs, target: TargetRows, params: SamplingTensors) -> Verified:
         shape = len(inputs.slots), inputs.draft_token_ids.shape[1] + 1, target.logits.shape[1]
@@ -270,6 +277,34 @@ class DeviceStep:
 
     def _columns(self, inputs: StepInputs) -> Tensor:
         return torch.arange(inputs.draft_token_ids.shape[1] + 1, device=inputs.slots.device)
+
+
+def _make_inputs(
+    step: DeviceStep, rows: StepRows, block_table: Tensor, *, num_drafts: int
+) -> StepInputs:
+    step.slot_state.num_tokens[step.slot_state.spare_slot :].fill_(1)  # padding must not grow
+    return StepInputs.of_rows(
+        rows,
+        block_table,
+        slot_state=step.slot_state,
+        block_size=step.cache.block_size,
+        num_drafts=num_drafts,
+    )
+
+
+def _run_layers(step: DeviceStep, inputs: StepInputs) -> TargetHidden:
+    position_ids = inputs.positions[None]
+    if inputs.axis_positions is not None:
+        position_ids = inputs.axis_positions[:, None]
+    return step.target.forward(
+        inputs.input_ids[None],
+        position_ids=position_ids,
+        context=inputs.target_context(step.cache, backend=step.backend),
+    )
+
+
+def _read_logits(step: DeviceStep, deciding: Tensor) -> Tensor:
+    return step.target.own_logits(deciding)
 
 
 def _decide(

@@ -100,6 +100,10 @@ class RowLayout(NamedTuple):
         start = first_row - self.query_start_loc[:-1].long()
         return row + self.spread(start)
 
+    def of_any_rows(self) -> "RowLayout":
+        """The same, as code is given it that is to serve requests with any numbers of rows."""
+        return self._replace(max_query_len=0, rows_each=None)
+
 
 def equal_rows(num_rows: int, like: Tensor) -> RowLayout:
     """`num_rows` rows for every request; nothing is read on the host."""
@@ -225,28 +229,31 @@ class DraftPlan:
                 round would rewrite them unread. Base rows stay, see `decode.draft.draft_length`.
             number: of a pass whose rows are laid out as those of `draft_step` (see `like`),
                 for code that serves both; None for `draft_step` itself.
-            layout: of `num_static_rows` rows a request, where it is at hand in the static form.
+            layout: of the pass's rows, where it is at hand in the static form; then requests may
+                have any numbers of base rows that hold those that the policy asks for.
         """
         policy, module_idx = self.policy, self.module_idx(draft_step)
         now = draft_step if number is None else number
         first_draft, has_base = self._draft_rows(draft_step)
         frontier = state.frontier
         start = self._first_base_row(state)
-        num_static_base = self._static_base(num_fresh) if has_base else 0
-        first_base = frontier - num_static_base + 1 if static else start
-        if base_rows is not None:
-            first_base = frontier - base_rows.counts + 1
-        first_row = first_base if has_base else frontier + now - (draft_step - (first_draft or 0))
         num_draft = self.num_draft_rows(draft_step, makes_draft=makes_draft)
-        if base_rows is not None and has_base:
-            layout = bounded_rows(base_rows, num_draft)
+        if layout is None:
+            if base_rows is not None and has_base:
+                layout = bounded_rows(base_rows, num_draft)
+            elif static or base_rows is not None:
+                num_base = self._static_base(num_fresh) if has_base else 0
+                layout = equal_rows(num_base + num_draft, frontier)
+            else:
+                num_base = frontier - start + 1 if has_base else torch.zeros_like(frontier)
+                layout = ragged_rows(num_base + state.drafting.long() * num_draft)
+
+        if not has_base:
+            first_row = frontier + now - (draft_step - (first_draft or 0))
         elif static or base_rows is not None:
-            num_each = num_static_base + num_draft
-            layout = layout or equal_rows(num_each, frontier)
-            assert len(layout.request_index) == num_each * len(frontier), "rows of another pass"
+            first_row = frontier - (layout.counts - num_draft) + 1
         else:
-            num_base = frontier - start + 1 if has_base else torch.zeros_like(frontier)
-            layout = ragged_rows(num_base + state.drafting.long() * num_draft)
+            first_row = start
         position = layout.positions(first_row)
         if policy.hidden == "chain" and draft_step > 0:
             kind, index, hidden_known = _chain_source(position)

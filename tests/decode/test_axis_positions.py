@@ -190,7 +190,6 @@ def test_captured_steps_leave_such_requests_out(targets, monkeypatch: pytest.Mon
         decoder.device_step,
         batch_sizes=(2,),
         num_table_blocks=2,
-        block_size=16,
     )
     accepted = []
     for positions in (None, ROWS):

@@ -18,6 +18,7 @@ from mtp_research.decode.graphs.capture import CompiledParts
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.weights import load_heads
+from mtp_research.models.rewrites import regions
 from mtp_research.models.target import load_target
 from tests import tiny
 from tests.decode.test_captured_loop import LAB
@@ -80,7 +81,7 @@ def test_conditions_share_what_does_not_depend_on_them(compiled: Counter[str], s
     of_rows = {"_make_inputs": 1, "_decide": 1}  # verified a request
     of_round = of_rows | {"_end_round": 1}
     expected = {
-        (0, "eagle"): of_rows | {"_run_target": 1},
+        (0, "eagle"): of_rows | {"_run_layers": 1, "_read_logits": 1},
         # Pass 0 runs the fresh rows; the others run a row that is the same for each K.
         (3, "eagle"): of_round | {"_run_pass": 2},
         (3, "training"): {"_run_pass": 2},
@@ -108,31 +109,36 @@ def test_numbers_of_drafts_share_target_and_later_passes(compiled: Counter[str],
     decoder = _decoder(small, num_drafts=2, compiles=True, draft_length=ExpectedGainLength())
     with torch.inference_mode():
         decoder.graphs.prepare(SamplingParams(), draft_limits=range(2, -1, -1))
-    assert compiled["_run_target"] == 1
+    assert compiled["_run_layers"] == compiled["_read_logits"] == 1
     assert compiled["_make_inputs"] == compiled["_decide"] == 3
-    # Pass 0 for each number, the later ones that draft, and those that do not.
-    assert compiled["_run_pass"] == 3 + 1 + 1
+    # Pass 0 that drafts and that does not, and the later ones.
+    assert compiled["_run_pass"] == 2 + 2
     assert compiled["_end_round"] == 1
 
 
 @pytest.mark.parametrize(
-    ("policy", "num_passes"),
-    [
-        ("eagle", 2),
-        pytest.param("training", 0, marks=pytest.mark.every_case),
-    ],  # without rows of prompts
+    "policy",
+    ["eagle", *(pytest.param(p, marks=pytest.mark.every_case) for p in ("training", "window"))],
 )
 def test_steps_with_prompt_rows_run_what_decode_steps_compiled(
-    compiled: Counter[str], small, policy: str, num_passes: int, monkeypatch
+    compiled: Counter[str], small, policy: str, monkeypatch
 ) -> None:
     asked = Counter[str]()
     plain = CompiledParts.compiled
 
-    def count(parts: CompiledParts, part):
+    def count(parts: CompiledParts, part, **rows: int):
         asked[part.__name__] += 1
-        return plain(parts, part)
+        return plain(parts, part, **rows)
 
     monkeypatch.setattr(CompiledParts, "compiled", count)
+    told: list[tuple[int, int]] = []  # most rows of a request: as a layer is told, and as it is
+    run_layer = regions._Region.run
+
+    def note(region, hidden, both, positions, now):
+        told.append((now.rows.max_query_len, int(now.rows.query_start_loc.diff().max())))
+        return run_layer(region, hidden, both, positions, now)
+
+    monkeypatch.setattr(regions._Region, "run", note)
     made = []
     for mixed in (False, True):
         before = compiled + Counter(), asked + Counter()
@@ -143,8 +149,12 @@ def test_steps_with_prompt_rows_run_what_decode_steps_compiled(
     del made[1][0]["_run"]  # layers, of any number of rows: see test_regions
     assert not made[1][0], "compiled again for prompt rows"
     num_shapes = 2  # of 64 and of 128 rows
-    more = {"_decide": num_shapes, "_end_round": num_shapes, "_run_pass": num_passes * num_shapes}
-    assert made[1][1] - made[0][1] == +Counter(more)
+    parts = ("_make_inputs", "_run_layers", "_read_logits", "_decide", "_end_round")
+    more = dict.fromkeys(parts, num_shapes) | {"_run_pass": 3 * num_shapes}
+    assert made[1][1] - made[0][1] == Counter(more)
+    assert all(most >= longest for most, longest in told)
+    assert max(longest for _, longest in told) > 4, "no pass had prompt rows"
+    assert min(most for most, _ in told) == 1
 
 
 # Where steps with prompt rows are captured, others are, too.

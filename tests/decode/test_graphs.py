@@ -62,7 +62,6 @@ def test_capture_of_every_bucket_is_told_as_it_goes(monkeypatch: pytest.MonkeyPa
         decoder.device_step,
         batch_sizes=(1, 2, 4),
         num_table_blocks=2,
-        block_size=16,
     )
     lines: list[str] = []
 

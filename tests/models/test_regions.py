@@ -115,7 +115,7 @@ def test_layers_batch_sizes_and_conditions_share_their_code(compiled: Counter[st
         assert compiled == before, "another decoder finds the code of the first one"
     # A layer whose rows its attention stores, and one whose rows lie in a longer prompt.
     assert compiled["_run"] == 2
-    assert compiled["_run_target"] == 1
+    assert compiled["_run_layers"] == 1
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_only_attention_behind_its_own_layer_s_products_reads_tables_before_it_w
     assert (True in found) == in_regions
     assert found
     assert bool(compiled["_run"]) == in_regions
-    assert compiled["_run_target"] == 1
+    assert compiled["_run_layers"] == 1
 
 
 def test_layers_of_two_kinds_are_compiled_twice(compiled: Counter[str]) -> None:
@@ -267,4 +267,4 @@ def test_regions_read_prompts_of_large_steps_expanded(
     assert any(span.first > 0 for prompts in seen for span in prompts.spans)
     assert any(prompts.num_others for prompts in seen)
     assert compiled["_run"] == 2
-    assert compiled["_run_target"] == 1
+    assert compiled["_run_layers"] == 1

@@ -9,7 +9,6 @@ vocabulary.
 """
 
 import copy
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
@@ -25,7 +24,7 @@ from mtp_research.decode.sampling.sampling import (
     target_probabilities,
     uniform_noise,
 )
-from mtp_research.decode.schedule.batch import StepInputs
+from mtp_research.decode.schedule.batch import PartCompiler, StepInputs
 from mtp_research.decode.slot_state import KVCache, SlotState, to_device
 from mtp_research.decode.verify.verify import PADDING_TOKEN_ID
 from mtp_research.heads.stack import ModuleOutput, MTPHeads
@@ -48,6 +47,7 @@ from mtp_research.policy.plan import (
     PassPlan,
     RowLayout,
     StepState,
+    bounded_rows,
 )
 
 if TYPE_CHECKING:
@@ -68,24 +68,6 @@ class VerifiedStep:
     params: SamplingTensors  # sampling parameters of the requests
     request_ids: list[str]  # for the auditor
     draft_limit: int  # most drafts of each request in this step, 0..K
-    compiler: "PartCompiler | None" = None  # of a captured step whose parts are compiled
-
-
-class PartCompiler(Protocol):
-    """Compiles parts of a captured step, each once for all that is like it."""
-
-    @property
-    def numbers(self) -> Sequence[Tensor]:
-        """0..K-1 on the device, int64: code with a pass's number in it would serve that one."""
-        ...
-
-    def equal_rows(self, num_rows: int, like: Tensor) -> RowLayout:
-        """`plan.equal_rows`, made once and not by the step."""
-        ...
-
-    def compiled(self, part: Callable) -> Callable:
-        """`part` compiled, for any number of rows and requests of its tensors."""
-        ...
 
 
 class Drafter(Protocol):
@@ -216,7 +198,7 @@ class MTPDrafter:
     def draft(self, step: VerifiedStep, *, cache: KVCache, slot_state: SlotState) -> Tensor:
         """See `Drafter.draft`. One module pass per draft, whose rows follow the plan."""
         target_hidden = self.heads.source(step.target_hidden)[0]  # [T, D]
-        compiler, end_round = step.compiler, _end_round
+        compiler, end_round = step.inputs.compiler, _end_round
         if compiler is not None:
             end_round = compiler.compiled(end_round)
         base_rows = self._base_rows(step.inputs)
@@ -233,20 +215,23 @@ class MTPDrafter:
                 pool=_OwnPages(cache.pages(kv_layer), cache.runs_regions),
                 base_rows=base_rows,
             )
-            run_pass, of_pass = MTPDrafter._run_pass, step
+            run_pass, of_pass, inputs = MTPDrafter._run_pass, step, step.inputs
             if compiler is not None and not self.plan.has_base(draft_step):
-                of_pass = replace(step, inputs=step.inputs.of_draft_rows())
-            if compiler is not None and of_pass.inputs.static:
-                run_pass = compiler.compiled(run_pass)
-                num_rows = self.plan.num_static_rows(
-                    draft_step, num_fresh=step.inputs.max_query_len, makes_draft=makes_draft
-                )
+                inputs = inputs.of_draft_rows()
+            given = inputs.of_compiled_pass()
+            if compiler is not None and given is not None:
+                layout = self._layout(inputs, compiler, which)
+                longest = 0 if inputs.static else layout.max_query_len
+                run_pass = compiler.compiled(run_pass, longest=longest)
+                if compiler.serves_uneven_rows and self.plan.has_base(draft_step):
+                    layout = layout.of_any_rows()
                 which = which._replace(
                     like=self.plan.like(draft_step),
                     number=compiler.numbers[draft_step],
-                    layout=compiler.equal_rows(num_rows, step.inputs.slots),
+                    layout=layout,
                     base_rows=None,
                 )
+                of_pass = replace(step, inputs=given)
             num_read = 0  # without drafts a pass has no row above the frontier
             if makes_draft or self._reads_all_outputs:
                 num_read = self.plan.num_outputs_read(draft_step)
@@ -384,6 +369,16 @@ class MTPDrafter:
             context=context,
             axis_positions=axis_positions,
         )
+
+    def _layout(self, inputs: StepInputs, compiler: PartCompiler, which: _Pass) -> RowLayout:
+        """Rows of a compiled pass."""
+        step, makes_draft = which.like, which.makes_draft
+        if which.base_rows is not None and not inputs.static:
+            num_draft = self.plan.num_draft_rows(step, makes_draft=makes_draft)
+            return bounded_rows(which.base_rows, num_draft)
+        num_fresh = inputs.max_query_len
+        num_rows = self.plan.num_static_rows(step, num_fresh=num_fresh, makes_draft=makes_draft)
+        return compiler.equal_rows(num_rows, inputs.slots)
 
     def _base_rows(self, inputs: StepInputs) -> BaseRows | None:
         """Bounds of the base rows of a batch with prompt rows; None where they may be read."""

@@ -40,6 +40,7 @@ from mtp_research.models.rewrites.regions import (
     CompileOptions,
     compiled_once,
     mark_any_size,
+    uneven_rows,
 )
 from mtp_research.models.target import Target
 from mtp_research.policy.plan import RowLayout, equal_rows
@@ -379,19 +380,25 @@ def split_batch(num_requests: int, largest: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class CompiledParts:
-    """See `drafter.PartCompiler`."""
+    """See `batch.PartCompiler`."""
 
     options: CompileOptions  # of `torch.compile`
     numbers: tuple[Tensor, ...]  # 0..K-1, each int64 `[]`
+    serves_uneven_rows: bool
     _layouts: dict[tuple[int, int], RowLayout] = field(default_factory=dict)  # by rows, requests
 
     @classmethod
     def on(
-        cls, device: torch.device, options: CompileOptions, *, num_drafts: int
+        cls,
+        device: torch.device,
+        options: CompileOptions,
+        *,
+        num_drafts: int,
+        serves_uneven_rows: bool,
     ) -> "CompiledParts":
         """Parts of steps of K drafts."""
         numbers = (torch.tensor(number, device=device) for number in range(num_drafts))
-        return cls(options, tuple(numbers))
+        return cls(options, tuple(numbers), serves_uneven_rows)
 
     def equal_rows(self, num_rows: int, like: Tensor) -> RowLayout:
         """See `PartCompiler`; made by the runs that warm a capture up."""
@@ -400,17 +407,20 @@ class CompiledParts:
             self._layouts[key] = equal_rows(num_rows, like)
         return self._layouts[key]
 
-    def compiled(self, part: Callable) -> Callable:
-        """`part` compiled, for any size above 1 of the first dim of its tensors."""
-        return functools.partial(_call, compiled_once(part, tuple(self.options.items())))
+    def compiled(self, part: Callable, *, longest: int = 0) -> Callable:
+        """See `PartCompiler`; for any size above 1 of the first dim of its tensors."""
+        return functools.partial(_call, compiled_once(part, tuple(self.options.items())), longest)
 
 
-def _call(part: Callable, *args: object, **kwargs: object) -> object:
+def _call(part: Callable, longest: int, *args: object, **kwargs: object) -> object:
     for tensor in _tensors((args, tuple(kwargs.values()))):
         if tensor.dim() > 0:
             mark_any_size(tensor, dim=0)
     is_inside = _get_current_function_mode() is not None  # of deterministic parts: see `_inside`
-    with _pop_mode_temporarily() if is_inside else contextlib.nullcontext():
+    with (
+        _pop_mode_temporarily() if is_inside else contextlib.nullcontext(),
+        uneven_rows(longest),
+    ):
         return part(*args, **kwargs)
 
 

@@ -56,15 +56,20 @@ from mtp_research.decode.sampling.sampling import SamplingTensors, batch_tensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.batch import (
     BlockTables,
-    DecodingRows,
     StepInputs,
+    StepRows,
     have_axis_positions,
 )
 from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import map_tensors, to_device
 from mtp_research.decode.step import DeviceStep, StepResult, TargetRows
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, options_of
-from mtp_research.models.rewrites.regions import LEAST_ROWS, CompileOptions, mark_any_size
+from mtp_research.models.rewrites.regions import (
+    LEAST_ROWS,
+    CompileOptions,
+    are_regions,
+    mark_any_size,
+)
 from mtp_research.runtime.ahead import PassSize, programs_ahead
 from mtp_research.runtime.compiling import (
     count_kernels,
@@ -100,7 +105,6 @@ def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) 
         num_table_blocks=blocks_per_request(
             step.drafter, plan=step.plan, engine=engine, max_model_len=max_model_len
         ),
-        block_size=engine.block_size,
         options=options_of(engine) if engine.compile else None,
         max_mixed_rows=engine.max_num_batched_tokens if captures_mixed else 0,
     )
@@ -124,12 +128,10 @@ class StepGraphs:
         *,
         batch_sizes: Sequence[int],
         num_table_blocks: int,
-        block_size: int,
         options: CompileOptions | None = None,
         max_mixed_rows: int = 0,
     ) -> None:
         self._step, self._batch_sizes = step, batch_sizes
-        self._block_size = block_size
         self._spare_slot, self._spare_block = step.slot_state.spare_slot, step.cache.num_blocks - 1
         device = step.slot_state.text.device
         self._slots = torch.full((batch_sizes[-1],), self._spare_slot, device=device)
@@ -147,11 +149,14 @@ class StepGraphs:
         self._graphs: dict[Hashable, Captured[StepResult]] = {}
         self._targets: dict[Hashable, Captured[_Ran]] = {}  # target passes by themselves
         self._pool = torch.cuda.graph_pool_handle()
-        self._rows: dict[tuple[int, int], DecodingRows] = {}
+        self._rows: dict[tuple[int, int], StepRows] = {}
         self._compiler: CompiledParts | None = None
         if options is not None:
             self._compiler = CompiledParts.on(
-                device, options, num_drafts=step.plan.num_speculative_tokens
+                device,
+                options,
+                num_drafts=step.plan.num_speculative_tokens,
+                serves_uneven_rows=_serves_uneven_rows(step),
             )
             _mark_state(step)
         self._mixed: MixedGraphs | None = None
@@ -161,7 +166,6 @@ class StepGraphs:
                 max_requests=batch_sizes[-1],
                 max_rows=max_mixed_rows,
                 tables=self._tables,
-                block_size=block_size,
                 pool=self._pool,
                 compiler=self._compiler,
             )
@@ -460,29 +464,32 @@ class StepGraphs:
         return self._run_behind_target(params, target)
 
     def _run_target(self, num_drafts: int, slots: Tensor, block_table: Tensor) -> _Ran:
-        make_inputs, run_target = map(self._compiled, (_make_inputs, _run_target))
         rows = self._rows_of(slots, num_drafts)
-        inputs = make_inputs(self._step, slots, block_table, rows, num_drafts=num_drafts)
-        return _Ran(inputs, run_target(self._step, inputs))
+        inputs = self._step.captured_inputs(
+            rows, block_table, num_drafts=num_drafts, compiler=self._compiler
+        )
+        return _Ran(inputs, self._step.parts.target(inputs))
 
     def _run_behind_target(self, params: SamplingTensors, ran: _Ran) -> StepResult:
-        return self._step.finish(
-            ran.inputs,
-            ran.target,
-            params,
-            draft_limit=ran.inputs.max_query_len - 1,
-            compiler=self._compiler,
-        )
+        draft_limit = ran.inputs.max_query_len - 1
+        return self._step.finish(ran.inputs, ran.target, params, draft_limit=draft_limit)
 
-    def _rows_of(self, slots: Tensor, num_drafts: int) -> DecodingRows:
+    def _rows_of(self, slots: Tensor, num_drafts: int) -> StepRows:
         """What no step of a bucket changes: made before its first graph is captured."""
         key = (len(slots), num_drafts)
         if key not in self._rows:
-            self._rows[key] = DecodingRows.of(slots, num_drafts=num_drafts)
+            self._rows[key] = StepRows.decoding(slots, num_drafts=num_drafts)
         return self._rows[key]
 
-    def _compiled(self, part: Callable) -> Callable:
-        return part if self._compiler is None else self._compiler.compiled(part)
+
+def _serves_uneven_rows(step: DeviceStep) -> bool:
+    """Whether code of a pass can serve prompt rows as well.
+
+    Layers must be regions, which ask for the pass that is running, and of this process alone.
+    """
+    heads = step.drafter.heads if isinstance(step.drafter, MTPDrafter) else None
+    is_alone = step.target.exchange is None
+    return is_alone and step.cache.runs_regions and are_regions(step.target, heads)
 
 
 def _mark_state(step: DeviceStep) -> None:
@@ -493,24 +500,6 @@ def _mark_state(step: DeviceStep) -> None:
         mark_any_size(stack.keys, stack.values, dim=1)
         pages = step.cache.pages(layer)
         mark_any_size(pages.keys, pages.values, dim=0)
-
-
-def _make_inputs(
-    step: DeviceStep, slots: Tensor, block_table: Tensor, rows: DecodingRows, *, num_drafts: int
-) -> StepInputs:
-    step.slot_state.num_tokens[step.slot_state.spare_slot :].fill_(1)  # padding must not grow
-    return StepInputs.decoding(
-        slots,
-        block_table,
-        slot_state=step.slot_state,
-        block_size=step.cache.block_size,
-        num_drafts=num_drafts,
-        rows=rows,
-    )
-
-
-def _run_target(step: DeviceStep, inputs: StepInputs) -> TargetRows:
-    return step.parts.target(inputs)
 
 
 def _has_prompt_rows(entries: Sequence[Scheduled]) -> bool:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mtp_research.decode.draft.drafter import MTPDrafter, PartCompiler
+from mtp_research.decode.draft.drafter import MTPDrafter
 from mtp_research.decode.graphs.capture import (
     Captured,
     Kind,
@@ -35,7 +35,13 @@ from mtp_research.decode.graphs.capture import (
     first_requests,
 )
 from mtp_research.decode.sampling.sampling import SamplingTensors
-from mtp_research.decode.schedule.batch import BlockTables, StepInputs, facts_of, prompts_of
+from mtp_research.decode.schedule.batch import (
+    BlockTables,
+    PartCompiler,
+    StepRows,
+    facts_of,
+    prompts_of,
+)
 from mtp_research.decode.schedule.request import Scheduled
 from mtp_research.decode.slot_state import to_device
 from mtp_research.decode.step import DeviceStep, StepResult
@@ -97,11 +103,10 @@ class MixedGraphs:
         max_requests: int,
         max_rows: int,
         tables: BlockTables,
-        block_size: int,
         pool: Any,
         compiler: PartCompiler | None,
     ) -> None:
-        self._step, self._block_size, self._pool = step, block_size, pool
+        self._step, self._pool = step, pool
         self._compiler = compiler
         self._max_requests, self._tables = max_requests, tables
         self._spare_slot = step.slot_state.spare_slot
@@ -121,7 +126,7 @@ class MixedGraphs:
             MixedShape.of(
                 num_rows,
                 max_requests=max_requests,
-                max_text=tables.width * block_size,
+                max_text=tables.width * step.cache.block_size,
                 num_rerun=num_rerun,
             )
             for num_rows in (*captured, *large)
@@ -226,7 +231,7 @@ class MixedGraphs:
         """The step as it is, padded to `shape`; latents of prompts are expanded where it pays."""
         self._params.upload(params)
         left = self._upload(shape, entries)
-        prompts = self._prompts(shape, entries, left) if expands else None
+        prompts = self._prompts(shape, entries, left) if expands and self._latents else None
         return self._device_part(shape, params, draft_limit, prompts)()
 
     def _saves_by_expanding(self, entries: Sequence[Scheduled]) -> bool:
@@ -278,29 +283,27 @@ class MixedGraphs:
         prompts: Prompts | None = None,
     ) -> Callable[[], StepResult]:
         num_requests = shape.num_requests
-        static = self._params.view(params, num_requests)
-        slot_state, step = self._step.slot_state, self._step
+        static, step = self._params.view(params, num_requests), self._step
 
         def run() -> StepResult:
-            slot_state.num_tokens[self._spare_slot :].fill_(1)
             block_table = self._block_table[:num_requests]
             if self._compiler is not None:
                 mark_any_size(block_table, dim=1)
-            inputs = StepInputs.mixed(
-                self._facts[:, :num_requests],
-                block_table,
-                slot_state=slot_state,
-                total=shape.num_rows,
-                longest=shape.longest,
-                block_size=self._block_size,
-                base_rows=BaseRows(
-                    self._base_counts[:num_requests],
-                    total=shape.num_base_rows,
-                    longest=shape.longest_base,
+            inputs = step.captured_inputs(
+                StepRows.of_facts(
+                    self._facts[:, :num_requests], total=shape.num_rows, longest=shape.longest
                 ),
+                block_table,
+                num_drafts=step.plan.num_speculative_tokens,
+                compiler=self._compiler,
             )
-            inputs = replace(inputs, prompts=prompts)
-            return step.run(inputs, static, draft_limit=draft_limit, compiler=self._compiler)
+            base_rows = BaseRows(
+                self._base_counts[:num_requests],
+                total=shape.num_base_rows,
+                longest=shape.longest_base,
+            )
+            inputs = replace(inputs, base_rows=base_rows, prompts=prompts)
+            return step.run(inputs, static, draft_limit=draft_limit)
 
         return run
 

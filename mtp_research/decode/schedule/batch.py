@@ -10,9 +10,9 @@ Letters: R requests, T packed rows, M blocks per table, K drafts per step.
 Source: metadata names as in vLLM's `CommonAttentionMetadata`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,25 +25,57 @@ from mtp_research.models.recurrent import RecurrentContext, with_states
 from mtp_research.policy.plan import BaseRows, RowLayout, bounded_rows, equal_rows
 
 
-class DecodingRows(NamedTuple):
-    """What is the same in all steps of R requests that each verify as many drafts.
+class PartCompiler(Protocol):
+    """Compiles parts of a captured step, each once for all that is like it."""
 
-    The flags are three tensors, as in other steps: code compiled where two names mean one tensor
-    would not serve those.
+    @property
+    def numbers(self) -> Sequence[Tensor]:
+        """0..K-1 on the device, int64: code with a pass's number in it would serve that one."""
+        ...
+
+    @property
+    def serves_uneven_rows(self) -> bool:
+        """Whether code of a pass also serves requests that have different numbers of rows."""
+        ...
+
+    def equal_rows(self, num_rows: int, like: Tensor) -> RowLayout:
+        """`plan.equal_rows`, made once and not by the step."""
+        ...
+
+    def compiled(self, part: Callable, *, longest: int = 0) -> Callable:
+        """`part` compiled, for any number of rows and requests of its tensors.
+
+        `longest` is the most rows of a request where they differ; 0: all have as many.
+        """
+        ...
+
+
+class StepRows(NamedTuple):
+    """How the rows of a step lie, and what each request does in it.
+
+    The flags are three tensors: code compiled where two names mean one tensor would serve no other.
     """
 
-    layout: RowLayout  # of their rows
-    num_drafts: Tensor  # `[R]` int64
+    slots: Tensor  # `[R]` int64
+    layout: RowLayout  # of the rows
+    first_row: Tensor  # `[R]` int64, position of a prompt's first row; else not looked at
+    prefilling: Tensor  # `[R]` bool, the three as in `StepInputs`
     ends_at_newest_token: Tensor  # `[R]` bool
     ends_recompute: Tensor  # `[R]` bool
-    prefilling: Tensor  # `[R]` bool
 
     @classmethod
-    def of(cls, slots: Tensor, *, num_drafts: int) -> "DecodingRows":
+    def decoding(cls, slots: Tensor, *, num_drafts: int) -> "StepRows":
         """Rows of the requests in `slots` `[R]`, each with `num_drafts` drafts."""
         yes = torch.ones_like(slots, dtype=torch.bool)
-        drafts_each = torch.full_like(slots, num_drafts)
-        return cls(equal_rows(num_drafts + 1, slots), drafts_each, yes, ~yes, ~yes)
+        layout, first_row = equal_rows(num_drafts + 1, slots), torch.zeros_like(slots)
+        return cls(slots, layout, first_row, ~yes, yes, ~yes)
+
+    @classmethod
+    def of_facts(cls, facts: Tensor, *, total: int, longest: int) -> "StepRows":
+        """Rows of `facts` `[6, R]` (`facts_of`): T is `total`, of a request at most `longest`."""
+        slots, first_row, num_rows, *flags = facts
+        layout = bounded_rows(BaseRows(num_rows, total=total, longest=longest), 0)
+        return cls(slots, layout, first_row, *(flag.bool() for flag in flags))
 
 
 @dataclass(frozen=True)
@@ -79,54 +111,48 @@ class StepInputs:
     # `[axes, T]` rotary positions where some request's differ by axis; None: `positions`
     axis_positions: Tensor | None = None
     row_slots: Tensor | None = None  # `[T]` int64, page slots of the rows, where they are known
+    compiler: PartCompiler | None = None  # of a captured step whose parts are compiled
 
     @classmethod
-    def mixed(
+    def of_rows(
         cls,
-        facts: Tensor,
+        rows: StepRows,
         block_table: Tensor,
         *,
         slot_state: SlotState,
-        total: int,
-        longest: int,
         block_size: int,
-        base_rows: BaseRows | None = None,
+        num_drafts: int,
     ) -> "StepInputs":
-        """Inputs of a step with prompt rows, made on the device from facts `[6, R]` (`facts_of`).
-
-        T is `total`; no request has more rows than `longest`.
-        """
-        slots, first_position, num_rows, *flags = facts
-        prefilling, ends_at_newest_token, ends_recompute = (flag.bool() for flag in flags)
-        # A decoding request starts at its newest token, wherever the device has moved that to.
+        """Inputs of a step, made on the device; no request verifies more than `num_drafts`."""
+        slots, layout, first_row, prefilling, ends_at_newest_token, ends_recompute = rows
         num_tokens = slot_state.num_tokens[slots]
-        first_position = torch.where(prefilling, first_position, num_tokens - 1)
-        num_drafts = torch.where(prefilling, 0, num_rows - 1)
-        layout = bounded_rows(BaseRows(num_rows, total=total, longest=longest), 0)
+        # A decoding request starts at its newest token, wherever the device has moved that to.
+        first_position = torch.where(prefilling, first_row, num_tokens - 1)
+        drafts_each = torch.where(prefilling, 0, layout.counts - 1)
+        drafts = slot_state.read_drafts(slots, num_drafts=drafts_each)[:, :num_drafts]
         request_index, positions = layout.request_index, layout.positions(first_position)
-        drafts = slot_state.read_drafts(slots, num_drafts=num_drafts)
-        return cls(
+        inputs = cls(
             input_ids=slot_state.read_inputs(slots, request_index, positions, drafts),
             positions=positions,
             request_index=request_index,
             query_start_loc=layout.query_start_loc,
-            seq_lens=(first_position + num_rows).int(),
+            seq_lens=(first_position + layout.counts).int(),
             block_table=block_table,
             slots=slots,
             first_position=first_position,
-            num_rows=num_rows,
+            num_rows=layout.counts,
             row_counts=(),
             num_tokens=num_tokens,
-            num_drafts=num_drafts,
+            num_drafts=drafts_each,
             draft_token_ids=drafts,
             ends_at_newest_token=ends_at_newest_token,
             ends_recompute=ends_recompute,
             prefilling=prefilling,
-            max_query_len=longest,
+            max_query_len=layout.max_query_len,
             block_size=block_size,
-            static=False,
-            base_rows=base_rows,
+            static=layout.rows_each is not None,
         )
+        return replace(inputs, row_slots=inputs.slot_mapping(request_index, positions))
 
     @classmethod
     def decoding(
@@ -137,42 +163,16 @@ class StepInputs:
         slot_state: SlotState,
         block_size: int,
         num_drafts: int,
-        rows: "DecodingRows | None" = None,
     ) -> "StepInputs":
-        """Inputs of a step in which every request decodes, made on the device.
-
-        Each verifies the first `num_drafts` of its K drafts. `rows` are made here if not at hand.
-        """
-        rows_each = num_drafts + 1
-        layout, drafts_each, *flags = rows or DecodingRows.of(slots, num_drafts=num_drafts)
-        ends_at_newest_token, ends_recompute, prefilling = flags
-        num_tokens = slot_state.num_tokens[slots]
-        first_position = num_tokens - 1
-        request_index, positions = layout.request_index, layout.positions(first_position)
-        drafts = slot_state.draft_token_ids[slots, :num_drafts]
-        inputs = cls(
-            input_ids=slot_state.read_inputs(slots, request_index, positions, drafts),
-            positions=positions,
-            request_index=request_index,
-            query_start_loc=layout.query_start_loc,
-            seq_lens=(first_position + rows_each).int(),
-            block_table=block_table,
-            slots=slots,
-            first_position=first_position,
-            num_rows=layout.counts,
-            # Compiled code holds for any number of requests, of which these would make a constant.
-            row_counts=() if torch.compiler.is_compiling() else (rows_each,) * len(slots),
-            num_tokens=num_tokens,
-            num_drafts=drafts_each,
-            draft_token_ids=drafts,
-            ends_at_newest_token=ends_at_newest_token,
-            ends_recompute=ends_recompute,
-            prefilling=prefilling,
-            max_query_len=rows_each,
+        """Inputs of a step in which every request verifies the first `num_drafts` of its drafts."""
+        inputs = cls.of_rows(
+            StepRows.decoding(slots, num_drafts=num_drafts),
+            block_table,
+            slot_state=slot_state,
             block_size=block_size,
-            static=True,
+            num_drafts=num_drafts,
         )
-        return replace(inputs, row_slots=inputs.slot_mapping(request_index, positions))
+        return replace(inputs, row_counts=(num_drafts + 1,) * len(slots))
 
     def require_requests(self, *others: Tensor) -> None:
         """Say that these tensors and ours `[R, ...]` are of one R, which compiled code cannot know.
@@ -188,6 +188,17 @@ class StepInputs:
     def of_draft_rows(self) -> "StepInputs":
         """These inputs for a pass of draft rows alone, where every request has as many rows."""
         return replace(self, static=True, base_rows=None)
+
+    def of_compiled_pass(self) -> "StepInputs | None":
+        """What the code of a pass over these rows is given; None where none is compiled for them.
+
+        Code that serves uneven rows cannot tell them from even ones.
+        """
+        if self.compiler is None:
+            return None
+        if self.compiler.serves_uneven_rows and self.prompts is None:
+            return replace(self, static=True, base_rows=None, max_query_len=0, compiler=None)
+        return self if self.static else None
 
     def slot_mapping(
         self, request_index: Tensor, positions: Tensor, *, writes: Tensor | None = None
@@ -283,13 +294,13 @@ def _rows_of(
         )
     counts = [entry.num_scheduled_tokens for entry in scheduled]
     columns = list(zip(*map(facts_of, scheduled), strict=True))
-    inputs = StepInputs.mixed(
-        to_device(columns, dtype=torch.int64, device=device),
+    facts = to_device(columns, dtype=torch.int64, device=device)
+    inputs = StepInputs.of_rows(
+        StepRows.of_facts(facts, total=sum(counts), longest=max(counts)),
         block_table,
         slot_state=slot_state,
-        total=sum(counts),
-        longest=max(counts),
         block_size=block_size,
+        num_drafts=slot_state.draft_token_ids.shape[1],
     )
     return replace(
         inputs,

@@ -27,7 +27,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -121,9 +121,27 @@ class _Running(threading.local):
     """The pass whose layer runs in this thread."""
 
     now: _Pass
+    longest = 0  # rows of a request at most, where they differ and the calling code cannot tell
 
 
 _running = _Running()
+
+
+@contextlib.contextmanager
+def uneven_rows(longest: int) -> Iterator[None]:
+    """Passes in the block, of code for any rows, have up to `longest` of a request; 0: as many."""
+    before, _running.longest = _running.longest, longest
+    try:
+        yield
+    finally:
+        _running.longest = before
+
+
+def are_regions(target: Target, heads: nn.Module | None) -> bool:
+    """Whether all layers of target and modules run as regions."""
+    blocks = () if heads is None else (one.block for one in cast(nn.ModuleList, heads.mtp_modules))
+    layers = (*cast(nn.ModuleList, target.model.base_model.layers), *blocks)
+    return all(isinstance(layer, LayerRegion) and layer.region is not None for layer in layers)
 
 
 class LayerRegion(nn.Module):
@@ -378,9 +396,10 @@ def run_layer(
     """Output `[1, T, D]` of a region's layer on `hidden` `[1, T, D]`; see `_Region.run`.
 
     The others are the fields of `KVStack`, `PagedContext` and `AttentionRows`; the last two come
-    from `_Region.expanded`. `max_query_len` is 0 where all requests have as many rows.
+    from `_Region.expanded`. `max_query_len` is 0 where all requests have as many rows, or as
+    `uneven_rows` says.
     """
-    max_query_len = max_query_len or hidden.shape[1] // len(seq_lens)
+    max_query_len = max_query_len or _running.longest or hidden.shape[1] // len(seq_lens)
     plan = None
     if expanded:
         of_others, spans = numbers[:3], numbers[3:]
