@@ -154,7 +154,7 @@ def test_steps_with_prompt_rows_run_what_decode_steps_compiled(
     assert made[1][1] - made[0][1] == Counter(more)
     assert all(most >= longest for most, longest in told)
     assert max(longest for _, longest in told) > 4, "no pass had prompt rows"
-    assert min(most for most, _ in told) == 1
+    assert min(most for most, _ in told) <= 4
 
 
 # Where steps with prompt rows are captured, others are, too.
