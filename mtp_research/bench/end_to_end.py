@@ -47,7 +47,7 @@ from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.kernels.bench.bench_runner import describe_machine, drain
 from mtp_research.models.target import Target, load_target, load_tokenizer
-from mtp_research.runtime.compiling import num_since, start_compilers
+from mtp_research.runtime.compiling import num_since, old_objects_kept, start_compilers
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.runtime.provenance import write_error
 
@@ -228,6 +228,7 @@ def _passes(
         loop.close()
 
 
+@old_objects_kept()
 def serve(
     loop: SpecDecoder | VllmLoop,
     prompts: Sequence[Sequence[int]],

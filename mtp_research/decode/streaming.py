@@ -23,6 +23,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.arguments import Prompt, in_words, prompt_ids, whole_number
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.request import Request, RequestFeed, StreamEvent
+from mtp_research.runtime.compiling import old_objects_kept
 from mtp_research.runtime.errors import ConfigError, DecoderClosed, EnvironmentFault
 
 
@@ -167,17 +168,18 @@ class AsyncDecoder:
 
     async def _drive(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            self._admit_and_abort()
-            self._deliver()
-            if not self._decoder.has_work:
-                return
-            step = loop.run_in_executor(self._worker, self._decoder.step)
-            try:
-                await asyncio.shield(step)
-            except asyncio.CancelledError:
-                await asyncio.wait([step])  # a step cannot be interrupted
-                raise
+        with old_objects_kept():
+            while True:
+                self._admit_and_abort()
+                self._deliver()
+                if not self._decoder.has_work:
+                    return
+                step = loop.run_in_executor(self._worker, self._decoder.step)
+                try:
+                    await asyncio.shield(step)
+                except asyncio.CancelledError:
+                    await asyncio.wait([step])  # a step cannot be interrupted
+                    raise
 
     def _end_drive(self, driver: asyncio.Task[None]) -> None:
         self._driver = None

@@ -59,9 +59,10 @@ def share_assembler() -> None:
 def old_objects_kept() -> Iterator[None]:
     """Python's cycle collector leaves alone what is there already, for which it is run in vain.
 
-    Those are the objects of imported libraries. Compilers make so many new ones that all would be
-    looked through again and again, at .4 s each time. Where the process has set objects aside by
-    itself nothing is done: they could not be told from ours when these are given back.
+    Those are the objects of libraries and compiled code. Compilers make so many new ones that all
+    would be looked through again and again, at .4 s each time; decoding makes few, but one such
+    time is as long as forty steps. Where the process has set objects aside by itself nothing is
+    done: they could not be told from ours when these are given back.
     """
     has_own = gc.get_freeze_count() > _FROZEN_BY_PYTHON
     if not has_own:

@@ -37,6 +37,7 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.loading.placement import num_ranks
 from mtp_research.models.target import Target, load_target, load_tokenizer, target_hashes
+from mtp_research.runtime.compiling import old_objects_kept
 from mtp_research.runtime.errors import (
     ConfigError,
     EnvironmentFault,
@@ -287,6 +288,7 @@ def answer(
     return Answered(num_written, found.num_there, found.num_too_long)
 
 
+@old_objects_kept()
 def write_answers(
     decoder: SpecDecoder,
     tasks: Sequence[Task],

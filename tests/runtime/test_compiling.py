@@ -1,5 +1,6 @@
 """Where compiled code is found again, and what the collector leaves alone meanwhile."""
 
+import asyncio
 import gc
 import os
 from dataclasses import replace
@@ -8,15 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtp_research.bench.end_to_end import serve
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs.decode_graphs import StepGraphs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.decode.streaming import AsyncDecoder
+from mtp_research.evaluation.run.prompt_files import Prompt
+from mtp_research.evaluation.run.prompts import EncodedPrompts
+from mtp_research.evaluation.run.timed_decode import decode_prompts
 from mtp_research.runtime.compiling import old_objects_kept, share_assembler
+from mtp_research.studies.answer_tasks import Task
+from mtp_research.studies.regenerate import write_answers
 from tests.decode.test_captured_loop import stand_in_for_graphs
 from tests.tiny import tiny_target
 
+_SHORT = SamplingParams(max_new_tokens=3)
+_PROMPT = Prompt("a", "chat", ("hello",), "completion")
 _CAPTURED = EngineConfig(
     cuda_graphs=True, deferred_output=True, audit=False, max_num_requests=1, max_model_len=64
 )
@@ -70,6 +80,40 @@ def test_collector_leaves_old_objects_alone_while_steps_are_captured(
             tiny_target(), spec=SpecSettings(num_speculative_tokens=0), engine=_CAPTURED
         )
         decoder.warm_up(SamplingParams())
+        assert gc.get_freeze_count() == 0 < min(counts)
+    finally:
+        gc.freeze()
+
+
+async def _stream(decoder: SpecDecoder, _: Path) -> None:
+    async with AsyncDecoder(decoder) as service:
+        [_ async for _ in service.generate([5, 6], sampling=_SHORT)]
+
+
+_LOOPS = {
+    "evaluation": lambda decoder, _: decode_prompts(
+        decoder, EncodedPrompts((_PROMPT,), ((5, 6),), ()), [_SHORT], salt=""
+    ),
+    "bench": lambda decoder, _: serve(decoder, [[5, 6]], [0.0], sampling=_SHORT),
+    "regenerate": lambda decoder, folder: write_answers(
+        decoder, [Task("a", "chat", (5, 6))], output=folder / "x", params_of=lambda _: _SHORT
+    ),
+    "stream": lambda decoder, folder: asyncio.run(_stream(decoder, folder)),
+}
+
+
+@pytest.mark.parametrize("loop", _LOOPS)
+def test_no_loop_waits_for_the_collector_to_look_through_libraries(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, step = [], SpecDecoder.step
+    monkeypatch.setattr(
+        SpecDecoder, "step", lambda self: [counts.append(gc.get_freeze_count()), step(self)][1]
+    )
+    decoder = SpecDecoder(tiny_target(), spec=SpecSettings(num_speculative_tokens=0))
+    gc.unfreeze()  # what the suite has set aside
+    try:
+        _LOOPS[loop](decoder, tmp_path)
         assert gc.get_freeze_count() == 0 < min(counts)
     finally:
         gc.freeze()

@@ -28,6 +28,7 @@ from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.evaluation.stats.outcome import PassRecord, StepParts
 from mtp_research.models.rank_parts import peers_needed
 from mtp_research.policy.plan import StepState
+from mtp_research.runtime.compiling import old_objects_kept
 from mtp_research.runtime.progress import WorkProgress
 
 MAX_WARM_UPS = 8
@@ -214,6 +215,7 @@ class Finished:
         self.seconds += time.perf_counter() - started
 
 
+@old_objects_kept()
 def decode_prompts(
     decoder: SpecDecoder,
     encoded: EncodedPrompts,
