@@ -6,11 +6,11 @@ a bucket: padding requests in the spare slot take the rows that are left over. L
 device busy without a graph; how large depends on the target. They are padded as well, to one of the
 few sizes of `large_sizes`: kernels are compiled anew for other numbers of rows, requests and blocks
 (Triton looks at each), so that a step of a shape that was never run would wait for its compiler.
-`prepare` runs every shape once. Their layers, and the parts in which every request has the same
-number of rows, run the code that was compiled for decode steps; the rest is not compiled, so that a
-bucket is captured in about a second. Latent attention of prompts behind a long context is a reason
-to go without a graph, too: only there are latents expanded, as no graph can depend on how many
-there are.
+`prepare` runs every shape once. All parts of a step run the code that was compiled for decode
+steps, so that a bucket is captured in about a second; where layers are no regions, or ranks share
+experts, passes in which requests have different numbers of rows are not compiled. Latent attention
+of prompts behind a long context is a reason to go without a graph, too: only there are latents
+expanded, as no graph can depend on how many there are.
 
 Letters: R requests, T packed rows, M blocks per table, K drafts per step, P padding requests.
 """
@@ -159,6 +159,7 @@ class MixedGraphs:
         plan = self._step.plan
         for num_rows, num_requests, longest, num_base_rows, longest_base in self._shapes:
             yield PassSize(num_rows, num_requests, longest)
+            yield PassSize(num_requests, num_requests, 1)  # a draft's logits
             for limit in draft_limits:
                 yield PassSize(num_requests * (limit + 1), num_requests, limit + 1)
                 for draft_step in range(plan.num_speculative_tokens):
