@@ -179,10 +179,34 @@ def line_of(own: list[dict], within: list[dict], beside: list[dict], apart: list
     come = "at once" if file is None else f"{Path(file).stem.removeprefix('arrivals_')} a second"
     cells = [f"{one['prompt']:,}, {one['output']}", come, str(one["num_drafts"]), rates(own)]
     for ours, theirs in ((own, within), (beside, apart)):
-        pairs = zip(ours, theirs, strict=True)
-        ratios = [f"{a['tok_per_s'] / b['tok_per_s']:.2f}" for a, b in pairs]
-        cells += [rates(theirs), ", ".join(ratios)]
+        cells += [rates(theirs), ratios(ours, theirs)]
     for name in ("ttft_ms", "token_ms"):
         spans = [f"{row[name]['p50']:,.1f} / {row[name]['p99']:,.1f}" for row in (own[1], apart[1])]
         cells.append("; ".join(spans))
     return f"| {' | '.join(cells)} |"
+
+
+def test_table_of_shared_code_is_what_is_stored() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    stored = json.loads((ROOT / "docs" / "results" / "end_to_end.json").read_text())["shared_code"]
+    for machine, one in (("first", stored), ("second", stored["another_machine"])):
+        for k, theirs in one["vllm"].items():
+            own = [one[name].get(k, []) for name in ("own_512", "own_1024")]
+            assert not any(row["num_builds"] for rows in own for row in rows)
+            for at in (0, 2):
+                passes = [rows[at : at + 2] for rows in own]
+                first = theirs[at]
+                cells = [machine, f"{first['prompt']:,}, {first['output']}", k, *map(rates, passes)]
+                cells += [rates(theirs[at : at + 2]), *(ratios(p, theirs[at:]) for p in passes)]
+                assert f"| {' | '.join(cells)} |" in page
+    few, many = (stored[name]["3"][5] for name in ("own_512", "own_1024"))  # as they come
+    first, gap = ([row[name]["p50"] for row in (few, many)] for name in ("ttft_ms", "token_ms"))
+    assert (
+        "p50 {:.1f} instead of {:.1f} ms, with {:.1f} instead of {:.1f} ms".format(*first, *gap)
+        in page
+    )
+
+
+def ratios(own: list[dict], theirs: list[dict]) -> str:
+    pairs = zip(own, theirs, strict=False)
+    return ", ".join(f"{a['tok_per_s'] / b['tok_per_s']:.2f}" for a, b in pairs)
