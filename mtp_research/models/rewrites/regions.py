@@ -129,7 +129,10 @@ _running = _Running()
 
 @contextlib.contextmanager
 def uneven_rows(longest: int) -> Iterator[None]:
-    """Passes in the block, of code for any rows, have up to `longest` of a request; 0: as many."""
+    """Requests of the passes in the block have up to `longest` rows; 0: all have as many.
+
+    For compiled code that serves both, and tells its layers nothing of it.
+    """
     before, _running.longest = _running.longest, longest
     try:
         yield
