@@ -234,6 +234,11 @@ def test_table_of_starts_is_what_is_stored() -> None:
     now = [" / ".join(map(str, seconds)) for seconds in small["new_ready_s"]]
     assert f"{now[0]} and {now[1]} s, before {' and '.join(map(ready, small['before']))}" in page
     assert f"before the change it took {ready(small['before_first'])} s there" in page
+    first, second = new["air"]
+    rates = f"{first['tok_per_s']:.0f} and {second['tok_per_s']:.0f} tokens/s, ready after"
+    assert f"{rates} {first['ready_s']:.0f} s with drawing the weights" in page
+    step_ms = 1e3 * second["wall_s"] / second["num_steps"]
+    assert f"A step takes {step_ms:.0f} ms on average" in page
     seconds = [part["ready_s"] for part in new["cold"]]  # the aims that the page calls reached
     assert seconds[0] <= 45
     assert seconds[-1] <= 120
