@@ -252,7 +252,7 @@ class Auditor:
         tokens[:, column] = written.token_ids.cpu().numpy()
         self._previous = tokens
         writes = plan.writes.cpu().numpy()
-        first_row = plan.query_start_loc.tolist()
+        first_row = plan.layout.query_start_loc.tolist()
         position = plan.position.cpu().numpy()
         from_draft = plan.hidden_kind.cpu().numpy() == HiddenKind.DRAFT
         for row, request_id in enumerate(written.request_ids):

@@ -45,22 +45,13 @@ class StepState(NamedTuple):
     prefilling: Tensor  # bool, the fresh rows are prompt rows rather than verified drafts
 
 
-class PassPlan(NamedTuple):
-    """Rows of one draft pass, packed request by request in rising position."""
+class RowLayout(NamedTuple):
+    """How the rows of a pass are packed."""
 
-    draft_step: int  # m
-    module_idx: int  # module to run
-    kv_layer: int  # draft KV layer to write and read, 0-based
-    request_index: Tensor  # `[T]` int64
-    position: Tensor  # `[T]` int64, slot and rotary position; negative only for static padding
-    token_position: Tensor  # `[T]` int64, of the token the row consumes; drafts follow the text
-    hidden_kind: Tensor  # `[T]` int64 of `HiddenKind`
-    hidden_index: Tensor  # `[T]` int64, see `HiddenKind`
-    writes: Tensor  # `[T]` bool; False for padding rows and for rows whose inputs are not known yet
+    counts: Tensor  # `[R]` int64, rows of each request
     query_start_loc: Tensor  # `[R + 1]` int32
-    seq_lens: Tensor  # `[R]` int32, KV length including this pass's rows
+    request_index: Tensor  # `[T]` int64
     max_query_len: int  # most rows of one request
-    has_base: bool = True  # some rows may be up to the frontier
     rows_each: int | None = None  # of every request; None where they differ
 
     @property
@@ -78,20 +69,6 @@ class PassPlan(NamedTuple):
         """`values` `[R]` of each row's request, `[T]`."""
         return values if self.rows_each == 1 else values[self.request_index]
 
-
-class RowLayout(NamedTuple):
-    """How the rows of a pass are packed; fields as in `PassPlan`, `counts` are rows a request."""
-
-    counts: Tensor
-    query_start_loc: Tensor
-    request_index: Tensor
-    max_query_len: int
-    rows_each: int | None = None
-
-    def spread(self, values: Tensor) -> Tensor:
-        """`values` `[R]` of each row's request, `[T]`."""
-        return values if self.rows_each == 1 else values[self.request_index]
-
     def positions(self, first_row: Tensor) -> Tensor:
         """Position `[T]` of every row, counted from the first one `[R]` of its request."""
         if self.rows_each == 1:
@@ -103,6 +80,22 @@ class RowLayout(NamedTuple):
     def of_any_rows(self) -> "RowLayout":
         """The same, as code is given it that is to serve requests with any numbers of rows."""
         return self._replace(max_query_len=0, rows_each=None)
+
+
+class PassPlan(NamedTuple):
+    """Rows of one draft pass, packed request by request in rising position."""
+
+    draft_step: int  # m
+    module_idx: int  # module to run
+    kv_layer: int  # draft KV layer to write and read, 0-based
+    layout: RowLayout  # of the rows
+    position: Tensor  # `[T]` int64, slot and rotary position; negative only for static padding
+    token_position: Tensor  # `[T]` int64, of the token the row consumes; drafts follow the text
+    hidden_kind: Tensor  # `[T]` int64 of `HiddenKind`
+    hidden_index: Tensor  # `[T]` int64, see `HiddenKind`
+    writes: Tensor  # `[T]` bool; False for padding rows and for rows whose inputs are not known yet
+    seq_lens: Tensor  # `[R]` int32, KV length including this pass's rows
+    has_base: bool = True  # some rows may be up to the frontier
 
 
 def equal_rows(num_rows: int, like: Tensor) -> RowLayout:
@@ -268,17 +261,14 @@ class DraftPlan:
             draft_step=draft_step,
             module_idx=module_idx,
             kv_layer=self.kv_layer(draft_step),
-            request_index=layout.request_index,
+            layout=layout,
             position=position,
             token_position=token_position,
             hidden_kind=kind,
             hidden_index=index,
             writes=writes,
-            query_start_loc=layout.query_start_loc,
             seq_lens=(first_row + layout.counts).int(),
-            max_query_len=layout.max_query_len,
             has_base=has_base,
-            rows_each=layout.rows_each,
         )
 
     def num_static_rows(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mtp_research.policy.audit import Auditor, Verdict
 from mtp_research.policy.fields import POLICIES, HiddenPolicy
-from mtp_research.policy.plan import DraftPlan, HiddenKind, PassPlan
+from mtp_research.policy.plan import DraftPlan, HiddenKind, PassPlan, ragged_rows
 from mtp_research.policy.simulate import SymbolicLoop, main, simulate
 
 FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
@@ -127,15 +127,13 @@ def _plan(
         draft_step=layer,
         module_idx=layer,
         kv_layer=layer,
-        request_index=torch.zeros_like(rows),
+        layout=ragged_rows(torch.tensor([len(rows)])),
         position=rows,
         token_position=rows + 1,
         hidden_kind=torch.full_like(rows, kind),
         hidden_index=rows,
         writes=torch.ones_like(rows, dtype=torch.bool),
-        query_start_loc=torch.tensor([0, len(positions)], dtype=torch.int32),
         seq_lens=rows[-1:].int() + 1,
-        max_query_len=len(positions),
     )
 
 
@@ -176,8 +174,7 @@ def test_rows_of_other_requests_and_unwritten_rows_do_not_count() -> None:
     auditor, text = _auditor(), [10, 11, 12]
     plan = _plan([0, 0, 1])
     plan = plan._replace(
-        request_index=torch.tensor([0, 1, 1]),
-        query_start_loc=torch.tensor([0, 1, 3]),
+        layout=ragged_rows(torch.tensor([1, 2])),
         writes=torch.tensor([True, True, False]),
     )
     _log(auditor, plan, token_ids=torch.tensor([11, 77, 12]), request_ids=["a", "b"])

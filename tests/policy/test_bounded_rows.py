@@ -51,7 +51,7 @@ def _state(requests: list[dict[str, int | bool]]) -> StepState:
 def _written(plan: PassPlan) -> list[tuple[int, ...]]:
     """Request, slot, token, kind and hidden of every row that writes; chain rows by their slot."""
     kind, index = plan.hidden_kind, plan.hidden_index
-    columns = (plan.request_index, plan.position, plan.token_position, kind)
+    columns = (plan.layout.request_index, plan.position, plan.token_position, kind)
     columns += (torch.where(kind == 1, plan.position, index),)
     return [
         tuple(int(column[row]) for column in columns) for row in torch.nonzero(plan.writes)[:, 0]
@@ -79,7 +79,7 @@ def test_bounded_plan_writes_what_the_ragged_plan_writes(
         with NoSync():
             bounded = plan.pass_plan(state, draft_step, base_rows=base_rows)
         assert _written(bounded) == _written(ragged)
-        last = bounded.position[bounded.last_rows]
+        last = bounded.position[bounded.layout.last_rows]
         for row in torch.nonzero(state.drafting)[:, 0].tolist():
-            assert last[row] == ragged.position[ragged.last_rows[row]]
+            assert last[row] == ragged.position[ragged.layout.last_rows[row]]
         assert torch.equal(bounded.seq_lens[state.drafting], ragged.seq_lens[state.drafting])

@@ -294,8 +294,8 @@ class MTPDrafter:
             own_output = self.heads.recycled(output)[0]
             chain = own_output if self.plan.policy.hidden == "chain" else None
             if makes_draft:
-                sampled = plan.last_of(own_output)
-                logits = self._logits(plan.last_of(output.post_norm[0]), plan.module_idx)
+                sampled = plan.layout.last_of(own_output)
+                logits = self._logits(plan.layout.last_of(output.post_norm[0]), plan.module_idx)
                 token_ids = choose_drafts(
                     logits,
                     step,
@@ -342,21 +342,23 @@ class MTPDrafter:
         pool: _OwnPages,
     ) -> ModuleOutput:
         """Run a pass's module over hidden vectors `[T, D]` and the tokens that its rows consume."""
-        inputs = step.inputs
-        token_ids = slot_state.read_text(plan.spread(inputs.slots), plan.token_position)
+        inputs, layout = step.inputs, plan.layout
+        slots = layout.spread(inputs.slots)
+        token_ids = slot_state.read_text(slots, plan.token_position)
         if self.auditor is not None:
             self.auditor.record(plan, token_ids=token_ids, request_ids=step.request_ids)
         axis_positions = None
         if inputs.axis_positions is not None:
-            slots = plan.spread(inputs.slots)
             axis_positions = slot_state.read_positions(slots, plan.position)[:, None]
         context = PagedContext(
             pool=pool,
-            slot_mapping=inputs.slot_mapping(plan.request_index, plan.position, writes=plan.writes),
+            slot_mapping=inputs.slot_mapping(
+                layout.request_index, plan.position, writes=plan.writes
+            ),
             block_table=inputs.block_table,
             seq_lens=plan.seq_lens,
-            query_start_loc=plan.query_start_loc,
-            max_query_len=plan.max_query_len,
+            query_start_loc=layout.query_start_loc,
+            max_query_len=layout.max_query_len,
             has_equal_rows=inputs.static,
             has_one_layer=True,
             backend=self.backend,
@@ -428,19 +430,19 @@ def _gather_hidden(
     own = None
     if recycled:
         if len(recycled) == 1:
-            own = plan.spread(recycled[0])
+            own = plan.layout.spread(recycled[0])
         else:
             first = num_recycled - len(recycled) + 1  # i of the first g_i
             index = (plan.hidden_index - first).clamp(0, len(recycled) - 1)
-            own = torch.stack(recycled)[index, plan.request_index]  # of [m, R, D]
+            own = torch.stack(recycled)[index, plan.layout.request_index]  # of [m, R, D]
         if not plan.has_base:
             return own
     inputs, state = step.inputs, step.state
-    first_fresh = plan.spread(state.first_fresh)
-    start = plan.spread(inputs.query_start_loc[:-1].long())
+    first_fresh = plan.layout.spread(state.first_fresh)
+    start = plan.layout.spread(inputs.query_start_loc[:-1].long())
     packed = start + plan.hidden_index - first_fresh
     fresh = target_hidden[packed.clamp(0, len(target_hidden) - 1)]
-    old = slot_state.read_hidden(plan.spread(inputs.slots), plan.hidden_index)
+    old = slot_state.read_hidden(plan.layout.spread(inputs.slots), plan.hidden_index)
     hidden = torch.where((plan.hidden_index >= first_fresh)[:, None], fresh, old)
     if own is None:
         return hidden
