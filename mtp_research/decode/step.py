@@ -30,6 +30,7 @@ from mtp_research.decode.schedule.batch import PartCompiler, StepInputs, StepRow
 from mtp_research.decode.slot_state import KVCache, SlotState
 from mtp_research.decode.verify.verify import VerifyInputs, VerifyOutput, verify_greedy
 from mtp_research.decode.verify.verify_rules import Rule, text_is_thinking
+from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.rank_parts import RankParts, whole_of
 from mtp_research.models.target import Target, TargetHidden
 from mtp_research.policy.plan import DraftPlan, StepState
@@ -96,6 +97,11 @@ class DeviceStep:
 
     def __post_init__(self) -> None:
         self.parts = DeviceParts(self._target, self._verify, self._advance, self._draft)
+
+    @property
+    def heads(self) -> MTPHeads | None:
+        """The modules that draft; None where others propose, or nobody."""
+        return self.drafter.heads if isinstance(self.drafter, MTPDrafter) else None
 
     def captured_inputs(
         self,

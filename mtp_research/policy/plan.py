@@ -78,7 +78,7 @@ class RowLayout(NamedTuple):
         return row + self.spread(start)
 
     def of_any_rows(self) -> "RowLayout":
-        """The same, as code is given it that is to serve requests with any numbers of rows."""
+        """The same for code that must serve any numbers of rows: it is told nothing of these."""
         return self._replace(max_query_len=0, rows_each=None)
 
 
@@ -222,8 +222,8 @@ class DraftPlan:
                 round would rewrite them unread. Base rows stay, see `decode.draft.draft_length`.
             number: of a pass whose rows are laid out as those of `draft_step` (see `like`),
                 for code that serves both; None for `draft_step` itself.
-            layout: of the pass's rows, where it is at hand in the static form; then requests may
-                have any numbers of base rows that hold those that the policy asks for.
+            layout: of the pass's rows, where it is at hand; only with `static`. Requests may then
+                have different numbers of base rows, each as many as the policy asks for or more.
         """
         policy, module_idx = self.policy, self.module_idx(draft_step)
         now = draft_step if number is None else number
@@ -240,7 +240,6 @@ class DraftPlan:
             else:
                 num_base = frontier - start + 1 if has_base else torch.zeros_like(frontier)
                 layout = ragged_rows(num_base + state.drafting.long() * num_draft)
-
         if not has_base:
             first_row = frontier + now - (draft_step - (first_draft or 0))
         elif static or base_rows is not None:

@@ -87,7 +87,8 @@ def test_collector_leaves_old_objects_alone_while_steps_are_captured(
 
 async def _stream(decoder: SpecDecoder, _: Path) -> None:
     async with AsyncDecoder(decoder) as service:
-        [_ async for _ in service.generate([5, 6], sampling=_SHORT)]
+        async for _ in service.generate([5, 6], sampling=_SHORT):
+            pass
 
 
 _LOOPS = {
@@ -107,9 +108,12 @@ def test_no_loop_waits_for_the_collector_to_look_through_libraries(
     loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts, step = [], SpecDecoder.step
-    monkeypatch.setattr(
-        SpecDecoder, "step", lambda self: [counts.append(gc.get_freeze_count()), step(self)][1]
-    )
+
+    def counting(decoder: SpecDecoder):
+        counts.append(gc.get_freeze_count())
+        return step(decoder)
+
+    monkeypatch.setattr(SpecDecoder, "step", counting)
     decoder = SpecDecoder(tiny_target(), spec=SpecSettings(num_speculative_tokens=0))
     gc.unfreeze()  # what the suite has set aside
     try:

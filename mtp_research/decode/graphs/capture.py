@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.decode.draft.drafter import MTPDrafter, VerifiedStep
+from mtp_research.decode.draft.drafter import VerifiedStep
 from mtp_research.decode.sampling.sampling import SamplingTensors
 from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.slot_state import map_tensors
@@ -288,8 +288,7 @@ _STACK_DIM = 3  # of the weights of a layer's experts, [E, out, in]
 
 def require_capturable(step: DeviceStep, *, engine: EngineConfig) -> None:
     """Refuse targets, machines and settings with which `engine.cuda_graphs=true` cannot work."""
-    heads = step.drafter.heads if isinstance(step.drafter, MTPDrafter) else None
-    require_capturable_target(step.target, heads, engine=engine)
+    require_capturable_target(step.target, step.heads, engine=engine)
 
 
 def require_capturable_target(

@@ -92,8 +92,7 @@ def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) 
     # What an oracle or nobody drafts is not planned on the device.
     has_modules = step.drafter is None or isinstance(step.drafter, MTPDrafter)
     captures_mixed = engine.capture_mixed and has_modules
-    heads = step.drafter.heads if isinstance(step.drafter, MTPDrafter) else None
-    apply_rewrites(step.target, heads, engine)
+    apply_rewrites(step.target, step.heads, engine)
     step.cache.runs_regions = engine.compile and engine.layer_regions
     return StepGraphs(
         step,
@@ -487,9 +486,8 @@ def _serves_uneven_rows(step: DeviceStep) -> bool:
 
     Layers must be regions, which ask for the pass that is running, and of this process alone.
     """
-    heads = step.drafter.heads if isinstance(step.drafter, MTPDrafter) else None
     is_alone = step.target.exchange is None
-    return is_alone and step.cache.runs_regions and are_regions(step.target, heads)
+    return is_alone and step.cache.runs_regions and are_regions(step.target, step.heads)
 
 
 def _mark_state(step: DeviceStep) -> None:

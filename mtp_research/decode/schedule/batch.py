@@ -190,9 +190,9 @@ class StepInputs:
         return replace(self, static=True, base_rows=None)
 
     def of_compiled_pass(self) -> "StepInputs | None":
-        """What the code of a pass over these rows is given; None where none is compiled for them.
+        """These inputs as a compiled pass takes them; None where the pass is not compiled.
 
-        Code that serves uneven rows cannot tell them from even ones.
+        Code that serves uneven rows takes all rows for even ones; its layers are told otherwise.
         """
         if self.compiler is None:
             return None
