@@ -2,7 +2,8 @@
 
 Where it sits: the benchmark `fp8` of `kernels.bench`. Every row is checked against plain weights in
 float32 first. It holds the shape that the tables choose, with `--variants` others as well, and as
-the peer the same work on bfloat16 weights: the library's product, and our experts. Both layouts of
+the peer the same work on bfloat16 weights: the library's product, and our experts. Products of many
+rows are the library's with a plain copy of the weight, which is made each time. Both layouts of
 scales: a block of 128 x 128, and a row.
 Letters: T rows, N outputs, K depth, E experts, I inner size of an expert.
 """
@@ -32,6 +33,7 @@ from mtp_research.kernels.experts.expert_mlp import (
 )
 from mtp_research.kernels.products.few_rows_choice import choose_fp8_config
 from mtp_research.kernels.products.few_rows_product import FewRowsConfig, few_rows_product
+from mtp_research.kernels.products.gemv import GemvConfig
 from mtp_research.kernels.products.scaled_weights import FP8, dequantise, scale_shape
 from torch import Tensor
 from torch.nn import functional
@@ -39,8 +41,10 @@ from torch.nn import functional
 # N, K of the products of GLM-4.5-Air's layers, and numbers of rows of a decode step.
 PRODUCTS = {"qkv": (14_336, 4096), "o": (4096, 12_288), "shared": (2816, 4096)}
 PRODUCTS |= {"shared_down": (4096, 1408)}
-NUM_ROWS = (1, 4, 32, 128)
-EXPERTS = tuple(ExpertShape("glm45_air", n, 4096, 1408, 128, 8) for n in (1, 4, 32, 128, 2048))
+NUM_ROWS = (1, 4, 32, 128, 512)
+EXPERTS = tuple(
+    ExpertShape("glm45_air", n, 4096, 1408, 128, 8) for n in (1, 4, 32, 128, 512, 1024, 2048)
+)
 LAYOUTS = {"blocks": 128, "rows": 0}
 _RANGE = 448.0  # largest FP8 number
 PRODUCT_VARIANTS = {
@@ -48,6 +52,7 @@ PRODUCT_VARIANTS = {
     32: ((64, 128, 4, 5, 1), (64, 128, 4, 4, 3), (32, 128, 2, 5, 2), (64, 128, 4, 5, 2, True)),
     128: ((64, 128, 4, 3, 2), (128, 128, 8, 3, 1), (64, 64, 4, 5, 2), (128, 64, 8, 4, 1, True)),
 }
+MOST_VARIED = 128  # tokens
 EXPERT_VARIANTS = (
     ExpertConfig(16, ProductConfig(32, 128, 4, 4), ProductConfig(64, 128, 4, 4)),
     ExpertConfig(16, ProductConfig(32, 128, 4, 7), ProductConfig(64, 128, 4, 7)),
@@ -109,23 +114,35 @@ def _bench_product(
     sets = [Stored(stored.weight.clone(), stored.scale) for _ in range(num_sets)]
     expected = x.float() @ dequantise(*stored, block=block, dtype=torch.float32).T
     chosen = choose_fp8_config(num_rows, depth)
-    assert chosen is not None, "the table has a shape for as many rows"
     times = {}
-    tried = _variants(num_rows) if options.variants else []
+    tried = _variants(num_rows) if options.variants and chosen is not None else []
     for config in (chosen, *tried):
-        product = functools.partial(few_rows_product, x, config=config, scale_block=block)
-        found = product(stored.weight, scale=stored.scale).float()
+        product = functools.partial(_product, x, config=config, block=block)
+        found = product(*stored).float()
         torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
-        calls = [functools.partial(product, s.weight, scale=s.scale) for s in sets]
-        times[config] = time_calls(calls)
+        times[config] = time_calls([functools.partial(product, *s) for s in sets])
     weights = [plain.clone() for _ in range(num_sets // 2 + 1)]
     peer = time_calls([functools.partial(functional.linear, x, w) for w in weights])
     moved = stored.weight.nbytes + stored.scale.nbytes + x.nbytes + 2 * expected.numel()
     row: Row = {"kernel": "few_rows fp8", "shape": f"{name} {layout} T={num_rows}"}
-    row |= {"bytes": moved, "variants": {str(tuple(c)): t.median_us for c, t in times.items()}}
+    shapes = {"a plain copy" if c is None else str(tuple(c)): t for c, t in times.items()}
+    row |= {"bytes": moved, "variants": {name: time.median_us for name, time in shapes.items()}}
     show_row(row, times[chosen], peer, copy=read, ceiling="read")
-    _show_variants({str(tuple(c)): t.median_us for c, t in times.items()})
+    _show_variants({name: time.median_us for name, time in shapes.items()})
     return row
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    block: int,
+    config: FewRowsConfig | GemvConfig | None,
+) -> Tensor:
+    if config is None:
+        return functional.linear(x, dequantise(weight, scale, block=block, dtype=x.dtype))
+    return few_rows_product(x, weight, config=config, scale=scale, scale_block=block)
 
 
 def _variants(num_rows: int) -> list[FewRowsConfig]:
@@ -154,7 +171,7 @@ def _bench_experts(
     row: Row = {"kernel": "experts fp8", "shape": f"{shape.model} {layout} T={shape.num_tokens}"}
     row |= {"bytes": moved, "experts": num_chosen, "error": error}
     show_row(row, ours, peer, copy=read, num_flops=shape.num_flops(), ceiling="read")
-    if options.variants and shape.num_tokens <= EXPERTS[-2].num_tokens:
+    if options.variants and shape.num_tokens <= MOST_VARIED:
         sizes = {"num_experts": shape.num_experts, "inner_size": shape.inner_size}
         num_pairs = shape.num_tokens * shape.top_k
         chosen = choose_expert_config(num_pairs, **sizes, element_bytes=2, is_fp8=True)

@@ -7,6 +7,8 @@ Layout: `inner` stays in the order of the tiles, so that only the first product 
 second one scatters. Weights of one expert are contiguous; those that no token chose are not read.
 FP8 weights are converted to the dtype of the rows in registers, which is exact, and what a step
 adds is multiplied by the scales of its block (`scaled_weights`); with a scale per row the sum is.
+In large tiles they are the left operand, which the matrix instruction takes from registers (as the
+right one they would be written back to shared memory), and a program's sums stand transposed.
 Letters: T tokens, P pairs, E experts, H hidden size, I inner size of an expert, B edge of a scale's
 block.
 """
@@ -43,15 +45,52 @@ def place_of(program, num_tiles, num_blocks, GROUP_TILES: tl.constexpr):
 
 @checks.kernel_jit
 def scales_of(
-    scale, matrix, rows, NUM_ROWS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr
+    scale,
+    matrix,
+    rows,  # [BLOCK_N]
+    NUM_ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_LEFT: tl.constexpr,
 ):
-    """As `scales_at`, of one matrix of many, `[NUM_ROWS, DEPTH]` each."""
+    """As `scales_at`, of one matrix of many, `[NUM_ROWS, DEPTH]` each, along the sums' outputs."""
     if scale is not None:
         if BLOCK > 0:
             scale += matrix * (((NUM_ROWS + BLOCK - 1) // BLOCK) * ((DEPTH + BLOCK - 1) // BLOCK))
         else:
             scale += matrix * NUM_ROWS
-    return scales_at(scale, rows[None, :], DEPTH, BLOCK)
+    if IS_LEFT:
+        at = scales_at(scale, rows[:, None], DEPTH, BLOCK)
+    else:
+        at = scales_at(scale, rows[None, :], DEPTH, BLOCK)
+    return at
+
+
+@checks.kernel_jit
+def no_sums(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_LEFT: tl.constexpr):
+    """Zeros `[BLOCK_M, BLOCK_N]`, or transposed where the weight is the left operand."""
+    if IS_LEFT:
+        sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    return sums
+
+
+@checks.kernel_jit
+def add_step(sums, rows, weight, scale_at, start, BLOCK: tl.constexpr, IS_LEFT: tl.constexpr):
+    """Adds rows `[BLOCK_M, BLOCK_K]` times a weight `[BLOCK_N, BLOCK_K]`, as `no_sums` lie."""
+    weight = widened(weight, rows.dtype)
+    if IS_LEFT:
+        sums = add_product(sums, weight, tl.trans(rows), scale_at, start, BLOCK)
+    else:
+        sums = add_product(sums, rows, tl.trans(weight), scale_at, start, BLOCK)
+    return sums
+
+
+@checks.kernel_jit
+def by_row(sums, IS_LEFT: tl.constexpr):
+    """Sums as `[BLOCK_M, BLOCK_N]`."""
+    return tl.trans(sums) if IS_LEFT else sums
 
 
 @checks.kernel_jit
@@ -75,6 +114,7 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_TILES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,  # B, a multiple of BLOCK_K, or 0
+    IS_LEFT: tl.constexpr,  # the weight is the left operand
     OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """Gathers the rows of one tile and multiplies them with a block of gate and the same of up."""
@@ -102,10 +142,10 @@ def gate_up_kernel(
     rows = tl.minimum(output, INNER - 1)  # a repeated row instead of a mask
     gate_at = weight + expert.to(tl.int64) * (2 * INNER * HIDDEN) + rows[:, None] * HIDDEN + k
     up_at = gate_at + INNER * HIDDEN
-    gate_scale = scales_of(scale, 2 * expert, rows, INNER, HIDDEN, SCALE_BLOCK)
-    up_scale = scales_of(scale, 2 * expert + 1, rows, INNER, HIDDEN, SCALE_BLOCK)
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    gate_scale = scales_of(scale, 2 * expert, rows, INNER, HIDDEN, SCALE_BLOCK, IS_LEFT)
+    up_scale = scales_of(scale, 2 * expert + 1, rows, INNER, HIDDEN, SCALE_BLOCK, IS_LEFT)
+    gate = no_sums(BLOCK_M, BLOCK_N, IS_LEFT)
+    up = no_sums(BLOCK_M, BLOCK_N, IS_LEFT)
     for start in range(0, HIDDEN, BLOCK_K):
         if even:
             a = tl.load(x_at, mask=is_row[:, None], other=0.0)
@@ -116,9 +156,8 @@ def gate_up_kernel(
             a = tl.load(x_at, mask=is_row[:, None] & inside, other=0.0)
             g = tl.load(gate_at, mask=inside, other=0.0)
             u = tl.load(up_at, mask=inside, other=0.0)
-        g, u = tl.trans(widened(g, a.dtype)), tl.trans(widened(u, a.dtype))
-        gate = add_product(gate, a, g, gate_scale, start, SCALE_BLOCK)
-        up = add_product(up, a, u, up_scale, start, SCALE_BLOCK)
+        gate = add_step(gate, a, g, gate_scale, start, SCALE_BLOCK, IS_LEFT)
+        up = add_step(up, a, u, up_scale, start, SCALE_BLOCK, IS_LEFT)
         x_at += BLOCK_K
         gate_at += BLOCK_K
         up_at += BLOCK_K
@@ -126,7 +165,7 @@ def gate_up_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     gate = scaled_by_row(gate, gate_scale, SCALE_BLOCK)
     up = scaled_by_row(up, up_scale, SCALE_BLOCK)
-    value = gate * tl.sigmoid(gate) * up
+    value = by_row(gate * tl.sigmoid(gate) * up, IS_LEFT)
     target = inner + place.to(tl.int64)[:, None] * INNER + output[None, :]
     tl.store(target, value.to(inner.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
@@ -151,6 +190,7 @@ def down_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_TILES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,  # B, a multiple of BLOCK_K, or 0
+    IS_LEFT: tl.constexpr,  # the weight is the left operand
     NUM_EARLY_LINES: tl.constexpr,  # cache lines of a weight row asked for early, 0 or a power of 2
     LINE: tl.constexpr,  # elements a cache line
     OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
@@ -185,8 +225,8 @@ def down_kernel(
     is_row = pair >= 0
     inner_at = inner + place.to(tl.int64)[:, None] * INNER + k
     weight_at = weight_rows + k
-    scale_at = scales_of(scale, expert, rows, HIDDEN, INNER, SCALE_BLOCK)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    scale_at = scales_of(scale, expert, rows, HIDDEN, INNER, SCALE_BLOCK, IS_LEFT)
+    acc = no_sums(BLOCK_M, BLOCK_N, IS_LEFT)
     for start in range(0, INNER, BLOCK_K):
         if even:
             a = tl.load(inner_at, mask=is_row[:, None], other=0.0)
@@ -195,13 +235,12 @@ def down_kernel(
             inside = k < INNER - start
             a = tl.load(inner_at, mask=is_row[:, None] & inside, other=0.0)
             w = tl.load(weight_at, mask=inside, other=0.0)
-        w = tl.trans(widened(w, a.dtype))
-        acc = add_product(acc, a, w, scale_at, start, SCALE_BLOCK)
+        acc = add_step(acc, a, w, scale_at, start, SCALE_BLOCK, IS_LEFT)
         inner_at += BLOCK_K
         weight_at += BLOCK_K
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
-    acc = scaled_by_row(acc, scale_at, SCALE_BLOCK)
+    acc = by_row(scaled_by_row(acc, scale_at, SCALE_BLOCK), IS_LEFT)
     share = tl.load(router_weights + tl.maximum(pair, 0), mask=is_row, other=0.0).to(tl.float32)
     target = out + pair.to(tl.int64)[:, None] * HIDDEN + output[None, :]
     value = (acc * share[:, None]).to(out.dtype.element_ty)

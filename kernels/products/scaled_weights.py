@@ -2,7 +2,8 @@
 
 Where it sits: products and experts take such weights beside plain ones; a kernel multiplies a
 block's product by its scale, so that nothing is rounded that the stored numbers had not rounded.
-References, and products of many rows, multiply by the plain numbers that `dequantise` gives.
+References, and products of many rows, multiply by the plain numbers that `dequantise` gives: on a
+GPU in one pass over the weight, where single operations would read and write it three times.
 Layouts: one scale per square block, `[ceil(O / B), ceil(C / B)]` (DeepSeek-V3's `weight_scale_inv`,
 B = 128; the last block of a row or column may be cut off), or one per output row, `[O, 1]`, for
 which B is 0. Stacks of matrices have the same behind their own dimensions.
@@ -11,10 +12,12 @@ Letters: O output rows, C columns, B edge of a block.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from mtp_research.kernels import checks
+from mtp_research.kernels.attention.splits import ceil_div
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +29,7 @@ except ImportError:  # checks.resolve_backend refuses the kernels then
 
 FP8 = torch.float8_e4m3fn
 _LEAST_BLOCK = 16  # depth of a matrix instruction on 2-byte numbers
+_TILE_ROWS, _TILE_COLUMNS = 16, 128  # of a program that writes plain numbers
 
 
 @checks.kernel_jit
@@ -68,8 +72,46 @@ def scaled_by_row(acc, at, BLOCK: tl.constexpr):
     return acc
 
 
+@checks.kernel_jit
+def dequantise_kernel(
+    weight,  # [matrices, O, C] FP8
+    scale,  # float32 [matrices, ceil(O / B), ceil(C / B)], or [matrices, O, 1] for SCALE_BLOCK 0
+    plain,  # [matrices, O, C], written
+    num_rows,  # O
+    DEPTH: tl.constexpr,  # C
+    SCALE_BLOCK: tl.constexpr,  # B, a multiple of BLOCK_C, or 0
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One tile of one matrix."""
+    num_tiles: tl.constexpr = (DEPTH + BLOCK_C - 1) // BLOCK_C
+    matrix, tile = tl.program_id(1), tl.program_id(0)
+    row = tile // num_tiles * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    first = tile % num_tiles * BLOCK_C
+    column = first + tl.arange(0, BLOCK_C)[None, :]
+    is_row = row < num_rows
+    at = (matrix.to(tl.int64) * num_rows + row) * DEPTH + column
+    number = tl.load(weight + at, mask=is_row & (column < DEPTH), other=0.0)
+    if SCALE_BLOCK > 0:
+        of_matrix: tl.constexpr = (DEPTH + SCALE_BLOCK - 1) // SCALE_BLOCK
+        scale += matrix * ((num_rows + SCALE_BLOCK - 1) // SCALE_BLOCK) * of_matrix
+    else:
+        scale += matrix * num_rows
+    factor_at = scales_at(scale, row, DEPTH, SCALE_BLOCK)
+    if SCALE_BLOCK > 0:
+        factor_at += first // SCALE_BLOCK
+    factor = tl.load(factor_at, mask=is_row, other=0.0)
+    found = number.to(tl.float16).to(tl.float32) * factor
+    tl.store(plain + at, found.to(plain.dtype.element_ty), mask=is_row & (column < DEPTH))
+
+
 def dequantise(
-    weight: Tensor, scale: Tensor | None, *, block: int, dtype: torch.dtype | None = None
+    weight: Tensor,
+    scale: Tensor | None,
+    *,
+    block: int,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Plain numbers `[..., O, C]`, each rounded once to `dtype`; no scale, no change of numbers.
 
@@ -78,8 +120,39 @@ def dequantise(
         scale: float32, as the layouts of the module; None for a weight that is plain already.
         block: edge of a scale's block; 0 for a scale per row.
         dtype: of the result; None for that of `weight`.
+        backend: `auto`, `reference` or `triton`; all give the same bits.
     """
-    plain = weight.to(dtype or weight.dtype)
+    dtype = dtype or weight.dtype
+    has_kernel = scale is not None and dtype in checks.KERNEL_DTYPES
+    if not has_kernel or (
+        checks.resolve_backend(backend, tensor=weight, kernel=dequantise_kernel) == "reference"
+    ):
+        return dequantise_ref(weight, scale, block=block, dtype=dtype)
+    plain = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+    *lead, rows, columns = weight.shape
+    tile_columns = fitting_depth(_TILE_COLUMNS, block)
+    num_tiles = ceil_div(rows, _TILE_ROWS) * ceil_div(columns, tile_columns)
+    if plain.numel():
+        with checks.launch_device(weight):
+            dequantise_kernel[(num_tiles, math.prod(lead))](
+                weight.contiguous(),
+                scale.contiguous(),
+                plain,
+                rows,
+                DEPTH=columns,
+                SCALE_BLOCK=block,
+                BLOCK_R=_TILE_ROWS,
+                BLOCK_C=tile_columns,
+                num_warps=4,
+            )
+    return plain
+
+
+def dequantise_ref(
+    weight: Tensor, scale: Tensor | None, *, block: int, dtype: torch.dtype
+) -> Tensor:
+    """Plain PyTorch. As `dequantise`."""
+    plain = weight.to(dtype)
     if scale is None:
         return plain
     rows, columns = weight.shape[-2:]

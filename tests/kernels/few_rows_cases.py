@@ -5,7 +5,12 @@ from typing import NamedTuple
 import torch
 from mtp_research.kernels.products.few_rows_product import FewRowsConfig, few_rows_product
 from mtp_research.kernels.products.gemv import GemvConfig
-from mtp_research.kernels.products.scaled_weights import FP8, dequantise, scale_shape
+from mtp_research.kernels.products.scaled_weights import (
+    FP8,
+    dequantise,
+    dequantise_ref,
+    scale_shape,
+)
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -91,3 +96,15 @@ def check_few_rows(
     assert torch.equal(few_rows_product(x, weight, bias, **settings), out)
     empty = few_rows_product(x[:0], weight, bias, **settings)
     assert empty.shape == (0, case.num_outputs)
+
+
+def check_dequantise(dtype: torch.dtype, *, device: str = "cpu") -> None:
+    """The kernel's numbers are the reference's bits: blocks and tiles cut off, and stacks."""
+    generator = torch.Generator().manual_seed(0)
+    for block in (16, 64, 256, 0):
+        for shape in ((33, 50), (64, 128), (3, 21, 300)):
+            drawn = draw_fp8(shape, block=block, generator=generator)
+            weight, scale = (tensor.to(device) for tensor in drawn)
+            found = dequantise(weight, scale, block=block, dtype=dtype, backend="triton")
+            expected = dequantise_ref(weight, scale, block=block, dtype=dtype)
+            assert torch.equal(found, expected), (block, shape)

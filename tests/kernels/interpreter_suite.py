@@ -39,7 +39,12 @@ from tests.kernels.expert_cases import (
     check_shared_expert,
     check_unchosen_expert_is_not_read,
 )
-from tests.kernels.few_rows_cases import FP8_CASES, INTERPRETED_CASES, check_few_rows
+from tests.kernels.few_rows_cases import (
+    FP8_CASES,
+    INTERPRETED_CASES,
+    check_dequantise,
+    check_few_rows,
+)
 from tests.kernels.invariant_cases import (
     VARIANTS,
     check_attention,
@@ -287,6 +292,9 @@ def test_expert_mlp_interpreted_equals_its_definition(dtype):
 def test_fp8_experts_interpreted_equal_their_plain_weights(block, dtype):
     sizes = {"num_experts": 3, "hidden_size": 72, "inner_size": 40}  # blocks of 32 are cut off
     check_fp8_experts(21, block=block, dtype=dtype, backend="triton", **sizes)
+    if dtype is torch.float16:  # in large tiles the weight is the left operand
+        for other in (32, 0):
+            check_fp8_experts(40, block=other, dtype=dtype, backend="triton", **sizes)
     sizes = {"num_experts": 3, "hidden_size": 136, "inner_size": 136}  # in two slabs
     check_fp8_experts(1, block=block, dtype=dtype, backend="triton", **sizes)
 
@@ -315,6 +323,11 @@ def test_router_interpreted_equals_its_definition(dtype):
         return
     # More tokens than share their slices of H among programs, against one that does.
     check_router(dtype, backend="triton", num_tokens=130, num_experts=17, hidden_size=1040)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_interpreted_plain_numbers_of_fp8_are_the_references(dtype):
+    check_dequantise(dtype)
 
 
 @pytest.mark.parametrize("case", INTERPRETED_CASES + FP8_CASES, ids=lambda case: case.name)

@@ -9,7 +9,13 @@ from mtp_research.kernels.products.few_rows_choice import (
 )
 from mtp_research.kernels.products.few_rows_product import FewRowsConfig, few_rows_product
 
-from tests.kernels.few_rows_cases import FP8_CASES, INTERPRETED_CASES, Case, check_few_rows
+from tests.kernels.few_rows_cases import (
+    FP8_CASES,
+    INTERPRETED_CASES,
+    Case,
+    check_dequantise,
+    check_few_rows,
+)
 
 pytestmark = pytest.mark.gpu
 poisoned = pytest.mark.usefixtures("nan_in_new_memory")
@@ -101,3 +107,8 @@ def test_chain_of_overlapping_products_in_a_graph_reads_what_was_written(num_row
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_plain_numbers_of_fp8_on_gpu_are_the_references(dtype):
+    check_dequantise(dtype, device="cuda")
