@@ -146,7 +146,7 @@ def _product(
 
 
 def _variants(num_rows: int) -> list[FewRowsConfig]:
-    shapes = next(found for most, found in PRODUCT_VARIANTS.items() if num_rows <= most)
+    shapes = next((found for most, found in PRODUCT_VARIANTS.items() if num_rows <= most), ())
     return [FewRowsConfig(*shape) for shape in shapes]
 
 
