@@ -28,7 +28,7 @@ except ImportError:  # checks.resolve_backend refuses the kernels then
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_ONE_LAUNCH_PAIRS = 2048
+MAX_ONE_LAUNCH_PAIRS = 4096
 MAX_EXPERTS = 1023  # the histogram's bins, one of them for padding, are a power of two
 _CHUNK = 2048
 _LEAST_PAIRS = 512  # every thread holds pairs of its own: histograms count what threads repeat

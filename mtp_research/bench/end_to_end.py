@@ -88,7 +88,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--passes", type=int, default=3, help="0 with --warm-up: compile alone")
     add("--warm-up", action="store_true", help="capture all steps before the passes, as eval.py")
     add("--chunk", type=int, default=2048, help="engine.max_prefill_chunk")
-    add("--rows", type=int, default=8192, help="engine.max_num_batched_tokens, at least")
+    add("--rows", nargs="+", type=int, default=[8192], help="engine.max_num_batched_tokens, each")
     add("--admit", type=int, default=1, help="engine.admit_together: free places before prompts")
     add("--no-mixed", action="store_true", help="engine.capture_mixed=false")
     add("--no-compile", action="store_true")
@@ -112,9 +112,14 @@ def _run(options: argparse.Namespace) -> int:
     rows: list[dict[str, object]] = []
     line = json.dumps(report)
     first = options.policy[:1]
-    cases = [(k, policy) for k in options.k for policy in (options.policy if k and own else first)]
-    for num_drafts, policy in cases:
-        for row in _passes(loaded, options, workloads, num_drafts=num_drafts, policy=policy):
+    cases = [
+        Case(num_drafts, policy, max_rows)
+        for num_drafts in options.k
+        for policy in (options.policy if num_drafts and own else first)
+        for max_rows in options.rows
+    ]
+    for case in cases:
+        for row in _passes(loaded, options, workloads, case):
             rows.append(row)
             print(_line(row), flush=True)
             line = json.dumps({"arguments": vars(options), **report, "rows": rows}, default=str)
@@ -140,6 +145,14 @@ def _checked(options: argparse.Namespace) -> list["Workload"]:
     for one in workloads:
         _arrivals(options, one.arrivals, seed=0)  # a bad file is seen before anything is compiled
     return workloads
+
+
+class Case(NamedTuple):
+    """A decoder, which all workloads share."""
+
+    num_drafts: int  # K
+    policy: str
+    max_rows: int  # of a step
 
 
 class Workload(NamedTuple):
@@ -177,9 +190,7 @@ def _passes(
     loaded: tuple[Target, MTPHeads] | None,
     options: argparse.Namespace,
     workloads: Sequence[Workload],
-    *,
-    num_drafts: int,
-    policy: str,
+    case: Case,
 ) -> Iterator[dict[str, object]]:
     """A row a pass of one loop, which is built before the first clock starts."""
     started = time.perf_counter()
@@ -189,14 +200,14 @@ def _passes(
     if loaded is None:
         loop = VllmLoop(
             options.shape,
-            rates=_rates(options, num_drafts),
+            rates=_rates(options, case.num_drafts),
             max_num_requests=options.batch,
             max_model_len=longest,
             apart=options.vllm_apart,
-            words={"max_num_batched_tokens": options.rows, **options.vllm},
+            words={"max_num_batched_tokens": case.max_rows, **options.vllm},
         )
     else:
-        loop = _decoder(*loaded, options, longest=longest, num_drafts=num_drafts, policy=policy)
+        loop = _decoder(*loaded, options, case, longest=longest)
         if options.warm_up:
             loop.warm_up(sampling, num_requests=options.requests)
     drain()
@@ -215,9 +226,10 @@ def _passes(
         if isinstance(loop, VllmLoop):
             figures["tau"] = loop.acceptance_length()
         yield {
-            **{"shape": options.target or options.shape, "num_drafts": num_drafts},
-            **{"batch": options.batch, **one._asdict()},
-            "policy": loop.version if isinstance(loop, VllmLoop) else policy,
+            **{"shape": options.target or options.shape, "batch": options.batch},
+            **case._asdict(),
+            **one._asdict(),
+            "policy": loop.version if isinstance(loop, VllmLoop) else case.policy,
             **{"pass": number + 1, "wall_s": wall_s},
             **{"build_s": build_s, "ready_s": ready_s},
             "num_builds": num_since(builds_before, loop.num_builds),
@@ -318,17 +330,16 @@ def _decoder(
     target: Target,
     heads: MTPHeads,
     options: argparse.Namespace,
+    case: Case,
     *,
     longest: int,
-    num_drafts: int,
-    policy: str,
 ) -> SpecDecoder:
     on_gpu = target.device.type == "cuda"
     graphs = on_gpu and not options.no_graphs
     engine = EngineConfig(
         block_size=16,
         max_num_requests=options.batch,
-        max_num_batched_tokens=max(options.rows, options.batch * (num_drafts + 1)),
+        max_num_batched_tokens=max(case.max_rows, options.batch * (case.num_drafts + 1)),
         max_prefill_chunk=options.chunk,
         admit_together=options.admit,
         max_model_len=longest,
@@ -338,14 +349,14 @@ def _decoder(
         capture_mixed=graphs and not options.no_mixed,
         audit=False,
     )
-    rates = _rates(options, num_drafts)
+    rates = _rates(options, case.num_drafts)
     spec = SpecSettings(
-        policy=policy,
-        num_speculative_tokens=num_drafts,
+        policy=case.policy,
+        num_speculative_tokens=case.num_drafts,
         verify="synthetic" if rates else "greedy",
         verify_options=VerifyOptions(synthetic_rates=rates),
     )
-    return SpecDecoder(target, heads if num_drafts else None, spec=spec, engine=engine)
+    return SpecDecoder(target, heads if case.num_drafts else None, spec=spec, engine=engine)
 
 
 def _rates(options: argparse.Namespace, num_drafts: int) -> list[float]:
@@ -369,6 +380,7 @@ def _line(row: dict[str, object]) -> str:
     arrivals = "" if row["arrivals"] is None else f", {row['arrivals']}"
     words = [
         f"{row['shape']} K={row['num_drafts']} {row['policy']} B={row['batch']} "
+        f"{row['max_rows']} rows "
         f"{row['prompt']}->{row['output']}{arrivals} "
         f"pass {row['pass']}, ready at {row['ready_s']:.1f} s, {row['num_builds']} builds later:",
         f"{row['num_requests']} requests {row['num_tokens']} tokens {row['wall_s']:.3f} s",

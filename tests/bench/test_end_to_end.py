@@ -71,7 +71,7 @@ def test_one_decoder_serves_other_lengths_and_arrivals_too(tmp_path, monkeypatch
     assert rows[-1]["wall_s"] > 0.4
     (how,) = built
     assert how["engine"].max_model_len == 12 + 5 + 64
-    assert f"B=2 4->3, {file} pass 2," in lines[-1]
+    assert f"B=2 8192 rows 4->3, {file} pass 2," in lines[-1]
 
 
 @pytest.mark.parametrize("word", ["12", "12:x", ":5", "12:5:{file}"])
@@ -85,11 +85,11 @@ def test_other_requests_that_cannot_be_read_are_refused_before_a_decoder(
 
 
 def test_rows_bound_a_step(capsys):
-    steps = []
-    for words in ([], ["--rows", "4"]):
-        assert end_to_end.main([*FEW, "--output", "2", "--passes", "1", "--k", "0", *words]) == 0
-        steps.append(json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]["num_steps"])
-    assert steps[1] > steps[0] + 2
+    words = [*FEW, "--output", "2", "--passes", "1", "--k", "0", "--rows", "8192", "4"]
+    assert end_to_end.main(words) == 0
+    wide, narrow = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert (wide["max_rows"], narrow["max_rows"]) == (8192, 4)
+    assert narrow["num_steps"] > wide["num_steps"] + 2
 
 
 def test_prompts_wait_for_free_places(monkeypatch):

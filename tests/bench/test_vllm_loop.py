@@ -77,7 +77,7 @@ def test_vllm_gets_the_requests_of_the_command(played, capsys):
     assert [row["tau"] for row in rows] == [1.0, 1.0, 3.0, 1.0]
     assert rows[2]["num_steps"] < rows[3]["num_steps"]
     assert all(row["num_builds"] is None for row in rows)
-    assert "mimo_7b K=2 vllm 0.24.0 B=2 8->6 pass 2" in lines[-1]
+    assert "mimo_7b K=2 vllm 0.24.0 B=2 8192 rows 8->6 pass 2" in lines[-1]
     assert played.module.num_open == 0
 
 
