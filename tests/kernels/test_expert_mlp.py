@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mtp_research.kernels.bench import __main__ as bench
 from mtp_research.kernels.bench import bench_experts
+from mtp_research.kernels.experts import expert_mlp as expert_mlp_launch
 from mtp_research.kernels.experts.expert_mlp import (
     SharedExpert,
     choose_expert_config,
@@ -32,6 +33,17 @@ routings = st.integers(1, 9).flatmap(
         st.just(num_experts), st.lists(st.integers(0, num_experts - 1), max_size=70)
     )
 )
+
+
+@pytest.mark.parametrize("run", [expert_mlp, torch.compile(expert_mlp, backend="eager")])
+def test_outputs_of_a_tokens_experts_are_added_up_in_float32(run, monkeypatch):
+    pairs = torch.tensor([256.0] + [1.0] * 8)[None, :, None]  # bfloat16 has no 257
+    for outputs, total in ((pairs.bfloat16(), 264.0), (pairs.double() + 2**-40, 264 + 9 * 2**-40)):
+        monkeypatch.setattr(
+            expert_mlp_launch, "expert_pairs", lambda *_, found=outputs, **__: found
+        )
+        torch.compiler.reset()
+        assert run(*make_operands(1, dtype=outputs.dtype)).item() == total
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
