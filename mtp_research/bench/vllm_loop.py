@@ -28,7 +28,11 @@ from mtp_research.evaluation.backends.vllm_backend import (
 from mtp_research.runtime.errors import ConfigError
 
 # Model type of a shape -> vLLM's class that has its MTP module.
-_CLASSES = {"qwen2": "MiMoForCausalLM"}
+_CLASSES = {
+    "qwen2": "MiMoForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+}
 
 
 @dataclass
@@ -69,17 +73,17 @@ class VllmLoop:
         apart: bool,
         words: Mapping[str, object],
     ) -> None:
-        model_type = SHAPES[shape].model_type
-        if model_type not in _CLASSES:
-            known = [name for name, one in SHAPES.items() if one.model_type in _CLASSES]
-            raise ConfigError(f"--engine vllm must get --shape {' or '.join(known)}, got {shape}.")
+        if not _has_module(shape):
+            known = " or ".join(filter(_has_module, SHAPES))
+            raise ConfigError(f"--engine vllm must get --shape {known}, got {shape}.")
         self.stats = DecodeStats()
         self._vllm = load_vllm(apart=apart, v2_runner=True)
         self._live: dict[str, _Live] = {}
         self._num_rounds = self._num_accepted = 0
         with tempfile.TemporaryDirectory() as folder:
             config = config_of(shape)
-            config.architectures = [_CLASSES[model_type]]
+            config.architectures = [_CLASSES[SHAPES[shape].model_type]]
+            config.num_nextn_predict_layers = 1
             config.save_pretrained(folder)
             own = engine_words(
                 Path(folder),
@@ -145,6 +149,12 @@ class VllmLoop:
         """End the engine, whose memory the next one needs."""
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
+
+
+def _has_module(shape: str) -> bool:
+    """Whether vLLM has the MTP module of a shape; its FP8 products were not tried."""
+    one = SHAPES[shape]
+    return one.model_type in _CLASSES and "quantization_config" not in one.arguments
 
 
 def _record(output: Any, live: _Live, now: float) -> RequestRecord:

@@ -102,6 +102,16 @@ def test_the_engine_runs_as_its_users_run_it_with_acceptance_of_ours(played):
         assert (one["num_nextn_predict_layers"], one["num_hidden_layers"]) == (1, 36)
 
 
+def test_targets_with_experts_get_the_class_that_has_their_module(played):
+    for shape in ("glm45_air_8", "glm47_flash"):
+        words = ["--engine", "vllm", "--cpu", "--k", "1", "--passes", "0", "--shape", shape]
+        assert end_to_end.main(words) == 0
+    air, flash = played.configs
+    assert air["architectures"] == ["Glm4MoeForCausalLM"]
+    assert flash["architectures"] == ["Glm4MoeLiteForCausalLM"]
+    assert air["num_nextn_predict_layers"] == flash["num_nextn_predict_layers"] == 1
+
+
 def test_latencies_are_of_the_steps_that_gave_tokens(played, monkeypatch):
     now = [5.0]
     monkeypatch.setattr(vllm_loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -131,7 +141,8 @@ def test_latencies_are_of_the_steps_that_gave_tokens(played, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--shape", "tiny"], "must get --shape mimo_7b, got tiny"),
+        (["--shape", "tiny"], "must get --shape mimo_7b or glm45_air or"),
+        (["--shape", "glm45_air_fp8"], "or glm47_flash or lab_base or lab_small or"),
         (["--target", "x", "--heads", "y"], "--engine vllm runs random weights"),
     ],
 )
