@@ -2,13 +2,15 @@
 
 It runs as its users run it: the faster runner (V2), steps that overlap, the sizes of graphs that it
 chooses itself. The engine runs in our process, where no message is part of a latency, or apart, as
-that of its server.
+that of its server. Tokens choose their experts evenly: routers of its dummy weights prefer so few
+that steps are faster than the memory could deliver all of them.
 
 Sources: vLLM 0.24.0, `config/speculative.py` (synthetic acceptance, which class has which modules),
-`config/scheduler.py` (overlapping steps), `config/vllm.py` (sizes of graphs).
+`config/scheduler.py` (overlapping steps), `config/vllm.py` (sizes of graphs), `envs.py` (routing).
 Letters: K drafts per step, R requests decoded at a time.
 """
 
+import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +35,7 @@ _CLASSES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
 }
+ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 
 
 @dataclass
@@ -76,6 +79,7 @@ class VllmLoop:
         if not _has_module(shape):
             known = " or ".join(filter(_has_module, SHAPES))
             raise ConfigError(f"--engine vllm must get --shape {known}, got {shape}.")
+        os.environ[ROUTING] = "uniform_random"
         self.stats = DecodeStats()
         self._vllm = load_vllm(apart=apart, v2_runner=True)
         self._live: dict[str, _Live] = {}

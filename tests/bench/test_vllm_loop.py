@@ -57,7 +57,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         configs.append(json.loads((checkpoint / "config.json").read_text()))
         return Texts(num_drafts)
 
-    for name in SWITCHES:  # so that they are taken back
+    for name in (*SWITCHES, vllm_loop.ROUTING):  # so that they are taken back
         monkeypatch.setenv(name, "")
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setattr(played_vllm, "loop_of", texts)
@@ -102,7 +102,7 @@ def test_the_engine_runs_as_its_users_run_it_with_acceptance_of_ours(played):
         assert (one["num_nextn_predict_layers"], one["num_hidden_layers"]) == (1, 36)
 
 
-def test_targets_with_experts_get_the_class_that_has_their_module(played):
+def test_targets_with_experts_get_the_class_that_has_their_module_and_even_routing(played):
     for shape in ("glm45_air_8", "glm47_flash"):
         words = ["--engine", "vllm", "--cpu", "--k", "1", "--passes", "0", "--shape", shape]
         assert end_to_end.main(words) == 0
@@ -110,6 +110,7 @@ def test_targets_with_experts_get_the_class_that_has_their_module(played):
     assert air["architectures"] == ["Glm4MoeForCausalLM"]
     assert flash["architectures"] == ["Glm4MoeLiteForCausalLM"]
     assert air["num_nextn_predict_layers"] == flash["num_nextn_predict_layers"] == 1
+    assert os.environ[vllm_loop.ROUTING] == "uniform_random"
 
 
 def test_latencies_are_of_the_steps_that_gave_tokens(played, monkeypatch):
