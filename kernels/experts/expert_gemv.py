@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from mtp_research.kernels import checks
 from mtp_research.kernels.products.gemv import GemvConfig, dot_rows
+from mtp_research.kernels.products.scaled_weights import scales_at, scales_of_matrix
 
 try:
     import triton.language as tl
@@ -26,15 +27,11 @@ DOWN = GemvConfig(32, 512, 4)
 
 
 @checks.kernel_jit
-def scales_of_rows(
-    scale, matrix, first_row, NUM_ROWS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr
+def scales_of(
+    scale, matrix, first, NUM_ROWS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Where the scales of the block that holds a row of one matrix of many begin."""
-    if BLOCK > 0:
-        columns: tl.constexpr = (DEPTH + BLOCK - 1) // BLOCK
-        rows: tl.constexpr = (NUM_ROWS + BLOCK - 1) // BLOCK
-        scale += (matrix * rows + first_row // BLOCK) * columns
-    return scale
+    """Where the scales of row `first` of one matrix of many begin."""
+    return scales_at(scales_of_matrix(scale, matrix, NUM_ROWS, DEPTH, BLOCK), first, DEPTH, BLOCK)
 
 
 @checks.kernel_jit
@@ -78,8 +75,8 @@ def gate_up_gemv_kernel(
     up_at = gate_at + INNER * HIDDEN
     gate_scale, up_scale = scale, scale
     if scale is not None:
-        gate_scale = scales_of_rows(scale, 2 * expert, first, INNER, HIDDEN, SCALE_BLOCK)
-        up_scale = scales_of_rows(scale, 2 * expert + 1, first, INNER, HIDDEN, SCALE_BLOCK)
+        gate_scale = scales_of(scale, 2 * expert, first, INNER, HIDDEN, SCALE_BLOCK)
+        up_scale = scales_of(scale, 2 * expert + 1, first, INNER, HIDDEN, SCALE_BLOCK)
     gate = tl.zeros([BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.static_range(num_steps):
@@ -89,9 +86,8 @@ def gate_up_gemv_kernel(
         gate += dot_rows(g, x, gate_scale, start, HIDDEN, BLOCK_K, SCALE_BLOCK)
         up += dot_rows(u, x, up_scale, start, HIDDEN, BLOCK_K, SCALE_BLOCK)
     if scale is not None and SCALE_BLOCK == 0:
-        scale_at = scale + 2 * expert * INNER + row
-        gate *= tl.load(scale_at)
-        up *= tl.load(scale_at + INNER)
+        gate *= tl.load(gate_scale + row - first)
+        up *= tl.load(up_scale + row - first)
     value = gate * tl.sigmoid(gate) * up
     target = inner + pair * INNER + output
     tl.store(target, value.to(inner.dtype.element_ty), mask=output < INNER)
@@ -142,7 +138,7 @@ def down_gemv_kernel(
         return
     row_scale = scale
     if scale is not None:
-        row_scale = scales_of_rows(scale, expert, first, HIDDEN, INNER, SCALE_BLOCK)
+        row_scale = scales_of(scale, expert, first, HIDDEN, INNER, SCALE_BLOCK)
     acc = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.static_range(num_steps):
         start = step * BLOCK_K
@@ -150,6 +146,6 @@ def down_gemv_kernel(
             w = tl.load(weight_at + start, mask=k < INNER - start, other=0.0)
         acc += dot_rows(w, inner + pair * INNER, row_scale, start, INNER, BLOCK_K, SCALE_BLOCK)
     if scale is not None and SCALE_BLOCK == 0:
-        acc *= tl.load(scale + expert * HIDDEN + row)
+        acc *= tl.load(row_scale + row - first)
     acc *= tl.load(router_weights + pair).to(tl.float32)
     tl.store(out + pair * HIDDEN + output, acc.to(out.dtype.element_ty), mask=output < HIDDEN)

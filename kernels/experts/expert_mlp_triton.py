@@ -21,6 +21,7 @@ from mtp_research.kernels.products.scaled_weights import (
     add_product,
     scaled_by_row,
     scales_at,
+    scales_of_matrix,
     widened,
 )
 
@@ -55,10 +56,7 @@ def scales_of(
 ):
     """As `scales_at`, of one matrix of many, `[NUM_ROWS, DEPTH]` each, along the sums' outputs."""
     if scale is not None:
-        if BLOCK > 0:
-            scale += matrix * (((NUM_ROWS + BLOCK - 1) // BLOCK) * ((DEPTH + BLOCK - 1) // BLOCK))
-        else:
-            scale += matrix * NUM_ROWS
+        scale = scales_of_matrix(scale, matrix, NUM_ROWS, DEPTH, BLOCK)
     if IS_LEFT:
         at = scales_at(scale, rows[:, None], DEPTH, BLOCK)
     else:

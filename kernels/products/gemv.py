@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.splits import ceil_div
-from mtp_research.kernels.products.scaled_weights import widened
+from mtp_research.kernels.products.scaled_weights import scales_at, widened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,9 +83,7 @@ def gemv_kernel(
     weight_at = weight + row.to(tl.int64)[:, None] * stride_weight + k
     w = tl.load(weight_at, mask=k < depth, other=0.0)
     acc = tl.zeros([BLOCK_N], tl.float32)
-    scale_at = scale
-    if SCALE_BLOCK > 0:
-        scale_at += first // SCALE_BLOCK * ((depth + SCALE_BLOCK - 1) // SCALE_BLOCK)
+    scale_at = scales_at(scale, first, depth, SCALE_BLOCK)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()  # `x` is there, and nobody reads `out` any more
         tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write

@@ -57,6 +57,17 @@ def scales_at(scale, rows, depth, BLOCK: tl.constexpr):
 
 
 @checks.kernel_jit
+def scales_of_matrix(scale, matrix, num_rows, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the scales of one matrix of many, `[num_rows, DEPTH]` each, begin."""
+    if BLOCK > 0:
+        columns: tl.constexpr = (DEPTH + BLOCK - 1) // BLOCK
+        scale += matrix * ((num_rows + BLOCK - 1) // BLOCK) * columns
+    else:
+        scale += matrix * num_rows
+    return scale
+
+
+@checks.kernel_jit
 def add_product(acc, left, right, at, start, BLOCK: tl.constexpr):
     """Adds the product of a step that begins at column `start`, times the scales of its block."""
     if BLOCK > 0:
@@ -92,12 +103,9 @@ def dequantise_kernel(
     is_row = row < num_rows
     at = (matrix.to(tl.int64) * num_rows + row) * DEPTH + column
     number = tl.load(weight + at, mask=is_row & (column < DEPTH), other=0.0)
-    if SCALE_BLOCK > 0:
-        of_matrix: tl.constexpr = (DEPTH + SCALE_BLOCK - 1) // SCALE_BLOCK
-        scale += matrix * ((num_rows + SCALE_BLOCK - 1) // SCALE_BLOCK) * of_matrix
-    else:
-        scale += matrix * num_rows
-    factor_at = scales_at(scale, row, DEPTH, SCALE_BLOCK)
+    factor_at = scales_at(
+        scales_of_matrix(scale, matrix, num_rows, DEPTH, SCALE_BLOCK), row, DEPTH, SCALE_BLOCK
+    )
     if SCALE_BLOCK > 0:
         factor_at += first // SCALE_BLOCK
     factor = tl.load(factor_at, mask=is_row, other=0.0)
