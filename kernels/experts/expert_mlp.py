@@ -58,10 +58,10 @@ class ExpertConfig(NamedTuple):
 
 # Of FP8 weights, by the most pairs an expert. A step has half the bytes on their way, so there are
 # more of them; numbers are converted once a tile, which other shapes repeat in each warp. Measured
-# at GLM-4.5-Air's sizes: up to 24 pairs the fastest of ten shapes a product on one H200; more (32 to
-# 128 pairs, the weight on the left) the fastest of some forty on one H100, for `down` of those that
-# spill no registers beside a shared expert (128 outputs a program are 2 to 11 % faster). Tiles of 128
-# pairs were no faster.
+# at GLM-4.5-Air's sizes: up to 24 pairs the fastest of ten shapes a product on one H200; more (32
+# to 128 pairs, the weight on the left) the fastest of some forty on one H100, for `down` of those
+# that spill no registers beside a shared expert (128 outputs a program are 2 to 11 % faster).
+# Tiles of 128 pairs were no faster.
 _FP8_CONFIGS = {
     10: ExpertConfig(16, ProductConfig(32, 128, 4, 5), ProductConfig(64, 128, 4, 5)),
     24: ExpertConfig(32, ProductConfig(64, 128, 4, 5), ProductConfig(64, 128, 4, 5)),
