@@ -50,55 +50,70 @@ FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
 
 
 @dataclass
-class LayerLog:
-    """What one draft KV layer holds for one request."""
+class SlotLog:
+    """What the draft KV layers hold for one request; L layers."""
 
-    consumed: np.ndarray  # `[capacity, K]` int64, tokens of each slot, -1 for none
-    # `[capacity]` int8, 1 for a draft's hidden vector, 0 for another, -1 for a hole
+    consumed: np.ndarray  # `[L, capacity, K]` int64, tokens of each slot, -1 for none
+    # `[L, capacity]` int8, 1 for a draft's hidden vector, 0 for another, -1 for a hole
     from_draft: np.ndarray
 
     @classmethod
-    def empty(cls, num_speculative_tokens: int) -> "LayerLog":
+    def empty(cls, num_layers: int, num_speculative_tokens: int) -> "SlotLog":
         """A log without slots."""
         return cls(
-            np.full((0, num_speculative_tokens), -1, dtype=np.int64), np.full(0, -1, dtype=np.int8)
+            np.full((num_layers, 0, num_speculative_tokens), -1, dtype=np.int64),
+            np.full((num_layers, 0), -1, dtype=np.int8),
         )
 
     def reserve(self, capacity: int) -> None:
         """Make room for slots `[0, capacity)`; new ones are holes."""
-        missing = capacity - len(self.from_draft)
+        missing = capacity - self.from_draft.shape[1]
         if missing > 0:
             missing += capacity  # grow geometrically
-            self.consumed = np.pad(self.consumed, ((0, missing), (0, 0)), constant_values=-1)
-            self.from_draft = np.pad(self.from_draft, (0, missing), constant_values=-1)
+            more = ((0, 0), (0, missing))
+            self.consumed = np.pad(self.consumed, (*more, (0, 0)), constant_values=-1)
+            self.from_draft = np.pad(self.from_draft, more, constant_values=-1)
 
 
-def judge_layer(
-    log: LayerLog, *, policy: HiddenPolicy, layer: int, text: np.ndarray, slots: np.ndarray
-) -> Counter:
-    """Verdict counts of some slots of one layer."""
-    columns = _columns(policy, layer)
-    consumed = log.consumed[slots][:, columns]
-    shift = np.asarray(columns) if policy.shift_tokens else 0
-    wanted = slots[:, None] - slots[0] + 1 + shift
+def judge_slots(
+    log: SlotLog,
+    *,
+    policy: HiddenPolicy,
+    decisive: np.ndarray,
+    text: np.ndarray,
+    first: int,
+    frontier: int,
+) -> np.ndarray:
+    """Which of the slots `[first, frontier]` get a verdict, `[verdicts, L, slots]` bool.
+
+    `text` begins at slot `first`; `decisive` as `_decisive_columns`. All layers at once, as this
+    is what an audited round waits for.
+    """
+    slots = np.arange(first, frontier + 1)
+    consumed, kind = log.consumed[:, first : frontier + 1], log.from_draft[:, first : frontier + 1]
+    num_layers, num_columns = decisive.shape
+    shift = np.arange(num_columns) if policy.shift_tokens else 0
+    wanted = slots[:, None] - first + 1 + shift
     known = wanted < len(text)
     expected = text[np.minimum(wanted, len(text) - 1)]
-    hole = log.from_draft[slots] < 0
-    wrong = ~hole & (known & (consumed != expected)).any(axis=1)
-    provisional = ~hole & ~wrong & (~known).any(axis=1)
+    decisive = decisive[:, None]
+    hole = kind < 0
+    wrong = ~hole & (decisive & known & (consumed != expected)).any(axis=-1)
+    provisional = ~hole & ~wrong & (decisive & ~known).any(axis=-1)
     # A window row should hold H_{q+m}, which is known once row q+m is verified.
-    offset = layer if policy.hidden == "shifted_target" else 0
-    is_draft_made = (log.from_draft[slots] == 1) & (slots + offset <= slots[-1])
+    offset = np.arange(num_layers)[:, None] if policy.hidden == "shifted_target" else 0
+    is_draft_made = (kind == 1) & (slots + offset <= frontier)
     mixed = ~hole & ~wrong & ~provisional & is_draft_made
-    masks = zip(Verdict, (wrong, mixed, hole, provisional), strict=True)
-    return Counter({verdict: int(mask.sum()) for verdict, mask in masks})
+    return np.stack((wrong, mixed, hole, provisional))
 
 
-def _columns(policy: HiddenPolicy, layer: int) -> list[int]:
-    """Columns of `consumed` that decide whether a row of this layer is right."""
+def _decisive_columns(policy: HiddenPolicy, *, num_layers: int, num_columns: int) -> np.ndarray:
+    """Columns of `consumed` that decide whether a row of a layer is right, `[L, K]` bool."""
     if not policy.shift_tokens:
-        return [0]
-    return list(range(layer + 1)) if policy.hidden == "chain" else [layer]
+        return np.arange(num_columns) == np.zeros((num_layers, 1))
+    if policy.hidden == "chain":
+        return np.tri(num_layers, num_columns, dtype=bool)
+    return np.eye(num_layers, num_columns, dtype=bool)
 
 
 class _Written(NamedTuple):
@@ -121,14 +136,18 @@ class Auditor:
     # per layer, verdict counts over all slots <= p of finished watched requests
     totals: list[Counter] = field(default_factory=list)
     num_slots: int = 0  # slots counted in `totals`, per layer
-    _logs: dict[str, list[LayerLog]] = field(default_factory=dict, repr=False)
-    _blocks: dict[int, list[LayerLog]] = field(default_factory=dict, repr=False)
+    _logs: dict[str, SlotLog] = field(default_factory=dict, repr=False)
+    _blocks: dict[int, SlotLog] = field(default_factory=dict, repr=False)
     _left_out: set[str] = field(default_factory=set, repr=False)
     _previous: np.ndarray | None = field(default=None, repr=False)
     _pending: list[_Written | None] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        self.totals = [Counter() for _ in range(self.plan.num_kv_layers)]
+        num_layers, num_columns = self.plan.num_kv_layers, self.plan.num_speculative_tokens
+        self.totals = [Counter() for _ in range(num_layers)]
+        self._decisive = _decisive_columns(
+            self.plan.policy, num_layers=num_layers, num_columns=num_columns
+        )
 
     def __repr__(self) -> str:
         """One line: the counts over all layers."""
@@ -151,9 +170,9 @@ class Auditor:
         if not self.watches(request_id):
             return
         first = max(0, frontier - 2 * self.plan.num_speculative_tokens - 1)
-        counts = self.inspect(request_id, token_ids, frontier=frontier, first=first)
+        judged = self._judge(request_id, token_ids, frontier=frontier, first=first)
         self.num_rounds += 1
-        self.num_dirty_rounds += any(count[fault] for count in counts for fault in FAULTS)
+        self.num_dirty_rounds += bool(judged[: len(FAULTS)].any())
 
     def finish(self, request_id: str, token_ids: list[int], *, frontier: int) -> None:
         """Count every slot <= p of a watched request that ends, and forget it."""
@@ -185,11 +204,10 @@ class Auditor:
         self._blocks.pop(block_id, None)
         if self.watches(request_id):
             slots = slice(first_slot, first_slot + size)
-            layers = range(self.plan.num_kv_layers)
-            logs = (self._log(request_id, layer, slots.stop) for layer in layers)
-            self._blocks[block_id] = [
-                LayerLog(log.consumed[slots].copy(), log.from_draft[slots].copy()) for log in logs
-            ]
+            log = self._log(request_id, slots.stop)
+            self._blocks[block_id] = SlotLog(
+                log.consumed[:, slots].copy(), log.from_draft[:, slots].copy()
+            )
 
     def take_blocks(self, request_id: str, block_ids: Sequence[int], *, size: int) -> None:
         """A request starts with cached blocks: their logs are checked against its own text.
@@ -201,29 +219,30 @@ class Auditor:
         if not self.watches(request_id):
             return
         for index, block_id in enumerate(block_ids):
-            slots = slice(index * size, (index + 1) * size)
-            for layer, kept in enumerate(self._blocks[block_id]):
-                log = self._log(request_id, layer, slots.stop)
-                log.consumed[slots] = kept.consumed
-                log.from_draft[slots] = kept.from_draft
+            slots, kept = slice(index * size, (index + 1) * size), self._blocks[block_id]
+            log = self._log(request_id, slots.stop)
+            log.consumed[:, slots] = kept.consumed
+            log.from_draft[:, slots] = kept.from_draft
 
     def inspect(
         self, request_id: str, token_ids: list[int], *, frontier: int, first: int = 0
     ) -> list[Counter]:
         """Verdict counts per layer over slots `[first, frontier]`."""
-        # A round looks at its last slots only, so that its cost does not grow with the text.
-        text = np.asarray(token_ids[first:], dtype=np.int64)
-        slots = np.arange(first, frontier + 1)
-        return [
-            judge_layer(
-                self._log(request_id, layer, frontier + 1),
-                policy=self.plan.policy,
-                layer=layer,
-                text=text,
-                slots=slots,
-            )
-            for layer in range(self.plan.num_kv_layers)
-        ]
+        judged = self._judge(request_id, token_ids, frontier=frontier, first=first)
+        return [Counter(dict(zip(Verdict, of, strict=True))) for of in judged.sum(-1).T.tolist()]
+
+    def _judge(
+        self, request_id: str, token_ids: list[int], *, frontier: int, first: int
+    ) -> np.ndarray:
+        return judge_slots(
+            self._log(request_id, frontier + 1),
+            policy=self.plan.policy,
+            decisive=self._decisive,
+            # A round looks at its last slots only, so that its cost does not grow with the text.
+            text=np.asarray(token_ids[first:], dtype=np.int64),
+            first=first,
+            frontier=frontier,
+        )
 
     def end_step(self) -> None:
         """The passes recorded from here on belong to the next step."""
@@ -259,13 +278,13 @@ class Auditor:
             rows = slice(first_row[row], first_row[row + 1])
             mine, slots = writes[rows], position[rows][writes[rows]]
             if len(slots) and request_id is not None and self.watches(request_id):
-                log = self._log(request_id, plan.kv_layer, int(slots[-1]) + 1)
-                log.consumed[slots] = tokens[rows][mine]
-                log.from_draft[slots] = from_draft[rows][mine]
+                log = self._log(request_id, int(slots[-1]) + 1)
+                log.consumed[plan.kv_layer, slots] = tokens[rows][mine]
+                log.from_draft[plan.kv_layer, slots] = from_draft[rows][mine]
 
-    def _log(self, request_id: str, layer: int, capacity: int) -> LayerLog:
-        if (logs := self._logs.get(request_id)) is None:
-            width, num_layers = self.plan.num_speculative_tokens, self.plan.num_kv_layers
-            logs = self._logs[request_id] = [LayerLog.empty(width) for _ in range(num_layers)]
-        logs[layer].reserve(capacity)
-        return logs[layer]
+    def _log(self, request_id: str, capacity: int) -> SlotLog:
+        if (log := self._logs.get(request_id)) is None:
+            sizes = self.plan.num_kv_layers, self.plan.num_speculative_tokens
+            log = self._logs[request_id] = SlotLog.empty(*sizes)
+        log.reserve(capacity)
+        return log
