@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from mtp_research.kernels import checks
 from mtp_research.kernels.products.gemv import GemvConfig, dot_rows
-from mtp_research.kernels.products.scaled_weights import scales_at, scales_of_matrix
+from mtp_research.kernels.products.scaled_weights import scales_of
 
 try:
     import triton.language as tl
@@ -24,14 +24,6 @@ except ImportError:  # checks.resolve_backend refuses the kernels then
 # FP8, in bfloat16 and split over two cards, and of GLM-4.7-Flash.
 GATE_UP = GemvConfig(8, 2048, 4)
 DOWN = GemvConfig(32, 512, 4)
-
-
-@checks.kernel_jit
-def scales_of(
-    scale, matrix, first, NUM_ROWS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Where the scales of row `first` of one matrix of many begin."""
-    return scales_at(scales_of_matrix(scale, matrix, NUM_ROWS, DEPTH, BLOCK), first, DEPTH, BLOCK)
 
 
 @checks.kernel_jit
@@ -73,10 +65,8 @@ def gate_up_gemv_kernel(
     k = tl.arange(0, BLOCK_K)[None, :]
     gate_at = weight + expert.to(tl.int64) * (2 * INNER * HIDDEN) + row[:, None] * HIDDEN + k
     up_at = gate_at + INNER * HIDDEN
-    gate_scale, up_scale = scale, scale
-    if scale is not None:
-        gate_scale = scales_of(scale, 2 * expert, first, INNER, HIDDEN, SCALE_BLOCK)
-        up_scale = scales_of(scale, 2 * expert + 1, first, INNER, HIDDEN, SCALE_BLOCK)
+    gate_scale = scales_of(scale, 2 * expert, first, INNER, HIDDEN, SCALE_BLOCK)
+    up_scale = scales_of(scale, 2 * expert + 1, first, INNER, HIDDEN, SCALE_BLOCK)
     gate = tl.zeros([BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.static_range(num_steps):
@@ -136,9 +126,7 @@ def down_gemv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if is_away:
         return
-    row_scale = scale
-    if scale is not None:
-        row_scale = scales_of(scale, expert, first, HIDDEN, INNER, SCALE_BLOCK)
+    row_scale = scales_of(scale, expert, first, HIDDEN, INNER, SCALE_BLOCK)
     acc = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.static_range(num_steps):
         start = step * BLOCK_K

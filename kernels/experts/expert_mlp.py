@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 _ALL_TILES = 1 << 20
 _SMALLEST_TILE = 16  # pairs
-_WARP_GROUP_TILE = 64  # pairs from which on the instruction is Hopper's, which reads shared memory
+# Pairs from which on the instruction is Hopper's, whose right operand lies in shared memory.
+_WARP_GROUP_TILE = 64
 
 
 class ProductConfig(NamedTuple):

@@ -20,8 +20,7 @@ from mtp_research.kernels.checks import ask_for
 from mtp_research.kernels.products.scaled_weights import (
     add_product,
     scaled_by_row,
-    scales_at,
-    scales_of_matrix,
+    scales_of,
     widened,
 )
 
@@ -45,23 +44,9 @@ def place_of(program, num_tiles, num_blocks, GROUP_TILES: tl.constexpr):
 
 
 @checks.kernel_jit
-def scales_of(
-    scale,
-    matrix,
-    rows,  # [BLOCK_N]
-    NUM_ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_LEFT: tl.constexpr,
-):
-    """As `scales_at`, of one matrix of many, `[NUM_ROWS, DEPTH]` each, along the sums' outputs."""
-    if scale is not None:
-        scale = scales_of_matrix(scale, matrix, NUM_ROWS, DEPTH, BLOCK)
-    if IS_LEFT:
-        at = scales_at(scale, rows[:, None], DEPTH, BLOCK)
-    else:
-        at = scales_at(scale, rows[None, :], DEPTH, BLOCK)
-    return at
+def along_sums(rows, IS_LEFT: tl.constexpr):
+    """Rows of a weight `[BLOCK_N]` in the direction in which `no_sums` has outputs."""
+    return rows[:, None] if IS_LEFT else rows[None, :]
 
 
 @checks.kernel_jit
@@ -140,8 +125,9 @@ def gate_up_kernel(
     rows = tl.minimum(output, INNER - 1)  # a repeated row instead of a mask
     gate_at = weight + expert.to(tl.int64) * (2 * INNER * HIDDEN) + rows[:, None] * HIDDEN + k
     up_at = gate_at + INNER * HIDDEN
-    gate_scale = scales_of(scale, 2 * expert, rows, INNER, HIDDEN, SCALE_BLOCK, IS_LEFT)
-    up_scale = scales_of(scale, 2 * expert + 1, rows, INNER, HIDDEN, SCALE_BLOCK, IS_LEFT)
+    along = along_sums(rows, IS_LEFT)
+    gate_scale = scales_of(scale, 2 * expert, along, INNER, HIDDEN, SCALE_BLOCK)
+    up_scale = scales_of(scale, 2 * expert + 1, along, INNER, HIDDEN, SCALE_BLOCK)
     gate = no_sums(BLOCK_M, BLOCK_N, IS_LEFT)
     up = no_sums(BLOCK_M, BLOCK_N, IS_LEFT)
     for start in range(0, HIDDEN, BLOCK_K):
@@ -223,7 +209,8 @@ def down_kernel(
     is_row = pair >= 0
     inner_at = inner + place.to(tl.int64)[:, None] * INNER + k
     weight_at = weight_rows + k
-    scale_at = scales_of(scale, expert, rows, HIDDEN, INNER, SCALE_BLOCK, IS_LEFT)
+    along = along_sums(rows, IS_LEFT)
+    scale_at = scales_of(scale, expert, along, HIDDEN, INNER, SCALE_BLOCK)
     acc = no_sums(BLOCK_M, BLOCK_N, IS_LEFT)
     for start in range(0, INNER, BLOCK_K):
         if even:

@@ -57,14 +57,15 @@ def scales_at(scale, rows, depth, BLOCK: tl.constexpr):
 
 
 @checks.kernel_jit
-def scales_of_matrix(scale, matrix, num_rows, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the scales of one matrix of many, `[num_rows, DEPTH]` each, begin."""
-    if BLOCK > 0:
-        columns: tl.constexpr = (DEPTH + BLOCK - 1) // BLOCK
-        scale += matrix * ((num_rows + BLOCK - 1) // BLOCK) * columns
-    else:
-        scale += matrix * num_rows
-    return scale
+def scales_of(scale, matrix, rows, num_rows, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    """As `scales_at`, of one matrix of many, `[num_rows, DEPTH]` each."""
+    if scale is not None:
+        if BLOCK > 0:
+            columns: tl.constexpr = (DEPTH + BLOCK - 1) // BLOCK
+            scale += matrix * ((num_rows + BLOCK - 1) // BLOCK) * columns
+        else:
+            scale += matrix * num_rows
+    return scales_at(scale, rows, DEPTH, BLOCK)
 
 
 @checks.kernel_jit
@@ -103,9 +104,7 @@ def dequantise_kernel(
     is_row = row < num_rows
     at = (matrix.to(tl.int64) * num_rows + row) * DEPTH + column
     number = tl.load(weight + at, mask=is_row & (column < DEPTH), other=0.0)
-    factor_at = scales_at(
-        scales_of_matrix(scale, matrix, num_rows, DEPTH, SCALE_BLOCK), row, DEPTH, SCALE_BLOCK
-    )
+    factor_at = scales_of(scale, matrix, row, num_rows, DEPTH, SCALE_BLOCK)
     if SCALE_BLOCK > 0:
         factor_at += first // SCALE_BLOCK
     factor = tl.load(factor_at, mask=is_row, other=0.0)

@@ -110,7 +110,7 @@ def judge_slots(
 def _decisive_columns(policy: HiddenPolicy, *, num_layers: int, num_columns: int) -> np.ndarray:
     """Columns of `consumed` that decide whether a row of a layer is right, `[L, K]` bool."""
     if not policy.shift_tokens:
-        return np.arange(num_columns) == np.zeros((num_layers, 1))
+        return np.tile(np.arange(num_columns) == 0, (num_layers, 1))
     if policy.hidden == "chain":
         return np.tri(num_layers, num_columns, dtype=bool)
     return np.eye(num_layers, num_columns, dtype=bool)
