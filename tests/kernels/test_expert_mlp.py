@@ -98,8 +98,8 @@ def test_histogram_has_a_bin_for_padding():
 
 @pytest.mark.parametrize(
     ("num_pairs", "num_experts", "block_m"),
-    [(32, 128, 16), (1024, 128, 16), (131_072, 16, 128)],
-    ids=["verify", "verify_batch", "training"],
+    [(32, 128, 16), (1024, 128, 16), (4096, 128, 64), (8192, 128, 128), (131_072, 16, 128)],
+    ids=["verify", "verify_batch", "prompts", "more_prompts", "training"],
 )
 def test_tiles_are_small_for_few_pairs_and_wide_for_many(num_pairs, num_experts, block_m):
     config = choose_expert_config(
