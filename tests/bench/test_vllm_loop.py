@@ -219,6 +219,23 @@ def test_table_of_shared_code_is_what_is_stored() -> None:
     )
 
 
+def test_table_of_experts_beside_vllm_is_what_is_stored() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    stored = json.loads((ROOT / "docs" / "results" / "end_to_end.json").read_text())
+    names = {"glm45_air_8": "GLM-4.5-Air, 8 layers", "glm47_flash": "GLM-4.7-Flash"}
+    for shape, name in names.items():
+        runs = dict(stored["moe_beside_vllm"][shape])
+        theirs = runs.pop("vllm")
+        for run, rows in runs.items():
+            assert not any(row["num_builds"] for row in rows)
+            for at in range(0, len(rows), 2):
+                own, first = rows[at : at + 2], rows[at]
+                max_rows = f"{first['max_rows']:,}" + ", after" * run.endswith("after")
+                cells = [name, f"{first['prompt']:,}, {first['output']}", max_rows, rates(own)]
+                cells += [rates(theirs[at : at + 2]), ratios(own, theirs[at:])]
+                assert f"| {' | '.join(cells)} |" in page
+
+
 def ratios(own: list[dict], theirs: list[dict]) -> str:
     pairs = zip(own, theirs, strict=False)
     return ", ".join(f"{a['tok_per_s'] / b['tok_per_s']:.2f}" for a, b in pairs)
