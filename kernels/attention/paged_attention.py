@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 _WIDE = (torch.float32, torch.float64)  # dtypes that the reference computes in
+_FEW_ROWS = 4  # of a request of the reference: what verifies three drafts
 
 
 class RowGroup(NamedTuple):
@@ -169,7 +170,10 @@ def _group(
 
 
 def _group_by_query_len(query_starts: list[int], *, max_query_len: int) -> list[list[int]]:
-    """Requests with rows, grouped so that the longest q_len is less than twice the shortest."""
+    """Requests with rows, grouped so that the longest q_len is less than twice the shortest.
+
+    Those of few rows are one group, which costs less than another one.
+    """
     groups: dict[int, list[int]] = {}
     for request in range(len(query_starts) - 1):
         query_len = query_starts[request + 1] - query_starts[request]
@@ -179,7 +183,7 @@ def _group_by_query_len(query_starts: list[int], *, max_query_len: int) -> list[
                 f"request of {query_len} rows; pass the maximum of diff(query_start_loc)."
             )
         if query_len > 0:
-            groups.setdefault(query_len.bit_length(), []).append(request)
+            groups.setdefault(max(query_len, _FEW_ROWS).bit_length(), []).append(request)
     return list(groups.values())
 
 

@@ -27,7 +27,7 @@ from mtp_research.models.experts import EXPERTS_NAME, expert_implementations
 from mtp_research.models.family import LayerGeometry
 from mtp_research.models.fp8_layers import holds_fp8
 from mtp_research.models.recurrent import RecurrentStates
-from mtp_research.models.rewrites.cpu_layers import fuse_norms, join_experts, put_weights_left
+from mtp_research.models.rewrites.cpu_layers import fuse_norms, join_experts, order_weights
 from mtp_research.models.target import Target
 from mtp_research.policy.audit import Auditor
 from mtp_research.policy.plan import DraftPlan
@@ -167,7 +167,7 @@ def build_products(
     """The mode that a deterministic step runs in; None for the usual arithmetic."""
     models = [target.model, *([heads] if isinstance(heads, MTPHeads) else [])]
     is_usual = engine.few_rows_kernel and not engine.deterministic
-    put_weights_left(models, enabled=is_usual)
+    order_weights(models, enabled=is_usual)
     fuse_norms(models, enabled=is_usual)
     join_experts(models, enabled=is_usual)
     if not engine.deterministic:

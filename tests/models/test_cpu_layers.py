@@ -14,6 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from mtp_research import EngineConfig, SpecDecoder, SpecSettings, load_target
+from mtp_research.heads.weights import load_heads
 from mtp_research.models.experts import expert_stacks
 from mtp_research.models.rewrites import cpu_layers
 from mtp_research.models.rewrites.cpu_layers import (
@@ -23,8 +24,9 @@ from mtp_research.models.rewrites.cpu_layers import (
     FusedNorm,
     fuse_norms,
     join_experts,
-    put_weights_left,
+    order_weights,
 )
+from mtp_research.models.target import target_hashes
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 from tests.tiny import tiny_target
 
@@ -48,7 +50,7 @@ def test_output_is_the_librarys(sizes, num_rows, bias):
     linear = frozen(*sizes, bias=bias)
     x = torch.randn(1, num_rows, sizes[1])
     expected = linear(x)
-    assert put_weights_left([linear], enabled=True) == 1
+    assert order_weights([linear], enabled=True) == 1
     with torch.inference_mode():
         output = linear(x)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
@@ -57,7 +59,7 @@ def test_output_is_the_librarys(sizes, num_rows, bias):
 
 def test_few_rows_are_computed_with_the_weight_left(monkeypatch):
     linear = frozen(640, 256)
-    put_weights_left([linear], enabled=True)
+    order_weights([linear], enabled=True)
     seen = []
     product = torch.mm
     monkeypatch.setattr(torch, "mm", lambda *of: seen.append(of[1].shape) or product(*of))
@@ -78,15 +80,51 @@ def test_few_rows_are_computed_with_the_weight_left(monkeypatch):
     ids=["small", "deep", "float64", "trained"],
 )
 def test_others_are_left_alone(linear):
-    assert put_weights_left([linear], enabled=True) == 0
+    assert order_weights([linear], enabled=True) == 0
     assert type(linear) is nn.Linear
 
 
 def test_smaller_weights_go_left_in_a_model_that_leaves_the_cache():
     small = frozen(256, 224)
-    assert put_weights_left([small], enabled=True) == 0
-    assert put_weights_left([small, frozen(1024, 1024)], enabled=True) == 2
-    assert put_weights_left([small, frozen(64, 64)], enabled=True) == 0  # as of these models
+    assert order_weights([small], enabled=True) == 0
+    assert order_weights([small, frozen(1024, 1024)], enabled=True) == 2
+    assert order_weights([small, frozen(64, 64)], enabled=True) == 0  # as of these models
+
+
+def test_weights_of_few_inputs_lie_by_columns_in_a_model_that_leaves_the_cache():
+    torch.manual_seed(0)
+    read = frozen(1024, 1024)
+    for linear in (frozen(448, 128), frozen(64, 128, bias=True)):
+        x = torch.randn(1, 8, 128)
+        expected, weight = linear(x), linear.weight.clone()
+        order_weights([linear, read], enabled=True)
+        assert linear.weight.t().is_contiguous()
+        assert type(linear) is nn.Linear
+        assert torch.equal(linear.weight, weight)
+        torch.testing.assert_close(linear(x), expected, atol=1e-5, rtol=1e-5)
+        order_weights([linear, read], enabled=False)
+        assert linear.weight.is_contiguous()
+        assert torch.equal(linear.weight, weight)
+    for linear in (frozen(448, 160), frozen(448, 128).double(), nn.Linear(128, 448)):
+        order_weights([linear, read], enabled=True)
+        assert linear.weight.is_contiguous()
+    order_weights([small := frozen(448, 128)], enabled=True)
+    assert small.weight.is_contiguous()  # of a model that stays in the cache
+
+
+def test_weights_that_lie_by_columns_are_written_and_read(tmp_path):
+    target = load_target(str(REPOSITORY_ROOT / "assets" / "lab_deep" / "target"), dtype="float32")
+    folder = REPOSITORY_ROOT / "assets" / "lab_deep" / "heads" / "chain_n3"
+    heads = load_heads(folder, target)
+    before = {name: part.clone() for name, part in heads.state_dict().items()}
+    hashes = target_hashes(target)
+    SpecDecoder(target, heads, spec=SpecSettings(), engine=EngineConfig(max_num_requests=1))
+    projections = {name: part for name, part in heads.named_parameters() if "q_proj" in name}
+    assert projections
+    assert not any(part.is_contiguous() for part in projections.values())
+    again = load_heads(heads.save_pretrained(tmp_path), target)
+    assert all(torch.equal(part, before[name]) for name, part in again.state_dict().items())
+    assert target_hashes(target) == hashes
 
 
 def norm_with(kind, *, size=48):

@@ -37,10 +37,10 @@ the target forward of a training step of lab_base. `model.experts=grouped_mm` ke
 every token, in the two launches of the routed ones. `engine.compile=false` turns it off.
 
 **Layers on a CPU** (cpu_layers.py, when a decoder is built). Weights that come from memory become
-the left operand: 4 rows of a 30-layer 135M model take 87 instead of 186 ms on two cores. Norms take
-four calls instead of eight, and small experts run as two products: a step of 16 small MoE layers
-takes 16.4 to 17.7 instead of 20.4 ms on one core at batch 4. `engine.few_rows_kernel=false` turns
-all three off.
+the left operand: 4 rows of a 30-layer 135M model take 87 instead of 186 ms on two cores; those of
+few inputs lie in memory by their columns. Norms take four calls instead of eight, and small experts
+run as two products: a step of 16 small MoE layers takes 16.4 to 17.7 instead of 20.4 ms on one core
+at batch 4. `engine.few_rows_kernel=false` turns all of these off.
 
 **Batch-invariant products** (invariant.py). Products are kernels whose rows do not depend on the
 rows beside them: all of 200 texts are the same for K = 0 and 3, where 51 are without; K = 0 takes 8
