@@ -20,6 +20,7 @@ from mtp_research.runtime.files import user_cache
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _ASSEMBLER = "TRITON_PTXAS_PATH"
 _FROZEN_BY_PYTHON = 1000  # at most: 375 objects in 3.12, none in 3.11 and 3.13
+_are_ours_frozen = _are_others_frozen = False
 _num_kernels = 0
 
 
@@ -62,16 +63,22 @@ def old_objects_kept() -> Iterator[None]:
     Those are the objects of libraries and compiled code. Compilers make so many new ones that all
     would be looked through again and again, at .4 s each time; decoding makes few, but one such
     time is as long as forty steps. Where the process has set objects aside by itself nothing is
-    done: they could not be told from ours when these are given back.
+    done from then on: they could not be told from ours when these are given back. Python counts
+    them one by one, which takes 40 ms for a million, so that it is asked once.
     """
-    has_own = gc.get_freeze_count() > _FROZEN_BY_PYTHON
-    if not has_own:
-        gc.freeze()
+    global _are_others_frozen, _are_ours_frozen
+    if not (_are_ours_frozen or _are_others_frozen):
+        _are_others_frozen = gc.get_freeze_count() > _FROZEN_BY_PYTHON
+    if _are_ours_frozen or _are_others_frozen:
+        yield
+        return
+    gc.freeze()
+    _are_ours_frozen = True
     try:
         yield
     finally:
-        if not has_own:
-            gc.unfreeze()
+        gc.unfreeze()
+        _are_ours_frozen = False
 
 
 def count_kernels() -> None:

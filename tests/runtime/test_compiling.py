@@ -19,6 +19,7 @@ from mtp_research.decode.streaming import AsyncDecoder
 from mtp_research.evaluation.run.prompt_files import Prompt
 from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.evaluation.run.timed_decode import decode_prompts
+from mtp_research.runtime import compiling
 from mtp_research.runtime.compiling import old_objects_kept, share_assembler
 from mtp_research.studies.answer_tasks import Task
 from mtp_research.studies.regenerate import write_answers
@@ -74,6 +75,7 @@ def test_collector_leaves_old_objects_alone_while_steps_are_captured(
     monkeypatch.setattr(
         StepGraphs, "_captured", lambda *_, **__: counts.append(gc.get_freeze_count())
     )
+    monkeypatch.setattr(compiling, "_are_others_frozen", False)
     gc.unfreeze()  # what the suite has set aside
     try:
         decoder = SpecDecoder(
@@ -114,6 +116,7 @@ def test_no_loop_waits_for_the_collector_to_look_through_libraries(
         return step(decoder)
 
     monkeypatch.setattr(SpecDecoder, "step", counting)
+    monkeypatch.setattr(compiling, "_are_others_frozen", False)
     decoder = SpecDecoder(tiny_target(), spec=SpecSettings(num_speculative_tokens=0))
     gc.unfreeze()  # what the suite has set aside
     try:
@@ -123,8 +126,27 @@ def test_no_loop_waits_for_the_collector_to_look_through_libraries(
         gc.freeze()
 
 
-def test_what_a_process_has_set_aside_stays_there() -> None:
+def test_what_a_process_has_set_aside_stays_there_and_is_counted_once(monkeypatch) -> None:
     gc.freeze()
-    with old_objects_kept():
-        pass
-    assert gc.get_freeze_count() > 1000
+    monkeypatch.setattr(compiling, "_are_others_frozen", False)
+    counted, count = [], gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or count())
+    for _ in range(3):
+        with old_objects_kept():
+            pass
+    assert count() > 1000
+    assert len(counted) == 1
+
+
+def test_objects_are_kept_once_more_after_calls_inside_each_other(monkeypatch) -> None:
+    monkeypatch.setattr(compiling, "_are_others_frozen", False)
+    gc.unfreeze()
+    try:
+        for _ in range(2):
+            with old_objects_kept():
+                with old_objects_kept():
+                    pass
+                assert gc.get_freeze_count() > 1000
+            assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
