@@ -16,6 +16,7 @@ from mtp_research.kernels import checks
 from mtp_research.kernels.attention.store_kv import NewRows
 from mtp_research.kernels.experts.expert_mlp import expert_pairs
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.build import build_products
@@ -28,7 +29,7 @@ from mtp_research.models.rewrites import apply_rewrites as rewrites
 from mtp_research.models.rewrites import invariant, regions
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites
 from mtp_research.models.rewrites.invariant import InvariantProducts, replace_products
-from mtp_research.models.rewrites.row_modules import RowModule, run_rows
+from mtp_research.models.rewrites.row_modules import RowModule, compile_row_modules, run_rows
 from mtp_research.runtime.errors import ConfigError
 from tests import tiny
 from tests.decode.test_captured_loop import stand_in_for_graphs
@@ -230,10 +231,28 @@ def test_regions_of_modules_that_are_gone_are_gone() -> None:
     number = cast(RowModule, target.final_norm).region.number
     cast(RowModule, target.final_norm).region = None
     with pytest.raises(KeyError):
-        run_rows([torch.zeros(1, 2, 64)], number)
+        run_rows([torch.zeros(1, 2, 64)], number, [64])
 
 
 def test_no_bucket_of_deterministic_steps_holds_one_request() -> None:
     assert captured_sizes(4, wanted=[1, 4], least=2) == (2, 4)
     assert captured_sizes(1, wanted=None, least=2) == (2,)
     assert captured_sizes(4, wanted=[1, 4]) == (1, 4)
+
+
+def test_the_compiler_knows_a_region_s_outputs_by_the_call_alone() -> None:
+    # Its code on disk may be another process's, in which the number is that of another module.
+    with FakeTensorMode():
+        rows = [torch.empty(1, 5, 24), torch.empty(1, 5, dtype=torch.int64)]
+        outputs = run_rows(rows, 1 << 40, [16, 8])
+    assert [(out.shape, out.dtype) for out in outputs] == [
+        ((1, 5, 16), torch.float32),
+        ((1, 5, 8), torch.float32),
+    ]
+
+
+def test_module_that_changes_the_dtype_is_no_region() -> None:
+    target = tiny.tiny_target("qwen3", dtype=torch.bfloat16)
+    target.final_norm.weight.data = target.final_norm.weight.data.float()
+    with pytest.raises(ConfigError, match=r"dtype of their rows, torch\.bfloat16, got .*RMSNorm"):
+        compile_row_modules(target, target.model.base_model.norm, options={"deterministic": True})

@@ -112,7 +112,7 @@ def _run_as_region(
     is_packed = hidden.dim() == 3 and all(len(tensor) == 1 for tensor in rows)
     if self.region is None or torch.is_grad_enabled() or not is_packed:
         return self.plain_class.forward(self, *rows)
-    found = run_rows(rows, self.region.number)
+    found = run_rows(rows, self.region.number, self.region.sizes)
     return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -125,7 +125,14 @@ class _RowRegion:
         self.module = weakref.ref(module)  # which owns its region
         self.compiled = compiled_once(_run_module, tuple(options.items()))
         with torch.no_grad():
-            self.like = [(out.shape[2], out.dtype) for out in _run_module(module, rows)]
+            outputs = _run_module(module, rows)
+        if {out.dtype for out in outputs} != {rows[0].dtype}:
+            raise ConfigError(
+                f"engine.deterministic=true compiles modules whose outputs have the dtype of their "
+                f"rows, {rows[0].dtype}, got {type(module).__name__} with "
+                f"{[out.dtype for out in outputs]}; set engine.compile=false."
+            )
+        self.sizes = [out.shape[2] for out in outputs]
         _row_regions[self.number] = self
 
 
@@ -139,8 +146,12 @@ def _run_module(module: RowModule, rows: list[Tensor]) -> list[Tensor]:
 
 
 @torch.library.custom_op("mtp_research::run_rows", mutates_args=())
-def run_rows(rows: list[torch.Tensor], region: int) -> list[torch.Tensor]:
-    """Outputs, each `[1, M, D]`, of a region's module on `rows`, each `[1, M, ...]`."""
+def run_rows(rows: list[torch.Tensor], region: int, sizes: list[int]) -> list[torch.Tensor]:
+    """Outputs, each `[1, M, D]`, of a region's module on `rows`, each `[1, M, ...]`.
+
+    `sizes` are their D: torch.compile finds code on disk by the arguments of calls, also that of
+    another process, in which the region of this number is another module.
+    """
     found = _row_regions[region]
     with torch._C._ExcludeDispatchKeyGuard(VIEW_TRACKING):  # as for layers
         outputs = found.compiled(found.module(), like_all_rows(*rows))
@@ -149,7 +160,5 @@ def run_rows(rows: list[torch.Tensor], region: int) -> list[torch.Tensor]:
 
 
 @run_rows.register_fake
-def _fake_rows(rows: list[torch.Tensor], region: int) -> list[torch.Tensor]:
-    num_rows = rows[0].shape[1]
-    like = _row_regions[region].like
-    return [rows[0].new_empty(1, num_rows, size, dtype=dtype) for size, dtype in like]
+def _fake_rows(rows: list[torch.Tensor], region: int, sizes: list[int]) -> list[torch.Tensor]:
+    return [rows[0].new_empty(1, rows[0].shape[1], size) for size in sizes]
