@@ -108,7 +108,9 @@ def test_weights_of_few_inputs_lie_by_columns_in_a_model_that_leaves_the_cache()
     for linear in (frozen(448, 160), frozen(448, 128).double(), nn.Linear(128, 448)):
         order_weights([linear, read], enabled=True)
         assert linear.weight.is_contiguous()
-    order_weights([small := frozen(448, 128)], enabled=True)
+    small = frozen(448, 128)
+    order_weights([small, read], enabled=True)
+    order_weights([small], enabled=True)
     assert small.weight.is_contiguous()  # of a model that stays in the cache
 
 
