@@ -64,7 +64,7 @@ def old_objects_kept() -> Iterator[None]:
     would be looked through again and again, at .4 s each time; decoding makes few, but one such
     time is as long as forty steps. Where the process has set objects aside by itself nothing is
     done from then on: they could not be told from ours when these are given back. Python counts
-    them one by one, which takes 40 ms for a million, so that it is asked once.
+    them one by one, 40 ms for those of torch and transformers, so that it is asked once.
     """
     global _are_others_frozen, _are_ours_frozen
     if not (_are_ours_frozen or _are_others_frozen):
