@@ -172,7 +172,7 @@ def _group(
 def _group_by_query_len(query_starts: list[int], *, max_query_len: int) -> list[list[int]]:
     """Requests with rows, grouped so that the longest q_len is less than twice the shortest.
 
-    Those of few rows are one group, which costs less than another one.
+    All of few rows are one group: another group costs more than padding them does.
     """
     groups: dict[int, list[int]] = {}
     for request in range(len(query_starts) - 1):

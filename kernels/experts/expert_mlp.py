@@ -93,11 +93,11 @@ _INVARIANT = ExpertConfig(
     ProductConfig(32, 128, num_warps=4, num_stages=4),
     ProductConfig(64, 128, num_warps=4, num_stages=4),
 )
-# By the most pairs an expert; of more, see `choose_expert_config`. The fastest of ten shapes a
-# product at GLM-4.5-Air's and GLM-4.7-Flash's sizes on one H100. Programs that run beside each
-# other take all outputs of a tile or of a few, so that the weights they read lie beside each other:
-# in the other order (first outputs of all tiles, then second ones) `down` was up to 37 % slower,
-# the more pairs the more, and gate and up up to 4 %.
+# By the most pairs an expert; for more see `choose_expert_config`. The last one is the fastest of
+# ten shapes a product at GLM-4.5-Air's and GLM-4.7-Flash's sizes on one H100. Programs that run
+# beside each other take all outputs of a tile or of a few, so that weights they read lie beside
+# each other: in the other order (first outputs of all tiles, then second ones) `down` was up to
+# 37 % slower, the more pairs the more, and gate and up up to 4 %.
 _CONFIGS = {
     10: _INVARIANT,
     24: _INVARIANT._replace(block_m=32),

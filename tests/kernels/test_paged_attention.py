@@ -184,6 +184,12 @@ def test_paged_attention_compiled_fullgraph_gives_the_same():
     assert torch.equal(step(inputs.query, inputs.keywords()), expected)
 
 
+def test_requests_of_few_rows_are_one_group_of_the_reference():
+    starts = [0, 1, 5, 5, 7, 16, 28, 48]  # 1, 4, 0, 2, 9, 12 and 20 rows
+    found = pages._group_by_query_len(starts, max_query_len=20)
+    assert found == [[0, 1, 3], [4, 5], [6]]
+
+
 def test_layers_of_a_pass_share_what_the_reference_made_of_its_rows(monkeypatch):
     inputs = make_inputs(MIXED, dtype=torch.float32)
     kv = PagedKV(inputs.key_cache, inputs.value_cache)

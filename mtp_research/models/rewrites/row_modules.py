@@ -128,7 +128,7 @@ class _RowRegion:
             outputs = _run_module(module, rows)
         if {out.dtype for out in outputs} != {rows[0].dtype}:
             raise ConfigError(
-                f"engine.deterministic=true compiles modules whose outputs have the dtype of their "
+                "engine.deterministic=true compiles modules whose outputs have the dtype of their "
                 f"rows, {rows[0].dtype}, got {type(module).__name__} with "
                 f"{[out.dtype for out in outputs]}; set engine.compile=false."
             )
