@@ -149,7 +149,7 @@ def test_no_chunk_is_larger_than_its_bytes(monkeypatch):
 @pytest.mark.parametrize("window", [None, 2, 0])
 def test_operator_is_registered_as_torch_asks(window):
     rows, sinks = random_rows(1, dims=(16, 8))
-    rows = [part.requires_grad_(True) for part in rows]
+    rows = [part.transpose(1, 2).requires_grad_(True) for part in rows]
     bound = -1 if window is None else window
     arguments = (rows, sinks.requires_grad_(True), DOCUMENT_INDEX, None, SCALE, bound)
     torch.library.opcheck(context_rows._attend_op, arguments)

@@ -68,7 +68,10 @@ def attend_rows(
     assert window != 0 or len(rows) > len(_Parts._fields), "a row must see some key"
     ends = cu_seqlens if cu_seqlens is not None and fits_varlen(rows, cu_seqlens) else None
     bound = _WHOLE if window is None else window
-    return _attend_op(list(rows), sinks, document_index, ends, scale, bound)[0]
+    by_row = [_by_row(part) for part in rows]
+    if ends is not None:  # here `torch.compile` lets the kernel that makes them write them so
+        by_row = [part.contiguous() for part in by_row]
+    return _attend_op(by_row, sinks, document_index, ends, scale, bound)[0]
 
 
 def fits_varlen(rows: Sequence[Tensor], cu_seqlens: Tensor) -> bool:
@@ -114,7 +117,11 @@ def _attend_op(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Output `[B, S, H, Dv]` and log-sum-exp `[B, H, S]`, float32 or wider."""
+    """Output `[B, S, H, Dv]` and log-sum-exp `[B, H, S]`, float32 or wider.
+
+    `rows` are those of `attend_rows`, each `[B, S, H, D]`, and so are their gradients.
+    """
+    rows = [_by_row(part) for part in rows]
     parts, seen = _Parts(*rows[:3]), _Seen(document_index, cu_seqlens, scale, window)
     if window == 0:
         output, lse = _empty_result(parts)
@@ -141,7 +148,7 @@ def _attend_op(
 
 @_attend_op.register_fake
 def _attend_fake(rows, sinks, document_index, cu_seqlens, scale, window):
-    return _empty_result(_Parts(*rows[:3]))
+    return _empty_result(_Parts(*(_by_row(part) for part in rows[:3])))
 
 
 @torch.library.custom_op("mtp_research::attend_rows_backward", mutates_args=())
@@ -157,23 +164,26 @@ def _backward_op(
     window: int,
 ) -> list[Tensor]:
     """Gradients of all rows, then of the sinks if there are any."""
+    rows = [_by_row(part) for part in rows]
     parts, seen = _Parts(*rows[:3]), _Seen(document_index, cu_seqlens, scale, window)
     grad = grad.contiguous()
-    delta = (grad.to(lse.dtype) * output).sum(dim=-1).transpose(1, 2)  # [B, H, S]
     if window == 0:
-        grads = [part.new_zeros(part.shape) for part in parts]
+        grads = [torch.zeros_like(part) for part in parts]
     elif cu_seqlens is None:
-        grads = _chunked_backward(grad, delta, lse, parts, seen)
+        grads = _chunked_backward(grad, output, lse, parts, seen)
     else:
         grads = _flash_backward(grad, output, lse, parts, seen)
+    if len(rows) > len(parts) or sinks is not None:
+        delta = _row_sums(grad, output, lse)
     query, outer = _by_group(parts.query, parts), _by_group(_by_row(grad), parts)
     for key, value in zip(rows[3::2], rows[4::2], strict=True):
         weight = torch.exp(_row_products(query, key, parts) * scale - lse)
         slope = weight * (_row_products(outer, value, parts) - delta) * scale
         weight, slope = (_by_group(part, parts)[..., None] for part in (weight, slope))
         grads[0] += (slope * key[:, :, None]).flatten(1, 2).to(key.dtype)
-        grads.append((slope * query).sum(dim=2).to(key.dtype).contiguous())
-        grads.append((weight * outer).sum(dim=2).to(value.dtype).contiguous())
+        grads.append((slope * query).sum(dim=2).to(key.dtype))
+        grads.append((weight * outer).sum(dim=2).to(value.dtype))
+    grads = [_by_row(part).contiguous() for part in grads]
     if sinks is not None:
         share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
         grads.append(-(share * delta).sum(dim=(0, 2)).to(sinks.dtype))
@@ -224,14 +234,14 @@ def _flash_backward(
     flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
     limits = (ends, ends, length, length, 0.0, _is_causal(seen), unused, unused)
     found = flash_backward(outer, *flat, padded, flat_lse, *limits, **_options(seen))
-    grads = [part.unflatten(0, (shape[0], length)).transpose(1, 2).contiguous() for part in found]
-    return [*grads[:2], grads[2][..., :value_dim].contiguous()]
+    grads = [_by_row(part.unflatten(0, (shape[0], length))) for part in found]
+    return [*grads[:2], grads[2][..., :value_dim]]
 
 
 def _flat(parts: _Parts) -> list[Tensor]:
     """Each `[B * S, heads, Dk]`, values padded."""
     every = (parts.query, parts.key, _widened(parts.value, parts.key.shape[-1]))
-    return [part.transpose(1, 2).flatten(0, 1) for part in every]
+    return [_by_row(part).flatten(0, 1) for part in every]
 
 
 def _widened(values: Tensor, width: int) -> Tensor:
@@ -295,10 +305,10 @@ def _chunked_forward(parts: _Parts, seen: _Seen) -> tuple[Tensor, Tensor]:
 
 
 def _chunked_backward(
-    grad: Tensor, delta: Tensor, lse: Tensor, parts: _Parts, seen: _Seen
+    grad: Tensor, output: Tensor, lse: Tensor, parts: _Parts, seen: _Seen
 ) -> list[Tensor]:
-    dtype = parts.query.dtype
-    grads = [part.new_zeros(part.shape, dtype=lse.dtype) for part in parts]
+    dtype, delta = parts.query.dtype, _row_sums(grad, output, lse)
+    grads = [torch.zeros_like(part, dtype=lse.dtype) for part in parts]
     for chunk in _chunks(parts, seen):
         scores = _chunk_scores(chunk, parts, seen)
         rows, keys = chunk.rows, chunk.keys
@@ -332,6 +342,11 @@ def _by_row(output: Tensor) -> Tensor:
 def _by_group(values: Tensor, parts: _Parts) -> Tensor:
     """`[B, H, ...]` as `[B, Hkv, G, ...]`, a view."""
     return values.unflatten(1, (parts.key.shape[1], -1))
+
+
+def _row_sums(grad: Tensor, output: Tensor, lse: Tensor) -> Tensor:
+    """D of the module's text, `[B, H, S]`."""
+    return _by_row((grad.to(lse.dtype) * output).sum(dim=-1))
 
 
 def _row_products(grouped: Tensor, own: Tensor, parts: _Parts) -> Tensor:

@@ -181,7 +181,9 @@ def depth_weights(
         raw = length_gradient(rates[:, None])[:, 0]
     else:
         beta = decay if kind == "decay" else 1.0
-        raw = confidence.new_tensor([beta**depth for depth in range(num_depths)])
+        # made on the device: a copy of host memory would wait for all that is queued
+        steps = torch.arange(num_depths, dtype=torch.float64, device=confidence.device)
+        raw = (beta**steps).to(confidence.dtype)
     return (raw / raw.sum())[:, None].expand(labelled.shape)
 
 
