@@ -118,10 +118,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"device {machine['device']}  bf16 product {ceiling:.1f} TFLOP/s")
     results = []
     for shape in _shapes_of(args):
-        for compiled in CHOICES[args.compile]:
+        ways = itertools.product(CHOICES[args.compile], CHOICES[args.cuda_graphs])
+        for compiled, captured in ways:
             sizes = {"batch_size": shape.batch_size, "learning_rate": LEARNING_RATE}
             spread = {"parallel": args.parallel, "shard_target": args.shard_target}
-            trainer = TrainerConfig(**sizes, **spread, compile=compiled)
+            trainer = TrainerConfig(**sizes, **spread, compile=compiled, cuda_graphs=captured)
             for result in measure(shape, trainer, ranks, args=args, ceiling=ceiling):
                 results.append(result)
                 if is_shown:
@@ -138,8 +139,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The head training step on one GPU.")
     add = parser.add_argument
     add("--out", type=Path, required=True)
-    models = "names of conf/model or `large`, with random weights; or folders with trained ones; "
-    models += "with --hidden random: names of mtp_research/bench/shapes.py"
+    models = "names of conf/model, of mtp_research/bench/shapes.py or `large`, with random "
+    models += "weights; or folders with trained ones; with --hidden random: names of shapes.py"
     add("--models", nargs="+", default=["lab_small", "lab_base"], help=models)
     add("--documents", help="what data.path takes; left out: made-up text")
     add("--losses", nargs="+", default=["ce", "kl"])
@@ -155,6 +156,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--variants", nargs="+", default=[], help=fields)
     add("--profile", type=int, default=0, help="longest kernels a stage to print")
     add("--compile", choices=CHOICES, default="yes")
+    add("--cuda-graphs", choices=CHOICES, default="no")
     add("--parallel", choices=PARALLEL, default="ddp", help="how ranks share the modules")
     add("--shard-target", action="store_true", help="spread a shape of shapes.py over the ranks")
     return parser.parse_args(argv)
@@ -202,7 +204,8 @@ def measure(
             step_ms, spread_ms = 1e3 * seconds, 1e3 * (max(rounds) - min(rounds))
             yield {
                 **vars(shape),
-                **{"compiled": trainer.compile, "variant": variant, "warm_up_s": round(warm_s, 1)},
+                **{"compiled": trainer.compile, "cuda_graphs": trainer.cuda_graphs},
+                **{"variant": variant, "warm_up_s": round(warm_s, 1)},
                 **{"step_ms": step_ms, "step_ms_spread": spread_ms},
                 **{"parallel": trainer.parallel, "ranks": ranks.num_processes},
                 "tokens_per_s": tokens * ranks.num_processes / seconds,
@@ -254,6 +257,7 @@ def _show(result: dict) -> None:
         f"{result['model']} S={result['seq_len']} B={result['batch_size']} {result['loss']} "
         f"{result['unroll']} N={result['num_mtp_modules']} hidden {result['hidden']} "
         f"experts {result['experts']} compiled={result['compiled']} "
+        f"graphs={result['cuda_graphs']} "
         f"{result['parallel']} x {result['ranks']} [{result['variant']}]  "
         f"{result['step_ms']:.2f} ms "
         f"(+-{result['step_ms_spread']:.2f})  {result['tokens_per_s']:,.0f} tok/s  "
@@ -269,7 +273,7 @@ def _show(result: dict) -> None:
 
 def stages_of(parts: RunParts, config: TrainConfig, *, learning_rate: float) -> Stages:
     """What a step consists of, in order; `modules_forward` is a part of the one after it."""
-    engine, spec = parts.engine, parts.unroll_spec
+    engine, spec, objective = parts.engine, parts.unroll_spec, objective_of(parts)
     indices = list(range(config.trainer.batch_size))
     batch = parts.rows.batch(indices)
     hidden = parts.rows.hidden(indices)
@@ -279,9 +283,7 @@ def stages_of(parts: RunParts, config: TrainConfig, *, learning_rate: float) -> 
     losses: list[torch.Tensor] = []
     return {
         "target_forward": lambda: parts.rows.hidden(indices),
-        "modules_forward": lambda: head_losses.run_heads(
-            parts.heads, batch, hidden=hidden, spec=spec
-        ),
+        "modules_forward": lambda: objective.run(*head_losses.row_inputs(batch, hidden)),
         "modules_and_loss_forward": lambda: losses.append(
             engine.objective(batch, hidden, labels, counts).loss
         ),
@@ -290,12 +292,16 @@ def stages_of(parts: RunParts, config: TrainConfig, *, learning_rate: float) -> 
     }
 
 
+def objective_of(parts: RunParts) -> head_losses.HeadObjective:
+    """The objective inside of whatever spreads it over ranks."""
+    modules = parts.engine.objective.modules()
+    return next(one for one in modules if isinstance(one, head_losses.HeadObjective))
+
+
 @contextmanager
 def loss_fields(parts: RunParts, fields: str) -> Iterator[None]:
     """Fields of the run's `LossSpec` changed for a while: `chunk_rows=4864,half_logits=true`."""
-    objective = next(
-        m for m in parts.engine.objective.modules() if isinstance(m, head_losses.HeadObjective)
-    )
+    objective = objective_of(parts)
     before = objective.loss_spec
     pairs = [field.split("=") for field in fields.split(",") if field]
     changes = {name: yaml.safe_load(value) for name, value in pairs}
@@ -418,10 +424,11 @@ def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> Parts:
     costs = StepCosts(ranks.device, num_ranks=ranks.num_processes)
     if shape.hidden == "random":
         target = short_target(shape.model, device=ranks.device, experts=shape.experts)
-    elif shape.is_sharded:
+    elif shape.is_sharded or (shape.model in SHAPES and not shape.model.startswith("lab_")):
         dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
         place = {"dtype": dtype, "device": ranks.device, "experts": shape.experts}
-        target = random_target(shape.model, **place, layers="sharded")
+        layers = "sharded" if shape.is_sharded else "all"
+        target = random_target(shape.model, **place, layers=layers)
     else:
         target = make_target(shape.model, device=ranks.device, experts=shape.experts)
     costs.mark("target")
@@ -458,6 +465,7 @@ def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> Parts:
         keep_hidden=kept,
         cache=states,
         checks_cache=False,
+        captures=config.trainer.cuda_graphs,
     )
     assert rows.keeps_hidden == kept, "the rows do not fit in CACHE_BYTES"
     return Parts(RunParts(heads, engine, documents, rows, rows, spec, {}, "", costs), flops)

@@ -22,7 +22,6 @@ from typing import NamedTuple, cast
 import torch
 
 from mtp_research.decode.decoder import SpecDecoder
-from mtp_research.decode.graphs.capture import Captured
 from mtp_research.decode.sampling.sampling import SamplingTensors
 from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.step import DeviceParts, TargetRows, Verified
@@ -30,6 +29,7 @@ from mtp_research.decode.verify.verify import VerifyOutput
 from mtp_research.evaluation.run.timed_decode import StepClock
 from mtp_research.kernels.checks import MARK_KERNEL_NAME, part_mark
 from mtp_research.policy.plan import StepState
+from mtp_research.runtime.captures import Captured
 from mtp_research.runtime.errors import NumericFault
 
 NUM_COUNTED_STEPS = 4

@@ -260,6 +260,15 @@ def _sharing_faults(config: TrainConfig) -> Iterator[str]:
         yield rule_line(key, expected, trainer.deepspeed_config, "trainer.parallel=zero2")
     if trainer.compile and _is_gathered(trainer):  # their hooks inside the modules break the graph
         yield _must_be_false("trainer.compile", f"trainer.parallel={trainer.parallel}")
+    if trainer.cuda_graphs:
+        reasons = {
+            f"trainer.parallel={trainer.parallel}": trainer.parallel != "ddp",
+            "trainer.shard_target=true": trainer.shard_target,
+            # it saves the state of the random numbers, which a capture cannot
+            "trainer.activation_checkpointing=true": trainer.activation_checkpointing,
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            yield _must_be_false("trainer.cuda_graphs", reason)
 
 
 def _is_gathered(trainer: TrainerConfig) -> bool:
@@ -275,7 +284,7 @@ def _train_placing_faults(config: TrainConfig) -> Iterator[str]:
     if model.device_map == "none":
         return
     # Hooks that move inputs break the graph, and ranks need the whole device.
-    for name in ("shard_target", "compile"):
+    for name in ("shard_target", "compile", "cuda_graphs"):
         if getattr(trainer, name):
             yield _must_be_false(f"trainer.{name}", f"model.device_map={model.device_map}")
 

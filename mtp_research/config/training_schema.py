@@ -148,6 +148,9 @@ class TrainerConfig:
     shard_target: bool = False  # spread the frozen target's layers over ranks
     activation_checkpointing: bool = False  # recompute a module's inside in the backward pass
     compile: bool = False  # torch.compile for the modules and the target's layers
+    # Replay unroll, backward pass and target pass as CUDA graphs, which pays where Python launches
+    # for longer than the GPU runs; one process on one GPU.
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         """OmegaConf hands a list over where the schema says tuple."""

@@ -51,8 +51,9 @@ from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError, DecoderClosed
 
 if TYPE_CHECKING:  # loaded where steps are captured
-    from mtp_research.decode.graphs.capture import Captured, StepShape
+    from mtp_research.decode.graphs.capture import StepShape
     from mtp_research.decode.graphs.decode_graphs import StepGraphs
+    from mtp_research.runtime.captures import Captured
 
 _MAX_NEW_TOKENS = 256  # where the caller names none
 

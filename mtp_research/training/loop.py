@@ -215,11 +215,11 @@ class TrainingRun:
 
     @contextmanager
     def _saving_faults(self, tracker: Tracker, view: ProgressView) -> Iterator[None]:
-        """Save the steps that were done when a server of hidden states has gone."""
+        """Save the steps that were done, if any, when a server of hidden states has gone."""
         try:
             yield
         except EnvironmentFault:
-            if self.accelerator.num_processes == 1:  # other ranks would wait for one another
+            if self.step and self.accelerator.num_processes == 1:  # ranks would wait for each other
                 self._report(self.figures.drain(), tracker=tracker, view=view)
                 self._save()
             raise

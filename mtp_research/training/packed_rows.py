@@ -17,7 +17,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -42,6 +42,7 @@ from mtp_research.models.attention.paged import require_exact_length
 from mtp_research.models.family import NormPoint
 from mtp_research.models.loading.source import check_source
 from mtp_research.models.target import Target
+from mtp_research.runtime.captures import CapturedPass
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.training.documents import HeadDocuments
 
@@ -84,6 +85,8 @@ class TrainingRows:
     `keep_hidden` holds hidden states once computed, if all of them fit in `CACHE_BYTES`. With a
     `cache` on disk the target computes nothing, or samples: for `checks_cache`, a row of each shard
     is compared with the target's own. With `served` states it computes the final norm alone.
+    With `captures` the pass of a batch whose states are not kept is a CUDA graph: they hold until
+    the next one.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class TrainingRows:
         cache: HiddenCache | None = None,
         checks_cache: bool = True,
         served: ServedStates | None = None,
+        captures: bool = False,
     ) -> None:
         self._target = target
         self._hidden_source = hidden_source
@@ -118,6 +122,9 @@ class TrainingRows:
         )
         self.keeps_hidden = keep_hidden and self._rows[0].numel() * bytes_per_token <= CACHE_BYTES
         self._blocks: dict[int, BatchHidden] = {}
+        self._run: Callable[..., BatchHidden] = self._target_pass
+        if captures:
+            self._run = CapturedPass(self._target_pass, key="trainer.cuda_graphs")
 
     def __len__(self) -> int:
         return len(self._num_labels)
@@ -150,7 +157,7 @@ class TrainingRows:
         if self._cache is not None:
             return self._read(self._cache, indices)
         if not self.keeps_hidden:
-            return self._forward(self.batch(indices))
+            return self._run(*_pass_inputs(self.batch(indices)))
         parts = [(self._block(index // BLOCK_ROWS), index % BLOCK_ROWS) for index in indices]
         source = torch.stack([part.source[row] for part, row in parts])
         if self._hidden_source == "post_norm":
@@ -214,15 +221,21 @@ class TrainingRows:
         indices = range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, len(self)))
         return self._forward(self.batch(indices))
 
-    @torch.no_grad()
     def _forward(self, batch: Batch) -> BatchHidden:
-        hidden = self._target.forward(
-            batch.input_ids,
-            position_ids=batch.position_ids,
-            context=DenseContext(batch.document_index, batch.cu_seqlens),
-        )
+        return self._target_pass(*_pass_inputs(batch))
+
+    @torch.no_grad()
+    def _target_pass(
+        self, input_ids: Tensor, position_ids: Tensor, document_index: Tensor, cu_seqlens: Tensor
+    ) -> BatchHidden:
+        context = DenseContext(document_index, cu_seqlens)
+        hidden = self._target.forward(input_ids, position_ids=position_ids, context=context)
         is_post = self._hidden_source == "post_norm"
         return BatchHidden(hidden.post_norm if is_post else hidden.pre_norm, hidden.post_norm)
+
+
+def _pass_inputs(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return batch.input_ids, batch.position_ids, batch.document_index, batch.cu_seqlens
 
 
 def own_token_nll(
@@ -306,6 +319,7 @@ def build_rows(
             cache=cache,
             checks_cache=may_keep and target.num_left_out == 0,
             served=served,
+            captures=trainer.cuda_graphs and name == TRAIN,
         )
         found.append(part)
     return RunRows(*found)

@@ -14,7 +14,6 @@ from mtp_research.config.schema import POLICIES, EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs import decode_graphs as graphs
 from mtp_research.decode.graphs import mixed_graphs
-from mtp_research.decode.graphs.capture import no_collection
 from mtp_research.decode.graphs.mixed_graphs import (
     MIXED_ROWS,
     MixedShape,
@@ -27,6 +26,7 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.step import StepResult
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
+from mtp_research.runtime.captures import no_collection
 from tests.decode.loops import PROMPTS, run, texts_of
 from tests.decode.test_loop_distribution import chain_target, copied_heads
 from tests.decode.toy_grammar import PAIRS

@@ -18,12 +18,11 @@ Letters: R requests, K drafts per step.
 
 import contextlib
 import functools
-import gc
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,62 +45,13 @@ from mtp_research.models.target import Target
 from mtp_research.policy.plan import RowLayout, equal_rows
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
-# Run before a capture: kernels compile, libraries allocate their workspaces.
-_NUM_WARM_UP_RUNS = 3
 _BITMASK = (SamplingTensors._fields.index("bitmask"),)  # its place, see `leaves_of`
 _LEAST_HALVED = 16  # smallest bucket with another one half-way to the next power of two
-
-
-class Replayable(Protocol):
-    """A captured call."""
-
-    def replay(self) -> None:
-        """Run it again on what its tensors hold now."""
-
-
-Result = TypeVar("Result")
-
-
-class Captured(NamedTuple, Generic[Result]):
-    """A graph and the tensors its replay writes."""
-
-    graph: Replayable
-    result: Result
 
 
 def first_requests(result: StepResult, num_requests: int) -> StepResult:
     """A result without that of padding requests."""
     return map_tensors(lambda tensor: tensor[:num_requests], result)
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Python's cycle collector stays away: to destroy an older graph ends a capture with an error.
-
-    Decoders lie in reference cycles, so that theirs are destroyed whenever the collector runs.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def capture_call(call: Callable[[], Result], *, pool: Any) -> Captured[Result]:
-    """Warm up and capture `call`, which must read static tensors and wait for nothing."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(_NUM_WARM_UP_RUNS):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with no_collection(), torch.cuda.graph(graph, pool=pool):
-        result = call()
-    torch.cuda.synchronize()
-    return Captured(graph, result)
 
 
 class Kind(NamedTuple):

@@ -35,16 +35,13 @@ from torch import Tensor
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.draft.drafter import MTPDrafter
 from mtp_research.decode.graphs.capture import (
-    Captured,
     CompiledParts,
     Kind,
-    Result,
     SharedSteps,
     StaticParams,
     StepShape,
     Wish,
     bucket_of,
-    capture_call,
     captured_sizes,
     first_requests,
     require_capturable,
@@ -71,6 +68,7 @@ from mtp_research.models.rewrites.regions import (
     mark_any_size,
 )
 from mtp_research.runtime.ahead import PassSize, programs_ahead
+from mtp_research.runtime.captures import Captured, Result, capture_call
 from mtp_research.runtime.compiling import (
     count_kernels,
     num_compilations,

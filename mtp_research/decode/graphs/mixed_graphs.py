@@ -27,11 +27,9 @@ from torch import nn
 
 from mtp_research.decode.draft.drafter import MTPDrafter
 from mtp_research.decode.graphs.capture import (
-    Captured,
     Kind,
     StaticParams,
     StepShape,
-    capture_call,
     first_requests,
 )
 from mtp_research.decode.sampling.sampling import SamplingTensors
@@ -55,6 +53,7 @@ from mtp_research.models.attention.paged import expansion_of, latent_dims
 from mtp_research.models.rewrites.regions import mark_any_size
 from mtp_research.policy.plan import BaseRows
 from mtp_research.runtime.ahead import PassSize
+from mtp_research.runtime.captures import Captured, capture_call
 
 MIXED_ROWS = (64, 128, 256, 512, 1024, 2048, 4096)  # T of the buckets, ascending
 # The largest of them for every target; above it a row keeps a large one busier than a launch takes.

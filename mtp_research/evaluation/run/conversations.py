@@ -7,19 +7,27 @@ like in the next prompt, with its thinking part or without, is the chat template
     conversations.begin(records)   a `Dialogue`, one pass of a condition, new or resumed
     dialogue.left                  what is asked at once: first turns, and the next of begun ones
     dialogue.next_turn(record)     what a finished turn leads to
+    write_generations(...)         `generations.jsonl`: what every condition wrote, to be read
+
+That file holds texts, those of the prompts too, and stays beside the results on this machine (and
+on W&B, where that is asked for); figures come from `results.json`, which holds none.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from mtp_research.decode.stats import RequestRecord
+from mtp_research.evaluation.report.stored import GENERATIONS_FILE
 from mtp_research.evaluation.run.prompt_files import Prompt
 from mtp_research.evaluation.run.prompts import ChatTokenizer, EncodedPrompts, encode_prompt
-from mtp_research.evaluation.stats.outcome import turn_id, turns_by_prompt
+from mtp_research.evaluation.stats.outcome import ConditionResult, turn_id, turns_by_prompt
 from mtp_research.evaluation.stats.statistics import FINISHED, is_finished
 from mtp_research.runtime.errors import IntegrityError
+from mtp_research.runtime.files import write_atomically
 
 # Tokens that an answer takes in the next prompt for each that was generated: text that is encoded
 # again is rarely longer, but bytes that are no UTF-8 can be.
@@ -190,3 +198,39 @@ class Dialogue:
             prompts=(*self._left.prompts, prompt),
             token_ids=(*self._left.token_ids, asked.token_ids),
         )
+
+
+def write_generations(
+    folder: Path, conditions: Sequence[ConditionResult], conversations: Conversations
+) -> Path:
+    """Write the texts of all conditions, a line a prompt, whole or not at all; return the path.
+
+    They are made from the records, so that a run which was killed and went on has all of them.
+    """
+    lines = (json.dumps(line) for one in conditions for line in _lines(one, conversations))
+    path = folder / GENERATIONS_FILE
+    write_atomically(path, "".join(f"{line}\n" for line in lines))
+    return path
+
+
+def _lines(condition: ConditionResult, conversations: Conversations) -> Iterator[dict[str, object]]:
+    found = turns_by_prompt(condition.records, condition.prompt_of)
+    for prompt in conversations.encoded.prompts:
+        turns = found[prompt.question_id]
+        yield {
+            "condition": condition.label,
+            "id": prompt.question_id,
+            "category": prompt.category,
+            "score": (condition.scores or {}).get(prompt.question_id),
+            "is_cut": prompt.question_id in condition.cut_prompts,
+            "turns": [
+                {
+                    "asked": asked,
+                    "text": conversations.text(record),
+                    "accepted": record.num_accepted_per_round,
+                    "drafted": record.num_drafted_per_round,
+                    "finish_reason": record.finish_reason,
+                }
+                for asked, record in zip(prompt.turns, turns, strict=False)
+            ],
+        }

@@ -34,14 +34,17 @@ from mtp_research.evaluation.report.stored import (
 from mtp_research.evaluation.report.terminal import print_report, write_table
 from mtp_research.evaluation.report.wandb_log import ReportRun, publish_report
 from mtp_research.evaluation.run.conditions import Condition, conditions_of
-from mtp_research.evaluation.run.conversations import AnswerTokenizer, Conversations
+from mtp_research.evaluation.run.conversations import (
+    AnswerTokenizer,
+    Conversations,
+    write_generations,
+)
 from mtp_research.evaluation.run.decoders import (
     check_backend,
     head_facts,
     ranking_sha256,
     reference_note,
 )
-from mtp_research.evaluation.run.generations import write_generations
 from mtp_research.evaluation.run.journal import (
     JOURNAL_FILE,
     clear_folder,

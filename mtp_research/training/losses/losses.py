@@ -14,7 +14,8 @@ with a label. Source: chunking as in fused linear cross-entropy (Liger); `hidden
 (arXiv:2401.15077).
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,20 +58,26 @@ class DepthLoss(NamedTuple):
 
 
 class HeadObjective(nn.Module):
-    """Loss of a micro-batch as one module, which is what data parallelism wraps."""
+    """Loss of a micro-batch as one module, which is what data parallelism wraps.
+
+    `run` gives the outputs of all depths for the parts of `RowInputs`; graphs may take its place.
+    """
 
     def __init__(self, heads: MTPHeads, *, unroll_spec: UnrollSpec, loss_spec: LossSpec) -> None:
         super().__init__()
         self.heads = heads
         self.unroll_spec = unroll_spec
         self.loss_spec = loss_spec
+        self.run: Callable[..., list[DepthOutput]] = functools.partial(
+            run_rows, heads, spec=unroll_spec
+        )
 
     def forward(
         self, batch: Batch, hidden: BatchHidden, labels: list[Tensor], num_step_labels: Tensor
     ) -> DepthLoss:
         """Unroll the heads; see `multi_depth_loss`."""
         return multi_depth_loss(
-            run_heads(self.heads, batch, hidden=hidden, spec=self.unroll_spec),
+            self.run(*row_inputs(batch, hidden)),
             labels=labels,
             num_step_labels=num_step_labels,
             lm_head=self.heads.target.lm_head_weight,
@@ -84,14 +91,19 @@ def run_heads(
     heads: MTPHeads, batch: Batch, *, hidden: BatchHidden, spec: UnrollSpec
 ) -> list[DepthOutput]:
     """`unroll` of a batch."""
-    inputs = RowInputs(
-        input_ids=batch.input_ids,
-        hidden=hidden.source,
-        position_ids=batch.position_ids,
-        document_index=batch.document_index,
-        cu_seqlens=batch.cu_seqlens,
-    )
-    return unroll(heads, inputs, num_depths=spec.num_depths, kind=spec.kind, schedule=spec.schedule)
+    return run_rows(heads, *row_inputs(batch, hidden), spec=spec)
+
+
+def row_inputs(batch: Batch, hidden: BatchHidden) -> tuple[Tensor, ...]:
+    """Parts of `RowInputs`."""
+    rows = (batch.position_ids, batch.document_index, batch.cu_seqlens)
+    return (batch.input_ids, hidden.source, *rows)
+
+
+def run_rows(heads: MTPHeads, *inputs: Tensor, spec: UnrollSpec) -> list[DepthOutput]:
+    """`unroll` of the parts of `RowInputs`, as a spec says."""
+    rows = RowInputs(*inputs)
+    return unroll(heads, rows, num_depths=spec.num_depths, kind=spec.kind, schedule=spec.schedule)
 
 
 def multi_depth_loss(

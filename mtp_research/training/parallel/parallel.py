@@ -22,6 +22,8 @@ from mtp_research.config.training_schema import TrainerConfig
 from mtp_research.heads.stack import MTPHeads, MTPModule
 from mtp_research.models.rewrites.products import merge_projections
 from mtp_research.models.target import Target
+from mtp_research.runtime.captures import CapturedModule
+from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.losses.losses import HeadObjective
 from mtp_research.training.optim import MasterWeights, NamedTensors, trained_parameters
 
@@ -61,6 +63,8 @@ class Engine(Protocol):
 
 def make_engine(objective: HeadObjective, *, trainer: TrainerConfig, ranks: Accelerator) -> Engine:
     """The engine of `trainer.parallel`, over the parameters that require gradients."""
+    if trainer.cuda_graphs:
+        require_one_gpu(ranks)
     prepare_modules(objective.heads, trainer=trainer)
     if trainer.parallel == "ddp":
         return ReplicatedEngine(objective, trainer=trainer, ranks=ranks)
@@ -71,6 +75,15 @@ def make_engine(objective: HeadObjective, *, trainer: TrainerConfig, ranks: Acce
     from mtp_research.training.parallel.zero import ZeroEngine
 
     return ZeroEngine(objective, trainer=trainer, ranks=ranks)
+
+
+def require_one_gpu(ranks: Accelerator) -> None:
+    """Refuse `trainer.cuda_graphs` elsewhere."""
+    if ranks.num_processes > 1 or ranks.device.type != "cuda":
+        raise ConfigError(
+            f"trainer.cuda_graphs=true needs one process on a GPU, got {ranks.num_processes} on "
+            f"{ranks.device.type}; set trainer.cuda_graphs=false."
+        )
 
 
 def prepare_modules(heads: MTPHeads, *, trainer: TrainerConfig) -> None:
@@ -122,6 +135,9 @@ class ReplicatedEngine:
             weight_decay=trainer.weight_decay,
             grad_clip=trainer.grad_clip,
         )
+        self._is_captured = trainer.cuda_graphs
+        if trainer.cuda_graphs:
+            objective.run = CapturedModule(self._heads, objective.run, key="trainer.cuda_graphs")
         self.objective: nn.Module = ranks.prepare_model(objective, device_placement=False)
 
     @contextmanager
@@ -131,6 +147,9 @@ class ReplicatedEngine:
             return
         with self._ranks.no_sync(self.objective):
             yield
+        if self._is_captured:  # the next backward pass writes where these lie
+            for parameter in self._optimizer.parameters:
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
 
     def backward(self, loss: Tensor) -> None:
         # Ranks average their gradients, which are to be summed.
