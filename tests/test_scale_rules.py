@@ -23,6 +23,16 @@ from mtp_research.runtime.errors import ConfigError
         ),
         (TrainConfig, ["trainer=fsdp2", "trainer.compile=true"], "set trainer.compile=false."),
         (TrainConfig, ["head.lora_rank=4", "trainer=zero2"], "set head.lora_rank=0."),
+        (
+            TrainConfig,
+            ["trainer=one_gpu", "trainer.parallel=zero1"],
+            "set trainer.cuda_graphs=false.",
+        ),
+        (
+            TrainConfig,
+            ["trainer=one_gpu", "trainer.activation_checkpointing=true"],
+            "set trainer.cuda_graphs=false.",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

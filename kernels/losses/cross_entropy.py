@@ -130,15 +130,19 @@ def _cross_entropy_kernel(
     if WRITES_GRAD:
         scale = weight / total
         num_tiles = tl.cdiv(vocab_size, BLOCK_V)
-        for index in range(0, num_tiles):  # backwards: what was read last is nearest
-            columns = (num_tiles - 1 - index) * BLOCK_V + lanes
+        for index in range(0, num_tiles):
+            tile = index
+            if logits.dtype == grad.dtype:
+                tile = num_tiles - 1 - index  # what was read last is nearest
+            columns = tile * BLOCK_V + lanes
             inside = columns < vocab_size
             values = tl.load(
                 source + columns, mask=inside, other=float("-inf"), eviction_policy="evict_first"
             )
             slope = tl.exp(values.to(tl.float32) - highest) * scale
             slope = tl.where(columns == label, slope - weight, slope)
-            # A narrower gradient overlaps logits that other threads of this tile still read.
+            # A narrower gradient overlaps logits that other threads of this tile still read, and
+            # backwards it would those of tiles to come.
             tl.debug_barrier()
             tl.store(target + columns, slope.to(grad.dtype.element_ty), mask=inside)
 

@@ -55,6 +55,9 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
             check_source_exists(path, key="matrix.prompts")
         _check_cache(config)
         _check_deepspeed(config.trainer)
+        if config.trainer.cuda_graphs:
+            key = "trainer.cuda_graphs"
+            _require_gpu(config.model.device, key=key, fix=f"{key}=false")
         config_file = check_source(config.model.path)
         _check_head(config.head.path, key="head.path", config_file=config_file)
         return
@@ -73,7 +76,7 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
     if config.prompts.path is not None:
         read_prompt_files(config.prompts.path)
     if config.engine.cuda_graphs:
-        _require_gpu(config.model.device)
+        _require_gpu(config.model.device, key="engine.cuda_graphs", fix="engine=auto")
 
 
 def described_target(path: str) -> tuple[str, str]:
@@ -150,7 +153,7 @@ def require_inside(root: str, folder: str) -> None:
         )
 
 
-def _require_gpu(device: str) -> None:
+def _require_gpu(device: str, *, key: str, fix: str) -> None:
     """Refuse captured steps where they cannot run; imports torch, which is what knows."""
     missing = [] if device != "cpu" else ["model.device=cuda (got cpu)"]
     if find_spec("triton") is None:
@@ -160,9 +163,7 @@ def _require_gpu(device: str) -> None:
     if not torch.cuda.is_available():
         missing.append("a CUDA GPU that torch can use (none is visible)")
     if missing:
-        raise EnvironmentFault(
-            f"engine.cuda_graphs=true needs {' and '.join(missing)}; set engine=auto."
-        )
+        raise EnvironmentFault(f"{key}=true needs {' and '.join(missing)}; set {fix}.")
 
 
 def _require_paths(*paths: tuple[str, str | None]) -> None:

@@ -266,6 +266,13 @@ TRAINER = [
     ),
     _heads("trainer.activation_checkpointing", True, "num_recomputed", "weights loss"),
     _heads("trainer.compile", True, "compiled", "weights", reason=GPU),
+    _heads(
+        "trainer.cuda_graphs",
+        True,
+        "fault",
+        shows=fault("trainer.cuda_graphs=true needs"),
+        reason=GPU,
+    ),
 ]
 PROBE = [
     Row("objective.unroll", "ttt", "probe", "speculated"),
