@@ -124,7 +124,6 @@ class DistillResult(NamedTuple):
     kl: Tensor  # [k, U] KL(teacher || draft); 0 without a teacher
     tv: Tensor  # [k, U] total variation; 1 - tv is the chance that a sampled draft is accepted
     is_hit: Tensor  # [k, U] bool, the argmax is the label
-    teacher_nll: Tensor  # [U] -log p(label); 0 without a teacher
     grads: list[list[Tensor]]  # for each mixture k gradients [U, D]; empty when not asked for
 
 
@@ -160,7 +159,7 @@ def distill(
     chunk = chunk_rows or default_chunk_rows(lm_head)
     wide = torch.promote_types(lm_head.dtype, torch.float32)
     nll, kl, tv = (labels.new_zeros(valid.shape, dtype=wide) for _ in range(3))
-    is_hit, teacher_nll = torch.zeros_like(valid), nll.new_zeros(num_rows)
+    is_hit = torch.zeros_like(valid)
     grads = [[torch.empty_like(row) for row in rows] for _ in mixtures]
     weight = _wide_weight(lm_head)
     for start in range(0, num_rows, chunk):
@@ -168,9 +167,7 @@ def distill(
         teacher_logits = teacher_lse = None
         if teacher is not None:
             teacher_logits = _project(teacher[part], weight=weight)
-            summary = summarise_rows(teacher_logits, labels=labels[part], backend=backend)
-            teacher_lse = summary.lse
-            teacher_nll[part] = teacher_lse - summary.label_logit
+            teacher_lse = summarise_rows(teacher_logits, labels=labels[part], backend=backend).lse
         for depth in range(num_depths):
             logits = _project(rows[depth][part], weight=weight)
             summary = summarise_rows(logits, labels=labels[part], backend=backend)
@@ -194,7 +191,7 @@ def distill(
             )
             kl[depth, part], tv[depth, part] = divergence
             del logits, distill_chunk  # before the next depth's are made
-    return DistillResult(nll, kl, tv, is_hit, teacher_nll, grads)
+    return DistillResult(nll, kl, tv, is_hit, grads)
 
 
 def default_chunk_rows(lm_head: Tensor) -> int:

@@ -179,7 +179,8 @@ class TrainingRows:
         blocks = range(indices.start // BLOCK_ROWS, -(-indices.stop // BLOCK_ROWS))
         parts = [self._compute_block(block) for block in blocks]
         names = ("post_norm",) if self._hidden_source == "post_norm" else ("source", "post_norm")
-        return {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        rows = slice(len(indices))
+        return {name: torch.cat([getattr(part, name) for part in parts])[rows] for name in names}
 
     def _read(self, cache: HiddenCache, indices: Sequence[int]) -> BatchHidden:
         samples = [index for index in indices if cache.open_shard(index)]
@@ -218,8 +219,10 @@ class TrainingRows:
         return self._blocks[block]
 
     def _compute_block(self, block: int) -> BatchHidden:
-        indices = range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, len(self)))
-        return self._forward(self.batch(indices))
+        """Of as many rows in the last block, so that the target is compiled once."""
+        last = len(self) - 1
+        rows = range(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS)
+        return self._forward(self.batch([min(row, last) for row in rows]))
 
     def _forward(self, batch: Batch) -> BatchHidden:
         return self._target_pass(*_pass_inputs(batch))

@@ -18,15 +18,16 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.heads.stack import MTPHeads
-from mtp_research.kernels.losses.distill import distill
+from mtp_research.kernels.losses.cross_entropy import cross_entropy
 from mtp_research.training.losses.losses import UnrollSpec, batch_labels, run_heads
-from mtp_research.training.losses.row_losses import label_positions
-from mtp_research.training.packed_rows import TrainingRows
+from mtp_research.training.losses.row_losses import LabelPositions, label_positions
+from mtp_research.training.packed_rows import BatchHidden, TrainingRows
 from mtp_research.training.setup import RunParts
-from mtp_research.training.unroll import MEASURED_UNROLL
+from mtp_research.training.unroll import MEASURED_UNROLL, DepthOutput
 from mtp_research.training.walk.acceptance import (
     AnchorRange,
     bootstrap_error,
@@ -115,19 +116,22 @@ class BestWalk:
 def measure_held_out(parts: RunParts, *, ranks: Accelerator, batch_size: int) -> WalkReport:
     """Replay walk on all held-out documents; all ranks call it and get the same report.
 
-    `batch_size` packed rows take part in a forward pass.
+    At most `batch_size` packed rows take part in a forward pass, and always as many: ranks that
+    share modules meet in each, and compiled modules are compiled once.
     """
     num_rows = len(parts.held_out_rows)
+    most = math.ceil(num_rows / ranks.num_processes)
+    num_batches = math.ceil(most / batch_size)
+    size = math.ceil(most / num_batches)
     mine = list(range(num_rows))[ranks.process_index :: ranks.num_processes]
-    num_batches = math.ceil(num_rows / (ranks.num_processes * batch_size))
-    batches = [mine[index * batch_size : (index + 1) * batch_size] for index in range(num_batches)]
+    mine += [0] * (num_batches * size - len(mine))  # that row again, with the same result
+    batches = [mine[index * size : (index + 1) * size] for index in range(num_batches)]
     parts.heads.eval()
     drafts = held_out_drafts(
         parts.heads,
         parts.held_out_rows,
         spec=parts.unroll_spec,
-        # Row 0 again for a rank that has run out: sharded modules run on all ranks or on none.
-        row_batches=[batch or [0] for batch in batches],
+        row_batches=batches,
     )
     parts.heads.train()
     return walk_report(
@@ -154,20 +158,34 @@ def held_out_drafts(
         # Prompt rows are never anchors; their logits would be most of the cost.
         labels = batch_labels(batch, num_depths=spec.num_depths)
         chosen = label_positions(labels, num_positions=batch.num_labels)
-        result = distill(
-            [chosen.gather(out.post_norm, depth=d) for d, out in enumerate(outputs, start=1)],
-            labels=chosen.label,
-            valid=chosen.valid,
-            lm_head=heads.target.lm_head_weight,
-            teacher=hidden.post_norm.flatten(0, 1)[chosen.position],
-        )
-        acceptance = torch.exp(result.teacher_nll - result.nll).clamp(max=1).float()
-        by_anchor = [chosen.to_anchors(x) for x in (result.is_hit, acceptance)]
+        by_anchor = _judge(outputs, chosen, hidden=hidden, lm_head=heads.target.lm_head_weight)
         shape = batch.input_ids.shape
         is_hit, chance = (x.T.unflatten(0, shape).cpu().numpy() for x in by_anchor)  # [B, S, k]
         for index, row, columns in _documents(batch.document_index.cpu().numpy()):
             found[index] = AnchorDrafts(is_hit[row, columns], chance[row, columns])
     return found
+
+
+def _judge(
+    outputs: Sequence[DepthOutput],
+    chosen: LabelPositions,
+    *,
+    hidden: BatchHidden,
+    lm_head: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`[k, N]` each: the draft is the label; the chance p / q, at most 1, that it is accepted."""
+    states = [hidden.post_norm.flatten(0, 1)[chosen.position]]  # the target's, beside every depth's
+    states += [chosen.gather(out.post_norm, depth=d) for d, out in enumerate(outputs, start=1)]
+    result = cross_entropy(
+        torch.cat(states),
+        labels=chosen.label.repeat(len(states)),
+        valid=torch.cat([torch.ones_like(chosen.valid[:1]), chosen.valid]).flatten(),
+        lm_head=lm_head,
+    )
+    own, *nll = result.nll.view(len(states), -1)
+    chance = torch.exp(own - torch.stack(nll)).clamp(max=1).float()
+    is_hit = result.is_hit.view(len(states), -1)[1:]
+    return chosen.to_anchors(is_hit), chosen.to_anchors(chance)
 
 
 def walk_report(
