@@ -7,6 +7,7 @@ import pytest
 from tests.training.tiny import save_lab
 from tools import train_bench
 
+DOCS = train_bench.ROOT / "docs"
 ROUNDS = ["--seq-len", "64", "--batch-size", "2", "--steps", "1", "--compile", "no"]
 
 
@@ -70,3 +71,24 @@ def test_bench_of_random_states_runs_no_target_and_each_unroll(tmp_path):
     ttt, mixed = (row["loss_first"] for row in report["rows"])
     assert ttt != mixed  # the same weights, rows and states
     assert all(row["loss_last"] < row["loss_first"] for row in report["rows"])
+
+
+def test_tables_of_one_gpu_are_what_is_stored():
+    page = (DOCS / "benchmarks.md").read_text()
+    stored = json.loads((DOCS / "results" / "head_training.json").read_text())["one_gpu"]
+    names = {"smollm2_135m": "SmolLM2-135M"}
+    states = {"random": "at random", "live": "of the target"}
+    ways = {None: f"before ({stored['commit_before']})", False: "launched", True: "replayed"}
+    for row in stored["before"] + stored["after"]:
+        way = ways[row.get("cuda_graphs")]
+        cells = [names.get(row["model"], row["model"]), states[row["hidden"]], way]
+        cells += [f"{row['step_ms']:.1f}", f"{row['tokens_per_s']:,.0f}"]
+        cells += [f"{100 * row['mfu']:.1f} %", f"{row['host_ms']:.1f}"]
+        assert f"| {' | '.join(cells)} |" in page
+    run = stored["whole_run"]
+    seconds = [run["seconds"][way][0] for way in ("before", "after", "graphs")]
+    rates = [f"{run['speed'][way][1]['tokens_per_s']:,.0f}" for way in run["seconds"]]
+    before, after = (f"{s} s" for s in seconds[:2])
+    assert f"{before} before ({run['commit_before']}) and {after} at {run['commit']}" in page
+    assert f"`trainer=one_gpu` {seconds[2]} s" in page
+    assert f"make {rates[0]}, {rates[1]} and {rates[2]} tokens/s" in page
