@@ -33,6 +33,11 @@ from mtp_research.runtime.errors import ConfigError
             ["trainer=one_gpu", "trainer.activation_checkpointing=true"],
             "set trainer.cuda_graphs=false.",
         ),
+        (
+            TrainConfig,
+            ["trainer=one_gpu", "trainer.decode_eval_prompts=4"],
+            "set trainer.cuda_graphs=false.",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -266,6 +266,8 @@ def _sharing_faults(config: TrainConfig) -> Iterator[str]:
             "trainer.shard_target=true": trainer.shard_target,
             # it saves the state of the random numbers, which a capture cannot
             "trainer.activation_checkpointing=true": trainer.activation_checkpointing,
+            # a decoder may move the modules' weights from where the graphs read them
+            "trainer.decode_eval_prompts above 0": trainer.decode_eval_prompts > 0,
         }
         for reason in (reason for reason, holds in reasons.items() if holds):
             yield _must_be_false("trainer.cuda_graphs", reason)
