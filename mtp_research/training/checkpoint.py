@@ -45,6 +45,7 @@ _UNFINISHED, _RETIRED = ".writing-", ".retired-"
 _FREE_TRAINER_KEYS = (
     "eval_every", "save_every", "keep_last", "resume", "allow_drift", "early_stopping_patience",
     "decode_eval_prompts", "deepspeed_config",
+    "cuda_graphs",  # replay the kernels that are launched otherwise
 )  # fmt: skip
 
 

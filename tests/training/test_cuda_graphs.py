@@ -5,6 +5,7 @@ its own, which the next call changes.
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -75,10 +76,11 @@ def recalled_module(module, own, *, allow_unused_input):
 
 @pytest.fixture
 def without_gpu(monkeypatch):
+    """Lets `trainer.cuda_graphs` work on a CPU, whose target computes every batch."""
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", recalled_module)
     monkeypatch.setattr(captures, "capture_call", recalled)
     monkeypatch.setattr(parallel, "require_one_gpu", lambda ranks: None)
-    monkeypatch.setattr(packed_rows, "CACHE_BYTES", 0)  # the target computes every batch
+    monkeypatch.setattr(packed_rows, "CACHE_BYTES", 0)
     monkeypatch.setattr(Recalled, "num_replays", 0)
 
 
@@ -120,6 +122,16 @@ def test_states_that_are_kept_are_not_replayed(tmp_path, without_gpu, monkeypatc
     launched = losses_of(config, tmp_path / "launched", cuda_graphs=False)
     assert losses_of(config, tmp_path / "replayed", cuda_graphs=True) == pytest.approx(launched)
     assert Recalled.num_replays == 0
+
+
+def test_a_run_goes_on_with_graphs(tmp_path, without_gpu):
+    config = save_lab(tmp_path)
+    config.trainer.max_steps, config.trainer.save_every = 3, 1
+    whole = losses_of(config, tmp_path / "whole", cuda_graphs=False)
+    shutil.copytree(tmp_path / "whole", tmp_path / "two")
+    shutil.rmtree(tmp_path / "two" / "step_000003")
+    assert losses_of(config, tmp_path / "two", cuda_graphs=True) == pytest.approx(whole, rel=1e-6)
+    assert Recalled.num_replays == 1
 
 
 def test_what_cannot_be_captured_is_said_in_a_line(tmp_path, without_gpu, monkeypatch):
