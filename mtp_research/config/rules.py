@@ -46,6 +46,15 @@ _OF_OWN_LOOP = (
 )
 
 
+def is_valid(config: TrainConfig | EvalConfig) -> bool:
+    """Whether `validate` has nothing to say."""
+    try:
+        validate(config)
+    except ConfigError:
+        return False
+    return True
+
+
 def validate(config: TrainConfig | EvalConfig) -> None:
     """Check all ranges, choices and rules between keys; a `ConfigError` has one line per fault."""
     check_values(config)

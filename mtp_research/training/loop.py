@@ -40,6 +40,7 @@ from mtp_research.training.setup import (
     RunParts,
     build_run,
     find_checkpoint,
+    graphs_note,
     make_accelerator,
     schedule_note,
 )
@@ -211,6 +212,9 @@ class TrainingRun:
             num_parameters=sum(one.numel() for one in self.parts.heads.target.model.parameters()),
             num_processes=self.accelerator.num_processes,
         ):
+            view.note(note)
+        ranks = self.accelerator
+        if note := graphs_note(self.config, device=ranks.device, num_processes=ranks.num_processes):
             view.note(note)
 
     @contextmanager

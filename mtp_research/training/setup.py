@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from mtp_research.config.launched import PLUGINS
+from mtp_research.config.rules import is_valid
 from mtp_research.config.schema import TrainConfig
 from mtp_research.config.training_schema import has_teacher
 from mtp_research.heads.init import Init, choose_start, freeze_parts, init_heads
@@ -53,6 +54,7 @@ from mtp_research.training.parallel.parallel import Engine, make_engine, prepare
 from mtp_research.training.step_costs import StepCosts, flops_per_token
 
 _LARGE_TARGET = 50_000_000  # parameters; lab_tiny has 3.9 M, lab_small 47 M
+_LONG_RUN = 1_000  # steps; compiling costs some hundred of a small model
 _FEW_TOKENS = 1_500_000  # lab_base's heads, of 202 M parameters, saw 1.6 M
 
 
@@ -272,6 +274,21 @@ def schedule_note(config: TrainConfig, *, num_parameters: int, num_processes: in
         f"rate of {trainer.learning_rate:g}, which fits lab_tiny; heads of a target of "
         f"{num_parameters / 1e6:.0f} M parameters want about 100 M tokens (docs/recipes.md, "
         "Schedule by size)"
+    )
+
+
+def graphs_note(config: TrainConfig, *, device: torch.device, num_processes: int) -> str | None:
+    """A line for long runs on one GPU whose steps Python launches, where they need not be."""
+    trainer = config.trainer
+    wanted = dataclasses.replace(trainer, compile=True, cuda_graphs=True)
+    if device.type != "cuda" or num_processes > 1 or trainer.max_steps < _LONG_RUN:
+        return None
+    if trainer == wanted or not is_valid(dataclasses.replace(config, trainer=wanted)):
+        return None
+    return (
+        "trainer.compile=true trainer.cuda_graphs=true (trainer=one_gpu) compile the layers in the "
+        "first step and replay the others, which makes those of small models faster "
+        "(docs/recipes.md, Schedule by size)"
     )
 
 

@@ -18,6 +18,7 @@ from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from mtp_research.training import packed_rows
 from mtp_research.training.loop import train_heads
 from mtp_research.training.parallel import parallel
+from mtp_research.training.setup import graphs_note
 from tests.training.tiny import save_lab
 
 
@@ -147,6 +148,27 @@ def test_what_cannot_be_captured_is_said_in_a_line(tmp_path, without_gpu, monkey
         "trainer.cuda_graphs=true: a part of this model cannot be captured (operation not "
         "permitted when stream is capturing); set trainer.cuda_graphs=false."
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "num_processes", "changes", "is_said"),
+    [
+        ("cuda", 1, {}, True),
+        ("cuda", 1, {"compile": True}, True),
+        ("cuda", 1, {"compile": True, "cuda_graphs": True}, False),
+        ("cuda", 1, {"max_steps": 999}, False),
+        ("cuda", 1, {"activation_checkpointing": True}, False),
+        ("cuda", 2, {}, False),
+        ("cpu", 1, {}, False),
+    ],
+)
+def test_long_runs_on_one_gpu_are_told_of_graphs(tmp_path, device, num_processes, changes, is_said):
+    config = save_lab(tmp_path)
+    for name, value in {"max_steps": 1000, **changes}.items():
+        setattr(config.trainer, name, value)
+    note = graphs_note(config, device=torch.device(device), num_processes=num_processes)
+    assert (note is not None) == is_said
+    assert not is_said or "trainer=one_gpu" in note
 
 
 def test_a_machine_without_a_gpu_is_told(tmp_path):
