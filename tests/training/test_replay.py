@@ -1,11 +1,14 @@
 """Held-out report from hits: ranges, pooling, domains."""
 
 import math
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from mtp_research.data.packing import EncodedDocument
+from mtp_research.training.walk import replay
 from mtp_research.training.walk.replay import AnchorDrafts, walk_report
 
 
@@ -16,6 +19,30 @@ def document(name: str, domain: str, mask: list[int]) -> EncodedDocument:
 def drafts_of(flags: np.ndarray) -> AnchorDrafts:
     """Drafts that are kept for certain where they hit, and never elsewhere."""
     return AnchorDrafts(flags.astype(bool), flags.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "batch_size", "num_ranks"), [(67, 32, 1), (5, 4, 2), (3, 8, 4), (8, 4, 1)]
+)
+def test_batches_of_the_walk_have_one_size_on_all_ranks(
+    monkeypatch, num_rows, batch_size, num_ranks
+):
+    found: list[list[list[int]]] = []
+    monkeypatch.setattr(
+        replay, "held_out_drafts", lambda *_, row_batches, **__: found.append(row_batches) or {}
+    )
+    monkeypatch.setattr(replay, "gather_object", lambda items: items)
+    monkeypatch.setattr(replay, "walk_report", lambda *_, **__: None)
+    for rank in range(num_ranks):
+        ranks = SimpleNamespace(process_index=rank, num_processes=num_ranks)
+        parts = MagicMock(held_out_rows=range(num_rows))
+        replay.measure_held_out(parts, ranks=ranks, batch_size=batch_size)
+    assert len({len(batches) for batches in found}) == 1
+    assert len({len(batch) for batches in found for batch in batches}) == 1
+    assert len(found[0][0]) <= batch_size
+    rows = [row for batches in found for batch in batches for row in batch]
+    assert set(rows) == set(range(num_rows))
+    assert len(rows) - num_rows < num_ranks * len(found[0])
 
 
 def test_walk_report_two_documents_by_hand():

@@ -9,7 +9,7 @@ import torch
 from mtp_research.data.packing import EncodedDocument, pack_first_fit
 from mtp_research.training.losses.losses import depth_labels
 from mtp_research.training.losses.row_losses import label_positions
-from mtp_research.training.packed_rows import TrainingRows, row_indices
+from mtp_research.training.packed_rows import BLOCK_ROWS, TrainingRows, row_indices
 from tests.tiny import tiny_target
 
 
@@ -57,6 +57,22 @@ def test_training_rows_kept_hidden_does_not_depend_on_who_asked_first():
     left.hidden([1, 2])
     right.hidden([9, 4])
     assert torch.equal(left.hidden([2, 9]).source, right.hidden([2, 9]).source)
+
+
+def test_blocks_of_kept_states_have_one_size(monkeypatch):
+    rows = make_rows(keep_hidden=True)
+    assert len(rows) % BLOCK_ROWS, "the last block is not full"
+    sizes, plain = [], TrainingRows._forward
+
+    def forward(self, batch):
+        sizes.append(len(batch.input_ids))
+        return plain(self, batch)
+
+    monkeypatch.setattr(TrainingRows, "_forward", forward)
+    states = rows.computed(range(len(rows)))
+    assert len(states["post_norm"]) == len(rows)
+    assert set(sizes) == {BLOCK_ROWS}
+    assert torch.equal(states["post_norm"][-1], rows.hidden([len(rows) - 1]).post_norm[0])
 
 
 def test_training_rows_post_norm_and_pre_norm_differ_by_the_norm():
