@@ -425,6 +425,7 @@ def make_parts(shape: Shape, config: TrainConfig, ranks: Accelerator) -> Parts:
     if shape.hidden == "random":
         target = short_target(shape.model, device=ranks.device, experts=shape.experts)
     elif shape.is_sharded or (shape.model in SHAPES and not shape.model.startswith("lab_")):
+        # lab targets are those of conf/model, as they start
         dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
         place = {"dtype": dtype, "device": ranks.device, "experts": shape.experts}
         layers = "sharded" if shape.is_sharded else "all"

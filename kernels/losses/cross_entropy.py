@@ -46,8 +46,8 @@ try:
 except ImportError:  # checks.resolve_backend refuses the kernels then
     triton = tl = None
 
-# Eight logits a thread. Programs of many warps: fewer rows at a time, so that more of what a row
-# reads for the second time is in the L2 cache.
+# The fastest of eight shapes on an H100 for 49,152 logits and more, 4 % behind for 16,384.
+# Many warps: fewer rows at a time, of which more may still be in the L2 cache when read again.
 BLOCK_V = 4096
 NUM_WARPS = 16
 ROWS_PER_PROGRAM, MAX_BLOCK_D, GATHER_WARPS = 4, 2048, 4  # of `gather_rows`

@@ -30,6 +30,8 @@ from tests.decode.test_verify import make_inputs
 CPU, META = torch.device("cpu"), torch.device("meta")
 FORBIDDEN = {
     "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
     "aten::nonzero",
     "aten::masked_select",
     "aten::unique_consecutive",
