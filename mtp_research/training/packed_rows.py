@@ -85,8 +85,7 @@ class TrainingRows:
     `keep_hidden` holds hidden states once computed, if all of them fit in `CACHE_BYTES`. With a
     `cache` on disk the target computes nothing, or samples: for `checks_cache`, a row of each shard
     is compared with the target's own. With `served` states it computes the final norm alone.
-    With `captures` the pass of a batch whose states are not kept is a CUDA graph: they hold until
-    the next one.
+    With `captures` the target's pass is a CUDA graph: states that are not kept hold until the next.
     """
 
     def __init__(
@@ -204,7 +203,7 @@ class TrainingRows:
         """Refuse a row `[S, D]` of the cache that this target does not compute."""
         batch = self.batch([index])
         is_text = batch.document_index[0] >= 0  # an imported row is empty elsewhere
-        own = self._forward(batch).post_norm[0][is_text].float()
+        own = self._target_pass(*_pass_inputs(batch)).post_norm[0][is_text].float()
         error = float((cached[is_text].float() - own).norm() / own.norm())
         limit = 1e-3 if self._target.dtype.itemsize >= torch.float32.itemsize else 0.05
         if not error <= limit:
@@ -219,13 +218,13 @@ class TrainingRows:
         return self._blocks[block]
 
     def _compute_block(self, block: int) -> BatchHidden:
-        """Of as many rows in the last block, so that the target is compiled once."""
+        """Of as many rows in the last block, so that the target is compiled and captured once."""
         last = len(self) - 1
         rows = range(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS)
-        return self._forward(self.batch([min(row, last) for row in rows]))
-
-    def _forward(self, batch: Batch) -> BatchHidden:
-        return self._target_pass(*_pass_inputs(batch))
+        hidden = self._run(*_pass_inputs(self.batch([min(row, last) for row in rows])))
+        source = hidden.source.clone()  # a graph's memory is written again by the next block
+        is_post = self._hidden_source == "post_norm"
+        return BatchHidden(source, source if is_post else hidden.post_norm.clone())
 
     @torch.no_grad()
     def _target_pass(

@@ -5,6 +5,7 @@ its own, which the next call changes.
 """
 
 import json
+import math
 import shutil
 
 import pytest
@@ -17,8 +18,10 @@ from mtp_research.runtime.captures import Captured
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from mtp_research.training import packed_rows
 from mtp_research.training.loop import train_heads
+from mtp_research.training.packed_rows import BLOCK_ROWS
 from mtp_research.training.parallel import parallel
 from mtp_research.training.setup import graphs_note
+from tests.training.test_rows import make_rows
 from tests.training.tiny import save_lab
 
 
@@ -116,12 +119,20 @@ def test_replayed_steps_learn_what_launched_ones_learn(
     assert replayed == pytest.approx(launched, rel=1e-6)
 
 
-def test_states_that_are_kept_are_not_replayed(tmp_path, without_gpu, monkeypatch):
+@pytest.mark.parametrize("hidden_source", ["post_norm", "pre_norm"])
+def test_states_that_are_kept_are_copies_of_what_a_graph_writes(
+    without_gpu, monkeypatch, hidden_source
+):
     monkeypatch.setattr(packed_rows, "CACHE_BYTES", 1 << 30)
-    config = save_lab(tmp_path)
-    launched = losses_of(config, tmp_path / "launched", cuda_graphs=False)
-    assert losses_of(config, tmp_path / "replayed", cuda_graphs=True) == pytest.approx(launched)
-    assert Recalled.num_replays == 0
+    launched, replayed = (
+        make_rows(keep_hidden=True, hidden_source=hidden_source, captures=captures)
+        for captures in (False, True)
+    )
+    indices = range(len(launched))
+    replayed.hidden(indices)
+    for got, expected in zip(replayed.hidden(indices), launched.hidden(indices), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert Recalled.num_replays == math.ceil(len(launched) / BLOCK_ROWS) > 1
 
 
 def test_a_run_goes_on_with_graphs(tmp_path, without_gpu):

@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
 
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.training.walk import replay
@@ -43,6 +44,25 @@ def test_batches_of_the_walk_have_one_size_on_all_ranks(
     rows = [row for batches in found for batch in batches for row in batch]
     assert set(rows) == set(range(num_rows))
     assert len(rows) - num_rows < num_ranks * len(found[0])
+
+
+def test_the_walk_compiles_nothing(monkeypatch):
+    @torch.compile(backend=lambda *_: pytest.fail("the walk compiled"))
+    def compiled(value):
+        return value + 1
+
+    ran = []
+
+    def held_out_drafts(*_, **__):
+        ran.append(compiled(torch.ones(3)))
+        return {}
+
+    monkeypatch.setattr(replay, "held_out_drafts", held_out_drafts)
+    monkeypatch.setattr(replay, "gather_object", lambda items: items)
+    monkeypatch.setattr(replay, "walk_report", lambda *_, **__: None)
+    ranks = SimpleNamespace(process_index=0, num_processes=1)
+    replay.measure_held_out(MagicMock(held_out_rows=range(2)), ranks=ranks, batch_size=2)
+    assert ran[0].tolist() == [2, 2, 2]
 
 
 def test_walk_report_two_documents_by_hand():

@@ -13,7 +13,9 @@ from mtp_research.training.packed_rows import BLOCK_ROWS, TrainingRows, row_indi
 from tests.tiny import tiny_target
 
 
-def make_rows(*, keep_hidden: bool, hidden_source: str = "post_norm") -> TrainingRows:
+def make_rows(
+    *, keep_hidden: bool, hidden_source: str = "post_norm", captures: bool = False
+) -> TrainingRows:
     generator = np.random.default_rng(0)
     documents = []
     for index in range(30):
@@ -24,6 +26,7 @@ def make_rows(*, keep_hidden: bool, hidden_source: str = "post_norm") -> Trainin
         target=tiny_target("qwen3"),
         hidden_source=hidden_source,
         keep_hidden=keep_hidden,
+        captures=captures,
     )
 
 
@@ -62,13 +65,13 @@ def test_training_rows_kept_hidden_does_not_depend_on_who_asked_first():
 def test_blocks_of_kept_states_have_one_size(monkeypatch):
     rows = make_rows(keep_hidden=True)
     assert len(rows) % BLOCK_ROWS, "the last block is not full"
-    sizes, plain = [], TrainingRows._forward
+    sizes, plain = [], rows._run
 
-    def forward(self, batch):
-        sizes.append(len(batch.input_ids))
-        return plain(self, batch)
+    def run(*inputs):
+        sizes.append(len(inputs[0]))
+        return plain(*inputs)
 
-    monkeypatch.setattr(TrainingRows, "_forward", forward)
+    monkeypatch.setattr(rows, "_run", run)
     states = rows.computed(range(len(rows)))
     assert len(states["post_norm"]) == len(rows)
     assert set(sizes) == {BLOCK_ROWS}

@@ -90,17 +90,23 @@ class DenseContext:
     _masks: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
 
     def mask(self, sliding_window: int | None, *, length: int, device: torch.device) -> Tensor:
-        """`[B, 1, S, S]` bool: query row i may read key row j (document, j <= i, window)."""
-        if sliding_window not in self._masks:
-            index = torch.arange(length, device=device)
-            allowed = index[:, None] >= index[None, :]
-            if sliding_window is not None:
-                allowed = allowed & (index[:, None] - index[None, :] < sliding_window)
-            allowed = allowed[None]
-            if (document := self.document_index) is not None:
-                allowed = allowed & (document[:, :, None] == document[:, None, :])
+        """`[B, 1, S, S]` bool: query row i may read key row j (document, j <= i, window).
+
+        Kept for the next layer, but not in compiled code: a layer that finds one and a layer that
+        makes one would be compiled apart.
+        """
+        if (kept := self._masks.get(sliding_window)) is not None:
+            return kept
+        index = torch.arange(length, device=device)
+        allowed = index[:, None] >= index[None, :]
+        if sliding_window is not None:
+            allowed = allowed & (index[:, None] - index[None, :] < sliding_window)
+        allowed = allowed[None]
+        if (document := self.document_index) is not None:
+            allowed = allowed & (document[:, :, None] == document[:, None, :])
+        if not torch.compiler.is_compiling():
             self._masks[sliding_window] = allowed[:, None]
-        return self._masks[sliding_window]
+        return allowed[:, None]
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """See `AttentionContext`; padding rows attend to padding only."""

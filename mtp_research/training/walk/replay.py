@@ -117,7 +117,8 @@ def measure_held_out(parts: RunParts, *, ranks: Accelerator, batch_size: int) ->
     """Replay walk on all held-out documents; all ranks call it and get the same report.
 
     At most `batch_size` packed rows take part in a forward pass, and always as many: ranks that
-    share modules meet in each, and compiled modules are compiled once.
+    share modules meet in each. Nothing is compiled for it: code for rows of this length and without
+    gradients takes longer to make than a run saves with it.
     """
     num_rows = len(parts.held_out_rows)
     most = math.ceil(num_rows / ranks.num_processes)
@@ -127,12 +128,13 @@ def measure_held_out(parts: RunParts, *, ranks: Accelerator, batch_size: int) ->
     mine += [0] * (num_batches * size - len(mine))  # that row again, with the same result
     batches = [mine[index * size : (index + 1) * size] for index in range(num_batches)]
     parts.heads.eval()
-    drafts = held_out_drafts(
-        parts.heads,
-        parts.held_out_rows,
-        spec=parts.unroll_spec,
-        row_batches=batches,
-    )
+    with torch.compiler.set_stance("force_eager"):
+        drafts = held_out_drafts(
+            parts.heads,
+            parts.held_out_rows,
+            spec=parts.unroll_spec,
+            row_batches=batches,
+        )
     parts.heads.train()
     return walk_report(
         dict(gather_object(list(drafts.items()))),
