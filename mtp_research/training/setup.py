@@ -30,6 +30,7 @@ from mtp_research.models.loading.placement import require_gpus, resolve_device
 from mtp_research.models.loading.source import CONFIG_FILE, local_file
 from mtp_research.models.target import Target, load_target, warn_of_family
 from mtp_research.policy.fields import ModuleSchedule
+from mtp_research.runtime.compiling import start_compilers
 from mtp_research.runtime.errors import ConfigError
 from mtp_research.training.cache_rows import write_hidden_cache
 from mtp_research.training.checkpoint import (
@@ -95,6 +96,8 @@ def build_run(
     """Load target and documents, build heads and engine, go on from a checkpoint."""
     if checkpoint is not None and "head.init_noise" not in checkpoint.state["settings"]:
         config.head.init_noise = 0.0  # begun before the key: from exact copies
+    if config.trainer.compile and accelerator.device.type == "cuda":
+        start_compilers()
     costs = StepCosts(accelerator.device, num_ranks=accelerator.num_processes)
     target, documents = load_inputs(config, is_whole=needs_layers(config) is not None)
     costs.mark("target")

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from mtp_research.heads.record import read_head_record
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
 from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted, NumericFault
-from mtp_research.training import loop
+from mtp_research.training import loop, setup
 from mtp_research.training.checkpoint import check_same_run, run_settings
 from mtp_research.training.loop import accumulate_gradients, train_heads
 from mtp_research.training.losses.losses import UnrollSpec
@@ -461,3 +462,26 @@ def test_build_run_derives_the_number_of_depths(lab):
 def test_train_heads_settings_that_do_not_fit_name_the_key(lab, tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=message):
         train_heads(changed(lab, **overrides), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("device", "compiles", "is_started"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
+)
+def test_compilers_of_a_gpu_start_before_the_target_is_loaded(
+    lab, monkeypatch, device, compiles, is_started
+):
+    """On a CPU there is no core that waits for them."""
+    started = []
+
+    def load_inputs(*_, **__):
+        raise LookupError(f"{started}")
+
+    monkeypatch.setattr(setup, "start_compilers", lambda: started.append("compilers"))
+    monkeypatch.setattr(setup, "load_inputs", load_inputs)
+    config = copy.deepcopy(lab)
+    config.trainer.compile = compiles
+    ranks = SimpleNamespace(device=torch.device(device), num_processes=1)
+    with pytest.raises(LookupError) as fault:
+        build_run(config, accelerator=ranks)
+    assert fault.value.args == (str(["compilers"] * is_started),)
