@@ -8,6 +8,8 @@ import sys
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Else each process that compiles for a CPU asks the C++ compiler first which vectors it knows: 8 s.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Two workers on two cores: more threads than one each only makes them wait for one another.
     os.environ["OMP_NUM_THREADS"] = "1"
