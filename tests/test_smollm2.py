@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import lzma
+from collections import defaultdict
 from functools import cache
 
 import numpy as np
@@ -61,14 +62,33 @@ def test_row_at_temperature_1_is_computed_again(drafts: str, num_drafts: int) ->
 
 
 def test_table_of_speeds_is_the_stored_one() -> None:
-    rows = json.loads((RESULTS / "speed.json").read_text())["rows"]
-    for plain, ours in zip(rows[::2], rows[1::2], strict=True):
+    stored = json.loads((RESULTS / "speed.json").read_text())
+    rows: dict[int, list[dict]] = defaultdict(list)  # by batch: K = 0 and 3, and again if chosen
+    for row in stored["rows"]:
+        rows[row["batch"]].append(row)
+    end_to_end = "tokens_per_s_end_to_end"
+    for plain, ours, plain_again, chosen in rows.values():
         assert (plain["condition"], ours["condition"]) == ("baseline", "training")
+        assert (ours["draft_length"], chosen["draft_length"]) == ("fixed", "expected_gain")
         cells = [f"{ours['batch']}", f"{ours['num_prompts']}", f"{ours['acceptance_length']:.2f}"]
-        for what in ("tokens_per_s_full", "tokens_per_s_end_to_end"):
-            ratio = f"{ours[what] / plain[what]:.2f}".removeprefix("0")
-            cells += [f"{plain[what]:,.0f}", f"{ours[what]:,.0f}", ratio]
+        for what in ("tokens_per_s_full", end_to_end):
+            cells += [f"{plain[what]:,.0f}", f"{ours[what]:,.0f}", _ratio(ours[what], plain[what])]
+        cells.append(_ratio(chosen[end_to_end], plain_again[end_to_end]))
         assert f"| {' | '.join(cells)} |\n" in PAGE
+    share = rows[128][1]["share_of_time_in_steps_with_prompt_rows"]
+    assert f"but {share:.2f} of the time".replace("0.", ".") in PAGE
+    plain, ours, plain_most, ours_most, *_ = stored["more_rows_a_step"]["rows"]
+    for facts in (
+        f"with {ours['rows_a_step']:,} K = 3 makes {ours[end_to_end]:,.0f} and K = 0 "
+        f"{plain[end_to_end]:,.0f} tokens/s",
+        f"with {ours_most['rows_a_step']:,} {ours_most[end_to_end]:,.0f} and "
+        f"{plain_most[end_to_end]:,.0f} (another H100)",
+    ):
+        assert facts in PAGE
+
+
+def _ratio(ours: float, plain: float) -> str:
+    return f"{ours / plain:.2f}".removeprefix("0")
 
 
 def test_speed_on_a_cpu_is_the_stored_one() -> None:

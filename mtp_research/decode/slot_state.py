@@ -8,6 +8,7 @@ Letters: L cache layers, S request slots, K drafts per step, D hidden.
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,14 @@ from mtp_research.models.recurrent import RecurrentStates
 from mtp_research.policy.plan import DraftPlan
 
 Tree = TypeVar("Tree")
+
+_NUMPY_TYPES = {
+    torch.bool: np.bool_,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+}
 
 
 class KVCache:
@@ -228,8 +237,11 @@ class SlotState:
 
 
 def to_device(values: list, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of host values, copied without waiting for the device to finish its work."""
-    return copy_to_device(torch.tensor(values, dtype=dtype), device)
+    """A tensor of host values, copied without waiting for the device to finish its work.
+
+    By way of numpy, which reads a list in a third of the time that torch takes.
+    """
+    return copy_to_device(torch.from_numpy(np.array(values, dtype=_NUMPY_TYPES[dtype])), device)
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
