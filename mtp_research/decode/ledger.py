@@ -198,7 +198,8 @@ class Ledger:
                 request.error = f"the grammar raised {request.matcher.error}"
                 self.finish(request, FinishReason.ERROR)  # its masks could not be made
                 continue
-            num_tokens, num_rounds = len(request.token_ids), len(request.num_drafted_per_round)
+            num_tokens, drafted = len(request.token_ids), request.num_drafted_per_round
+            num_rounds = len(drafted)
             commit_entry(
                 self.scheduler,
                 entry,
@@ -206,7 +207,9 @@ class Ledger:
                 drafts=drafts_made(drafts[row]),
                 is_finite=finite[row],
             )
-            self.recent.add_rounds(request, since=num_rounds)
+            if len(drafted) > num_rounds:
+                accepted = request.num_accepted_per_round[-1]
+                self.recent.add_round(num_drafted=drafted[-1], num_accepted=accepted)
             if logprobs is not None or request.matcher is not None:
                 note_emitted(request, since=num_tokens, logprobs=logprobs, row=row)
             num_emitted += len(request.token_ids) - num_tokens

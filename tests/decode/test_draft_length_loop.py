@@ -1,6 +1,7 @@
 """Fewer drafts in the real loop: same text, clean draft KV, right denominators, rows saved."""
 
 import itertools
+import math
 import random
 from dataclasses import dataclass
 
@@ -241,6 +242,7 @@ def test_records_count_the_drafts_that_were_made(target, monkeypatch) -> None:
         tiny.tiny_heads(target),
         spec=SpecSettings(draft_length=RandomLength(seed=1, stops=True)),
     )
+    decoder.recent.half_life_steps = math.inf  # then its counters are plain ones
     records = run(decoder, sampling=sampling)
     assert texts_of(records) == outputs
     pairs = [
@@ -254,6 +256,11 @@ def test_records_count_the_drafts_that_were_made(target, monkeypatch) -> None:
     assert counts.num_rounds == len(pairs)
     assert sum(counts.num_drafted) == sum(drafted for _, drafted in pairs)
     assert decoder.stats.tokens_per_s > 0
+    for position in range(3):
+        hits = sum(accepted > position for accepted, _ in pairs)
+        assert decoder.recent.accepted[position] == hits > 0
+        reached = sum(accepted >= position < drafted for accepted, drafted in pairs)
+        assert decoder.recent.reached[position] == reached
 
 
 def test_non_finite_draft_logits_count_as_made_and_rejected(target) -> None:

@@ -1,5 +1,6 @@
 """Tensors of a batch: made once while the batch stays the same, masks made for every step."""
 
+import pytest
 import torch
 
 from mtp_research.decode.sampling.grammar import start_matcher
@@ -36,6 +37,24 @@ def test_tensors_follow_the_batch_and_are_kept_while_it_stays() -> None:
     assert alone.seed.tolist() == [2]
     assert not alone.all_greedy
     assert batch.tensors([second, _request("a", seed=7)]).seed.tolist() == [2, 7]
+
+
+@pytest.mark.parametrize(
+    ("requests", "flags"),
+    [
+        ([{}, {"top_k": 5, "top_p": 0.5}], (True, True, 1, True)),  # greedy: nothing to truncate
+        ([{}, {"temperature": 1.0}], (False, True, 1, False)),
+        ([{"top_p": 0.5}, {"temperature": 1.0, "top_k": 5}], (False, False, 8, True)),
+        ([{"temperature": 1.0, "top_p": 0.5}], (False, False, None, False)),
+        ([{"temperature": 1.0, "min_p": 0.1}], (False, False, 1, False)),
+    ],
+)
+def test_flags_say_what_is_truncated(
+    requests: list[dict[str, float]], flags: tuple[bool, bool, int | None, bool]
+) -> None:
+    tensors = _batch().tensors([_request(f"{i}", **one) for i, one in enumerate(requests)])
+    found = tensors.all_greedy, tensors.keeps_all, tensors.top_k_bound, tensors.every_top_k
+    assert found == flags
 
 
 def test_masks_follow_the_drafts_of_the_step() -> None:

@@ -49,7 +49,6 @@ from mtp_research.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mtp_research.decode.schedule.request import Request
     from mtp_research.policy.plan import DraftPlan
 
 _NUM_TIMES = 16  # latest step times kept for each n
@@ -94,12 +93,6 @@ class RecentRounds:
             accepted[position] += 1.0
         if num_accepted < num_drafted:
             reached[num_accepted] += 1.0
-
-    def add_rounds(self, request: "Request", *, since: int) -> None:
-        """Count the rounds of a request from index `since` on."""
-        drafted, accepted = request.num_drafted_per_round, request.num_accepted_per_round
-        for index in range(since, len(drafted)):
-            self.add_round(num_drafted=drafted[index], num_accepted=accepted[index])
 
     def end_step(self, *, num_drafts: int, seconds: float | None, batch_size: int = 1) -> None:
         """Let the counters fade after a step that made `num_drafts` drafts a request.

@@ -144,16 +144,17 @@ def sampling_tensors(params: Sequence[SamplingParams], *, device: torch.device) 
     )
     temperature, top_p, min_p = facts.unbind(dim=1)
     top_k, seed = whole.unbind(dim=1)
+    drawn = [p for p in params if p.temperature > 0]  # greedy sampling has nothing to truncate
     return SamplingTensors(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
         seed=seed,
-        all_greedy=all(p.temperature == 0 for p in params),
-        keeps_all=all(_keeps_all(p) for p in params),
-        top_k_bound=_top_k_bound(params),
-        every_top_k=all(p.temperature == 0 or p.top_k > 0 for p in params),
+        all_greedy=not drawn,
+        keeps_all=all(p.top_k == 0 and p.top_p == 1 and p.min_p == 0 for p in drawn),
+        top_k_bound=_top_k_bound(drawn),
+        every_top_k=all(p.top_k > 0 for p in drawn),
     )
 
 
@@ -174,15 +175,9 @@ def _logprobs_plan(
     )
 
 
-def _keeps_all(params: SamplingParams) -> bool:
-    """Whether nothing is truncated; greedy sampling has nothing to truncate."""
-    untouched = params.top_k == 0 and params.top_p == 1 and params.min_p == 0
-    return untouched or params.temperature == 0
-
-
-def _top_k_bound(params: Sequence[SamplingParams]) -> int | None:
+def _top_k_bound(drawn: Sequence[SamplingParams]) -> int | None:
     """The smallest power of two that no top-k exceeds; None where top-p looks at all tokens."""
-    ordered = [p.top_k for p in params if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)]
+    ordered = [p.top_k for p in drawn if p.top_k > 0 or p.top_p < 1]
     return None if 0 in ordered else power_of_two(max(ordered, default=1))
 
 

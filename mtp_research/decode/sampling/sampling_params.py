@@ -8,6 +8,7 @@ penalties, so that its penalty divides a biased logit, and min-p before top-k an
 Letters: V vocabulary.
 """
 
+import functools
 import math
 import secrets
 from collections.abc import Callable, Iterable
@@ -181,7 +182,7 @@ class SamplingParams(SamplingOptions):
             ),
         )
 
-    @property
+    @functools.cached_property
     def uses_processors(self) -> bool:
         """Whether logits must be processed before the temperature, the grammar aside."""
         return bool(
