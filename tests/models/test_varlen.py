@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from mtp_research.models.attention import attention, context_rows
 from mtp_research.models.attention.attention import (
@@ -113,18 +114,14 @@ def test_compiled_attention_by_ends_is_one_graph_for_all_batches(monkeypatch):
 @pytest.mark.parametrize("sliding_window", [None, 2])
 def test_compiled_layers_that_need_one_mask_are_one_graph(sliding_window):
     """A mask that the first kept for the second would make two of them."""
-    tensors, graphs = random_tensors(8, dtype=torch.float32), []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
+    tensors, count = random_tensors(8, dtype=torch.float32), CompileCounter()
 
     def layer(context, query, key, value):
         call = AttentionCall(query, key, value, 0.3, sliding_window)
         return context.attend(torch.nn.Identity(), call)
 
     context, kept = (DenseContext(torch.from_numpy(ROWS)) for _ in range(2))
-    compiled = torch.compile(layer, backend=backend, dynamic=False, fullgraph=True)
+    compiled = torch.compile(layer, backend=count, dynamic=False, fullgraph=True)
     for _ in range(2):
         torch.testing.assert_close(compiled(context, *tensors), layer(kept, *tensors))
-    assert len(graphs) == 1
+    assert count.frame_count == 1

@@ -475,13 +475,13 @@ def test_compilers_of_a_gpu_start_before_the_target_is_loaded(
     started = []
 
     def load_inputs(*_, **__):
-        raise LookupError(f"{started}")
+        raise LookupError
 
     monkeypatch.setattr(setup, "start_compilers", lambda: started.append("compilers"))
     monkeypatch.setattr(setup, "load_inputs", load_inputs)
     config = copy.deepcopy(lab)
     config.trainer.compile = compiles
     ranks = SimpleNamespace(device=torch.device(device), num_processes=1)
-    with pytest.raises(LookupError) as fault:
+    with pytest.raises(LookupError):
         build_run(config, accelerator=ranks)
-    assert fault.value.args == (str(["compilers"] * is_started),)
+    assert started == ["compilers"] * is_started

@@ -22,6 +22,13 @@ def drafts_of(flags: np.ndarray) -> AnchorDrafts:
     return AnchorDrafts(flags.astype(bool), flags.astype(np.float32))
 
 
+def play_drafts(monkeypatch, held_out_drafts) -> None:
+    """Let `measure_held_out` call this, and do nothing with what it gives."""
+    monkeypatch.setattr(replay, "held_out_drafts", held_out_drafts)
+    monkeypatch.setattr(replay, "gather_object", lambda items: items)
+    monkeypatch.setattr(replay, "walk_report", lambda *_, **__: None)
+
+
 @pytest.mark.parametrize(
     ("num_rows", "batch_size", "num_ranks"), [(67, 32, 1), (5, 4, 2), (3, 8, 4), (8, 4, 1)]
 )
@@ -29,11 +36,7 @@ def test_batches_of_the_walk_have_one_size_on_all_ranks(
     monkeypatch, num_rows, batch_size, num_ranks
 ):
     found: list[list[list[int]]] = []
-    monkeypatch.setattr(
-        replay, "held_out_drafts", lambda *_, row_batches, **__: found.append(row_batches) or {}
-    )
-    monkeypatch.setattr(replay, "gather_object", lambda items: items)
-    monkeypatch.setattr(replay, "walk_report", lambda *_, **__: None)
+    play_drafts(monkeypatch, lambda *_, row_batches, **__: found.append(row_batches) or {})
     for rank in range(num_ranks):
         ranks = SimpleNamespace(process_index=rank, num_processes=num_ranks)
         parts = MagicMock(held_out_rows=range(num_rows))
@@ -57,9 +60,7 @@ def test_the_walk_compiles_nothing(monkeypatch):
         ran.append(compiled(torch.ones(3)))
         return {}
 
-    monkeypatch.setattr(replay, "held_out_drafts", held_out_drafts)
-    monkeypatch.setattr(replay, "gather_object", lambda items: items)
-    monkeypatch.setattr(replay, "walk_report", lambda *_, **__: None)
+    play_drafts(monkeypatch, held_out_drafts)
     ranks = SimpleNamespace(process_index=0, num_processes=1)
     replay.measure_held_out(MagicMock(held_out_rows=range(2)), ranks=ranks, batch_size=2)
     assert ran[0].tolist() == [2, 2, 2]
