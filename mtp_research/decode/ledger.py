@@ -96,7 +96,7 @@ class PendingResult:
     """
 
     def __init__(self, result: StepResult) -> None:
-        is_cuda = result.sampled_token_ids.is_cuda
+        is_cuda = result.rounds.is_cuda
         self._result = map_tensors(_start_copy, result) if is_cuda else result
         self._done = torch.cuda.Event() if is_cuda else None
         if self._done is not None:
@@ -181,7 +181,7 @@ class Ledger:
         waiting = time.perf_counter()
         result = launched.pending.wait()
         self.stats.wait_s += time.perf_counter() - waiting
-        sampled, finite, drafts = (tensor.tolist() for tensor in result[:3])
+        rounds, first_draft = result.rounds.tolist(), 1 + result.num_sampled
         logprobs = None if result.logprobs is None else result.logprobs.read()
         self.stats.num_steps += 1
         self.stats.num_prompt_rows += launched.num_prompt_rows
@@ -199,13 +199,13 @@ class Ledger:
                 self.finish(request, FinishReason.ERROR)  # its masks could not be made
                 continue
             num_tokens, drafted = len(request.token_ids), request.num_drafted_per_round
-            num_rounds = len(drafted)
+            num_rounds, numbers = len(drafted), rounds[row]
             commit_entry(
                 self.scheduler,
                 entry,
-                emitted=[token for token in sampled[row] if token >= 0],
-                drafts=drafts_made(drafts[row]),
-                is_finite=finite[row],
+                emitted=[token for token in numbers[1:first_draft] if token >= 0],
+                drafts=drafts_made(numbers[first_draft:]),
+                is_finite=numbers[0] == 1,
             )
             if len(drafted) > num_rounds:
                 accepted = request.num_accepted_per_round[-1]

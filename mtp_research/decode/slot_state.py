@@ -5,8 +5,9 @@
 Letters: L cache layers, S request slots, K drafts per step, D hidden.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -92,6 +93,14 @@ class KVCache:
         return sum(pool.numel() * pool.element_size() for pool in self._pools)
 
 
+class Tenant(NamedTuple):
+    """A request that is given a slot."""
+
+    slot: int
+    token_ids: Sequence[int]  # accepted text
+    first_row: int  # position of the first row that will run
+
+
 class SlotState:
     """What the next step needs of the text, by request slot so that batch order cannot matter.
 
@@ -140,12 +149,24 @@ class SlotState:
         """Hidden states kept of a request."""
         return self.hidden.shape[1]
 
-    def start(self, slot: int, token_ids: Tensor, *, first_row: int = 0) -> None:
-        """Give a slot to a request with accepted text `token_ids` `[L]`; rows from `first_row`."""
-        self.text[slot, : len(token_ids)] = token_ids
-        self.num_tokens[slot] = len(token_ids)
-        self.first_row[slot] = first_row
-        self.draft_token_ids[slot] = -1
+    def start(self, tenants: Sequence[Tenant]) -> None:
+        """Give slots to requests.
+
+        All goes to the device in one copy: a number that is assigned to an element there comes from
+        memory that is not pinned, and would wait for all that the device has yet to do.
+        """
+        count, device = len(tenants), self.text.device
+        facts = [(one.slot, len(one.token_ids), one.first_row) for one in tenants]
+        values = [*itertools.chain(*zip(*facts, strict=True), *(one.token_ids for one in tenants))]
+        uploaded = to_device(values, dtype=torch.int64, device=device)
+        slots, lengths, first_rows = uploaded[: 3 * count].view(3, count)
+        self.num_tokens[slots] = lengths
+        self.first_row[slots] = first_rows
+        self.draft_token_ids.index_fill_(0, slots, -1)
+        start = 3 * count
+        for slot, length, _ in facts:
+            self.text[slot, :length] = uploaded[start : start + length]
+            start += length
 
     def start_positions(self, slot: int, positions: Tensor | None) -> None:
         """Give a slot the rotary positions of its prompt `[axes, prompt]`; None is j on all axes.
@@ -244,10 +265,21 @@ def to_device(values: list, *, dtype: torch.dtype, device: torch.device) -> Tens
     return copy_to_device(torch.from_numpy(np.array(values, dtype=_NUMPY_TYPES[dtype])), device)
 
 
+def write_to_device(values: list, out: Tensor) -> None:
+    """Copy host values likewise into a tensor of their shape that is there."""
+    out.copy_(
+        _pinned(torch.from_numpy(np.array(values, dtype=_NUMPY_TYPES[out.dtype])), out.device),
+        non_blocking=True,
+    )
+
+
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host, copied likewise: only from pinned memory does a copy not wait."""
-    source = tensor.pin_memory() if device.type == "cuda" else tensor
-    return source.to(device, non_blocking=True)
+    return _pinned(tensor, device).to(device, non_blocking=True)
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def map_tensors(function: Callable[..., Tensor], value: Tree, *others: Tree) -> Tree:

@@ -39,16 +39,19 @@ from mtp_research.policy.plan import DraftPlan, StepState
 class StepResult(NamedTuple):
     """What the host wants to know of a step."""
 
-    sampled_token_ids: Tensor  # `[R, K+1]` int64, -1 padded; meaningless where nothing was sampled
-    is_finite: Tensor  # `[R]` bool
-    draft_token_ids: Tensor  # `[R, K]` int64
+    # `[R, 1 + J + K]` int64, one tensor because each costs a copy: whether logits were finite, J
+    # sampled tokens (-1 padded; meaningless where nothing was sampled), K drafts
+    rounds: Tensor
+    num_sampled: int  # J, at most K + 1
     logprobs: LogprobTensors | None = None  # of the emitted tokens; None where no request asks
 
     @classmethod
     def of(cls, verified: "Verified", drafts: Tensor) -> "StepResult":
         """The result of a step that decided and drafted this."""
         tokens, logprobs = verified
-        return cls(tokens.sampled_token_ids, tokens.is_finite, drafts, logprobs)
+        sampled = tokens.sampled_token_ids
+        rounds = torch.cat([tokens.is_finite[:, None].long(), sampled, drafts], dim=1)
+        return cls(rounds, sampled.shape[1], logprobs)
 
 
 class TargetRows(NamedTuple):

@@ -45,7 +45,8 @@ class HashedLoop:
 
         def noted_apply(launched: Launched) -> None:
             apply(launched)
-            rows = launched.pending.wait().draft_token_ids.tolist()
+            result = launched.pending.wait()
+            rows = result.rounds[:, 1 + result.num_sampled :].tolist()
             for entry, row in zip(launched.entries, rows, strict=True):
                 request = entry.request
                 if request.status is not Status.FINISHED and (

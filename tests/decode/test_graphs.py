@@ -327,6 +327,21 @@ def test_graphs_survive_preemption(target) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_requests_are_admitted_without_waiting_for_the_device(target, captured: bool) -> None:
+    engine = _engine(cuda_graphs=captured, capture_mixed=captured, max_model_len=256)
+    decoder = SpecDecoder(target, _heads(target), engine=engine)
+    sampling = [SamplingParams(max_new_tokens=9 + 3 * i) for i in range(len(PROMPTS))]
+    wanted = texts_of(run(decoder, PROMPTS, sampling=sampling))  # captures what it needs
+    decoder.stats.records.clear()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert texts_of(run(decoder, PROMPTS, sampling=sampling)) == wanted
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
 def test_steady_decoding_never_waits_for_the_device(target) -> None:
     decoder = SpecDecoder(
         target, _heads(target), engine=_engine(cuda_graphs=True, max_model_len=256)

@@ -60,7 +60,8 @@ def _decode(decoder: SpecDecoder, prompts: list[list[int]], *, wanted: int = 8, 
     def note(launched: Launched) -> None:
         is_live = [entry.request.status is not Status.FINISHED for entry in launched.entries]
         apply(launched)
-        rows = launched.pending.wait().draft_token_ids.tolist()
+        result = launched.pending.wait()
+        rows = result.rounds[:, 1 + result.num_sampled :].tolist()
         for entry, row, was_live in zip(launched.entries, rows, is_live, strict=True):
             if was_live and (entry.ends_at_newest_token or entry.ends_recompute):
                 history.setdefault(entry.request.request_id, []).append(

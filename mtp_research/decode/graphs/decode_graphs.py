@@ -58,7 +58,7 @@ from mtp_research.decode.schedule.batch import (
     have_axis_positions,
 )
 from mtp_research.decode.schedule.request import Scheduled
-from mtp_research.decode.slot_state import map_tensors, to_device
+from mtp_research.decode.slot_state import map_tensors, write_to_device
 from mtp_research.decode.step import DeviceStep, StepResult, TargetRows
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites, options_of
 from mtp_research.models.rewrites.regions import (
@@ -420,7 +420,7 @@ class StepGraphs:
         slots += [self._spare_slot] * (bucket - len(slots))
         have_changed = self._tables.update(requests)
         if slots != self._uploaded_slots:
-            self._slots[:bucket] = to_device(slots, dtype=torch.int64, device=self._slots.device)
+            write_to_device(slots, self._slots[:bucket])
             self._uploaded_slots = slots
         elif not have_changed:
             return

@@ -41,7 +41,7 @@ from mtp_research.decode.schedule.batch import (
     prompts_of,
 )
 from mtp_research.decode.schedule.request import Scheduled
-from mtp_research.decode.slot_state import to_device
+from mtp_research.decode.slot_state import write_to_device
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.kernels.latent.expanded_attention import (
     LatentDims,
@@ -62,7 +62,7 @@ _ALWAYS_ROWS = 1024
 # operations are about 15 ms of an H200.
 _LAUNCH_BOUND = 4e12
 _SIZES_AN_OCTAVE = 8  # of larger steps: at most an eighth of the rows is padding
-_NUM_FACTS = 6
+_NUM_FACTS = 7  # those of `facts_of`, then the most base rows of a draft pass
 _SLOT = 0  # the first of them
 
 
@@ -134,10 +134,7 @@ class MixedGraphs:
         device = step.slot_state.text.device
         most = max(shape.num_requests for shape in self._shapes)
         most += most % 2  # compiled code wants rows of `_facts` at multiples of 16 bytes
-        ints = {"dtype": torch.int64, "device": device}
-        self._facts = torch.zeros(_NUM_FACTS, most, **ints)
-        self._base_counts = torch.zeros(most, **ints)
-        self._block_table = torch.zeros(most, tables.width, dtype=torch.int32, device=device)
+        self._facts = torch.zeros(_NUM_FACTS, most, dtype=torch.int64, device=device)
         self._params = StaticParams(most, device=device)
         self._graphs: dict[Hashable, Captured[StepResult]] = {}
         self.capture_s = 0.0
@@ -286,19 +283,18 @@ class MixedGraphs:
         static, step = self._params.view(params, num_requests), self._step
 
         def run() -> StepResult:
-            block_table = self._block_table[:num_requests]
+            *facts, base_counts = self._facts[:, :num_requests]
+            block_table = self._tables.read(facts[_SLOT])
             if self._compiler is not None:
                 mark_any_size(block_table, dim=1)
             inputs = step.captured_inputs(
-                StepRows.of_facts(
-                    self._facts[:, :num_requests], total=shape.num_rows, longest=shape.longest
-                ),
+                StepRows.of_facts(facts, total=shape.num_rows, longest=shape.longest),
                 block_table,
                 num_drafts=step.plan.num_speculative_tokens,
                 compiler=self._compiler,
             )
             base_rows = BaseRows(
-                self._base_counts[:num_requests],
+                base_counts,
                 total=shape.num_base_rows,
                 longest=shape.longest_base,
             )
@@ -319,22 +315,17 @@ class MixedGraphs:
         base = self._base_rows(
             [*counts, *left], [*(e.is_prefill for e in entries), *[True] * len(left)]
         )
-        if base:
-            base[-1] += shape.num_base_rows - sum(base)
-        device = self._facts.device
-        columns = list(zip(*facts, strict=True))
-        self._facts[:, :num_requests] = to_device(columns, dtype=torch.int64, device=device)
+        base[-1] += shape.num_base_rows - sum(base)
+        unused = [0] * (self._facts.shape[1] - num_requests)
+        columns = [[*column, *unused] for column in (*zip(*facts, strict=True), base)]
+        write_to_device(columns, self._facts)
         self._tables.update(entry.request for entry in entries)
-        slots = self._facts[_SLOT, :num_requests]
-        self._tables.read(slots, out=self._block_table[:num_requests])
-        if base:
-            self._base_counts[:num_requests] = to_device(base, dtype=torch.int64, device=device)
         return left
 
     def _base_rows(self, counts: list[int], is_prefill: list[bool]) -> list[int]:
         drafter = self._step.drafter
         if not isinstance(drafter, MTPDrafter):
-            return []
+            return [0] * len(counts)
         return drafter.plan.max_base_rows(counts, is_prefill=is_prefill)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mtp_research.decode.schedule.request import Request, Scheduled
-from mtp_research.decode.slot_state import KVCache, SlotState, to_device
+from mtp_research.decode.slot_state import KVCache, SlotState, Tenant, to_device
 from mtp_research.kernels.latent.expanded_attention import Prompts, Span
 from mtp_research.models.attention.paged import PagedContext
 from mtp_research.models.recurrent import RecurrentContext, with_states
@@ -71,8 +71,8 @@ class StepRows(NamedTuple):
         return cls(slots, layout, first_row, ~yes, yes, ~yes)
 
     @classmethod
-    def of_facts(cls, facts: Tensor, *, total: int, longest: int) -> "StepRows":
-        """Rows of `facts` `[6, R]` (`facts_of`): T is `total`, of a request at most `longest`."""
+    def of_facts(cls, facts: Iterable[Tensor], *, total: int, longest: int) -> "StepRows":
+        """Rows of six facts `[R]` (`facts_of`): T is `total`, of a request at most `longest`."""
         slots, first_row, num_rows, *flags = facts
         layout = bounded_rows(BaseRows(num_rows, total=total, longest=longest), 0)
         return cls(slots, layout, first_row, *(flag.bool() for flag in flags))
@@ -246,16 +246,17 @@ class StepInputs:
         return torch.minimum((last - self.num_drafts)[:, None] + column, last[:, None])
 
 
-def start_texts(admitted: Iterable[Request], *, slot_state: SlotState) -> None:
+def start_texts(admitted: Sequence[Request], *, slot_state: SlotState) -> None:
     """Write the texts of admitted requests, and their positions, into their slots."""
+    if not admitted:
+        return
     device = slot_state.text.device
-    for request in admitted:
-        assert request.slot is not None, f"{request.request_id} was admitted without a slot"
-        tokens = to_device(request.token_ids, dtype=torch.int64, device=device)
-        slot_state.start(request.slot, tokens, first_row=request.num_cached_tokens)
+    tenants = [Tenant(cast(int, r.slot), r.token_ids, r.num_cached_tokens) for r in admitted]
+    slot_state.start(tenants)
+    for tenant, request in zip(tenants, admitted, strict=True):
         given = request.axis_positions
         slot_state.start_positions(
-            request.slot,
+            tenant.slot,
             None if given is None else to_device(list(given), dtype=torch.int64, device=device),
         )
 
@@ -389,6 +390,6 @@ class BlockTables:
         self._tables.view(-1)[where] = values.int()
         return True
 
-    def read(self, slots: Tensor, *, out: Tensor) -> None:
-        """Put the tables of `slots` `[R]` int64 into `out` `[R, M]` int32."""
-        torch.index_select(self._tables, 0, slots, out=out)
+    def read(self, slots: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """The tables of `slots` `[R]` int64, `[R, M]` int32; in `out`, if it is given."""
+        return torch.index_select(self._tables, 0, slots, out=out)
