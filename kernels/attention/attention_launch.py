@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 
 # Shared memory of one sm_90 SM is 228 KiB; two programs an SM keep loads in flight while one waits.
 _PIPELINE_BYTES = 104 * 1024
-_MAX_STAGES = 4
 _PROGRAMS_PER_SM = 2
+# Of keys and values together: programs of narrow heads are four an SM with a stage less, which was
+# faster in all cases measured (9 / 3 heads of 64, 8 to 128 requests, one H200).
+_NARROW_WIDTH = 128
+_NARROW_PROGRAMS_PER_SM = 4
 # One request with one KV head reaches 128 of the 132 multiprocessors; at 64 splits it reached 64.
 MAX_SPLITS = 128
-_SPLITS_OF_A_WARP, _SPLITS_OF_FOUR_WARPS = 4, 64
+_VALUES_OF_A_WARP, _VALUES_OF_FOUR_WARPS = 1024, 16384  # partial outputs of a row being merged
 # Keys of a split whose bounds do not depend on the batch; a multiple of every tile width.
 INVARIANT_SPLIT_KEYS = 256
 MAX_RAGGED = 1024  # requests whose tiles a program counts through
@@ -95,6 +98,7 @@ def launch_paged_attention(
             num_kv_heads * min(num_ragged, num_tiles),
             max_key_tiles=ceil_div(max_keys, config.block_n),
             num_sms=checks.num_multiprocessors(query.device),
+            programs_per_sm=programs_per_sm(key_dim, value_dim),
             has_prompts=rows.max_query_len > MAX_STORED_ROWS,
         )
     split = split_outputs(out, num_splits, always_split=invariant)
@@ -146,17 +150,27 @@ def launch_paged_attention(
             split,
             query_start_loc=rows.query_start_loc,
             out=out,
-            num_warps=4 if invariant else merge_warps(num_splits),
+            num_warps=4 if invariant else merge_warps(num_splits, value_dim=value_dim),
             in_order=invariant,
         )
     return out
 
 
-def merge_warps(num_splits: int) -> int:
+def merge_warps(num_splits: int, *, value_dim: int) -> int:
     """Warps of a program that merges one row: as few as hold its partial outputs in registers."""
-    if num_splits <= _SPLITS_OF_A_WARP:  # more warps would wait for each other
+    num_values = next_power_of_two(num_splits) * padded_head_dim(value_dim)
+    if num_values <= _VALUES_OF_A_WARP:  # more warps would wait for each other
         return 1
-    return 4 if num_splits <= _SPLITS_OF_FOUR_WARPS else 8
+    return 4 if num_values <= _VALUES_OF_FOUR_WARPS else 8
+
+
+def programs_per_sm(key_dim: int, value_dim: int) -> int:
+    """Programs that share a multiprocessor, by head dims; see `choose_config`."""
+    return _NARROW_PROGRAMS_PER_SM if _is_narrow(key_dim, value_dim) else _PROGRAMS_PER_SM
+
+
+def _is_narrow(key_dim: int, value_dim: int) -> bool:
+    return padded_head_dim(key_dim) + padded_head_dim(value_dim) <= _NARROW_WIDTH
 
 
 def _new_row_strides(new_rows: NewRows | None) -> tuple[int, ...]:
@@ -210,8 +224,8 @@ def choose_config(
 
     `num_packed_rows` share one KV head's keys: max_query_len x (H / Hkv). Few of them fill one
     mma.sync tile (16), more one wgmma tile (64). The pipeline takes the stages that let two
-    programs share an SM. float32 multiplies without tensor cores, so that it stays exact; only
-    small tiles of it fit the registers.
+    programs share an SM, of narrow heads four. float32 multiplies without tensor cores, so that it
+    stays exact; only small tiles of it fit the registers.
     """
     padded_width = padded_head_dim(key_dim) + padded_head_dim(value_dim)
     wide = padded_width > 256
@@ -222,7 +236,9 @@ def choose_config(
     # Few rows of wide keys spill with four stages; with values of another width they do with three
     # (ptxas, sm_90, Triton 3.6).
     fewer = 3 if key_dim == value_dim else 2
-    max_stages = fewer if wide and block_m == 16 else _MAX_STAGES
+    max_stages = 3 if _is_narrow(key_dim, value_dim) else 4
+    if wide and block_m == 16:
+        max_stages = fewer
     num_stages = max(2, min(max_stages, _PIPELINE_BYTES // stage_bytes))
     num_warps = 8 if wide and block_m == 64 else 4
     return LaunchConfig(block_m, block_n, num_warps=num_warps, num_stages=num_stages)

@@ -4,7 +4,9 @@ from mtp_research.kernels.attention.attention_launch import (
     LaunchConfig,
     choose_config,
     choose_num_splits,
+    merge_warps,
     padded_head_dim,
+    programs_per_sm,
 )
 
 
@@ -35,6 +37,23 @@ def test_few_requests_of_128k_tokens_keep_the_device_busy(num_programs):
     assert num_programs * 2048 / 264 / (waves * tiles) > 0.9
 
 
+def test_programs_of_narrow_heads_share_a_multiprocessor_by_four():
+    assert [programs_per_sm(*dims) for dims in ((64, 64), (32, 64), (128, 64), (128, 128))] == [
+        4,
+        4,
+        2,
+        2,
+    ]
+    sizes = {"max_key_tiles": 26, "num_sms": 132}
+    assert choose_num_splits(128 * 3, **sizes, programs_per_sm=4) == 4  # three full waves of 528
+    assert choose_num_splits(128 * 3, **sizes, programs_per_sm=2) == 2
+
+
+def test_a_merged_row_takes_as_few_warps_as_hold_its_parts():
+    assert [merge_warps(splits, value_dim=256) for splits in (4, 5, 64, 65)] == [1, 4, 4, 8]
+    assert [merge_warps(splits, value_dim=64) for splits in (16, 17)] == [1, 4]
+
+
 def test_choose_num_splits_one_program_an_sm_takes_half_the_splits():
     chosen = choose_num_splits(32, max_key_tiles=128, num_sms=132, programs_per_sm=1)
     assert chosen == 4
@@ -63,6 +82,7 @@ def test_prompts_that_fill_the_device_are_not_split_whatever_the_table_could_hol
         pytest.param(16, 128, 2, LaunchConfig(16, 64, 4, 3), id="verify_q4_group4"),
         pytest.param(48, 128, 2, LaunchConfig(64, 64, 4, 3), id="verify_q4_group12"),
         pytest.param(32, 256, 2, LaunchConfig(64, 32, 8, 3), id="wide_heads"),
+        pytest.param(12, 64, 2, LaunchConfig(16, 64, 4, 3), id="narrow_heads"),
         pytest.param(48, 128, 4, LaunchConfig(16, 32, 4, 3), id="float32"),
     ],
 )

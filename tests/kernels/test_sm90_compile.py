@@ -296,11 +296,16 @@ def test_rotation_sm90_rounds_products_before_it_adds_them():
 
 
 @pytest.mark.parametrize(
-    "num_splits",
-    kinds_first((4, 64, attention_launch.MAX_SPLITS), {"64"}),
+    ("num_splits", "dim"),
+    [
+        (4, 256),
+        (64, 256),
+        (16, 64),
+        pytest.param(attention_launch.MAX_SPLITS, 256, marks=pytest.mark.every_case),
+    ],
 )
-def test_merge_splits_kernel_sm90_has_no_spills(num_splits, tmp_path):
-    dim, num_warps = 256, attention_launch.merge_warps(num_splits)
+def test_merge_splits_kernel_sm90_has_no_spills(num_splits, dim, tmp_path):
+    num_warps = attention_launch.merge_warps(num_splits, value_dim=dim)
     constants = {"NUM_HEADS": 32, "VALUE_DIM": dim, "PADDED_VALUE_DIM": dim}
     constants["PADDED_SPLITS"] = num_splits
     types = dict.fromkeys(("num_requests", "num_splits", "num_row_heads"), "i32")
