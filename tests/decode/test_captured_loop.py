@@ -17,6 +17,7 @@ from mtp_research.decode.graphs import mixed_graphs
 from mtp_research.decode.graphs.mixed_graphs import (
     MIXED_ROWS,
     MixedShape,
+    row_buckets,
     large_sizes,
     padding_rows,
     pays_captured,
@@ -330,6 +331,15 @@ def test_small_targets_have_larger_steps_captured() -> None:
         for num_parameters in (135_000_000, 1_500_000_000, 7_000_000_000)
     }
     assert largest == {135_000_000: 4096, 1_500_000_000: 2048, 7_000_000_000: 1024}
+
+
+@pytest.mark.parametrize(("max_rows", "largest"), [(40, 64), (1024, 1024), (1100, 1536)])
+def test_steps_are_captured_up_to_the_first_bucket_that_holds_all_rows(
+    max_rows: int, largest: int
+) -> None:
+    sizes = row_buckets(max_rows, num_parameters=135_000_000)
+    assert sizes == [rows for rows in MIXED_ROWS if rows <= largest]
+    assert row_buckets(4096, num_parameters=7_000_000_000)[-1] == 1024
 
 
 @given(st.integers(1, 1024), st.integers(1, 70), st.integers(16, 600), st.integers(0, 5))

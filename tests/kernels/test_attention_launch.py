@@ -71,6 +71,9 @@ def test_prompts_that_fill_the_device_are_not_split_whatever_the_table_could_hol
     sizes = {"max_key_tiles": 512, "num_sms": 132}
     assert choose_num_splits((512 + 35) * 8, **sizes) > 1  # a few waves are evened out a little
     assert choose_num_splits((512 + 35) * 8, **sizes, has_prompts=True) == 1
+    short = {"max_key_tiles": 26, "num_sms": 132}
+    assert choose_num_splits(300, **short) > 1
+    assert choose_num_splits(300, **short, has_prompts=True) == 1
     few = choose_num_splits(100, **sizes)
     assert choose_num_splits(100, **sizes, has_prompts=True) == few > 1
 

@@ -55,7 +55,7 @@ from mtp_research.policy.plan import BaseRows
 from mtp_research.runtime.ahead import PassSize
 from mtp_research.runtime.captures import Captured, capture_call
 
-MIXED_ROWS = (64, 128, 256, 512, 1024, 2048, 4096)  # T of the buckets, ascending
+MIXED_ROWS = (64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)  # T of the buckets, ascending
 # The largest of them for every target; above it a row keeps a large one busier than a launch takes.
 _ALWAYS_ROWS = 1024
 # Multiplications (rows times parameters, say) up to which the launches of a step take longer: 8e12
@@ -113,12 +113,7 @@ class MixedGraphs:
         self._rows_each = num_rerun + 1  # of a request that decodes
         self._latents = latent_heads(step.target.model)
         num_parameters = sum(weight.numel() for weight in step.target.model.parameters())
-        captured = [
-            num_rows
-            for num_rows in MIXED_ROWS
-            if (num_rows < 2 * max_rows or num_rows == MIXED_ROWS[0])
-            and pays_captured(num_rows, num_parameters=num_parameters)
-        ]
+        captured = row_buckets(max_rows, num_parameters=num_parameters)
         large = large_sizes(captured[-1], most=max_rows)
         self._captured_rows = captured[-1]  # most rows of a step that is captured
         self._shapes = [
@@ -341,6 +336,15 @@ def latent_heads(model: nn.Module) -> Counter[LatentDims]:
 def pays_captured(num_rows: int, *, num_parameters: int) -> bool:
     """Whether a step of so many rows ends sooner as a graph, padding included."""
     return num_rows <= _ALWAYS_ROWS or num_rows * num_parameters <= _LAUNCH_BOUND
+
+
+def row_buckets(max_rows: int, *, num_parameters: int) -> list[int]:
+    """Rows of the buckets that steps of at most `max_rows` rows need and that pay, ascending."""
+    return [
+        num_rows
+        for smaller, num_rows in itertools.pairwise((0, *MIXED_ROWS))
+        if smaller < max_rows and pays_captured(num_rows, num_parameters=num_parameters)
+    ]
 
 
 def large_sizes(captured: int, *, most: int) -> list[int]:
