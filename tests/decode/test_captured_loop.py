@@ -17,10 +17,10 @@ from mtp_research.decode.graphs import mixed_graphs
 from mtp_research.decode.graphs.mixed_graphs import (
     MIXED_ROWS,
     MixedShape,
-    row_buckets,
     large_sizes,
     padding_rows,
     pays_captured,
+    row_buckets,
 )
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
