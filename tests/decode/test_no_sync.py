@@ -7,6 +7,7 @@ made from host values, the meta device stands for the GPU.
 
 import pytest
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,8 +21,9 @@ from mtp_research.decode.sampling.sampling import (
     target_probabilities,
 )
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.batch import start_texts
 from mtp_research.decode.schedule.request import Request
-from mtp_research.decode.slot_state import to_device
+from mtp_research.decode.slot_state import SlotState, to_device
 from mtp_research.decode.verify.verify_rules import RULES, text_is_thinking
 from mtp_research.policy.fields import POLICIES
 from mtp_research.policy.plan import DraftPlan
@@ -65,11 +67,17 @@ class NoSync(TorchDispatchMode):
 
 
 class NoHostLists(TorchFunctionMode):
-    """Fails at `torch.tensor(LIST, device=META)`, of which a dispatch mode sees nothing."""
+    """Fails at host values that go to META and would wait, of which a dispatch mode sees nothing.
+
+    Those are `torch.tensor(LIST, device=META)` and a number that is assigned to a single element: a
+    GPU gets it in a copy, while a row or more is filled by a kernel.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         is_waiting = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == META
+        if func is Tensor.__setitem__ and not isinstance(args[2], Tensor):
+            is_waiting = args[0].device == META and args[0][args[1]].dim() == 0
         assert not is_waiting, f"torch.{func.__name__} of host values waits for the device"
         return func(*args, **kwargs)
 
@@ -94,6 +102,7 @@ def test_watch_finds_operations_that_wait(operation) -> None:
     [
         pytest.param(lambda: torch.tensor([1.0, 2.0], device=META), id="host-list"),
         pytest.param(lambda: torch.ones(2).to(META), id="copy"),
+        pytest.param(lambda: torch.ones(2, device=META).__setitem__(1, 3), id="element"),
     ],
 )
 def test_watch_finds_copies_from_the_host_that_wait(operation) -> None:
@@ -101,6 +110,7 @@ def test_watch_finds_copies_from_the_host_that_wait(operation) -> None:
         operation()
     with NoSync(META), NoHostLists():
         to_device([1.0, 2.0], dtype=torch.float32, device=META)
+        torch.ones(2, 3, device=META)[1] = 3
 
 
 OPTIONS = {
@@ -151,6 +161,31 @@ def _requests_that_use_everything() -> list[Request]:
         Request(request_id=str(row), prompt_token_ids=(1, 2), sampling=p)
         for row, p in enumerate(params)
     ]
+
+
+def test_texts_of_admitted_requests_are_written_without_waiting() -> None:
+    sizes = {"max_model_len": 9, "hidden_size": 4, "vocab_size": 6, "keep_draft_probs": False}
+    plan = DraftPlan(POLICIES["eagle"], 2, 1)
+    slot_state = SlotState(3, plan=plan, **sizes, dtype=torch.float32, device=META)
+    requests = [Request(str(slot), (1, 2), SamplingParams(), slot=slot) for slot in (2, 0)]
+    with NoSync(META), NoHostLists():
+        start_texts(requests, slot_state=slot_state)
+
+
+def test_texts_of_admitted_requests_lie_in_their_slots() -> None:
+    sizes = {"max_model_len": 9, "hidden_size": 4, "vocab_size": 6, "keep_draft_probs": False}
+    plan = DraftPlan(POLICIES["eagle"], 2, 1)
+    slot_state = SlotState(3, plan=plan, **sizes, dtype=torch.float32, device=CPU)
+    slot_state.text.fill_(7)
+    slot_state.draft_token_ids.fill_(5)
+    long = Request("long", (1, 2, 3), SamplingParams(), slot=2, num_cached_tokens=2)
+    start_texts([long, Request("short", (4,), SamplingParams(), slot=0)], slot_state=slot_state)
+    assert slot_state.text[2, :4].tolist() == [1, 2, 3, 7]
+    assert slot_state.text[0, :2].tolist() == [4, 7]
+    assert slot_state.num_tokens.tolist() == [1, 1, 3, 1]
+    assert slot_state.first_row.tolist() == [0, 0, 2, 0]
+    assert slot_state.draft_token_ids.tolist() == [[-1, -1], [5, 5], [-1, -1], [5, 5]]
+    start_texts([], slot_state=slot_state)
 
 
 def test_tensors_of_a_new_batch_are_made_without_waiting() -> None:
