@@ -267,10 +267,8 @@ def to_device(values: list, *, dtype: torch.dtype, device: torch.device) -> Tens
 
 def write_to_device(values: list, out: Tensor) -> None:
     """Copy host values likewise into a tensor of their shape that is there."""
-    out.copy_(
-        _pinned(torch.from_numpy(np.array(values, dtype=_NUMPY_TYPES[out.dtype])), out.device),
-        non_blocking=True,
-    )
+    source = torch.from_numpy(np.array(values, dtype=_NUMPY_TYPES[out.dtype]))
+    out.copy_(_pinned(source, out.device), non_blocking=True)
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
