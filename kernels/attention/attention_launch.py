@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 # Shared memory of one sm_90 SM is 228 KiB; two programs an SM keep loads in flight while one waits.
 _PIPELINE_BYTES = 104 * 1024
 _PROGRAMS_PER_SM = 2
-# Of keys and values together: programs of narrow heads are four an SM with a stage less, which was
-# faster in all cases measured (9 / 3 heads of 64, 8 to 128 requests, one H200).
+# Of keys and values together: with a stage less four programs of narrow heads fit on an SM, which
+# was faster with 32 and with 128 requests (9 / 3 heads of 64, one H200).
 _NARROW_WIDTH = 128
 _NARROW_PROGRAMS_PER_SM = 4
 # One request with one KV head reaches 128 of the 132 multiprocessors; at 64 splits it reached 64.
@@ -40,8 +40,8 @@ _VALUES_OF_A_WARP, _VALUES_OF_FOUR_WARPS = 1024, 16384  # partial outputs of a r
 INVARIANT_SPLIT_KEYS = 256
 MAX_RAGGED = 1024  # requests whose tiles a program counts through
 # Programs of prompt rows that fill the device so many times are not split. Estimated; where tables
-# have few key tiles once is enough: us on one H200 with 1, 2 and 3 splits 31.9, 34.8 and 34.2
-# (118 requests of 9 / 3 heads, 26 tiles), 91.7, 140.0 and 150.3 (34 of 32 / 8, 21 tiles).
+# have few key tiles once is enough: 1, 2 and 3 splits took 32.7, 34.2 and 33.9 us (118 requests of
+# 9 / 3 heads, 26 tiles, one H200).
 _FULL_WAVES = 3
 _FEW_KEY_TILES = 32
 # Start, drain and partial write of a split, in units of one key tile. Estimated, not measured.

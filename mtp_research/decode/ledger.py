@@ -181,7 +181,7 @@ class Ledger:
         waiting = time.perf_counter()
         result = launched.pending.wait()
         self.stats.wait_s += time.perf_counter() - waiting
-        rounds, first_draft = result.rounds.tolist(), 1 + result.num_sampled
+        rounds, first_draft = result.rounds.tolist(), result.first_draft
         logprobs = None if result.logprobs is None else result.logprobs.read()
         self.stats.num_steps += 1
         self.stats.num_prompt_rows += launched.num_prompt_rows

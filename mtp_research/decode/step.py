@@ -53,6 +53,11 @@ class StepResult(NamedTuple):
         rounds = torch.cat([tokens.is_finite[:, None].long(), sampled, drafts], dim=1)
         return cls(rounds, sampled.shape[1], logprobs)
 
+    @property
+    def first_draft(self) -> int:
+        """Column of the first draft."""
+        return 1 + self.num_sampled
+
 
 class TargetRows(NamedTuple):
     """What the target computed."""

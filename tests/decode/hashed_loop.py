@@ -46,7 +46,7 @@ class HashedLoop:
         def noted_apply(launched: Launched) -> None:
             apply(launched)
             result = launched.pending.wait()
-            rows = result.rounds[:, 1 + result.num_sampled :].tolist()
+            rows = result.rounds[:, result.first_draft :].tolist()
             for entry, row in zip(launched.entries, rows, strict=True):
                 request = entry.request
                 if request.status is not Status.FINISHED and (

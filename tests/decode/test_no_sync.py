@@ -66,7 +66,7 @@ class NoSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class NoHostLists(TorchFunctionMode):
+class NoHostValues(TorchFunctionMode):
     """Fails at host values that go to META and would wait, of which a dispatch mode sees nothing.
 
     Those are `torch.tensor(LIST, device=META)` and a number that is assigned to a single element: a
@@ -106,9 +106,9 @@ def test_watch_finds_operations_that_wait(operation) -> None:
     ],
 )
 def test_watch_finds_copies_from_the_host_that_wait(operation) -> None:
-    with pytest.raises(AssertionError, match="waits"), NoSync(META), NoHostLists():
+    with pytest.raises(AssertionError, match="waits"), NoSync(META), NoHostValues():
         operation()
-    with NoSync(META), NoHostLists():
+    with NoSync(META), NoHostValues():
         to_device([1.0, 2.0], dtype=torch.float32, device=META)
         torch.ones(2, 3, device=META)[1] = 3
 
@@ -163,19 +163,21 @@ def _requests_that_use_everything() -> list[Request]:
     ]
 
 
-def test_texts_of_admitted_requests_are_written_without_waiting() -> None:
+def _slot_state(device: torch.device) -> SlotState:
     sizes = {"max_model_len": 9, "hidden_size": 4, "vocab_size": 6, "keep_draft_probs": False}
     plan = DraftPlan(POLICIES["eagle"], 2, 1)
-    slot_state = SlotState(3, plan=plan, **sizes, dtype=torch.float32, device=META)
+    return SlotState(3, plan=plan, **sizes, dtype=torch.float32, device=device)
+
+
+def test_texts_of_admitted_requests_are_written_without_waiting() -> None:
+    slot_state = _slot_state(META)
     requests = [Request(str(slot), (1, 2), SamplingParams(), slot=slot) for slot in (2, 0)]
-    with NoSync(META), NoHostLists():
+    with NoSync(META), NoHostValues():
         start_texts(requests, slot_state=slot_state)
 
 
 def test_texts_of_admitted_requests_lie_in_their_slots() -> None:
-    sizes = {"max_model_len": 9, "hidden_size": 4, "vocab_size": 6, "keep_draft_probs": False}
-    plan = DraftPlan(POLICIES["eagle"], 2, 1)
-    slot_state = SlotState(3, plan=plan, **sizes, dtype=torch.float32, device=CPU)
+    slot_state = _slot_state(CPU)
     slot_state.text.fill_(7)
     slot_state.draft_token_ids.fill_(5)
     long = Request("long", (1, 2, 3), SamplingParams(), slot=2, num_cached_tokens=2)
@@ -190,7 +192,10 @@ def test_texts_of_admitted_requests_lie_in_their_slots() -> None:
 
 def test_tensors_of_a_new_batch_are_made_without_waiting() -> None:
     batch = BatchSampling(DraftPlan(POLICIES["eagle"], 2, 1), vocab_size=6, device=META)
-    with NoSync(META), NoHostLists():  # every admission and every end of a request makes them again
+    with (
+        NoSync(META),
+        NoHostValues(),
+    ):  # every admission and every end of a request makes them again
         tensors = batch.tensors(_requests_that_use_everything())
     assert tensors.processors is not None
     assert tensors.logprobs is not None

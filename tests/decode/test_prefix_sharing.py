@@ -61,7 +61,7 @@ def _decode(decoder: SpecDecoder, prompts: list[list[int]], *, wanted: int = 8, 
         is_live = [entry.request.status is not Status.FINISHED for entry in launched.entries]
         apply(launched)
         result = launched.pending.wait()
-        rows = result.rounds[:, 1 + result.num_sampled :].tolist()
+        rows = result.rounds[:, result.first_draft :].tolist()
         for entry, row, was_live in zip(launched.entries, rows, is_live, strict=True):
             if was_live and (entry.ends_at_newest_token or entry.ends_recompute):
                 history.setdefault(entry.request.request_id, []).append(
