@@ -9,6 +9,7 @@ Letters: H / Hkv heads, Dk / Dv head dims.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -31,6 +32,7 @@ MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
 MIN_BLOCK_SIZE = 16
 LINE_BYTES = 128  # of the L2 cache
+MAX_SHARED_TILES = 16_384  # tiles of a launch that several programs share
 
 Kernel = TypeVar("Kernel", bound=Callable[..., None])
 
@@ -241,6 +243,16 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.lru_cache
+def arrivals(device: torch.device) -> Tensor:
+    """`[MAX_SHARED_TILES]` int32: programs that have done their part of a tile of a launch.
+
+    Zeros between launches, as the last program of a tile puts its count back; so one stream at a
+    time may use them, and a kernel only once the one in front of it has ended.
+    """
+    return torch.zeros(MAX_SHARED_TILES, dtype=torch.int32, device=device)
 
 
 def check_optional_range(name: str, value: int | None, *, low: int, high: int | None) -> None:

@@ -29,13 +29,16 @@ if TYPE_CHECKING:
 # Shared memory of one sm_90 SM is 228 KiB; two programs an SM keep loads in flight while one waits.
 _PIPELINE_BYTES = 104 * 1024
 _PROGRAMS_PER_SM = 2
-# Of keys and values together: with a stage less four programs of narrow heads fit on an SM, which
-# was faster with 32 and with 128 requests (9 / 3 heads of 64, one H200).
+# With a stage less four programs of so small tiles fit on an SM, which was faster for narrow heads
+# (keys and values together) with 32 and with 128 requests (9 / 3 heads of 64, one H200).
+_SMALL_STAGE_BYTES = 16 * 1024
 _NARROW_WIDTH = 128
 _NARROW_PROGRAMS_PER_SM = 4
 # One request with one KV head reaches 128 of the 132 multiprocessors; at 64 splits it reached 64.
 MAX_SPLITS = 128
-_VALUES_OF_A_WARP, _VALUES_OF_FOUR_WARPS = 1024, 16384  # partial outputs of a row being merged
+# Partial outputs of a row being merged. More warps wait for each other: rows of 8 requests with 16
+# parts of 128 values took 24.5 us with four warps and 20.3 with one, attention included (one H200).
+_VALUES_OF_A_WARP, _MAX_MERGE_WARPS = 4096, 8
 # Keys of a split whose bounds do not depend on the batch; a multiple of every tile width.
 INVARIANT_SPLIT_KEYS = 256
 MAX_RAGGED = 1024  # requests whose tiles a program counts through
@@ -46,6 +49,13 @@ _FULL_WAVES = 3
 _FEW_KEY_TILES = 32
 # Start, drain and partial write of a split, in units of one key tile. Estimated, not measured.
 _SPLIT_OVERHEAD_TILES = 2
+# Splits whose merging takes as long as one key tile (one request of 1,024 tokens, one H200).
+MERGES_A_TILE = 12
+# With at most so many tiles of 64 keys in all tables and KV heads, tiles of 32 took 4 to 16 % less
+# time (heads of 128, 1 to 8 requests of 1,024 tokens, one H200); with more no less, or more.
+_FEW_TILES = 1536
+# Where requests alone fill a quarter of the device or more, they share splits by their lengths.
+_MOST_SHARED = 4
 
 
 class LaunchConfig(NamedTuple):
@@ -81,29 +91,41 @@ def launch_paged_attention(
     num_requests, num_table_blocks = rows.block_table.shape
     group = num_heads // num_kv_heads
     out = query.new_empty(num_rows, num_heads, value_dim)
+    has_prompts = rows.max_query_len > MAX_STORED_ROWS
+    max_keys = num_table_blocks * block_size
     if config is None:
         config = choose_config(
             1 if invariant else rows.max_query_len * group,
             key_dim=key_dim,
             value_dim=value_dim,
             element_bytes=query.element_size(),
+            num_keys=None if invariant or has_prompts else num_requests * num_kv_heads * max_keys,
         )
     num_query_tiles = max(1, ceil_div(rows.max_query_len * group, config.block_m))
     # Padding of ragged requests leaves tiles without rows; T bounds the tiles that have some.
     num_tiles = num_requests * num_query_tiles
     num_ragged = num_rows * group // config.block_m + num_requests
     is_ragged = num_ragged < num_tiles and num_requests <= MAX_RAGGED
-    max_keys = num_table_blocks * block_size
+    num_at_once = 0
     if invariant:
         num_splits = ceil_div(max_keys, INVARIANT_SPLIT_KEYS)
     elif num_splits is None:
-        num_splits = choose_num_splits(
-            num_kv_heads * min(num_ragged, num_tiles),
-            max_key_tiles=ceil_div(max_keys, config.block_n),
-            num_sms=checks.num_multiprocessors(query.device),
-            programs_per_sm=programs_per_sm(key_dim, value_dim),
-            has_prompts=rows.max_query_len > MAX_STORED_ROWS,
-        )
+        num_programs = num_kv_heads * min(num_ragged, num_tiles)
+        num_slots = checks.num_multiprocessors(query.device) * programs_per_sm(key_dim, value_dim)
+        max_key_tiles = ceil_div(max_keys, config.block_n)
+        if config.block_m == 16 and num_query_tiles == 1 and not has_prompts:
+            num_at_once = choose_num_at_once(
+                num_requests, num_kv_heads, max_key_tiles=max_key_tiles, num_slots=num_slots
+            )
+        num_splits = _MOST_SHARED
+        if not num_at_once:
+            num_splits = choose_num_splits(
+                num_programs,
+                max_key_tiles=max_key_tiles,
+                num_slots=num_slots,
+                has_prompts=has_prompts,
+                merges_a_tile=0 if has_prompts else MERGES_A_TILE,
+            )
     split = split_outputs(out, num_splits, always_split=invariant)
     has_angles = new_rows is not None and new_rows.cos is not None
     constants = attention_constants(
@@ -119,6 +141,7 @@ def launch_paged_attention(
         num_stored_rows=0 if new_rows is None else rows.max_query_len,
         rotary_dim=new_rows.cos.shape[1] if has_angles else 0,
         num_ragged_requests=num_requests if is_ragged else 0,
+        num_sharing_requests=num_requests if num_at_once else 0,
     )
     with checks.launch_device(query):
         attention_kernel[(num_ragged if is_ragged else num_tiles, num_kv_heads, num_splits)](
@@ -131,12 +154,14 @@ def launch_paged_attention(
             rows.positions,
             rows.kv_start,
             *(new_rows or (None,) * 5),
-            out if split.partial is None else split.partial,
-            split.lse,
+            out,
+            *split,
+            checks.arrivals(query.device) if num_at_once else None,
             num_blocks * block_size,
             num_rows,
             num_requests,
             num_query_tiles,
+            num_at_once,
             max_keys,
             scoring.scale / math.log(2),
             *query.stride()[:2],
@@ -149,6 +174,8 @@ def launch_paged_attention(
             num_stages=config.num_stages,
             **checks.overlapping_rows(query.device, are_settled=rows.are_settled),
         )
+        if num_at_once:
+            return out
         merge_splits(
             split,
             query_start_loc=rows.query_start_loc,
@@ -162,9 +189,7 @@ def launch_paged_attention(
 def merge_warps(num_splits: int, *, value_dim: int) -> int:
     """Warps of a program that merges one row: as few as hold its partial outputs in registers."""
     num_values = next_power_of_two(num_splits) * padded_head_dim(value_dim)
-    if num_values <= _VALUES_OF_A_WARP:  # more warps would wait for each other
-        return 1
-    return 4 if num_values <= _VALUES_OF_FOUR_WARPS else 8
+    return min(max(num_values // _VALUES_OF_A_WARP, 1), _MAX_MERGE_WARPS)
 
 
 def programs_per_sm(key_dim: int, value_dim: int) -> int:
@@ -199,6 +224,7 @@ def attention_constants(
     num_stored_rows: int = 0,
     rotary_dim: int = 0,
     num_ragged_requests: int = 0,
+    num_sharing_requests: int = 0,
 ) -> dict[str, int | bool]:
     """The compile-time arguments of the attention kernel, by parameter name."""
     return {
@@ -217,29 +243,38 @@ def attention_constants(
         "STORED_ROWS": next_power_of_two(num_stored_rows),
         "ROTARY_DIM": rotary_dim,
         "RAGGED": next_power_of_two(num_ragged_requests) if num_ragged_requests else 0,
+        "SHARED": next_power_of_two(num_sharing_requests) if num_sharing_requests else 0,
+        "MOST_SHARED": _MOST_SHARED,
     }
 
 
 def choose_config(
-    num_packed_rows: int, *, key_dim: int, value_dim: int, element_bytes: int
+    num_packed_rows: int,
+    *,
+    key_dim: int,
+    value_dim: int,
+    element_bytes: int,
+    num_keys: int | None = None,
 ) -> LaunchConfig:
     """Picks tile sizes, warps and pipeline depth.
 
     `num_packed_rows` share one KV head's keys: max_query_len x (H / Hkv). Few of them fill one
     mma.sync tile (16), more one wgmma tile (64). The pipeline takes the stages that let two
     programs share an SM, of narrow heads four. float32 multiplies without tensor cores, so that it
-    stays exact; only small tiles of it fit the registers.
+    stays exact; only small tiles of it fit the registers. Few `num_keys`, of all tables and KV
+    heads, are read in narrower tiles; None leaves that out, and tiles do not depend on the batch.
     """
     padded_width = padded_head_dim(key_dim) + padded_head_dim(value_dim)
     wide = padded_width > 256
     exact = element_bytes == 4
+    few = num_keys is not None and num_keys <= _FEW_TILES * 64
     block_m = 16 if exact or num_packed_rows <= 16 else 64
-    block_n = 32 if exact or wide else 64
+    block_n = 32 if exact or wide or (few and padded_width == 256) else 64
     stage_bytes = block_n * padded_width * element_bytes
     # Few rows of wide keys spill with four stages; with values of another width they do with three
     # (ptxas, sm_90, Triton 3.6).
     fewer = 3 if key_dim == value_dim else 2
-    max_stages = 3 if _is_narrow(key_dim, value_dim) else 4
+    max_stages = 3 if stage_bytes <= _SMALL_STAGE_BYTES else 4
     if wide and block_m == 16:
         max_stages = fewer
     num_stages = max(2, min(max_stages, _PIPELINE_BYTES // stage_bytes))
@@ -247,30 +282,49 @@ def choose_config(
     return LaunchConfig(block_m, block_n, num_warps=num_warps, num_stages=num_stages)
 
 
+def choose_num_at_once(
+    num_requests: int, num_kv_heads: int, *, max_key_tiles: int, num_slots: int
+) -> int:
+    """Programs of one KV head that requests share by the lengths of their texts, or 0.
+
+    0: each gets the same number of splits. Sharing takes no second launch, and pays once requests
+    alone fill a good part of the `num_slots` programs that run at once: then equal texts need no
+    splits, and one that is much longer than the others holds all up unless it is split.
+    """
+    num_programs = num_requests * num_kv_heads
+    is_tracked = num_requests <= MAX_RAGGED and num_programs <= checks.MAX_SHARED_TILES
+    if not is_tracked or max_key_tiles == 1 or num_programs * _MOST_SHARED <= num_slots:
+        return 0
+    return num_slots * ceil_div(num_programs, num_slots) // num_kv_heads  # whole waves
+
+
 def choose_num_splits(
     num_programs: int,
     *,
     max_key_tiles: int,
-    num_sms: int,
-    programs_per_sm: int = _PROGRAMS_PER_SM,
+    num_slots: int,
     has_prompts: bool = False,
+    merges_a_tile: int = 0,
 ) -> int:
     """Picks how many programs share one request's keys, so that short batches still fill the GPU.
 
-    `num_programs` have work before splitting; `max_key_tiles` is what the block table can hold.
-    Minimises waves x (key tiles a split + fixed cost); a tie goes to fewer splits. For example 64
+    `num_programs` have work before splitting, `num_slots` run at once; `max_key_tiles` is what the
+    block table can hold. Minimises waves x (key tiles a split + fixed cost), and what merging costs
+    (`merges_a_tile` splits, padded to a power of two, are worth a tile; 0: nothing). A tie goes to
+    fewer splits, with a cost of merging to more, as texts are shorter than tables. For example 64
     programs of 128 tiles on 132 SMs give 4: 256 programs run in one wave of 264. Rows of prompts
     (`has_prompts`) are so many that their partial outputs would be a load of their own, and their
     texts mostly shorter than the table: once they fill the device they are not split.
     """
-    num_at_once = num_sms * programs_per_sm
     num_waves = 1 if max_key_tiles <= _FEW_KEY_TILES else _FULL_WAVES
-    if has_prompts and num_programs >= num_waves * num_at_once:
+    if has_prompts and num_programs >= num_waves * num_slots:
         return 1
     best, best_cost = 1, None
     for num_splits in range(1, max(1, min(MAX_SPLITS, max_key_tiles)) + 1):
-        waves = ceil_div(num_programs * num_splits, num_at_once)
+        waves = ceil_div(num_programs * num_splits, num_slots)
         cost = waves * (ceil_div(max_key_tiles, num_splits) + _SPLIT_OVERHEAD_TILES)
-        if best_cost is None or cost < best_cost:
+        if merges_a_tile:
+            cost += next_power_of_two(num_splits) / merges_a_tile
+        if best_cost is None or cost < best_cost or (merges_a_tile and cost == best_cost):
             best, best_cost = num_splits, cost
     return best

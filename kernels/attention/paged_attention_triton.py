@@ -2,15 +2,21 @@
 
 Where it sits: launched by `attention_launch` once `paged_attention` has checked its arguments; that
 module explains maths, layout, letters and sources. A long context is spread over several programs,
-which leave partial outputs and log-sum-exps for a second launch (`splits`); one split writes the
-result. `store_kv` explains how programs store the step's own keys and values.
+which leave partial outputs and log-sum-exps for a second launch (`splits`), or for the one of them
+that ends last; one split writes the result. `store_kv` explains how programs store the step's own
+keys and values.
 """
 
 from __future__ import annotations
 
 from mtp_research.kernels import checks
-from mtp_research.kernels.attention.splits import split_span, visible_positions
-from mtp_research.kernels.attention.store_kv import load_rotated, store_new_rows
+from mtp_research.kernels.attention.splits import (
+    merge_parts,
+    shared_span,
+    split_span,
+    visible_positions,
+)
+from mtp_research.kernels.attention.store_kv import load_rows, store_new_rows
 from mtp_research.kernels.checks import wait_in_front
 
 try:
@@ -19,7 +25,9 @@ except ImportError:  # checks.resolve_backend refuses the kernels then
     tl = None
 
 
-@checks.kernel_jit_once("num_slots", "num_rows", "num_requests", "num_query_tiles", "max_keys")
+@checks.kernel_jit_once(
+    "num_slots", "num_rows", "num_requests", "num_query_tiles", "num_at_once", "max_keys"
+)
 def attention_kernel(
     query,  # [T, H, Dk]
     key_cache,  # [num_blocks, block_size, Hkv, Dk]
@@ -35,12 +43,15 @@ def attention_kernel(
     slot_mapping,  # [T] int64 or None
     cos,  # [T, P], queries and new keys are to be rotated; None if they are as they should be
     sin,  # [T, P] or None
-    out,  # [T, H, Dv], written; the partial outputs [splits, T, H, Dv] float32 if SPLIT
+    out,  # [T, H, Dv], written, unless a second launch merges the parts
+    parts,  # [splits, T, H, Dv] float32, written if SPLIT
     lse,  # [splits, T, H] float32 in base 2, written if SPLIT
+    arrived,  # [tiles x Hkv] int32 zeros, zeros again at the end; None if not SHARED
     num_slots,
     num_rows,
     num_requests,
     num_query_tiles,
+    num_at_once,
     max_keys,
     scale_log2,
     stride_query_row,
@@ -73,26 +84,28 @@ def attention_kernel(
     STORED_ROWS: tl.constexpr,  # at least the new rows of a request
     ROTARY_DIM: tl.constexpr,  # P
     RAGGED: tl.constexpr,  # 0 = every request has `num_query_tiles`; else a power of two >= R
+    SHARED: tl.constexpr,  # 0, or requests share splits by their lengths: a power of two >= R
+    MOST_SHARED: tl.constexpr,  # splits of a request then
     READS_EARLY: tl.constexpr,  # tables and lengths, before it waits
     OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
 ):
     """One tile of packed rows of one request and KV head, over one split of the keys."""
     wait_in_front(OVERLAPS and not READS_EARLY)
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if RAGGED > 0:
         request, tile_row = tile_of_program(
-            tl.program_id(0), query_start_loc, num_requests, GROUP, BLOCK_M, RAGGED
+            tile, query_start_loc, num_requests, GROUP, BLOCK_M, RAGGED
         )
     else:
-        request = tl.program_id(0) // num_query_tiles
-        tile_row = (tl.program_id(0) % num_query_tiles) * BLOCK_M
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+        request = tile // num_query_tiles
+        tile_row = (tile % num_query_tiles) * BLOCK_M
     first_head = kv_head * GROUP
     key_cache += kv_head * stride_key_head
     value_cache += kv_head * stride_value_head
     value_dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
     first_row = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first_row
+    first_spare = tl.load(query_start_loc + num_requests)
     packed = tile_row + tl.arange(0, BLOCK_M)
     row = first_row + packed // GROUP
     is_row = packed < query_len * GROUP
@@ -114,17 +127,32 @@ def attention_kernel(
     )
     begin = lowest_key // BLOCK_N * BLOCK_N
     end = tl.minimum(tl.minimum(last_pos + 1, seq_len), max_keys)
-    begin, end = split_span(begin, end, split, tl.num_programs(2), SPLIT_KEYS, BLOCK_N)
+    num_splits = tl.num_programs(2)
+    if SHARED > 0:
+        begin, end, num_splits = shared_span(
+            begin,
+            end,
+            split,
+            seq_lens,
+            num_requests,
+            num_at_once,
+            WINDOW,
+            BLOCK_N,
+            SHARED,
+            MOST_SHARED,
+        )
+    else:
+        begin, end = split_span(begin, end, split, num_splits, SPLIT_KEYS, BLOCK_N)
     table = block_table + request.to(tl.int64) * stride_table
     key_pos = begin + tl.arange(0, BLOCK_N)
     readable = (key_pos >= lowest_key) & (key_pos < end)
     page = tl.load(table + key_pos // BLOCK_SIZE, mask=readable, other=0)
     # Queries and new rows are not there yet, nor has what reads `out` ended.
     wait_in_front(OVERLAPS and READS_EARLY)
-    if not SPLIT:
+    if SHARED > 0 or not SPLIT:
         zero_spare_rows(
             out + first_head * VALUE_DIM + value_dims,
-            tl.load(query_start_loc + num_requests),
+            first_spare,
             num_rows,
             value_dims < VALUE_DIM,
             NUM_HEADS * VALUE_DIM,
@@ -132,14 +160,28 @@ def attention_kernel(
             VALUE_DIM,
             BLOCK_M,
         )
-    if tile_row >= query_len * GROUP:
+    if (tile_row >= query_len * GROUP) | (split >= num_splits):
         return
-    if SPLIT:  # noqa: SIM102 - a constant; what is in it is compiled only then
+    if SPLIT and SHARED == 0:  # noqa: SIM102 - constants; what is in it is compiled only then
         # The first split counts the sinks, and has to although it may hold no visible key.
         if (begin >= end) & ((sinks is None) | (split > 0)):
             part = (split.to(tl.int64) * num_rows + row) * NUM_HEADS + head
             tl.store(lse + part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
             return
+    # Before the new rows are stored: a load behind a store waits for it.
+    key_dims = tl.arange(0, PADDED_KEY_DIM)[None, :]
+    q = load_rows(
+        (query + row.to(tl.int64) * stride_query_row + head * stride_query_head)[:, None],
+        cos,
+        sin,
+        row.to(tl.int64)[:, None],
+        is_row[:, None],
+        key_dims,
+        stride_cos_row,
+        stride_sin_row,
+        KEY_DIM,
+        ROTARY_DIM,
+    )  # [BLOCK_M, Dk]
     if new_key is not None:
         store_new_rows(
             new_key + kv_head * stride_new_key_head,
@@ -172,21 +214,6 @@ def attention_kernel(
             ROTARY_DIM,
         )
 
-    key_dims = tl.arange(0, PADDED_KEY_DIM)[None, :]
-    source = query + row.to(tl.int64) * stride_query_row + head * stride_query_head
-    if cos is None:
-        inside = is_row[:, None] & (key_dims < KEY_DIM)
-        q = tl.load(source[:, None] + key_dims, mask=inside, other=0.0)  # [BLOCK_M, Dk]
-    else:
-        q = load_rotated(
-            source[:, None],
-            (cos + row.to(tl.int64) * stride_cos_row)[:, None],
-            (sin + row.to(tl.int64) * stride_sin_row)[:, None],
-            is_row[:, None],
-            key_dims,
-            KEY_DIM,
-            ROTARY_DIM,
-        )
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     # A sink is one more key; exactly one split counts it.
@@ -218,15 +245,76 @@ def attention_kernel(
         WINDOW,
         BLOCK_N,
     )
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    row_head = row.to(tl.int64) * NUM_HEADS + head  # index into [T, H], or [splits, T, H]
-    if SPLIT:
-        row_head += split.to(tl.int64) * num_rows * NUM_HEADS
+    row_head = row.to(tl.int64) * NUM_HEADS + head  # index into [T, H]
+    _write_rows(
+        acc / tl.where(total == 0.0, 1.0, total)[:, None],
+        highest,
+        total,
+        out,
+        parts,
+        lse,
+        None if arrived is None else arrived + tile * tl.num_programs(1) + kv_head,
+        row_head,
+        row_head[:, None] * VALUE_DIM + value_dims,
+        is_row,
+        is_row[:, None] & (value_dims < VALUE_DIM),
+        split,
+        num_splits,
+        num_rows * NUM_HEADS,
+        VALUE_DIM,
+        SPLIT,
+        SHARED,
+        MOST_SHARED,
+    )
+
+
+@checks.kernel_jit
+def _write_rows(
+    acc,  # [BLOCK_M, Dv], over the keys of the split
+    highest,  # [BLOCK_M]
+    total,  # [BLOCK_M]
+    out,
+    parts,
+    lse,
+    arrived,  # pointer to the count of the tile
+    row_head,  # [BLOCK_M], index into [T, H]
+    at,  # [BLOCK_M, Dv], index into [T, H, Dv]
+    is_row,
+    inside,
+    split,
+    num_splits,
+    num_row_heads,  # T x H
+    VALUE_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SHARED: tl.constexpr,
+    MOST_SHARED: tl.constexpr,
+):
+    """The rows of one split: the result, or a part that the last program of a tile merges."""
+    if SHARED > 0 and num_splits == 1:
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+    elif SPLIT:
+        first = split.to(tl.int64) * num_row_heads
         part_lse = highest + tl.log2(tl.where(total == 0.0, 1.0, total))
-        tl.store(lse + row_head, tl.where(total == 0.0, float("-inf"), part_lse), mask=is_row)
-    target = out + row_head[:, None] * VALUE_DIM + value_dims
-    inside = is_row[:, None] & (value_dims < VALUE_DIM)
-    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+        part_lse = tl.where(total == 0.0, float("-inf"), part_lse)
+        tl.store(lse + first + row_head, part_lse, mask=is_row)
+        tl.store(parts + first * VALUE_DIM + at, acc, mask=inside)
+        if SHARED > 0:
+            tl.debug_barrier()  # every thread's part is there before the program has arrived
+            if tl.atomic_add(arrived, 1, sem="acq_rel") == num_splits - 1:
+                tl.store(arrived, 0)
+                merged = merge_parts(
+                    parts + at,
+                    lse + row_head,
+                    num_splits,
+                    num_row_heads,
+                    is_row,
+                    inside,
+                    VALUE_DIM,
+                    MOST_SHARED,
+                )
+                tl.store(out + at, merged.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @checks.kernel_jit

@@ -74,6 +74,81 @@ def split_span(begin, end, split, num_splits, SPLIT_KEYS: tl.constexpr, BLOCK_N:
     return begin, end
 
 
+@checks.kernel_jit
+def shared_span(
+    begin,
+    end,
+    split,
+    seq_lens,  # [R] int32
+    num_requests,
+    num_at_once,  # programs that run at the same time, of one KV head and one tile of rows
+    WINDOW: tl.constexpr,  # 0 = none
+    BLOCK_N: tl.constexpr,
+    NUM_LANES: tl.constexpr,  # a power of two >= R
+    MOST: tl.constexpr,  # splits at most
+):
+    """As `split_span`, and the number of splits: the request's share of the programs at once.
+
+    By comparisons, as a division takes a hundred cycles before the first key is asked for.
+    """
+    lanes = tl.arange(0, NUM_LANES)
+    lens = tl.load(seq_lens + lanes, mask=lanes < num_requests, other=0)
+    if WINDOW > 0:
+        lens = tl.minimum(lens, WINDOW)
+    all_tiles = tl.sum(tl.cdiv(lens, BLOCK_N), 0)
+    num_tiles = tl.cdiv(end - begin, BLOCK_N)
+    share = 1  # num_tiles * num_at_once / all_tiles, rounded
+    for count in tl.static_range(2, MOST + 1):
+        share += (2 * num_tiles * num_at_once >= (2 * count - 1) * all_tiles).to(tl.int32)
+    tiles_per_split = num_tiles
+    for count in tl.static_range(2, MOST + 1):
+        tiles_per_split = tl.where(share == count, tl.cdiv(num_tiles, count), tiles_per_split)
+    num_splits = 1  # that hold keys: 5 tiles of 4 splits are 2, 2 and 1
+    for count in tl.static_range(1, MOST):
+        num_splits += (num_tiles > count * tiles_per_split).to(tl.int32)
+    begin += split * tiles_per_split * BLOCK_N
+    return begin, tl.minimum(begin + tiles_per_split * BLOCK_N, end), num_splits
+
+
+@checks.kernel_jit
+def merge_parts(
+    parts,  # pointers [N, Dv] to the partial outputs of split 0
+    lse,  # pointers [N] to its log-sum-exps, base 2
+    num_splits,
+    stride_split,  # rows x heads
+    is_row,  # [N] bool
+    inside,  # [N, Dv] bool
+    VALUE_DIM: tl.constexpr,
+    MOST: tl.constexpr,  # splits at most
+):
+    """Rows of the last program of a tile: all partial outputs, in the order of the keys.
+
+    `.cg` reads past this multiprocessor's cache.
+    """
+    highest = tl.full([is_row.shape[0]], float("-inf"), tl.float32)
+    for split in tl.static_range(MOST):
+        mask = is_row & (split < num_splits)
+        at = lse + split * stride_split
+        part = tl.load(at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        highest = tl.maximum(highest, part)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.zeros([is_row.shape[0]], tl.float32)
+    acc = tl.zeros(inside.shape, tl.float32)
+    for split in tl.static_range(MOST):
+        mask = is_row & (split < num_splits)
+        at = lse + split * stride_split
+        share = tl.exp2(tl.load(at, mask=mask, other=float("-inf"), cache_modifier=".cg") - base)
+        part = tl.load(
+            parts + split * stride_split * VALUE_DIM,
+            mask=inside & (split < num_splits),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        total += share
+        acc += part * share[:, None]
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
 @checks.kernel_jit_once("num_requests", "num_splits", "num_row_heads")
 def merge_splits_kernel(
     partial,  # [splits, T, H, Dv] float32

@@ -344,6 +344,35 @@ def load_rotated(
     return tl.where(dims < ROTARY_DIM, rotated, x)
 
 
+@checks.kernel_jit
+def load_rows(
+    source,  # pointers [N, 1] to dim 0 of each row
+    cos,  # [T, P], or None: the rows are as they should be
+    sin,
+    row,  # [N, 1] int64, of `cos` and `sin`
+    is_row,  # [N, 1] bool
+    dims,  # [1, padded D], from 0 on
+    stride_cos_row,
+    stride_sin_row,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,  # P
+):
+    """Rows `[N, padded D]`, rotated if there are angles, zero where there is none."""
+    if cos is None:
+        rows = tl.load(source + dims, mask=is_row & (dims < HEAD_DIM), other=0.0)
+    else:
+        rows = load_rotated(
+            source,
+            cos + row * stride_cos_row,
+            sin + row * stride_sin_row,
+            is_row,
+            dims,
+            HEAD_DIM,
+            ROTARY_DIM,
+        )
+    return rows
+
+
 class NewRows(NamedTuple):
     """Rows to store, as in `store_kv`; slots of rows that belong to no request must be -1.
 
@@ -447,25 +476,26 @@ def store_new_rows(
 
         dims = tl.arange(0, PADDED_KEY_DIM)[None, :]
         inside = (rows < num_new_rows)[:, None] & (dims < KEY_DIM)
-        source = key + (packed * stride_key_row)[:, None]
-        if cos is None:
-            new = tl.load(source + dims, mask=inside)
-        else:
-            new = load_rotated(
-                source,
-                cos + (packed * stride_cos_row)[:, None],
-                sin + (packed * stride_sin_row)[:, None],
-                (rows < num_new_rows)[:, None],
-                dims,
-                KEY_DIM,
-                ROTARY_DIM,
-            )
+        new = load_rows(
+            key + (packed * stride_key_row)[:, None],
+            cos,
+            sin,
+            packed[:, None],
+            (rows < num_new_rows)[:, None],
+            dims,
+            stride_cos_row,
+            stride_sin_row,
+            KEY_DIM,
+            ROTARY_DIM,
+        )
+        value_dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+        value_inside = (rows < num_new_rows)[:, None] & (value_dims < VALUE_DIM)
+        source = value + (packed * stride_value_row)[:, None]
+        new_value = tl.load(source + value_dims, mask=value_inside)
+        # Stores behind all loads: a load behind a store waits for it.
         at = block_id * stride_key_block + offset * stride_key_slot
         tl.store(key_cache + at[:, None] + dims, new, mask=stored[:, None] & inside)
-
-        dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
-        inside = (rows < num_new_rows)[:, None] & (dims < VALUE_DIM)
-        new = tl.load(value + (packed * stride_value_row)[:, None] + dims, mask=inside)
         at = block_id * stride_value_block + offset * stride_value_slot
-        tl.store(value_cache + at[:, None] + dims, new, mask=stored[:, None] & inside)
+        is_kept = stored[:, None] & value_inside
+        tl.store(value_cache + at[:, None] + value_dims, new_value, mask=is_kept)
         tl.debug_barrier()  # every thread sees the rows that the others stored

@@ -235,8 +235,7 @@ def launch_latent_attention(
         num_splits = choose_num_splits(
             min(num_rows * num_heads // config.block_m + num_requests, num_requests * num_tiles),
             max_key_tiles=ceil_div(max_keys, config.block_n),
-            num_sms=checks.num_multiprocessors(query_latent.device),
-            programs_per_sm=config.programs_per_sm,
+            num_slots=checks.num_multiprocessors(query_latent.device) * config.programs_per_sm,
             has_prompts=rows.max_query_len > MAX_STORED_ROWS,
         )
         num_splits = min(num_splits, MAX_LATENT_SPLITS)

@@ -22,7 +22,6 @@ Letters: T rows, N outputs, K depth, S splits of K, F gated outputs, B edge of a
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -145,7 +144,6 @@ def _sum_parts(at, num_splits, stride_split, is_place):
 MAX_ROWS = 128
 _NUM_SMS = 132  # of the H100 and the H200
 NUM_EARLY_LINES = 8  # of each weight row: a kilobyte, tens of them a multiprocessor
-_MAX_SHARED_TILES = 4096  # tiles whose K several programs share
 
 
 class FewRowsConfig(NamedTuple):
@@ -243,7 +241,7 @@ def few_rows_product(
             bias,
             out,
             x.new_empty(num_splits, *out.shape, dtype=torch.float32) if is_split else None,
-            _arrived(x.device) if is_split else None,
+            checks.arrivals(x.device) if is_split else None,
             len(x),
             out.shape[1],
             weight.shape[1],
@@ -269,7 +267,7 @@ def choose_num_splits(num_tiles: int, depth: int, *, config: FewRowsConfig) -> i
     """Programs that share the K of a tile: as many as bring `programs_per_sm`, at least one."""
     num_programs = config.programs_per_sm * _NUM_SMS
     num_steps = -(-depth // config.block_k)
-    most = 1 if num_tiles > _MAX_SHARED_TILES else num_steps
+    most = 1 if num_tiles > checks.MAX_SHARED_TILES else num_steps
     return max(1, min(num_programs // num_tiles, most))
 
 
@@ -304,12 +302,6 @@ def _tiles(weight: Tensor, config: FewRowsConfig) -> TensorDescriptor:
             f"got a stride of {stride_bytes} bytes; use another config or a copy of the weight."
         )
     return TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])
-
-
-@functools.lru_cache
-def _arrived(device: torch.device) -> Tensor:
-    """Arrivals at each tile: zeros between launches, so one stream at a time may use them."""
-    return torch.zeros(_MAX_SHARED_TILES, dtype=torch.int32, device=device)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype) -> None:

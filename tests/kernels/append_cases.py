@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
+from mtp_research.kernels import checks
+from mtp_research.kernels.attention.attention_launch import choose_num_at_once
 from mtp_research.kernels.attention.store_kv import NewRows, rotate_ref
 from mtp_research.kernels.bench.bench_attention import (
     attend_latents,
@@ -55,6 +58,15 @@ FULL_LATENT_CASES = [
     for heads, splits in ((4, 1), (8, 2), (20, 2))
 ]
 LATENT_APPEND_CASES += FULL_LATENT_CASES
+# Texts of 10, 1, 5 and 1 tiles of 32 keys, one request without rows, and rows of none.
+_UNEVEN = AttentionCase(
+    "uneven", (4, 4, 2, 0, 1), (300, 20, 130, 0, 7), num_padded_rows=3, num_splits=None
+)
+SHARED_CASES = [
+    _UNEVEN,
+    replace(_UNEVEN, name="uneven_window_sinks", sliding_window=70, sinks=True),
+    replace(_UNEVEN, name="uneven_kv_start", kv_start=(17, 0, 130, 0, 3)),
+]
 
 
 def check_new_rows(case: AttentionCase, dtype: torch.dtype, *, device: str, backend: str) -> None:
@@ -82,6 +94,23 @@ def check_rotated_rows(
     inputs.key_cache.flatten(0, 1)[new.slot_mapping[kept]] = rotate_ref(new.key, cos, sin)[kept]
     unrotated, rotated = inputs.query, rotate_ref(inputs.query, cos, sin)
     _check(case, replace(inputs, query=rotated), unrotated, new, device=device, backend=backend)
+
+
+def check_shared_splits(
+    case: AttentionCase,
+    dtype: torch.dtype,
+    *,
+    device: str,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As both above, on a device so small that requests share splits by their lengths."""
+    monkeypatch.setattr(checks, "num_multiprocessors", lambda device: 1)
+    num_requests = len(case.seq_lens)
+    assert choose_num_at_once(num_requests, case.num_kv_heads, max_key_tiles=12, num_slots=4) == 6
+    check_new_rows(case, dtype, device=device, backend=backend)
+    check_rotated_rows(case, 8, dtype, device=device, backend=backend)
+    assert not checks.arrivals(torch.empty(0, device=device).device).any()
 
 
 def _check(

@@ -26,8 +26,10 @@ from mtp_research.kernels.latent import latent_attention as latent_attention_lau
 from tests.kernels.append_cases import (
     APPEND_CASES,
     ROTATED_CASES,
+    SHARED_CASES,
     check_new_rows,
     check_rotated_rows,
+    check_shared_splits,
 )
 from tests.kernels.expert_cases import (
     check_all_on_one_expert,
@@ -151,6 +153,15 @@ def test_attention_that_stores_new_rows_matches_stored_pages(case):
 )
 def test_attention_that_rotates_new_rows_matches_rotated_pages(case, num_dims, dtype):
     check_rotated_rows(case, num_dims, dtype, device="cpu", backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.float32) for case in SHARED_CASES), (SHARED_CASES[0], torch.float16)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_attention_whose_requests_share_splits_matches_slow_loop(case, dtype, monkeypatch):
+    check_shared_splits(case, dtype, device="cpu", backend="triton", monkeypatch=monkeypatch)
 
 
 @pytest.mark.parametrize("num_launched", [None, 10])

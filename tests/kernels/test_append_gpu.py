@@ -1,7 +1,11 @@
 """Attention that stores the step's rows on a CUDA device: all dtypes, replays of a graph."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from mtp_research.kernels import checks
+from mtp_research.kernels.attention.attention_launch import choose_num_at_once
 from mtp_research.kernels.attention.store_kv import NewRows, rotate_ref, store_kv
 from mtp_research.kernels.bench.bench_attention import (
     attend_pages,
@@ -10,9 +14,11 @@ from mtp_research.kernels.bench.bench_attention import (
 from tests.kernels.append_cases import (
     APPEND_CASES,
     ROTATED_CASES,
+    SHARED_CASES,
     TOLERANCES,
     check_new_rows,
     check_rotated_rows,
+    check_shared_splits,
 )
 from tests.kernels.kernel_cases import AttentionCase, call_arguments, make_inputs
 
@@ -31,6 +37,29 @@ def test_attention_on_gpu_that_stores_new_rows_matches_stored_pages(case, dtype)
 @pytest.mark.parametrize(("case", "num_dims"), ROTATED_CASES, ids=lambda v: getattr(v, "name", v))
 def test_attention_on_gpu_that_rotates_new_rows_matches_rotated_pages(case, num_dims, dtype):
     check_rotated_rows(case, num_dims, dtype, device="cuda", backend="triton")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("case", SHARED_CASES, ids=lambda case: case.name)
+def test_attention_on_gpu_whose_requests_share_splits_matches_slow_loop(case, dtype, monkeypatch):
+    check_shared_splits(case, dtype, device="cuda", backend="triton", monkeypatch=monkeypatch)
+
+
+def test_shared_splits_on_gpu_give_the_same_bits_in_every_replay():
+    case = replace(REAL, query_lens=(4,) * 60, seq_lens=(1000, 2048, 130, 4, 65, 700) * 10)
+    inputs = make_inputs(case, dtype=torch.bfloat16).to("cuda")
+    keywords = inputs.keywords() | call_arguments(case) | {"backend": "triton"}
+    expected = attend_pages(inputs.query, **keywords, num_splits=1)
+    assert choose_num_at_once(60, 8, max_key_tiles=34, num_slots=2 * 132) == 66
+    first = attend_pages(inputs.query, **keywords)
+    torch.testing.assert_close(first, expected, atol=2e-2, rtol=2e-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [attend_pages(inputs.query, **keywords) for _ in range(4)]
+    for _ in range(50):
+        graph.replay()
+        assert all(torch.equal(output, first) for output in outputs)
+    assert not checks.arrivals(first.device).any()
 
 
 @pytest.mark.parametrize("num_dims", [64, 128])

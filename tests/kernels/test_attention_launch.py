@@ -1,8 +1,10 @@
 import pytest
 from mtp_research.kernels.attention.attention_launch import (
     MAX_SPLITS,
+    MERGES_A_TILE,
     LaunchConfig,
     choose_config,
+    choose_num_at_once,
     choose_num_splits,
     merge_warps,
     padded_head_dim,
@@ -25,14 +27,14 @@ from mtp_research.kernels.attention.attention_launch import (
     ],
 )
 def test_choose_num_splits_fills_132_multiprocessors(num_programs, max_key_tiles, expected):
-    chosen = choose_num_splits(num_programs, max_key_tiles=max_key_tiles, num_sms=132)
+    chosen = choose_num_splits(num_programs, max_key_tiles=max_key_tiles, num_slots=264)
     assert chosen == expected
 
 
 @pytest.mark.parametrize("num_programs", [2, 4, 8, 16, 24, 32, 64, 128, 256, 300])
 def test_few_requests_of_128k_tokens_keep_the_device_busy(num_programs):
     # Tiles of work over the tiles that 264 slots run meanwhile; 2 programs take 128 splits each.
-    num_splits = choose_num_splits(num_programs, max_key_tiles=2048, num_sms=132)
+    num_splits = choose_num_splits(num_programs, max_key_tiles=2048, num_slots=264)
     waves, tiles = -(-num_programs * num_splits // 264), -(-2048 // num_splits)
     assert num_programs * 2048 / 264 / (waves * tiles) > 0.9
 
@@ -44,34 +46,60 @@ def test_programs_of_narrow_heads_share_a_multiprocessor_by_four():
         2,
         2,
     ]
-    sizes = {"max_key_tiles": 26, "num_sms": 132}
-    assert choose_num_splits(128 * 3, **sizes, programs_per_sm=4) == 4  # three full waves of 528
-    assert choose_num_splits(128 * 3, **sizes, programs_per_sm=2) == 2
+    assert choose_num_splits(128 * 3, max_key_tiles=26, num_slots=4 * 132) == 4  # three full waves
+    assert choose_num_splits(128 * 3, max_key_tiles=26, num_slots=2 * 132) == 2
 
 
 def test_a_merged_row_takes_as_few_warps_as_hold_its_parts():
-    assert [merge_warps(splits, value_dim=256) for splits in (4, 5, 64, 65)] == [1, 4, 4, 8]
-    assert [merge_warps(splits, value_dim=64) for splits in (16, 17)] == [1, 4]
+    assert [merge_warps(splits, value_dim=256) for splits in (16, 17, 64, 65)] == [1, 2, 4, 8]
+    assert [merge_warps(splits, value_dim=64) for splits in (1, 64, 65)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "max_key_tiles", "num_splits"),
+    [
+        pytest.param(8, 42, 16, id="no_more_splits_than_merging_is_worth"),
+        pytest.param(8, 136, 32, id="a_longer_text_is_worth_more"),
+        pytest.param(64, 128, 4, id="a_full_wave"),
+        pytest.param(32, 42, 8, id="a_tie_goes_to_more"),
+        pytest.param(256, 21, 1, id="requests_that_fill_the_device"),
+    ],
+)
+def test_merging_costs_what_its_splits_do(num_programs, max_key_tiles, num_splits):
+    sizes = {"max_key_tiles": max_key_tiles, "num_slots": 264}
+    assert choose_num_splits(num_programs, **sizes, merges_a_tile=MERGES_A_TILE) == num_splits
+
+
+def test_requests_share_splits_once_they_fill_a_quarter_of_the_device():
+    def at_once(num_requests, num_kv_heads=8, max_key_tiles=21, num_slots=264):
+        sizes = {"max_key_tiles": max_key_tiles, "num_slots": num_slots}
+        return choose_num_at_once(num_requests, num_kv_heads, **sizes)
+
+    assert [at_once(requests) for requests in (1, 8, 9, 32)] == [0, 0, 33, 33]
+    assert [at_once(requests) for requests in (33, 34, 67)] == [33, 66, 99]  # whole waves
+    assert at_once(32, max_key_tiles=1) == 0  # nothing to split
+    assert at_once(1025) == 0  # more than a program counts through
+    assert at_once(1024, num_kv_heads=17) == 0  # more tiles than arrivals are counted of
 
 
 def test_choose_num_splits_one_program_an_sm_takes_half_the_splits():
-    chosen = choose_num_splits(32, max_key_tiles=128, num_sms=132, programs_per_sm=1)
+    chosen = choose_num_splits(32, max_key_tiles=128, num_slots=132)
     assert chosen == 4
 
 
 def test_choose_num_splits_partial_wave_splits_to_even_it_out():
     # 300 programs take two waves of 264 slots, the second nearly empty.
-    num_splits = choose_num_splits(300, max_key_tiles=128, num_sms=132)
+    num_splits = choose_num_splits(300, max_key_tiles=128, num_slots=264)
     num_waves = -(-300 * num_splits // 264)
     assert num_waves * 128 / num_splits < 0.75 * 2 * 128
 
 
 def test_prompts_that_fill_the_device_are_not_split_whatever_the_table_could_hold():
     # 8,192 rows of 32/8 heads and 35 requests, with tables of 32,768 tokens.
-    sizes = {"max_key_tiles": 512, "num_sms": 132}
+    sizes = {"max_key_tiles": 512, "num_slots": 264}
     assert choose_num_splits((512 + 35) * 8, **sizes) > 1  # a few waves are evened out a little
     assert choose_num_splits((512 + 35) * 8, **sizes, has_prompts=True) == 1
-    short = {"max_key_tiles": 26, "num_sms": 132}
+    short = {"max_key_tiles": 26, "num_slots": 264}
     assert choose_num_splits(300, **short) > 1
     assert choose_num_splits(300, **short, has_prompts=True) == 1
     few = choose_num_splits(100, **sizes)
@@ -94,6 +122,15 @@ def test_choose_config_shapes(num_packed_rows, head_dim, element_bytes, expected
         num_packed_rows, key_dim=head_dim, value_dim=head_dim, element_bytes=element_bytes
     )
     assert config == expected
+
+
+def test_few_keys_are_read_in_narrow_tiles():
+    sizes = {"key_dim": 128, "value_dim": 128, "element_bytes": 2}
+    few, many = 64 * 1344, 64 * 2048  # keys of 8 heads, 8 requests
+    assert choose_config(4, **sizes, num_keys=few) == LaunchConfig(16, 32, 4, 3)
+    assert choose_config(4, **sizes, num_keys=many) == choose_config(4, **sizes)
+    narrow = sizes | {"key_dim": 64, "value_dim": 64}
+    assert choose_config(4, **narrow, num_keys=few) == choose_config(4, **narrow)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mtp_research.kernels import checks
 from mtp_research.kernels.bench import __main__ as bench
 from mtp_research.kernels.products import few_rows_choice
 from mtp_research.kernels.products.few_rows_choice import choose_config, choose_gated_config
@@ -70,9 +71,9 @@ def test_splits_bring_one_program_for_every_multiprocessor(num_tiles, depth, num
 
 
 def test_more_tiles_than_counters_are_never_split():
-    crowded = PLAIN._replace(programs_per_sm=100)
-    assert choose_num_splits(4096, 4096, config=crowded) == 3
-    assert choose_num_splits(4097, 4096, config=crowded) == 1
+    crowded = PLAIN._replace(programs_per_sm=400)
+    assert choose_num_splits(checks.MAX_SHARED_TILES, 4096, config=crowded) == 3
+    assert choose_num_splits(checks.MAX_SHARED_TILES + 1, 4096, config=crowded) == 1
 
 
 @pytest.mark.parametrize(

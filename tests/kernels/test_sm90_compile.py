@@ -48,6 +48,8 @@ class Shape:
     new_rows: bool = False  # stored by the programs
     rotary_dim: int = 0  # of new rows and queries, rotated by the programs
     num_ragged: int = 0  # requests whose tiles are counted through
+    shared: bool = False  # splits, by the lengths of texts
+    num_keys: int | None = None  # of all tables
 
     @property
     def config(self) -> attention_launch.LaunchConfig:
@@ -57,6 +59,7 @@ class Shape:
             key_dim=self.key_dim,
             value_dim=self.value_dim,
             element_bytes=self.dtype.itemsize,
+            num_keys=self.num_keys,
         )
 
 
@@ -85,6 +88,8 @@ SHAPES = {
         4, num_heads=96, block_size=64, new_rows=True, rotary_dim=64
     ),
     "verify_16_rows_rotated": Shape(16, split=False, new_rows=True, rotary_dim=128),
+    "verify_rotated_shared": Shape(4, new_rows=True, rotary_dim=128, shared=True),
+    "verify_narrow_tiles": Shape(4, new_rows=True, rotary_dim=128, num_keys=8 * 1024),
     "prefill": Shape(512, split=False),
     "prefill_ragged": Shape(512, split=False, num_ragged=33),
     "verify_window_sinks_positions": Shape(4, sliding_window=128, optional=True, new_rows=True),
@@ -126,6 +131,7 @@ SHAPES = {
 # One of each: rows of a product, split or direct, masks, rotation, widths, data types.
 USUAL = {
     *("decode", "verify_group12_page64", "verify_rotated", "verify_rotated_direct"),
+    *("verify_rotated_shared", "verify_narrow_tiles"),
     *("prefill_ragged", "verify_window_sinks_positions", "head_dim_16", "head_dim_256_rotated"),
     *("key_192_value_128_rotated", "key_192_value_128_few_rows", "float32"),
     "invariant_window_sinks",
@@ -178,12 +184,14 @@ def _compile_attention(shape, *, reads_early=True):
         num_stored_rows=new_rows.MAX_STORED_ROWS if shape.new_rows else 0,
         rotary_dim=shape.rotary_dim,
         num_ragged_requests=shape.num_ragged,
+        num_sharing_requests=32 if shape.shared else 0,
     ) | {"READS_EARLY": reads_early}
     data = POINTERS[shape.dtype]
     types = dict.fromkeys(attention_kernel.arg_names, "i32")
     types |= dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "*i32")
     types |= {"query": data, "key_cache": data, "value_cache": data, "scale_log2": "fp32"}
-    types |= {"out": "*fp32", "lse": "*fp32"} if shape.split else {"out": data, "lse": "constexpr"}
+    types |= {"out": data, "arrived": "*i32" if shape.shared else "constexpr"}
+    types |= dict.fromkeys(("parts", "lse"), "*fp32" if shape.split else "constexpr")
     given = {"sinks": "*fp32", "positions": "*i64", "kv_start": "*i32"}
     types |= given if shape.optional else dict.fromkeys(given, "constexpr")
     new = {"new_key": data, "new_value": data, "slot_mapping": "*i64"}
