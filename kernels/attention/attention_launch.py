@@ -39,6 +39,8 @@ MAX_SPLITS = 128
 # Partial outputs of a row being merged. More warps wait for each other: rows of 8 requests with 16
 # parts of 128 values took 24.5 us with four warps and 20.3 with one, attention included (one H200).
 _VALUES_OF_A_WARP, _MAX_MERGE_WARPS = 4096, 8
+# Of one request, whose few rows leave room for more warps.
+_ALONE_OF_A_WARP, _ALONE_OF_FOUR_WARPS = 1024, 16384
 # Keys of a split whose bounds do not depend on the batch; a multiple of every tile width.
 INVARIANT_SPLIT_KEYS = 256
 MAX_RAGGED = 1024  # requests whose tiles a program counts through
@@ -51,10 +53,13 @@ _FEW_KEY_TILES = 32
 _SPLIT_OVERHEAD_TILES = 2
 # Splits whose merging takes as long as one key tile (one request of 1,024 tokens, one H200).
 MERGES_A_TILE = 12
-# With at most so many tiles of 64 keys in all tables and KV heads, tiles of 32 took 4 to 16 % less
-# time (heads of 128, 1 to 8 requests of 1,024 tokens, one H200); with more no less, or more.
+# With at most so many tiles of 64 keys in all tables and KV heads, tiles of 32 and more splits took
+# 11 and 13 % less time launch behind launch, and 1 and 4 % behind a product of cuBLAS: 8 and 4
+# requests of 1,024 tokens, four rows, heads of 128, one H200. With more keys no less, or more.
 _FEW_TILES = 1536
-# Where requests alone fill a quarter of the device or more, they share splits by their lengths.
+# Splits of a request that shares them. Texts of 29 to 1,491 tokens, 400 on average, took 11 to 30 %
+# less time than with equal splits (16 to 64 requests, heads of 128; 64 and 128, heads of 64), those
+# of equal length 5 % less to 7 % more behind a product (one H200; docs/log.md has the table).
 _MOST_SHARED = 4
 
 
@@ -92,6 +97,9 @@ def launch_paged_attention(
     group = num_heads // num_kv_heads
     out = query.new_empty(num_rows, num_heads, value_dim)
     has_prompts = rows.max_query_len > MAX_STORED_ROWS
+    # Narrow tiles and fewer splits made the attention of one request 10 to 20 % faster by itself,
+    # and the captured step of MiMo-7B's shape with three drafts .6 % slower (one H200).
+    is_batch = num_requests > 1 and not has_prompts and not invariant
     max_keys = num_table_blocks * block_size
     if config is None:
         config = choose_config(
@@ -99,7 +107,7 @@ def launch_paged_attention(
             key_dim=key_dim,
             value_dim=value_dim,
             element_bytes=query.element_size(),
-            num_keys=None if invariant or has_prompts else num_requests * num_kv_heads * max_keys,
+            num_keys=num_requests * num_kv_heads * max_keys if is_batch else None,
         )
     num_query_tiles = max(1, ceil_div(rows.max_query_len * group, config.block_m))
     # Padding of ragged requests leaves tiles without rows; T bounds the tiles that have some.
@@ -113,7 +121,7 @@ def launch_paged_attention(
         num_programs = num_kv_heads * min(num_ragged, num_tiles)
         num_slots = checks.num_multiprocessors(query.device) * programs_per_sm(key_dim, value_dim)
         max_key_tiles = ceil_div(max_keys, config.block_n)
-        if config.block_m == 16 and num_query_tiles == 1 and not has_prompts:
+        if is_batch and config.block_m == 16 and num_query_tiles == 1:
             num_at_once = choose_num_at_once(
                 num_requests, num_kv_heads, max_key_tiles=max_key_tiles, num_slots=num_slots
             )
@@ -124,7 +132,7 @@ def launch_paged_attention(
                 max_key_tiles=max_key_tiles,
                 num_slots=num_slots,
                 has_prompts=has_prompts,
-                merges_a_tile=0 if has_prompts else MERGES_A_TILE,
+                merges_a_tile=MERGES_A_TILE if is_batch else 0,
             )
     split = split_outputs(out, num_splits, always_split=invariant)
     has_angles = new_rows is not None and new_rows.cos is not None
@@ -176,19 +184,27 @@ def launch_paged_attention(
         )
         if num_at_once:
             return out
+        num_warps = merge_warps(num_splits, value_dim=value_dim, is_alone=num_requests == 1)
         merge_splits(
             split,
             query_start_loc=rows.query_start_loc,
             out=out,
-            num_warps=4 if invariant else merge_warps(num_splits, value_dim=value_dim),
+            num_warps=4 if invariant else num_warps,
             in_order=invariant,
         )
     return out
 
 
-def merge_warps(num_splits: int, *, value_dim: int) -> int:
-    """Warps of a program that merges one row: as few as hold its partial outputs in registers."""
+def merge_warps(num_splits: int, *, value_dim: int, is_alone: bool = False) -> int:
+    """Warps of a program that merges one row: as few as hold its partial outputs in registers.
+
+    `is_alone`: the rows are those of one request.
+    """
     num_values = next_power_of_two(num_splits) * padded_head_dim(value_dim)
+    if is_alone:
+        return (
+            1 if num_values <= _ALONE_OF_A_WARP else 4 if num_values <= _ALONE_OF_FOUR_WARPS else 8
+        )
     return min(max(num_values // _VALUES_OF_A_WARP, 1), _MAX_MERGE_WARPS)
 
 

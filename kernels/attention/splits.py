@@ -2,14 +2,19 @@
 
 Where it sits: parts of `attention_kernel` and `latent_attention_kernel`, and the launch that may
 follow them. A program works on one split of the keys of its tile of rows, and leaves a partial
-output and its log-sum-exp, which a second launch merges. In the batch-invariant form split s holds
-keys `[s * 512, (s + 1) * 512)` whatever the batch, and the number of splits is what the longest
-table could hold: the merge then adds them up in rising order, so that one without keys changes no
-bit.
+output and its log-sum-exp. Who makes one of them, and how many splits there are:
 
-Merging in the first launch, by the program of a tile that ends last, was measured on one H200 and
-dropped: 20.9 instead of 8.6 us for one request of 1,024 keys (32 / 8 heads, 4 rows), 109.5 instead
-of 87.8 us for 8 of 8,192 (96 / 8 heads). Many programs of a launch are faster than one a tile.
+- few requests: all get the same number, and a second launch merges (`merge_splits`);
+- requests that fill a good part of the device (`shared_span`): each gets its share of the programs
+  by the length of its text, one to four. The program of a tile that ends last merges its parts; one
+  split writes the result, so that texts of equal length cost no parts;
+- the batch-invariant form: split s holds keys `[s * n, (s + 1) * n)` whatever the batch, and the
+  number of splits is what the longest table could hold: the second launch adds them up in rising
+  order, so that one without keys changes no bit.
+
+Why not always the program that ends last: of many splits it is slower. 20.9 instead of 8.6 us for
+one request of 1,024 keys (32 / 8 heads, 4 rows), 109.5 instead of 87.8 us for 8 of 8,192 (96 / 8
+heads), one H200.
 Letters: R requests, T packed rows, H heads, Dv value head dim.
 Source: Flash-Decoding (splits).
 """

@@ -1,11 +1,13 @@
 """Attention that stores the step's rows itself: cases for reference, interpreter and GPU."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from mtp_research.kernels import checks
-from mtp_research.kernels.attention.attention_launch import choose_num_at_once
+from mtp_research.kernels.attention import attention_launch
+from mtp_research.kernels.attention.splits import SplitOutputs, split_outputs
 from mtp_research.kernels.attention.store_kv import NewRows, rotate_ref
 from mtp_research.kernels.bench.bench_attention import (
     attend_latents,
@@ -105,12 +107,21 @@ def check_shared_splits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As both above, on a device so small that requests share splits by their lengths."""
+    written = []
+
+    def note_parts(*arguments: Any, **keywords: Any) -> SplitOutputs:
+        written.append(split_outputs(*arguments, **keywords))
+        return written[-1]
+
     monkeypatch.setattr(checks, "num_multiprocessors", lambda device: 1)
-    num_requests = len(case.seq_lens)
-    assert choose_num_at_once(num_requests, case.num_kv_heads, max_key_tiles=12, num_slots=4) == 6
+    monkeypatch.setattr(attention_launch, "split_outputs", note_parts)
     check_new_rows(case, dtype, device=device, backend=backend)
     check_rotated_rows(case, 8, dtype, device=device, backend=backend)
     assert not checks.arrivals(torch.empty(0, device=device).device).any()
+    if case is _UNEVEN:  # 6 programs of a head at once, 17 tiles of 32 keys, 10 of 64
+        parts = written[-1].lse[:, [0, 4, 8, 10], 0].isfinite().sum(0).tolist()
+        # A request of one split leaves no parts.
+        assert parts == ([4, 0, 2, 0] if dtype is torch.float32 else [3, 0, 2, 0])
 
 
 def _check(

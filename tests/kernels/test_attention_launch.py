@@ -1,4 +1,6 @@
 import pytest
+import torch
+from mtp_research.kernels.attention import attention_launch, splits
 from mtp_research.kernels.attention.attention_launch import (
     MAX_SPLITS,
     MERGES_A_TILE,
@@ -10,6 +12,7 @@ from mtp_research.kernels.attention.attention_launch import (
     padded_head_dim,
     programs_per_sm,
 )
+from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV, Scoring
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,8 @@ def test_programs_of_narrow_heads_share_a_multiprocessor_by_four():
 def test_a_merged_row_takes_as_few_warps_as_hold_its_parts():
     assert [merge_warps(splits, value_dim=256) for splits in (16, 17, 64, 65)] == [1, 2, 4, 8]
     assert [merge_warps(splits, value_dim=64) for splits in (1, 64, 65)] == [1, 1, 2]
+    alone = [merge_warps(splits, value_dim=64, is_alone=True) for splits in (16, 17, 256, 257)]
+    assert alone == [1, 4, 4, 8]
 
 
 @pytest.mark.parametrize(
@@ -138,3 +143,45 @@ def test_few_keys_are_read_in_narrow_tiles():
 )
 def test_padded_head_dim_is_a_power_of_two_tl_dot_takes(head_dim, padded):
     assert padded_head_dim(head_dim) == padded
+
+
+class Recorder:
+    """Stands in for a kernel: notes the grid and the keywords of its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[int, ...], dict[str, object]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return lambda *arguments, **keywords: self.launches.append((grid, keywords))
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "query_len", "num_heads", "expected"),
+    [
+        # grid, keys a tile, whether splits are shared, warps of the merge
+        pytest.param(1, 4, 32, ((1, 8, 21), 64, 0, 4), id="one_request"),
+        pytest.param(8, 4, 32, ((8, 8, 4), 32, 0, 1), id="few_requests"),
+        pytest.param(24, 4, 32, ((24, 8, 4), 64, 32, None), id="requests_that_share"),
+        pytest.param(24, 4, 96, ((24, 8, 1), 64, 0, None), id="more_rows_than_a_small_tile"),
+        pytest.param(24, 64, 32, ((96, 8, 1), 64, 0, None), id="prompts"),
+    ],
+)
+def test_what_a_launch_of_bfloat16_chooses(
+    num_requests, query_len, num_heads, expected, monkeypatch
+):
+    attention, merge = Recorder(), Recorder()
+    monkeypatch.setattr(attention_launch, "attention_kernel", attention)
+    monkeypatch.setattr(splits, "merge_splits_kernel", merge)
+    rows = AttentionRows(
+        torch.zeros(num_requests, 84, dtype=torch.int32),  # tables of 1,344 keys
+        torch.full((num_requests,), 1000, dtype=torch.int32),
+        torch.arange(num_requests + 1, dtype=torch.int32) * query_len,
+        query_len,
+    )
+    query = torch.zeros(num_requests * query_len, num_heads, 128, dtype=torch.bfloat16)
+    pages = PagedKV(*torch.zeros(2, 1, 16, 8, 128, dtype=torch.bfloat16))
+    attention_launch.launch_paged_attention(query, pages, rows, Scoring(1.0))
+    ((grid, keywords),) = attention.launches
+    merges = [keywords["num_warps"] for _, keywords in merge.launches]
+    found = (grid, keywords["BLOCK_N"], keywords["SHARED"], merges[0] if merges else None)
+    assert found == expected
