@@ -201,20 +201,17 @@ def merge_warps(num_splits: int, *, value_dim: int, is_alone: bool = False) -> i
     `is_alone`: the rows are those of one request.
     """
     num_values = next_power_of_two(num_splits) * padded_head_dim(value_dim)
-    if is_alone:
-        return (
-            1 if num_values <= _ALONE_OF_A_WARP else 4 if num_values <= _ALONE_OF_FOUR_WARPS else 8
-        )
-    return min(max(num_values // _VALUES_OF_A_WARP, 1), _MAX_MERGE_WARPS)
+    if not is_alone:
+        return min(max(num_values // _VALUES_OF_A_WARP, 1), _MAX_MERGE_WARPS)
+    if num_values <= _ALONE_OF_A_WARP:
+        return 1
+    return 4 if num_values <= _ALONE_OF_FOUR_WARPS else 8
 
 
 def programs_per_sm(key_dim: int, value_dim: int) -> int:
     """Programs that share a multiprocessor, by head dims; see `choose_config`."""
-    return _NARROW_PROGRAMS_PER_SM if _is_narrow(key_dim, value_dim) else _PROGRAMS_PER_SM
-
-
-def _is_narrow(key_dim: int, value_dim: int) -> bool:
-    return padded_head_dim(key_dim) + padded_head_dim(value_dim) <= _NARROW_WIDTH
+    is_narrow = padded_head_dim(key_dim) + padded_head_dim(value_dim) <= _NARROW_WIDTH
+    return _NARROW_PROGRAMS_PER_SM if is_narrow else _PROGRAMS_PER_SM
 
 
 def _new_row_strides(new_rows: NewRows | None) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ def attention_kernel(
     cos,  # [T, P], queries and new keys are to be rotated; None if they are as they should be
     sin,  # [T, P] or None
     out,  # [T, H, Dv], written, unless a second launch merges the parts
-    parts,  # [splits, T, H, Dv] float32, written if SPLIT
+    partial,  # [splits, T, H, Dv] float32, written if SPLIT
     lse,  # [splits, T, H] float32 in base 2, written if SPLIT
     arrived,  # [tiles x Hkv] int32 zeros, zeros again at the end; None if not SHARED
     num_slots,
@@ -251,7 +251,7 @@ def attention_kernel(
         highest,
         total,
         out,
-        parts,
+        partial,
         lse,
         None if arrived is None else arrived + tile * tl.num_programs(1) + kv_head,
         row_head,
@@ -274,7 +274,7 @@ def _write_rows(
     highest,  # [BLOCK_M]
     total,  # [BLOCK_M]
     out,
-    parts,
+    partial,
     lse,
     arrived,  # pointer to the count of the tile
     row_head,  # [BLOCK_M], index into [T, H]
@@ -297,13 +297,13 @@ def _write_rows(
         part_lse = highest + tl.log2(tl.where(total == 0.0, 1.0, total))
         part_lse = tl.where(total == 0.0, float("-inf"), part_lse)
         tl.store(lse + first + row_head, part_lse, mask=is_row)
-        tl.store(parts + first * VALUE_DIM + at, acc, mask=inside)
+        tl.store(partial + first * VALUE_DIM + at, acc, mask=inside)
         if SHARED > 0:
             tl.debug_barrier()  # every thread's part is there before the program has arrived
             if tl.atomic_add(arrived, 1, sem="acq_rel") == num_splits - 1:
                 tl.store(arrived, 0)
                 merged = merge_parts(
-                    parts + at,
+                    partial + at,
                     lse + row_head,
                     num_splits,
                     num_row_heads,

@@ -117,10 +117,10 @@ def shared_span(
 
 @checks.kernel_jit
 def merge_parts(
-    parts,  # pointers [N, Dv] to the partial outputs of split 0
+    partial,  # pointers [N, Dv] to the partial outputs of split 0
     lse,  # pointers [N] to its log-sum-exps, base 2
     num_splits,
-    stride_split,  # rows x heads
+    stride_split,  # T x H
     is_row,  # [N] bool
     inside,  # [N, Dv] bool
     VALUE_DIM: tl.constexpr,
@@ -130,6 +130,7 @@ def merge_parts(
 
     `.cg` reads past this multiprocessor's cache.
     """
+    stride_split = stride_split.to(tl.int64)
     highest = tl.full([is_row.shape[0]], float("-inf"), tl.float32)
     for split in tl.static_range(MOST):
         mask = is_row & (split < num_splits)
@@ -144,7 +145,7 @@ def merge_parts(
         at = lse + split * stride_split
         share = tl.exp2(tl.load(at, mask=mask, other=float("-inf"), cache_modifier=".cg") - base)
         part = tl.load(
-            parts + split * stride_split * VALUE_DIM,
+            partial + split * stride_split * VALUE_DIM,
             mask=inside & (split < num_splits),
             other=0.0,
             cache_modifier=".cg",
