@@ -71,7 +71,8 @@ class Engine:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        # `shutdown` waits for its next look, half a second by default.
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def answer(self, prompt: list[int]) -> dict[str, Any]:
         path = self.folder / f"cmpl-{len(self.prompts)}.safetensors"
