@@ -51,7 +51,7 @@ _FULL_WAVES = 3
 _FEW_KEY_TILES = 32
 # Start, drain and partial write of a split, in units of one key tile. Estimated, not measured.
 _SPLIT_OVERHEAD_TILES = 2
-# Splits whose merging takes as long as one key tile (one request of 1,024 tokens, one H200).
+# Splits whose merging takes as long as one key tile. Fitted to one to eight requests (one H200).
 MERGES_A_TILE = 12
 # With at most so many tiles of 64 keys in all tables and KV heads, tiles of 32 and more splits took
 # 11 and 13 % less time launch behind launch, and 1 and 4 % behind a product of cuBLAS: 8 and 4
