@@ -58,8 +58,9 @@ MERGES_A_TILE = 12
 # requests of 1,024 tokens, four rows, heads of 128, one H200. With more keys no less, or more.
 _FEW_TILES = 1536
 # Splits of a request that shares them. Texts of 29 to 1,491 tokens, 400 on average, took 11 to 30 %
-# less time than with equal splits (16 to 64 requests, heads of 128; 64 and 128, heads of 64), those
-# of equal length 5 % less to 7 % more behind a product (one H200; docs/log.md has the table).
+# less time than with equal splits (16 to 64 requests, heads of 128; 64 and 128, heads of 64). Those
+# of equal length took 6 % less to 14 % more launch behind launch, and 5 % less to 7 % more behind a
+# product (one H200; docs/log.md has the table).
 _MOST_SHARED = 4
 
 
@@ -83,7 +84,7 @@ def launch_paged_attention(
     config: LaunchConfig | None = None,
     invariant: bool = False,
 ) -> Tensor:
-    """Launches the attention programs, then the merge if there is more than one split.
+    """Launches the attention programs, then a merge where these leave parts (see `splits`).
 
     Arguments and result as in `paged_attention`, checked there. With `new_rows` (at most
     `MAX_STORED_ROWS` a request) the programs first write them to the pages; with angles they rotate
@@ -97,8 +98,8 @@ def launch_paged_attention(
     group = num_heads // num_kv_heads
     out = query.new_empty(num_rows, num_heads, value_dim)
     has_prompts = rows.max_query_len > MAX_STORED_ROWS
-    # Narrow tiles and fewer splits made the attention of one request 10 to 20 % faster by itself,
-    # and the captured step of MiMo-7B's shape with three drafts .6 % slower (one H200).
+    # One request is left out: with narrow tiles and fewer splits its attention took 12 to 19 % less
+    # time by itself, and the captured step of MiMo-7B with three drafts .6 % more (one H200).
     is_batch = num_requests > 1 and not has_prompts and not invariant
     max_keys = num_table_blocks * block_size
     if config is None:

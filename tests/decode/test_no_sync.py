@@ -192,10 +192,8 @@ def test_texts_of_admitted_requests_lie_in_their_slots() -> None:
 
 def test_tensors_of_a_new_batch_are_made_without_waiting() -> None:
     batch = BatchSampling(DraftPlan(POLICIES["eagle"], 2, 1), vocab_size=6, device=META)
-    with (
-        NoSync(META),
-        NoHostValues(),
-    ):  # every admission and every end of a request makes them again
+    # Every admission and every end of a request makes them again.
+    with NoSync(META), NoHostValues():
         tensors = batch.tensors(_requests_that_use_everything())
     assert tensors.processors is not None
     assert tensors.logprobs is not None
