@@ -73,6 +73,17 @@ class LaunchConfig(NamedTuple):
     num_stages: int
 
 
+class Spread(NamedTuple):
+    """How a launch spreads requests over programs."""
+
+    config: LaunchConfig
+    grid: tuple[int, int, int]
+    num_query_tiles: int  # of each request, unless they are counted through
+    num_splits: int  # at most, of a request
+    num_at_once: int  # programs of one KV head that requests share by their lengths, or 0
+    num_ragged_requests: int  # whose tiles are counted through, or 0
+
+
 def launch_paged_attention(
     query: Tensor,
     kv: PagedKV,
@@ -95,13 +106,91 @@ def launch_paged_attention(
     num_rows, num_heads, key_dim = query.shape
     num_blocks, block_size, num_kv_heads, value_dim = kv.values.shape
     num_requests, num_table_blocks = rows.block_table.shape
-    group = num_heads // num_kv_heads
     out = query.new_empty(num_rows, num_heads, value_dim)
+    spread = spread_requests(
+        query, kv, rows, num_splits=num_splits, config=config, invariant=invariant
+    )
+    split = split_outputs(out, spread.num_splits, always_split=invariant)
+    has_angles = new_rows is not None and new_rows.cos is not None
+    constants = attention_constants(
+        num_heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        block_size=block_size,
+        sliding_window=scoring.sliding_window,
+        split=split.partial is not None,
+        split_keys=INVARIANT_SPLIT_KEYS if invariant else 0,
+        config=spread.config,
+        num_stored_rows=0 if new_rows is None else rows.max_query_len,
+        rotary_dim=new_rows.cos.shape[1] if has_angles else 0,
+        num_ragged_requests=spread.num_ragged_requests,
+        num_sharing_requests=num_requests if spread.num_at_once else 0,
+    )
+    with checks.launch_device(query):
+        attention_kernel[spread.grid](
+            query,
+            *kv,
+            rows.block_table,
+            rows.seq_lens,
+            rows.query_start_loc,
+            scoring.sinks,
+            rows.positions,
+            rows.kv_start,
+            *(new_rows or (None,) * 5),
+            out,
+            *split,
+            checks.arrivals(query.device) if spread.num_at_once else None,
+            num_blocks * block_size,
+            num_rows,
+            num_requests,
+            spread.num_query_tiles,
+            spread.num_at_once,
+            num_table_blocks * block_size,
+            scoring.scale / math.log(2),
+            *query.stride()[:2],
+            *kv.keys.stride()[:3],
+            *kv.values.stride()[:3],
+            rows.block_table.stride(0),
+            *_new_row_strides(new_rows),
+            **constants,
+            num_warps=spread.config.num_warps,
+            num_stages=spread.config.num_stages,
+            **checks.overlapping_rows(query.device, are_settled=rows.are_settled),
+        )
+        if not spread.num_at_once:
+            is_alone = num_requests == 1
+            num_warps = merge_warps(spread.num_splits, value_dim=value_dim, is_alone=is_alone)
+            merge_splits(
+                split,
+                query_start_loc=rows.query_start_loc,
+                out=out,
+                num_warps=4 if invariant else num_warps,
+                in_order=invariant,
+            )
+    return out
+
+
+def spread_requests(
+    query: Tensor,
+    kv: PagedKV,
+    rows: AttentionRows,
+    *,
+    num_splits: int | None = None,
+    config: LaunchConfig | None = None,
+    invariant: bool = False,
+) -> Spread:
+    """The programs of a launch, from sizes alone; arguments as in `launch_paged_attention`."""
+    num_rows, num_heads, key_dim = query.shape
+    _, block_size, num_kv_heads, value_dim = kv.values.shape
+    num_requests, num_table_blocks = rows.block_table.shape
+    group = num_heads // num_kv_heads
+    max_keys = num_table_blocks * block_size
     has_prompts = rows.max_query_len > MAX_STORED_ROWS
     # One request is left out: with narrow tiles and fewer splits its attention took 12 to 19 % less
     # time by itself, and the captured step of MiMo-7B with three drafts .6 % more (one H200).
     is_batch = num_requests > 1 and not has_prompts and not invariant
-    max_keys = num_table_blocks * block_size
+    has_choice = config is None
     if config is None:
         config = choose_config(
             1 if invariant else rows.max_query_len * group,
@@ -115,85 +204,31 @@ def launch_paged_attention(
     num_tiles = num_requests * num_query_tiles
     num_ragged = num_rows * group // config.block_m + num_requests
     is_ragged = num_ragged < num_tiles and num_requests <= MAX_RAGGED
-    num_at_once = 0
+    num_sms = checks.num_multiprocessors(query.device)
+    num_slots = num_sms * programs_per_sm(key_dim, value_dim)
+    max_key_tiles = ceil_div(max_keys, config.block_n)
     if invariant:
         num_splits = ceil_div(max_keys, INVARIANT_SPLIT_KEYS)
     elif num_splits is None:
-        num_programs = num_kv_heads * min(num_ragged, num_tiles)
-        num_slots = checks.num_multiprocessors(query.device) * programs_per_sm(key_dim, value_dim)
-        max_key_tiles = ceil_div(max_keys, config.block_n)
+        num_at_once = 0
         if is_batch and config.block_m == 16 and num_query_tiles == 1:
             num_at_once = choose_num_at_once(
                 num_requests, num_kv_heads, max_key_tiles=max_key_tiles, num_slots=num_slots
             )
-        num_splits = _MOST_SHARED
-        if not num_at_once:
-            num_splits = choose_num_splits(
-                num_programs,
-                max_key_tiles=max_key_tiles,
-                num_slots=num_slots,
-                has_prompts=has_prompts,
-                merges_a_tile=MERGES_A_TILE if is_batch else 0,
-            )
-    split = split_outputs(out, num_splits, always_split=invariant)
-    has_angles = new_rows is not None and new_rows.cos is not None
-    constants = attention_constants(
-        num_heads,
-        num_kv_heads=num_kv_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        block_size=block_size,
-        sliding_window=scoring.sliding_window,
-        split=split.partial is not None,
-        split_keys=INVARIANT_SPLIT_KEYS if invariant else 0,
-        config=config,
-        num_stored_rows=0 if new_rows is None else rows.max_query_len,
-        rotary_dim=new_rows.cos.shape[1] if has_angles else 0,
-        num_ragged_requests=num_requests if is_ragged else 0,
-        num_sharing_requests=num_requests if num_at_once else 0,
-    )
-    with checks.launch_device(query):
-        attention_kernel[(num_ragged if is_ragged else num_tiles, num_kv_heads, num_splits)](
-            query,
-            *kv,
-            rows.block_table,
-            rows.seq_lens,
-            rows.query_start_loc,
-            scoring.sinks,
-            rows.positions,
-            rows.kv_start,
-            *(new_rows or (None,) * 5),
-            out,
-            *split,
-            checks.arrivals(query.device) if num_at_once else None,
-            num_blocks * block_size,
-            num_rows,
-            num_requests,
-            num_query_tiles,
-            num_at_once,
-            max_keys,
-            scoring.scale / math.log(2),
-            *query.stride()[:2],
-            *kv.keys.stride()[:3],
-            *kv.values.stride()[:3],
-            rows.block_table.stride(0),
-            *_new_row_strides(new_rows),
-            **constants,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            **checks.overlapping_rows(query.device, are_settled=rows.are_settled),
-        )
         if num_at_once:
-            return out
-        num_warps = merge_warps(num_splits, value_dim=value_dim, is_alone=num_requests == 1)
-        merge_splits(
-            split,
-            query_start_loc=rows.query_start_loc,
-            out=out,
-            num_warps=4 if invariant else num_warps,
-            in_order=invariant,
+            if has_choice and num_sms < num_requests * num_kv_heads <= num_slots:
+                config = keep_two_an_sm(config, key_dim=key_dim, value_dim=value_dim)
+            grid = (num_kv_heads, num_shared_programs(num_requests, num_at_once), 1)
+            return Spread(config, grid, 1, _MOST_SHARED, num_at_once, 0)
+        num_splits = choose_num_splits(
+            num_kv_heads * min(num_ragged, num_tiles),
+            max_key_tiles=max_key_tiles,
+            num_slots=num_slots,
+            has_prompts=has_prompts,
+            merges_a_tile=MERGES_A_TILE if is_batch else 0,
         )
-    return out
+    grid = (num_ragged if is_ragged else num_tiles, num_kv_heads, num_splits)
+    return Spread(config, grid, num_query_tiles, num_splits, 0, num_requests if is_ragged else 0)
 
 
 def merge_warps(num_splits: int, *, value_dim: int, is_alone: bool = False) -> int:
@@ -296,6 +331,17 @@ def choose_config(
     return LaunchConfig(block_m, block_n, num_warps=num_warps, num_stages=num_stages)
 
 
+def keep_two_an_sm(config: LaunchConfig, *, key_dim: int, value_dim: int) -> LaunchConfig:
+    """The same program with a stage more, where with three a third would fit on a multiprocessor.
+
+    For launches that nearly fill two for each. If more programs than that are launched, be they
+    without work, the device gives some multiprocessors a third program with work and others one: of
+    132 eight got three for 32 equal texts, and held the launch up by 5 % (one H200, heads of 128).
+    """
+    has_room_for_three = padded_head_dim(key_dim) + padded_head_dim(value_dim) == 2 * _NARROW_WIDTH
+    return config._replace(num_stages=4) if has_room_for_three else config
+
+
 def choose_num_at_once(
     num_requests: int, num_kv_heads: int, *, max_key_tiles: int, num_slots: int
 ) -> int:
@@ -310,6 +356,17 @@ def choose_num_at_once(
     if not is_tracked or max_key_tiles == 1 or num_programs * _MOST_SHARED <= num_slots:
         return 0
     return num_slots * ceil_div(num_programs, num_slots) // num_kv_heads  # whole waves
+
+
+def num_shared_programs(num_requests: int, num_at_once: int) -> int:
+    """The most programs of one KV head that requests can share, whatever their lengths.
+
+    Shares are rounded: `n` splits, n - 1 of them further ones, take at least n - .5 of the programs
+    at once. So there are most further ones if some requests have as many as they may.
+    """
+    further = _MOST_SHARED - 1
+    most_further = 2 * further * num_at_once // (2 * _MOST_SHARED - 1)
+    return num_requests + min(num_requests * further, most_further)
 
 
 def choose_num_splits(

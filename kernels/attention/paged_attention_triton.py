@@ -12,11 +12,17 @@ from __future__ import annotations
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.splits import (
     merge_parts,
+    shared_program,
     shared_span,
     split_span,
     visible_positions,
 )
-from mtp_research.kernels.attention.store_kv import load_rows, store_new_rows
+from mtp_research.kernels.attention.store_kv import (
+    load_new_rows,
+    load_rows,
+    rotate_rows,
+    write_new_rows,
+)
 from mtp_research.kernels.checks import wait_in_front
 
 try:
@@ -46,7 +52,7 @@ def attention_kernel(
     out,  # [T, H, Dv], written, unless a second launch merges the parts
     partial,  # [splits, T, H, Dv] float32, written if SPLIT
     lse,  # [splits, T, H] float32 in base 2, written if SPLIT
-    arrived,  # [tiles x Hkv] int32 zeros, zeros again at the end; None if not SHARED
+    arrived,  # [R x Hkv] int32 zeros, zeros again at the end; None if not SHARED
     num_slots,
     num_rows,
     num_requests,
@@ -91,14 +97,23 @@ def attention_kernel(
 ):
     """One tile of packed rows of one request and KV head, over one split of the keys."""
     wait_in_front(OVERLAPS and not READS_EARLY)
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if RAGGED > 0:
-        request, tile_row = tile_of_program(
-            tile, query_start_loc, num_requests, GROUP, BLOCK_M, RAGGED
-        )
-    else:
-        request = tile // num_query_tiles
-        tile_row = (tile % num_query_tiles) * BLOCK_M
+    tile, num_tiles, request, tile_row, kv_head, split, all_tiles = _place_of_program(
+        seq_lens,
+        query_start_loc,
+        num_requests,
+        num_query_tiles,
+        num_at_once,
+        GROUP,
+        WINDOW,
+        BLOCK_M,
+        BLOCK_N,
+        RAGGED,
+        SHARED,
+        MOST_SHARED,
+    )
+    if SHARED > 0:  # noqa: SIM102 - a constant; what is in it is compiled only then
+        if request >= num_requests:
+            return
     first_head = kv_head * GROUP
     key_cache += kv_head * stride_key_head
     value_cache += kv_head * stride_value_head
@@ -133,12 +148,11 @@ def attention_kernel(
             begin,
             end,
             split,
-            seq_lens,
-            num_requests,
+            seq_len,
+            all_tiles,
             num_at_once,
             WINDOW,
             BLOCK_N,
-            SHARED,
             MOST_SHARED,
         )
     else:
@@ -154,6 +168,8 @@ def attention_kernel(
             out + first_head * VALUE_DIM + value_dims,
             first_spare,
             num_rows,
+            tile,
+            num_tiles,
             value_dims < VALUE_DIM,
             NUM_HEADS * VALUE_DIM,
             GROUP,
@@ -168,9 +184,9 @@ def attention_kernel(
             part = (split.to(tl.int64) * num_rows + row) * NUM_HEADS + head
             tl.store(lse + part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
             return
-    # Before the new rows are stored: a load behind a store waits for it.
+    # All that is read before any of it is used, and before anything is stored.
     key_dims = tl.arange(0, PADDED_KEY_DIM)[None, :]
-    q = load_rows(
+    unrotated = load_rows(
         (query + row.to(tl.int64) * stride_query_row + head * stride_query_head)[:, None],
         cos,
         sin,
@@ -181,22 +197,35 @@ def attention_kernel(
         stride_sin_row,
         KEY_DIM,
         ROTARY_DIM,
-    )  # [BLOCK_M, Dk]
+    )
     if new_key is not None:
-        store_new_rows(
+        new = load_new_rows(
             new_key + kv_head * stride_new_key_head,
             new_value + kv_head * stride_new_value_head,
             slot_mapping,
+            cos,
+            sin,
             first_row,
-            key_cache,
-            value_cache,
-            num_slots,
             query_len,
             seq_len - query_len,
             begin,
             end,
+            num_slots,
             stride_new_key_row,
             stride_new_value_row,
+            stride_cos_row,
+            stride_sin_row,
+            KEY_DIM,
+            VALUE_DIM,
+            PADDED_KEY_DIM,
+            PADDED_VALUE_DIM,
+            ROTARY_DIM,
+            STORED_ROWS,
+        )
+        write_new_rows(
+            new,
+            key_cache,
+            value_cache,
             stride_key_block,
             stride_key_slot,
             stride_value_block,
@@ -206,13 +235,9 @@ def attention_kernel(
             PADDED_KEY_DIM,
             PADDED_VALUE_DIM,
             BLOCK_SIZE,
-            STORED_ROWS,
-            cos,
-            sin,
-            stride_cos_row,
-            stride_sin_row,
             ROTARY_DIM,
         )
+    q = rotate_rows(unrotated, key_dims, ROTARY_DIM)  # [BLOCK_M, Dk]
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -253,7 +278,7 @@ def attention_kernel(
         out,
         partial,
         lse,
-        None if arrived is None else arrived + tile * tl.num_programs(1) + kv_head,
+        None if arrived is None else arrived + request * (NUM_HEADS // GROUP) + kv_head,
         row_head,
         row_head[:, None] * VALUE_DIM + value_dims,
         is_row,
@@ -380,6 +405,44 @@ def _attend_keys(
 
 
 @checks.kernel_jit
+def _place_of_program(
+    seq_lens,
+    query_start_loc,
+    num_requests,
+    num_query_tiles,
+    num_at_once,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RAGGED: tl.constexpr,
+    SHARED: tl.constexpr,
+    MOST_SHARED: tl.constexpr,
+):
+    """Tile and number of tiles, request and first packed row, KV head and split of a program.
+
+    Last, where requests share splits, key tiles of all requests; else 0.
+    """
+    tile, num_tiles = tl.program_id(0), tl.num_programs(0)
+    kv_head, split, all_tiles = tl.program_id(1), tl.program_id(2), 0
+    if SHARED > 0:
+        # KV heads beside each other: programs without work are the last of all.
+        tile, kv_head, num_tiles = kv_head, tile, num_requests
+        request, split, all_tiles = shared_program(
+            tile, seq_lens, num_requests, num_at_once, WINDOW, BLOCK_N, SHARED, MOST_SHARED
+        )
+        tile_row = 0
+    elif RAGGED > 0:
+        request, tile_row = tile_of_program(
+            tile, query_start_loc, num_requests, GROUP, BLOCK_M, RAGGED
+        )
+    else:
+        request = tile // num_query_tiles
+        tile_row = (tile % num_query_tiles) * BLOCK_M
+    return tile, num_tiles, request, tile_row, kv_head, split, all_tiles
+
+
+@checks.kernel_jit
 def tile_of_program(
     program,
     query_start_loc,
@@ -409,6 +472,8 @@ def zero_spare_rows(
     out,  # pointers [1, Dv] to row 0 of the group's first head
     first_spare,  # the first row that belongs to no request
     num_rows,
+    tile,
+    num_tiles,  # that share the work
     value_inside,
     ROW_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -418,7 +483,7 @@ def zero_spare_rows(
     """Zeros the rows of a KV head that belong to no request."""
     lanes = tl.arange(0, BLOCK_M)
     num_spare = (num_rows - first_spare) * GROUP
-    for begin in range(tl.program_id(0) * BLOCK_M, num_spare, tl.num_programs(0) * BLOCK_M):
+    for begin in range(tile * BLOCK_M, num_spare, num_tiles * BLOCK_M):
         spare = begin + lanes
         at = (first_spare + spare // GROUP).to(tl.int64) * ROW_STRIDE + spare % GROUP * VALUE_DIM
         zeros = tl.zeros([BLOCK_M, value_inside.shape[1]], out.dtype.element_ty)

@@ -5,9 +5,9 @@ follow them. A program works on one split of the keys of its tile of rows, and l
 output and its log-sum-exp. Who makes one of them, and how many splits there are:
 
 - few requests: all get the same number, and a second launch merges (`merge_splits`);
-- requests that fill a good part of the device (`shared_span`): each gets its share of the programs
-  by the length of its text, one to four. The program of a tile that ends last merges its parts; one
-  split writes the result, so that texts of equal length cost no parts;
+- requests that fill a good part of the device (`shared_program`, `shared_span`): each gets its
+  share of the programs by the length of its text, one to four. The program of a request that ends
+  last merges its parts; one split writes the result, so that texts of equal length cost no parts;
 - the batch-invariant form: split s holds keys `[s * n, (s + 1) * n)` whatever the batch, and the
   number of splits is what the longest table could hold: the second launch adds them up in rising
   order, so that one without keys changes no bit.
@@ -80,35 +80,72 @@ def split_span(begin, end, split, num_splits, SPLIT_KEYS: tl.constexpr, BLOCK_N:
 
 
 @checks.kernel_jit
-def shared_span(
-    begin,
-    end,
-    split,
+def shared_program(
+    program,
     seq_lens,  # [R] int32
     num_requests,
-    num_at_once,  # programs that run at the same time, of one KV head and one tile of rows
+    num_at_once,  # programs that run at the same time, of one KV head
     WINDOW: tl.constexpr,  # 0 = none
     BLOCK_N: tl.constexpr,
     NUM_LANES: tl.constexpr,  # a power of two >= R
     MOST: tl.constexpr,  # splits at most
 ):
-    """As `split_span`, and the number of splits: the request's share of the programs at once.
+    """Request and split of the program with this number, and key tiles of all requests.
+
+    First come all requests' splits 0, which need not know the others' lengths to begin, then all
+    further splits; a program behind these is of request R, which there is not.
+    """
+    lanes = tl.arange(0, NUM_LANES)
+    is_request = lanes < num_requests
+    lens = tl.load(seq_lens + lanes, mask=is_request, other=0)
+    all_tiles = tl.sum(_share_tiles(lens, WINDOW, BLOCK_N), 0)
+    request, split = program, tl.zeros([], tl.int32)
+    if program >= num_requests:
+        further = _share(_share_tiles(lens, WINDOW, BLOCK_N), all_tiles, num_at_once, MOST) - 1
+        further = tl.where(is_request, further, 0)
+        place = program - num_requests
+        request = tl.sum(((tl.cumsum(further, 0) <= place) & is_request).to(tl.int32), 0)
+        split = 1 + place - tl.sum(tl.where(lanes < request, further, 0), 0)
+    return request, split, all_tiles
+
+
+@checks.kernel_jit
+def _share_tiles(seq_len, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Key tiles by which requests share programs."""
+    return tl.cdiv(tl.minimum(seq_len, WINDOW) if WINDOW > 0 else seq_len, BLOCK_N)
+
+
+@checks.kernel_jit
+def _share(num_tiles, all_tiles, num_at_once, MOST: tl.constexpr):
+    """num_tiles * num_at_once / all_tiles, rounded, 1 to MOST; of a request, or of each of some.
 
     By comparisons, as a division takes a hundred cycles before the first key is asked for.
     """
-    lanes = tl.arange(0, NUM_LANES)
-    lens = tl.load(seq_lens + lanes, mask=lanes < num_requests, other=0)
-    if WINDOW > 0:
-        lens = tl.minimum(lens, WINDOW)
-    all_tiles = tl.sum(tl.cdiv(lens, BLOCK_N), 0)
-    num_tiles = tl.cdiv(end - begin, BLOCK_N)
-    share = 1  # num_tiles * num_at_once / all_tiles, rounded
+    share = 1
     for count in tl.static_range(2, MOST + 1):
         share += (2 * num_tiles * num_at_once >= (2 * count - 1) * all_tiles).to(tl.int32)
+    return share
+
+
+@checks.kernel_jit
+def shared_span(
+    begin,
+    end,
+    split,
+    seq_len,
+    all_tiles,
+    num_at_once,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """As `split_span`, and the number of the request's splits that hold keys."""
+    share = _share(_share_tiles(seq_len, WINDOW, BLOCK_N), all_tiles, num_at_once, MOST)
+    num_tiles = tl.cdiv(end - begin, BLOCK_N)
     tiles_per_split = num_tiles
     for count in tl.static_range(2, MOST + 1):
         tiles_per_split = tl.where(share == count, tl.cdiv(num_tiles, count), tiles_per_split)
-    num_splits = 1  # that hold keys: 5 tiles of 4 splits are 2, 2 and 1
+    num_splits = 1  # 5 tiles of 4 splits are 2, 2 and 1
     for count in tl.static_range(1, MOST):
         num_splits += (num_tiles > count * tiles_per_split).to(tl.int32)
     begin += split * tiles_per_split * BLOCK_N

@@ -6,14 +6,14 @@ slot -1 writes nothing (padded or clamped rows).
 Layout of `store_kv`: one program copies one row for a run of KV heads, all of Dk and Dv, 16 bytes a
 thread.
 
-In compiled decoding the attention launch stores the rows itself (`store_new_rows`), a launch a
+In compiled decoding the attention launch stores the rows itself (`write_new_rows`), a launch a
 layer less. Each attention program writes the rows whose positions lie in its own span of keys to
 the pages, and reads pages afterwards: it sees what it wrote, whatever other programs do. Every
 row's position is in the span of the tile of rows that holds it, so that every row is written;
 programs that share a row write the same values. Prompt chunks, whose tiles would write each row
 many times, are stored by `store_kv` beforehand, and so are rows of the other backends.
 
-Queries and new keys may come there before their rotary embedding (`load_rotated`), again a launch a
+Queries and new keys may come there before their rotary embedding (`rotate_rows`), again a launch a
 layer less. Maths: `y = x cos + swapped(x) sin` on the first P dims, `swapped(x) = (-x[P/2:P],
 x[:P/2])`; dims from P on stay. Both products and the sum are rounded to the dtype of the rows, as
 in PyTorch, which runs one operation after the other: keys have the bits that passes without a
@@ -316,35 +316,6 @@ def _check_angles(rows: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 @checks.kernel_jit
-def load_rotated(
-    source,  # pointers [N, 1] to dim 0 of each row
-    cos,  # pointers [N, 1] to dim 0 of the row's cos
-    sin,  # likewise
-    is_row,  # [N, 1] bool
-    dims,  # [1, padded D], from 0 on
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,  # P
-):
-    """Part of an attention program: the rotated rows `[N, padded D]`, zero where there is none."""
-    HALF: tl.constexpr = ROTARY_DIM // 2
-    is_turned = is_row & (dims < ROTARY_DIM)
-    # A second load instead of a shuffle: the partner dim belongs to another thread.
-    partner = tl.where(dims < HALF, dims + HALF, dims - HALF)
-    x = tl.load(source + dims, mask=is_row & (dims < HEAD_DIM), other=0.0)
-    swapped = tl.load(source + partner, mask=is_turned, other=0.0)
-    c = tl.load(cos + dims, mask=is_turned, other=0.0)
-    s = tl.load(sin + dims, mask=is_turned, other=0.0)
-    # Each step is rounded to the dtype of the rows; the interpreter needs float32 in between too.
-    direct = (x.to(tl.float32) * c.to(tl.float32)).to(x.dtype)
-    crossed = (swapped.to(tl.float32) * s.to(tl.float32)).to(x.dtype)
-    # A select on either side keeps the compiler from fusing a product with the sum.
-    direct = tl.where(is_turned, direct, 0.0)
-    crossed = tl.where(dims < HALF, -crossed, crossed)
-    rotated = (direct.to(tl.float32) + crossed.to(tl.float32)).to(x.dtype)
-    return tl.where(dims < ROTARY_DIM, rotated, x)
-
-
-@checks.kernel_jit
 def load_rows(
     source,  # pointers [N, 1] to dim 0 of each row
     cos,  # [T, P], or None: the rows are as they should be
@@ -357,20 +328,39 @@ def load_rows(
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,  # P
 ):
-    """Rows `[N, padded D]`, rotated if there are angles, zero where there is none."""
-    if cos is None:
-        rows = tl.load(source + dims, mask=is_row & (dims < HEAD_DIM), other=0.0)
-    else:
-        rows = load_rotated(
-            source,
-            cos + row * stride_cos_row,
-            sin + row * stride_sin_row,
-            is_row,
-            dims,
-            HEAD_DIM,
-            ROTARY_DIM,
-        )
-    return rows
+    """What `rotate_rows` makes rows of: rows `[N, padded D]`, their partner dims, cos and sin.
+
+    Apart from it, so that a program can ask for all that it needs before it waits for any of it.
+    """
+    rows = tl.load(source + dims, mask=is_row & (dims < HEAD_DIM), other=0.0)
+    swapped, c, s = rows, rows, rows
+    if cos is not None:
+        is_turned = is_row & (dims < ROTARY_DIM)
+        # A second load instead of a shuffle: the partner dim belongs to another thread.
+        HALF: tl.constexpr = ROTARY_DIM // 2
+        partner = tl.where(dims < HALF, dims + HALF, dims - HALF)
+        swapped = tl.load(source + partner, mask=is_turned, other=0.0)
+        c = tl.load(cos + row * stride_cos_row + dims, mask=is_turned, other=0.0)
+        s = tl.load(sin + row * stride_sin_row + dims, mask=is_turned, other=0.0)
+    return rows, swapped, c, s
+
+
+@checks.kernel_jit
+def rotate_rows(loaded, dims, ROTARY_DIM: tl.constexpr):
+    """Rotated rows `[N, padded D]` of what `load_rows` returned; as they are if P is 0."""
+    rows, swapped, c, s = loaded
+    rotated = rows
+    if ROTARY_DIM > 0:
+        is_turned = dims < ROTARY_DIM
+        # Each step is rounded to the dtype of the rows; the interpreter needs float32 in between.
+        direct = (rows.to(tl.float32) * c.to(tl.float32)).to(rows.dtype)
+        crossed = (swapped.to(tl.float32) * s.to(tl.float32)).to(rows.dtype)
+        # A select on either side keeps the compiler from fusing a product with the sum.
+        direct = tl.where(is_turned, direct, 0.0)
+        crossed = tl.where(dims < ROTARY_DIM // 2, -crossed, crossed)
+        rotated = (direct.to(tl.float32) + crossed.to(tl.float32)).to(rows.dtype)
+        rotated = tl.where(is_turned, rotated, rows)
+    return rotated
 
 
 class NewRows(NamedTuple):
@@ -431,20 +421,65 @@ def rows_for_launch(
 
 
 @checks.kernel_jit
-def store_new_rows(
+def load_new_rows(
     key,  # [T, Hkv, Dk], pointer to the program's KV head
     value,  # [T, Hkv, Dv], likewise
     slot_mapping,  # [T] int64
+    cos,  # [T, P]; keys are rotated before they are stored; None if they are as they should be
+    sin,  # [T, P] or None
     first_row,
-    key_cache,  # [num_blocks, block_size, Hkv, Dk], pointer to the KV head, written
-    value_cache,  # [num_blocks, block_size, Hkv, Dv], likewise
-    num_slots,
     num_new_rows,
     first_pos,  # position of the request's first new row
     begin,
     end,
+    num_slots,
     stride_key_row,
     stride_value_row,
+    stride_cos_row,
+    stride_sin_row,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_KEY_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,  # P
+    NUM_ROWS: tl.constexpr,
+):
+    """Part of an attention program: a request's new rows at positions `[begin, end)`.
+
+    Returns what `write_new_rows` takes: whether there are any, slots `[N]`, -1 of rows that are not
+    to be stored, what `load_rows` returns of keys, and values `[N, padded Dv]`.
+    """
+    has_rows = (first_pos + num_new_rows > begin) & (first_pos < end)
+    rows = tl.arange(0, NUM_ROWS)
+    pos = first_pos + rows
+    is_row = (rows < num_new_rows) & (pos >= begin) & (pos < end)
+    packed = first_row.to(tl.int64) + rows
+    slot = tl.load(slot_mapping + packed, mask=is_row, other=-1)
+    # A slot beyond the pool is the caller's fault; writing it would corrupt foreign memory.
+    slot = tl.where(slot < num_slots, slot, -1)
+    new_key = load_rows(
+        key + (packed * stride_key_row)[:, None],
+        cos,
+        sin,
+        packed[:, None],
+        is_row[:, None],
+        tl.arange(0, PADDED_KEY_DIM)[None, :],
+        stride_cos_row,
+        stride_sin_row,
+        KEY_DIM,
+        ROTARY_DIM,
+    )
+    dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+    source = value + (packed * stride_value_row)[:, None]
+    new_value = tl.load(source + dims, mask=is_row[:, None] & (dims < VALUE_DIM))
+    return has_rows, slot, new_key, new_value
+
+
+@checks.kernel_jit
+def write_new_rows(
+    new,  # of `load_new_rows`
+    key_cache,  # [num_blocks, block_size, Hkv, Dk], pointer to the KV head, written
+    value_cache,  # [num_blocks, block_size, Hkv, Dv], likewise
     stride_key_block,
     stride_key_slot,
     stride_value_block,
@@ -454,48 +489,18 @@ def store_new_rows(
     PADDED_KEY_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
-    cos=None,  # [T, P]; keys are rotated before they are stored
-    sin=None,  # [T, P]
-    stride_cos_row=0,
-    stride_sin_row=0,
-    ROTARY_DIM: tl.constexpr = 0,
+    ROTARY_DIM: tl.constexpr,  # P
 ):
-    """Part of an attention program: stores a request's new rows at positions `[begin, end)`.
-
-    The program's threads may read the pages afterwards.
-    """
-    if (first_pos + num_new_rows > begin) & (first_pos < end):
-        rows = tl.arange(0, NUM_ROWS)
-        pos = first_pos + rows
-        stored = (rows < num_new_rows) & (pos >= begin) & (pos < end)
-        packed = first_row.to(tl.int64) + rows
-        slot = tl.load(slot_mapping + packed, mask=stored, other=-1)
-        stored &= (slot >= 0) & (slot < num_slots)
+    """Part of an attention program: stores new rows, which its threads may read afterwards."""
+    has_rows, slot, new_key, new_value = new
+    if has_rows:
+        is_stored = (slot >= 0)[:, None]
         block_id, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-
         dims = tl.arange(0, PADDED_KEY_DIM)[None, :]
-        inside = (rows < num_new_rows)[:, None] & (dims < KEY_DIM)
-        new = load_rows(
-            key + (packed * stride_key_row)[:, None],
-            cos,
-            sin,
-            packed[:, None],
-            (rows < num_new_rows)[:, None],
-            dims,
-            stride_cos_row,
-            stride_sin_row,
-            KEY_DIM,
-            ROTARY_DIM,
-        )
-        value_dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
-        value_inside = (rows < num_new_rows)[:, None] & (value_dims < VALUE_DIM)
-        source = value + (packed * stride_value_row)[:, None]
-        new_value = tl.load(source + value_dims, mask=value_inside)
-        # Stores behind all loads: a load behind a store waits for it.
         at = block_id * stride_key_block + offset * stride_key_slot
-        tl.store(key_cache + at[:, None] + dims, new, mask=stored[:, None] & inside)
+        rotated = rotate_rows(new_key, dims, ROTARY_DIM)
+        tl.store(key_cache + at[:, None] + dims, rotated, mask=is_stored & (dims < KEY_DIM))
+        dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
         at = block_id * stride_value_block + offset * stride_value_slot
-        is_kept = stored[:, None] & value_inside
-        tl.store(value_cache + at[:, None] + value_dims, new_value, mask=is_kept)
+        tl.store(value_cache + at[:, None] + dims, new_value, mask=is_stored & (dims < VALUE_DIM))
         tl.debug_barrier()  # every thread sees the rows that the others stored

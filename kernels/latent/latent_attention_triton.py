@@ -11,7 +11,7 @@ from __future__ import annotations
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.paged_attention_triton import zero_spare_rows
 from mtp_research.kernels.attention.splits import split_span
-from mtp_research.kernels.attention.store_kv import store_new_rows
+from mtp_research.kernels.attention.store_kv import load_new_rows, write_new_rows
 from mtp_research.kernels.checks import wait_in_front
 
 try:
@@ -78,6 +78,8 @@ def latent_attention_kernel(
             out + dims,
             tl.load(query_start_loc + tl.num_programs(2)),
             num_spare,
+            tl.program_id(0),
+            tl.num_programs(0),
             dims < LATENT_DIM,
             NUM_HEADS * LATENT_DIM,
             NUM_HEADS,
@@ -113,20 +115,33 @@ def latent_attention_kernel(
             )
             return
     if new_latent is not None:
-        store_new_rows(
+        new = load_new_rows(
             new_latent,
             new_rope,
             slot_mapping,
+            None,
+            None,
             first_row,
-            latent_cache,
-            latent_cache + LATENT_DIM,
-            num_slots,
             query_len,
             seq_len - query_len,
             begin,
             end,
+            num_slots,
             stride_new_latent_row,
             stride_new_rope_row,
+            0,
+            0,
+            LATENT_DIM,
+            ROPE_DIM,
+            PADDED_LATENT_DIM,
+            PADDED_ROPE_DIM,
+            0,
+            STORED_ROWS,
+        )
+        write_new_rows(
+            new,
+            latent_cache,
+            latent_cache + LATENT_DIM,
             stride_cache_block,
             stride_cache_slot,
             stride_cache_block,
@@ -136,7 +151,7 @@ def latent_attention_kernel(
             PADDED_LATENT_DIM,
             PADDED_ROPE_DIM,
             BLOCK_SIZE,
-            STORED_ROWS,
+            0,
         )
 
     rope_dims = tl.arange(0, PADDED_ROPE_DIM)[None, :]

@@ -160,7 +160,7 @@ def store_new_latents(
     BLOCK_SIZE: gl.constexpr,
     NUM_ROWS: gl.constexpr,
 ):
-    """As `store_kv.store_new_rows`."""
+    """As `store_kv.load_new_rows` and `write_new_rows`."""
     if (first_pos + num_new_rows > begin) & (first_pos < end):
         COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
         rows = gl.arange(0, NUM_ROWS, layout=gl.SliceLayout(1, COPY))

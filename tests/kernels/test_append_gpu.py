@@ -45,12 +45,15 @@ def test_attention_on_gpu_whose_requests_share_splits_matches_slow_loop(case, dt
     check_shared_splits(case, dtype, device="cuda", backend="triton", monkeypatch=monkeypatch)
 
 
-def test_shared_splits_on_gpu_give_the_same_bits_in_every_replay():
-    case = replace(REAL, query_lens=(4,) * 60, seq_lens=(1000, 2048, 130, 4, 65, 700) * 10)
+@pytest.mark.parametrize(("num_requests", "num_at_once"), [(30, 33), (60, 66)])
+def test_shared_splits_on_gpu_give_the_same_bits_in_every_replay(num_requests, num_at_once):
+    lens = (1000, 2048, 130, 4, 65, 700) * (num_requests // 6)
+    case = replace(REAL, query_lens=(4,) * num_requests, seq_lens=lens)
     inputs = make_inputs(case, dtype=torch.bfloat16).to("cuda")
     keywords = inputs.keywords() | call_arguments(case) | {"backend": "triton"}
     expected = attend_pages(inputs.query, **keywords, num_splits=1)
-    assert choose_num_at_once(60, 8, max_key_tiles=34, num_slots=2 * 132) == 66
+    sizes = {"max_key_tiles": 34, "num_slots": 2 * 132}
+    assert choose_num_at_once(num_requests, 8, **sizes) == num_at_once
     first = attend_pages(inputs.query, **keywords)
     torch.testing.assert_close(first, expected, atol=2e-2, rtol=2e-2)
     graph = torch.cuda.CUDAGraph()

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 import torch
 from mtp_research.kernels.attention import attention_launch, splits
@@ -9,6 +11,7 @@ from mtp_research.kernels.attention.attention_launch import (
     choose_num_at_once,
     choose_num_splits,
     merge_warps,
+    num_shared_programs,
     padded_head_dim,
     programs_per_sm,
 )
@@ -87,6 +90,26 @@ def test_requests_share_splits_once_they_fill_a_quarter_of_the_device():
     assert at_once(1024, num_kv_heads=17) == 0  # more tiles than arrivals are counted of
 
 
+@pytest.mark.parametrize(("num_requests", "num_at_once"), [(9, 33), (32, 33), (64, 66), (5, 6)])
+def test_a_launch_has_as_many_programs_as_requests_may_share_and_no_more(num_requests, num_at_once):
+    def num_programs(tiles):
+        shares = [2 * count * num_at_once / sum(tiles) for count in tiles]
+        return sum(1 + sum(share >= limit for limit in (3, 5, 7)) for share in shares)
+
+    most = num_shared_programs(num_requests, num_at_once)
+    generator = random.Random(0)
+    drawn = [
+        [generator.randint(1, 40) ** power for _ in range(num_requests)]
+        for power in (1, 2, 6)
+        for _ in range(200)
+    ]
+    # As many long texts as may have four splits, and very short ones: the bound is reached.
+    num_long = min(num_requests, 2 * num_at_once // 7)
+    worst = num_programs([1000] * num_long + [1] * (num_requests - num_long))
+    assert max(map(num_programs, drawn)) <= most
+    assert most - 2 <= worst <= most
+
+
 def test_choose_num_splits_one_program_an_sm_takes_half_the_splits():
     chosen = choose_num_splits(32, max_key_tiles=128, num_slots=132)
     assert chosen == 4
@@ -158,12 +181,15 @@ class Recorder:
 @pytest.mark.parametrize(
     ("num_requests", "query_len", "num_heads", "expected"),
     [
-        # grid, keys a tile, whether splits are shared, warps of the merge
-        pytest.param(1, 4, 32, ((1, 8, 21), 64, 0, 4), id="one_request"),
-        pytest.param(8, 4, 32, ((8, 8, 4), 32, 0, 1), id="few_requests"),
-        pytest.param(24, 4, 32, ((24, 8, 4), 64, 32, None), id="requests_that_share"),
-        pytest.param(24, 4, 96, ((24, 8, 1), 64, 0, None), id="more_rows_than_a_small_tile"),
-        pytest.param(24, 64, 32, ((96, 8, 1), 64, 0, None), id="prompts"),
+        # grid, keys a tile, stages, whether splits are shared, warps of the merge
+        pytest.param(1, 4, 32, ((1, 8, 21), 64, 3, 0, 4), id="one_request"),
+        pytest.param(8, 4, 32, ((8, 8, 4), 32, 3, 0, 1), id="few_requests"),
+        pytest.param(16, 4, 32, ((8, 44, 1), 64, 3, 16, None), id="requests_that_share"),
+        pytest.param(17, 4, 32, ((8, 45, 1), 64, 4, 32, None), id="two_an_sm"),
+        pytest.param(33, 4, 32, ((8, 61, 1), 64, 4, 64, None), id="two_on_each"),
+        pytest.param(34, 4, 32, ((8, 90, 1), 64, 3, 64, None), id="more_than_two"),
+        pytest.param(24, 4, 96, ((24, 8, 1), 64, 3, 0, None), id="more_rows_than_a_small_tile"),
+        pytest.param(24, 64, 32, ((96, 8, 1), 64, 3, 0, None), id="prompts"),
     ],
 )
 def test_what_a_launch_of_bfloat16_chooses(
@@ -183,5 +209,5 @@ def test_what_a_launch_of_bfloat16_chooses(
     attention_launch.launch_paged_attention(query, pages, rows, Scoring(1.0))
     ((grid, keywords),) = attention.launches
     merges = [keywords["num_warps"] for _, keywords in merge.launches]
-    found = (grid, keywords["BLOCK_N"], keywords["SHARED"], merges[0] if merges else None)
-    assert found == expected
+    found = (grid, keywords["BLOCK_N"], keywords["num_stages"], keywords["SHARED"])
+    assert (*found, merges[0] if merges else None) == expected

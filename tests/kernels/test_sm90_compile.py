@@ -50,17 +50,19 @@ class Shape:
     num_ragged: int = 0  # requests whose tiles are counted through
     shared: bool = False  # splits, by the lengths of texts
     num_keys: int | None = None  # of all tables
+    two_an_sm: bool = False
 
     @property
     def config(self) -> attention_launch.LaunchConfig:
         rows = self.query_len * self.num_heads // self.num_kv_heads
-        return attention_launch.choose_config(
+        dims = {"key_dim": self.key_dim, "value_dim": self.value_dim}
+        config = attention_launch.choose_config(
             1 if self.invariant else rows,
-            key_dim=self.key_dim,
-            value_dim=self.value_dim,
+            **dims,
             element_bytes=self.dtype.itemsize,
             num_keys=self.num_keys,
         )
+        return attention_launch.keep_two_an_sm(config, **dims) if self.two_an_sm else config
 
 
 def kinds_first(cases, usual):
@@ -89,6 +91,7 @@ SHAPES = {
     ),
     "verify_16_rows_rotated": Shape(16, split=False, new_rows=True, rotary_dim=128),
     "verify_rotated_shared": Shape(4, new_rows=True, rotary_dim=128, shared=True),
+    "verify_two_an_sm": Shape(4, new_rows=True, rotary_dim=128, shared=True, two_an_sm=True),
     "verify_narrow_tiles": Shape(4, new_rows=True, rotary_dim=128, num_keys=8 * 1024),
     "prefill": Shape(512, split=False),
     "prefill_ragged": Shape(512, split=False, num_ragged=33),
@@ -131,7 +134,7 @@ SHAPES = {
 # One of each: rows of a product, split or direct, masks, rotation, widths, data types.
 USUAL = {
     *("decode", "verify_group12_page64", "verify_rotated", "verify_rotated_direct"),
-    *("verify_rotated_shared", "verify_narrow_tiles"),
+    *("verify_rotated_shared", "verify_two_an_sm", "verify_narrow_tiles"),
     *("prefill_ragged", "verify_window_sinks_positions", "head_dim_16", "head_dim_256_rotated"),
     *("key_192_value_128_rotated", "key_192_value_128_few_rows", "float32"),
     "invariant_window_sinks",
@@ -239,6 +242,12 @@ def test_attention_kernel_sm90_has_no_spills_and_fits_shared_memory(shape, tmp_p
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
     assert waits_first(compiled)
     assert _num_spilled_bytes(compiled, tmp_path) == 0
+
+
+def test_a_stage_more_leaves_room_for_two_programs_an_sm_and_not_for_a_third():
+    usual, more = (SHAPES[name] for name in ("verify_rotated_shared", "verify_two_an_sm"))
+    assert SHARED_MEMORY_BYTES // _compile_attention(usual)[0].metadata.shared == 3
+    assert SHARED_MEMORY_BYTES // _compile_attention(more)[0].metadata.shared == 2
 
 
 def test_rows_that_are_not_settled_are_read_behind_the_wait():
