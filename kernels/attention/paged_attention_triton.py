@@ -237,7 +237,7 @@ def attention_kernel(
             BLOCK_SIZE,
             ROTARY_DIM,
         )
-    q = rotate_rows(unrotated, key_dims, ROTARY_DIM)  # [BLOCK_M, Dk]
+    q = rotate_rows(unrotated, is_row[:, None], key_dims, ROTARY_DIM)  # [BLOCK_M, Dk]
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

@@ -346,20 +346,20 @@ def load_rows(
 
 
 @checks.kernel_jit
-def rotate_rows(loaded, dims, ROTARY_DIM: tl.constexpr):
+def rotate_rows(loaded, is_row, dims, ROTARY_DIM: tl.constexpr):
     """Rotated rows `[N, padded D]` of what `load_rows` returned; as they are if P is 0."""
     rows, swapped, c, s = loaded
     rotated = rows
     if ROTARY_DIM > 0:
-        is_turned = dims < ROTARY_DIM
         # Each step is rounded to the dtype of the rows; the interpreter needs float32 in between.
         direct = (rows.to(tl.float32) * c.to(tl.float32)).to(rows.dtype)
         crossed = (swapped.to(tl.float32) * s.to(tl.float32)).to(rows.dtype)
-        # A select on either side keeps the compiler from fusing a product with the sum.
-        direct = tl.where(is_turned, direct, 0.0)
+        # A select on either side keeps the compiler from fusing a product with the sum; one by the
+        # dims alone may be a constant.
+        direct = tl.where(is_row & (dims < ROTARY_DIM), direct, 0.0)
         crossed = tl.where(dims < ROTARY_DIM // 2, -crossed, crossed)
         rotated = (direct.to(tl.float32) + crossed.to(tl.float32)).to(rows.dtype)
-        rotated = tl.where(is_turned, rotated, rows)
+        rotated = tl.where(dims < ROTARY_DIM, rotated, rows)
     return rotated
 
 
@@ -498,7 +498,7 @@ def write_new_rows(
         block_id, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         dims = tl.arange(0, PADDED_KEY_DIM)[None, :]
         at = block_id * stride_key_block + offset * stride_key_slot
-        rotated = rotate_rows(new_key, dims, ROTARY_DIM)
+        rotated = rotate_rows(new_key, is_stored, dims, ROTARY_DIM)
         tl.store(key_cache + at[:, None] + dims, rotated, mask=is_stored & (dims < KEY_DIM))
         dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
         at = block_id * stride_value_block + offset * stride_value_slot
