@@ -73,7 +73,7 @@ SHARED_CASES = [
 # 10 tiles in all, with the window 8 and 6, where 6 programs of a head run at once.
 SHARED_PARTS = {
     "uneven": ([4, 0, 2, 0], [3, 0, 2, 0]),
-    "uneven_window_sinks": ([2, 0, 2, 0], [2, 0, 3, 0]),
+    "uneven_window_sinks": ([2, 0, 2, 0], [2, 0, 2, 0]),
 }
 
 
