@@ -77,18 +77,17 @@ def test_table_of_speeds_is_the_stored_one() -> None:
         assert f"| {' | '.join(cells)} |\n" in PAGE
     share = rows[128][1]["share_of_time_in_steps_with_prompt_rows"]
     assert f"and {share:.2f} of the time".replace("0.", ".") in PAGE
-    since = stored["batch_128_since"]["rows"]
-    for plain, ours in (since[:2], since[2:]):
-        spread = " to ".join(f"{plain[f'{end_to_end}_{end}']:,.0f}" for end in ("low", "high"))
-        facts = (
-            f"K = 3 makes {ours[end_to_end]:,.0f}{{}} and K = 0 {plain[end_to_end]:,.0f} ({spread}"
-        )
-        words = " tokens/s end to end" if ours["rows_a_step"] == 1024 else ""
-        assert facts.format(words) in PAGE
-        assert f", {_ratio(ours[end_to_end], plain[end_to_end])} times" in PAGE
-    plain, ours = since[:2]
-    ratio = _ratio(ours["tokens_per_s_full"], plain["tokens_per_s_full"])
-    assert f"Full steps make {ratio} times" in PAGE
+    newest = stored["h200"]["rows"]
+    assert [row["batch"] for row in newest] == [32, 32, 128, 128]
+    for plain, ours in (newest[:2], newest[2:]):
+        assert (plain["condition"], ours["condition"]) == ("baseline", "training")
+        cells = [f"{ours['batch']}", f"{ours['acceptance_length']:.2f}"]
+        for what in ("tokens_per_s_full", end_to_end):
+            cells += [f"{plain[what]:,.0f}", f"{ours[what]:,.0f}", _ratio(ours[what], plain[what])]
+        assert f"| {' | '.join(cells)} |\n" in PAGE
+    low, high = (newest[2][f"{end_to_end}_{end}"] for end in ("low", "high"))
+    assert f"passes of K = 0 made {low:,.0f} and {high:,.0f}," in PAGE
+    assert low < newest[3][end_to_end] < high
 
 
 def _ratio(ours: float, plain: float) -> str:

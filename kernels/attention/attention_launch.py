@@ -57,10 +57,9 @@ MERGES_A_TILE = 12
 # 11 and 13 % less time launch behind launch, and 1 and 4 % behind a product of cuBLAS: 8 and 4
 # requests of 1,024 tokens, four rows, heads of 128, one H200. With more keys no less, or more.
 _FEW_TILES = 1536
-# Splits of a request that shares them. Texts of 29 to 1,491 tokens, 400 on average, took 11 to 30 %
-# less time than with equal splits (16 to 64 requests, heads of 128; 64 and 128, heads of 64). Those
-# of equal length took 6 % less to 14 % more launch behind launch, and 5 % less to 7 % more behind a
-# product (one H200; docs/log.md has the table).
+# Splits of a request that shares them. Texts of 29 to 1,491 tokens, 400 on average, took 5 to 42 %
+# less time than with one split each (16 to 64 requests, heads of 128; 128, heads of 64), those of
+# equal length 15 % less to 6 % more, behind a product (one H200; docs/log.md has the table).
 _MOST_SHARED = 4
 
 
