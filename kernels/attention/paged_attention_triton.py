@@ -113,7 +113,7 @@ def attention_kernel(
     )
     if SHARED > 0:  # noqa: SIM102 - a constant; what is in it is compiled only then
         if request >= num_requests:
-            return
+            return  # without a wait: other programs wait for the kernel in front
     first_head = kv_head * GROUP
     key_cache += kv_head * stride_key_head
     value_cache += kv_head * stride_value_head
