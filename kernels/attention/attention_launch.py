@@ -32,7 +32,7 @@ _PROGRAMS_PER_SM = 2
 # With a stage less four programs of so small tiles fit on an SM, which was faster for narrow heads
 # (keys and values together) with 32 and with 128 requests (9 / 3 heads of 64, one H200).
 _SMALL_STAGE_BYTES = 16 * 1024
-_NARROW_WIDTH = 128
+_NARROW_WIDTH, _USUAL_WIDTH = 128, 256  # keys and values of a head, padded
 _NARROW_PROGRAMS_PER_SM = 4
 # One request with one KV head reaches 128 of the 132 multiprocessors; at 64 splits it reached 64.
 MAX_SPLITS = 128
@@ -313,11 +313,11 @@ def choose_config(
     heads, are read in narrower tiles; None leaves that out, and tiles do not depend on the batch.
     """
     padded_width = padded_head_dim(key_dim) + padded_head_dim(value_dim)
-    wide = padded_width > 256
+    wide = padded_width > _USUAL_WIDTH
     exact = element_bytes == 4
     few = num_keys is not None and num_keys <= _FEW_TILES * 64
     block_m = 16 if exact or num_packed_rows <= 16 else 64
-    block_n = 32 if exact or wide or (few and padded_width == 256) else 64
+    block_n = 32 if exact or wide or (few and padded_width == _USUAL_WIDTH) else 64
     stage_bytes = block_n * padded_width * element_bytes
     # Few rows of wide keys spill with four stages; with values of another width they do with three
     # (ptxas, sm_90, Triton 3.6).
@@ -331,14 +331,14 @@ def choose_config(
 
 
 def keep_two_an_sm(config: LaunchConfig, *, key_dim: int, value_dim: int) -> LaunchConfig:
-    """The same program with a stage more, where with three a third would fit on a multiprocessor.
+    """The same program with a stage more if, as with heads of 128, three would fit on one SM.
 
-    For launches that nearly fill two for each. If more programs than that are launched, be they
-    without work, the device gives some multiprocessors a third program with work and others one: of
-    132 eight got three for 32 equal texts, and held the launch up by 5 % (one H200, heads of 128).
+    For launches of one to two working programs an SM, and others that may have no work. With those
+    the device gives some SMs three working programs and others one: of 132 SMs eight had three for
+    32 equal texts, and the launch took 4 to 5 % longer than with a stage more (one H200).
     """
-    has_room_for_three = padded_head_dim(key_dim) + padded_head_dim(value_dim) == 2 * _NARROW_WIDTH
-    return config._replace(num_stages=4) if has_room_for_three else config
+    width = padded_head_dim(key_dim) + padded_head_dim(value_dim)
+    return config._replace(num_stages=4) if width == _USUAL_WIDTH else config
 
 
 def choose_num_at_once(
@@ -360,8 +360,8 @@ def choose_num_at_once(
 def num_shared_programs(num_requests: int, num_at_once: int) -> int:
     """The most programs of one KV head that requests can share, whatever their lengths.
 
-    Shares are rounded: `n` splits, n - 1 of them further ones, take at least n - .5 of the programs
-    at once. So there are most further ones if some requests have as many as they may.
+    A share is rounded: n splits, n - 1 of them beside the first, are given for n - .5 of the
+    programs at once. So most are given where some requests have as many as they may.
     """
     further = _MOST_SHARED - 1
     most_further = 2 * further * num_at_once // (2 * _MOST_SHARED - 1)

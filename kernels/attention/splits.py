@@ -92,17 +92,17 @@ def shared_program(
 ):
     """Request and split of the program with this number, and key tiles of all requests.
 
-    First come all requests' splits 0, which need not know the others' lengths to begin, then all
-    further splits; a program behind these is of request R, which there is not.
+    First come all requests' splits 0, whose place does not depend on lengths, then all further
+    splits. A program behind these has no work, and R for a request.
     """
     lanes = tl.arange(0, NUM_LANES)
     is_request = lanes < num_requests
     lens = tl.load(seq_lens + lanes, mask=is_request, other=0)
-    all_tiles = tl.sum(_share_tiles(lens, WINDOW, BLOCK_N), 0)
+    tiles = _share_tiles(lens, WINDOW, BLOCK_N)
+    all_tiles = tl.sum(tiles, 0)
     request, split = program, tl.zeros([], tl.int32)
     if program >= num_requests:
-        further = _share(_share_tiles(lens, WINDOW, BLOCK_N), all_tiles, num_at_once, MOST) - 1
-        further = tl.where(is_request, further, 0)
+        further = tl.where(is_request, _share(tiles, all_tiles, num_at_once, MOST) - 1, 0)
         place = program - num_requests
         request = tl.sum(((tl.cumsum(further, 0) <= place) & is_request).to(tl.int32), 0)
         split = 1 + place - tl.sum(tl.where(lanes < request, further, 0), 0)
@@ -145,7 +145,7 @@ def shared_span(
     tiles_per_split = num_tiles
     for count in tl.static_range(2, MOST + 1):
         tiles_per_split = tl.where(share == count, tl.cdiv(num_tiles, count), tiles_per_split)
-    num_splits = 1  # 5 tiles of 4 splits are 2, 2 and 1
+    num_splits = 1  # 5 tiles in 4 splits are 2, 2 and 1
     for count in tl.static_range(1, MOST):
         num_splits += (num_tiles > count * tiles_per_split).to(tl.int32)
     begin += split * tiles_per_split * BLOCK_N
