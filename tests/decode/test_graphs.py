@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from mtp_research.kernels import checks
+from mtp_research.kernels.attention import attention_launch
 
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
@@ -310,6 +312,41 @@ def test_nothing_is_built_after_the_warm_up(recipe: str, monkeypatch: pytest.Mon
         found = decoder.generate(prompts, sampling=sampling)
         texts.append({one.request_id: one.token_ids for one in found})
         assert decoder.num_builds == builds
+    assert texts[0] == texts[1]
+
+
+@needs_gpu
+@pytest.mark.parametrize("compile_step", [False, True])
+def test_requests_that_share_splits_decode_what_others_decode(
+    target: Target, compile_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = _heads(target)
+    draw = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randint(3, 128, (length,), generator=draw).tolist() for length in (300, 6, 40, 150)
+    ]
+    sampling = SamplingParams(max_new_tokens=24)
+    texts, shares = [], []
+    choose = attention_launch.choose_num_at_once
+
+    def note_share(*sizes: int, **others: int) -> int:
+        shares.append(choose(*sizes, **others))
+        return shares[-1]
+
+    monkeypatch.setattr(attention_launch, "choose_num_at_once", note_share)
+    for captured in (False, True):
+        if captured:  # on a device that so few requests fill
+            monkeypatch.setattr(checks, "num_multiprocessors", lambda _: 3)
+            shares.clear()
+        engine = _engine(
+            max_prefill_chunk=64,
+            max_model_len=512,
+            cuda_graphs=captured,
+            compile=captured and compile_step,
+        )
+        decoder = SpecDecoder(target, heads, engine=engine)
+        texts.append(texts_of(run(decoder, prompts, sampling=sampling)))
+        assert any(shares) == captured
     assert texts[0] == texts[1]
 
 
