@@ -76,7 +76,7 @@ class Spread(NamedTuple):
     """How a launch spreads requests over programs."""
 
     config: LaunchConfig
-    grid: tuple[int, int, int]
+    grid: tuple[int, int]
     num_query_tiles: int  # of each request, unless they are counted through
     num_splits: int  # at most, of a request
     num_at_once: int  # programs of one KV head that requests share by their lengths, or 0
@@ -217,8 +217,8 @@ def spread_requests(
         if num_at_once:
             if has_choice and num_sms < num_requests * num_kv_heads <= num_slots:
                 config = keep_two_an_sm(config, key_dim=key_dim, value_dim=value_dim)
-            grid = (num_kv_heads, num_shared_programs(num_requests, num_at_once), 1)
-            return Spread(config, grid, 1, _MOST_SHARED, num_at_once, 0)
+            num_programs = num_kv_heads * num_shared_programs(num_requests, num_at_once)
+            return Spread(config, (num_programs, 1), 1, _MOST_SHARED, num_at_once, 0)
         num_splits = choose_num_splits(
             num_kv_heads * min(num_ragged, num_tiles),
             max_key_tiles=max_key_tiles,
@@ -226,7 +226,7 @@ def spread_requests(
             has_prompts=has_prompts,
             merges_a_tile=MERGES_A_TILE if is_batch else 0,
         )
-    grid = (num_ragged if is_ragged else num_tiles, num_kv_heads, num_splits)
+    grid = (num_kv_heads * (num_ragged if is_ragged else num_tiles), num_splits)
     return Spread(config, grid, num_query_tiles, num_splits, 0, num_requests if is_ragged else 0)
 
 

@@ -103,6 +103,7 @@ def attention_kernel(
         num_requests,
         num_query_tiles,
         num_at_once,
+        NUM_HEADS // GROUP,
         GROUP,
         WINDOW,
         BLOCK_M,
@@ -142,7 +143,7 @@ def attention_kernel(
     )
     begin = lowest_key // BLOCK_N * BLOCK_N
     end = tl.minimum(tl.minimum(last_pos + 1, seq_len), max_keys)
-    num_splits = tl.num_programs(2)
+    num_splits = tl.num_programs(1)
     if SHARED > 0:
         begin, end, num_splits = shared_span(
             begin,
@@ -411,6 +412,7 @@ def _place_of_program(
     num_requests,
     num_query_tiles,
     num_at_once,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -421,13 +423,13 @@ def _place_of_program(
 ):
     """Tile and number of tiles, request and first packed row, KV head and split of a program.
 
-    Last, where requests share splits, key tiles of all requests; else 0.
+    Last, where requests share splits, key tiles of all requests; else 0. KV heads are beside each
+    other, so that prompts of all heads come first, and programs without work last.
     """
-    tile, num_tiles = tl.program_id(0), tl.num_programs(0)
-    kv_head, split, all_tiles = tl.program_id(1), tl.program_id(2), 0
+    tile, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
+    num_tiles, split, all_tiles = tl.num_programs(0) // NUM_KV_HEADS, tl.program_id(1), 0
     if SHARED > 0:
-        # KV heads beside each other: programs without work are the last of all.
-        tile, kv_head, num_tiles = kv_head, tile, num_requests
+        num_tiles = num_requests
         request, split, all_tiles = shared_program(
             tile, seq_lens, num_requests, num_at_once, WINDOW, BLOCK_N, SHARED, MOST_SHARED
         )
@@ -455,16 +457,23 @@ def tile_of_program(
 
     Tiles that have rows are counted through all requests. A grid of as many tiles for each request
     as the longest has would start mostly programs without work: 2,112 in place of 97 a KV head for
-    a prompt chunk of 1,024 rows beside 32 requests that decode.
+    a prompt chunk of 1,024 rows beside 32 requests that decode. Requests of several tiles, which
+    are prompts, come first: with KV heads beside each other a prompt of 384 rows beside 31 requests
+    took 1 to 16 % less time than in the order of the requests, head by head (one H200).
     """
     lanes = tl.arange(0, RAGGED)
     is_request = lanes < num_requests
     first = tl.load(query_start_loc + lanes, mask=is_request, other=0)
     behind = tl.load(query_start_loc + lanes + 1, mask=is_request, other=0)
     tiles = tl.cdiv((behind - first) * GROUP, BLOCK_M)
-    request = tl.sum(((tl.cumsum(tiles, 0) <= program) & is_request).to(tl.int32), 0)
-    request = tl.minimum(request, num_requests - 1)
-    return request, (program - tl.sum(tl.where(lanes < request, tiles, 0), 0)) * BLOCK_M
+    of_several = tl.where(tiles > 1, tiles, 0)
+    ends_alone = tl.sum(of_several, 0) + tl.cumsum(tiles - of_several, 0)
+    ends = tl.where(tiles > 1, tl.cumsum(of_several, 0), ends_alone)
+    is_own = (ends - tiles <= program) & (program < ends)
+    # One behind the last gets request 0, whose tiles all come before it, and so no rows.
+    request = tl.sum(tl.where(is_own, lanes, 0), 0)
+    begin = tl.sum(tl.where(is_own, ends - tiles, 0), 0)
+    return request, (program - begin) * BLOCK_M
 
 
 @checks.kernel_jit

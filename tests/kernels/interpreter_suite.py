@@ -11,8 +11,11 @@ import os
 import numpy
 import pytest
 import torch
+import triton.language as tl
+from mtp_research.kernels import checks
 from mtp_research.kernels.attention import attention_launch
 from mtp_research.kernels.attention.attention_rows import AttentionRows
+from mtp_research.kernels.attention.paged_attention_triton import tile_of_program
 from mtp_research.kernels.attention.store_kv import store_kv
 from mtp_research.kernels.bench.bench_attention import (
     latent_attention,
@@ -176,6 +179,24 @@ def test_absorbed_rows_interpreted_beside_expanded_prompts_match_the_reference(n
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@checks.kernel_jit
+def note_tiles(query_start_loc, requests, first_rows, num_requests, RAGGED: tl.constexpr):
+    program = tl.program_id(0)
+    request, row = tile_of_program(program, query_start_loc, num_requests, 4, 64, RAGGED)
+    tl.store(requests + program, request)
+    tl.store(first_rows + program, row)
+
+
+def test_tiles_of_prompts_come_before_those_of_other_requests():
+    query_lens = torch.tensor([4, 40, 0, 16, 17])  # four heads a group: 1, 3, 0, 1 and 2 tiles
+    starts = torch.tensor([0, *query_lens.cumsum(0)], dtype=torch.int32)
+    requests, first_rows = torch.zeros(2, 10, dtype=torch.int32)
+    note_tiles[(10,)](starts, requests, first_rows, 5, 8)
+    assert requests[:7].tolist() == [1, 1, 1, 4, 4, 0, 3]
+    assert first_rows[:7].tolist() == [0, 64, 128, 0, 64, 0, 0]
+    assert (first_rows[7:] >= 4 * query_lens[requests[7:]]).all()  # no rows are left
+
+
 @pytest.mark.parametrize("case", STORE_CASES, ids=lambda case: case.name)
 def test_store_kv_interpreted_matches_slow_copy(case, dtype):
     rows, pool = make_store_inputs(case, dtype=dtype)

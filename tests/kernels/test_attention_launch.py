@@ -182,14 +182,14 @@ class Recorder:
     ("num_requests", "query_len", "num_heads", "expected"),
     [
         # grid, keys a tile, stages, whether splits are shared, warps of the merge
-        pytest.param(1, 4, 32, ((1, 8, 21), 64, 3, 0, 4), id="one_request"),
-        pytest.param(8, 4, 32, ((8, 8, 4), 32, 3, 0, 1), id="few_requests"),
-        pytest.param(16, 4, 32, ((8, 44, 1), 64, 3, 16, None), id="requests_that_share"),
-        pytest.param(17, 4, 32, ((8, 45, 1), 64, 4, 32, None), id="two_an_sm"),
-        pytest.param(33, 4, 32, ((8, 61, 1), 64, 4, 64, None), id="two_on_each"),
-        pytest.param(34, 4, 32, ((8, 90, 1), 64, 3, 64, None), id="more_than_two"),
-        pytest.param(24, 4, 96, ((24, 8, 1), 64, 3, 0, None), id="more_rows_than_a_small_tile"),
-        pytest.param(24, 64, 32, ((96, 8, 1), 64, 3, 0, None), id="prompts"),
+        pytest.param(1, 4, 32, ((8, 21), 64, 3, 0, 4), id="one_request"),
+        pytest.param(8, 4, 32, ((64, 4), 32, 3, 0, 1), id="few_requests"),
+        pytest.param(16, 4, 32, ((352, 1), 64, 3, 16, None), id="requests_that_share"),
+        pytest.param(17, 4, 32, ((360, 1), 64, 4, 32, None), id="two_an_sm"),
+        pytest.param(33, 4, 32, ((488, 1), 64, 4, 64, None), id="two_on_each"),
+        pytest.param(34, 4, 32, ((720, 1), 64, 3, 64, None), id="more_than_two"),
+        pytest.param(24, 4, 96, ((192, 1), 64, 3, 0, None), id="more_rows_than_a_small_tile"),
+        pytest.param(24, 64, 32, ((768, 1), 64, 3, 0, None), id="prompts"),
     ],
 )
 def test_what_a_launch_of_bfloat16_chooses(
