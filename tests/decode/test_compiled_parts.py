@@ -140,9 +140,10 @@ def test_steps_with_prompt_rows_run_what_decode_steps_compiled(
     told: list[tuple[int, int]] = []  # most rows of a request: as a layer is told, and as it is
     run_layer = regions._Region.run
 
-    def note(region, hidden, both, positions, now):
+    def note(region, *rows):
+        now = rows[-1]
         told.append((now.rows.max_query_len, int(now.rows.query_start_loc.diff().max())))
-        return run_layer(region, hidden, both, positions, now)
+        return run_layer(region, *rows)
 
     monkeypatch.setattr(regions._Region, "run", note)
     made = []

@@ -9,6 +9,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from mtp_research.models.rewrites.regions import LayerRegion, compile_layers_onc
 from mtp_research.models.target import load_target
 from tests import tiny
 from tests.decode.test_captured_loop import stand_in_for_graphs
+from tests.inductor_kernels import generated_kernels
 from tests.models.test_loading import quantise, save
 
 PROMPTS = ([5, 6, 7, 8, 9], [3, 4, 5], [9, 9, 8, 7, 6, 5, 4], [11, 12])
@@ -167,24 +169,119 @@ def test_layers_that_keep_fp8_are_compiled_once_for_each_kind(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "num_layers", "num_in_heads"),
+    ("recipe", "branches", "num_in_heads"),
     [
-        pytest.param("mimo", 2, 1, id="dense"),
-        pytest.param("glm4_moe", 2, 1, id="experts"),
-        pytest.param("glm4_moe_lite", 2, 1, id="latents"),
-        pytest.param("deepseek_v32", 0, 0, id="forward_replaced"),
-        pytest.param("longcat_flash", 0, 0, id="two_attentions"),
+        pytest.param("mimo", ["mlp"] * 2, 1, id="dense"),
+        pytest.param("gemma3", ["post_feedforward_layernorm"] * 3, 1, id="norm_behind_products"),
+        pytest.param("glm4_moe", ["mlp"] * 2, 1, id="experts"),
+        pytest.param("glm4_moe_lite", ["mlp"] * 2, 1, id="latents"),
+        pytest.param("deepseek_v32", [], 0, id="forward_replaced"),
+        pytest.param("longcat_flash", [], 0, id="two_attentions"),
     ],
 )
-def test_layers_are_taken_by_what_they_give(recipe, num_layers, num_in_heads) -> None:
+def test_layers_are_taken_by_what_they_give(recipe, branches: list[str], num_in_heads) -> None:
     target = tiny.tiny_target(recipe, dtype=torch.float32)
     heads = tiny.tiny_heads(target, num_mtp_modules=1)
+    num_layers = len(branches)
     for _ in range(2):  # the second decoder on a model finds it changed
         assert compile_layers_once(target, target.model, enabled=True, options={}) == num_layers
         assert compile_layers_once(target, heads, enabled=True, options={}) == num_in_heads
-    assert compile_layers_once(target, target.model, enabled=False, options={}) == 0
     regional = [m for m in target.model.modules() if isinstance(m, LayerRegion)]
+    assert [layer.branch for layer in regional] == branches
+    followed = [layer.region.is_followed for layer in regional if layer.region is not None]
+    assert followed == ([True] * num_layers + [False])[-num_layers:] if num_layers else not followed
+    assert compile_layers_once(target, target.model, enabled=False, options={}) == 0
     assert [layer.region for layer in regional] == [None] * num_layers
+
+
+def test_layers_add_what_those_in_front_left_apart(
+    compiled: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = models_of("qwen3", num_hidden_layers=3)
+    plain = decode(models, num_drafts=0)
+    passes: list[tuple[int, Tensor, Tensor]] = []  # layer, what it was given and what it left
+    run_layer = regions._Region.run
+
+    def note(region, hidden, before, *others):
+        outputs = run_layer(region, hidden, before, *others)
+        passes.append((region.layer_idx, before, outputs[1]))
+        return outputs
+
+    monkeypatch.setattr(regions._Region, "run", note)
+    assert decode(models, num_drafts=0, **CAPTURED) == plain
+    assert {layer for layer, *_ in passes} == {0, 1, 2}
+    left = torch.zeros(())
+    for layer, given, own in passes:
+        assert torch.equal(given, left.expand_as(given) if layer else torch.zeros_like(given))
+        assert own.any()
+        left = own
+    assert compiled["_run"] == 2
+
+
+def test_layers_that_end_otherwise_stand_between_those_that_end_with_a_sum(
+    compiled: Counter[str],
+) -> None:
+    models = models_of("qwen3", num_hidden_layers=3)
+    layers = models[0].model.base_model.layers
+    usual = type(layers[1])
+
+    class Doubled(usual):
+        def forward(self, *args: object, **kwargs: object) -> Tensor:
+            return 2 * usual.forward(self, *args, **kwargs)
+
+    layers[1].__class__ = Doubled
+    plain = decode(models, num_drafts=1)
+    assert decode(models, num_drafts=1, **CAPTURED) == plain
+    assert [layer.branch for layer in layers] == ["mlp", None, "mlp"]
+    assert compiled["_run"] == 4
+
+
+def test_a_layer_whose_output_is_changed_on_its_way_adds_up_itself(compiled: Counter[str]) -> None:
+    models = models_of("qwen3", num_hidden_layers=3)
+    layers = models[0].model.base_model.layers
+    layers[1].register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]))
+    plain = decode(models, num_drafts=0)
+    assert decode(models, num_drafts=0, **CAPTURED) == plain
+    assert [layer.region.is_followed for layer in layers] == [False, True, False]
+    assert compiled["_run"] == 2
+
+
+class Tripled(torch.nn.Module):
+    def forward(self, hidden: Tensor, **_: object) -> Tensor:
+        return 3 * hidden
+
+
+def test_a_layer_that_runs_in_the_step_adds_what_the_one_in_front_left() -> None:
+    layer = regions._regional(Tripled, "mlp")()
+    context = object.__new__(paged.PagedContext)
+    vars(context).update(pool=SimpleNamespace(runs_regions=False), _apart=[])
+    hidden, branch = torch.ones(1), torch.full((1,), 5.0)
+    assert context.leave_apart(hidden, branch) is hidden
+    assert layer(hidden, attention_context=context) == 18
+    assert layer(hidden, attention_context=context) == 3
+    context.leave_apart(hidden, branch)
+    with pytest.raises(AssertionError, match=r"engine\.layer_regions=false"):
+        layer(2 * hidden, attention_context=context)
+
+
+def test_the_last_sum_of_a_layer_is_no_launch() -> None:
+    target = tiny.tiny_target("qwen3", dtype=torch.float32)
+    compile_layers_once(target, target.model, enabled=True, options={})
+    layer = target.model.base_model.layers[0]
+    hidden, before = torch.randn(2, 1, 6, target.config.hidden_size)
+    positions = torch.arange(6)[None]
+    both = torch.cat(target.position_embeddings(hidden, positions))
+
+    rows = (hidden, both, positions, before)
+    found = []
+    for branch in ("mlp", None):
+        layer.__class__ = regions._regional(layer.plain_class, branch)
+        with torch.no_grad():
+            found.append(
+                generated_kernels(lambda *rows: regions._run(layer, "heads", True, *rows), *rows)
+            )
+    apart, whole = found
+    assert len(apart) == len(whole) - 1 == 5
 
 
 def test_changed_layers_are_copied_as_the_library_s_and_keep_their_weights() -> None:

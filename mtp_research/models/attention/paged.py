@@ -132,6 +132,7 @@ class PagedContext(PassOverPages):
     _kept_angles: list[tuple[Tensor, Tensor]] = field(
         default_factory=list, repr=False, compare=False
     )
+    _apart: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def stores_in_launch(self) -> bool:
@@ -220,6 +221,19 @@ class PagedContext(PassOverPages):
             both = materialised(both)
         self._kept_angles.append((angles.cos, both))
         return both
+
+    def leave_apart(self, output: Tensor, branch: Tensor) -> Tensor:
+        """The `output` of a layer, to which the next one adds `branch`; see `regions`."""
+        self._apart.append((output, branch))
+        return output
+
+    def take_apart(self, hidden: Tensor) -> Tensor | None:
+        """What the layer that is called with `hidden` must add to it; None: nothing."""
+        if not self._apart:
+            return None
+        output, branch = self._apart.pop()
+        assert output is hidden, "something changed a layer's output: engine.layer_regions=false"
+        return branch
 
     def _attend_latents(self, module: nn.Module, call: AttentionCall, pages: KVPages) -> Tensor:
         latent, rope = self._new_latents.pop(cast(int, module.layer_idx))

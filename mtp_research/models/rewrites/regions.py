@@ -16,6 +16,9 @@ outside of them are regions (`row_modules`); and a region is compiled as for
 A layer is taken if its own forward, on test rows, gives one tensor like its input, and if nothing
 has replaced the forward of a module in it. Others stay part of the step.
 
+A layer that ends with a sum, `hidden + branch`, leaves it to the layer behind it, whose first norm
+reads it anyway: so a launch less. Behind the last layer the step adds up.
+
 Like the ops over pages, `run_layer` does not declare that it writes them; see `paged`.
 
 Letters: T packed rows, D hidden, P rotary dims.
@@ -151,6 +154,7 @@ class LayerRegion(nn.Module):
     """Marks the classes that `compile_layers_once` makes."""
 
     plain_class: type[nn.Module]
+    branch: str | None  # the module whose output the layer adds last
     region: "_Region | None" = None  # of the class: heads make their blocks of the target's classes
 
 
@@ -176,14 +180,20 @@ def compile_layers_once(
         if not (enabled and isinstance(module, classes)):
             continue
         if not isinstance(module, LayerRegion):
-            if not _maps_rows(module, hidden, position_ids, angles):
+            test = functools.partial(_run_alone, hidden, position_ids, angles)
+            if not _maps_rows(module, hidden, test):
                 continue
-            module.__class__ = _regional(type(module))
+            module.__class__ = _regional(type(module), _last_branch(module, test))
         layer = cast(LayerRegion, module)
         # A region that stays keeps its number, by which steps that are compiled already name it.
         if layer.region is None or layer.region.options != options:
             layer.region = _Region(layer, options)
         count += 1
+    if model is target.model:
+        for layer, behind in itertools.pairwise(layers):
+            if isinstance(layer, LayerRegion) and layer.region is not None:
+                is_seen = bool(layer._forward_hooks or behind._forward_pre_hooks)  # between the two
+                layer.region.is_followed = isinstance(behind, LayerRegion) and not is_seen
     return count
 
 
@@ -191,24 +201,62 @@ def _plain_class(layer: nn.Module) -> type[nn.Module]:
     return layer.plain_class if isinstance(layer, LayerRegion) else type(layer)
 
 
-def _maps_rows(layer: nn.Module, hidden: Tensor, position_ids: Tensor, angles: Angles) -> bool:
+def _maps_rows(layer: nn.Module, hidden: Tensor, test: Callable[..., object]) -> bool:
     """Whether `layer` gives one tensor like its input, and its modules are the library's."""
     if any("forward" in vars(module) for module in layer.modules()) or len(_indices(layer)) != 1:
         return False
     try:
-        with torch.no_grad():
-            output = layer(
-                hidden,
-                attention_mask=None,
-                position_embeddings=tuple(angles),
-                position_ids=position_ids,
-                past_key_values=None,
-                attention_context=Recorder(),
-            )
+        output = test(layer, layer)
     except (TypeError, RuntimeError, AttributeError) as fault:  # another signature
         logger.debug("%s is compiled with the step: %s", type(layer).__name__, fault)
         return False
     return isinstance(output, Tensor) and output.shape == hidden.shape
+
+
+def _run_alone(
+    hidden: Tensor, position_ids: Tensor, angles: Angles, layer: nn.Module, caller: object
+) -> object:
+    """What the forward of `layer` gives on test rows if its own modules are those of `caller`."""
+    with torch.no_grad():
+        return type(layer).forward(
+            caller,
+            hidden,
+            attention_mask=None,
+            position_embeddings=tuple(angles),
+            position_ids=position_ids,
+            past_key_values=None,
+            attention_context=Recorder(),
+        )
+
+
+class _Apart:
+    """Stands for a layer; the module that it adds last adds nothing, and its output is kept."""
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        self._layer, self._name = layer, name
+        self.branch: Tensor | None = None
+
+    def __getattr__(self, name: str) -> object:
+        return self._keep if name == self._name else getattr(self._layer, name)
+
+    def _keep(self, *args: object, **kwargs: object) -> Tensor:
+        self.branch = getattr(self._layer, self._name)(*args, **kwargs)
+        return torch.zeros_like(self.branch)
+
+
+def _last_branch(layer: nn.Module, test: Callable[..., object]) -> str | None:
+    """The module of `layer` whose output it adds last, to the bit on test rows; None: no such."""
+    for name, _ in layer.named_children():
+        apart = _Apart(layer, name)
+        try:
+            output, rest = test(layer, layer), test(layer, apart)
+        except (TypeError, RuntimeError, AttributeError):
+            continue
+        # Attention gives zeros here, and so does a norm behind it.
+        adds = isinstance(rest, Tensor) and apart.branch is not None and apart.branch.any()
+        if adds and torch.equal(rest + apart.branch, output):
+            return name
+    return None
 
 
 def _indices(layer: nn.Module) -> set[int]:
@@ -217,21 +265,27 @@ def _indices(layer: nn.Module) -> set[int]:
 
 
 @functools.cache
-def _regional(plain: type[nn.Module]) -> type[nn.Module]:
+def _regional(plain: type[nn.Module], branch: str | None) -> type[nn.Module]:
     """The class `plain` whose forward calls its region in passes over pages that ask for it."""
 
     def forward(self: LayerRegion, hidden: Tensor, *args: object, **kwargs: object) -> object:
         region, context = self.region, kwargs.get("attention_context")
+        before = context.take_apart(hidden) if isinstance(context, PagedContext) else None
         given = {n for n, value in kwargs.items() if value is not None and value is not False}
         is_paged = isinstance(context, PagedContext) and context.pool.runs_regions
         if region is None or not is_paged or args or given != _HANDED_ON:
+            hidden = hidden if before is None else hidden + before
             return plain.forward(self, hidden, *args, **kwargs)
         context = cast(PagedContext, context)
         stack = context.stack_of(region.layer_idx)
         angles = Angles(*cast(tuple[Tensor, Tensor], kwargs["position_embeddings"]))
         expanded, numbers = region.expanded(context, block_size=stack.keys.shape[2])
-        return run_layer(
+        if branch is not None and before is None:  # the same code for the first layer
+            before = hidden.new_zeros(hidden.shape)
+        output, *own = run_layer(
+            region.number,
             hidden,
+            before,
             context.angles_of_pass(angles),
             cast(Tensor, kwargs["position_ids"]),
             stack.keys,
@@ -245,19 +299,24 @@ def _regional(plain: type[nn.Module]) -> type[nn.Module]:
             0 if context.has_equal_rows else context.max_query_len,
             stack.kind,
             context.backend,
-            region.number,
             expanded,
             numbers,
         )
+        if not own:
+            return output
+        return context.leave_apart(output, own[0]) if region.is_followed else output + own[0]
 
-    return variant_of(plain, LayerRegion, forward, plain_class=plain)
+    return variant_of(plain, LayerRegion, forward, plain_class=plain, branch=branch)
 
 
 class _Region:
     """A layer, the code compiled for its like, and the number by which the op finds it."""
 
+    is_followed = False  # by a region that adds up what this one leaves apart
+
     def __init__(self, layer: LayerRegion, options: CompileOptions) -> None:
         (self.layer_idx,) = _indices(layer)
+        self.num_outputs = 1 if layer.branch is None else 2
         self.options = options
         self.number = next(_numbers)
         self._layer = weakref.ref(layer)  # which owns its region
@@ -267,23 +326,29 @@ class _Region:
         self._is_deterministic = bool(options.get(DETERMINISTIC))
         _regions[self.number] = self
 
-    def run(self, hidden: Tensor, both: Tensor, positions: Tensor, now: _Pass) -> Tensor:
-        """Output `[1, T, D]` of the layer in a pass; `both` is cos and sin, `[2, T, P]`."""
+    def run(
+        self, hidden: Tensor, before: Tensor | None, both: Tensor, positions: Tensor, now: _Pass
+    ) -> list[Tensor]:
+        """Output `[1, T, D]` of the layer in a pass, or what to add up to it.
+
+        `before` is what to add to `hidden` first; `both` is cos and sin, `[2, T, P]`.
+        """
         num_rows = hidden.shape[1]
+        by_rows = [hidden, both, positions, *(() if before is None else (before,))]
         if self._is_deterministic:
-            hidden, both, positions = like_all_rows(hidden, both, positions)
+            by_rows = like_all_rows(*by_rows)
             if len(now.slot_mapping) < LEAST_ROWS:  # rows that are stored nowhere
                 slots = nn.functional.pad(now.slot_mapping, (0, LEAST_ROWS - num_rows), value=-1)
                 now = now._replace(slot_mapping=slots)
         else:
-            mark_any_size(hidden, both, positions, dim=1)
+            mark_any_size(*by_rows, dim=1)
         stores = stores_in_launch(now.rows.max_query_len, backend=now.backend)
         _running.now = now
         # Compiled code that calls us excludes this key the first time it runs, and not later: the
         # layer, whose guards see that, would be compiled twice.
         with torch._C._ExcludeDispatchKeyGuard(VIEW_TRACKING):
-            output = self._compiled(self._layer(), hidden, both, positions, now.pages.kind, stores)
-        return output if len(output[0]) == num_rows else output[:, :num_rows].clone()
+            outputs = self._compiled(self._layer(), now.pages.kind, stores, *by_rows)
+        return [out if out.shape[1] == num_rows else out[:, :num_rows].clone() for out in outputs]
 
     def expanded(self, context: PagedContext, *, block_size: int) -> tuple[list[Tensor], list[int]]:
         """`ExpandedRows` of the pass, as the op takes them; empty where there are none."""
@@ -303,24 +368,27 @@ _numbers = itertools.count()
 
 def _run(
     layer: LayerRegion,
+    kind: KVKind,
+    stores: bool,
     hidden: Tensor,
     both: Tensor,
     positions: Tensor,
-    kind: KVKind,
-    stores: bool,
-) -> Tensor:
+    before: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """What is compiled: a layer's own forward."""
     angles = Angles(both[0][None], both[1][None])
     context = _RegionContext(kind, stores, angles, both)
-    return layer.plain_class.forward(
-        layer,
-        hidden,
+    apart = None if layer.branch is None else _Apart(layer, layer.branch)
+    output = layer.plain_class.forward(
+        layer if apart is None else apart,
+        hidden if before is None else hidden + before,
         attention_mask=None,
         position_embeddings=tuple(angles),
         position_ids=positions,
         past_key_values=context,
         attention_context=context,
     )
+    return (output,) if apart is None else (output, cast(Tensor, apart.branch))
 
 
 class _RegionContext(PassOverPages):
@@ -379,7 +447,9 @@ class _RegionContext(PassOverPages):
 
 @torch.library.custom_op("mtp_research::run_layer", mutates_args=())
 def run_layer(
+    region: int,
     hidden: torch.Tensor,
+    before: torch.Tensor | None,
     both: torch.Tensor,
     positions: torch.Tensor,
     keys: torch.Tensor,
@@ -392,10 +462,9 @@ def run_layer(
     max_query_len: int,
     kind: str,
     backend: str,
-    region: int,
     expanded: list[torch.Tensor],
     numbers: list[int],
-) -> torch.Tensor:
+) -> list[torch.Tensor]:
     """Output `[1, T, D]` of a region's layer on `hidden` `[1, T, D]`; see `_Region.run`.
 
     The others are the fields of `KVStack`, `PagedContext` and `AttentionRows`; the last two come
@@ -417,12 +486,12 @@ def run_layer(
         backend,
         plan,
     )
-    return _regions[region].run(hidden, both, positions, now)
+    return _regions[region].run(hidden, before, both, positions, now)
 
 
 @run_layer.register_fake
-def _fake_layer(hidden: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty_like(hidden)
+def _fake_layer(region: int, hidden: torch.Tensor, *_: object) -> list[torch.Tensor]:
+    return [torch.empty_like(hidden) for _ in range(_regions[region].num_outputs)]
 
 
 @torch.library.custom_op("mtp_research::attend_here", mutates_args=())
