@@ -71,6 +71,23 @@ def test_table_of_deterministic_steps_is_what_is_stored() -> None:
         assert all(loop["match_rate"] == 1.0 for loop in texts["deterministic"].values())
 
 
+def test_table_of_last_sums_is_what_is_stored() -> None:
+    stored = json.loads((ROOT / "docs" / "results" / "bench_decode.json").read_text())["last_sum"]
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    names = {"mimo_7b": "MiMo-7B", "dense_1b": "dense 1B"}
+    for row in stored["rows"]:
+        before, since, share = (
+            f"{row[name]:.3f}".removeprefix("0") for name in ("before_ms", "step_ms", "share")
+        )
+        cells = [names[row["shape"]], row["batch"], row["num_drafts"], before, since]
+        cells += [f"{100 * row['step_ms'] / row['before_ms'] - 100:.1f} %", share]
+        cells += [f"{row['before_launches']}, {row['launches']}"]
+        assert f"| {' | '.join(map(str, cells))} |" in page
+        assert row["share"] == pytest.approx(row["limit_ms"] / row["step_ms"], abs=6e-4)
+    missed = [0.85 - stored["rows"][0]["share"], 0.82 - stored["rows"][2]["share"]]
+    assert f"at K = 0 by {missed[0]:.3f} and {missed[1]:.3f}".replace("0.", ".") in page
+
+
 def test_extras_reach_the_requests_and_are_compared_with_none(tmp_path: Path, monkeypatch) -> None:
     seen = []
     measure = bench_row.measure_bytes

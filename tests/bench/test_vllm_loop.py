@@ -1,5 +1,6 @@
 """end_to_end over a played vLLM: what its engine is asked for, and what its rows say."""
 
+import itertools
 import json
 import os
 import sys
@@ -198,8 +199,33 @@ def line_of(own: list[dict], within: list[dict], beside: list[dict], apart: list
     return f"| {' | '.join(cells)} |"
 
 
-def test_table_of_shared_code_is_what_is_stored() -> None:
+def test_table_beside_vllm_on_an_h200_is_what_is_stored() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
+    stored = json.loads((ROOT / "docs" / "results" / "end_to_end.json").read_text())["h200"]
+    assert stored["command"].split(" (")[0] in page
+    gains = {512: [], 1024: []}
+    for prompt, max_rows in itertools.product((1024, 128), (512, 1024)):
+        own, again, before, theirs = (
+            [r for r in stored[name] if r["prompt"] == prompt and r["max_rows"] in (max_rows, 8192)]
+            for name in ("own", "own_again", "before", "vllm")
+        )
+        assert not any(row["num_builds"] for row in (*own, *again, *before))
+        cells = [f"{prompt:,}, {own[0]['output']}", f"{max_rows:,}", *map(rates, (own, before))]
+        assert f"| {' | '.join(cells)} | {rates(theirs)} | {ratios(own, theirs)} |" in page
+        for found in (own, again):
+            pairs = zip(found, before, strict=False)
+            gains[max_rows] += [100 * (a["tok_per_s"] / b["tok_per_s"] - 1) for a, b in pairs]
+    few, many = ([f"{edge(found):.1f}" for edge in (min, max)] for found in gains.values())
+    words = f"{' to '.join(few)} % with 512 rows, {' to '.join(many)} % with 1,024"
+    assert words.replace("0.", ".") in page
+    first = {name: stored[name][0]["ready_s"] for name in ("own", "own_again", "vllm")}
+    own, warm, theirs = (f"{seconds:.1f}" for seconds in first.values())
+    assert f"ready after {own} s with cold caches (the machine's first) and after {warm} s" in page
+    assert f"vLLM after {theirs}." in page
+
+
+def test_table_of_shared_code_is_what_is_stored() -> None:
+    page = (ROOT / "docs" / "log.md").read_text()
     stored = json.loads((ROOT / "docs" / "results" / "end_to_end.json").read_text())["shared_code"]
     for machine, one in (("first", stored), ("second", stored["another_machine"])):
         for k, theirs in one["vllm"].items():
