@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mtp_research.config.schema import VERSIONS
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.evaluation.backends.transformers_backend import library_steps
 from mtp_research.evaluation.run.engine_effect import DecodeTask, Effects, measure_effects
 from mtp_research.evaluation.run.prompts import encode_prompts, load_prompts
 from mtp_research.evaluation.stats.bootstrap import Estimate
@@ -30,7 +31,6 @@ from mtp_research.heads.engines import (
 from mtp_research.heads.export import LM_HEAD, export_heads, stitch_heads
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
-from mtp_research.models.library_mtp import library_steps
 from mtp_research.models.target import Target, load_target
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault, IntegrityError
 from mtp_research.runtime.provenance import write_error

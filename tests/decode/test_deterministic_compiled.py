@@ -26,7 +26,7 @@ from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.step import DeviceParts
 from mtp_research.models.experts import EXPERTS_NAME
 from mtp_research.models.rewrites import apply_rewrites as rewrites
-from mtp_research.models.rewrites import invariant, regions
+from mtp_research.models.rewrites import invariant, region_pass, regions
 from mtp_research.models.rewrites.apply_rewrites import apply_rewrites
 from mtp_research.models.rewrites.invariant import InvariantProducts, replace_products
 from mtp_research.models.rewrites.row_modules import RowModule, compile_row_modules, run_rows
@@ -85,13 +85,13 @@ def models_of(recipe: str):
 def stored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     """New rows of every layer's attention, and where they were stored."""
     found = []
-    attend = regions.attend_pages
+    attend = region_pass.attend_pages
 
     def watch(*args: object, new_rows: NewRows, **kwargs: object) -> Tensor:
         found.append((len(new_rows.key), new_rows.slot_mapping.tolist()))
         return attend(*args, new_rows=new_rows, **kwargs)
 
-    monkeypatch.setattr(regions, "attend_pages", watch)
+    monkeypatch.setattr(region_pass, "attend_pages", watch)
     return found
 
 

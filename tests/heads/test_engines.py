@@ -19,6 +19,7 @@ from mtp_research.app.overrides import CONF_DIR
 from mtp_research.config.schema import VERSIONS, TrainConfig
 from mtp_research.config.training_schema import HeadConfig
 from mtp_research.decode.settings import SpecSettings
+from mtp_research.evaluation.backends.transformers_backend import library_steps
 from mtp_research.evaluation.run.engine_effect import (
     DecodeTask,
     Effects,
@@ -38,7 +39,6 @@ from mtp_research.heads.export import stitch_heads
 from mtp_research.heads.stack import HeadSpec, MTPHeads
 from mtp_research.heads.weights import load_heads, save_heads
 from mtp_research.models.families import FAMILIES
-from mtp_research.models.library_mtp import library_steps
 from mtp_research.models.target import Target, load_target
 from mtp_research.runtime.errors import ConfigError
 from tests import tiny

@@ -25,7 +25,7 @@ from mtp_research.decode.graphs import mixed_graphs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.models.attention import paged
-from mtp_research.models.rewrites import regions
+from mtp_research.models.rewrites import region_pass, regions
 from mtp_research.models.rewrites.regions import LayerRegion, compile_layers_once
 from mtp_research.models.target import load_target
 from tests import tiny
@@ -139,7 +139,7 @@ def test_only_attention_behind_its_own_layer_s_products_reads_tables_before_it_w
         found.add(rows.are_settled)
         return attend_pages(query, kv, rows, *others, **named)
 
-    for module in (regions, paged):
+    for module in (region_pass, paged):
         monkeypatch.setattr(module, "attend_pages", attend)
     assert decode(models, num_drafts=0, **CAPTURED, layer_regions=in_regions) == plain
     assert (True in found) == in_regions

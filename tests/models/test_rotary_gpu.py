@@ -9,7 +9,7 @@ from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.models.rewrites import regions
+from mtp_research.models.rewrites import region_pass
 from tests import tiny
 from tests.decode.loops import PROMPTS, run, texts_of
 
@@ -35,7 +35,7 @@ def test_captured_steps_that_rotate_in_attention_decode_what_the_plain_loop_deco
         calls.append(rows.cos is not None)
         return rows
 
-    monkeypatch.setattr(regions, "NewRows", counted)
+    monkeypatch.setattr(region_pass, "NewRows", counted)
     target = tiny.tiny_target(recipe, dtype=torch.float32, **changes)
     heads = tiny.tiny_heads(target, num_mtp_modules=num_modules) if num_modules else None
     target.model.to("cuda")

@@ -24,7 +24,7 @@ from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.graphs import decode_graphs
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
-from mtp_research.models.rewrites import products, regions
+from mtp_research.models.rewrites import products, region_pass
 from mtp_research.runtime import ahead
 from mtp_research.runtime.ahead import PassSize, foresee, programs_ahead
 from tests import tiny
@@ -76,7 +76,7 @@ def test_what_steps_launch_was_foreseen(policy: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         decode_graphs, "programs_ahead", lambda *of: programs_ahead(*of, send=foreseen.add)
     )
-    monkeypatch.setattr(regions, "attend_pages", attention)
+    monkeypatch.setattr(region_pass, "attend_pages", attention)
     monkeypatch.setattr(products, "few_rows_product", product)
     monkeypatch.setattr(products, "runs_on", lambda _: True)
     monkeypatch.setattr(products, "has_config", lambda *of, **how: choose(1, *of) is not None)

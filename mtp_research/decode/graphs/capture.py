@@ -35,12 +35,8 @@ from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.slot_state import map_tensors
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.models.experts import expert_stacks
-from mtp_research.models.rewrites.regions import (
-    CompileOptions,
-    compiled_once,
-    mark_any_size,
-    uneven_rows,
-)
+from mtp_research.models.rewrites.region_pass import uneven_rows
+from mtp_research.models.rewrites.regions import CompileOptions, compiled_once, mark_any_size
 from mtp_research.models.target import Target
 from mtp_research.policy.plan import RowLayout, equal_rows
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault

@@ -14,13 +14,13 @@ from typing import NamedTuple
 from mtp_research.config.schema import OWN
 from mtp_research.decode.build import Heads
 from mtp_research.evaluation.backends.protocol import HeadsKey
+from mtp_research.evaluation.backends.transformers_backend import layer_pattern
 from mtp_research.evaluation.run.conditions import Condition
 from mtp_research.heads.engines import ENGINES, Engine, engine_for, run_as
 from mtp_research.heads.export import LM_HEAD, stitch_heads
 from mtp_research.heads.native import read_index
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
-from mtp_research.models.library_mtp import layer_pattern
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError
 

@@ -5,10 +5,12 @@ library hands the tokens of each round. It loads the MTP modules anew for every 
 runs: that is what a caller of it waits for. It stops a round's drafts at a drafted end token; the
 record counts K drafts all the same, as our loop, which judges all of them.
 
-Sources: transformers 5.17.0, `_assisted_decoding` in `generation/utils.py` and
-`MTPCandidateGenerator` in `generation/candidate_generator.py`. Letter: K drafts per step.
+Sources: transformers 5.17.0, `_assisted_decoding` in `generation/utils.py`,
+`MTPCandidateGenerator` in `generation/candidate_generator.py` and `MtpModel` in
+`modeling_layers.py`. Letter: K drafts per step.
 """
 
+import re
 from collections.abc import Sequence
 from typing import cast
 
@@ -16,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.generation import candidate_generator
 from transformers.generation.streamers import BaseStreamer
 
 from mtp_research.decode.stats import RequestRecord
@@ -31,8 +34,9 @@ from mtp_research.evaluation.run.conditions import Condition
 from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.experts import expert_stacks
-from mtp_research.models.library_mtp import layer_pattern
 from mtp_research.models.loading.load_weights import quiet_loading
+from mtp_research.models.target import Target
+from mtp_research.runtime.errors import ConfigError
 
 
 class TransformersBackend:
@@ -118,3 +122,46 @@ class _Streamer(BaseStreamer):
 
     def end(self) -> None:
         """Nothing is held back."""
+
+
+def library_steps(target: Target, *, num_modules: int) -> list[str]:
+    """What to do before `generate(use_mtp=True)` on the exported checkpoint; [] for nothing.
+
+    The library knows modules by the layer numbers of the releases; those of other targets have to
+    be named to it, or it fails for lack of a pattern.
+
+    Raises:
+        ConfigError: as `layer_pattern`.
+    """
+    pattern = layer_pattern(target, num_modules=num_modules)
+    if pattern is None:
+        return []
+    return [
+        f'before generate(use_mtp=True): model._keys_to_ignore_on_load_unexpected = [r"{pattern}"]'
+    ]
+
+
+def layer_pattern(target: Target, *, num_modules: int) -> str | None:
+    """The pattern of tensor names that `generate(use_mtp=True)` has to be told; None for none.
+
+    Raises:
+        ConfigError: the installed version, or its class for this target, has no such generation.
+    """
+    if not hasattr(candidate_generator, "MTPCandidateGenerator"):
+        raise ConfigError(
+            "backend=transformers must find generate(use_mtp=True), which transformers "
+            f"{transformers.__version__} lacks; install transformers 5.17 or export for an engine."
+        )
+    if not hasattr(target.config, "num_mtp_layers"):
+        raise ConfigError(
+            "model.path must be of a family with num_mtp_layers in its configuration for "
+            f"backend=transformers, got {target.family_name} (transformers "
+            f"{transformers.__version__}); export for an engine."
+        )
+    first = target.config.num_hidden_layers
+    patterns = [str(pattern) for pattern in target.model._keys_to_ignore_on_load_unexpected or []]
+    names = [f"model.layers.{first + module}.eh_proj.weight" for module in range(num_modules)]
+    if all(any(re.search(pattern, name) for pattern in patterns) for name in names):
+        return None
+    numbers = "|".join(str(first + module) for module in range(num_modules))
+    return rf"model\.layers\.({numbers})\."

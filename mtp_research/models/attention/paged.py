@@ -111,7 +111,7 @@ class PagedContext(PassOverPages):
     seq_lens: Tensor  # [R] int32, KV length including this pass's rows
     query_start_loc: Tensor  # [R + 1] int32, first packed row of each request
     max_query_len: int  # largest number of rows of one request; sizes the launch grid
-    has_equal_rows: bool = False  # all have as many, or `regions.uneven_rows` says how many
+    has_equal_rows: bool = False  # all have as many, or `region_pass.uneven_rows` says
     has_one_layer: bool = False  # the pass is through a single layer
     backend: str = "auto"  # or `reference`, `triton`
     kv_layer: int | None = None

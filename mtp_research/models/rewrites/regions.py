@@ -5,7 +5,8 @@ for each batch size. Layers of one class do the same to other weights, so here a
 through an op, `run_layer`, into which the compiler does not look. The op runs the layer compiled by
 itself: for any number of rows, with the weights as arguments, so that one compilation serves the
 layers of target and MTP modules, decoding and prompt rows. What differs by pass (where rows lie and
-what they may read) never enters that code: its attention op asks for the pass that is running.
+what they may read) never enters that code: its attention op asks for the pass that is running
+(`region_pass`).
 
 **Deterministic steps** (`engine.deterministic`) go further. Code that another number of rows, or
 another kind of step, would have compiled anew may add up in another order. So every pass runs the
@@ -24,45 +25,34 @@ Like the ops over pages, `run_layer` does not declare that it writes them; see `
 Letters: T packed rows, D hidden, P rotary dims.
 """
 
-import contextlib
 import functools
 import itertools
 import logging
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from mtp_research.kernels import checks
-from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV, Scoring
-from mtp_research.kernels.attention.paged_attention import attend_pages
-from mtp_research.kernels.attention.store_kv import NewRows
+from mtp_research.kernels.attention.attention_rows import AttentionRows
 from mtp_research.kernels.latent.expanded_attention import (
     ExpandedRows,
     Prompts,
     Span,
-    absorbed,
-    attend_latent_rows,
 )
-from mtp_research.kernels.latent.latent_attention import attend_latents
-from mtp_research.models.attention.attention import AttentionCall
 from mtp_research.models.attention.paged import (
     Angles,
     PagedContext,
-    PassOverPages,
-    expansion_of,
     latent_dims,
     stores_in_launch,
 )
-from mtp_research.models.family import KVKind, KVPages, KVStack
+from mtp_research.models.family import KVKind, KVStack
 from mtp_research.models.rewrites.cpu_layers import variant_of
-from mtp_research.models.rewrites.invariant import InvariantProducts, invariant_backend
+from mtp_research.models.rewrites.invariant import invariant_backend
+from mtp_research.models.rewrites.region_pass import RegionContext, RegionPass, running
 from mtp_research.models.rewrites.rotary import Recorder
 from mtp_research.models.target import Target
-from mtp_research.runtime.ahead import foresee, foreseen_passes
 
 logger = logging.getLogger(__name__)
 CompileOptions = dict[str, str | int | bool | Callable[..., object]]
@@ -76,16 +66,6 @@ VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 Result = TypeVar("Result")
 # What a layer is called with and the op hands on; with other values it stays part of the step.
 _HANDED_ON = {"position_embeddings", "position_ids", "past_key_values", "attention_context"}
-
-
-class _Pass(NamedTuple):
-    """The pass that a region runs in, and the pages of its layer."""
-
-    pages: KVPages
-    slot_mapping: Tensor  # [T] int64
-    rows: AttentionRows  # of the pass
-    backend: str  # kernel backend
-    expanded: ExpandedRows | None = None  # how a latent layer reads prompts; None: absorbed
 
 
 def mark_any_size(*tensors: Tensor, dim: int) -> None:
@@ -118,29 +98,6 @@ def like_all_rows(*tensors: Tensor) -> list[Tensor]:
         torch._dynamo.mark_dynamic(tensor, 1, hint_override=_HINT_ROWS)
         found.append(tensor)
     return found
-
-
-class _Running(threading.local):
-    """The pass whose layer runs in this thread."""
-
-    now: _Pass
-    longest = 0  # rows of a request at most, where they differ and the calling code cannot tell
-
-
-_running = _Running()
-
-
-@contextlib.contextmanager
-def uneven_rows(longest: int) -> Iterator[None]:
-    """Requests of the passes in the block have up to `longest` rows; 0: all have as many.
-
-    For compiled code that serves both, and tells its layers nothing of it.
-    """
-    before, _running.longest = _running.longest, longest
-    try:
-        yield
-    finally:
-        _running.longest = before
 
 
 def are_regions(target: Target, heads: nn.Module | None) -> bool:
@@ -181,9 +138,10 @@ def compile_layers_once(
             continue
         if not isinstance(module, LayerRegion):
             test = functools.partial(_run_alone, hidden, position_ids, angles)
-            if not _maps_rows(module, hidden, test):
+            output = _mapped_rows(module, hidden, test)
+            if output is None:
                 continue
-            module.__class__ = _regional(type(module), _last_branch(module, test))
+            module.__class__ = _regional(type(module), _last_branch(module, output, test))
         layer = cast(LayerRegion, module)
         # A region that stays keeps its number, by which steps that are compiled already name it.
         if layer.region is None or layer.region.options != options:
@@ -201,16 +159,16 @@ def _plain_class(layer: nn.Module) -> type[nn.Module]:
     return layer.plain_class if isinstance(layer, LayerRegion) else type(layer)
 
 
-def _maps_rows(layer: nn.Module, hidden: Tensor, test: Callable[..., object]) -> bool:
-    """Whether `layer` gives one tensor like its input, and its modules are the library's."""
+def _mapped_rows(layer: nn.Module, hidden: Tensor, test: Callable[..., object]) -> Tensor | None:
+    """What `layer` gives, if it is one tensor like its input and its modules are the library's."""
     if any("forward" in vars(module) for module in layer.modules()) or len(_indices(layer)) != 1:
-        return False
+        return None
     try:
         output = test(layer, layer)
     except (TypeError, RuntimeError, AttributeError) as fault:  # another signature
         logger.debug("%s is compiled with the step: %s", type(layer).__name__, fault)
-        return False
-    return isinstance(output, Tensor) and output.shape == hidden.shape
+        return None
+    return output if isinstance(output, Tensor) and output.shape == hidden.shape else None
 
 
 def _run_alone(
@@ -240,21 +198,23 @@ class _Apart:
         return self._keep if name == self._name else getattr(self._layer, name)
 
     def _keep(self, *args: object, **kwargs: object) -> Tensor:
-        self.branch = getattr(self._layer, self._name)(*args, **kwargs)
-        return torch.zeros_like(self.branch)
+        branch: Tensor = getattr(self._layer, self._name)(*args, **kwargs)
+        self.branch = branch
+        return torch.zeros_like(branch)
 
 
-def _last_branch(layer: nn.Module, test: Callable[..., object]) -> str | None:
-    """The module of `layer` whose output it adds last, to the bit on test rows; None: no such."""
+def _last_branch(layer: nn.Module, output: Tensor, test: Callable[..., object]) -> str | None:
+    """The module whose output is the last addend of `output`, to the bit; None: no such."""
     for name, _ in layer.named_children():
         apart = _Apart(layer, name)
         try:
-            output, rest = test(layer, layer), test(layer, apart)
+            rest = test(layer, apart)
         except (TypeError, RuntimeError, AttributeError):
             continue
-        # Attention gives zeros here, and so does a norm behind it.
-        adds = isinstance(rest, Tensor) and apart.branch is not None and apart.branch.any()
-        if adds and torch.equal(rest + apart.branch, output):
+        if not (isinstance(rest, Tensor) and isinstance(apart.branch, Tensor)):
+            continue
+        # Attention gives zeros here, and so does a norm behind it: those add nothing either way.
+        if apart.branch.any() and torch.equal(rest + apart.branch, output):
             return name
     return None
 
@@ -327,7 +287,12 @@ class _Region:
         _regions[self.number] = self
 
     def run(
-        self, hidden: Tensor, before: Tensor | None, both: Tensor, positions: Tensor, now: _Pass
+        self,
+        hidden: Tensor,
+        before: Tensor | None,
+        both: Tensor,
+        positions: Tensor,
+        now: RegionPass,
     ) -> list[Tensor]:
         """Output `[1, T, D]` of the layer in a pass, or what to add up to it.
 
@@ -343,7 +308,7 @@ class _Region:
         else:
             mark_any_size(*by_rows, dim=1)
         stores = stores_in_launch(now.rows.max_query_len, backend=now.backend)
-        _running.now = now
+        running.now = now
         # Compiled code that calls us excludes this key the first time it runs, and not later: the
         # layer, whose guards see that, would be compiled twice.
         with torch._C._ExcludeDispatchKeyGuard(VIEW_TRACKING):
@@ -377,7 +342,7 @@ def _run(
 ) -> tuple[Tensor, ...]:
     """What is compiled: a layer's own forward."""
     angles = Angles(both[0][None], both[1][None])
-    context = _RegionContext(kind, stores, angles, both)
+    context = RegionContext(kind, stores, angles, both)
     apart = None if layer.branch is None else _Apart(layer, layer.branch)
     output = layer.plain_class.forward(
         layer if apart is None else apart,
@@ -389,60 +354,6 @@ def _run(
         attention_context=context,
     )
     return (output,) if apart is None else (output, cast(Tensor, apart.branch))
-
-
-class _RegionContext(PassOverPages):
-    """What the layer of a region is handed: it attends in the pass that is running."""
-
-    def __init__(self, kind: KVKind, stores: bool, angles: Angles, both: Tensor) -> None:
-        self._kind, self._stores, self._angles, self._both = kind, stores, angles, both
-        self._latents: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def stores_in_launch(self) -> bool:
-        """See `PassOverPages`."""
-        return self._stores
-
-    def update(self, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        """Cache protocol: `attend` stores the rows; latents are handed over here alone."""
-        self._latents = (key, value)
-        return key, value
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Cache protocol: positions are passed explicitly, so the cache claims to be empty."""
-        return 0
-
-    def attend(
-        self, module: nn.Module, call: AttentionCall, *, angles: Angles | None = None
-    ) -> Tensor:
-        """See `PassOverPages`."""
-        if self._kind == "latent":
-            assert self._latents is not None, "a latent layer hands its rows to the cache first"
-            latent, rope = (rows[0].transpose(0, 1) for rows in self._latents)
-            query, weight = call.query[0], expansion_of(module)
-            if not self._stores:  # there may be prompt rows
-                return attend_rows_here(query, weight, latent, rope, call.scale)[None]
-            return absorbed(
-                query,
-                weight,
-                lambda query, query_rope: attend_latents_here(
-                    query, query_rope, latent, rope, call.scale
-                ),
-                rope_dim=rope.shape[2],
-            )[None]
-        both = None
-        if angles is not None:
-            is_own = angles.cos is self._angles.cos
-            both = self._both if is_own else torch.stack((angles.cos[0], angles.sin[0]))
-        return attend_here(
-            call.query[0].transpose(0, 1),
-            call.key[0].transpose(0, 1),
-            call.value[0].transpose(0, 1),
-            both,
-            call.scale,
-            call.sliding_window,
-            None if call.sinks is None else call.sinks.float(),
-        )[None]
 
 
 @torch.library.custom_op("mtp_research::run_layer", mutates_args=())
@@ -471,14 +382,14 @@ def run_layer(
     from `_Region.expanded`. `max_query_len` is 0 where all requests have as many rows, or as
     `uneven_rows` says.
     """
-    max_query_len = max_query_len or _running.longest or hidden.shape[1] // len(seq_lens)
+    max_query_len = max_query_len or running.longest or hidden.shape[1] // len(seq_lens)
     plan = None
     if expanded:
         of_others, spans = numbers[:3], numbers[3:]
         pairs = zip(spans[::2], spans[1::2], strict=True)
         prompts = Prompts(tuple(Span(*pair) for pair in pairs), *of_others)
         plan = ExpandedRows(*expanded, prompts)
-    now = _Pass(
+    now = RegionPass(
         KVStack(keys, values, cast(KVKind, kind), index).pages,
         slot_mapping,
         # The layer's own products are in front of its attention.
@@ -492,119 +403,3 @@ def run_layer(
 @run_layer.register_fake
 def _fake_layer(region: int, hidden: torch.Tensor, *_: object) -> list[torch.Tensor]:
     return [torch.empty_like(hidden) for _ in range(_regions[region].num_outputs)]
-
-
-@torch.library.custom_op("mtp_research::attend_here", mutates_args=())
-def attend_here(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    angles: torch.Tensor | None,
-    scale: float,
-    sliding_window: int | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """`store_and_attend` in the pass that is running."""
-    now, cos_sin = _running.now, () if angles is None else angles.unbind()
-    return attend_pages(
-        query,
-        PagedKV(now.pages.keys, now.pages.values),
-        now.rows,
-        Scoring(scale, sliding_window, sinks),
-        new_rows=NewRows(key, value, now.slot_mapping, *cos_sin),
-        backend=now.backend,
-    )
-
-
-@attend_here.register_fake
-def _fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    angles: torch.Tensor | None,
-    scale: float,
-    sliding_window: int | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    for size in foreseen_passes():  # the one that is running is one of them
-        now, new, cos_sin = _running.now, query.new_empty, ()
-        ints = functools.partial(new, dtype=torch.int32)
-        if angles is not None:  # whose rows have a symbol of their own
-            cos_sin = (new(size.num_rows, angles.shape[2], dtype=angles.dtype),) * 2
-        rows = AttentionRows(
-            ints(size.num_requests, now.rows.block_table.shape[1]),
-            ints(size.num_requests),
-            ints(size.num_requests + 1),
-            size.longest,
-            are_settled=True,
-        )
-        foresee(
-            query.shape[0],
-            size.num_rows,
-            attend_pages,
-            query,
-            PagedKV(now.pages.keys, now.pages.values),
-            rows,
-            Scoring(scale, sliding_window, sinks),
-            new_rows=NewRows(key, value, new(size.num_rows, dtype=torch.int64), *cos_sin),
-            backend=now.backend,
-        )
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-
-
-@torch.library.custom_op("mtp_research::attend_latents_here", mutates_args=())
-def attend_latents_here(
-    query_latent: torch.Tensor,
-    query_rope: torch.Tensor,
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """`store_and_attend_latents` in the pass that is running."""
-    now = _running.now
-    return attend_latents(
-        query_latent,
-        query_rope,
-        now.pages.keys[:, :, 0],
-        now.rows,
-        scale=scale,
-        new_rows=NewRows(latent, rope, now.slot_mapping),
-        backend=now.backend,
-    )
-
-
-@attend_latents_here.register_fake
-def _fake_latents(query_latent: torch.Tensor, *_: object) -> torch.Tensor:
-    return query_latent.new_empty(query_latent.shape)
-
-
-@torch.library.custom_op("mtp_research::attend_rows_here", mutates_args=())
-def attend_rows_here(
-    query: torch.Tensor,
-    weight: torch.Tensor,
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """`attend_latent_rows` in the pass that is running."""
-    now = _running.now
-    is_invariant = now.backend == checks.INVARIANT
-    with InvariantProducts([]) if is_invariant else contextlib.nullcontext():
-        return attend_latent_rows(
-            query,
-            weight,
-            now.pages.keys[:, :, 0],
-            now.rows,
-            scale=scale,
-            new_rows=NewRows(latent, rope, now.slot_mapping),
-            backend=now.backend,
-            expanded=now.expanded,
-        )
-
-
-@attend_rows_here.register_fake
-def _fake_rows(
-    query: torch.Tensor, weight: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, _: float
-) -> torch.Tensor:
-    value_dim = weight.shape[1] - (query.shape[2] - rope.shape[2])
-    return query.new_empty(query.shape[1], query.shape[0], value_dim)
