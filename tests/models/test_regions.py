@@ -218,6 +218,32 @@ def test_layers_add_what_those_in_front_left_apart(
     assert compiled["_run"] == 2
 
 
+class Ends(torch.nn.Module):
+    """A layer of one module, which adds it up as `form` says."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.mlp = form, torch.nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.form == "twice":
+            hidden = hidden + self.mlp(hidden)
+        if self.form == "scaled":
+            return hidden + 2 * self.mlp(hidden)
+        return hidden + self.mlp(hidden)
+
+
+@pytest.mark.parametrize(("form", "branch"), [("once", "mlp"), ("twice", None), ("scaled", None)])
+def test_last_branch_is_added_once_as_it_is(form: str, branch: str | None) -> None:
+    hidden = torch.linspace(-1.0, 1.0, 12).view(1, 3, 4)
+    layer = Ends(form)
+    drifting = iter(range(9))  # as experts whose sums come in another order each time
+    layer.mlp.register_forward_hook(lambda *args: args[2] * (1 + 1e-3 * next(drifting)))
+    with torch.no_grad():
+        found = regions._last_branch(layer, lambda _, caller: Ends.forward(caller, hidden))
+    assert found == branch
+
+
 def test_layers_that_end_otherwise_stand_between_those_that_end_with_a_sum(
     compiled: Counter[str],
 ) -> None:

@@ -138,10 +138,9 @@ def compile_layers_once(
             continue
         if not isinstance(module, LayerRegion):
             test = functools.partial(_run_alone, hidden, position_ids, angles)
-            output = _mapped_rows(module, hidden, test)
-            if output is None:
+            if not _maps_rows(module, hidden, test):
                 continue
-            module.__class__ = _regional(type(module), _last_branch(module, output, test))
+            module.__class__ = _regional(type(module), _last_branch(module, test))
         layer = cast(LayerRegion, module)
         # A region that stays keeps its number, by which steps that are compiled already name it.
         if layer.region is None or layer.region.options != options:
@@ -159,16 +158,16 @@ def _plain_class(layer: nn.Module) -> type[nn.Module]:
     return layer.plain_class if isinstance(layer, LayerRegion) else type(layer)
 
 
-def _mapped_rows(layer: nn.Module, hidden: Tensor, test: Callable[..., object]) -> Tensor | None:
-    """What `layer` gives, if it is one tensor like its input and its modules are the library's."""
+def _maps_rows(layer: nn.Module, hidden: Tensor, test: Callable[..., object]) -> bool:
+    """Whether `layer` gives one tensor like its input, and its modules are the library's."""
     if any("forward" in vars(module) for module in layer.modules()) or len(_indices(layer)) != 1:
-        return None
+        return False
     try:
         output = test(layer, layer)
     except (TypeError, RuntimeError, AttributeError) as fault:  # another signature
         logger.debug("%s is compiled with the step: %s", type(layer).__name__, fault)
-        return None
-    return output if isinstance(output, Tensor) and output.shape == hidden.shape else None
+        return False
+    return isinstance(output, Tensor) and output.shape == hidden.shape
 
 
 def _run_alone(
@@ -188,33 +187,42 @@ def _run_alone(
 
 
 class _Apart:
-    """Stands for a layer; the module that it adds last adds nothing, and its output is kept."""
+    """Stands for a layer; the module that it adds last adds nothing, and its output is kept.
 
-    def __init__(self, layer: nn.Module, name: str) -> None:
-        self._layer, self._name = layer, name
-        self.branch: Tensor | None = None
+    With a `branch` that output is at hand: the module is not run, and adds it.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, branch: Tensor | None = None) -> None:
+        self._layer, self._name, self.branch = layer, name, branch
+        self._is_known = branch is not None
 
     def __getattr__(self, name: str) -> object:
         return self._keep if name == self._name else getattr(self._layer, name)
 
     def _keep(self, *args: object, **kwargs: object) -> Tensor:
+        if self._is_known:
+            return cast(Tensor, self.branch)
         branch: Tensor = getattr(self._layer, self._name)(*args, **kwargs)
         self.branch = branch
         return torch.zeros_like(branch)
 
 
-def _last_branch(layer: nn.Module, output: Tensor, test: Callable[..., object]) -> str | None:
-    """The module whose output is the last addend of `output`, to the bit; None: no such."""
+def _last_branch(layer: nn.Module, test: Callable[..., object]) -> str | None:
+    """The module whose output `layer` adds last, to the bit on test rows; None: no such.
+
+    The module is run once: on a GPU experts may add up in another order each time.
+    """
     for name, _ in layer.named_children():
         apart = _Apart(layer, name)
         try:
             rest = test(layer, apart)
         except (TypeError, RuntimeError, AttributeError):
             continue
-        if not (isinstance(rest, Tensor) and isinstance(apart.branch, Tensor)):
-            continue
+        branch = apart.branch
         # Attention gives zeros here, and so does a norm behind it: those add nothing either way.
-        if apart.branch.any() and torch.equal(rest + apart.branch, output):
+        if not (isinstance(rest, Tensor) and isinstance(branch, Tensor) and branch.any()):
+            continue
+        if torch.equal(rest + branch, cast(Tensor, test(layer, _Apart(layer, name, branch)))):
             return name
     return None
 
