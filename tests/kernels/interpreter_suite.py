@@ -178,7 +178,6 @@ def test_absorbed_rows_interpreted_beside_expanded_prompts_match_the_reference(n
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @checks.kernel_jit
 def note_tiles(query_start_loc, requests, first_rows, num_requests, RAGGED: tl.constexpr):
     program = tl.program_id(0)
@@ -197,6 +196,7 @@ def test_tiles_of_prompts_come_before_those_of_other_requests():
     assert (first_rows[7:] >= 4 * query_lens[requests[7:]]).all()  # no rows are left
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", STORE_CASES, ids=lambda case: case.name)
 def test_store_kv_interpreted_matches_slow_copy(case, dtype):
     rows, pool = make_store_inputs(case, dtype=dtype)
