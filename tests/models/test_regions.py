@@ -189,7 +189,7 @@ def test_layers_are_taken_by_what_they_give(recipe, branches: list[str], num_in_
     regional = [m for m in target.model.modules() if isinstance(m, LayerRegion)]
     assert [layer.branch for layer in regional] == branches
     followed = [layer.region.is_followed for layer in regional if layer.region is not None]
-    assert followed == ([True] * num_layers + [False])[-num_layers:] if num_layers else not followed
+    assert followed == [True] * (num_layers - 1) + [False] * bool(num_layers)
     assert compile_layers_once(target, target.model, enabled=False, options={}) == 0
     assert [layer.region for layer in regional] == [None] * num_layers
 

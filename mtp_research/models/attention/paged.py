@@ -132,6 +132,7 @@ class PagedContext(PassOverPages):
     _kept_angles: list[tuple[Tensor, Tensor]] = field(
         default_factory=list, repr=False, compare=False
     )
+    # Output of the layer before and what is to be added to it, if that layer left it apart
     _apart: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False, compare=False)
 
     @property
