@@ -31,7 +31,7 @@ FLOORS = (
     {"mtp_research"},  # the package's own two files: public names and the command
 )
 MOST_FILES_A_FOLDER = 15
-MOST_MODULES = 228  # 162 when the house was built; features that came later took the rest
+MOST_MODULES = 229  # 162 when the house was built; features that came later took the rest
 MOST_ARGUMENTS = 8
 # A heavy package -> the files and folders that may import it.
 HOMES = {

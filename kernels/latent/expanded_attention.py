@@ -185,19 +185,24 @@ def attend_latent_rows(
 
 
 def absorbed(
-    query: Tensor, weight: Tensor, attend: Callable[[Tensor, Tensor], Tensor], *, rope_dim: int
+    query: Tensor,
+    weight: Tensor,
+    attend: Callable[[Tensor, Tensor], Tensor],
+    *,
+    rope_dim: int,
+    product: Callable[[Tensor, Tensor], Tensor] = torch.bmm,
 ) -> Tensor:
     """Output `[T, H, Dv]` of latent attention on `query` and `weight` as in `attend_latent_rows`.
 
     `attend` is called with the queries' latent parts `[T, H, L]` and rotary parts `[T, H, P]`, and
-    returns attended latents `[T, H, L]`.
+    returns attended latents `[T, H, L]`. `product` multiplies rows and weights of each head.
     """
     nope = query.shape[2] - rope_dim
     key_projection, value_projection = weight[:, :nope], weight[:, nope:]  # [H, N or Dv, L]
     query_nope, query_rope = query.split((nope, rope_dim), dim=-1)
-    query_latent = torch.bmm(query_nope, key_projection).transpose(0, 1)
+    query_latent = product(query_nope, key_projection).transpose(0, 1)
     attended = attend(query_latent, query_rope.transpose(0, 1))
-    return torch.bmm(attended.transpose(0, 1), value_projection.mT).transpose(0, 1)
+    return product(attended.transpose(0, 1), value_projection.mT).transpose(0, 1)
 
 
 def attend_expanded(

@@ -25,6 +25,7 @@ from mtp_research.kernels.bench.bench_attention import (
 from mtp_research.kernels.checks import part_mark
 from mtp_research.kernels.experts import expert_routing
 from mtp_research.kernels.latent import latent_attention as latent_attention_launch
+from mtp_research.kernels.latent.head_product import head_product
 
 from tests.kernels.append_cases import (
     APPEND_CASES,
@@ -74,6 +75,8 @@ from tests.kernels.slow import (
 )
 from tests.kernels.test_expanded_attention import CASES as PROMPT_CASES
 from tests.kernels.test_expanded_attention import Case as PromptCase
+from tests.kernels.test_head_product import CASES as HEAD_PRODUCTS
+from tests.kernels.test_head_product import check_head_product
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-2}
 
@@ -378,6 +381,18 @@ def test_part_mark_copies_every_value(shape):
     marked = part_mark(values, backend="triton")
     assert torch.equal(marked, values)
     assert not marked.numel() or marked.data_ptr() != values.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", HEAD_PRODUCTS.values(), ids=HEAD_PRODUCTS)
+def test_products_of_heads_interpreted_match_float64(case, dtype):
+    check_head_product(case, dtype, backend="triton")
+
+
+def test_product_of_heads_has_a_tile_of_rows():
+    x, weight = torch.zeros(2, 17, 16), torch.zeros(2, 16, 16)
+    with pytest.raises(ValueError, match=r"x must have at most 16 rows .* got 17"):
+        head_product(x, weight, backend="triton")
 
 
 @pytest.mark.parametrize("dtype", [*TOLERANCES, torch.float64], ids=str)

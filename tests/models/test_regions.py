@@ -17,6 +17,7 @@ from mtp_research.kernels.attention.attention_rows import AttentionRows, PagedKV
 from mtp_research.kernels.attention.paged_attention import attend_pages
 from mtp_research.kernels.latent import expanded_attention
 from mtp_research.kernels.latent.expanded_attention import Prompts
+from mtp_research.kernels.latent.head_product import head_product
 from torch import Tensor
 
 from mtp_research.config.schema import EngineConfig
@@ -373,6 +374,13 @@ def test_regions_read_prompts_of_large_steps_expanded(
         seen.append(plan.prompts)
         return attend(query, weight, cache, plan, **options)
 
+    multiplied: set[int] = set()
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        multiplied.add(x.shape[1])
+        return head_product(x, weight)
+
+    monkeypatch.setattr(region_pass, "head_product", product)
     monkeypatch.setattr(expanded_attention, "attend_expanded", noting)
     texts = []
     for expands, settings in ((False, {}), (True, CAPTURED)):
@@ -386,6 +394,7 @@ def test_regions_read_prompts_of_large_steps_expanded(
         prompts = [[5, 6, 7] * 11, [9, 8], [7] * 30, [3, 4, 5, 6] * 8]
         texts.append([one.token_ids for one in decoder.generate(prompts, max_new_tokens=6)])
         assert bool(seen) is expands
+        assert ({2, 3} <= multiplied) is expands, "rows of steps that decode alone"
     assert texts[0] == texts[1]
     assert any(span.first > 0 for prompts in seen for span in prompts.spans)
     assert any(prompts.num_others for prompts in seen)

@@ -25,12 +25,13 @@ from mtp_research.kernels.latent.expanded_attention import (
     absorbed,
     attend_latent_rows,
 )
+from mtp_research.kernels.latent.head_product import head_product
 from mtp_research.kernels.latent.latent_attention import attend_latents
 from mtp_research.models.attention.attention import AttentionCall
 from mtp_research.models.attention.paged import Angles, PassOverPages, expansion_of
 from mtp_research.models.family import KVKind, KVPages
 from mtp_research.models.rewrites.invariant import InvariantProducts
-from mtp_research.runtime.ahead import foresee, foreseen_passes
+from mtp_research.runtime.ahead import foresee, foreseen_passes, foreseen_rows
 
 
 class RegionPass(NamedTuple):
@@ -104,6 +105,7 @@ class RegionContext(PassOverPages):
                     query, query_rope, latent, rope, call.scale
                 ),
                 rope_dim=rope.shape[2],
+                product=multiply_heads,
             )[None]
         both = None
         if angles is not None:
@@ -202,6 +204,19 @@ def attend_latents_here(
 @attend_latents_here.register_fake
 def _fake_latents(query_latent: torch.Tensor, *_: object) -> torch.Tensor:
     return query_latent.new_empty(query_latent.shape)
+
+
+@torch.library.custom_op("mtp_research::multiply_heads", mutates_args=())
+def multiply_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`head_product`, chosen in the call by the number of rows."""
+    return head_product(x, weight)
+
+
+@multiply_heads.register_fake
+def _fake_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    for num_rows in foreseen_rows():
+        foresee(x.shape[1], num_rows, head_product, x, weight)
+    return x.new_empty(x.shape[0], x.shape[1], weight.shape[2])
 
 
 @torch.library.custom_op("mtp_research::attend_rows_here", mutates_args=())
