@@ -69,13 +69,26 @@ def overlapping(device: torch.device) -> dict[str, bool]:
 
 @kernel_jit
 def wait_in_front(OVERLAPS: tl.constexpr):
-    """Wait for the end of the kernel in front; the next one may begin, and waits for this one.
+    """Wait for the end of the kernel in front; then the next one may begin, and waits for this one.
 
-    What kernels further in front wrote is there from the first line: the one in front waited.
+    So once the next one runs, all that is in front of this one has ended. A kernel may read before
+    its own wait what is older than the nearest one in front that waits in this order, and nothing
+    else but what no kernel writes.
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@kernel_jit
+def start_next_and_wait(OVERLAPS: tl.constexpr):
+    """The other order, of small kernels: the next one has longer to ask for its weights.
+
+    Nothing that is in front of this one need have ended when the next one runs.
+    """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @kernel_jit

@@ -35,7 +35,8 @@ class AttentionRows(NamedTuple):
     max_query_len: int  # upper bound of rows a request; Triton leaves rows beyond it unwritten
     positions: Tensor | None = None  # [T] int64; a row at -1 sees no key
     kv_start: Tensor | None = None  # [R] int32, keys of request r below it are hidden
-    # Not written by the kernel just in front of the attention, which need not wait to read them.
+    # Older than the nearest kernel in front that waits first (`checks.wait_in_front`), such as the
+    # product of the layer: the attention need not wait to read them.
     are_settled: bool = False
 
 

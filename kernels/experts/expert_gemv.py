@@ -4,8 +4,9 @@ Where it sits: `expert_mlp` launches them where a step has one token.
 Maths: inner[p] = silu(gate[e] x) * (up[e] x); out[p] = router_weight[p] * (down[e] inner[p]) for
 the pair p of the token and its expert e = index[p], multiplied and accumulated in float32.
 Layout: no two pairs have an expert in common, so that programs belong to pairs and no launch has to
-sort them. A program holds a slab of the expert's weights in registers, as in `products/gemv`; those
-of `down` ask for theirs before `inner` is there.
+sort them. A program holds a slab of the expert's weights in registers, as in `products/gemv`. Those
+of `down` ask for theirs before `inner` is there; those of a shared expert, which come first, before
+the others are chosen.
 Letters: P pairs, E experts, H hidden size, I inner size of an expert, B edge of a scale's block.
 """
 
@@ -31,7 +32,7 @@ def gate_up_gemv_kernel(
     x,  # [H]
     weight,  # [E, 2I, H]: rows of gate, then of up
     scale,  # float32 [E, 2 ceil(I / B), ceil(H / B)], [E, 2I, 1] for SCALE_BLOCK 0, or None
-    shared,  # [2I, H], the weight of expert E, or None for none
+    shared,  # [2I, H], the weight of expert E, which is the last pair's, or None for none
     shared_scale,  # of its matrix, or None
     inner,  # [P, I], written but for pairs of expert E without `shared`
     index,  # [P] int64
@@ -46,12 +47,17 @@ def gate_up_gemv_kernel(
     """BLOCK_N inner numbers of a pair."""
     num_blocks: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     num_steps: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
-    pair = tl.program_id(0) // num_blocks
+    last = tl.num_programs(0) // num_blocks - 1
+    pair = last - tl.program_id(0) // num_blocks
     first = tl.program_id(0) % num_blocks * BLOCK_N
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write
-    expert = tl.load(index + pair).to(tl.int32)
+    output = first + tl.arange(0, BLOCK_N)
+    row = tl.minimum(output, INNER - 1)  # a repeated row instead of a mask
+    k = tl.arange(0, BLOCK_K)[None, :]
+    expert = num_experts
+    if shared is None or pair < last:  # the last one is the shared expert's
+        if OVERLAPS:
+            tl.extra.cuda.gdc_wait()
+        expert = tl.load(index + pair).to(tl.int32)
     if shared is not None:  # here and below: Triton 3.6 knows no helper that returns None scales
         is_shared = expert == num_experts
         weight = tl.where(is_shared, shared, weight)
@@ -60,9 +66,6 @@ def gate_up_gemv_kernel(
         expert = tl.where(is_shared, 0, expert)
     elif expert == num_experts:
         return
-    output = first + tl.arange(0, BLOCK_N)
-    row = tl.minimum(output, INNER - 1)  # a repeated row instead of a mask
-    k = tl.arange(0, BLOCK_K)[None, :]
     gate_at = weight + expert.to(tl.int64) * (2 * INNER * HIDDEN) + row[:, None] * HIDDEN + k
     up_at = gate_at + INNER * HIDDEN
     gate_scale = scales_of(scale, 2 * expert, first, INNER, HIDDEN, SCALE_BLOCK)
@@ -73,6 +76,9 @@ def gate_up_gemv_kernel(
         start = step * BLOCK_K
         g = tl.load(gate_at + start, mask=k < HIDDEN - start, other=0.0)
         u = tl.load(up_at + start, mask=k < HIDDEN - start, other=0.0)
+        if OVERLAPS and step == 0:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write
         gate += dot_rows(g, x, gate_scale, start, HIDDEN, BLOCK_K, SCALE_BLOCK)
         up += dot_rows(u, x, up_scale, start, HIDDEN, BLOCK_K, SCALE_BLOCK)
     if scale is not None and SCALE_BLOCK == 0:

@@ -413,8 +413,8 @@ def expert_pairs(
         x: `[T, H]`, last dimension contiguous.
         gate_up_proj: `[E, 2I, H]`, contiguous, dtype of `x` or FP8; rows of gate, then of up.
         down_proj: `[E, H, I]`, contiguous, dtype of `gate_up_proj`.
-        top_k_index: `[T, top_k]` int64 in [0, E), or E: the shared expert's pair, and without one
-            of undefined output.
+        top_k_index: `[T, top_k]` int64 in [0, E), or E: the shared expert's pair, which each token
+            has last, and without one of undefined output.
         top_k_weights: `[T, top_k]`, any floating dtype.
         scales: of FP8 weights; None for plain ones.
         shared: expert E, FP8 with scales where the others are.

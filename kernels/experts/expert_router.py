@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.splits import ceil_div
-from mtp_research.kernels.checks import LINE_BYTES, ask_for
+from mtp_research.kernels.checks import LINE_BYTES, ask_for, start_next_and_wait
 from torch import Tensor
 
 try:
@@ -109,15 +109,12 @@ def router_choice_kernel(
     is_token, is_expert = token < num_tokens, expert < num_experts
     at = token.to(tl.int64)[:, None] * num_experts + expert[None, :]
     inside = is_token[:, None] & is_expert[None, :]
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
+    start_next_and_wait(OVERLAPS)
     logit = tl.zeros([BLOCK_T, PADDED_EXPERTS], tl.float32)
     at_part = parts + at
     for _ in tl.static_range(PARTS):
         logit += tl.load(at_part, mask=inside, other=0.0)
         at_part += num_tokens * num_experts
-    if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
     if logits is not None:
         tl.store(logits + at, logit, mask=inside)
     score = tl.sigmoid(logit)

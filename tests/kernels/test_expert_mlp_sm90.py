@@ -23,6 +23,7 @@ from tests.kernels.test_sm90_compile import (
     _compile,
     _num_spilled_bytes,
     kinds_first,
+    starts_next_first,
 )
 
 KERNELS = {"gate_up": gate_up_kernel, "down": down_kernel}
@@ -76,7 +77,7 @@ def test_expert_product_sm90_has_no_spills(program, tmp_path):
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
     assert _num_spilled_bytes(compiled, tmp_path) == 0
     assert ("wgmma" in compiled.asm["ptx"]) == (block_m >= 64)
-    assert "griddepcontrol.wait" in compiled.asm["ptx"]
+    assert not starts_next_first(compiled)
     asks_early = name == "down" and block_m == 16
     assert ("prefetch.global.L2" in compiled.asm["ptx"]) == asks_early
     assert "cp.async.cg" in compiled.asm["ptx"], "loads run ahead of the products"
@@ -117,9 +118,16 @@ def test_product_of_one_token_sm90_has_no_spills(program, tmp_path):
     types |= dict.fromkeys(constants, "constexpr")
     compiled = _compile(kernel, types=types, constants=constants, num_warps=config.num_warps)
     assert _num_spilled_bytes(compiled, tmp_path) == 0
-    early, late = compiled.asm["ptx"].split("griddepcontrol.wait")
+    first, *between, late = compiled.asm["ptx"].split("griddepcontrol.wait")
     assert "ld.global.v4" in late, "16 bytes a load"
-    assert ("ld.global.v4" in early) == (name == "down"), "whose experts are known before"
+    assert "griddepcontrol.launch_dependents" in late
+    if name == "down":  # whose experts are known before
+        assert "ld.global.v4" in first
+        assert not between
+    else:  # programs of the shared expert branch to their weights, around the first wait
+        assert "ld.global.v4" not in first
+        assert "ld.global.v4" in between[0]
+        assert (" bra" in first) == has_shared
 
 
 SMALL = {  # kernel, constants, warps, stages
@@ -188,3 +196,5 @@ def test_routing_kernel_sm90_has_no_spills(name, tmp_path):
     )
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
     assert _num_spilled_bytes(compiled, tmp_path) == 0
+    if "OVERLAPS" in constants:
+        assert starts_next_first(compiled) == name.startswith("choice")

@@ -116,7 +116,13 @@ def test_few_rows_kernel_sm90_has_no_spills(program, tmp_path):
     assert copies in ptx
     assert ("cvt.rn.f16x2.e4m3x2" in ptx) == (program.scale_block is not None)
     assert "cvt.bf16.f16" not in ptx, "slower than memory"
-    assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait") < ptx.index(copies)
+    order = (
+        "prefetch.global.L2",
+        "griddepcontrol.wait",
+        copies,
+        "griddepcontrol.launch_dependents",
+    )
+    assert sorted(order, key=ptx.index) == list(order)
 
 
 ONE_ROW = {
@@ -153,3 +159,4 @@ def test_one_row_kernel_sm90_asks_for_its_weight_before_it_waits(program, tmp_pa
     early, late = compiled.asm["ptx"].split("griddepcontrol.wait")
     assert "ld.global.v4" in early, "16 bytes a load"
     assert "ld.global.v4" in late, "of `x`"
+    assert "griddepcontrol.launch_dependents" in late

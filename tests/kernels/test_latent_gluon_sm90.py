@@ -12,7 +12,11 @@ from mtp_research.kernels.latent.latent_gluon import latent_attention_gluon_kern
 triton = pytest.importorskip("triton")
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402 - after the skip
 
-from tests.kernels.test_sm90_compile import compile_unassembled, waits_first  # noqa: E402
+from tests.kernels.test_sm90_compile import (  # noqa: E402
+    compile_unassembled,
+    starts_next_first,
+    waits_first,
+)
 
 SHARED_MEMORY_BYTES = 227 * 1024
 INDEXES = {
@@ -49,6 +53,7 @@ def test_gluon_latent_attention_sm90_neither_spills_nor_waits_for_each_product(
     assert "cp.async.cg.shared.global [ %" in compiled.asm["ptx"]
     assert ", 0x10" in compiled.asm["ptx"]
     assert waits_first(compiled)
+    assert not starts_next_first(compiled)
 
 
 def _compile(num_rows, *, split, optional):

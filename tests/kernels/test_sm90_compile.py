@@ -217,6 +217,12 @@ def waits_first(compiled):
     return not touches.search(before) and bool(touches.search(behind))
 
 
+def starts_next_first(compiled):
+    """Whether the next kernel may begin before this one waits, and not behind its wait."""
+    start, wait = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
+    return compiled.asm["ptx"].index(start) < compiled.asm["ptx"].index(wait)
+
+
 def _num_spilled_bytes(compiled, folder, *, may_wait=False):
     """Bytes of registers that ptxas spills to local memory, stores and loads together.
 
@@ -240,6 +246,7 @@ def test_attention_kernel_sm90_has_no_spills_and_fits_shared_memory(shape, tmp_p
     compiled, _ = _compile_attention(shape)
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
     assert waits_first(compiled)
+    assert not starts_next_first(compiled)
     # All that a program reads is on its way at once. So much of float32, which is for comparisons,
     # has no room in registers.
     may_spill = shape is SHAPES["float32_head_dim_256_rotated"]
@@ -326,11 +333,12 @@ def test_rotation_sm90_rounds_products_before_it_adds_them():
 def test_merge_splits_kernel_sm90_has_no_spills(num_splits, dim, tmp_path):
     num_warps = attention_launch.merge_warps(num_splits, value_dim=dim)
     constants = {"NUM_HEADS": 32, "VALUE_DIM": dim, "PADDED_VALUE_DIM": dim}
-    constants["PADDED_SPLITS"] = num_splits
+    constants |= {"PADDED_SPLITS": num_splits, "STARTS_NEXT_FIRST": False}
     types = dict.fromkeys(("num_requests", "num_splits", "num_row_heads"), "i32")
     types |= {"partial": "*fp32", "lse": "*fp32", "query_start_loc": "*i32", "out": "*bf16"}
     compiled = _compile(merge_splits_kernel, types=types, constants=constants, num_warps=num_warps)
     assert waits_first(compiled)
+    assert not starts_next_first(compiled)
     assert _num_spilled_bytes(compiled, tmp_path) == 0
 
 
@@ -453,10 +461,11 @@ def _check_latent(num_rows, *, split, split_keys, dtype, folder):
 )
 def test_merge_of_latent_splits_sm90_has_no_spills(num_splits, tmp_path):
     constants = {"NUM_HEADS": 128, "VALUE_DIM": 512, "PADDED_VALUE_DIM": 512}
-    constants["PADDED_SPLITS"] = num_splits
+    constants |= {"PADDED_SPLITS": num_splits, "STARTS_NEXT_FIRST": True}
     types = dict.fromkeys(("num_requests", "num_splits", "num_row_heads"), "i32")
     types |= {"partial": "*fp32", "lse": "*fp32", "query_start_loc": "*i32", "out": "*bf16"}
     num_warps = latent_attention_launch.merge_warps(num_splits)
     compiled = _compile(merge_splits_kernel, types=types, constants=constants, num_warps=num_warps)
     assert waits_first(compiled)
+    assert starts_next_first(compiled)
     assert _num_spilled_bytes(compiled, tmp_path) == 0

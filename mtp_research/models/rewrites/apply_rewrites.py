@@ -24,10 +24,11 @@ ready 128 s after the command, where K = 0 and one batch size of one condition t
 step has one launch a layer more. `engine.layer_regions=false` turns it off.
 
 **Overlapping launches** (`compile_options`, below). Inductor's code generator lets a kernel start
-before the one in front has ended, and ours moves its wait to the first line: MiMo-7B takes 5.674 ms
-instead of 5.763 at batch 1, 8.474 instead of 8.527 at 32. `engine.overlap_launches=false` turns it
-off, but for kernels of ours that wait by themselves (products of few rows, expert layers,
-attention).
+before the one in front has ended, and ours moves its wait to the front: MiMo-7B takes 5.674 ms
+instead of 5.763 at batch 1, 8.474 instead of 8.527 at 32. A kernel lets the next one start before
+it waits, so that a product asks for its weight while the norm in front of it, and what is in front
+of that, still run. `engine.overlap_launches=false` turns it off, but for kernels of ours that
+wait by themselves (products of few rows, expert layers, attention).
 
 **Routers and experts** (models/experts.py, when a target is wrapped, compiled
 or not). The choice of experts is one kernel instead of a dozen calls: 26.9 instead of 33.7 ms for
@@ -67,9 +68,9 @@ from mtp_research.models.rewrites.shared_experts import join_shared_experts
 from mtp_research.models.target import Target
 from mtp_research.runtime.errors import ConfigError
 
-_WRAPPED = ("_filter_pdl", "_enable_pdl_codegen", "GDC_WAIT")
+_WRAPPED = ("_filter_pdl", "_enable_pdl_codegen", "GDC_WAIT", "GDC_LAUNCH")
 _HOPPER = (9, 0)
-_CACHE_TAG = "mtp_research: kernels wait first"
+_CACHE_TAG = "mtp_research: kernels start the next one, then wait"
 
 
 def apply_rewrites(target: Target, heads: nn.Module | None, engine: EngineConfig) -> None:
@@ -105,16 +106,19 @@ def compile_options(*, overlaps: bool) -> CompileOptions:
     With Inductor's programmatic dependent launch a kernel waits where it first touches what the one
     in front of it wrote. Between kernels A, B, C that is not enough: a B that touches nothing of
     A's (it fills a tensor, say) never waits and may end before A does, and C, which waits for B,
-    then reads what A has not written yet. Here every generated kernel waits first: it knows that
-    the one in front has ended, which had waited too, and so on. That is the order of a stream, with
-    the launches themselves hidden; kernels launched the ordinary way fit into the chain, NCCL's
-    among them: it runs what ranks wait for on the stream of the step.
+    then reads what A has not written yet. Here every generated kernel waits before all else: it
+    knows that the one in front has ended, which had waited too, and so on. That is the order of a
+    stream, with the launches themselves hidden; kernels launched the ordinary way fit into the
+    chain, NCCL's among them: it runs what ranks wait for on the stream of the step.
+
+    Before it waits a kernel lets the next one begin, as those in front may have done: see
+    `checks.start_next_and_wait` for what kernels of ours may read before they wait.
     """
-    return {"triton.enable_pdl": overlaps and _wait_first()}
+    return {"triton.enable_pdl": overlaps and _start_next_and_wait()}
 
 
-def _wait_first() -> bool:
-    """Move the wait of Inductor's kernels to their first line, once and for all in this process.
+def _start_next_and_wait() -> bool:
+    """Have Inductor's kernels do so in their first lines, once and for all in this process.
 
     Returns False where that cannot be done and nothing would overlap anyway.
     """
@@ -128,15 +132,18 @@ def _wait_first() -> bool:
             f"engine.overlap_launches: expected a PyTorch whose TritonKernel has {_WRAPPED} (2.11 "
             f"to 2.13 do), got {torch.__version__}; set engine.overlap_launches=false."
         )
-    keep_one, wait = TritonKernel._filter_pdl, TritonKernel.GDC_WAIT
+    keep_one = TritonKernel._filter_pdl
     if hasattr(keep_one, "moves_the_wait"):
         return True
+    start_next, wait = TritonKernel.GDC_LAUNCH, TritonKernel.GDC_WAIT
+
+    def is_either(line: object) -> bool:
+        return isinstance(line, str) and (wait in line or start_next in line)
 
     def filter_then_move(kernel: TritonKernel, code: Any) -> None:
         keep_one(kernel, code)
         if kernel._enable_pdl_codegen():
-            others = [line for line in code._lines if not (isinstance(line, str) and wait in line)]
-            code._lines = [wait, *others]
+            code._lines = [start_next, wait, *(line for line in code._lines if not is_either(line))]
 
     filter_then_move.moves_the_wait = True
     TritonKernel._filter_pdl = filter_then_move

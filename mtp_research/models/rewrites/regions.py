@@ -400,7 +400,7 @@ def run_layer(
     now = RegionPass(
         KVStack(keys, values, cast(KVKind, kind), index).pages,
         slot_mapping,
-        # The layer's own products are in front of its attention.
+        # The layer's own products, which wait first, are in front of its attention.
         AttentionRows(block_table, seq_lens, query_start_loc, max_query_len, are_settled=True),
         backend,
         plan,
