@@ -72,8 +72,8 @@ def wait_in_front(OVERLAPS: tl.constexpr):
     """Wait for the end of the kernel in front; then the next one may begin, and waits for this one.
 
     So once the next one runs, all that is in front of this one has ended. A kernel may read before
-    its own wait what is older than the nearest one in front that waits in this order, and nothing
-    else but what no kernel writes.
+    its own wait what is older than the nearest one in front that waits in this order, or was
+    launched the ordinary way, and what no kernel writes. Nothing else.
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
@@ -84,7 +84,8 @@ def wait_in_front(OVERLAPS: tl.constexpr):
 def start_next_and_wait(OVERLAPS: tl.constexpr):
     """The other order, of small kernels: the next one has longer to ask for its weights.
 
-    Nothing that is in front of this one need have ended when the next one runs.
+    When the next one runs it knows no more than this one did in its first line: see
+    `wait_in_front` for what it may read.
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()

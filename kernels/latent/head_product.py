@@ -1,8 +1,9 @@
 """Products of a few rows with a weight of each head, around latent attention in its absorbed form.
 
 Where it sits: `expanded_attention.absorbed` moves a head's key projection to its queries, and its
-value projection behind the attention; in compiled decode steps both go through here. The library's
-batched product asks for its weights when the kernel in front has ended, and no sooner.
+value projection behind the attention; in layers that are compiled by themselves, of steps with few
+rows a request, both go through here. The library's batched product asks for its weights when the
+kernel in front has ended, and no sooner.
 Maths: out[h, t, n] = sum_k x[h, t, k] * weight[h, k, n], accumulated in float32.
 Layout: a program has all of K and BLOCK_N outputs of one head. On Hopper it asks for them before
 the kernel in front of it has ended, and waits before it reads `x`.
@@ -89,8 +90,8 @@ def head_product(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
 
     Args:
         x: `[H, T, K]`; for the kernel T is at most 16 and the last dimension contiguous.
-        weight: `[H, K, N]`, dtype of `x`, either of the last two dimensions contiguous; not written
-            by the kernel just in front of this one, whose end it does not wait for to read it.
+        weight: `[H, K, N]`, dtype of `x`, either of the last two dimensions contiguous. Not written
+            by kernels shortly in front, whose end is not waited for: see `checks.wait_in_front`.
         backend: `auto` (the kernel where it was measured to be faster: at most 8 rows and 4 Mi
             numbers of a weight on a Hopper GPU), `reference` or `triton`.
 
@@ -149,5 +150,6 @@ def head_product_blocks(num_rows: int, depth: int) -> dict[str, int]:
 def _is_faster(x: Tensor, weight: Tensor) -> bool:
     is_small = x.shape[1] <= _MAX_FASTER_ROWS and weight.numel() <= _MAX_FASTER_NUMBERS
     has_slabs = x.shape[2] * _LEAST_OUTPUTS <= _SLAB and x.stride(2) == 1
+    is_known = x.dtype in checks.KERNEL_DTYPES
     is_hopper = torch.cuda.get_device_capability(x.device)[0] == _HOPPER
-    return is_small and has_slabs and is_hopper
+    return is_small and has_slabs and is_known and is_hopper

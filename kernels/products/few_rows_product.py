@@ -193,8 +193,9 @@ def few_rows_product(
 
     Args:
         x: `[T, K]`, 0 <= T <= 128, rows contiguous.
-        weight: `[N, K]`, rows contiguous, dtype of `x`, or FP8 if there are scales; not written by
-            the kernel just in front of this one, whose end one row does not wait for to read it.
+        weight: `[N, K]`, rows contiguous, dtype of `x`, or FP8 if there are scales. Not written by
+            kernels shortly in front, whose end one row does not wait for: see
+            `checks.wait_in_front`.
         bias: `[N]`, dtype of `x`; None for none.
         config: shape of the programs, from `few_rows_choice` or a benchmark; steps are made no
             deeper than a scale's block. A `GemvConfig` is for one row.

@@ -27,8 +27,9 @@ step has one launch a layer more. `engine.layer_regions=false` turns it off.
 before the one in front has ended, and ours moves its wait to the front: MiMo-7B takes 5.674 ms
 instead of 5.763 at batch 1, 8.474 instead of 8.527 at 32. A kernel lets the next one start before
 it waits, so that a product asks for its weight while the norm in front of it, and what is in front
-of that, still run. `engine.overlap_launches=false` turns it off, but for kernels of ours that
-wait by themselves (products of few rows, expert layers, attention).
+of that, still run: 3.877 ms instead of 3.917 at batch 1. `engine.overlap_launches=false` turns it
+off, but for kernels of ours that wait by themselves (products of few rows, of heads, expert layers,
+attention).
 
 **Routers and experts** (models/experts.py, when a target is wrapped, compiled
 or not). The choice of experts is one kernel instead of a dozen calls: 26.9 instead of 33.7 ms for
@@ -101,18 +102,18 @@ def options_of(engine: EngineConfig) -> CompileOptions:
 
 
 def compile_options(*, overlaps: bool) -> CompileOptions:
-    """Options of `torch.compile`, from here on with kernels that wait first where they overlap.
+    """Options of `torch.compile`, from here on with kernels that wait at once where they overlap.
 
     With Inductor's programmatic dependent launch a kernel waits where it first touches what the one
     in front of it wrote. Between kernels A, B, C that is not enough: a B that touches nothing of
     A's (it fills a tensor, say) never waits and may end before A does, and C, which waits for B,
-    then reads what A has not written yet. Here every generated kernel waits before all else: it
-    knows that the one in front has ended, which had waited too, and so on. That is the order of a
-    stream, with the launches themselves hidden; kernels launched the ordinary way fit into the
-    chain, NCCL's among them: it runs what ranks wait for on the stream of the step.
+    then reads what A has not written yet. Here every generated kernel waits before it touches
+    memory: it knows that the one in front has ended, which had waited too, and so on. That is the
+    order of a stream, with the launches themselves hidden; kernels launched the ordinary way fit
+    into the chain, NCCL's among them: it runs what ranks wait for on the stream of the step.
 
-    Before it waits a kernel lets the next one begin, as those in front may have done: see
-    `checks.start_next_and_wait` for what kernels of ours may read before they wait.
+    Before it waits a kernel lets the next one begin (`checks.start_next_and_wait`);
+    `checks.wait_in_front` says what kernels of ours may then read before they wait.
     """
     return {"triton.enable_pdl": overlaps and _start_next_and_wait()}
 
