@@ -451,6 +451,7 @@ def _check_latent(num_rows, *, split, split_keys, dtype, folder):
     )
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
     assert waits_first(compiled)
+    assert not starts_next_first(compiled)
     # ptxas gives up where the loop over keys may be empty; Hopper's own program does not wait.
     assert _num_spilled_bytes(compiled, folder, may_wait=not split) == 0
 
