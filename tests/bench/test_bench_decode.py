@@ -1,6 +1,7 @@
 """bench_decode on the tiny shape without a GPU: its options reach the loop and the byte count."""
 
 import json
+import statistics
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -86,6 +87,22 @@ def test_table_of_last_sums_is_what_is_stored() -> None:
         assert row["share"] == pytest.approx(row["limit_ms"] / row["step_ms"], abs=6e-4)
     missed = [0.85 - stored["rows"][0]["share"], 0.82 - stored["rows"][2]["share"]]
     assert f"at K = 0 by {missed[0]:.3f} and {missed[1]:.3f}".replace("0.", ".") in page
+
+
+def test_table_of_launches_that_begin_early_is_what_is_stored() -> None:
+    stored = json.loads((ROOT / "docs" / "results" / "bench_decode.json").read_text())["start_next"]
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    names = {"mimo_7b": "MiMo-7B", "glm47_flash": "GLM-4.7-Flash"}
+    for row in stored["rows"]:
+        before = statistics.mean(row["before_ms"])
+        cells = [names[row["shape"]], row["batch"], row["num_drafts"]]
+        cells += [", ".join(f"{ms:.3f}" for ms in row["before_ms"]), f"{row['step_ms']:.3f}"]
+        cells += [f"{100 * row['step_ms'] / before - 100:.1f} %"]
+        cells += [f"{row['share']:.3f}".removeprefix("0")]
+        assert f"| {' | '.join(map(str, cells))} |" in page
+        assert row["share"] == pytest.approx(row["limit_ms"] / row["step_ms"], abs=6e-4)
+    missed = 0.85 - stored["rows"][1]["share"]
+    assert f"**misses** it by {missed:.3f} at K = 3".replace("0.", ".") in page
 
 
 def test_extras_reach_the_requests_and_are_compared_with_none(tmp_path: Path, monkeypatch) -> None:
