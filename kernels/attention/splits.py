@@ -282,8 +282,7 @@ def merge_splits(
     """Launch the merge of `split` into `out` `[T, H, Dv]`; nothing where there is one split.
 
     `in_order` adds splits one by one, so that more of them, without keys, change no bit.
-    `starts_next_first`: the kernel behind may begin while the splits are computed, which pays where
-    it asks for few weights: those of a large product delay the keys.
+    `starts_next_first`: the kernel behind may begin while the splits are still computed.
     """
     partial, lse = split
     if partial is None or lse is None:

@@ -92,8 +92,9 @@ def head_product(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
         x: `[H, T, K]`; for the kernel T is at most 16 and the last dimension contiguous.
         weight: `[H, K, N]`, dtype of `x`, either of the last two dimensions contiguous. Not written
             by kernels shortly in front, whose end is not waited for: see `checks.wait_in_front`.
-        backend: `auto` (the kernel where it was measured to be faster: at most 8 rows and 4 Mi
-            numbers of a weight on a Hopper GPU), `reference` or `triton`.
+        backend: `auto` (the kernel for at most 8 rows and 4 Mi numbers of a weight on a Hopper GPU;
+            it was faster at 1 and 4 rows of 20 heads, and slower at 16 and of 128 heads),
+            `reference` or `triton`.
 
     Returns:
         `[H, T, N]`, contiguous.
