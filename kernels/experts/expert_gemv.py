@@ -13,6 +13,7 @@ Letters: P pairs, E experts, H hidden size, I inner size of an expert, B edge of
 from __future__ import annotations
 
 from mtp_research.kernels import checks
+from mtp_research.kernels.checks import wait_in_front
 from mtp_research.kernels.products.gemv import GemvConfig, dot_rows
 from mtp_research.kernels.products.scaled_weights import scales_of
 
@@ -76,9 +77,8 @@ def gate_up_gemv_kernel(
         start = step * BLOCK_K
         g = tl.load(gate_at + start, mask=k < HIDDEN - start, other=0.0)
         u = tl.load(up_at + start, mask=k < HIDDEN - start, other=0.0)
-        if OVERLAPS and step == 0:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()  # they wait for the end of this before they write
+        if step == 0:
+            wait_in_front(OVERLAPS)
         gate += dot_rows(g, x, gate_scale, start, HIDDEN, BLOCK_K, SCALE_BLOCK)
         up += dot_rows(u, x, up_scale, start, HIDDEN, BLOCK_K, SCALE_BLOCK)
     if scale is not None and SCALE_BLOCK == 0:
@@ -127,9 +127,7 @@ def down_gemv_kernel(
     weight_at = weight + expert.to(tl.int64) * (HIDDEN * INNER) + row[:, None] * INNER + k
     is_away = is_last if shared is None else False
     w = tl.load(weight_at, mask=(k < INNER) & (is_away == 0), other=0.0)
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()  # idle programs, too: the end of all says that others have ended
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_in_front(OVERLAPS)  # idle programs, too: the end of all says that others have ended
     if is_away:
         return
     row_scale = scales_of(scale, expert, first, HIDDEN, INNER, SCALE_BLOCK)

@@ -1,6 +1,7 @@
 """bench_decode on the tiny shape without a GPU: its options reach the loop and the byte count."""
 
 import json
+import re
 import statistics
 from pathlib import Path
 from statistics import median
@@ -101,6 +102,9 @@ def test_table_of_launches_that_begin_early_is_what_is_stored() -> None:
         cells += [f"{row['share']:.3f}".removeprefix("0")]
         assert f"| {' | '.join(map(str, cells))} |" in page
         assert row["share"] == pytest.approx(row["limit_ms"] / row["step_ms"], abs=6e-4)
+    for row in stored["other_calls"]:
+        share = f"{row['share']:.3f}".removeprefix("0")
+        assert re.search(rf"\b{row['step_ms']:.3f}( ms)?, \{share}\b", page), row
     missed = 0.85 - stored["rows"][1]["share"]
     assert f"**misses** it by {missed:.3f} at K = 3".replace("0.", ".") in page
 
