@@ -131,6 +131,15 @@ def test_keys_that_another_engine_does_not_read_are_refused(word: str, expected:
     assert compose_config(EvalConfig, words).backend == ["own"]
 
 
+def test_generate_of_transformers_is_compared_one_request_at_a_time() -> None:
+    words = ["backend=[own,transformers]", "engine.max_num_requests=2"]
+    (line,) = fault_lines(EvalConfig, *words)
+    assert "set engine.max_num_requests=1" in line
+    alone = compose_config(EvalConfig, words[:1])  # which eval.py does unasked
+    assert alone.engine.max_num_requests == 1
+    assert compose_config(EvalConfig, ["engine=cpu"]).engine.max_num_requests == 1
+
+
 def test_plain_decoding_by_several_engines_needs_no_head() -> None:
     words = ["backend=[own,vllm]", "spec.head=null", "spec.k=0"]
     assert compose_config(EvalConfig, words).backend == ["own", "vllm"]
@@ -235,7 +244,7 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
             "power of two >= 16, got 24; set engine.block_size=32",
         ),
         (EvalConfig, "engine.block_size=8", "power of two >= 16, got 8; set engine.block_size=16"),
-        (EvalConfig, "engine.max_num_batched_tokens=7", "* (spec.k + 1) = 8 rows, got 7"),
+        (EvalConfig, "engine.max_num_batched_tokens=3", "* (spec.k + 1) = 4 rows, got 3"),
         (EvalConfig, "engine.max_num_requests=200", "set engine.max_num_batched_tokens=800"),
         (EvalConfig, "engine.max_model_len=64", "must exceed max_new_tokens=64"),
         (EvalConfig, "engine.num_blocks=0", "or null, got 0; set engine.num_blocks=null"),
@@ -253,7 +262,6 @@ def test_spec_policy_takes_a_name_or_a_list(typed: str, policies: list[str]) -> 
         (EvalConfig, "backend=[own,vlm]", "transformers | vllm, got vlm; nearest: vllm"),
         (EvalConfig, "backend=vllm", "must name own, which others are compared with"),
         (EvalConfig, "backend=[own,vllm,vllm]", "and each engine once"),
-        (EvalConfig, "backend=[own,transformers]", "set engine.max_num_requests=1"),
     ],
 )
 def test_wrong_override_gives_one_line_with_the_fix(schema: type, word: str, expected: str) -> None:

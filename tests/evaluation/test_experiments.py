@@ -107,8 +107,8 @@ def test_speed_is_of_whole_requests_by_the_middle_of_their_output() -> None:
 
 
 def test_context_table_of_a_batch_is_refused(tmp_path: Path) -> None:
-    config = compose_config(EvalConfig, ["spec.head=null", *FEW])
-    evaluate(config, tmp_path)
+    words = ["spec.head=null", "engine.max_num_requests=2", *FEW]
+    evaluate(compose_config(EvalConfig, words), tmp_path)
     with pytest.raises(ConfigError, match="max_num_requests must be 1"):
         context_rows(recompute(tmp_path / RESULTS_FILE))
     assert main(["context", str(tmp_path)]) == 2
