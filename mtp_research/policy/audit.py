@@ -19,18 +19,22 @@ faults of the others.
 Letters: K drafts per step, p frontier row, q slot, m draft step.
 """
 
+import functools
+import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 from torch import Tensor
 
 from mtp_research.policy.fields import HiddenPolicy
 from mtp_research.policy.plan import DraftPlan, HiddenKind, PassPlan
+
+Check = TypeVar("Check", bound=Callable[..., None])
 
 
 class Verdict(StrEnum):
@@ -116,6 +120,18 @@ def _decisive_columns(policy: HiddenPolicy, *, num_layers: int, num_columns: int
     return np.eye(num_layers, num_columns, dtype=bool)
 
 
+def _timed(check: Check) -> Check:
+    """A method of the auditor, whose time counts in `seconds`."""
+
+    @functools.wraps(check)
+    def timed(self: "Auditor", *args: object, **kwargs: object) -> None:
+        started = time.perf_counter()
+        check(self, *args, **kwargs)
+        self.seconds += time.perf_counter() - started
+
+    return cast(Check, timed)
+
+
 class _Written(NamedTuple):
     """One pass as it was run, still on the device."""
 
@@ -136,6 +152,7 @@ class Auditor:
     # per layer, verdict counts over all slots <= p of finished watched requests
     totals: list[Counter] = field(default_factory=list)
     num_slots: int = 0  # slots counted in `totals`, per layer
+    seconds: float = 0.0  # of its own work; on a GPU also of waiting for the rows that it reads
     _logs: dict[str, SlotLog] = field(default_factory=dict, repr=False)
     _blocks: dict[int, SlotLog] = field(default_factory=dict, repr=False)
     _left_out: set[str] = field(default_factory=set, repr=False)
@@ -165,6 +182,7 @@ class Auditor:
         if any(self.watches(request_id) for request_id in request_ids):
             self._pending.append(_Written(plan, token_ids, request_ids))
 
+    @_timed
     def end_round(self, request_id: str, token_ids: list[int], *, frontier: int) -> None:
         """Check the slots a round can have touched (the last 2K + 2) and count the round."""
         if not self.watches(request_id):
@@ -174,6 +192,7 @@ class Auditor:
         self.num_rounds += 1
         self.num_dirty_rounds += bool(judged[: len(FAULTS)].any())
 
+    @_timed
     def finish(self, request_id: str, token_ids: list[int], *, frontier: int) -> None:
         """Count every slot <= p of a watched request that ends, and forget it."""
         if frontier < 0 or not self.watches(request_id):
@@ -248,6 +267,7 @@ class Auditor:
         """The passes recorded from here on belong to the next step."""
         self._pending.append(None)
 
+    @_timed
     def apply_step(self) -> None:
         """Write the passes of the oldest step that was not applied into the logs.
 

@@ -76,6 +76,7 @@ class Scripted:
     def __init__(self, *, places: int, deferred: bool, steps: list[Step] = SCRIPT) -> None:
         self.engine = EngineConfig(max_num_requests=places, deferred_output=deferred)
         self.target = SimpleNamespace(device=torch.device("cpu"))
+        self.auditor: SimpleNamespace | None = None
         self.has_work = True
         self.stats = DecodeStats()
         self.now = 0.0
@@ -169,6 +170,33 @@ def test_warm_up_of_captured_steps_decodes_two_uneven_batches_of_the_longest_pro
     assert timed_decode.warm_up(decoder, encoded, sampling, most=3) == 2
     assert len(asked[0]) == (10 if is_captured else 4)
     assert len(set(asked[0])) == (8 if is_captured else 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_work_of_the_auditor_is_on_no_clock_of_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    class Audited(Scripted):
+        """Checks the slots of every step for 1000 s."""
+
+        def step(self) -> None:
+            super().step()
+            self.now += 1000.0
+            self.auditor.seconds += 1000.0
+
+    loop, kept = Audited(places=4, deferred=False), []
+    loop.auditor, loop.target.device = SimpleNamespace(seconds=7.0), torch.device(device)
+    clock = SimpleNamespace(end_step=lambda wall_s, keep: kept.append(wall_s), parts=lambda: None)
+    monkeypatch.setattr(timed_decode, "device_timer", lambda _: lambda: None)
+    monkeypatch.setattr(timed_decode.time, "perf_counter", lambda: loop.now)
+    nothing = EncodedPrompts((), (), ())
+    times = timed_decode.decode_prompts(loop, nothing, [], salt="", clock=clock).times
+    plain = Scripted(places=4, deferred=False).decode(monkeypatch)
+    if device == "cpu":
+        assert times == plain
+        assert kept == [2.0**number for number in range(len(SCRIPT))]
+    else:  # there it waits for rows that the step computes
+        assert times.wall_s == plain.wall_s + 1000.0 * len(SCRIPT)
 
 
 def test_making_a_later_turn_is_on_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from mtp_research.policy import audit
 from mtp_research.policy.audit import Auditor, Verdict
 from mtp_research.policy.fields import POLICIES, HiddenPolicy
 from mtp_research.policy.plan import DraftPlan, HiddenKind, PassPlan, ragged_rows
@@ -333,3 +334,15 @@ def test_auditor_copies_nothing_for_requests_that_it_does_not_watch(
             auditor.end_round(name, [10, 11], frontier=0)
             auditor.finish(name, [10, 11], frontier=0)
     assert copies == []
+
+
+def test_auditor_knows_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    auditor = Auditor(DraftPlan(POLICIES["eagle"], 3, 1))
+    ticks = itertools.count()  # a second passes between two looks at the clock
+    monkeypatch.setattr(audit.time, "perf_counter", lambda: float(next(ticks)))
+    auditor.end_step()
+    auditor.apply_step()
+    auditor.end_round("a", [5, 6, 7], frontier=1)
+    assert auditor.seconds == 2.0
+    auditor.finish("a", [5, 6, 7], frontier=1)
+    assert auditor.seconds == 3.0
