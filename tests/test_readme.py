@@ -24,6 +24,7 @@ from mtp_research.evaluation.report.terminal import render_short
 from mtp_research.evaluation.stats import bootstrap, matrix_seeds
 from mtp_research.evaluation.stats.fault_study import read_study
 from mtp_research.evaluation.stats.matrix_seeds import GroupFigures, SeedMatrix, group_figures
+from mtp_research.evaluation.stats.summary import ConditionSummary
 from mtp_research.models.families import FAMILIES
 from mtp_research.studies.study_tables import policy_losses
 from tests.test_smollm2 import SETS, length
@@ -132,11 +133,21 @@ def quickstart() -> Iterator[tuple[str, tuple[str, ...]]]:
     assert config["spec"]["num_speculative_tokens"] == 3
     new_tokens = str(config["sampling"]["max_new_tokens"])
     requests = str(config["engine"]["max_num_requests"])
-    run = r"\((\d+) CPU cores, float32, (\d+) new tokens, greedy, (\d+) requests at a time"
+    run = r"\((\d+) CPU cores, float32, (\d+) new tokens, greedy, batch (\d+); "
     yield run, (str(shipped().run["hardware"]["num_cores"]), new_tokens, requests)
     yield r"the shipped heads, (\d+) prompts", (num_prompts,)
-    speed = shipped().summaries[2].speed
-    yield r"lab_deep is (\d\.\d+) times as fast", (f"{speed.ratio_end_to_end:.2f}",)
+    own = [own.speed.ratio_end_to_end for _, _, own in measured_on_a_cpu().values()]
+    ratios, batches = tuple(f"{ratio:.2f}" for ratio in own), tuple(map(str, measured_on_a_cpu()))
+    yield r"lab_deep is (\S+) times .*, (\S+) and (\S+) times at batch \d and \d \(", ratios
+    yield r"without at batch (\d) \(`training`\), .* times at batch (\d) and (\d) \(", batches
+
+
+def measured_on_a_cpu() -> dict[int, tuple[ConditionSummary, ...]]:
+    """K = 0, `eagle` and `training`, by batch size."""
+    stored = recompute(RESULTS / "lab_deep" / "batches" / "results.json.xz")
+    found = {one.result.label: one for one in stored.summaries}
+    names = ("baseline", "eagle", "training")
+    return {n: tuple(found[f"{name} R={n}"] for name in names) for n in (1, 2, 4)}
 
 
 def speed_ratio(target: str, batch: int, name: str) -> float:
@@ -261,7 +272,7 @@ def test_readme_shows_what_eval_prints() -> None:
     [
         ("**2.259**", "**2.260**"),
         ("1.48 times", "1.68 times"),
-        ("1.36 times", "1.46 times"),
+        ("1.27 times", "1.37 times"),
         ("2894", "2895"),
         ("## Words", "## 12 words"),
     ],
@@ -288,6 +299,25 @@ def test_tables_of_the_wrong_policy_in_results_are_computed_again() -> None:
                 cells.append(f"| {one.lost.value:+.3f} [{low:+.3f}, {high:+.3f}] ")
                 cells.append(f"| {one.percent.value:.1f} ")
             assert "".join(cells) + "|\n" in page
+
+
+def test_speed_on_a_cpu_in_results_is_computed_again() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
+    costs: list[list[str]] = []
+    for batch, (plain, *drafting) in measured_on_a_cpu().items():
+        cells = [str(batch), f"{plain.speed.end_to_end.value:.1f}"]
+        for one in drafting:
+            cells += [f"{one.speed.end_to_end.value:.1f}", f"{one.speed.ratio_end_to_end:.2f}"]
+        assert f"| {' | '.join(cells)} |\n" in page
+        eagle = drafting[0].cost
+        seconds = (plain.cost.target_s, eagle.target_s, eagle.draft_s)
+        costs.append([f"{1e3 * one:.1f}" for one in seconds])
+    one, two, four = costs
+    of_target, with_rows, drafts = (
+        f"{a}, {b} and {c}" for a, b, c in zip(one, two, four, strict=True)
+    )
+    assert f"takes {of_target} ms without drafts at batch 1, 2 and 4" in page
+    assert f"and {with_rows} with the rows of three drafts, which take {drafts} to make" in page
 
 
 def test_table_of_the_policy_matrix_in_results_is_computed_again() -> None:
