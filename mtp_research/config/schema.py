@@ -177,7 +177,7 @@ class EngineConfig:
     num_blocks: int | None = within(None, 1, 1 << 31)
     # Of a GPU's free memory, or of half a CPU's, for the pool.
     memory_fraction: float = above(0.9, 0.0, 1.0)
-    # R, requests that decode side by side; eval.py takes 1 (engine=auto, engine=cpu).
+    # R, requests that decode side by side; eval.py takes 1 (engine=auto).
     max_num_requests: int = within(2, 1, 1 << 16)
     max_num_batched_tokens: int = within(512, 1, 1 << 20)  # T, rows of a step
     max_prefill_chunk: int = within(256, 1, 1 << 20)  # prompt rows of one request in a step

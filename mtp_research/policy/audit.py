@@ -121,7 +121,7 @@ def _decisive_columns(policy: HiddenPolicy, *, num_layers: int, num_columns: int
 
 
 def _timed(check: Check) -> Check:
-    """A method of the auditor, whose time counts in `seconds`."""
+    """Count what a method of the auditor takes in `seconds`."""
 
     @functools.wraps(check)
     def timed(self: "Auditor", *args: object, **kwargs: object) -> None:

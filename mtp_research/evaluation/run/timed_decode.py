@@ -244,7 +244,7 @@ def decode_prompts(
     stats = decoder.stats
     num_records, audit = len(stats.records), stats.audit
     steps_before, rows_before = stats.num_steps, stats.num_target_rows
-    stop_device, audited_s = device_timer(decoder.target.device), audit_seconds(decoder)
+    stop_device, audited_s = device_timer(decoder.target.device), _audit_seconds(decoder)
     started = time.perf_counter()
     for prompt, token_ids, params in zip(encoded.prompts, encoded.token_ids, sampling, strict=True):
         name = prompt.question_id
@@ -252,9 +252,9 @@ def decode_prompts(
     step_s, calls = [], _DecodeCalls(decoder.engine.max_num_requests)
     later = _LaterTurns(decoder, follow_up, salt=salt)
     while decoder.has_work:
-        before, checked_s, began = _Counters.of(stats), audit_seconds(decoder), time.perf_counter()
+        before, checked_s, began = _Counters.of(stats), _audit_seconds(decoder), time.perf_counter()
         decoder.step()
-        step_s.append(time.perf_counter() - began - (audit_seconds(decoder) - checked_s))
+        step_s.append(time.perf_counter() - began - (_audit_seconds(decoder) - checked_s))
         is_decoding = calls.add(step_s[-1], before=before, after=_Counters.of(stats))
         if clock is not None:
             clock.end_step(wall_s=step_s[-1], keep=is_decoding)
@@ -263,7 +263,7 @@ def decode_prompts(
             finished.keep(now=not decoder.has_work)
     decoder.serve_peers()
     other_s = later.seconds + (0.0 if finished is None else finished.seconds)
-    other_s += audit_seconds(decoder) - audited_s
+    other_s += _audit_seconds(decoder) - audited_s
     num_steps = stats.num_steps - steps_before
     times = PassRecord(
         wall_s=time.perf_counter() - started - other_s,
@@ -280,10 +280,10 @@ def decode_prompts(
     return Decoded(records, _since(stats.audit, audit), times, tuple(step_s))
 
 
-def audit_seconds(decoder: SpecDecoder) -> float:
-    """What the auditor has taken so far: an instrument of this loop, which K = 0 does without.
+def _audit_seconds(decoder: SpecDecoder) -> float:
+    """What the auditor has taken so far, which is no part of decoding, and which K = 0 has none of.
 
-    0 on a GPU, where it waits for rows, and nobody can tell its work from the step's.
+    0 on a GPU: there it waits for rows that the step computes, and its own work is not told apart.
     """
     if decoder.auditor is None or decoder.target.device.type != "cpu":
         return 0.0
