@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from mtp_research.kernels import checks
-from mtp_research.kernels.checks import start_next_and_wait, wait_in_front
+from mtp_research.kernels.checks import wait_in_front
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -206,15 +206,11 @@ def merge_splits_kernel(
     PADDED_VALUE_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,  # 0 = one after the other, in rising order
     OVERLAPS: tl.constexpr,  # starts before the kernel in front of it has ended
-    STARTS_NEXT_FIRST: tl.constexpr,  # before it waits
 ):
     """One output row of one head: the partial outputs weighted by their share of the softmax."""
     row_head = tl.program_id(0).to(tl.int64)
     is_row = row_head // NUM_HEADS < tl.load(query_start_loc + num_requests)
-    if STARTS_NEXT_FIRST:
-        start_next_and_wait(OVERLAPS)
-    else:
-        wait_in_front(OVERLAPS)
+    wait_in_front(OVERLAPS)
     dims = tl.arange(0, PADDED_VALUE_DIM)
     if PADDED_SPLITS == 0:
         highest = tl.full([], float("-inf"), tl.float32)
@@ -277,12 +273,10 @@ def merge_splits(
     out: Tensor,
     num_warps: int,
     in_order: bool,
-    starts_next_first: bool = False,
 ) -> None:
     """Launch the merge of `split` into `out` `[T, H, Dv]`; nothing where there is one split.
 
     `in_order` adds splits one by one, so that more of them, without keys, change no bit.
-    `starts_next_first`: the kernel behind may begin while the splits are still computed.
     """
     partial, lse = split
     if partial is None or lse is None:
@@ -300,7 +294,6 @@ def merge_splits(
         VALUE_DIM=value_dim,
         PADDED_VALUE_DIM=padded_head_dim(value_dim),
         PADDED_SPLITS=0 if in_order else next_power_of_two(len(partial)),
-        STARTS_NEXT_FIRST=starts_next_first,
         num_warps=num_warps,
         **checks.overlapping(out.device),
     )

@@ -283,7 +283,6 @@ def launch_latent_attention(
             out=out,
             num_warps=merge_warps(num_splits),
             in_order=invariant,
-            starts_next_first=True,
         )
     return out
 

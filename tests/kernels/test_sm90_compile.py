@@ -333,7 +333,7 @@ def test_rotation_sm90_rounds_products_before_it_adds_them():
 def test_merge_splits_kernel_sm90_has_no_spills(num_splits, dim, tmp_path):
     num_warps = attention_launch.merge_warps(num_splits, value_dim=dim)
     constants = {"NUM_HEADS": 32, "VALUE_DIM": dim, "PADDED_VALUE_DIM": dim}
-    constants |= {"PADDED_SPLITS": num_splits, "STARTS_NEXT_FIRST": False}
+    constants |= {"PADDED_SPLITS": num_splits}
     types = dict.fromkeys(("num_requests", "num_splits", "num_row_heads"), "i32")
     types |= {"partial": "*fp32", "lse": "*fp32", "query_start_loc": "*i32", "out": "*bf16"}
     compiled = _compile(merge_splits_kernel, types=types, constants=constants, num_warps=num_warps)
@@ -462,11 +462,11 @@ def _check_latent(num_rows, *, split, split_keys, dtype, folder):
 )
 def test_merge_of_latent_splits_sm90_has_no_spills(num_splits, tmp_path):
     constants = {"NUM_HEADS": 128, "VALUE_DIM": 512, "PADDED_VALUE_DIM": 512}
-    constants |= {"PADDED_SPLITS": num_splits, "STARTS_NEXT_FIRST": True}
+    constants |= {"PADDED_SPLITS": num_splits}
     types = dict.fromkeys(("num_requests", "num_splits", "num_row_heads"), "i32")
     types |= {"partial": "*fp32", "lse": "*fp32", "query_start_loc": "*i32", "out": "*bf16"}
     num_warps = latent_attention_launch.merge_warps(num_splits)
     compiled = _compile(merge_splits_kernel, types=types, constants=constants, num_warps=num_warps)
     assert waits_first(compiled)
-    assert starts_next_first(compiled)
+    assert not starts_next_first(compiled)
     assert _num_spilled_bytes(compiled, tmp_path) == 0
