@@ -14,6 +14,7 @@ def test_every_mutant_can_still_be_planted() -> None:
     spec.loader.exec_module(mutants)
     listed = mutants.read_mutants()
     assert mutants.faults_of(listed) == []
-    assert len(listed) >= 60
+    page = (ROOT / "docs" / "mutants.md").read_text(encoding="utf8")
+    assert f"The list has {len(listed)} bugs." in page
     changed = [{**listed[0], "old": "no such line"}, listed[1], listed[1]]
     assert len(mutants.faults_of(changed)) == 2

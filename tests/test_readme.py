@@ -5,7 +5,6 @@ is listed with its reason. A number in neither place fails, so that none goes st
 """
 
 import json
-import lzma
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_research.app.cli import compose_config
@@ -27,6 +27,7 @@ from mtp_research.evaluation.stats.matrix_seeds import GroupFigures, SeedMatrix,
 from mtp_research.evaluation.stats.summary import ConditionSummary
 from mtp_research.models.families import FAMILIES
 from mtp_research.studies.study_tables import policy_losses
+from mtp_research.training import step_costs
 from tests.test_smollm2 import SETS, length
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +49,7 @@ SETTINGS = {
     r"module (2)|module (1)": "names of modules in the picture's text",
     r"SmolLM(2-135)M": "name of a model",
     r"Apache-(2\.0)": "name of the licence",
+    r"engine of (22) November": "a date",
 }
 
 
@@ -83,24 +85,33 @@ def matrix_rows() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def wrong_policy() -> Iterator[tuple[str, tuple[str, ...]]]:
     """The range of what the other policy costs, in whole percent, at K = 3 and at K = 5."""
-    at_three = []
+    in_matrix = []
     for target in TARGETS:
         own = {g.key.head: g.length.value or 0.0 for g in groups(target) if g.is_match}
         lost = [(g.key.head, g.minus_match) for g in groups(target)]
-        at_three += [-100 * (one.value or 0.0) / own[head] for head, one in lost if one is not None]
-    at_five = [
-        -(loss.percent.value or 0.0)
-        for target in TARGETS
-        for (_, num_drafts), loss in policy_losses(read_study(RESULTS / f"{target}_prices")).items()
-        if num_drafts == 5
+        in_matrix += [
+            -100 * (one.value or 0.0) / own[head] for head, one in lost if one is not None
+        ]
+    studies = [read_study(RESULTS / f"{target}_prices") for target in TARGETS]
+    losses = [policy_losses(study).items() for study in studies]
+    by_drafts = [
+        [-(one.percent.value or 0.0) for each in losses for (_, k), one in each if k == num_drafts]
+        for num_drafts in (3, 5)
     ]
-    texts = [
-        f"{value:.0f}" for losses in (at_three, at_five) for value in (min(losses), max(losses))
-    ]
-    yield r"loses (\d) to (\d) % at K = 3, and (\d) to (\d+) % at K = 5", tuple(texts)
+    first, three, five = (
+        (f"{min(found):.0f}", f"{max(found):.0f}") for found in (in_matrix, *by_drafts)
+    )
+    yield r"47 M the other one loses (\d) to (\d) % at K = 3\.", first
+    yield (
+        r"it loses (\d) to (\d+) % at K = 3\nand (\d) to (\d+) % at K = 5; the heads",
+        three + five,
+    )
+    assert {len(study.prompts) for study in studies} == {120}
+    yield r"On (\d+) other prompts, with one head", ("120",)
     counts = {cell.num_speculative_tokens for t in TARGETS for cell in matrix(t).cells}
     assert counts == {3}
-    yield r"% at K = (3), and \d to \d+ % at K = (5)", ("3", "5")
+    yield r"loses \d to \d % at K = (3)\.", ("3",)
+    yield r"% at K = (3)\nand \d to \d+ % at K = (5)", ("3", "5")
     yield r"difference was found at K = (3)", ("3",)
     for target in TARGETS:  # "no difference": the interval of every pair holds 0
         for pair in matrix_seeds.match_pairs(matrix(target)):
@@ -133,9 +144,13 @@ def quickstart() -> Iterator[tuple[str, tuple[str, ...]]]:
     assert config["spec"]["num_speculative_tokens"] == 3
     new_tokens = str(config["sampling"]["max_new_tokens"])
     requests = str(config["engine"]["max_num_requests"])
-    run = r"\((\d+) CPU cores, float32, (\d+) new tokens, greedy, batch (\d+); "
+    run = r"\((\d+) CPU cores, float32, (\d+) new tokens, greedy, batch (\d+), one pass; "
     yield run, (str(shipped().run["hardware"]["num_cores"]), new_tokens, requests)
     yield r"the shipped heads, (\d+) prompts", (num_prompts,)
+    of_library = [one for one in shipped().prompts if one.category == "code"]
+    python = str(shipped().run["versions"]["python"])
+    yield r"\. (\d+) of the prompts are code of .* \(here (\S+)\)", (str(len(of_library)), python)
+    assert {one.speed.num_passes for one in shipped().summaries} == {1}
     own = [own.speed.ratio_end_to_end for _, _, own in measured_on_a_cpu().values()]
     ratios, batches = tuple(f"{ratio:.2f}" for ratio in own), tuple(map(str, measured_on_a_cpu()))
     yield r"lab_deep is (\S+) times .*, (\S+) and (\S+) times at batch \d and \d \(", ratios
@@ -150,25 +165,31 @@ def measured_on_a_cpu() -> dict[int, tuple[ConditionSummary, ...]]:
     return {n: tuple(found[f"{name} R={n}"] for name in names) for n in (1, 2, 4)}
 
 
-def speed_ratio(target: str, batch: int, name: str) -> float:
-    path = RESULTS / f"{target}_speed" / f"batch_{batch}_k3" / "results.json.xz"
-    stored = json.loads(lzma.decompress(path.read_bytes()))
-    (one,) = [c for c in stored["summary"]["conditions"] if c["label"] == "training"]
-    return one["speed"][name]
+def on_one_h200() -> dict[str, ConditionSummary]:
+    """lab_base at batch 1 and 8, by condition."""
+    stored = recompute(RESULTS / "lab_base_batches" / "results.json.xz")
+    assert (len(stored.prompts), stored.config["sampling"]["max_new_tokens"]) == (32, 128)
+    return {one.result.label: one for one in stored.summaries}
 
 
 def speeds() -> Iterator[tuple[str, tuple[str, ...]]]:
-    ratios = [speed_ratio("lab_base", 1, f"ratio_{name}") for name in ("end_to_end", "decode")]
-    texts = [f"{ratio:.2f}" for ratio in ratios]
-    yield (
-        r"is (\d\.\d+) times as fast end to end at batch 1 with K = 3 \((\d\.\d+) times",
-        (*texts,),
+    found = [on_one_h200()[f"training K=3 R={n}"].speed.ratio_end_to_end for n in (1, 8)]
+    ratios = tuple(f"{ratio:.2f}" for ratio in found)
+    yield r"lab_base is (\d\.\d+) and (\d\.\d+) times as fast end to end", ratios
+    words = r"with `training` and K = (3) at batch (1) and (8) \((32) prompts, (128) new tokens\)"
+    yield words, ("3", "1", "8", "32", "128")
+    yield r"At batch (32) and (64) it was last measured", ("32", "64")
+    of_then = [speed_ratio("lab_base", n, k) for n in (32, 64) for k in range(1, 6)]
+    assert max(of_then) < 1  # "lost"
+
+
+def speed_ratio(target: str, batch: int, num_drafts: int) -> float:
+    """End to end, of chain heads under `training`, with the engine of 22 November."""
+    stored = recompute(
+        RESULTS / f"{target}_speed" / f"batch_{batch}_k{num_drafts}" / "results.json.xz"
     )
-    yield r"end to end at batch (1) with K = (3)", ("1", "3")
-    sizes = (1, 8, 32, 64)
-    losing = [n for n in sizes if speed_ratio("lab_base", n, "ratio_end_to_end") < 1]
-    assert losing == [n for n in sizes if n >= losing[0]]
-    yield r"speculation loses from batch (\d+) on", (str(losing[0]),)
+    (own,) = [one for one in stored.summaries if one.result.label == "training"]
+    return own.speed.ratio_end_to_end or 0.0
 
 
 def sizes() -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -177,8 +198,8 @@ def sizes() -> Iterator[tuple[str, tuple[str, ...]]]:
     yield r"`lab_deep` \((\S+) M parameters, (\d+) thin layers\)", (deep, num_layers("lab_deep"))
     yield r"`lab_tiny` \((\S+) M,", (tiny,)
     base, small = (parameters(name) for name in TARGETS)
-    for pattern in (r"lab_base has (\d+) M parameters", r"On one H200 a (\d+) M target"):
-        yield pattern, (f"{base / 1e6:.0f}",)
+    yield r"lab_base has (\d+) M parameters", (f"{base / 1e6:.0f}",)
+    yield r"of which a token meets (\d+) M;", (f"{active_parameters('lab_base') / 1e6:.0f}",)
     yield r"a target of (\d+) M", (f"{small / 1e6:.0f}",)
     yield r"(\d+) model families", (str(len(FAMILIES)),)
     own = matrix("lab_base")
@@ -221,13 +242,23 @@ def _product(shape: list[int]) -> int:
     return total
 
 
+def active_parameters(name: str) -> float:
+    """Of a lab target, those that a token meets."""
+    return step_costs.active_parameters(built(name), top_k=2)
+
+
 def parameters(name: str) -> int:
     """Of a lab target, from its configuration."""
+    return sum(parameter.numel() for parameter in built(name).parameters())
+
+
+@cache
+def built(name: str) -> nn.Module:
+    """A lab target on the meta device."""
     model = compose_config(TrainConfig, ["task=target", f"model={name}"]).model
     sizes = {**model.architecture, "vocab_size": model.pretrain.vocab_size}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model.family, **sizes))
-    return sum(parameter.numel() for parameter in model.parameters())
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model.family, **sizes))
 
 
 @cache
@@ -271,7 +302,7 @@ def test_readme_shows_what_eval_prints() -> None:
     ("old", "new"),
     [
         ("**2.259**", "**2.260**"),
-        ("1.48 times", "1.68 times"),
+        ("1.49 and 1.50 times", "1.69 and 1.50 times"),
         ("1.27 times", "1.37 times"),
         ("2894", "2895"),
         ("## Words", "## 12 words"),
@@ -305,9 +336,9 @@ def test_speed_on_a_cpu_in_results_is_computed_again() -> None:
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
     costs: list[list[str]] = []
     for batch, (plain, *drafting) in measured_on_a_cpu().items():
-        cells = [str(batch), f"{plain.speed.end_to_end.value:.1f}"]
+        cells = [str(batch), with_ends(plain)]
         for one in drafting:
-            cells += [f"{one.speed.end_to_end.value:.1f}", f"{one.speed.ratio_end_to_end:.2f}"]
+            cells += [with_ends(one), f"{one.speed.ratio_end_to_end:.2f}"]
         assert f"| {' | '.join(cells)} |\n" in page
         eagle = drafting[0].cost
         seconds = (plain.cost.target_s, eagle.target_s, eagle.draft_s)
@@ -320,6 +351,56 @@ def test_speed_on_a_cpu_in_results_is_computed_again() -> None:
     assert f"and {with_rows} with the rows of three drafts, which take {drafts} to make" in page
 
 
+def with_ends(one: ConditionSummary) -> str:
+    """Tokens/s of the median pass, and of the slowest and the fastest."""
+    found = one.speed.end_to_end
+    return f"{found.value:.1f} ({found.low:.1f} to {found.high:.1f})"
+
+
+def test_speed_of_lab_base_at_batch_1_and_8_in_results_is_computed_again() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
+    found, spreads = on_one_h200(), []
+    for batch in (1, 8):
+        here = {name: one.speed for name, one in found.items() if name.endswith(f" R={batch}")}
+        cells = [str(batch), f"{here[f'baseline R={batch}'].end_to_end.value:,.0f}"]
+        for policy in ("eagle", "training"):
+            for num_drafts in (2, 3):
+                one = here[f"{policy} K={num_drafts} R={batch}"]
+                ratios = f"{one.ratio_end_to_end:.2f} ({one.ratio_full:.2f})"
+                cells.append(f"{one.end_to_end.value:,.0f}, {ratios}")
+        assert f"| {' | '.join(cells)} |\n" in page
+        ends = [one.end_to_end for one in here.values()]
+        spreads.append(max((one.high - one.low) / one.value for one in ends))
+    at_1, at_8 = (f"{100 * spread:.0f} %" for spread in spreads)
+    assert f"at most {at_1} of the median at batch 1 and {at_8} at batch 8" in page
+
+
+@pytest.mark.parametrize(
+    ("target", "batch"), [(t, n) for t in TARGETS for n in (1, 8, 32, 64)][:-1]
+)
+def test_speed_of_larger_batches_in_results_is_computed_again(target: str, batch: int) -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
+    plain: list[float] = []
+    cells: dict[str, list[tuple[float, float]]] = {"training": [], "eagle": []}
+    for num_drafts in range(1, 6):
+        folder = RESULTS / f"{target}_speed" / f"batch_{batch}_k{num_drafts}"
+        stored = recompute(folder / "results.json.xz")
+        speed = {one.result.label: one.speed for one in stored.summaries}
+        plain.append(speed["baseline"].end_to_end.value or 0.0)
+        for policy, row in cells.items():
+            one = speed[policy]
+            row.append((one.ratio_end_to_end or 0.0, one.ratio_decode or 0.0))
+    about = f"{target} | {batch} | {len(stored.prompts)} | {min(plain):,.0f} to {max(plain):,.0f}"
+    for policy, row in cells.items():
+        best = max(ratio for ratio, _ in row)
+        shown = [
+            f"**{whole:.2f}** ({steps:.2f})" if whole == best else f"{whole:.2f} ({steps:.2f})"
+            for whole, steps in row
+        ]
+        start = about if policy == "training" else " |  |  | "
+        assert f"| {start} | `{policy}` | {' | '.join(shown)} |\n" in page
+
+
 def test_table_of_the_policy_matrix_in_results_is_computed_again() -> None:
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf8")
     rows: dict[str, list[str]] = {}
@@ -330,6 +411,11 @@ def test_table_of_the_policy_matrix_in_results_is_computed_again() -> None:
             rows.setdefault(one.key.head.replace(" N=", ", N = "), []).append(
                 f"{value} [{low}, {high}]"
             )
+        own = {g.key.head: g.by_seed for g in groups(target) if g.is_match}
+        lengths = ", ".join(f"{one:.3f}" for one in own["chain N=3"])
+        assert f"{lengths} ({target})" in page
+        widest = max(max(found) - min(found) for found in own.values())
+        assert f"{widest:.3f} on {target}" in page
     assert len(rows) == 6
     for name, cells in rows.items():
         assert f"| {name} | {' | '.join(cells)} |\n" in page
