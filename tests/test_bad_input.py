@@ -22,6 +22,7 @@ from mtp_research.config.schema import EvalConfig, TrainConfig
 ROOT = Path(__file__).resolve().parent.parent
 LAB_TINY = ROOT / "assets" / "lab_tiny"
 HEAD = LAB_TINY / "heads" / "chain_n3"
+OWN = LAB_TINY / "target"  # given by its path, a model like any other
 # Entries run where torch and transformers cannot be imported: what is refused there costs no more
 # than Hydra's import, about a second on an idle machine. That is paid once: each command is a fork.
 LIGHT = """
@@ -139,13 +140,9 @@ def copy_head(folder: Path, **target: object) -> Path:
         ("eval.py", ["model.path=org/absent"], 2, "is no local path (from /"),
         ("train.py", ["model.path=org/absent"], 2, "the hub is offline or out of reach"),
         ("eval.py", ["model.path=a b/c?"], 2, "is no local path"),
-        (
-            "eval.py",
-            ["model=smollm2"],
-            2,
-            "spec.head must be an existing path, got assets/smollm2/",
-        ),
-        ("train.py", ["model=smollm2"], 2, "set data.path."),
+        ("eval.py", ["model=smollm2"], 2, "model.path must be a file that exists"),
+        ("eval.py", [f"model.path={OWN}"], 2, f"spec.head={OWN} for modules that the model"),
+        ("train.py", [f"model.path={OWN}"], 2, f"mtp regenerate --target {OWN} --source"),
         ("eval.py", ["spec.head=absent"], 2, "spec.head must be an existing path, got absent"),
         ("train.py", ["head.path=absent"], 2, "head.path must be an existing path, got absent"),
         ("train.py", ["data.path=absent"], 2, "data.path must be an existing file or folder"),
@@ -172,6 +169,18 @@ def test_wrong_argument_is_refused_before_torch_is_imported(
     exit_code, message = refuse_without_torch(entry, *words, folder=tmp_path)
     assert exit_code == code
     assert expected in message
+
+
+@pytest.mark.parametrize(("entry", "key"), [("eval.py", "spec.head"), ("train.py", "head.path")])
+def test_folder_of_a_run_in_place_of_its_heads_is_named(
+    entry: str, key: str, tmp_path: Path, refuse_without_torch: Refuser
+) -> None:
+    heads = copy_head(tmp_path / "run" / "head")
+    (tmp_path / "run" / "config.json").write_text("{}")  # a run describes itself
+    words = ["model=lab_tiny", f"{key}={tmp_path / 'run'}"]
+    code, message = refuse_without_torch(entry, *words, folder=tmp_path)
+    assert code == 2
+    assert f"got that of a run, '{tmp_path / 'run'}'; set {key}={heads}." in message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -301,6 +301,24 @@ def test_path_with_special_characters_arrives_unchanged(path: str) -> None:
     assert compose_config(TrainConfig, [f"model.path={path}"]).model.path == path
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("/x/My-7B", "My-7B"), ("org/Tiny@main", "Tiny"), ("'a b'", "a-b"), ("runs/target", "target")],
+)
+def test_target_given_by_its_path_names_itself_wherever_the_name_stands(
+    path: str, name: str
+) -> None:
+    model = compose_config(EvalConfig, [f"model.path={path}"]).model
+    assert (model.name, model.architecture) == (name, {})
+    training = compose_config(TrainConfig, [f"model.path={path}", "data=cached"])
+    assert training.data.hidden_cache == f"runs/hidden_cache/{name}"
+    assert training.data.path == f"assets/{name}/regenerated.jsonl.xz"
+    named = compose_config(EvalConfig, [f"model.path={path}", "model=lab_tiny"])
+    assert named.model.name == "lab_tiny"
+    assert named.model.architecture
+    assert compose_config(TrainConfig, ["task=target", f"model.path={path}"]).model.architecture
+
+
 def test_mapping_takes_new_entries_with_their_types() -> None:
     words = ["model.architecture.num_hidden_layers=2", "model.architecture.tie=true"]
     architecture = compose_config(TrainConfig, words).model.architecture

@@ -33,7 +33,7 @@ PATH = ROOT / "docs" / "families.md"
 OPENING = """# Model families
 
 Written by `python tools/family_table.py --write` from `mtp_research/models/families.py` and the
-tests; do not edit. All checks run on tiny random models (CPU); no released weights are loaded in them.
+tests; do not edit. All checks run on tiny random models (CPU), none on released weights.
 
 Conventions: what the first module reads and what the next pass gets (before or after a final norm),
 order of the projection's input, whose output head the modules use, and where a release keeps its

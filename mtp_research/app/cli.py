@@ -122,7 +122,7 @@ def compose_config(schema: type[ConfigT], words: Sequence[str]) -> ConfigT:
         ConfigError: one line per fault.
     """
     flags = read_flags([])
-    overrides = check_overrides(schema, words).fixed
+    overrides = with_target_name(check_overrides(schema, words).fixed)
     return _checked(schema, _compose(schema, overrides, flags), overrides)
 
 
@@ -144,6 +144,7 @@ class _Command(Generic[ConfigT]):
         is_many = flags.multirun or "hydra.mode=MULTIRUN" in flags.overrides
         folders = [Path(folder) for folder in (flags.config_path, flags.config_dir) if folder]
         overrides = check_overrides(self.schema, flags.overrides, is_many=is_many, folders=folders)
+        overrides = overrides._replace(fixed=with_target_name(overrides.fixed))
         composed = _compose(self.schema, overrides.fixed, flags)
         if is_many or str(composed.hydra.mode).endswith("MULTIRUN"):
             return self._run_many(overrides, _output_dir(_typed(self.schema, composed)))
@@ -309,6 +310,8 @@ def _typed(schema: type[ConfigT], composed: "DictConfig") -> ConfigT:
 def _checked(schema: type[ConfigT], composed: "DictConfig", overrides: Sequence[str]) -> ConfigT:
     config = _typed(schema, composed)
     _resolve_paths(config)
+    if is_own_target(overrides) and config.task != "target":
+        config.model.architecture = {}  # is that of the default model
     if isinstance(config, TrainConfig) and _may_start_native(config):
         _adopt_conventions(config, overrides)
     for line in adopt_launch(config, typed=overrides, environ=os.environ):
@@ -342,20 +345,45 @@ def _adopt_conventions(config: TrainConfig, words: Sequence[str]) -> None:
     """Take what the target's own modules need from its files, unless it was typed, in place."""
     from mtp_research.heads.native import adopt_conventions  # imports torch
 
-    keys = [word.lstrip("+").partition("=")[0] for word in words]
+    keys = _keys(words)
     typed = {key.removeprefix("head.") for key in keys if key.startswith("head.")}
     if "head" in keys:  # a file of the group, which is chosen for its number of modules
         typed.add("num_mtp_modules")
     adopt_conventions(config.head, path=config.model.path, typed=typed)
 
 
+def is_own_target(words: Sequence[str]) -> bool:
+    """Whether the overrides give the target by `model.path` alone."""
+    keys = _keys(words)
+    of_architecture = any(key.startswith("model.architecture") for key in keys)
+    return "model.path" in keys and not keys & {"model", "model.family"} and not of_architecture
+
+
+def with_target_name(words: Sequence[str]) -> list[str]:
+    """The overrides, and the name of a target that they give by `model.path` alone.
+
+    Named before anything is composed, paths that hold the name are not those of the default model.
+    """
+    if not is_own_target(words) or "model.name" in _keys(words) or "task=target" in words:
+        return list(words)
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    (path,) = (word for word in words if word.lstrip("+").startswith("model.path="))
+    with _hydra_faults(EvalConfig, words):
+        name = preflight.target_name(str(OverridesParser.create().parse_override(path).value()))
+    return [*words, f"model.name={quote(name)}"] if name else list(words)
+
+
+def _keys(words: Sequence[str]) -> set[str]:
+    return {word.lstrip("+").partition("=")[0] for word in words}
+
+
 def _name_target(config: TrainConfig | EvalConfig, words: Sequence[str]) -> None:
-    """Take name and family of a target that was given by `model.path` alone from it, in place."""
-    keys = {word.lstrip("+").partition("=")[0] for word in words}
-    if "model.path" not in keys or keys & {"model", "model.family"} or config.task == "target":
+    """Take family and, where it has none yet, name of a target of its own from it, in place."""
+    if not is_own_target(words) or config.task == "target":
         return
     name, config.model.family = preflight.described_target(config.model.path)
-    if "model.name" not in keys:
+    if "model.name" not in _keys(words):
         config.model.name = name
 
 

@@ -23,6 +23,7 @@ from mtp_research.heads.record import (
     decoded_schedule,
     read_head_record,
     recorded_schedule,
+    refuse_run_folder,
 )
 from mtp_research.models.loading.source import (
     CONFIG_FILE,
@@ -38,6 +39,8 @@ SPECIAL_HEADS = (None, "oracle")
 _MAX_NAME_BYTES = 255
 _MAX_PATH_BYTES = 4096 - 256  # the system's limit, and room for our own files
 _NUM_SHOWN = 60
+# Behind the target's name, what the defaults of data.path and spec.head end with.
+_SHIPPED_ANSWERS, _SHIPPED_HEADS = "regenerated.jsonl.xz", "heads/chain_n3"
 _NO_NAME = re.compile(r"[^\w.+-]+")  # what a name of a run folder does not hold
 
 
@@ -50,6 +53,8 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
         _require_paths(
             ("head.path", config.head.path), ("data.import_hidden", config.data.import_hidden)
         )
+        config_file = check_source(config.model.path)
+        _check_answers(config)
         check_source_exists(config.data.path, key="data.path")
         for path in prompts:
             check_source_exists(path, key="matrix.prompts")
@@ -58,15 +63,16 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
         if config.trainer.cuda_graphs:
             key = "trainer.cuda_graphs"
             _require_gpu(config.model.device, key=key, fix=f"{key}=false")
-        config_file = check_source(config.model.path)
         _check_head(config.head.path, key="head.path", config_file=config_file)
         return
     check_settings(config)
     cells = [cell for cell in expand(config).cells if cell.spec.num_speculative_tokens > 0]
     heads = dict.fromkeys(cell.spec.head for cell in cells if cell.spec.head not in SPECIAL_HEADS)
     local = [head for head in heads if head is not None and not looks_like_hub_id(head)]
-    _require_paths(*(("spec.head", head) for head in local))
     config_file = check_source(config.model.path)
+    for head in local:
+        _check_default_head(config, head)
+    _require_paths(*(("spec.head", head) for head in local))
     for head in heads:
         if head is not None and not Path(head).exists():
             check_source(head, key="spec.head")  # a checkpoint on the hub
@@ -77,6 +83,24 @@ def check_inputs(config: TrainConfig | EvalConfig) -> None:
         read_prompt_files(config.prompts.path)
     if config.engine.cuda_graphs:
         _require_gpu(config.model.device, key="engine.cuda_graphs", fix="engine=auto")
+
+
+def _check_answers(config: TrainConfig) -> None:
+    if _is_unset(config.data.path, f"{config.model.name}/{_SHIPPED_ANSWERS}"):
+        raise ConfigError(
+            f"data.path must be an existing path, got {config.data.path}, the default of models "
+            f"whose answers are shipped; mtp regenerate --target {config.model.path} --source "
+            "QUESTIONS --output FILE writes those of this one; set data.path."
+        )
+
+
+def _check_default_head(config: EvalConfig, head: str) -> None:
+    if _is_unset(head, f"{config.model.name}/{_SHIPPED_HEADS}"):
+        raise ConfigError(
+            f"spec.head must be an existing path, got {head}, the default of models whose heads "
+            f"are shipped; set spec.head=RUN/head for trained ones, spec.head={config.model.path} "
+            "for modules that the model itself ships, spec.head=null for none."
+        )
 
 
 def described_target(path: str) -> tuple[str, str]:
@@ -90,8 +114,12 @@ def described_target(path: str) -> tuple[str, str]:
     folder = unpacked(path)
     with loading(folder):
         family = read_config(folder).family_name
-    name = _NO_NAME.sub("-", Path(split_hub_id(path).name).name).strip("-.+")
-    return name or family, family
+    return target_name(path) or family, family
+
+
+def target_name(path: str) -> str:
+    """Name of the model at a path or hub id, from the words alone; may be empty."""
+    return _NO_NAME.sub("-", Path(split_hub_id(path).name).name).strip("-.+")
 
 
 def require_possible_paths(config: TrainConfig | EvalConfig) -> None:
@@ -166,6 +194,12 @@ def _require_gpu(device: str, *, key: str, fix: str) -> None:
         raise EnvironmentFault(f"{key}=true needs {' and '.join(missing)}; set {fix}.")
 
 
+def _is_unset(path: str, default: str) -> bool:
+    """Whether a path is a default that is shipped for other targets alone."""
+    wanted = Path(default).parts
+    return Path(path).parts[-len(wanted) :] == wanted and not Path(path).exists()
+
+
 def _require_paths(*paths: tuple[str, str | None]) -> None:
     faults = [
         f"{key} must be an existing path, got {path} (from {Path.cwd()}); set {key}=PATH."
@@ -205,6 +239,7 @@ def _check_head(
     """
     if folder is None:
         return
+    refuse_run_folder(Path(folder), key=key)
     if not (Path(folder) / RECORD_FILE).exists() and (Path(folder) / CONFIG_FILE).is_file():
         return
     record = read_head_record(Path(folder), key=key)

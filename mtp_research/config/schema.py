@@ -116,8 +116,8 @@ class SpecConfig(VerifyOptions):
     policy: list[str] = field(
         default_factory=lambda: list(CLEAN_POLICIES), metadata={"choices": POLICIES}
     )
-    # Folder of trained heads; lab_deep and lab_tiny ship some. null: every draft is wrong; oracle:
-    # every draft is right.
+    # Folder of trained heads (RUN/head; lab_deep and lab_tiny ship some), or a checkpoint or hub id
+    # that holds the target's own modules. null: every draft is wrong; oracle: every draft is right.
     head: str | None = "assets/${model.name}/heads/chain_n3"
     # The module of draft step i, as head.module_schedule; None: what head.json records, and trained
     # heads take no other.

@@ -11,12 +11,15 @@ An answer beside `instruction`, `prompt` or `question` (`response`, `completion`
 `answer`) is the assistant's turn, and `system` is the first turn of any of them.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
 
 from mtp_research.data.rows import Row, read_rows
 from mtp_research.runtime.errors import ConfigError, IntegrityError
+
+logger = logging.getLogger(__name__)
 
 FIELDS = ("messages", "conversations", "turns", "instruction", "prompt", "question")
 ANSWERS = ("response", "completion", "output", "answer")
@@ -95,6 +98,7 @@ def read_questions(source: str, *, field: str | None = None) -> list[Question]:
     fields, questions = FIELDS if field is None else (field,), []
     seen: set[str] = set()
     used: set[str] = set()
+    silent: list[str] = []  # places of rows that ask nothing
     for row in read_rows(source, key="--source"):
         seen |= row.record.keys()
         turns = conversation_of(row, fields=fields)
@@ -104,12 +108,23 @@ def read_questions(source: str, *, field: str | None = None) -> list[Question]:
             doc_id = f"{row.file}:{row.number}" if doc_id in used else doc_id
             used.add(doc_id)
             questions.append(Question(doc_id, row.domain or row.stem, asked))
+        else:
+            silent.append(row.where)
     if not questions:
-        raise ConfigError(
-            f"--source {source} must have rows with one of {', '.join(fields)}, got the fields "
-            f"{', '.join(sorted(seen)) or 'of no row'}; set --field."
-        )
+        raise ConfigError(f"--source {source} must have {_lacking(fields, seen)}.")
+    if silent:
+        number = f"{len(silent)} of {len(silent) + len(questions)} rows"
+        logger.warning("%s ask nothing and are left out, the first at %s", number, silent[0])
     return questions
+
+
+def _lacking(fields: Sequence[str], seen: Set[str]) -> str:
+    if not seen:
+        return "questions, got an empty file; set another --source"
+    if found := sorted(seen & {*fields}):
+        return f"text of a user in {', '.join(found)}, got none; fix the rows"
+    wanted, got = ", ".join(fields), ", ".join(sorted(seen))
+    return f"rows with one of {wanted}, got the fields {got}; set --field"
 
 
 def _first_of_the_user(turns: Turns) -> Turns:

@@ -157,11 +157,11 @@ def native_views(
         has_stacked_experts: whether the published file stacks experts as we do.
     """
     num_modules = heads.spec.num_mtp_modules if num_modules is None else num_modules
-    is_numbered = any("{" in layout.prefix + there for _, there in layout.names)
-    if num_modules > 1 and not is_numbered:
+    if num_modules > 1 and not layout.numbers_modules:
         raise ConfigError(
             f"the published names of family {heads.target.family_name!r} ({layout.prefix}*) hold "
-            f"one MTP module, got {num_modules}; keep these heads in our own format."
+            f"one MTP module, got {num_modules}; train one module (head=shared_n1), or keep these "
+            "heads in our own format."
         )
     views: dict[str, Tensor] = {}
     for name, tensor in heads.state_dict(keep_vars=False).items():

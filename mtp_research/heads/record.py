@@ -30,6 +30,16 @@ _UNKNOWN = {"module_schedule": (None,)}  # legal beside the choices of the confi
 _NUM_DIGITS = 12  # of a hash in a message
 
 
+def refuse_run_folder(folder: Path, *, key: str = "spec.head") -> None:
+    """Refuse the folder of a training run, whose heads lie in its folder `head`."""
+    inside = folder / "head"
+    if not (folder / RECORD_FILE).exists() and (inside / RECORD_FILE).is_file():
+        raise ConfigError(
+            f"{key} must be a folder of heads, got that of a run, {str(folder)!r}; "
+            f"set {key}={inside}."
+        )
+
+
 def read_head_record(folder: Path, *, key: str = "spec.head") -> dict:
     """The parsed `head.json` with its mappings `spec`, `target` and `provenance`.
 

@@ -33,6 +33,7 @@ from mtp_research.heads.record import (
     check_weights,
     read_head_record,
     recorded_schedule,
+    refuse_run_folder,
     warn_of_rounding,
 )
 from mtp_research.heads.stack import HeadSpec, MTPHeads
@@ -84,6 +85,7 @@ def load_heads(folder: str | Path, target: Target) -> MTPHeads:
             cannot be read.
     """
     folder = native_folder(resolve_path(str(folder)), target)
+    refuse_run_folder(folder)
     if not (folder / RECORD_FILE).exists() and (folder / CONFIG_FILE).is_file():
         if has_native_heads(folder, target):
             return load_native_heads(folder, target)

@@ -34,6 +34,11 @@ class NativeLayout:
     copies: tuple[tuple[str, SharedTensor], ...] = ()
     count_field: str | None = None  # config field with the number of modules
 
+    @property
+    def numbers_modules(self) -> bool:
+        """Whether the names tell modules apart, so that a checkpoint may hold several."""
+        return any("{" in self.prefix + there for _, there in self.names)
+
 
 # Qwen's names. Also for heads of families that ship none, and never taught a serving engine others.
 NEUTRAL_LAYOUT = NativeLayout(

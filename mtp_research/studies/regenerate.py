@@ -71,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         _check_mode(args)
+        if args.output.is_dir():
+            raise ConfigError(
+                f"--output must be a file, got the folder {args.output}; name a file."
+            )
         (_run if args.endpoint is None else _run_endpoint)(args)
     except (ConfigError, IntegrityError, EnvironmentFault) as fault:
         write_error(str(fault))
@@ -201,6 +205,14 @@ def _finish(args: argparse.Namespace, answered: Answered, *, num_left_out: int) 
         f"{answered.num_there} were there, {answered.num_too_long} prompts fill the context, "
         f"{num_left_out} left out as questions of --exclude"
     )
+    lines = args.output.read_text(encoding="utf8").splitlines()
+    records = (one for one in _parse(lines, args.output) if "token_ids" in one)
+    lengths = [len(one["token_ids"]) - one["num_prompt_tokens"] for one in records]
+    if num_cut := sum(length >= args.max_new_tokens for length in lengths):
+        print(
+            f"{num_cut} of {len(lengths)} answers reach --max-new-tokens={args.max_new_tokens}, "
+            "where they are cut; a larger one, with another --output, gives whole texts"
+        )
 
 
 def _engine(args: argparse.Namespace, target: Target) -> EngineConfig:
@@ -393,11 +405,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-prompts", type=int, default=None, help="per source")
     add("--self-chat", type=int, default=0, help="user messages that the target invents")
     add("--self-text", type=int, default=0, help="documents that the target begins")
-    add("--temperature", type=float, default=0.6, help="0 is greedy")
-    add("--top-p", type=float, default=0.95, help="not read at temperature 0")
-    add("--top-k", type=int, default=20, help="not read at temperature 0")
-    add("--max-new-tokens", type=int, default=96)
-    add("--batch", type=int, default=32, help="requests decoded at once")
+    add("--temperature", type=float, default=0.6, help="default %(default)s; 0 is greedy")
+    unread = "default %(default)s; not read at temperature 0"
+    add("--top-p", type=float, default=0.95, help=unread)
+    add("--top-k", type=int, default=20, help=unread)
+    most_new = "tokens of an answer at most, default %(default)s: longer ones are cut there"
+    add("--max-new-tokens", type=int, default=96, help=most_new)
+    add("--batch", type=int, default=32, help="requests decoded at once, default %(default)s")
     most = "tokens of prompt and answer; default: what the target can"
     add("--max-model-len", type=int, help=most)
     graphs = "steps compiled and captured, as engine=h200; default: on a GPU, where the family can"

@@ -19,7 +19,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from torch import Tensor
 from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import read_tensors
+from mtp_research.models.loading.source import weights_sha256
 from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
 from mtp_research.runtime.files import sha256_of, sync_to_disk, write_atomically
 
@@ -40,6 +40,8 @@ _MANIFEST, _STATE, _LATEST = "manifest.json", "state.json", "latest"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 # What runs did before the key was there.
 _BEFORE: Mapping[str, object] = {"head.init_noise": 0.0, "objective.half_logits": False}
+_RENAMED = {"data (sha256)": "data_sha256"}
+_MODEL, _OLD_MODEL = "model_sha256", "model (sha256 of its final norm)"
 _UNFINISHED, _RETIRED = ".writing-", ".retired-"
 # Trainer keys that change neither the weights nor the order of the data.
 _FREE_TRAINER_KEYS = (
@@ -184,7 +186,12 @@ def check_same_run(
     saved: Mapping[str, object], current: Mapping[str, object], *, allow_drift: Sequence[str] = ()
 ) -> None:
     """Refuse to resume a run whose settings, by dotted key, changed; `allow_drift` may differ."""
-    saved = {key: value for key, value in _BEFORE.items() if key in current} | dict(saved)
+    saved = {key: value for key, value in _BEFORE.items() if key in current} | {
+        _RENAMED.get(key, key): value for key, value in saved.items()
+    }
+    if _MODEL not in saved:  # written before the key was there
+        current = {key: value for key, value in current.items() if key != _MODEL}
+    saved.pop(_OLD_MODEL, None)
     keys = sorted(saved.keys() | current.keys())
     wanted = [key for key in keys if key not in allow_drift]
     changed = [key for key in wanted if saved.get(key) != current.get(key)]
@@ -274,20 +281,15 @@ def run_settings(
     if config.head.init == "auto":  # begun from head.path, which was recorded so before `auto`
         settings["head.init"] = "target_last_layer"
     settings |= {f"objective.{k}": v for k, v in dataclasses.asdict(config.objective).items()}
-    target = heads.target
-    norm = cast(Tensor, target.final_norm.weight)
     return settings | {
         "seed": config.seed,
         "objective.num_depths": num_depths,
         "data.seq_len": config.data.seq_len,
         "data.eval_documents": config.data.eval_documents,
         "data.max_documents": config.data.max_documents,
-        "data (sha256)": data_sha256,
-        "model.dtype": str(target.dtype),
-        # A vector that differs between any two trained targets, and is cheap to read.
-        "model (sha256 of its final norm)": hashlib.sha256(
-            norm.detach().float().cpu().numpy().tobytes()
-        ).hexdigest(),
+        "data_sha256": data_sha256,
+        "model.dtype": str(heads.target.dtype),
+        _MODEL: weights_sha256(config.model.path),
         "world_size": world_size,
     }
 

@@ -33,7 +33,12 @@ from mtp_research.data.chat import encode_for_target
 from mtp_research.data.packing import EncodedDocument
 from mtp_research.data.rows import Row, read_rows, source_sha256
 from mtp_research.data.sources import Document, document_of, hash_of
-from mtp_research.models.target import hash_tokenizer, load_tokenizer
+from mtp_research.models.target import (
+    Target,
+    hash_tokenizer,
+    load_tokenizer,
+    target_hashes,
+)
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
 logger = logging.getLogger(__name__)
@@ -115,7 +120,7 @@ def load_head_documents(
     `vocab_size`. A document needs k + 2 tokens to have one anchor with k labels (`num_depths`).
     """
     path = Path(data.path)
-    settings = _answer_settings(path)
+    settings = answer_settings(path)
     _check_tokenizer(settings, path=path, model_path=model_path)
     encoded = _encode(found, model_path=model_path)
     documents = _thin_out(encoded, limit=data.max_documents)
@@ -129,7 +134,12 @@ def load_head_documents(
     if len(documents) <= data.eval_documents:
         raise ConfigError(
             f"data.path must hold more than data.eval_documents={data.eval_documents} documents, "
-            f"got {len(documents)}; set data.eval_documents={max(1, len(documents) // 5)}."
+            f"got {len(documents)}; "
+            + (
+                f"set data.eval_documents={max(1, len(documents) // 5)}."
+                if len(documents) > 1
+                else "set data.path to a file with more texts."
+            )
         )
     chosen = held_out_indices(documents, num_documents=data.eval_documents)
     held_out_ids = {documents[index].doc_id for index in chosen}
@@ -228,7 +238,7 @@ def _why_not_sampled(settings: Mapping[str, object]) -> str | None:
     return f"it needs text sampled at {wanted}, got text {got}"
 
 
-def _answer_settings(path: Path) -> dict:
+def answer_settings(path: Path) -> dict:
     """The settings that regeneration left beside its answers; empty without them."""
     beside = path.with_name(f"{path.name.removesuffix('.xz')}.settings.json")
     if not beside.is_file():
@@ -237,6 +247,19 @@ def _answer_settings(path: Path) -> dict:
         return dict(json.loads(beside.read_text(encoding="utf8")))
     except (OSError, ValueError, TypeError) as fault:
         raise IntegrityError(f"{beside} must be settings in JSON, got {fault}.") from None
+
+
+def warn_of_writer(source: str, *, target: Target) -> None:
+    """Warn of answers that another model wrote, whose token ids this one reads all the same."""
+    theirs = answer_settings(Path(source)).get("weights_sha256")
+    if theirs is not None and theirs != target_hashes(target)["weights_sha256"]:
+        logger.warning(
+            "data.path %s was written by another model than model.path %s, so heads learn from "
+            "text that this one would not write; mtp regenerate --target %s writes its own",
+            source,
+            target.path,
+            target.path,
+        )
 
 
 def _check_tokenizer(settings: Mapping[str, object], *, path: Path, model_path: str) -> None:

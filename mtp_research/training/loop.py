@@ -39,6 +39,7 @@ from mtp_research.training.parallel.peers import watched_peers
 from mtp_research.training.setup import (
     RunParts,
     build_run,
+    export_note,
     find_checkpoint,
     graphs_note,
     make_accelerator,
@@ -57,6 +58,7 @@ from mtp_research.training.tracking import (
 from mtp_research.training.walk.replay import BestWalk, WalkReport, measure_held_out
 
 DecodeEval = Callable[[MTPHeads], Mapping[str, object]]
+_OF_STEPS = ("seconds", "train_tokens_per_s", "speed")  # in a result, of the steps that it made
 
 
 def train_heads(
@@ -191,11 +193,18 @@ class TrainingRun:
                 )
         seconds = time.perf_counter() - started_s
         view.table(self.first_walk, self.best.report)
+        if self.best.step == 0 and self.step:
+            view.note(
+                "warning: the held-out length never grew, so head/ holds the heads as they "
+                "started; docs/troubleshooting.md says what to look at"
+            )
         result = self._result() | {
             "seconds": round(seconds, 1),
             "train_tokens_per_s": round(self.num_tokens / seconds),
             "speed": self.speed,
         }
+        if self.step == first_step:  # it had ended before: the figures of its steps stay
+            result |= {name: tracker.last_result.get(name, result[name]) for name in _OF_STEPS}
         tracker.result(step=self.step, values=result, head=self.output_dir / "head")
         return jsonable(result)
 
@@ -207,6 +216,8 @@ class TrainingRun:
         if self.parts.loaded:
             view.note(self.parts.loaded)
         view.note(f"modules start from {self.parts.heads.provenance['started_from']}")
+        if note := export_note(self.parts.heads):
+            view.note(note)
         if note := schedule_note(
             self.config,
             num_parameters=sum(one.numel() for one in self.parts.heads.target.model.parameters()),

@@ -46,6 +46,7 @@ from mtp_research.training.documents import (
     load_head_documents,
     mark_words,
     read_head_documents,
+    warn_of_writer,
 )
 from mtp_research.training.losses.loss_terms import loss_spec
 from mtp_research.training.losses.losses import HeadObjective, UnrollSpec
@@ -240,6 +241,8 @@ def load_inputs(config: TrainConfig, *, is_whole: bool = True) -> RunInputs:
     if config.task != "cache" and target.num_left_out and _starts_from_layer(config, target=target):
         target = load(layers="last")
     warn_of_family(target, family=model.family)
+    if target.split is None:
+        warn_of_writer(config.data.path, target=target)
     if is_fetched and config.head.init in ("auto", "native") and config.head.path is None:
         adopt_conventions(config.head, path=model.path, typed=())  # its files were not here before
     documents = load_head_documents(
@@ -277,6 +280,18 @@ def schedule_note(config: TrainConfig, *, num_parameters: int, num_processes: in
         f"rate of {trainer.learning_rate:g}, which fits lab_tiny; heads of a target of "
         f"{num_parameters / 1e6:.0f} M parameters want about 100 M tokens (docs/recipes.md, "
         "Schedule by size)"
+    )
+
+
+def export_note(heads: MTPHeads) -> str | None:
+    """A line on more modules than the published names of the target's family hold."""
+    num_modules, family = heads.spec.num_mtp_modules, heads.target.family
+    if num_modules == 1 or family.native.numbers_modules:
+        return None
+    return (
+        f"head.num_mtp_modules={num_modules}: checkpoints of family {heads.target.family_name} "
+        "hold one module, so these heads decode here and are not exported; head=shared_n1 trains "
+        "one"
     )
 
 

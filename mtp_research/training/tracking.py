@@ -66,10 +66,12 @@ class Tracker:
     ) -> None:
         self._file: TextIO | None = None
         self._wandb: WandbRun | None = None
+        # What `result` wrote when the run ended at `first_step`; empty where it did not.
+        self.last_result: Mapping[str, object] = {}
         if not is_writer:
             return
         path = output_dir / METRICS_FILE
-        _drop_after(path, step=first_step)
+        self.last_result = _drop_after(path, step=first_step)
         self._file = path.open("a", encoding="utf8")
         if run_mode(settings.wandb) == OFF:
             return
@@ -184,25 +186,30 @@ def _flatten(values: Mapping[str, object]) -> dict[str, object]:
     return flat
 
 
-def _drop_after(path: Path, *, step: int) -> None:
+def _drop_after(path: Path, *, step: int) -> Mapping[str, object]:
     """Keep the lines of a run up to checkpoint `step`, none at 0; what comes now is left out.
 
-    The result is written again at the end. A line cut off by a crash is dropped, too.
+    The result is written again at the end; that of `step` is returned, empty without one. A line
+    cut off by a crash is dropped, too.
     """
+    last_result: Mapping[str, object] = {}
     if not path.is_file():
-        return
+        return last_result
     kept, damaged = [], []
-    lines = path.read_bytes().split(b"\n")
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
             fields = json.loads(line.decode("utf8"))
             if 0 <= fields["step"] <= step and step > 0 and fields["kind"] != "result":
                 kept.append(line.decode("utf8") + "\n")
+            elif fields["kind"] == "result" and fields["step"] == step:
+                last_result = fields
         except (ValueError, KeyError, TypeError, RecursionError):
             damaged += [number] if number < len(lines) or not line.startswith(b'{"kind') else []
     if damaged:
         logger.warning("%s: dropped what is no line of metrics, at line %s", path, damaged[:5])
     write_atomically(path, "".join(kept))
+    return last_result
 
 
 class ProgressView:

@@ -118,6 +118,11 @@ def test_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.startswith("error: gpus must be ")
 
 
+def test_target_of_a_path_is_planned_or_refused_and_never_the_default_one() -> None:
+    assert "'/nowhere' does not exist" in refusal("model.path=/nowhere")
+    assert "is not in the hub cache" in refusal("model.path=org/absent")
+
+
 def test_folder_with_a_config_alone_is_planned(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((LAB_TINY / "config.json").read_text())
     by_path, by_name = (

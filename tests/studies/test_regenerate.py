@@ -1,6 +1,7 @@
 """The target's own answers as training text: form, resume, refusals; on the shipped target."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,40 @@ def test_regenerate_asks_in_the_chat_template(tmp_path, source):
     assert record["num_prompt_tokens"] == len(prompt)
     assert (record["id"], record["domain"]) == ("set.jsonl:1", "set")
     assert (tmp_path / "out.jsonl.xz").is_file()
+
+
+def test_regenerate_counts_cut_answers_and_rows_that_ask_nothing(tmp_path, source, capsys, caplog):
+    with Path(source).open("a") as file:
+        file.write('{"question": ""}\n{"foo": 1}\n')
+    assert run(tmp_path / "out.jsonl", source, "--temperature", "0") == 0
+    found = [
+        r["token_ids"][r["num_prompt_tokens"] :] for r in lines(tmp_path / "out.jsonl").values()
+    ]
+    num_cut = sum(len(answer) == 12 for answer in found)
+    assert num_cut
+    assert f"{num_cut} of 4 answers reach --max-new-tokens=12" in capsys.readouterr().out
+    assert "2 of 6 rows ask nothing and are left out, the first at" in caplog.text
+    assert "set.jsonl:5" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "got an empty file"),
+        ('{"question": ""}\n', "must have text of a user in question, got none; fix the rows."),
+    ],
+)
+def test_regenerate_source_without_a_question_says_what_it_has(
+    tmp_path, source, capsys, text, message
+):
+    Path(source).write_text(text)
+    assert run(tmp_path / "out.jsonl", source) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_regenerate_into_a_folder_is_refused_before_loading(tmp_path, source, capsys):
+    assert run(tmp_path, source) == 2
+    assert f"--output must be a file, got the folder {tmp_path}" in capsys.readouterr().err
 
 
 def test_regenerate_with_other_settings_does_not_mix(tmp_path, source, capsys):

@@ -226,6 +226,15 @@ def test_check_same_run_knows_what_runs_did_before_a_key_was_there():
         check_same_run({"seed": 0}, {"seed": 0, "objective.half_logits": True})
 
 
+def test_check_same_run_reads_the_keys_of_older_runs():
+    old = {"data (sha256)": "a", "model (sha256 of its final norm)": "b"}
+    check_same_run(old, {"data_sha256": "a", "model_sha256": "c"})
+    with pytest.raises(ConfigError, match="data_sha256: checkpoint 'a', now 'd'"):
+        check_same_run(old, {"data_sha256": "d", "model_sha256": "c"})
+    with pytest.raises(ConfigError, match="model_sha256: checkpoint 'b', now 'c'"):
+        check_same_run({"model_sha256": "b"}, {"model_sha256": "c"})
+
+
 def test_clear_leftovers_removes_what_a_crash_left(tmp_path):
     folder = save(tmp_path, 1)
     shutil.copytree(folder, tmp_path / ".writing-step_000002-1")

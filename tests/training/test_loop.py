@@ -6,24 +6,28 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mtp_research.config.schema import TrainConfig
 from mtp_research.heads.record import read_head_record
 from mtp_research.heads.weights import load_heads
+from mtp_research.models.families import FAMILIES
 from mtp_research.models.target import load_target
 from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted, NumericFault
 from mtp_research.training import loop, setup
 from mtp_research.training.checkpoint import check_same_run, run_settings
+from mtp_research.training.documents import warn_of_writer
 from mtp_research.training.loop import accumulate_gradients, train_heads
 from mtp_research.training.losses.losses import UnrollSpec
-from mtp_research.training.setup import build_run, make_accelerator
+from mtp_research.training.setup import build_heads, build_run, export_note, make_accelerator
 from mtp_research.training.tracking import StopRequest
 from tests.oracle import DRAFTS
 from tests.tiny import to_float64
@@ -245,6 +249,48 @@ def test_resume_with_another_setting_names_both_values(lab, tmp_path, overrides,
     assert fault.value.exit_code == 2
 
 
+def test_resume_with_a_sibling_of_the_target_is_refused(lab, tmp_path):
+    train_heads(changed(lab, trainer__max_steps=1), tmp_path / "run")
+    sibling = shutil.copytree(lab.model.path, tmp_path / "sibling")
+    tensors = load_file(sibling / "model.safetensors")
+    (name,) = (name for name in tensors if name.endswith("layers.0.self_attn.q_proj.weight"))
+    tensors[name] = tensors[name] + 0.01  # one matrix: embedding, lm_head and norms are as before
+    save_file(tensors, sibling / "model.safetensors", metadata={"format": "pt"})
+    for max_steps in (1, 2):  # also of a run that has ended
+        other = changed(lab, model__path=str(sibling), trainer__max_steps=max_steps)
+        with pytest.raises(ConfigError, match="model_sha256: checkpoint"):
+            train_heads(other, tmp_path / "run")
+
+
+def test_training_that_never_grew_says_so(lab, tmp_path, capsys):
+    train_heads(changed(lab, trainer__learning_rate=1e-12), tmp_path / "none")
+    assert "the held-out length never grew" in " ".join(capsys.readouterr().err.split())
+    train_heads(lab, tmp_path / "some")
+    assert "never grew" not in capsys.readouterr().err
+
+
+def test_answers_of_another_model_and_modules_that_no_release_holds_are_named(lab, caplog):
+    target = load_target(lab.model.path, dtype="float32", device="cpu")
+    source = Path(lab.data.path)
+    source.with_name(f"{source.name}.settings.json").write_text('{"weights_sha256": "other"}')
+    try:
+        warn_of_writer(lab.data.path, target=target)
+    finally:
+        source.with_name(f"{source.name}.settings.json").unlink()
+    assert "was written by another model than model.path" in caplog.text
+    caplog.clear()
+    warn_of_writer(lab.data.path, target=target)
+    assert not caplog.text
+    several, one = (
+        build_heads(changed(lab, head__num_mtp_modules=number), target=target) for number in (3, 1)
+    )
+    assert "head.num_mtp_modules=3: checkpoints of family qwen3 hold one module" in str(
+        export_note(several)
+    )
+    assert export_note(one) is None
+    assert FAMILIES["glm4_moe"].native.numbers_modules  # as GLM-4.5's, whose layers go on counting
+
+
 def test_resume_on_another_number_of_ranks_is_refused(lab):
     parts = build_run(lab, accelerator=make_accelerator(lab))
     settings = run_settings(
@@ -264,6 +310,11 @@ def test_train_heads_finished_run_reports_again_without_training(lab, tmp_path):
     again = train_heads(lab, tmp_path)
     assert again["acceptance_length"] == first["acceptance_length"]
     assert fingerprint(tmp_path / "step_000006") == before
+    for name in ("seconds", "train_tokens_per_s", "speed"):  # of the steps, which were not repeated
+        assert again[name] == first[name]
+    assert [line["train_tokens_per_s"] for line in metrics(tmp_path, "result")] == [
+        first["train_tokens_per_s"]
+    ]
 
 
 def test_train_heads_explicit_damaged_step_is_refused(lab, tmp_path):

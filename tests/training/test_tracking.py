@@ -40,6 +40,14 @@ def test_tracker_resumed_run_drops_later_and_torn_lines(tmp_path):
     ]
 
 
+def test_tracker_finds_nothing_wrong_with_a_whole_file(tmp_path, caplog):
+    for step in (0, 1):
+        with tracker(tmp_path, first_step=step) as log:
+            log.log("train", step=step + 1, values={})
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    assert not caplog.records
+
+
 def test_tracker_of_a_run_without_a_checkpoint_starts_anew(tmp_path):
     for loss in (1.0, 2.0):
         with tracker(tmp_path, first_step=0) as log:

@@ -25,6 +25,7 @@ _GGUF_FORM = 2  # of an unpacked folder; 2: the tokenizer puts the begin token b
 _HUB_TIMEOUT_S = 3.0
 _NUM_HUB_ID_PARTS = 2  # ORGANISATION/NAME
 _NUM_LISTED = 3
+_HASHED_PIECE, _NUM_HASHED_PIECES = 1 << 18, 64  # bytes, and pieces of a file
 # Fields of every family, and values that no published model is outside of.
 _RANGES = {
     "head_dim": (1, 1 << 16),
@@ -184,6 +185,25 @@ def local_file(path: str, name: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+def weights_sha256(path: str) -> str | None:
+    """Hash of pieces all over a model's weight files, by which one is told from its fine-tuned kin.
+
+    Files of some megabytes are read whole. None where no file is at hand, as for drawn weights.
+    """
+    config_file = local_file(path, CONFIG_FILE)
+    files = [] if config_file is None else sorted(config_file.parent.glob("*.safetensors"))
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{size} ".encode())
+        step = max(_HASHED_PIECE, size // _NUM_HASHED_PIECES)
+        with file.open("rb") as weights:
+            for start in range(0, size, step):
+                weights.seek(start)
+                digest.update(weights.read(_HASHED_PIECE))
+    return digest.hexdigest() if files else None
 
 
 def split_hub_id(path: str) -> HubId:
