@@ -85,6 +85,12 @@ def test_tables_of_one_gpu_are_what_is_stored():
         cells += [f"{row['step_ms']:.1f}", f"{row['tokens_per_s']:,.0f}"]
         cells += [f"{100 * row['mfu']:.1f} %", f"{row['host_ms']:.1f}"]
         assert f"| {' | '.join(cells)} |" in page
+    h200 = json.loads((DOCS / "results" / "head_training.json").read_text())["one_h200"]
+    (row,) = h200["rows"]
+    figures = (
+        f"{row['step_ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s, {100 * row['mfu']:.1f} %"
+    )
+    assert f"its replayed steps take {figures} of a product" in page
     run = stored["whole_run"]
     seconds = [run["seconds"][way][0] for way in ("before", "after", "graphs")]
     rates = [f"{run['speed'][way][1]['tokens_per_s']:,.0f}" for way in run["seconds"]]
