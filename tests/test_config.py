@@ -317,6 +317,10 @@ def test_target_given_by_its_path_names_itself_wherever_the_name_stands(
     assert named.model.name == "lab_tiny"
     assert named.model.architecture
     assert compose_config(TrainConfig, ["task=target", f"model.path={path}"]).model.architecture
+    again = compose_config(EvalConfig, ["model.path=other", f"model.path={path}", "model.family=x"])
+    assert (again.model.name, again.model.architecture, again.model.family) == (name, {}, "x")
+    some = compose_config(EvalConfig, [f"model.path={path}", "model.architecture.head_dim=8"])
+    assert (some.model.name, some.model.architecture["head_dim"]) == (name, 8)
 
 
 def test_mapping_takes_new_entries_with_their_types() -> None:

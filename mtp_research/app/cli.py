@@ -311,7 +311,7 @@ def _checked(schema: type[ConfigT], composed: "DictConfig", overrides: Sequence[
     config = _typed(schema, composed)
     _resolve_paths(config)
     if is_own_target(overrides) and config.task != "target":
-        config.model.architecture = {}  # is that of the default model
+        _forget_architecture(config, overrides)
     if isinstance(config, TrainConfig) and _may_start_native(config):
         _adopt_conventions(config, overrides)
     for line in adopt_launch(config, typed=overrides, environ=os.environ):
@@ -353,14 +353,18 @@ def _adopt_conventions(config: TrainConfig, words: Sequence[str]) -> None:
 
 
 def is_own_target(words: Sequence[str]) -> bool:
-    """Whether the overrides give the target by `model.path` alone."""
-    keys = _keys(words)
-    of_architecture = any(key.startswith("model.architecture") for key in keys)
-    return "model.path" in keys and not keys & {"model", "model.family"} and not of_architecture
+    """Whether the overrides give the target by `model.path`, and no model of `conf/`."""
+    return "model.path" in _keys(words) and "model" not in _keys(words)
+
+
+def _forget_architecture(config: TrainConfig | EvalConfig, words: Sequence[str]) -> None:
+    """Take the default model's away, in place, unless some of it was typed."""
+    if not any(key.startswith("model.architecture") for key in _keys(words)):
+        config.model.architecture = {}
 
 
 def with_target_name(words: Sequence[str]) -> list[str]:
-    """The overrides, and the name of a target that they give by `model.path` alone.
+    """The overrides, and the name of a target of its own.
 
     Named before anything is composed, paths that hold the name are not those of the default model.
     """
@@ -368,9 +372,10 @@ def with_target_name(words: Sequence[str]) -> list[str]:
         return list(words)
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    (path,) = (word for word in words if word.lstrip("+").startswith("model.path="))
+    paths = [word for word in words if word.lstrip("+").startswith("model.path=")]
     with _hydra_faults(EvalConfig, words):
-        name = preflight.target_name(str(OverridesParser.create().parse_override(path).value()))
+        path = OverridesParser.create().parse_override(paths[-1]).value()
+    name = preflight.target_name(str(path))
     return [*words, f"model.name={quote(name)}"] if name else list(words)
 
 
@@ -380,10 +385,11 @@ def _keys(words: Sequence[str]) -> set[str]:
 
 def _name_target(config: TrainConfig | EvalConfig, words: Sequence[str]) -> None:
     """Take family and, where it has none yet, name of a target of its own from it, in place."""
-    if not is_own_target(words) or config.task == "target":
+    keys = _keys(words)
+    if not is_own_target(words) or "model.family" in keys or config.task == "target":
         return
     name, config.model.family = preflight.described_target(config.model.path)
-    if "model.name" not in _keys(words):
+    if "model.name" not in keys:
         config.model.name = name
 
 

@@ -192,7 +192,7 @@ def run_settings(
     }
     tokens = {name: len(stream.token_ids) for name, stream in data.streams.items()}
     digest = hashlib.sha256(json.dumps([data.sha256, tokens], sort_keys=True).encode()).hexdigest()
-    settings |= {"seed": seed, "data_sha256": digest}
+    settings |= {"seed": seed, "data (sha256)": digest}
     settings |= {"model.dtype": str(dtype), "model.device": device.type}
     return json.loads(json.dumps(settings))
 

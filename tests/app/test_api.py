@@ -113,7 +113,7 @@ def test_target_of_ones_own_brings_its_name_and_family(tmp_path: Path) -> None:
         ([], ("my-model", "qwen3")),
         (["model.name=mine"], ("mine", "qwen3")),
         (["model=llama"], ("llama", "llama")),  # said, and warned of when it is loaded
-        (["model.family=llama"], ("lab_deep", "llama")),
+        (["model.family=llama"], ("my-model", "llama")),
     ],
 )
 def test_command_takes_name_and_family_of_a_target_from_its_folder(

@@ -193,6 +193,15 @@ def test_unknown_convention_is_refused(heads: MTPHeads, target: Target, tmp_path
         load_heads(tmp_path, target)
 
 
+def test_folder_of_a_run_names_the_heads_in_it(
+    heads: MTPHeads, target: Target, tmp_path: Path
+) -> None:
+    heads.save_pretrained(tmp_path / "head")
+    (tmp_path / "config.json").write_text("{}")  # a run describes itself
+    with pytest.raises(ConfigError, match=f"got that of a run.*set spec.head={tmp_path}/head"):
+        load_heads(tmp_path, target)
+
+
 def test_cut_off_file_is_refused(heads: MTPHeads, target: Target, tmp_path: Path) -> None:
     save_heads(heads, tmp_path)
     path = tmp_path / "model.safetensors"

@@ -25,7 +25,7 @@ _GGUF_FORM = 2  # of an unpacked folder; 2: the tokenizer puts the begin token b
 _HUB_TIMEOUT_S = 3.0
 _NUM_HUB_ID_PARTS = 2  # ORGANISATION/NAME
 _NUM_LISTED = 3
-_HASHED_PIECE, _NUM_HASHED_PIECES = 1 << 18, 64  # bytes, and pieces of a file
+_HASHED_PIECE, _NUM_HASHED_PIECES = 1 << 18, 256  # bytes, and about so many pieces of a model
 # Fields of every family, and values that no published model is outside of.
 _RANGES = {
     "head_dim": (1, 1 << 16),
@@ -190,15 +190,14 @@ def local_file(path: str, name: str) -> Path | None:
 def weights_sha256(path: str) -> str | None:
     """Hash of pieces all over a model's weight files, by which one is told from its fine-tuned kin.
 
-    Files of some megabytes are read whole. None where no file is at hand, as for drawn weights.
+    A model of some tens of megabytes is read whole. None without a file, as for drawn weights.
     """
     config_file = local_file(path, CONFIG_FILE)
     files = [] if config_file is None else sorted(config_file.parent.glob("*.safetensors"))
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
+    digest, sizes = hashlib.sha256(), [file.stat().st_size for file in files]
+    step = max(_HASHED_PIECE, sum(sizes) // _NUM_HASHED_PIECES)
+    for file, size in zip(files, sizes, strict=True):
         digest.update(f"{size} ".encode())
-        step = max(_HASHED_PIECE, size // _NUM_HASHED_PIECES)
         with file.open("rb") as weights:
             for start in range(0, size, step):
                 weights.seek(start)
