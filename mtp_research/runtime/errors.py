@@ -6,7 +6,9 @@ says what was expected, what was got and which key or call fixes it.
 
 import logging
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -71,6 +73,35 @@ class Interrupted(RuntimeError):
     """The run was asked to stop, saved its state and can be resumed."""
 
     exit_code = 75
+
+
+@contextmanager
+def stopped_by_signals(phrase: str) -> Iterator[None]:
+    """End the block as resumable at Ctrl-C, and at SIGTERM, which schedulers send before they kill.
+
+    Args:
+        phrase: what goes on how, behind "stopped by Ctrl-C; ".
+
+    Raises:
+        Interrupted: one of the two came.
+    """
+    # Python hands signals to the main thread alone, which alone may ask for them.
+    is_main = threading.current_thread() is threading.main_thread()
+    came = []
+
+    def stop(*_: object) -> None:
+        came.append("SIGTERM")
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop) if is_main else None
+    try:
+        yield
+    except KeyboardInterrupt:
+        name = came[0] if came else "Ctrl-C"
+        raise Interrupted(f"stopped by {name}; {phrase}") from None
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 # The module that an import asks for -> the extra of pyproject.toml that brings it.

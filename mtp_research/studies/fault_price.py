@@ -56,7 +56,7 @@ from mtp_research.heads.stack import MTPHeads
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import Target, load_target, load_tokenizer, target_hashes
 from mtp_research.policy.fields import POLICIES, HiddenPolicy
-from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted
+from mtp_research.runtime.errors import ConfigError, IntegrityError, stopped_by_signals
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import run_record
 from mtp_research.studies.study_tables import price_markdown, price_rows, write_study
@@ -153,14 +153,10 @@ def price_faults(
 
 @contextmanager
 def _resumable(output_dir: Path) -> Iterator[None]:
-    """Say of Ctrl-C that the conditions so far are kept."""
-    try:
+    """Say of a stop that the conditions so far are kept."""
+    goes_on = f"the same command with output_dir={output_dir} goes on with the next condition."
+    with stopped_by_signals(goes_on):
         yield
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"stopped by Ctrl-C; the same command with output_dir={output_dir} goes on with the "
-            "next condition."
-        ) from None
 
 
 def _sections(output_dir: Path) -> "list[Section]":

@@ -43,6 +43,7 @@ from mtp_research.runtime.errors import (
     EnvironmentFault,
     IntegrityError,
     Interrupted,
+    stopped_by_signals,
 )
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import write_error
@@ -75,15 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 f"--output must be a file, got the folder {args.output}; name a file."
             )
-        (_run if args.endpoint is None else _run_endpoint)(args)
-    except (ConfigError, IntegrityError, EnvironmentFault) as fault:
+        with stopped_by_signals(f"{args.output} keeps its answers, the same command goes on."):
+            (_run if args.endpoint is None else _run_endpoint)(args)
+    except (ConfigError, IntegrityError, EnvironmentFault, Interrupted) as fault:
         write_error(str(fault))
         return fault.exit_code
-    except KeyboardInterrupt:
-        write_error(
-            f"stopped by Ctrl-C; {args.output} keeps its answers, the same command goes on."
-        )
-        return Interrupted.exit_code
     return 0
 
 

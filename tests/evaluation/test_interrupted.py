@@ -1,6 +1,8 @@
-"""Ctrl-C while an evaluation or a price study decodes: exit 75, and the same command goes on."""
+"""A stop while an evaluation or a price study decodes: exit 75, and the same command goes on."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -24,28 +26,45 @@ STUDY = ["experiment=fault_price", "spec.head=assets/lab_tiny/heads/chain_n1", "
 STUDY += ["spec.policy=window", "prompts.max_prompts=1", "sampling.max_new_tokens=4", "engine=cpu"]
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, *, num_records: int) -> None:
-    """Press Ctrl-C when so many generations have finished in a decoder."""
+def stop_at(monkeypatch: pytest.MonkeyPatch, *, num_records: int, number: int) -> None:
+    """Send a signal when so many generations have finished in a decoder."""
     step = SpecDecoder.step
 
     def stopping(decoder: SpecDecoder, *arguments: object) -> object:
         if len(decoder.stats.records) >= num_records:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
         return step(decoder, *arguments)
 
     monkeypatch.setattr(SpecDecoder, "step", stopping)
 
 
-def test_evaluation_stopped_by_ctrl_c_exits_75_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(autouse=True)
+def interrupting():
+    """Ctrl-C is an exception, also where a runner of tests has changed that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
+)
+def test_evaluation_that_is_stopped_exits_75_and_goes_on(
+    number: int,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
     words = [*WORDS, f"output_dir={tmp_path}"]
     monkeypatch.setattr(journal, "SYNC_EVERY_S", 0.0)
     with monkeypatch.context() as patch:
-        stop_at(patch, num_records=2)
+        stop_at(patch, num_records=2, number=number)
         assert run_entry(EvalConfig, run_evaluation, argv=words) == 75
     said = capsys.readouterr().err
-    assert f"stopped by Ctrl-C; the same command with output_dir={tmp_path} goes on" in said
+    assert f"stopped by {name}; the same command with output_dir={tmp_path} goes on" in said
+    assert signal.getsignal(signal.SIGTERM) is handler
     assert "no times" in said
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     assert run_entry(EvalConfig, run_evaluation, argv=words) == 0
@@ -60,12 +79,12 @@ def test_evaluation_stopped_by_ctrl_c_exits_75_and_goes_on(
     assert [len(one["records"]) for one in stored["conditions"]] == [4, 4]
 
 
-def test_price_study_stopped_by_ctrl_c_exits_75_and_goes_on(
+def test_price_study_that_is_stopped_exits_75_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*STUDY, f"output_dir={tmp_path / 'f'}"]
     with monkeypatch.context() as patch:
-        stop_at(patch, num_records=0)
+        stop_at(patch, num_records=0, number=signal.SIGTERM)
         assert run_entry(EvalConfig, run_evaluation, argv=words) == 75
     assert "goes on with the next condition" in capsys.readouterr().err
     assert run_entry(EvalConfig, run_evaluation, argv=words) == 0

@@ -74,7 +74,7 @@ from mtp_research.models.target import (
     warn_of_family,
 )
 from mtp_research.runtime.compiling import start_compilers
-from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted
+from mtp_research.runtime.errors import ConfigError, IntegrityError, stopped_by_signals
 from mtp_research.runtime.files import sha256_of
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import is_first_rank, redact_tree, run_record
@@ -255,8 +255,14 @@ def _decode(
     )
     on_cpu = target.device.type == "cpu"
     threads = one_thread_if_small(target.model.num_parameters()) if on_cpu else nullcontext()
+    goes_on = (
+        f"the same command with output_dir={output_dir} goes on. The pass that was stopped will "
+    )
+    goes_on += "have no times."
+    is_alone = config.model.tp_plan == "none"  # else the other ranks wait for what this one said
+    stops = stopped_by_signals(goes_on) if is_alone else nullcontext()
     try:
-        with progress, threads:
+        with progress, threads, stops:
             workload = Workload(
                 target, heads | twins, conversations, journal, progress, checkpoints
             )
@@ -268,13 +274,6 @@ def _decode(
                 for other in members[len(own) :]:  # engines would not share a GPU
                     made += run_group([other], workload, num_passes=num_passes)
                 results += [_with_verdict(result, made) for result in made]
-    except KeyboardInterrupt:
-        if config.model.tp_plan != "none":
-            raise
-        raise Interrupted(
-            f"stopped by Ctrl-C; the same command with output_dir={output_dir} goes on. The pass "
-            "that was stopped will have no times."
-        ) from None
     finally:
         journal.close()
     return results
