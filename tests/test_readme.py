@@ -45,6 +45,7 @@ SETTINGS = {
     r"spec\.k=(3)": "a setting of the shown command",
     r"num_speculative_tokens=(3)": "a setting of the example",
     r"max_new_tokens=(64)": "a setting of the example",
+    r"--max-new-tokens (256)": "a setting of the example",
     r"rounds with r >= (2)": "name of a row",
     r"module (2)|module (1)": "names of modules in the picture's text",
     r"SmolLM(2-135)M": "name of a model",
