@@ -56,17 +56,18 @@ class SpecSettings:
     draft_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.policy, str):
+        if not isinstance(self.policy, HiddenPolicy):
             _check_choice("policy", self.policy, POLICIES)
-        if isinstance(self.verify, str):
+        if not isinstance(self.verify, Rule):
             _check_choice("verify", self.verify, RULES)
         _check_choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS)
         if self.module_schedule is not None:
             _check_choice("module_schedule", self.module_schedule, MODULE_SCHEDULES)
-        if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+        number = self.num_speculative_tokens
+        if type(number) is not int or not 0 <= number <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
-                f"num_speculative_tokens must be in 0..{MAX_SPECULATIVE_TOKENS}, got "
-                f"{self.num_speculative_tokens}; set num_speculative_tokens (command line: spec.k)."
+                f"num_speculative_tokens must be an integer in 0..{MAX_SPECULATIVE_TOKENS}, got "
+                f"{number!r}; set num_speculative_tokens (command line: spec.k)."
             )
         # What a rule of one's own reads of the options is its own affair.
         if self.num_speculative_tokens > 0 and self.rule in RULES.values():
@@ -191,8 +192,8 @@ def rule_name(rule: Rule) -> str:
     return next(names, rule.function.__name__)
 
 
-def _check_choice(name: str, value: str, choices: Iterable[str], option: str = "") -> None:
-    if value not in choices:
+def _check_choice(name: str, value: object, choices: Iterable[str], option: str = "") -> None:
+    if not isinstance(value, str) or value not in choices:
         raise ConfigError(
             f"{name} must be one of {sorted(choices)}, got {value!r}; set {name} (command line: "
             f"{option or f'spec.{name}'})."

@@ -178,7 +178,7 @@ def trained_run(heads: MTPHeads) -> HeadRun:
     """How heads were trained to be run; the policy is None for weights of unknown origin."""
     spec = heads.spec
     return HeadRun(
-        policy=None if spec.unroll is None else MATCHING_POLICY[spec.unroll],
+        policy=MATCHING_POLICY.get(spec.unroll or ""),
         hidden_source=spec.hidden_source,
         recycle_norm=spec.recycle_norm,
         concat_order=spec.concat_order,

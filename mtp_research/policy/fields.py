@@ -8,8 +8,10 @@ Letters: R requests, K drafts per step, N MTP modules, p frontier row, m draft s
 Source: DeepSeek-V3 (arXiv:2412.19437) for the chain, EAGLE (arXiv:2401.15077) for recycling.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_type_hints
+
+from mtp_research.runtime.errors import ConfigError
 
 ModuleSchedule = Literal["cycle", "first", "last"]
 MODULE_SCHEDULES: tuple[ModuleSchedule, ...] = ("cycle", "first", "last")
@@ -35,6 +37,11 @@ class HiddenPolicy:
         clean: after every round each slot <= p holds what a recompute over the committed text would
             put there.
         seen_in: engines that behave like this.
+
+    Raises:
+        ConfigError: a field has another value than these, or two do not go together: the output of
+            the pass before is there for base rows alone, and a row above the frontier is the next
+            one of its module, whose token no other depth shares.
     """
 
     name: str
@@ -45,6 +52,38 @@ class HiddenPolicy:
     every_module: bool
     clean: bool
     seen_in: str
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            legal = get_args(kind) or ((True, False) if kind is bool else ())
+            got = getattr(self, name)
+            if legal and got not in legal:
+                raise ConfigError(
+                    f"policy {self.name!r}: {name} must be one of {', '.join(map(str, legal))}, "
+                    f"got {got!r}."
+                )
+        if self.hidden == "chain" and not self.every_module:
+            raise ConfigError(
+                f"policy {self.name!r}: hidden='chain' needs every_module=True, whose base rows "
+                "hand on their outputs, got False."
+            )
+        if self.draft_rows == "none" and not self.every_module:
+            raise ConfigError(
+                f"policy {self.name!r}: later passes must have rows, got draft_rows='none' and "
+                "every_module=False; change one of them."
+            )
+        if self.draft_rows != "none" and (self.shift_tokens or self.hidden == "chain"):
+            raise ConfigError(
+                f"policy {self.name!r}: draft_rows={self.draft_rows!r} needs shift_tokens=False "
+                f"and another hidden than 'chain', got {self.shift_tokens} and {self.hidden!r}; "
+                "set draft_rows='none'."
+            )
+
+    @property
+    def procedure(self) -> str:
+        """What decides which rows run: the fields but for the name and what is said of it."""
+        ours = [one.name for one in fields(self) if one.name not in ("name", "clean", "seen_in")]
+        return " ".join(f"{name}={getattr(self, name)}" for name in ours)
 
     def num_kv_layers(self, num_speculative_tokens: int, num_mtp_modules: int) -> int:
         """KV layers: one per depth where each depth sees its own history, else one per module."""

@@ -169,6 +169,12 @@ def _sections(output_dir: Path) -> "list[Section]":
 def policies_of(names: Sequence[str]) -> list[HiddenPolicy]:
     """The policies asked for and the clean forms of the unclean ones, clean ones first."""
     asked = [POLICIES[name] for name in names]
+    lacking = [one.name for one in asked if not one.clean and one.name not in CLEAN_FORM]
+    if lacking:
+        raise ConfigError(
+            f"spec.policy must have a clean form to be priced against, got {', '.join(lacking)}; "
+            "add the form to CLEAN_FORM of mtp_research/studies/fault_price.py."
+        )
     forms = [CLEAN_FORM[policy.name] for policy in asked if not policy.clean]
     found = {policy.name: policy for policy in [*asked, *forms]}
     return sorted(found.values(), key=lambda policy: not policy.clean)

@@ -19,6 +19,7 @@ modules.
 """
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -64,10 +65,14 @@ from mtp_research.studies import study_tables
 _Speed = tuple[int, Estimate]  # requests, and their tokens/s
 _NUM_LISTED = 5
 _REFERENCE = "training"  # differences of the policy table are to it, prompt by prompt
+logger = logging.getLogger(__name__)
+
 _FAULTS = (Verdict.WRONG, Verdict.MIXED, Verdict.HOLE)
 _LENGTH = "acceptance length [95 %]"
-_CONTEXT_HEADER = ("context", "condition", "rounds", _LENGTH, "requests", "tokens/s [95 %]",
-                   "ratio to K = 0")  # fmt: skip
+_CONTEXT_HEADER = ("context", "condition", "rounds", "their prompts", _LENGTH, "requests",
+                   "tokens/s [95 %]", "ratio to K = 0")  # fmt: skip
+# A round counts where it was, a request where its answer's middle token is.
+_SMALL = ("their prompts", "requests")
 _POLICY_HEADER = ("head", "N", "K", "policy", "module rows per step", *(f"{x} %" for x in _FAULTS),
                   _LENGTH, f"minus {_REFERENCE} [95 %]", "p_1 .. p_K")  # fmt: skip
 
@@ -278,12 +283,12 @@ def context_rows(report: Report) -> list[tuple[str, ...]]:
     }
     baseline = next((c.label for c in report.conditions if c.num_speculative_tokens == 0), None)
     plain = speeds.get(baseline or "", {})
-    lows = sorted({low for found in speeds.values() for low in found})
+    found = [*speeds.values(), *lengths.values()]
     return [
-        _context_row(low, label, lengths[label].get(low), speeds[label][low], plain.get(low))
-        for low in lows
+        _context_row(low, label, lengths[label].get(low), speeds[label].get(low), plain.get(low))
+        for low in sorted({low for one in found for low in one})
         for label in speeds
-        if low in speeds[label]
+        if low in speeds[label] or low in lengths[label]
     ]
 
 
@@ -303,28 +308,28 @@ def speed_by_context(records: Sequence[RequestRecord], *, seed: int) -> dict[int
 def context_notes(report: Report, rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Warnings that belong under the rows: too few prompts in all, or in a bucket."""
     warnings = [w for summary in report.summaries for w in summary.acceptance.warnings]
-    num_small = sum(int(row[_CONTEXT_HEADER.index("requests")]) < MIN_PROMPTS for row in rows)
+    counts = [[row[_CONTEXT_HEADER.index(name)] for name in _SMALL] for row in rows]
+    num_small = sum(any(n != UNDEFINED and int(n) < MIN_PROMPTS for n in one) for one in counts)
     if num_small:
         warnings.append(
-            f"{num_small} of {len(rows)} rows have fewer than {MIN_PROMPTS} requests: their "
-            "intervals are too narrow"
+            f"{num_small} of {len(rows)} rows have fewer than {MIN_PROMPTS} prompts or requests: "
+            "their intervals are too narrow"
         )
     return [f"warning: {text}" for text in dict.fromkeys(warnings)]
 
 
 def _context_row(
-    low: int, label: str, bucket: ContextBucket | None, speed: _Speed, plain: _Speed | None
+    low: int, label: str, bucket: ContextBucket | None, speed: _Speed | None, plain: _Speed | None
 ) -> tuple[str, ...]:
-    own, theirs = speed[1].value, plain[1].value if plain else None
-    return (
-        f"{low} to {2 * low - 1}",
-        label,
-        str(bucket.num_rounds) if bucket else UNDEFINED,
-        interval(bucket.acceptance_length) if bucket else UNDEFINED,
-        str(speed[0]),
-        interval(speed[1], ".1f"),
-        number(own / theirs if own and theirs else None, ".2f"),
-    )
+    own, theirs = (one[1].value if one else None for one in (speed, plain))
+    of_rounds, of_requests = (UNDEFINED,) * 3, (UNDEFINED,) * 2
+    if bucket is not None:
+        length = interval(bucket.acceptance_length)
+        of_rounds = (str(bucket.num_rounds), str(bucket.num_prompts), length)
+    if speed is not None:
+        of_requests = (str(speed[0]), interval(speed[1], ".1f"))
+    ratio = number(own / theirs if own and theirs else None, ".2f")
+    return (f"{low} to {2 * low - 1}", label, *of_rounds, *of_requests, ratio)
 
 
 def _rate(records: Sequence[RequestRecord]) -> Ratio:
@@ -341,6 +346,10 @@ def policy_rows(report: Report) -> list[tuple[str, ...]]:
     for summary in report.summaries:
         one, figures = summary.result, summary.acceptance
         if one.policy not in POLICIES:
+            if one.policy is not None:
+                logger.warning(
+                    "no policy of this checkout is %s: %s is left out", one.policy, one.label
+                )
             continue
         plan = DraftPlan(POLICIES[one.policy], one.num_speculative_tokens, num_modules)
         rates = figures.acceptance_rate_per_position

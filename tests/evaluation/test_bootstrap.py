@@ -41,3 +41,11 @@ def test_draws_without_a_bottom_are_left_out():
     top[0], bottom[0] = 6.0, 3.0
     figure = estimate({"x": Ratio(top, bottom)}, seed=0, num_draws=200)["x"]
     assert tuple(figure) == (2.0, 2.0, 2.0)
+
+
+def test_one_prompt_has_a_value_and_no_interval() -> None:
+    ratio = Ratio(np.array([3.0]), np.array([4.0]))
+    assert estimate({"a": ratio}, seed=0) == {"a": Estimate(0.75)}
+    assert estimate_difference({"a": ratio}, {"a": ratio}, seed=0) == {"a": Estimate(0.0)}
+    two = Ratio(np.array([3.0, 1.0]), np.array([4.0, 4.0]))
+    assert estimate({"a": two}, seed=0)["a"].low is not None

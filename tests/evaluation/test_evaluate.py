@@ -29,6 +29,7 @@ from mtp_research.evaluation.run.prompts import EncodedPrompts
 from mtp_research.evaluation.stats.outcome import ConditionResult, PassRecord
 from mtp_research.heads.draft_vocabulary import RANKING_FILE
 from mtp_research.models.target import Target
+from mtp_research.policy.fields import POLICIES
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
 
@@ -153,6 +154,29 @@ def test_ranking_that_drafts_are_cut_from_belongs_to_a_journal(
     with pytest.raises(ConfigError, match=r"other inputs: token_rankings .*'head': .* -> .*'head'"):
         open_journal(tmp_path / "run", config, inputs=inputs(reduced))
     assert inputs() == whole  # a whole vocabulary is cut from nothing
+
+
+def test_rounds_of_a_policy_that_was_edited_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate_module, "target_hashes", lambda target: {})
+    device = torch.device("cpu")
+    target = cast(Target, SimpleNamespace(dtype=torch.float32, device=device, path=""))
+    config = compose_config(EvalConfig, [*WORDS, "spec.policy=[training]"])
+
+    def inputs() -> dict[str, object]:
+        return evaluate_module._inputs(conditions_of(config), EncodedPrompts((), (), ()), target)
+
+    kept = open_journal(tmp_path / "run", config, inputs=inputs())
+    kept.end_pass("training", 0, PassRecord(wall_s=None))
+    kept.close()
+    edited = dataclasses.replace(POLICIES["training"], rows="fresh", clean=False, seen_in="me")
+    monkeypatch.setitem(POLICIES, "training", edited)
+    with pytest.raises(ConfigError, match=r"other inputs: policies .*rows=anchored .*rows=fresh "):
+        open_journal(tmp_path / "run", config, inputs=inputs())
+    said = dataclasses.replace(edited, rows="anchored", clean=True)  # the procedure is the old one
+    monkeypatch.setitem(POLICIES, "training", said)
+    open_journal(tmp_path / "run", config, inputs=inputs()).close()
 
 
 def test_pass_from_before_full_batches_were_timed_is_still_read(tmp_path: Path) -> None:

@@ -61,7 +61,12 @@ def test_eval_experiment_runs(
         assert main(["context", str(tmp_path)]) == 0
         printed = capsys.readouterr().out
         assert "warning: only 2 prompts" in printed
-        assert f"warning: {len(rows)} of {len(rows)} rows have fewer than 80 requests" in printed
+        assert f"{len(rows)} of {len(rows)} rows have fewer than 80 prompts or requests" in printed
+        (one,) = (s.result for s in report.summaries if s.result.num_speculative_tokens)
+        num_rounds = sum(len(record.num_accepted_per_round) for record in one.records)
+        assert (
+            sum(int(row[2]) for row in rows if row[1] == one.label and row[2] != "-") == num_rounds
+        )
 
 
 @pytest.mark.parametrize("engine", ["default", "cpu"])

@@ -1,10 +1,14 @@
 """The row plan against the worked example of the policies page, slot by slot."""
 
+import dataclasses
+import itertools
+
 import pytest
 
 from mtp_research.policy.fields import MATCHING_POLICY, POLICIES, module_index
 from mtp_research.policy.plan import DraftPlan
 from mtp_research.policy.simulate import SymbolicLoop, trace
+from mtp_research.runtime.errors import ConfigError
 
 SCRIPT = "E>FGH 2X>NOP 0K>UVW 3Z>QRS 1J>ijk"
 
@@ -140,6 +144,38 @@ def test_slots_needed_grows_with_drafts_and_late_steps() -> None:
     assert plans[1].num_slots_needed(10) == 11
     assert plans[3].num_slots_needed(10) == 15
     assert plans[3].num_slots_needed(10, num_steps_in_flight=1) == 19
+
+
+LEGAL = {"rows": ("anchored", "fresh", "window"), "shift_tokens": (False, True)}
+LEGAL |= {"hidden": ("chain", "target", "shifted_target"), "every_module": (False, True)}
+LEGAL |= {"draft_rows": ("none", "since_last_pass", "newest")}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, f"{LEGAL[n][0]}x") for n in LEGAL])
+def test_value_that_a_field_does_not_have_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be one of"):
+        dataclasses.replace(POLICIES["eagle"], **{name: value})
+
+
+def test_every_policy_that_can_be_made_runs_and_drafts_in_every_pass() -> None:
+    made = 0
+    for values in itertools.product(*LEGAL.values()):
+        fields = dict(zip(LEGAL, values, strict=True))
+        try:
+            policy = dataclasses.replace(POLICIES["eagle"], name="own", **fields)
+        except ConfigError as fault:
+            assert "policy 'own': " in str(fault)
+            continue
+        made += 1
+        for num_drafts, num_modules in ((1, 1), (3, 1), (3, 3), (5, 3)):
+            accepted = "FGHIJ"[:num_drafts]
+            rejected = "NOPQR"[:num_drafts]
+            script = f"E>{accepted} {num_drafts}X>{rejected} 0Y>{accepted}"
+            loop = SymbolicLoop(DraftPlan(policy, num_drafts, num_modules))
+            lines = trace(loop, prompt="ABCD", script=script)
+            passes = [line for line in lines if " M" in line and "->" in line]
+            assert len(passes) == 3 * num_drafts, (fields, num_drafts)
+    assert made == 42  # 14 for each kind of rows
 
 
 def test_matching_policy_names_known_policies() -> None:

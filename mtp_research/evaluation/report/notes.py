@@ -87,9 +87,9 @@ def headline(report: Report) -> str:
 
 
 def interval(figure: Estimate, form: str = ".3f") -> str:
-    """`value [low, high]`, or a dash."""
-    if figure.value is None or figure.low is None or figure.high is None:
-        return UNDEFINED
+    """`value [low, high]`, the value alone where it has no interval, or a dash."""
+    if figure.low is None or figure.high is None:
+        return number(figure.value, form)
     return f"{figure.value:{form}} [{figure.low:{form}}, {figure.high:{form}}]"
 
 

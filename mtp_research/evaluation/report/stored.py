@@ -208,7 +208,12 @@ def stored_config(path: Path) -> Mapping[str, object]:
 
 
 def results_file(folder: Path) -> Path:
-    """The results of a folder: `results.json`, or the packed file where only that is there."""
+    """The results of a folder: `results.json`, or the packed file where only that is there.
+
+    A file stands for itself.
+    """
+    if folder.is_file():
+        return folder
     plain_file, packed = folder / RESULTS_FILE, folder / PACKED_FILE
     return packed if packed.is_file() and not plain_file.is_file() else plain_file
 

@@ -73,6 +73,7 @@ from mtp_research.models.target import (
     target_hashes,
     warn_of_family,
 )
+from mtp_research.policy.fields import POLICIES
 from mtp_research.runtime.compiling import start_compilers
 from mtp_research.runtime.errors import ConfigError, IntegrityError, stopped_by_signals
 from mtp_research.runtime.files import sha256_of
@@ -305,6 +306,7 @@ def _inputs(
         for name, spec in folders.items()
         if spec.draft_vocabulary_size is not None
     }
+    policies = {c.policy: POLICIES[c.policy].procedure for c in conditions if c.policy in POLICIES}
     profiles = {path for c in conditions if (path := c.config.spec.synthetic_profile) is not None}
     return {
         "prompts": prompts_sha256(encoded.entries),
@@ -312,6 +314,7 @@ def _inputs(
         "target": target_hashes(target) | source_facts(target.path),
         "dtype": str(target.dtype),
         "device": target.device.type,
+        "policies": policies,  # by name alone, an edited one would go on with rounds of the old
         **({"token_rankings": rankings} if rankings else {}),
         **({"profiles": [sha256_of(Path(p)) for p in sorted(profiles)]} if profiles else {}),
     }

@@ -57,7 +57,7 @@ def estimate(
 
     Returns:
         Estimates by name; None where the bottom is 0 over all prompts. Resamplings in which a
-        statistic is undefined are left out of its interval.
+        statistic is undefined are left out of its interval; of one prompt there is none.
     """
     return _intervals(ratios, *_values_and_draws(ratios, seed=seed, num_draws=num_draws))
 
@@ -85,6 +85,8 @@ def _values_and_draws(
     draws = np.full((num_draws, len(ratios)), np.nan)
     if num_prompts == 0:
         return np.full(len(ratios), np.nan), draws
+    if num_prompts == 1:  # every draw would be the prompt itself
+        return _divide(top[0], bottom[0]), draws
     generator = np.random.default_rng(seed)
     rows_per_chunk = max(1, _MAX_CELLS // num_prompts)
     for start in range(0, num_draws, rows_per_chunk):
@@ -144,8 +146,10 @@ def lengths(accepted: ArrayLike, rounds: ArrayLike, draws: Draws) -> Lengths:
 def interval_of(value: float, draws: Floats) -> Estimate:
     """A figure with the 95 % percentile interval of its draws; undefined draws are left out."""
     defined = draws[np.isfinite(draws)]
-    if not np.isfinite(value) or not len(defined):
+    if not np.isfinite(value):
         return Estimate(None)
+    if not len(defined):
+        return Estimate(float(value))
     low, high = np.quantile(defined, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
     return Estimate(float(value), float(low), float(high))
 
