@@ -2,7 +2,12 @@ import numpy as np
 import pytest
 
 from mtp_research.evaluation.stats import bootstrap
-from mtp_research.evaluation.stats.bootstrap import Ratio, estimate
+from mtp_research.evaluation.stats.bootstrap import (
+    Estimate,
+    Ratio,
+    estimate,
+    estimate_difference,
+)
 
 
 def _ratio(num_prompts: int) -> Ratio:
