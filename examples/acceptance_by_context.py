@@ -34,7 +34,7 @@ def main(words: list[str] | None = None) -> None:
         contexts = encode_prompts(prompts, target.tokenizer, max_model_len=args.longest).token_ids
     else:
         token_ids = target.encode(args.text.read_text(encoding="utf8"))[: args.longest]
-        sizes = [1 << n for n in range(6, len(token_ids).bit_length())]
+        sizes = [1 << n for n in range(6, len(token_ids).bit_length())] or [len(token_ids)]
         contexts = [token_ids[:size] for size in sizes]
     engine = EngineConfig(max_model_len=args.longest + args.tokens)
     decoder = SpecDecoder(target, heads, engine=engine)  # three drafts a round
@@ -44,7 +44,9 @@ def main(words: list[str] | None = None) -> None:
     print(f"{'context':>14}{'requests':>10}{'rounds':>8}{'acceptance length [95 %]':>30}")
     for part in acceptance_by_context(records, seed=0):
         size, length = f"{part.low}-{part.high - 1}", part.acceptance_length
-        interval = f"{length.value:.3f} [{length.low:.3f}, {length.high:.3f}]"
+        interval = f"{length.value:.3f}"
+        if length.low is not None:  # one prompt has no interval
+            interval += f" [{length.low:.3f}, {length.high:.3f}]"
         print(f"{size:>14}{part.num_prompts:10}{part.num_rounds:8}{interval:>30}")
 
 

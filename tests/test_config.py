@@ -90,6 +90,10 @@ def test_prefix_caching_with_an_unclean_policy_is_a_fault() -> None:
     [
         (["engine=h200", "engine.graph_batch_sizes=[8,4]"], "set engine.graph_batch_sizes=[4,8]"),
         (["engine=h200", "engine.graph_batch_sizes=[]"], "set engine.graph_batch_sizes=null"),
+        (
+            ["spec.draft_length=batch_table", "spec.draft_table={1:5,8:2}"],
+            "spec.draft_table must give at most spec.k=3 drafts",
+        ),
     ],
 )
 def test_keys_that_do_not_fit_others_name_the_fix(words: list[str], expected: str) -> None:

@@ -293,7 +293,8 @@ def _decode_fixes(
     if (count := own.num_requests(setup.memory)) > 0:
         fix = f"engine.max_num_requests={count}: the others wait"
         yield Line("would fit: requests at a time", count, "", fix)
-    halved = own.needed - own.weights / 2
+    whole = found.get(1)  # on several GPUs such weights are refused
+    halved = math.inf if whole is None else whole.needed - whole.weights / 2
     if halved <= setup.memory and not setup.evaluation.model.keep_fp8:
         note = "about; model.keep_fp8=true with a checkpoint that is stored as FP8, on one GPU"
         yield Line("would fit: FP8 weights", halved / GIB, "GiB", note)

@@ -383,6 +383,13 @@ def _cell_faults(config: EvalConfig) -> Iterator[str]:
         key = "engine.max_num_batched_tokens"
         expected = f"must hold engine.max_num_requests * (spec.k + 1) = {num_rows} rows"
         yield rule_line(key, expected, engine.max_num_batched_tokens, f"{key}={num_rows}")
+    most = max(spec.draft_table.values(), default=0)
+    if spec.draft_length == "batch_table" and most > spec.num_speculative_tokens:
+        key, expected = (
+            "spec.draft_table",
+            f"must give at most spec.k={spec.num_speculative_tokens}",
+        )
+        yield rule_line(key, f"{expected} drafts", dict(spec.draft_table), f"spec.k={most}")
     unclean = [policy for policy in spec.policy if policy not in CLEAN_POLICIES]
     if engine.prefix_caching and unclean:
         yield _must_be_false("engine.prefix_caching", f"spec.policy={unclean[0]}")

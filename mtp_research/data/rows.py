@@ -121,8 +121,8 @@ def source_files(path: Path, *, key: str) -> list[Path]:
     files = files or list(path.glob("*/question.jsonl"))
     if not files:
         raise ConfigError(
-            f"{key} {str(path)!r} holds no file that ends in {', '.join(_KINDS)}; set {key} to a "
-            "file or to a folder of such files."
+            f"{key} {str(path)!r} holds no file that ends in {', '.join(_KINDS)} (folders in it "
+            f"are not read); set {key} to a file or to a folder of such files."
         )
     return sorted(files)
 
@@ -305,8 +305,8 @@ def _load(
             yield cast(Mapping[str, Any], record)
     except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as fault:
         raise EnvironmentFault(
-            f"{key} cannot be fetched ({_reason(fault)}); set {key} to a file, or fetch it where "
-            "there is a network."
+            f"{key} {name!r} is no local path (from {Path.cwd()}) and cannot be fetched "
+            f"({_reason(fault)}); set {key} to a file, or fetch it where there is a network."
         ) from fault
     except (KeyError, OSError, ValueError, datasets.exceptions.DatasetsError) as fault:
         raise ConfigError(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mtp_research.data.row_forms import conversation_of
+from mtp_research.data.row_forms import ANSWERS, conversation_of
 from mtp_research.data.rows import Row, read_rows
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 
@@ -123,9 +123,12 @@ def document_of(row: Row, *, domain: str | None = None) -> Document:
     if turns and text is not None:
         raise IntegrityError(f"{row.where}: expected a text or a conversation, got both.")
     if turns and all(role != "assistant" for role, _ in turns):
+        kinds = {name: type(row.record[name]).__name__ for name in ANSWERS if name in row.record}
+        odd = [f"`{name}` of type {kind}" for name, kind in kinds.items()]
         raise IntegrityError(
-            f"{row.where}: expected an answer of the assistant to learn, got none; let the target "
-            "answer with python -m mtp_research regenerate --source FILE."
+            f"{row.where}: expected an answer of the assistant to learn, as text, got "
+            f"{odd[0] if odd else 'none'}; let the target answer with python -m mtp_research "
+            "regenerate --source FILE."
         )
     return Document(
         doc_id=row.name or f"{row.file}:{row.number}",

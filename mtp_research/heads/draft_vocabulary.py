@@ -26,7 +26,7 @@ from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.files import write_atomically
 
 _SCHEMA = 1
-_COMMAND = "python -m mtp_research.training.token_ranking --head FOLDER --data FILE"
+_COMMAND = "python -m mtp_research.training.token_ranking --target MODEL --head FOLDER --data FILE"
 
 
 @dataclass(frozen=True)

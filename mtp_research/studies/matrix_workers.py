@@ -87,7 +87,7 @@ def decoding_config(config: TrainConfig) -> TrainConfig:
 def train_run(run: HeadRun) -> None:
     """Train one head, unless its folder says that this was done with this configuration."""
     mark, wanted = run.folder / _TRAINED_FILE, _facts(run.config)
-    if mark.is_file() and same_settings(json.loads(mark.read_text())["config"], wanted):
+    if mark.is_file() and not changed_settings(json.loads(mark.read_text())["config"], wanted):
         logger.info("%s is trained", run.folder.name)
         return
     if not Path(str(run.config.data.hidden_cache)).is_dir():
@@ -96,11 +96,13 @@ def train_run(run: HeadRun) -> None:
     mark.write_text(json.dumps({"config": wanted, "result": result}) + "\n", encoding="utf8")
 
 
-def same_settings(stored: object, wanted: object) -> bool:
-    """Equal in every key that both have: another version of the schema may add or drop one."""
+def changed_settings(stored: object, wanted: object, at: str = "") -> list[str]:
+    """Dotted keys that differ, of those that both have: a version of the schema may add or drop."""
     if isinstance(stored, dict) and isinstance(wanted, dict):
-        return all(same_settings(stored[key], wanted[key]) for key in stored.keys() & wanted.keys())
-    return stored == wanted
+        keys = sorted(stored.keys() & wanted.keys())
+        found = [changed_settings(stored[key], wanted[key], f"{at}.{key}") for key in keys]
+        return [key for one in found for key in one]
+    return [] if stored == wanted else [at.lstrip(".")]
 
 
 def decoded_as(heads: MTPHeads, recycle_norm: str) -> MTPHeads:

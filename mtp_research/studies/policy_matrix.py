@@ -16,7 +16,8 @@ Letters: N MTP modules, K drafts per step.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,16 +38,16 @@ from mtp_research.evaluation.stats.matrix_seeds import (
     row_name,
 )
 from mtp_research.models.target import Target, target_hashes
-from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import redact_tree, run_record
 from mtp_research.studies.matrix_cell import decode_prompts
 from mtp_research.studies.matrix_workers import (
     Asked,
+    changed_settings,
     decoding_config,
     head_runs,
     measure_heads,
-    same_settings,
 )
 from mtp_research.studies.study_tables import matrix_grids, write_matrix
 from mtp_research.training.documents import held_out_indices, read_texts, unseen
@@ -116,7 +117,8 @@ def _measure(
         first=len(matrix.cells),
         is_live=False,  # the training of a head has a live line of its own
     )
-    with progress:
+    goes_on = f"the same command with output_dir={output_dir} goes on."
+    with progress, _in_the_name_of(goes_on):
         for cell in cells:
             others = (c for c in matrix.cells if (c.key, c.seed) != (cell.key, cell.seed))
             matrix = dataclasses.replace(matrix, cells=(*others, cell))
@@ -124,6 +126,15 @@ def _measure(
             progress.done(len(matrix.cells), note=f"{row_name(cell.key)} {column_name(cell.key)}")
     write_matrix(output_dir, matrix, figures=True)
     return matrix
+
+
+@contextmanager
+def _in_the_name_of(goes_on: str) -> Iterator[None]:
+    """A head that was stopped in its training knows its own folder alone."""
+    try:
+        yield
+    except Interrupted as stop:
+        raise Interrupted(f"{str(stop).partition(';')[0]}; {goes_on}") from None
 
 
 def _print_grids(matrix: SeedMatrix) -> None:
@@ -165,6 +176,8 @@ def _start(
     config: TrainConfig, output_dir: Path, *, prompts: Iterable[MatrixPrompt], target: Target
 ) -> SeedMatrix:
     asked: dict[str, object] = dataclasses.asdict(config)
+    for key in ("output_dir", "logger", "launcher"):  # of this call, as is the number of workers
+        del asked[key]
     asked["matrix"] = {**vars(config.matrix), "num_workers": None}  # no cell depends on it
     seeds = tuple(config.matrix.seeds or [config.seed])
     num_norms = max(1, len(config.matrix.recycle_norms))
@@ -182,10 +195,13 @@ def _start(
     if not (output_dir / MATRIX_FILE).is_file():
         return matrix
     stored = read_matrix(output_dir)
+    changed = changed_settings(stored.settings, matrix.settings)
     same = dataclasses.replace(stored, cells=(), run=matrix.run, settings=matrix.settings) == matrix
-    if not same or not same_settings(stored.settings, matrix.settings):
-        fix = "holds a matrix of other prompts or settings; set another output_dir."
-        raise IntegrityError(f"{output_dir / MATRIX_FILE} {fix}")
+    if changed or not same:
+        raise IntegrityError(
+            f"{output_dir / MATRIX_FILE} holds a matrix of other prompts or settings "
+            f"({', '.join(changed) or 'prompts or seeds'}); set them back, or another output_dir."
+        )
     return stored
 
 

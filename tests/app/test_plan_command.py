@@ -155,6 +155,9 @@ def test_model_that_does_not_fit_says_by_how_much_and_what_would_do() -> None:
     assert eight_bits.figure == pytest.approx((needed.figure or 0) - decoding["target"].figure / 2)
     assert decoding["requests that fit"].figure == 0
     assert "would fit: requests at a time" not in decoding
+    several = section("model=deepseek_v3 gpus=8xh200", "decoding")  # whose FP8 fits no one of them
+    assert several["needed on each of 8"].rests_on.startswith("does not fit: ")
+    assert "would fit: FP8 weights" not in several
 
 
 def test_ranks_that_share_experts_hold_all_else_whole() -> None:

@@ -153,7 +153,10 @@ def test_hub_name_without_a_network_is_one_line(monkeypatch) -> None:
         raise ConnectionError("no\nroute")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(EnvironmentFault, match=r"prompts\.path cannot be fetched \(no route\)"):
+    with pytest.raises(
+        EnvironmentFault,
+        match=r"'org/name' is no local path \(from /.*cannot be fetched \(no route\)",
+    ):
         list(read_rows("org/name", key="prompts.path"))
 
 

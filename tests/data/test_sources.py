@@ -56,7 +56,8 @@ def test_read_documents_prefers_the_given_domain(tmp_path: Path) -> None:
         ('{"id": "x", "text": "t", "messages": [{"role": "user", "content": "c"}]}', "got both"),
         ('{"id": "x", "text": 3}', "string"),
         ('{"id": "x", "messages": []}', "expected `text`, `messages`"),
-        ('{"id": "x", "prompt": "p"}', "an answer of the assistant to learn, got none"),
+        ('{"id": "x", "prompt": "p"}', "an answer of the assistant to learn, as text, got none"),
+        ('{"question": "q", "answer": 4}', "as text, got `answer` of type int; let the target"),
         ('{"id": "x", "messages": [{"role": "user"}]}', "`content`"),
     ],
 )

@@ -163,8 +163,7 @@ def test_every_policy_that_can_be_made_runs_and_drafts_in_every_pass() -> None:
         fields = dict(zip(LEGAL, values, strict=True))
         try:
             policy = dataclasses.replace(POLICIES["eagle"], name="own", **fields)
-        except ConfigError as fault:
-            assert "policy 'own': " in str(fault)
+        except ConfigError:
             continue
         made += 1
         for num_drafts, num_modules in ((1, 1), (3, 1), (3, 3), (5, 3)):

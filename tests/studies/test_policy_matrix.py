@@ -17,9 +17,9 @@ from mtp_research.heads.stack import ModuleOutput
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.target import load_target
 from mtp_research.policy.fields import MATCHING_POLICY
-from mtp_research.runtime.errors import ConfigError, IntegrityError, NumericFault
+from mtp_research.runtime.errors import ConfigError, IntegrityError, Interrupted, NumericFault
 from mtp_research.studies import matrix_cell, matrix_workers
-from mtp_research.studies.matrix_workers import decoded_as, same_settings, unrolls_of
+from mtp_research.studies.matrix_workers import changed_settings, decoded_as, unrolls_of
 from mtp_research.studies.policy_matrix import run_policy_matrix
 from mtp_research.studies.study_tables import group_figures, matrix_grids, matrix_summary
 from mtp_research.studies.tables import main
@@ -104,7 +104,10 @@ def test_killed_matrix_goes_on_in_two_processes(two_seeds, tmp_path, monkeypatch
     # The head of seed 5 is trained, its second cell is missing: workers must find both.
     trained = {path: path.stat().st_mtime_ns for path in tmp_path.glob("killed/*/trained.json")}
     two_seeds = dataclasses.replace(
-        two_seeds, matrix=dataclasses.replace(two_seeds.matrix, num_workers=2)
+        two_seeds,
+        matrix=dataclasses.replace(two_seeds.matrix, num_workers=2),
+        output_dir="as typed from another folder",
+        logger=dataclasses.replace(two_seeds.logger, tags=["again"]),
     )
     assert run_policy_matrix(two_seeds, tmp_path / "killed")["cells"] == whole["cells"]
     assert {path: path.stat().st_mtime_ns for path in trained} == trained
@@ -113,6 +116,18 @@ def test_killed_matrix_goes_on_in_two_processes(two_seeds, tmp_path, monkeypatch
     assert read_matrix(tmp_path / "killed").cells == read_matrix(tmp_path / "whole").cells
     assert main(["seeds", str(tmp_path / "killed")]) == 0
     assert "2 of 2 seeds" in capsys.readouterr().out
+
+
+def test_matrix_that_is_stopped_names_its_own_folder(two_seeds, tmp_path, monkeypatch):
+    def stopped(config, folder):
+        raise Interrupted(
+            f"stopped by SIGTERM after step 2; the same command with {folder} goes on."
+        )
+
+    monkeypatch.setattr(matrix_workers, "train_heads", stopped)
+    said = f"^stopped by SIGTERM after step 2; the same command with output_dir={tmp_path} goes on"
+    with pytest.raises(Interrupted, match=said):
+        run_policy_matrix(two_seeds, tmp_path)
 
 
 def test_heads_trained_in_bfloat16_are_decoded_in_float32(two_seeds, tmp_path, monkeypatch):
@@ -149,7 +164,7 @@ def test_matrix_file_gives_its_own_summary_again(two_seeds, tmp_path):
     assert len(matrix_grids(matrix)) == 5
     assert {"config_sha256", "weights_sha256"} < set(matrix.run["target"])
     changed = dataclasses.replace(two_seeds, seed=9)
-    with pytest.raises(IntegrityError, match="other prompts or settings"):
+    with pytest.raises(IntegrityError, match=r"other prompts or settings \(config\.seed\)"):
         run_policy_matrix(changed, tmp_path)
     stored["cells"][0]["accepted_per_round"][0][0] = 9
     (tmp_path / MATRIX_FILE).write_text(json.dumps(stored))
@@ -195,7 +210,7 @@ def test_recycle_norms_are_trained_and_decoded_crosswise(config, tmp_path):
     [({"a": {"b": 1}}, True), ({"a": {"b": 1, "gone": 2}}, True), ({"a": {"b": 2}}, False)],
 )
 def test_settings_of_another_schema_are_compared_in_common_keys(stored, is_same):
-    assert same_settings(stored, {"a": {"b": 1}, "new": 3}) == is_same
+    assert (changed_settings(stored, {"a": {"b": 1}, "new": 3}) == []) == is_same
 
 
 def test_decoded_as_feeds_the_other_vector_and_leaves_the_heads_alone():

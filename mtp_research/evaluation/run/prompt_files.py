@@ -124,8 +124,8 @@ def _turns_of(row: Row) -> tuple[Turns, Format]:
         return (("user", text),), "completion"
     turns = conversation_of(row)
     if not turns:
-        empty = [name for name in FIELDS if record.get(name) == ""]
-        got = f"no text in {empty[0]}" if empty else f"the fields {sorted(record)[:12]}"
+        empty = [name for name in FIELDS if record.get(name) in ("", [])]
+        got = f"nothing in {empty[0]}" if empty else f"the fields {sorted(record)[:12]}"
         raise IntegrityError(f"{row.where}: {_EXPECTED}, got {got}.")
     first = next(name for name in FIELDS if record.get(name))
     is_plain = first == "prompt" and isinstance(record["prompt"], str)
