@@ -310,12 +310,22 @@ def _eval_faults(config: EvalConfig) -> Iterator[str]:
         expected, passes = "must be 1 or even, as in A B B A", config.timing.passes
         yield rule_line("timing.passes", expected, passes, f"timing.passes={passes + 1}")
     yield from _prompts_faults(config.prompts)
+    yield from _table_faults(config)
     cells = sorted(expand(config).cells, key=_num_rows)
     lines = {line.split()[0]: line for cell in cells for line in _cell_faults(cell)}
     yield from lines.values()
     yield from _eval_placing_faults(config)
     if config.backend != [OWN]:
         yield from _backend_faults(config)
+
+
+def _table_faults(config: EvalConfig) -> Iterator[str]:
+    """A table may give more drafts than some K of a grid, but not more than all."""
+    spec, most = config.spec, max(config.spec.draft_table.values(), default=0)
+    drafts = max([spec.num_speculative_tokens, *config.grid.num_speculative_tokens])
+    if spec.draft_length == "batch_table" and most > drafts:
+        key, expected = "spec.draft_table", f"must give at most spec.k={drafts} drafts"
+        yield rule_line(key, expected, dict(spec.draft_table), f"spec.k={most}")
 
 
 def _backend_faults(config: EvalConfig) -> Iterator[str]:
@@ -383,13 +393,6 @@ def _cell_faults(config: EvalConfig) -> Iterator[str]:
         key = "engine.max_num_batched_tokens"
         expected = f"must hold engine.max_num_requests * (spec.k + 1) = {num_rows} rows"
         yield rule_line(key, expected, engine.max_num_batched_tokens, f"{key}={num_rows}")
-    most = max(spec.draft_table.values(), default=0)
-    if spec.draft_length == "batch_table" and most > spec.num_speculative_tokens:
-        key, expected = (
-            "spec.draft_table",
-            f"must give at most spec.k={spec.num_speculative_tokens}",
-        )
-        yield rule_line(key, f"{expected} drafts", dict(spec.draft_table), f"spec.k={most}")
     unclean = [policy for policy in spec.policy if policy not in CLEAN_POLICIES]
     if engine.prefix_caching and unclean:
         yield _must_be_false("engine.prefix_caching", f"spec.policy={unclean[0]}")

@@ -175,7 +175,8 @@ def evaluate(folder: Path, model: str, output: str, *words: str) -> int:
 def train(model: Path, output: Path) -> int:
     """Exit code of train.py with layers spread over the ranks, run in this process."""
     words = ["trainer.shard_target=true", "model.device=cpu", f"output_dir={output}"]
-    argv = [*words, f"model.path={model}", "model.family=glm4_moe", "head=shared_n1"]
+    words += ["model.family=glm4_moe", "data.path=assets/lab_tiny/regenerated.jsonl.xz"]
+    argv = [*words, f"model.path={model}", "head=shared_n1"]
     return run_entry(TrainConfig, run_training, argv=argv)
 
 
