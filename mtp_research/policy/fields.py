@@ -62,11 +62,6 @@ class HiddenPolicy:
                     f"policy {self.name!r}: {name} must be one of {', '.join(map(str, legal))}, "
                     f"got {got!r}."
                 )
-        if self.hidden == "chain" and not self.every_module:
-            raise ConfigError(
-                f"policy {self.name!r}: hidden='chain' needs every_module=True, whose base rows "
-                "hand on their outputs, got False."
-            )
         if self.draft_rows == "none" and not self.every_module:
             raise ConfigError(
                 f"policy {self.name!r}: later passes must have rows, got draft_rows='none' and "
