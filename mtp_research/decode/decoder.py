@@ -303,13 +303,7 @@ class SpecDecoder:
         Raises:
             ConfigError: both are given; see `add_request`.
         """
-        if sampling is not None and max_new_tokens is not None:
-            raise ConfigError(
-                "generate() takes sampling or max_new_tokens, got both; "
-                "set max_new_tokens in SamplingParams."
-            )
-        if sampling is None:
-            sampling = self.usual_sampling(max_new_tokens)
+        sampling = self.chosen_sampling(sampling, max_new_tokens)
         records = self.stats.records
         num_seen = len(records)
         requests: list[Request] = []
@@ -335,19 +329,20 @@ class SpecDecoder:
         prompt: Prompt,
         *,
         sampling: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
         request_id: str | None = None,
         priority: int = 0,
     ) -> Iterator[StreamEvent]:
         """Decode one prompt and yield its output as steps decide it; queued at the first `next`.
 
-        Events have `text` and `token_ids`. Default sampling as in `generate`.
+        Events have `text` and `token_ids`. `sampling` and `max_new_tokens` as in `generate`.
 
         Other requests go on beside it. Leaving the iterator early aborts the request.
 
         Raises:
-            ConfigError: see `add_request`.
+            ConfigError: both are given; see `add_request`.
         """
-        sampling = self.usual_sampling() if sampling is None else sampling
+        sampling = self.chosen_sampling(sampling, max_new_tokens)
         request = self.add_request(
             prompt, sampling=sampling, request_id=request_id, priority=priority
         )
@@ -362,6 +357,19 @@ class SpecDecoder:
             self.serve_peers()
         finally:
             self.abort(request)
+
+    def chosen_sampling(
+        self, sampling: SamplingParams | None, max_new_tokens: int | None
+    ) -> SamplingParams:
+        """`sampling`, or the usual one with a limit; ConfigError for both."""
+        if sampling is None:
+            return self.usual_sampling(max_new_tokens)
+        if max_new_tokens is not None:
+            raise ConfigError(
+                "expected sampling or max_new_tokens, got both; set max_new_tokens in "
+                "SamplingParams."
+            )
+        return sampling
 
     def usual_sampling(self, max_new_tokens: int | None = None) -> SamplingParams:
         """Greedy, ending at the target's own stop tokens; None for 256 new tokens at most."""

@@ -109,13 +109,14 @@ class AsyncDecoder:
         prompt: Prompt,
         *,
         sampling: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[StreamEvent]:
         """Yield the output of one prompt as it is decided; the last event has a finish reason.
 
         `prompt` is text, token ids or messages, see `SpecDecoder.add_request`; events have `text`
-        and `token_ids`.
+        and `token_ids`. `sampling` and `max_new_tokens` as in `SpecDecoder.generate`.
 
         Cancelling the reading task, or leaving the iterator early, aborts the request; its blocks
         are free before the next step.
@@ -125,8 +126,7 @@ class AsyncDecoder:
         encode = functools.partial(prompt_ids, prompt, target=self._decoder.target)
         loop = asyncio.get_running_loop()
         ids = await loop.run_in_executor(self._worker, encode) if in_words(prompt) else encode()
-        if sampling is None:
-            sampling = self._decoder.usual_sampling()
+        sampling = self._decoder.chosen_sampling(sampling, max_new_tokens)
         stream = _Stream(ids, sampling, request_id, priority)
         if self._places is not None:
             await self._places.acquire()

@@ -103,7 +103,7 @@ def test_generate_ends_at_the_targets_own_stop_tokens(target, monkeypatch) -> No
 
 def test_generate_refuses_two_limits(target) -> None:
     decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
-    with pytest.raises(ConfigError, match="takes sampling or max_new_tokens, got both"):
+    with pytest.raises(ConfigError, match="expected sampling or max_new_tokens, got both"):
         next(decoder.generate(PROMPTS, sampling=SamplingParams(), max_new_tokens=3))
     assert not decoder.scheduler.has_work
 

@@ -68,6 +68,23 @@ def test_stream_yields_the_tokens_of_each_step(decoder, baseline) -> None:
 
 
 @pytest.mark.usefixtures("output_timing")
+def test_streams_take_a_limit_as_a_batch_does(decoder) -> None:
+    events = list(decoder.stream(PROMPTS[0], max_new_tokens=4))
+    (batch,) = decoder.generate(PROMPTS[:1], max_new_tokens=4)
+    assert [token for event in events for token in event.token_ids] == [*batch.token_ids]
+
+    async def read() -> list[int]:
+        async with AsyncDecoder(decoder) as serving:
+            found = [event async for event in serving.generate(PROMPTS[0], max_new_tokens=4)]
+            with pytest.raises(ConfigError, match="sampling or max_new_tokens, got both"):
+                await anext(serving.generate(PROMPTS[0], sampling=TEN, max_new_tokens=4))
+        return [token for event in found for token in event.token_ids]
+
+    assert asyncio.run(read()) == [*batch.token_ids]
+    with pytest.raises(ConfigError, match="sampling or max_new_tokens, got both"):
+        next(decoder.stream(PROMPTS[0], sampling=TEN, max_new_tokens=4))
+
+
 def test_stream_left_early_is_aborted(decoder) -> None:
     stream = decoder.stream(PROMPTS[0], sampling=LONG)
     next(stream)
