@@ -101,7 +101,7 @@ def stopped_by_signals(phrase: str) -> Iterator[None]:
         raise Interrupted(f"stopped by {name}; {phrase}") from None
     finally:
         if is_main:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not Python's
 
 
 # The module that an import asks for -> the extra of pyproject.toml that brings it.

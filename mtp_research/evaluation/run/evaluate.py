@@ -256,11 +256,9 @@ def _decode(
     )
     on_cpu = target.device.type == "cpu"
     threads = one_thread_if_small(target.model.num_parameters()) if on_cpu else nullcontext()
-    goes_on = (
-        f"the same command with output_dir={output_dir} goes on. The pass that was stopped will "
-    )
-    goes_on += "have no times."
-    is_alone = config.model.tp_plan == "none"  # else the other ranks wait for what this one said
+    goes_on = f"the same command with output_dir={output_dir} goes on. The pass that was stopped "
+    goes_on += "will have no times."
+    is_alone = config.model.tp_plan == "none"  # ranks that decode together begin anew
     stops = stopped_by_signals(goes_on) if is_alone else nullcontext()
     try:
         with progress, threads, stops:
