@@ -122,7 +122,7 @@ def compose_config(schema: type[ConfigT], words: Sequence[str]) -> ConfigT:
         ConfigError: one line per fault.
     """
     flags = read_flags([])
-    overrides = with_target_name(check_overrides(schema, words).fixed)
+    overrides = _with_target_name(check_overrides(schema, words).fixed)
     return _checked(schema, _compose(schema, overrides, flags), overrides)
 
 
@@ -144,7 +144,7 @@ class _Command(Generic[ConfigT]):
         is_many = flags.multirun or "hydra.mode=MULTIRUN" in flags.overrides
         folders = [Path(folder) for folder in (flags.config_path, flags.config_dir) if folder]
         overrides = check_overrides(self.schema, flags.overrides, is_many=is_many, folders=folders)
-        overrides = overrides._replace(fixed=with_target_name(overrides.fixed))
+        overrides = overrides._replace(fixed=_with_target_name(overrides.fixed))
         composed = _compose(self.schema, overrides.fixed, flags)
         if is_many or str(composed.hydra.mode).endswith("MULTIRUN"):
             return self._run_many(overrides, _output_dir(_typed(self.schema, composed)))
@@ -310,7 +310,7 @@ def _typed(schema: type[ConfigT], composed: "DictConfig") -> ConfigT:
 def _checked(schema: type[ConfigT], composed: "DictConfig", overrides: Sequence[str]) -> ConfigT:
     config = _typed(schema, composed)
     _resolve_paths(config)
-    if is_own_target(overrides) and config.task != "target":
+    if _is_own_target(overrides) and config.task != "target":
         _forget_architecture(config, overrides)
     if isinstance(config, TrainConfig) and _may_start_native(config):
         _adopt_conventions(config, overrides)
@@ -352,7 +352,7 @@ def _adopt_conventions(config: TrainConfig, words: Sequence[str]) -> None:
     adopt_conventions(config.head, path=config.model.path, typed=typed)
 
 
-def is_own_target(words: Sequence[str]) -> bool:
+def _is_own_target(words: Sequence[str]) -> bool:
     """Whether the overrides give the target by `model.path`, and no model of `conf/`."""
     return "model.path" in _keys(words) and "model" not in _keys(words)
 
@@ -363,12 +363,12 @@ def _forget_architecture(config: TrainConfig | EvalConfig, words: Sequence[str])
         config.model.architecture = {}
 
 
-def with_target_name(words: Sequence[str]) -> list[str]:
+def _with_target_name(words: Sequence[str]) -> list[str]:
     """The overrides, and the name of a target of its own.
 
     Named before anything is composed, paths that hold the name are not those of the default model.
     """
-    if not is_own_target(words) or "model.name" in _keys(words) or "task=target" in words:
+    if not _is_own_target(words) or "model.name" in _keys(words) or "task=target" in words:
         return list(words)
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -386,7 +386,7 @@ def _keys(words: Sequence[str]) -> set[str]:
 def _name_target(config: TrainConfig | EvalConfig, words: Sequence[str]) -> None:
     """Take family and, where it has none yet, name of a target of its own from it, in place."""
     keys = _keys(words)
-    if not is_own_target(words) or "model.family" in keys or config.task == "target":
+    if not _is_own_target(words) or "model.family" in keys or config.task == "target":
         return
     name, config.model.family = preflight.described_target(config.model.path)
     if "model.name" not in keys:

@@ -39,9 +39,9 @@ class HiddenPolicy:
         seen_in: engines that behave like this.
 
     Raises:
-        ConfigError: a field has another value than these, or two do not go together: the output of
-            the pass before is there for base rows alone, and a row above the frontier is the next
-            one of its module, whose token no other depth shares.
+        ConfigError: a field has another value than these; or passes m >= 1 would have no rows; or
+            rows above the frontier stand beside `chain`, which has inputs for base rows alone, or
+            beside shifted tokens, which end at the frontier.
     """
 
     name: str

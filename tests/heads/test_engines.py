@@ -4,7 +4,8 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple, cast
 
 import pytest
 import torch
@@ -280,6 +281,14 @@ def test_table_without_a_measurement_says_so() -> None:
 def _words(pair: Pair, folder: Path) -> list[str]:
     save_heads(pair.heads, folder / "head")
     return ["--model", str(pair.folder), "--head", str(folder / "head"), "--out", str(folder / "o")]
+
+
+def test_heads_of_an_unroll_that_nobody_knows_have_no_policy_of_their_own() -> None:
+    def policy_of(unroll: str | None) -> str | None:
+        spec = HeadSpec(num_mtp_modules=1, unroll=unroll)
+        return trained_run(cast(MTPHeads, SimpleNamespace(spec=spec))).policy
+
+    assert [policy_of(name) for name in ("chain", "of_a_fork", None)] == ["training", None, None]
 
 
 def test_command_measures_on_given_prompts_and_prints_one_table(

@@ -69,6 +69,15 @@ def test_heads_are_named_with_their_conventions_under_the_tables() -> None:
     assert "older" not in text
 
 
+def test_unclean_policy_without_a_clean_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = dataclasses.replace(POLICIES["target_roll"], name="own")
+    monkeypatch.setitem(POLICIES, "own", own)
+    with pytest.raises(ConfigError, match="must have a clean form to be priced against, got own;"):
+        policies_of(["own"])
+    monkeypatch.setitem(POLICIES, "own", dataclasses.replace(own, clean=True))
+    assert [policy.name for policy in policies_of(["own"])] == ["own"]
+
+
 def test_every_unclean_policy_has_a_clean_form_and_no_other() -> None:
     assert set(CLEAN_FORM) == {name for name, policy in POLICIES.items() if not policy.clean}
     assert all(form.clean for form in CLEAN_FORM.values())

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mtp_research.evaluation.report.stored import Report, build_report, write_results
+from mtp_research.evaluation.report.stored import RESULTS_FILE, Report, build_report, write_results
+from mtp_research.policy.fields import POLICIES
 from mtp_research.studies.tables import main
 from mtp_research.studies.tables import policy_rows as table_rows
 from tests.evaluation.generations import some_prompts, three_conditions
@@ -35,6 +36,27 @@ def test_row_has_module_rows_shares_and_the_reports_figures() -> None:
     assert training[9] == "-"
     lengths = [float(row[8].split()[0]) for row in (eagle, training)]
     assert float(eagle[9].split()[0]) == pytest.approx(lengths[0] - lengths[1], abs=2e-3)
+
+
+def test_policy_that_the_checkout_lacks_is_left_out_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = report(audit=AUDIT)
+    monkeypatch.delitem(POLICIES, "eagle")
+    assert [row[3] for row in table_rows(made)] == ["training"]
+    (record,) = caplog.records  # none for plain decoding
+    assert "no policy of this checkout is eagle: " in record.getMessage()
+
+
+def test_results_file_stands_for_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_results(tmp_path, report(audit=AUDIT))
+    printed = []
+    for path in (tmp_path, tmp_path / RESULTS_FILE):
+        assert main(["policy", str(path)]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
 
 
 def test_evaluation_without_auditor_shows_dashes() -> None:
