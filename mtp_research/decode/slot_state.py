@@ -18,6 +18,7 @@ from mtp_research.models.recurrent import RecurrentStates
 from mtp_research.policy.plan import DraftPlan
 
 Tree = TypeVar("Tree")
+_RING_ROWS = 8
 
 _NUMPY_TYPES = {
     torch.bool: np.bool_,
@@ -107,8 +108,9 @@ class SlotState:
     `text[slot, j]` is the token at absolute position j: accepted tokens, then the current drafts.
     `num_tokens[slot]` counts the accepted ones (L) and `draft_token_ids[slot]` are the drafts as
     proposed, so that a step needs nothing from the host but slots and block tables.
-    `hidden[slot, q mod K]` is the target hidden state of row q for the last K rows, but of none
-    before `first_row[slot]`: those rows came from the prefix cache. One slot more than requests
+    `hidden[slot, q mod J]` is the target hidden state of row q for the last K rows, but of none
+    before `first_row[slot]`: those rows came from the prefix cache. J is K rounded up, so that
+    most K share the code that is compiled for a ring of J. One slot more than requests
     takes the writes that are not wanted: masking them would wait for the device. Distributions of
     drafts are kept where `keep_draft_probs`: drafts are sampled, and verification asks for them.
     `axis_positions[slot, axis, j]` are rotary positions, from the first request on whose prompt has
@@ -135,7 +137,9 @@ class SlotState:
         self.num_tokens = torch.ones(rows, **ints)
         self.first_row = torch.zeros(rows, **ints)
         self.draft_token_ids = torch.full((rows, num_drafts), -1, **ints)
-        self.hidden = torch.zeros(rows, max(num_drafts, 1), hidden_size, dtype=dtype, device=device)
+        self.num_rows = max(num_drafts, 1)  # hidden states kept of a request
+        ring = -(-self.num_rows // _RING_ROWS) * _RING_ROWS
+        self.hidden = torch.zeros(rows, ring, hidden_size, dtype=dtype, device=device)
         self.axis_positions: Tensor | None = None
         self.draft_probs: Tensor | None = None
         self._vocab_size = vocab_size
@@ -143,11 +147,6 @@ class SlotState:
             self.draft_probs = torch.zeros(
                 rows, num_drafts, vocab_size, dtype=torch.float64, device=device
             )
-
-    @property
-    def num_rows(self) -> int:
-        """Hidden states kept of a request."""
-        return self.hidden.shape[1]
 
     def start(self, tenants: Sequence[Tenant]) -> None:
         """Give slots to requests.
@@ -237,11 +236,11 @@ class SlotState:
     ) -> None:
         """Store `hidden` `[R, J, D]` of rows `positions` where `keep`; at most K rows a request."""
         rows = torch.where(keep, slots[:, None], self.spare_slot)
-        self.hidden[rows, positions % self.num_rows] = hidden
+        self.hidden[rows, positions % self.hidden.shape[1]] = hidden
 
     def read_hidden(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Hidden states `[T, D]` of rows that are among the last K of their request."""
-        return self.hidden[slots, positions % self.num_rows]
+        return self.hidden[slots, positions % self.hidden.shape[1]]
 
     def write_draft_probs(self, slots: Tensor, *, draft_step: int | Tensor, probs: Tensor) -> None:
         """Keep the distributions `[R, V]` that the drafts of `draft_step` were drawn from."""

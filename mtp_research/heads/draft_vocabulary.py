@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mtp_research.heads.publish import RANKING_FILE
 from mtp_research.heads.stack import MTPHeads
@@ -39,9 +38,9 @@ class DraftVocabulary:
     weights: tuple[Tensor, ...]
     vocab_size: int  # V
 
-    def logits(self, post_norm: Tensor, *, module_idx: int) -> Tensor:
-        """Draft logits `[R, V']`, or this rank's, of module outputs `[R, D]`."""
-        return functional.linear(post_norm, self.weights[module_idx % len(self.weights)])
+    def weight(self, module_idx: int) -> Tensor:
+        """The rows `[V', D]`, or this rank's, that score what a module puts out."""
+        return self.weights[module_idx % len(self.weights)]
 
     def spread(self, logits: Tensor) -> Tensor:
         """Logits `[R, V]` of logits `[R, V']`; -inf for tokens that are never drafted."""

@@ -259,11 +259,32 @@ class MTPHeads(nn.Module):
             context: what the rows attend to.
             axis_positions: `[axes, B, T]` int64, the rotary positions where they differ by axis.
         """
+        module = cast(MTPModule, self.mtp_modules[module_idx])
+        return self.run(
+            module,
+            token_ids=token_ids,
+            prev_hidden_states=prev_hidden_states,
+            position_ids=position_ids,
+            context=context,
+            axis_positions=axis_positions,
+        )
+
+    def run(
+        self,
+        module: MTPModule,
+        *,
+        token_ids: Tensor,
+        prev_hidden_states: Tensor,
+        position_ids: Tensor,
+        context: AttentionContext,
+        axis_positions: Tensor | None = None,
+    ) -> ModuleOutput:
+        """`run_module` of one of these modules, for code that serves them all."""
         embeds = self.target.embed_tokens(token_ids)
         if self.spec.zero_position_0:
             embeds = torch.where((position_ids == 0)[..., None], torch.zeros_like(embeds), embeds)
         rotary = position_ids if axis_positions is None else axis_positions
-        return self.mtp_modules[module_idx](
+        return module(
             embeds,
             prev_hidden_states=prev_hidden_states,
             position_embeddings=self.target.position_embeddings(embeds, rotary),
@@ -287,15 +308,16 @@ class MTPHeads(nn.Module):
             module_idx: which module, 0..N-1; may be left out where all share the target's lm_head.
         """
         are_parts = self.is_split or not self.spec.owns_lm_head
-        own = self.own_logits(post_norm, module_idx=module_idx)
+        module = None if module_idx is None else cast(MTPModule, self.mtp_modules[module_idx])
+        own = self.own_logits(post_norm, module=module)
         return whole_of(own, self.target.parts if are_parts else None)
 
-    def own_logits(self, post_norm: Tensor, *, module_idx: int | None = None) -> Tensor:
+    def own_logits(self, post_norm: Tensor, *, module: MTPModule | None = None) -> Tensor:
         """As `logits`, of the tokens whose rows of the output head lie on this rank."""
         if not self.spec.owns_lm_head:
             return self.target.own_logits(post_norm)
-        assert module_idx is not None, "modules with heads of their own: say which one"
-        return self.mtp_modules[module_idx].shared_head.head(post_norm)
+        assert module is not None, "modules with heads of their own: say which one"
+        return cast(nn.Linear, cast(SharedHead, module.shared_head).head)(post_norm)
 
     @property
     def output_weights(self) -> tuple[Tensor, ...]:

@@ -205,6 +205,7 @@ class DraftPlan:
         base_rows: BaseRows | None = None,
         makes_draft: bool = True,
         number: int | Tensor | None = None,
+        num_drafts: int | Tensor | None = None,
         layout: RowLayout | None = None,
     ) -> PassPlan:
         """Rows of pass `draft_step`; in the ragged form only those that the policy asks for.
@@ -222,6 +223,7 @@ class DraftPlan:
                 round would rewrite them unread. Base rows stay, see `decode.draft.draft_length`.
             number: of a pass whose rows are laid out as those of `draft_step` (see `like`),
                 for code that serves both; None for `draft_step` itself.
+            num_drafts: K, for code that serves plans of other K; None for this plan's.
             layout: of the pass's rows, where it is at hand; only with `static`. Requests may then
                 have different numbers of base rows, each as many as the policy asks for or more.
         """
@@ -229,7 +231,9 @@ class DraftPlan:
         now = draft_step if number is None else number
         first_draft, has_base = self._draft_rows(draft_step)
         frontier = state.frontier
-        start = self._first_base_row(state)
+        start = self._first_base_row(
+            state, self.num_speculative_tokens if num_drafts is None else num_drafts
+        )
         num_draft = self.num_draft_rows(draft_step, makes_draft=makes_draft)
         if layout is None:
             if base_rows is not None and has_base:
@@ -290,8 +294,8 @@ class DraftPlan:
     def like(self, draft_step: int) -> int:
         """The first pass of a round that differs from pass `draft_step` in its number alone.
 
-        Both run the same module over rows that are laid out in the same way, with hidden vectors
-        from the same places; what follows from the number is added to indices.
+        Both run a module over rows that are laid out in the same way, with hidden vectors from the
+        same places; what follows from the number is added to indices.
         """
         forms = [self._form(step) for step in range(draft_step + 1)]
         return forms.index(forms[-1])
@@ -310,7 +314,7 @@ class DraftPlan:
     def _form(self, draft_step: int) -> tuple[object, ...]:
         chains = self.policy.hidden == "chain" and draft_step > 0
         num_outputs = self.num_outputs_read(draft_step)
-        return self.module_idx(draft_step), self.has_base(draft_step), num_outputs, chains
+        return self.has_base(draft_step), num_outputs, chains
 
     @property
     def _num_static_base(self) -> int:
@@ -336,11 +340,10 @@ class DraftPlan:
         first = draft_step if policy.draft_rows == "newest" else since
         return (max(first, 1) if draft_step >= max(first, 1) else None), has_base
 
-    def _first_base_row(self, state: StepState) -> Tensor:
+    def _first_base_row(self, state: StepState, num_drafts: int | Tensor) -> Tensor:
         """First base row of each request, `[R]`, not before the oldest hidden state at hand."""
         if self.policy.rows == "fresh":
             return state.first_fresh
-        num_drafts = self.num_speculative_tokens
         if self.policy.rows == "anchored":
             start = torch.minimum(state.first_fresh, state.frontier - num_drafts)
         else:

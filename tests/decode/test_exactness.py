@@ -13,6 +13,7 @@ from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.step import Verified
 from mtp_research.decode.verify.verify import PADDING_TOKEN_ID, VerifyOutput
+from mtp_research.heads.stack import MTPModule
 from tests import oracle, tiny
 
 VOCAB = 128
@@ -55,8 +56,8 @@ class DictatedLoop:
     def close(self) -> None:
         self.decoder.drafter.heads.own_logits = self._logits
 
-    def _record(self, post_norm: torch.Tensor, *, module_idx: int) -> torch.Tensor:
-        self.draft_logits.append(self._logits(post_norm, module_idx=module_idx))
+    def _record(self, post_norm: torch.Tensor, *, module: MTPModule) -> torch.Tensor:
+        self.draft_logits.append(self._logits(post_norm, module=module))
         return self.draft_logits[-1]
 
     def _verify(self, inputs, target, params) -> Verified:

@@ -10,10 +10,11 @@ vocabulary.
 
 import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional
 
 from mtp_research.decode.draft.draft_length import NOT_DRAFTED, DraftLength, FixedLength
 from mtp_research.decode.sampling.processors import process_logits
@@ -27,7 +28,7 @@ from mtp_research.decode.sampling.sampling import (
 from mtp_research.decode.schedule.batch import PartCompiler, StepInputs
 from mtp_research.decode.slot_state import KVCache, SlotState, to_device
 from mtp_research.decode.verify.verify import PADDING_TOKEN_ID
-from mtp_research.heads.stack import ModuleOutput, MTPHeads
+from mtp_research.heads.stack import ModuleOutput, MTPHeads, MTPModule
 from mtp_research.models.attention.paged import PagedContext
 from mtp_research.models.family import KVPages, KVStack
 from mtp_research.models.rank_parts import (
@@ -161,6 +162,9 @@ class _Pass(NamedTuple):
 
     like: int  # its rows are those of this pass, but for its number; see `DraftPlan.like`
     number: int | Tensor  # m; a tensor in code that serves several passes
+    num_drafts: int | Tensor  # K; likewise
+    module: MTPModule
+    draft_weight: Tensor | None  # `[V', D]` of its draft vocabulary
     makes_draft: bool
     pool: _OwnPages
     base_rows: BaseRows | None  # see `DraftPlan.pass_plan`, as for the layout
@@ -211,6 +215,9 @@ class MTPDrafter:
             which = _Pass(
                 draft_step,
                 draft_step,
+                self.plan.num_speculative_tokens,
+                self._module(draft_step),
+                self._draft_weight(draft_step),
                 makes_draft=makes_draft,
                 pool=_OwnPages(cache.pages(kv_layer), cache.runs_regions),
                 base_rows=base_rows,
@@ -228,6 +235,7 @@ class MTPDrafter:
                 which = which._replace(
                     like=self.plan.like(draft_step),
                     number=compiler.numbers[draft_step],
+                    num_drafts=compiler.numbers[self.plan.num_speculative_tokens],
                     layout=layout,
                     base_rows=None,
                 )
@@ -277,6 +285,7 @@ class MTPDrafter:
             base_rows=which.base_rows,
             makes_draft=makes_draft,
             number=number,
+            num_drafts=which.num_drafts,
             layout=which.layout,
         )
         chain = sampled = None
@@ -290,12 +299,12 @@ class MTPDrafter:
                 recycled=recycled,
                 num_recycled=len(recycled) if self._reads_all_outputs else number,
             )
-            output = self._run_module(plan, step, slot_state, hidden=hidden, pool=which.pool)
+            output = self._run_module(plan, step, slot_state, which, hidden=hidden)
             own_output = self.heads.recycled(output)[0]
             chain = own_output if self.plan.policy.hidden == "chain" else None
             if makes_draft:
                 sampled = plan.layout.last_of(own_output)
-                logits = self._logits(plan.layout.last_of(output.post_norm[0]), plan.module_idx)
+                logits = self._logits(plan.layout.last_of(output.post_norm[0]), which)
                 token_ids = choose_drafts(
                     logits,
                     step,
@@ -309,7 +318,7 @@ class MTPDrafter:
                 drafts = torch.where(is_made, token_ids, NOT_DRAFTED)
                 num_made = num_made + is_made
         elif (exchange := self.heads.target.exchange) is not None:
-            exchange.join(self._module(which.like))
+            exchange.join(which.module)
         # These places lie behind the text, also that of a prompt of which only a chunk was read.
         # Where the step broke, the old drafts must not be fed again.
         slot_state.write_text(
@@ -329,17 +338,22 @@ class MTPDrafter:
         for draft_step in range(self.plan.num_speculative_tokens):
             exchange.join(self._module(draft_step))
 
-    def _module(self, draft_step: int) -> nn.Module:
-        return self.heads.mtp_modules[self.plan.module_idx(draft_step)]
+    def _module(self, draft_step: int) -> MTPModule:
+        return cast(MTPModule, self.heads.mtp_modules[self.plan.module_idx(draft_step)])
+
+    def _draft_weight(self, draft_step: int) -> Tensor | None:
+        if self.vocabulary is None:
+            return None
+        return self.vocabulary.weight(self.plan.module_idx(draft_step))
 
     def _run_module(
         self,
         plan: PassPlan,
         step: VerifiedStep,
         slot_state: SlotState,
+        which: _Pass,
         *,
         hidden: Tensor,
-        pool: _OwnPages,
     ) -> ModuleOutput:
         """Run a pass's module over hidden vectors `[T, D]` and the tokens that its rows consume."""
         inputs, layout = step.inputs, plan.layout
@@ -351,7 +365,7 @@ class MTPDrafter:
         if inputs.axis_positions is not None:
             axis_positions = slot_state.read_positions(slots, plan.position)[:, None]
         context = PagedContext(
-            pool=pool,
+            pool=which.pool,
             slot_mapping=inputs.slot_mapping(
                 layout.request_index, plan.position, writes=plan.writes
             ),
@@ -363,8 +377,8 @@ class MTPDrafter:
             has_one_layer=True,
             backend=self.backend,
         )
-        return self.heads.run_module(
-            plan.module_idx,
+        return self.heads.run(
+            which.module,
             token_ids=token_ids[None],
             prev_hidden_states=hidden[None],
             position_ids=plan.position.clamp(min=0)[None],
@@ -404,11 +418,11 @@ class MTPDrafter:
         probability = best_probability(logits, self.heads.target.parts)
         return self.length.keeps(probability) | probability.isnan()
 
-    def _logits(self, post_norm: Tensor, module_idx: int) -> Tensor:
+    def _logits(self, post_norm: Tensor, which: _Pass) -> Tensor:
         """Draft logits of module outputs `[R, D]`: this rank's of V, or of V' of the vocabulary."""
-        if self.vocabulary is None:
-            return self.heads.own_logits(post_norm, module_idx=module_idx)
-        return self.vocabulary.logits(post_norm, module_idx=module_idx)
+        if which.draft_weight is None:
+            return self.heads.own_logits(post_norm, module=which.module)
+        return functional.linear(post_norm, which.draft_weight)
 
 
 def _gather_hidden(

@@ -328,7 +328,7 @@ class CompiledParts:
     """See `batch.PartCompiler`."""
 
     options: CompileOptions  # of `torch.compile`
-    numbers: tuple[Tensor, ...]  # 0..K-1, each int64 `[]`
+    numbers: tuple[Tensor, ...]  # 0..K, each int64 `[]`
     serves_uneven_rows: bool
     _layouts: dict[tuple[int, int], RowLayout] = field(default_factory=dict)  # by rows, requests
 
@@ -342,7 +342,7 @@ class CompiledParts:
         serves_uneven_rows: bool,
     ) -> "CompiledParts":
         """Parts of steps of K drafts."""
-        numbers = (torch.tensor(number, device=device) for number in range(num_drafts))
+        numbers = (torch.tensor(number, device=device) for number in range(num_drafts + 1))
         return cls(options, tuple(numbers), serves_uneven_rows)
 
     def equal_rows(self, num_rows: int, like: Tensor) -> RowLayout:

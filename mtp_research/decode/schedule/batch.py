@@ -30,7 +30,7 @@ class PartCompiler(Protocol):
 
     @property
     def numbers(self) -> Sequence[Tensor]:
-        """0..K-1 on the device, int64: code with a pass's number in it would serve that one."""
+        """0..K on the device, int64: code with a pass's number in it would serve that one."""
         ...
 
     @property

@@ -252,6 +252,7 @@ def _regional(plain: type[nn.Module], branch: str | None) -> type[nn.Module]:
             before = hidden.new_zeros(hidden.shape)
         output, *own = run_layer(
             region.number,
+            region.num_outputs,
             hidden,
             before,
             context.angles_of_pass(angles),
@@ -286,13 +287,15 @@ class _Region:
         (self.layer_idx,) = _indices(layer)
         self.num_outputs = 1 if layer.branch is None else 2
         self.options = options
-        self.number = next(_numbers)
+        number = next(_numbers)
+        # A tensor, so that code that calls a layer of a module serves those of other modules.
+        self.number = torch.tensor(number, device="cpu")
         self._layer = weakref.ref(layer)  # which owns its region
         latent = [module for module in layer.modules() if hasattr(module, "qk_nope_head_dim")]
         self._latent_dims = latent_dims(latent[0]) if latent else None
         self._compiled = compiled_once(_run, tuple(options.items()))
         self._is_deterministic = bool(options.get(DETERMINISTIC))
-        _regions[self.number] = self
+        _regions[number] = self
 
     def run(
         self,
@@ -366,7 +369,8 @@ def _run(
 
 @torch.library.custom_op("mtp_research::run_layer", mutates_args=())
 def run_layer(
-    region: int,
+    region: torch.Tensor,
+    num_outputs: int,
     hidden: torch.Tensor,
     before: torch.Tensor | None,
     both: torch.Tensor,
@@ -405,9 +409,11 @@ def run_layer(
         backend,
         plan,
     )
-    return _regions[region].run(hidden, before, both, positions, now)
+    return _regions[int(region)].run(hidden, before, both, positions, now)
 
 
 @run_layer.register_fake
-def _fake_layer(region: int, hidden: torch.Tensor, *_: object) -> list[torch.Tensor]:
-    return [torch.empty_like(hidden) for _ in range(_regions[region].num_outputs)]
+def _fake_layer(
+    region: torch.Tensor, num_outputs: int, hidden: torch.Tensor, *_: object
+) -> list[torch.Tensor]:
+    return [torch.empty_like(hidden) for _ in range(num_outputs)]

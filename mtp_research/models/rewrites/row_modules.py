@@ -121,7 +121,8 @@ class _RowRegion:
 
     def __init__(self, module: RowModule, options: CompileOptions, rows: list[Tensor]) -> None:
         self.options = options
-        self.number = next(_numbers)
+        number = next(_numbers)
+        self.number = torch.tensor(number, device="cpu")  # as of layers
         self.module = weakref.ref(module)  # which owns its region
         self.compiled = compiled_once(_run_module, tuple(options.items()))
         with torch.no_grad():
@@ -133,7 +134,7 @@ class _RowRegion:
                 f"{[out.dtype for out in outputs]}; set engine.compile=false."
             )
         self.sizes = [out.shape[2] for out in outputs]
-        _row_regions[self.number] = self
+        _row_regions[number] = self
 
 
 _row_regions: weakref.WeakValueDictionary[int, _RowRegion] = weakref.WeakValueDictionary()
@@ -146,13 +147,14 @@ def _run_module(module: RowModule, rows: list[Tensor]) -> list[Tensor]:
 
 
 @torch.library.custom_op("mtp_research::run_rows", mutates_args=())
-def run_rows(rows: list[torch.Tensor], region: int, sizes: list[int]) -> list[torch.Tensor]:
+def run_rows(
+    rows: list[torch.Tensor], region: torch.Tensor, sizes: list[int]
+) -> list[torch.Tensor]:
     """Outputs, each `[1, M, D]`, of a region's module on `rows`, each `[1, M, ...]`.
 
-    `sizes` are their D: torch.compile finds code on disk by the arguments of calls, also that of
-    another process, in which the region of this number is another module.
+    `sizes` are their D: code that calls the op knows no region.
     """
-    found = _row_regions[region]
+    found = _row_regions[int(region)]
     with torch._C._ExcludeDispatchKeyGuard(VIEW_TRACKING):  # as for layers
         outputs = found.compiled(found.module(), like_all_rows(*rows))
     num_rows = rows[0].shape[1]
@@ -160,5 +162,7 @@ def run_rows(rows: list[torch.Tensor], region: int, sizes: list[int]) -> list[to
 
 
 @run_rows.register_fake
-def _fake_rows(rows: list[torch.Tensor], region: int, sizes: list[int]) -> list[torch.Tensor]:
+def _fake_rows(
+    rows: list[torch.Tensor], region: torch.Tensor, sizes: list[int]
+) -> list[torch.Tensor]:
     return [rows[0].new_empty(1, rows[0].shape[1], size) for size in sizes]
