@@ -130,15 +130,13 @@ class SlotState:
         device: torch.device,
     ) -> None:
         num_drafts = plan.num_speculative_tokens
-        self.spare_slot = num_slots
         rows = num_slots + 1
         ints = {"dtype": torch.int64, "device": device}
         self.text = torch.zeros(rows, max_model_len + num_drafts + 1, **ints)
         self.num_tokens = torch.ones(rows, **ints)
         self.first_row = torch.zeros(rows, **ints)
         self.draft_token_ids = torch.full((rows, num_drafts), -1, **ints)
-        self.num_rows = max(num_drafts, 1)  # hidden states kept of a request
-        ring = -(-self.num_rows // _RING_ROWS) * _RING_ROWS
+        ring = -(-max(num_drafts, 1) // _RING_ROWS) * _RING_ROWS
         self.hidden = torch.zeros(rows, ring, hidden_size, dtype=dtype, device=device)
         self.axis_positions: Tensor | None = None
         self.draft_probs: Tensor | None = None
@@ -147,6 +145,16 @@ class SlotState:
             self.draft_probs = torch.zeros(
                 rows, num_drafts, vocab_size, dtype=torch.float64, device=device
             )
+
+    @property
+    def spare_slot(self) -> int:
+        """The slot of no request."""
+        return len(self.text) - 1  # of tensors: a number would bind compiled code to itself
+
+    @property
+    def num_rows(self) -> int:
+        """Hidden states kept of a request."""
+        return max(self.draft_token_ids.shape[1], 1)
 
     def start(self, tenants: Sequence[Tenant]) -> None:
         """Give slots to requests.
@@ -241,6 +249,18 @@ class SlotState:
     def read_hidden(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Hidden states `[T, D]` of rows that are among the last K of their request."""
         return self.hidden[slots, positions % self.hidden.shape[1]]
+
+    def write_draft(
+        self, slots: Tensor, draft_step: int | Tensor, *, token_ids: Tensor, positions: Tensor
+    ) -> None:
+        """Keep the drafts `[R]` of a pass as proposed, and as text at `positions` `[R]`.
+
+        Those lie behind the text, also that of a prompt of which only a chunk was read.
+        """
+        self.draft_token_ids[slots, torch.zeros_like(slots) + draft_step] = token_ids
+        self.write_text(
+            slots, positions=positions[:, None], token_ids=token_ids[:, None], keep=None
+        )
 
     def write_draft_probs(self, slots: Tensor, *, draft_step: int | Tensor, probs: Tensor) -> None:
         """Keep the distributions `[R, V]` that the drafts of `draft_step` were drawn from."""

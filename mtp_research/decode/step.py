@@ -32,6 +32,7 @@ from mtp_research.decode.verify.verify import VerifyInputs, VerifyOutput, verify
 from mtp_research.decode.verify.verify_rules import Rule, text_is_thinking
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.rank_parts import RankParts, whole_of
+from mtp_research.models.rewrites.regions import mark_any_size
 from mtp_research.models.target import Target, TargetHidden
 from mtp_research.policy.plan import DraftPlan, StepState
 
@@ -126,7 +127,9 @@ class DeviceStep:
             make = compiler.compiled(make)
             if compiler.serves_uneven_rows:
                 rows = rows._replace(layout=layout.of_any_rows())
-        inputs = make(self, rows, block_table, num_drafts=num_drafts)
+        are_all = num_drafts == self.plan.num_speculative_tokens
+        inputs = make(self, rows, block_table, num_drafts=None if are_all else num_drafts)
+        mark_any_size(inputs.draft_token_ids, dim=1)
         return replace(
             inputs, static=is_even, max_query_len=layout.max_query_len, compiler=compiler
         )
@@ -294,7 +297,7 @@ class DeviceStep:
 
 
 def _make_inputs(
-    step: DeviceStep, rows: StepRows, block_table: Tensor, *, num_drafts: int
+    step: DeviceStep, rows: StepRows, block_table: Tensor, *, num_drafts: int | None
 ) -> StepInputs:
     step.slot_state.num_tokens[step.slot_state.spare_slot :].fill_(1)  # padding must not grow
     return StepInputs.of_rows(

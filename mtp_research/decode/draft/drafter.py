@@ -175,7 +175,6 @@ class _Made(NamedTuple):
     """What the passes of a round have made so far."""
 
     num_made: Tensor  # `[R]` int64, drafts of each request
-    drafts: Tensor  # `[R]` int64 of the last pass
     chain: Tensor | None = None  # `[T, D]`, the last pass's output, for policies that chain
     sampled: Tensor | None = None  # `[R, D]`, that of its rows that were sampled
 
@@ -207,7 +206,6 @@ class MTPDrafter:
             end_round = compiler.compiled(end_round)
         base_rows = self._base_rows(step.inputs)
         made: _Made | None = None
-        drafts: list[Tensor] = []
         sampled: list[Tensor] = []
         for draft_step in range(self.plan.num_speculative_tokens):
             makes_draft = draft_step < step.draft_limit
@@ -252,10 +250,9 @@ class MTPDrafter:
                 made=made,
                 recycled=sampled[max(len(sampled) - num_read, 0) :],
             )
-            drafts.append(made.drafts)
             if made.sampled is not None:
                 sampled.append(made.sampled)
-        return end_round(step, slot_state, target_hidden, drafts)
+        return end_round(step, slot_state, target_hidden)
 
     def _run_pass(
         self,
@@ -319,15 +316,11 @@ class MTPDrafter:
                 num_made = num_made + is_made
         elif (exchange := self.heads.target.exchange) is not None:
             exchange.join(which.module)
-        # These places lie behind the text, also that of a prompt of which only a chunk was read.
         # Where the step broke, the old drafts must not be fed again.
-        slot_state.write_text(
-            step.inputs.slots,
-            positions=(state.num_known_tokens + number)[:, None],
-            token_ids=drafts[:, None],
-            keep=None,
+        slot_state.write_draft(
+            step.inputs.slots, number, token_ids=drafts, positions=state.num_known_tokens + number
         )
-        return _Made(num_made, drafts, chain, sampled)
+        return _Made(num_made, chain, sampled)
 
     @property
     def _reads_all_outputs(self) -> bool:
@@ -463,17 +456,8 @@ def _gather_hidden(
     return torch.where((plan.hidden_kind == HiddenKind.DRAFT.value)[:, None], own, hidden)
 
 
-def _end_round(
-    step: VerifiedStep, slot_state: SlotState, target_hidden: Tensor, drafts: list[Tensor]
-) -> Tensor:
-    """Keep what the next round reads; returns the drafts `[R, K]` of passes' drafts `[R]`."""
-    _store_ring(step, target_hidden, slot_state)
-    found = torch.stack(drafts, dim=1)
-    slot_state.draft_token_ids[step.inputs.slots] = found
-    return found
-
-
-def _store_ring(step: VerifiedStep, target_hidden: Tensor, slot_state: SlotState) -> None:
+def _end_round(step: VerifiedStep, slot_state: SlotState, target_hidden: Tensor) -> Tensor:
+    """Keep the hidden states that the next round reads; returns the drafts `[R, K]`."""
     state = step.state
     positions = state.frontier[:, None] - torch.arange(
         slot_state.num_rows, device=state.frontier.device
@@ -486,6 +470,7 @@ def _store_ring(step: VerifiedStep, target_hidden: Tensor, slot_state: SlotState
         hidden=target_hidden[rows.clamp(0, len(target_hidden) - 1)],
         keep=keep,
     )
+    return slot_state.draft_token_ids[step.inputs.slots]
 
 
 @dataclass(frozen=True)

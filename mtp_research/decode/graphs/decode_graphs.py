@@ -489,8 +489,12 @@ def _serves_uneven_rows(step: DeviceStep) -> bool:
 
 
 def _mark_state(step: DeviceStep) -> None:
-    """Code compiled for this state holds for longer texts, other numbers of blocks and layers."""
-    mark_any_size(step.slot_state.text, dim=1)
+    """Code compiled for this state holds for longer texts, more requests, other K, other pools."""
+    state = step.slot_state
+    by_slot = (state.text, state.num_tokens, state.first_row, state.hidden)
+    by_draft = (state.draft_token_ids, *(() if state.draft_probs is None else (state.draft_probs,)))
+    mark_any_size(*by_slot, *by_draft, dim=0)
+    mark_any_size(state.text, *by_draft, dim=1)
     for layer, stack in enumerate(step.cache.stacks):
         mark_any_size(stack.keys, stack.values, dim=0)
         mark_any_size(stack.keys, stack.values, dim=1)

@@ -121,9 +121,12 @@ class StepInputs:
         *,
         slot_state: SlotState,
         block_size: int,
-        num_drafts: int,
+        num_drafts: int | None,
     ) -> "StepInputs":
-        """Inputs of a step, made on the device; no request verifies more than `num_drafts`."""
+        """Inputs of a step, made on the device.
+
+        No request verifies more than `num_drafts`, or K: None, so that code serves every K.
+        """
         slots, layout, first_row, prefilling, ends_at_newest_token, ends_recompute = rows
         num_tokens = slot_state.num_tokens[slots]
         # A decoding request starts at its newest token, wherever the device has moved that to.
