@@ -32,7 +32,6 @@ from mtp_research.decode.verify.verify import VerifyInputs, VerifyOutput, verify
 from mtp_research.decode.verify.verify_rules import Rule, text_is_thinking
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.models.rank_parts import RankParts, whole_of
-from mtp_research.models.rewrites.regions import mark_any_size
 from mtp_research.models.target import Target, TargetHidden
 from mtp_research.policy.plan import DraftPlan, StepState
 
@@ -129,7 +128,6 @@ class DeviceStep:
                 rows = rows._replace(layout=layout.of_any_rows())
         are_all = num_drafts == self.plan.num_speculative_tokens
         inputs = make(self, rows, block_table, num_drafts=None if are_all else num_drafts)
-        mark_any_size(inputs.draft_token_ids, dim=1)
         return replace(
             inputs, static=is_even, max_query_len=layout.max_query_len, compiler=compiler
         )

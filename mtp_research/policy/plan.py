@@ -140,6 +140,13 @@ def ragged_rows(counts: Tensor) -> RowLayout:
     return RowLayout(counts, query_start_loc, request_index, max_query_len)
 
 
+class PassNumbers(NamedTuple):
+    """Which pass of how many; tensors in code that serves several passes and K."""
+
+    draft_step: int | Tensor  # m
+    num_drafts: int | Tensor  # K
+
+
 @dataclass(frozen=True)
 class DraftPlan:
     """What every step drafts; all parts of a decoder take K, N and the policy from."""
@@ -204,8 +211,7 @@ class DraftPlan:
         num_fresh: int | None = None,
         base_rows: BaseRows | None = None,
         makes_draft: bool = True,
-        number: int | Tensor | None = None,
-        num_drafts: int | Tensor | None = None,
+        numbers: PassNumbers | None = None,
         layout: RowLayout | None = None,
     ) -> PassPlan:
         """Rows of pass `draft_step`; in the ragged form only those that the policy asks for.
@@ -221,19 +227,16 @@ class DraftPlan:
                 batches with prompt rows whose plan must not wait for the device.
             makes_draft: the pass is sampled. Otherwise it has no rows above the frontier: the next
                 round would rewrite them unread. Base rows stay, see `decode.draft.draft_length`.
-            number: of a pass whose rows are laid out as those of `draft_step` (see `like`),
-                for code that serves both; None for `draft_step` itself.
-            num_drafts: K, for code that serves plans of other K; None for this plan's.
+            numbers: of a pass whose rows are laid out as those of `draft_step` (see `like`), in a
+                plan of this or another K, for code that serves both; None for `draft_step` itself.
             layout: of the pass's rows, where it is at hand; only with `static`. Requests may then
                 have different numbers of base rows, each as many as the policy asks for or more.
         """
         policy, module_idx = self.policy, self.module_idx(draft_step)
-        now = draft_step if number is None else number
+        now, num_drafts = numbers or (draft_step, self.num_speculative_tokens)
         first_draft, has_base = self._draft_rows(draft_step)
         frontier = state.frontier
-        start = self._first_base_row(
-            state, self.num_speculative_tokens if num_drafts is None else num_drafts
-        )
+        start = self._first_base_row(state, num_drafts)
         num_draft = self.num_draft_rows(draft_step, makes_draft=makes_draft)
         if layout is None:
             if base_rows is not None and has_base:

@@ -45,6 +45,7 @@ from mtp_research.policy.plan import (
     BaseRows,
     DraftPlan,
     HiddenKind,
+    PassNumbers,
     PassPlan,
     RowLayout,
     StepState,
@@ -161,8 +162,7 @@ class _Pass(NamedTuple):
     """Which of the passes of a round runs."""
 
     like: int  # its rows are those of this pass, but for its number; see `DraftPlan.like`
-    number: int | Tensor  # m; a tensor in code that serves several passes
-    num_drafts: int | Tensor  # K; likewise
+    numbers: PassNumbers
     module: MTPModule
     draft_weight: Tensor | None  # `[V', D]` of its draft vocabulary
     makes_draft: bool
@@ -207,13 +207,13 @@ class MTPDrafter:
         base_rows = self._base_rows(step.inputs)
         made: _Made | None = None
         sampled: list[Tensor] = []
-        for draft_step in range(self.plan.num_speculative_tokens):
+        num_drafts = self.plan.num_speculative_tokens
+        for draft_step in range(num_drafts):
             makes_draft = draft_step < step.draft_limit
             kv_layer = self.first_kv_layer + self.plan.kv_layer(draft_step)
             which = _Pass(
                 draft_step,
-                draft_step,
-                self.plan.num_speculative_tokens,
+                PassNumbers(draft_step, num_drafts),
                 self._module(draft_step),
                 self._draft_weight(draft_step),
                 makes_draft=makes_draft,
@@ -232,8 +232,7 @@ class MTPDrafter:
                     layout = layout.of_any_rows()
                 which = which._replace(
                     like=self.plan.like(draft_step),
-                    number=compiler.numbers[draft_step],
-                    num_drafts=compiler.numbers[self.plan.num_speculative_tokens],
+                    numbers=PassNumbers(compiler.numbers[draft_step], compiler.numbers[num_drafts]),
                     layout=layout,
                     base_rows=None,
                 )
@@ -269,7 +268,8 @@ class MTPDrafter:
         Compiled, it serves all passes and conditions for which its arguments are alike: no code
         may depend on K or on the pass by itself.
         """
-        state, number, makes_draft = step.state, which.number, which.makes_draft
+        state, makes_draft = step.state, which.makes_draft
+        number = which.numbers.draft_step
         num_made = torch.zeros_like(state.frontier) if made is None else made.num_made
         step.inputs.require_requests(num_made, *state, *recycled)
         drafts = torch.full_like(num_made, NOT_DRAFTED)
@@ -281,8 +281,7 @@ class MTPDrafter:
             num_fresh=step.inputs.max_query_len if step.inputs.static else None,
             base_rows=which.base_rows,
             makes_draft=makes_draft,
-            number=number,
-            num_drafts=which.num_drafts,
+            numbers=which.numbers,
             layout=which.layout,
         )
         chain = sampled = None

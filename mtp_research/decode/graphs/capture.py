@@ -358,9 +358,7 @@ class CompiledParts:
 
 
 def _call(part: Callable, longest: int, *args: object, **kwargs: object) -> object:
-    for tensor in _tensors((args, tuple(kwargs.values()))):
-        if tensor.dim() > 0:
-            mark_any_size(tensor, dim=0)
+    _mark((args, tuple(kwargs.values())))
     is_inside = _get_current_function_mode() is not None  # of deterministic parts: see `_inside`
     with (
         _pop_mode_temporarily() if is_inside else contextlib.nullcontext(),
@@ -369,12 +367,15 @@ def _call(part: Callable, longest: int, *args: object, **kwargs: object) -> obje
         return part(*args, **kwargs)
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
-    """Tensors that differ by step: those of tuples, lists and of a step's own classes."""
+def _mark(value: object) -> None:
+    """Any number of rows and requests in tuples, lists and a step's own classes, and any K."""
     if isinstance(value, Tensor):
-        yield value
+        if value.dim() > 0:
+            mark_any_size(value, dim=0)
     elif isinstance(value, StepInputs | VerifiedStep):
-        yield from _tensors(tuple(vars(value).values()))
+        if isinstance(value, StepInputs):
+            mark_any_size(value.draft_token_ids, dim=1)
+        _mark(tuple(vars(value).values()))
     elif isinstance(value, tuple | list):
         for one in value:
-            yield from _tensors(one)
+            _mark(one)
