@@ -213,6 +213,7 @@ def test_engine_tool_says_what_rounding_alone_does(
     assert rounding["lengths"][0] != rounding["lengths"][1] or rounding["num_equal_texts"] < 6
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("small_case", ["qwen3_next"], indirect=True)
 def test_trained_case_outlasts_rounding_and_tells_conventions_apart(
     small_case: str, tmp_path: Path
