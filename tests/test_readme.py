@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -24,6 +25,7 @@ from mtp_research.evaluation.report.terminal import render_short
 from mtp_research.evaluation.stats import bootstrap, matrix_seeds
 from mtp_research.evaluation.stats.fault_study import read_study
 from mtp_research.evaluation.stats.matrix_seeds import GroupFigures, SeedMatrix, group_figures
+from mtp_research.evaluation.stats.statistics import acceptance_ratios
 from mtp_research.evaluation.stats.summary import ConditionSummary
 from mtp_research.models.families import FAMILIES
 from mtp_research.studies.study_tables import policy_losses
@@ -400,6 +402,28 @@ def test_speed_of_larger_batches_in_results_is_computed_again(target: str, batch
         ]
         start = about if policy == "training" else " |  |  | "
         assert f"| {start} | `{policy}` | {' | '.join(shown)} |\n" in page
+
+
+def test_how_often_intervals_over_few_prompts_hold_is_measured_again() -> None:
+    results = shipped()
+    own = next(c for c in results.conditions if c.policy == "training")
+    assert own.num_speculative_tokens == 3
+    prompts = [(record,) for record in own.records if record.num_accepted_per_round]
+    assert len(prompts) == 136
+    top, bottom = acceptance_ratios(prompts, num_speculative_tokens=3)["acceptance_length_micro"]
+    whole, shares = top.sum() / bottom.sum(), {}
+    for count in (2, 3, 5, 10, 20, 40, 80):
+        generator, held = np.random.default_rng(count), 0
+        for seed in range(1000):
+            drawn = generator.integers(len(top), size=count)
+            ratios = {"": bootstrap.Ratio(top[drawn], bottom[drawn])}
+            one = bootstrap.estimate(ratios, seed=seed, num_draws=1000)[""]
+            held += one.low <= whole <= one.high
+        shares[count] = held / 1000
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf8")
+    row = " | ".join(f"{share:.3f}".lstrip("0") for share in shares.values())
+    assert f"| prompts | {' | '.join(map(str, shares))} |\n" in page
+    assert f"| share | {row} |\n" in page
 
 
 def test_table_of_the_policy_matrix_in_results_is_computed_again() -> None:
