@@ -16,7 +16,6 @@ from typing import NamedTuple
 from mtp_research.config.ranges import check_values, schema_keys
 from mtp_research.config.schema import (
     ARGMAX_RULES,
-    CLEAN_POLICIES,
     GRID_AXES,
     OWN,
     EngineConfig,
@@ -35,6 +34,7 @@ from mtp_research.config.training_schema import (
     TrainerConfig,
     parse_loss,
 )
+from mtp_research.policy.fields import POLICIES
 from mtp_research.runtime.errors import ConfigError, rule_line
 
 # Keys that other engines do not read, or read otherwise; with them these keep their defaults.
@@ -385,6 +385,10 @@ def _cell_faults(config: EvalConfig) -> Iterator[str]:
     if not spec.policy or len(set(spec.policy)) < len(spec.policy):
         expected, fix = "must name at least one policy, each once", "spec.policy=[eagle,training]"
         yield rule_line("spec.policy", expected, spec.policy, fix)
+    for policy in spec.policy:
+        if (own := POLICIES[policy].name) != policy:
+            expected, fix = "must be what the policy is called", f"POLICIES[{own!r}] = ..."
+            yield rule_line("spec.policy", expected, f"{policy} for {own}", fix)
     if engine.block_size < 16 or engine.block_size & (engine.block_size - 1):
         key, fix = "engine.block_size", max(1 << engine.block_size.bit_length(), 16)
         yield rule_line(key, "must be a power of two >= 16", engine.block_size, f"{key}={fix}")
@@ -393,7 +397,7 @@ def _cell_faults(config: EvalConfig) -> Iterator[str]:
         key = "engine.max_num_batched_tokens"
         expected = f"must hold engine.max_num_requests * (spec.k + 1) = {num_rows} rows"
         yield rule_line(key, expected, engine.max_num_batched_tokens, f"{key}={num_rows}")
-    unclean = [policy for policy in spec.policy if policy not in CLEAN_POLICIES]
+    unclean = [policy for policy in spec.policy if not POLICIES[policy].clean]
     if engine.prefix_caching and unclean:
         yield _must_be_false("engine.prefix_caching", f"spec.policy={unclean[0]}")
     yield from _capture_faults(engine)

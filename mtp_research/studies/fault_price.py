@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, cast
 
 from mtp_research.config.ranges import schema_keys
 from mtp_research.config.rules import expand
-from mtp_research.config.schema import CLEAN_POLICIES, EngineConfig, EvalConfig
+from mtp_research.config.schema import EngineConfig, EvalConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
@@ -74,7 +74,7 @@ CLEAN_FORM: dict[str, HiddenPolicy] = {
     "window": POLICIES["eagle"],
     "target_roll": RERUN_ROLL,
 }
-_UNCLEAN = [name for name in POLICIES if name not in CLEAN_POLICIES]
+_UNCLEAN = [name for name, policy in POLICIES.items() if not policy.clean]
 # What a study reads: these sections but for some keys, and these keys. All else keeps its default.
 _READ_SECTIONS = ("model", "engine", "prompts", "logger", "seed", "output_dir", "task")
 _NOT_READ = ("model.tp_plan", "prompts.score", "prompts.run_code")
@@ -276,7 +276,7 @@ def _text_hash(record: RequestRecord) -> str:
 
 def check_asked(config: EvalConfig, pairs: Sequence[tuple[str | None, int]]) -> None:
     """Refuse what a study cannot measure, before anything is loaded."""
-    if set(config.spec.policy) <= set(CLEAN_POLICIES):
+    if all(POLICIES[policy].clean for policy in config.spec.policy):
         raise ConfigError(
             f"spec.policy must name an unclean policy, got {config.spec.policy}; "
             f"set spec.policy=[{','.join(_UNCLEAN)}]."

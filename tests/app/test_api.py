@@ -1,5 +1,7 @@
 """Training and evaluation as functions: the runs of the commands, with results to look at."""
 
+import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -59,6 +61,33 @@ def test_heads_are_trained_evaluated_and_saved_from_another_folder(
 
     card = (trained.heads.save_pretrained("third") / "README.md").read_text()
     assert f"| acceptance length on held-out text | {trained.acceptance_length:.3f}" in card
+
+
+def test_policy_of_ones_own_is_evaluated_beside_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    known = mtp_research.POLICIES["target_roll"]
+    mine = dataclasses.replace(known, name="mine", rows="anchored", clean=True)
+    settings = {"spec.policy": ["mine", "target_roll"], "spec.k": 3, "prompts.max_prompts": 1}
+    settings |= {"sampling.max_new_tokens": 16}
+    evaluate = functools.partial(
+        mtp_research.evaluate,
+        LAB_TINY / "heads" / "chain_n3",
+        target=LAB_TINY / "target",
+        settings=settings,
+    )
+    with pytest.raises(ConfigError, match=r"spec\.policy must be .*, got mine"):
+        evaluate()
+    monkeypatch.setitem(mtp_research.POLICIES, "mine", mine)
+    found = evaluate(output_dir="own")
+    assert set(found.acceptance_length) == {"baseline", "mine", "target_roll"}
+    conditions = json.loads((tmp_path / "own" / "results.json").read_text())["conditions"]
+    wrong = {one["label"]: one["audit"]["WRONG"] for one in conditions if one["audit"]}
+    assert wrong["mine"] == 0 < wrong["target_roll"]
+    monkeypatch.setitem(mtp_research.POLICIES, "mine", known)
+    with pytest.raises(ConfigError, match="what the policy is called, got mine for target_roll"):
+        evaluate()
 
 
 def composed(schema, **arguments):
