@@ -322,8 +322,11 @@ class TrainingRun:
 
         Files are replaced one by one, each at once, so that a crash leaves heads that can be read.
         """
+        config = dataclasses.asdict(self.config)
+        # Settings of other runs: `pretrain` would speak of a target that was made elsewhere.
+        del config["model"]["pretrain"], config["matrix"], config["launcher"]
         provenance = {
-            "config": dataclasses.asdict(self.config),
+            "config": config,
             "data_sha256": self.parts.documents.data_sha256,
             "data_kind": self.config.data.kind,
             "data": self.parts.documents.facts(),

@@ -375,6 +375,8 @@ def test_train_heads_exports_the_heads_of_the_longest_walk(lab, tmp_path, monkey
     assert not all(torch.equal(exported[name], last[name]) for name in last)
     provenance = read_head_record(tmp_path / "head")["provenance"]
     assert provenance["step"] == 4
+    assert not {"matrix", "launcher"} & provenance["config"].keys()
+    assert "pretrain" not in provenance["config"]["model"]
     assert provenance["held_out_walk"]["acceptance_length"] == 3.0
 
 
