@@ -61,6 +61,8 @@ def is_full_disk(fault: Exception) -> bool:
 def run_lock(root: Path) -> Iterator[None]:
     """Hold the run folder, created if it is missing, so that one run at a time writes there.
 
+    One that was created and stayed empty, since the run was refused, is removed.
+
     Raises:
         ConfigError: another process holds it.
         EnvironmentFault: it cannot be created or written.
@@ -68,6 +70,7 @@ def run_lock(root: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     lock = FileLock(root / LOCK_FILE, blocking=False)
+    is_new = not root.exists()
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -89,6 +92,9 @@ def run_lock(root: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):
             owner.unlink(missing_ok=True)
+            if is_new and list(root.iterdir()) == [root / LOCK_FILE]:
+                (root / LOCK_FILE).unlink()
+                root.rmdir()
         lock.release()
 
 

@@ -1,6 +1,7 @@
 """One run a folder: the second is refused and changes nothing."""
 
 import multiprocessing
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,16 @@ def test_second_run_in_a_folder_exits_2_and_leaves_the_first_s_files(
     assert code == 2
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     assert "is in use by another run" in capsys.readouterr().err
+
+
+def test_new_folder_of_a_refused_run_is_gone_and_no_other(tmp_path: Path) -> None:
+    new, used, old = (tmp_path / name for name in ("new", "used", "old"))
+    old.mkdir()
+    for root in (new, used, old):
+        with suppress(ConfigError), run_lock(root):
+            if root == used:
+                (root / "error.txt").touch()
+            raise ConfigError("refused")
+    assert not new.exists()
+    assert {path.name for path in used.iterdir()} == {".lock", "error.txt"}
+    assert old.is_dir()
