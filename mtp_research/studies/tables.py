@@ -108,7 +108,8 @@ def _compare_text(paths: Sequence[Path]) -> str:
         raise ConfigError("\n".join(lines)) from None
     grids = [plain_text(paired_grid(pair)) for pair in pairs.values()]
     known = (w for s in (*ours.summaries, *theirs.summaries) for w in s.acceptance.warnings)
-    grids += [f"warning: {warning}" for warning in dict.fromkeys(known)]
+    warnings = dict.fromkeys([*_policy_differences(ours, theirs), *known])
+    grids += [f"warning: {warning}" for warning in warnings]
     title = f"{runs[0].name} - {runs[1].name}, {len(ours.prompts)} prompts"
     return "\n\n".join([title, *grids])
 
@@ -209,6 +210,16 @@ def differing_prompts(ours: Report, theirs: Report) -> dict[str, tuple[str | Non
     names = sorted(mine.keys() | other.keys())
     pairs = {name: (mine.get(name), other.get(name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _policy_differences(ours: Report, theirs: Report) -> list[str]:
+    """Policies of one name and other fields; files of before 0.2.0 do not hold the fields."""
+    mine, other = (mapping(mapping(one.run, "inputs"), "policies") for one in (ours, theirs))
+    return [
+        f"policy {printable(name)} is not the same in both: {mine[name]} and {other[name]}"
+        for name in sorted(mine.keys() & other.keys())
+        if mine[name] != other[name]
+    ]
 
 
 def _prompt_differences(ours: Report, theirs: Report) -> list[str]:

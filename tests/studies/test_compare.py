@@ -147,6 +147,21 @@ def test_command_prints_the_differences(tmp_path: Path, capsys: pytest.CaptureFi
     assert "+0.000 [+0.000, +0.000]" in shown
 
 
+def test_command_warns_of_policies_that_share_a_name_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for rows in ("fresh", "anchored"):
+        policies = {"eagle": f"rows={rows}", "training": "rows=anchored"}
+        report = _report(run={"inputs": {"policies": policies}})
+        paths.append(_stored(tmp_path / rows, report))
+    assert main(["compare", *paths]) == 0
+    shown = capsys.readouterr().out
+    known = "policy eagle is not the same in both: rows=fresh and rows=anchored"
+    assert f"warning: {known}\n" in shown
+    assert "policy training" not in shown
+
+
 def test_command_lists_every_differing_hash(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
