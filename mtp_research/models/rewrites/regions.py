@@ -57,7 +57,7 @@ from mtp_research.models.target import Target
 logger = logging.getLogger(__name__)
 CompileOptions = dict[str, str | int | bool | Callable[..., object]]
 _NUM_TEST_ROWS = 2
-# Kinds of layers times ranges of rows; of a part of a step, sampling times policies times K.
+# Kinds of layers times ranges of rows; of a part of a step, sampling times policies.
 _MAX_COMPILED_VERSIONS = 64
 DETERMINISTIC = "deterministic"  # the compiler's option; products are then batch-invariant, too
 LEAST_ROWS = 2  # of a deterministic region
