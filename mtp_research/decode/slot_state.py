@@ -108,9 +108,9 @@ class SlotState:
     `text[slot, j]` is the token at absolute position j: accepted tokens, then the current drafts.
     `num_tokens[slot]` counts the accepted ones (L) and `draft_token_ids[slot]` are the drafts as
     proposed, so that a step needs nothing from the host but slots and block tables.
-    `hidden[slot, q mod J]` is the target hidden state of row q for the last K rows, but of none
-    before `first_row[slot]`: those rows came from the prefix cache. J is K rounded up, so that
-    most K share the code that is compiled for a ring of J. One slot more than requests
+    `hidden[slot, q mod C]` is the target hidden state of row q for the last K rows, but of none
+    before `first_row[slot]`: those rows came from the prefix cache. C is K rounded up, so that
+    most K share the code that is compiled for a ring of C. One slot more than requests
     takes the writes that are not wanted: masking them would wait for the device. Distributions of
     drafts are kept where `keep_draft_probs`: drafts are sampled, and verification asks for them.
     `axis_positions[slot, axis, j]` are rotary positions, from the first request on whose prompt has
