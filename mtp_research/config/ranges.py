@@ -87,9 +87,14 @@ def meanings(schema: type, prefix: str = "") -> dict[str, str]:
     return found
 
 
-@functools.cache  # asked for every number of every request, and fields live as long as the process
 def legal_values(item: Field) -> str:
     """Describe what a key takes, for fault lines and for `--help`."""
+    may_grow = isinstance(item.metadata.get("choices"), dict)
+    return (_legal_values.__wrapped__ if may_grow else _legal_values)(item)
+
+
+@functools.cache  # asked for every number of every request, and fields live as long as the process
+def _legal_values(item: Field) -> str:
     types = [part for part in get_args(item.type) if part is not NoneType]
     is_union = get_origin(item.type) not in (list, tuple, dict)
     kind = types[0] if is_union and types else item.type  # `list[int] | None` is a list
@@ -163,7 +168,7 @@ def _is_legal(item: Field, value: object) -> bool:
     """None counts as a number out of range and as no choice: lists hold none of it."""
     limits = item.metadata
     if "choices" in limits:
-        return value in limits["choices"]
+        return value in tuple(limits["choices"])  # also a value that no table can look up
     if "low" not in limits:
         return True
     assert isinstance(value, int | float), f"{item.name} must be a number, got {value!r}"

@@ -387,7 +387,8 @@ def _cell_faults(config: EvalConfig) -> Iterator[str]:
         yield rule_line("spec.policy", expected, spec.policy, fix)
     for policy in spec.policy:
         if (own := POLICIES[policy].name) != policy:
-            expected, fix = "must be what the policy is called", f"POLICIES[{own!r}] = ..."
+            expected, known = "must be what the policy is called", f"POLICIES[{policy!r}]"
+            fix = f"{known} = dataclasses.replace({known}, name={policy!r})"
             yield rule_line("spec.policy", expected, f"{policy} for {own}", fix)
     if engine.block_size < 16 or engine.block_size & (engine.block_size - 1):
         key, fix = "engine.block_size", max(1 << engine.block_size.bit_length(), 16)

@@ -257,7 +257,7 @@ class SlotState:
 
         Those lie behind the text, also that of a prompt of which only a chunk was read.
         """
-        self.draft_token_ids[slots, torch.zeros_like(slots) + draft_step] = token_ids
+        self.draft_token_ids[slots, _column(draft_step, slots)] = token_ids
         self.write_text(
             slots, positions=positions[:, None], token_ids=token_ids[:, None], keep=None
         )
@@ -267,13 +267,19 @@ class SlotState:
         assert self.draft_probs is not None, (
             "draft distributions are kept only when drafts are sampled"
         )
-        # A tensor without dims as the index is read on the host: it ends a graph and a capture.
-        steps = torch.zeros_like(slots) + draft_step
-        self.draft_probs[slots, steps] = probs
+        self.draft_probs[slots, _column(draft_step, slots)] = probs
 
     def read_draft_probs(self, slots: Tensor, *, num_drafts: int) -> Tensor | None:
         """Distributions `[R, n, V]` of the first n current drafts; None when drafts are one-hot."""
         return None if self.draft_probs is None else self.draft_probs[slots, :num_drafts]
+
+
+def _column(draft_step: int | Tensor, slots: Tensor) -> Tensor:
+    """A number for each of `slots` `[R]`: an index without dims is read on the host.
+
+    That would end a graph and a capture.
+    """
+    return torch.zeros_like(slots) + draft_step
 
 
 def to_device(values: list, *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -12,11 +12,12 @@ Source: reduced draft vocabularies FR-Spec (arXiv:2502.14856), FastMTP (arXiv:25
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mtp_research.heads.publish import RANKING_FILE
 from mtp_research.heads.stack import MTPHeads
@@ -38,9 +39,13 @@ class DraftVocabulary:
     weights: tuple[Tensor, ...]
     vocab_size: int  # V
 
-    def weight(self, module_idx: int) -> Tensor:
-        """The rows `[V', D]`, or this rank's, that score what a module puts out."""
-        return self.weights[module_idx % len(self.weights)]
+    def of_module(self, module_idx: int) -> "DraftVocabulary":
+        """The same with the weight of one module alone."""
+        return replace(self, weights=(self.weights[module_idx % len(self.weights)],))
+
+    def logits(self, post_norm: Tensor) -> Tensor:
+        """Draft logits `[R, V']`, or this rank's, of outputs `[R, D]` of the first module."""
+        return functional.linear(post_norm, self.weights[0])
 
     def spread(self, logits: Tensor) -> Tensor:
         """Logits `[R, V]` of logits `[R, V']`; -inf for tokens that are never drafted."""

@@ -279,7 +279,7 @@ class MTPHeads(nn.Module):
         context: AttentionContext,
         axis_positions: Tensor | None = None,
     ) -> ModuleOutput:
-        """`run_module` of one of these modules, for code that serves them all."""
+        """`run_module` by the module itself: code that is given one serves the others, too."""
         embeds = self.target.embed_tokens(token_ids)
         if self.spec.zero_position_0:
             embeds = torch.where((position_ids == 0)[..., None], torch.zeros_like(embeds), embeds)

@@ -85,7 +85,7 @@ class RowLayout(NamedTuple):
 class PassPlan(NamedTuple):
     """Rows of one draft pass, packed request by request in rising position."""
 
-    draft_step: int  # m
+    draft_step: int  # m, of code for several passes the first of them; so for the next two
     module_idx: int  # module to run
     kv_layer: int  # draft KV layer to write and read, 0-based
     layout: RowLayout  # of the rows
@@ -295,9 +295,9 @@ class DraftPlan:
         return self._num_static_base
 
     def like(self, draft_step: int) -> int:
-        """The first pass of a round that differs from pass `draft_step` in its number alone.
+        """The first pass of a round that differs from pass `draft_step` in number and module alone.
 
-        Both run a module over rows that are laid out in the same way, with hidden vectors from the
+        Both run over rows that are laid out in the same way, with hidden vectors from the
         same places; what follows from the number is added to indices.
         """
         forms = [self._form(step) for step in range(draft_step + 1)]

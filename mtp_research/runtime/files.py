@@ -61,7 +61,7 @@ def is_full_disk(fault: Exception) -> bool:
 def run_lock(root: Path) -> Iterator[None]:
     """Hold the run folder, created if it is missing, so that one run at a time writes there.
 
-    One that was created and stayed empty, since the run was refused, is removed.
+    Folders that were created and stay empty, as those of a refused run, are removed.
 
     Raises:
         ConfigError: another process holds it.
@@ -70,8 +70,9 @@ def run_lock(root: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     lock = FileLock(root / LOCK_FILE, blocking=False)
-    is_new = not root.exists()
+    new = []
     try:
+        new = [folder for folder in (root, *root.parents) if not folder.exists()]
         root.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout as fault:
@@ -92,9 +93,10 @@ def run_lock(root: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):
             owner.unlink(missing_ok=True)
-            if is_new and list(root.iterdir()) == [root / LOCK_FILE]:
+            if new and list(root.iterdir()) == [root / LOCK_FILE]:
                 (root / LOCK_FILE).unlink()
-                root.rmdir()
+                for folder in new:
+                    folder.rmdir()
         lock.release()
 
 

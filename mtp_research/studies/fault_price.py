@@ -74,7 +74,6 @@ CLEAN_FORM: dict[str, HiddenPolicy] = {
     "window": POLICIES["eagle"],
     "target_roll": RERUN_ROLL,
 }
-_UNCLEAN = [name for name, policy in POLICIES.items() if not policy.clean]
 # What a study reads: these sections but for some keys, and these keys. All else keeps its default.
 _READ_SECTIONS = ("model", "engine", "prompts", "logger", "seed", "output_dir", "task")
 _NOT_READ = ("model.tp_plan", "prompts.score", "prompts.run_code")
@@ -279,7 +278,7 @@ def check_asked(config: EvalConfig, pairs: Sequence[tuple[str | None, int]]) -> 
     if all(POLICIES[policy].clean for policy in config.spec.policy):
         raise ConfigError(
             f"spec.policy must name an unclean policy, got {config.spec.policy}; "
-            f"set spec.policy=[{','.join(_UNCLEAN)}]."
+            f"set spec.policy=[{','.join(CLEAN_FORM)}]."
         )
     if config.sampling.temperature > 0:
         raise ConfigError(

@@ -58,7 +58,7 @@ from mtp_research.heads.record import conventions_phrase, read_head_record
 from mtp_research.policy.audit import Verdict
 from mtp_research.policy.fields import POLICIES
 from mtp_research.policy.plan import DraftPlan
-from mtp_research.runtime.errors import ConfigError, IntegrityError
+from mtp_research.runtime.errors import ConfigError, IntegrityError, escaped
 from mtp_research.runtime.provenance import write_error
 from mtp_research.studies import study_tables
 
@@ -216,7 +216,8 @@ def _policy_differences(ours: Report, theirs: Report) -> list[str]:
     """Policies of one name and other fields; files of before 0.2.0 do not hold the fields."""
     mine, other = (mapping(mapping(one.run, "inputs"), "policies") for one in (ours, theirs))
     return [
-        f"policy {printable(name)} is not the same in both: {mine[name]} and {other[name]}"
+        f"policy {printable(name)} is not the same in both: "
+        f"{escaped(str(mine[name]))} and {escaped(str(other[name]))}"
         for name in sorted(mine.keys() & other.keys())
         if mine[name] != other[name]
     ]

@@ -88,6 +88,9 @@ def test_policy_of_ones_own_is_evaluated_beside_the_others(
     monkeypatch.setitem(mtp_research.POLICIES, "mine", known)
     with pytest.raises(ConfigError, match="what the policy is called, got mine for target_roll"):
         evaluate()
+    settings["spec.policy"] = [["mine"]]  # which no table can look up
+    with pytest.raises(ConfigError, match=r"each .* \| mine \| .*, got \['mine'\]"):
+        evaluate()
 
 
 def composed(schema, **arguments):

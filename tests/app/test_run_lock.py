@@ -8,7 +8,7 @@ import pytest
 
 from mtp_research.app.cli import run_entry
 from mtp_research.config.schema import TrainConfig
-from mtp_research.runtime.errors import ConfigError
+from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 from mtp_research.runtime.files import run_lock
 
 
@@ -51,13 +51,21 @@ def test_second_run_in_a_folder_exits_2_and_leaves_the_first_s_files(
 
 
 def test_new_folder_of_a_refused_run_is_gone_and_no_other(tmp_path: Path) -> None:
-    new, used, old = (tmp_path / name for name in ("new", "used", "old"))
+    new, used, old = (tmp_path / name for name in ("above/new", "used", "old"))
     old.mkdir()
     for root in (new, used, old):
         with suppress(ConfigError), run_lock(root):
             if root == used:
                 (root / "error.txt").touch()
             raise ConfigError("refused")
-    assert not new.exists()
+    assert not new.parent.exists()
     assert {path.name for path in used.iterdir()} == {".lock", "error.txt"}
     assert old.is_dir()
+
+
+def test_name_that_no_folder_can_have_is_a_fault_of_the_machine(tmp_path: Path) -> None:
+    with (
+        pytest.raises(EnvironmentFault, match="must be a writable folder"),
+        run_lock(tmp_path / ("long" * 100)),
+    ):
+        pass

@@ -80,7 +80,7 @@ def test_restricted_drafts_are_the_best_of_the_chosen_tokens(heads: MTPHeads) ->
     whole = heads.logits(hidden)
     masked = torch.full_like(whole, -torch.inf)
     masked[:, SOME] = whole[:, SOME]
-    logits = hidden @ vocabulary.weight(1).T
+    logits = vocabulary.of_module(1).logits(hidden)
     assert torch.allclose(vocabulary.spread(logits), masked, atol=1e-6)
     assert torch.equal(vocabulary.token_ids[logits.argmax(-1)], masked.argmax(-1))
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mtp_research.decode.draft.draft_length import NOT_DRAFTED, DraftLength, FixedLength
 from mtp_research.decode.sampling.processors import process_logits
@@ -164,7 +163,7 @@ class _Pass(NamedTuple):
     like: int  # its rows are those of this pass, but for its number; see `DraftPlan.like`
     numbers: PassNumbers
     module: MTPModule
-    draft_weight: Tensor | None  # `[V', D]` of its draft vocabulary
+    vocabulary: "DraftVocabulary | None"  # of the module
     makes_draft: bool
     pool: _OwnPages
     base_rows: BaseRows | None  # see `DraftPlan.pass_plan`, as for the layout
@@ -215,7 +214,7 @@ class MTPDrafter:
                 draft_step,
                 PassNumbers(draft_step, num_drafts),
                 self._module(draft_step),
-                self._draft_weight(draft_step),
+                self._vocabulary(draft_step),
                 makes_draft=makes_draft,
                 pool=_OwnPages(cache.pages(kv_layer), cache.runs_regions),
                 base_rows=base_rows,
@@ -307,7 +306,7 @@ class MTPDrafter:
                     draft_step=number,
                     slot_state=slot_state,
                     sampling=self.draft_sampling,
-                    vocabulary=self.vocabulary,
+                    vocabulary=which.vocabulary,
                     parts=self.heads.target.parts,
                 )
                 is_made = is_open & self._keeps(logits)
@@ -333,10 +332,10 @@ class MTPDrafter:
     def _module(self, draft_step: int) -> MTPModule:
         return cast(MTPModule, self.heads.mtp_modules[self.plan.module_idx(draft_step)])
 
-    def _draft_weight(self, draft_step: int) -> Tensor | None:
+    def _vocabulary(self, draft_step: int) -> "DraftVocabulary | None":
         if self.vocabulary is None:
             return None
-        return self.vocabulary.weight(self.plan.module_idx(draft_step))
+        return self.vocabulary.of_module(self.plan.module_idx(draft_step))
 
     def _run_module(
         self,
@@ -412,9 +411,9 @@ class MTPDrafter:
 
     def _logits(self, post_norm: Tensor, which: _Pass) -> Tensor:
         """Draft logits of module outputs `[R, D]`: this rank's of V, or of V' of the vocabulary."""
-        if which.draft_weight is None:
+        if which.vocabulary is None:
             return self.heads.own_logits(post_norm, module=which.module)
-        return functional.linear(post_norm, which.draft_weight)
+        return which.vocabulary.logits(post_norm)
 
 
 def _gather_hidden(

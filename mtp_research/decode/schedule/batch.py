@@ -125,7 +125,7 @@ class StepInputs:
     ) -> "StepInputs":
         """Inputs of a step, made on the device.
 
-        No request verifies more than `num_drafts`, or K: None, so that code serves every K.
+        `num_drafts` bounds what a request verifies; None: K, in code that serves every K.
         """
         slots, layout, first_row, prefilling, ends_at_newest_token, ends_recompute = rows
         num_tokens = slot_state.num_tokens[slots]

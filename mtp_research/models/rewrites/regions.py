@@ -142,7 +142,6 @@ def compile_layers_once(
                 continue
             module.__class__ = _regional(type(module), _last_branch(module, test))
         layer = cast(LayerRegion, module)
-        # A region that stays keeps its number, by which steps that are compiled already name it.
         if layer.region is None or layer.region.options != options:
             layer.region = _Region(layer, options)
         count += 1
@@ -337,7 +336,7 @@ class _Region:
         return tensors, [*others, *(number for span in spans for number in span)]
 
 
-# By number, as compiled steps name them, for as long as their layers live.
+# By the number that calls hand over, for as long as their layers live.
 _regions: weakref.WeakValueDictionary[int, _Region] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 

@@ -75,7 +75,6 @@ def compile_row_modules(target: Target, model: nn.Module, *, options: CompileOpt
         if not isinstance(module, RowModule):
             module.__class__ = _regional(plain)
         row_module = cast(RowModule, module)
-        # One that stays keeps its number, by which steps that are compiled already name it.
         if row_module.region is None or row_module.region.options != options:
             row_module.region = _RowRegion(row_module, options, rows)
 
