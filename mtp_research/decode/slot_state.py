@@ -274,12 +274,12 @@ class SlotState:
         return None if self.draft_probs is None else self.draft_probs[slots, :num_drafts]
 
 
-def _column(draft_step: int | Tensor, slots: Tensor) -> Tensor:
-    """A number for each of `slots` `[R]`: an index without dims is read on the host.
+def _column(draft_step: int | Tensor, slots: Tensor) -> int | Tensor:
+    """An index beside that of `slots` `[R]`.
 
-    That would end a graph and a capture.
+    A tensor without dims would be read on the host, which ends a graph and a capture.
     """
-    return torch.zeros_like(slots) + draft_step
+    return draft_step if isinstance(draft_step, int) else torch.zeros_like(slots) + draft_step
 
 
 def to_device(values: list, *, dtype: torch.dtype, device: torch.device) -> Tensor:
