@@ -85,7 +85,8 @@ class RowLayout(NamedTuple):
 class PassPlan(NamedTuple):
     """Rows of one draft pass, packed request by request in rising position."""
 
-    draft_step: int  # m, of code for several passes the first of them; so for the next two
+    # Code that serves several passes has these three of the first of them.
+    draft_step: int  # m
     module_idx: int  # module to run
     kv_layer: int  # draft KV layer to write and read, 0-based
     layout: RowLayout  # of the rows
