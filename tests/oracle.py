@@ -61,7 +61,7 @@ def _run(
         axis_positions = axis_positions[:, None, : len(tokens)]
     with torch.no_grad():
         return heads.run_module(
-            module,
+            heads.mtp_modules[module],
             token_ids=torch.tensor([tokens]),
             prev_hidden_states=hidden[None],
             position_ids=positions,

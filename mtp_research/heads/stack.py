@@ -241,7 +241,7 @@ class MTPHeads(nn.Module):
 
     def run_module(
         self,
-        module_idx: int,
+        module: nn.Module,
         *,
         token_ids: Tensor,
         prev_hidden_states: Tensor,
@@ -252,34 +252,13 @@ class MTPHeads(nn.Module):
         """Run one module over rows.
 
         Args:
-            module_idx: 0..N-1.
+            module: of `mtp_modules`; compiled code that is given one serves the others, too.
             token_ids: `[B, T]` int64, the token each row consumes.
             prev_hidden_states: `[B, T, D]`.
             position_ids: `[B, T]` int64, position of the row's hidden state.
             context: what the rows attend to.
             axis_positions: `[axes, B, T]` int64, the rotary positions where they differ by axis.
         """
-        module = cast(MTPModule, self.mtp_modules[module_idx])
-        return self.run(
-            module,
-            token_ids=token_ids,
-            prev_hidden_states=prev_hidden_states,
-            position_ids=position_ids,
-            context=context,
-            axis_positions=axis_positions,
-        )
-
-    def run(
-        self,
-        module: MTPModule,
-        *,
-        token_ids: Tensor,
-        prev_hidden_states: Tensor,
-        position_ids: Tensor,
-        context: AttentionContext,
-        axis_positions: Tensor | None = None,
-    ) -> ModuleOutput:
-        """`run_module` by the module itself: code that is given one serves the others, too."""
         embeds = self.target.embed_tokens(token_ids)
         if self.spec.zero_position_0:
             embeds = torch.where((position_ids == 0)[..., None], torch.zeros_like(embeds), embeds)

@@ -260,7 +260,7 @@ def stale_walk(
             offset = plan.token_offset(policy, step)
             module_idx = plan.module_index(schedule, step, heads.spec.num_mtp_modules)
             output = heads.run_module(
-                module_idx,
+                heads.mtp_modules[module_idx],
                 token_ids=torch.tensor([known[first + offset :]], device=device),
                 prev_hidden_states=hidden[:, first : frontier + 1],
                 position_ids=positions[:, first : frontier + 1],

@@ -152,7 +152,7 @@ def _unroll_streams(
     outputs, sources = [], [inputs.hidden]
     for draft_step, module_idx in enumerate(modules):
         output = heads.run_module(
-            module_idx,
+            heads.mtp_modules[module_idx],
             token_ids=_consumed(inputs, offset=token_offset(policy, draft_step)),
             prev_hidden_states=draw_sources(sources) if is_drawn else sources[-1],
             position_ids=inputs.position_ids,
@@ -195,7 +195,7 @@ def _unroll_draft_rows(
         if module_idx not in module_rows:
             module_rows[module_idx] = ModuleRows(inputs.document_index, inputs.cu_seqlens)
             output = heads.run_module(
-                module_idx,
+                heads.mtp_modules[module_idx],
                 token_ids=_consumed(inputs, offset=token_offset(policy, draft_step)),
                 prev_hidden_states=inputs.hidden,
                 position_ids=inputs.position_ids,
@@ -205,7 +205,7 @@ def _unroll_draft_rows(
         for step in range(rows.num_draft_rows + 1, draft_step + 1):
             rows.begin_draft_row()
             output = heads.run_module(
-                module_idx,
+                heads.mtp_modules[module_idx],
                 token_ids=_consumed(inputs, offset=step + 1),
                 prev_hidden_states=recycled[step - 1],
                 position_ids=inputs.position_ids + step,

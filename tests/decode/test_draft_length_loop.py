@@ -200,13 +200,13 @@ def test_shorter_rounds_verify_and_draft_fewer_rows(
     heads = tiny.tiny_heads(target, num_mtp_modules=num_modules)
     sampling = SamplingParams(max_new_tokens=24)
     module_rows: list[int] = []
-    run_module = heads.run
+    run_module = heads.run_module
 
     def counted(*args, token_ids: torch.Tensor, **kwargs):
         module_rows.append(token_ids.numel())
         return run_module(*args, token_ids=token_ids, **kwargs)
 
-    monkeypatch.setattr(heads, "run", counted)
+    monkeypatch.setattr(heads, "run_module", counted)
     found = {}
     for num_drafts in (3, 1):
         module_rows.clear()

@@ -121,7 +121,7 @@ def test_module_equals_a_reference_on_released_tensors(target: Target, tmp_path:
         weight = target.model.base_model.norm.weight if last_norm is None else last_norm
         expected = norm(block, weight)
         output = heads.run_module(
-            0,
+            heads.mtp_modules[0],
             token_ids=token_ids,
             prev_hidden_states=hidden,
             position_ids=positions,

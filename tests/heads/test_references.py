@@ -132,7 +132,7 @@ def passed_by_project(both: Both, module: int) -> Passed:
     """Module `module` over the whole sequence."""
     with torch.no_grad():
         output = both.heads.run_module(
-            module,
+            both.heads.mtp_modules[module],
             token_ids=both.token_ids,
             prev_hidden_states=both.hidden,
             position_ids=torch.arange(NUM_ROWS)[None],

@@ -21,7 +21,7 @@ def run_first_module(heads: MTPHeads, *, first_position: int = 0) -> torch.Tenso
     hidden = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         return heads.run_module(
-            0,
+            heads.mtp_modules[0],
             token_ids=token_ids,
             prev_hidden_states=hidden,
             position_ids=torch.arange(4)[None] + first_position,

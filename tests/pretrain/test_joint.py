@@ -151,7 +151,7 @@ def test_joint_loss_is_the_sum_of_hand_made_terms() -> None:
         consumed = torch.zeros_like(inputs)
         consumed[:, : 8 - depth] = inputs[:, depth:]
         output = heads.run_module(
-            depth - 1,
+            heads.mtp_modules[depth - 1],
             token_ids=consumed,
             prev_hidden_states=terms[-1],
             position_ids=position_ids,

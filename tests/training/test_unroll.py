@@ -35,7 +35,7 @@ class ExplicitKeys:
 
 def run_row(heads, module_idx, *, token, hidden, position, keys):
     return heads.run_module(
-        module_idx,
+        heads.mtp_modules[module_idx],
         token_ids=torch.tensor([[token]]),
         prev_hidden_states=hidden[None, None],
         position_ids=torch.tensor([[position]]),

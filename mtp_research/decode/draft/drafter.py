@@ -368,7 +368,7 @@ class MTPDrafter:
             has_one_layer=True,
             backend=self.backend,
         )
-        return self.heads.run(
+        return self.heads.run_module(
             which.module,
             token_ids=token_ids[None],
             prev_hidden_states=hidden[None],
