@@ -120,7 +120,7 @@ def planned(name: str, args: argparse.Namespace) -> dict[str, float]:
     spread = {"parallel": case.parallel, "shard_target": case.hidden == "live"}
     config = TrainConfig(
         model=model,
-        data=DataConfig("", "", seq_len=args.seq_len),
+        data=DataConfig("", seq_len=args.seq_len),
         head=HeadConfig(num_mtp_modules=case.num_mtp_modules),
         trainer=TrainerConfig(batch_size=case.batch_size, **spread),
     )

@@ -358,7 +358,7 @@ def run_config(shape: Shape, trainer: TrainerConfig, *, device: str) -> TrainCon
     noise = 0.0 if is_large else HeadConfig.init_noise
     return TrainConfig(
         model=ModelConfig(shape.model, "", "", device=device),
-        data=DataConfig("bench", shape.documents or "", seq_len=shape.seq_len, eval_documents=1),
+        data=DataConfig(shape.documents or "", seq_len=shape.seq_len, eval_documents=1),
         head=HeadConfig(num_mtp_modules=shape.num_mtp_modules, init_noise=noise),
         trainer=trainer,
     )

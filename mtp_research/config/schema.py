@@ -229,7 +229,6 @@ class EngineConfig:
 class PromptsConfig:
     """What is decoded."""
 
-    name: str = "lab"  # in reports
     # question.jsonl or a folder of them; None: shipped prompts and standard-library code.
     path: str | None = None
     domains: list[str] = field(default_factory=list)  # categories that are kept; empty: all

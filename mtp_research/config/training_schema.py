@@ -47,7 +47,6 @@ class PretrainConfig:
 class DataConfig:
     """Documents that heads are trained on."""
 
-    name: str  # in records
     path: str  # file, folder, or data set NAME[:CONFIG][@SPLIT] on the hub; see docs/data.md
     # regenerated: the target's own answers, which heads should be trained on.
     kind: str = one_of("regenerated", "original", "regenerated")

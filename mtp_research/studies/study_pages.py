@@ -284,7 +284,7 @@ def _matrix_facts(matrix: SeedMatrix) -> dict[str, str]:
         "new tokens": f"at most {most} a prompt" if most else "",
         "sampling": "greedy",
         "training": page.pairs_text(trainer, ("max_steps", "batch_size", "learning_rate")),
-        "training data": " ".join(str(data.get(key) or "") for key in ("name", "path")),
+        "training data": str(data.get("path") or ""),
         "dtype": f"decoded in {matrix.settings.get('dtype')}, trained in {model.get('dtype')}",
         "seeds": _listed(matrix.done_seeds),
         "lossless": study_tables.matrix_verdict(matrix),

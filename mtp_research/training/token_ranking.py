@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         target = load_target(args.target, device="cpu")
-        data = DataConfig(name="ranking", path=args.data, eval_documents=args.eval_documents)
+        data = DataConfig(args.data, eval_documents=args.eval_documents)
         vocab_size = target.config.vocab_size
         documents = load_head_documents(
             data,

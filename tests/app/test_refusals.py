@@ -152,7 +152,7 @@ def test_message_says_what_to_type(
 def test_training_is_described_when_its_folder_is_known_to_take_it(
     task: str, module: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = DataConfig("answers", "answers.jsonl")
+    data = DataConfig("answers.jsonl")
     config = TrainConfig(model=ModelConfig("tiny", "qwen3", "target"), data=data)
     write_run_folder(tmp_path, dataclasses.replace(config, task="before"))
     config.task = task

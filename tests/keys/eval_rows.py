@@ -215,7 +215,6 @@ ENGINE = [
     _price("engine.audit", False, "fault", shows=fault("engine.audit must be true")),
 ]
 PROMPTS = [
-    _row("prompts.name", "mine", "config", "texts", reason="a name in records"),
     _row("prompts.path", "other prompts", "prompts texts"),
     _row("prompts.domains", ["code"], "prompts texts"),
     _row("prompts.max_prompts", 2, "prompts texts"),

@@ -80,7 +80,6 @@ PRETRAIN = [
     ),
 ]
 DATA = [
-    _heads("data.name", "mine", "config", "weights", reason="a name in records"),
     _heads("data.path", "other documents", "rows weights", "start"),
     _heads("data.kind", "original", "warnings data_kind", "weights"),
     _heads("data.seq_len", 40, "rows weights", "start"),

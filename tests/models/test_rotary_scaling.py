@@ -110,7 +110,7 @@ def test_texts_beyond_the_fixed_frequencies_are_refused(kind, limit):
 
 def test_training_rows_beyond_the_fixed_frequencies_are_refused():
     document = EncodedDocument("one", "code", tuple(range(3, 23)), (False,) * 5 + (True,) * 15)
-    data = DataConfig("made up", "", seq_len=49, eval_documents=1)
+    data = DataConfig("", seq_len=49, eval_documents=1)
     config = TrainConfig(model=ModelConfig("tiny", "qwen3", "", device="cpu"), data=data)
     documents = HeadDocuments([document], [document], num_short=0, data_sha256="none")
     fixed = {"documents": documents, "num_depths": 3}

@@ -105,7 +105,7 @@ def test_modules_of_the_release_draft_and_are_tuned_further(released: Path, tmp_
     (tmp_path / "answers.jsonl").write_text("\n".join(lines) + "\n")
     config = TrainConfig(
         model=ModelConfig("joint", "glm4_moe", str(released), device="cpu"),
-        data=DataConfig("a", str(tmp_path / "answers.jsonl"), "original", 64, eval_documents=4),
+        data=DataConfig(str(tmp_path / "answers.jsonl"), "original", 64, eval_documents=4),
         head=HeadConfig(num_mtp_modules=1),
         trainer=TrainerConfig(max_steps=6, batch_size=4, learning_rate=1e-3),
     )
@@ -226,6 +226,6 @@ def test_names_that_hold_one_module_refuse_two_before_training(
 )
 def test_settings_that_mean_nothing_are_refused(changes: dict, message: str) -> None:
     model = make_config(Path(), **changes)
-    config = TrainConfig(model=model, data=DataConfig("a", "b"), task="target")
+    config = TrainConfig(model=model, data=DataConfig("b"), task="target")
     with pytest.raises(ConfigError, match=message):
         validate(config)

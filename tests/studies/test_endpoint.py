@@ -152,7 +152,7 @@ def test_token_ids_of_the_server_are_kept_and_read_as_training_text(
         "num_prompt_tokens": len(prompt),
     }
     assert (tmp_path / "out.jsonl.xz").is_file()
-    documents = read_head_documents(DataConfig(name="answers", path=str(tmp_path / "out.jsonl")))
+    documents = read_head_documents(DataConfig(str(tmp_path / "out.jsonl")))
     assert [document.doc_id for document in documents] == list(found)
     seeds = sorted(body["seed"] for body in server.asked if isinstance(body["prompt"], list))
     assert seeds == [0, 1, 2, 3, 4]

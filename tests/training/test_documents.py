@@ -41,7 +41,7 @@ def numbered(turns: list[dict], index: int) -> list[dict]:
 
 
 def load(path, *, eval_documents=3, max_documents=None, model_path="", vocab_size=128):
-    data = DataConfig("test", str(path), eval_documents=eval_documents, max_documents=max_documents)
+    data = DataConfig(str(path), eval_documents=eval_documents, max_documents=max_documents)
     found = read_head_documents(data)
     return load_head_documents(
         data, found, model_path=str(model_path), vocab_size=vocab_size, num_depths=3
@@ -149,10 +149,10 @@ def test_words_are_not_taken_for_the_targets_own_text(tmp_path, caplog):
     own, other = tmp_path / "own.jsonl", tmp_path / "other.jsonl"
     write(own, [trajectory(0), trajectory(1)])
     write(other, [words, words])
-    data = DataConfig(name="x", path=str(own))
+    data = DataConfig(str(own))
     mark_words(data, read_head_documents(data))
     assert (data.kind, caplog.text) == ("regenerated", "")
-    data = DataConfig(name="x", path=str(other))
+    data = DataConfig(str(other))
     mark_words(data, read_head_documents(data))
     assert data.kind == "original"
     assert f"--source {other} --output FILE lets the target answer" in caplog.text
@@ -224,7 +224,7 @@ def test_token_ids_of_another_tokenizer_are_refused(tmp_path) -> None:
     data.write_text("\n".join(json.dumps(trajectory(index)) for index in range(4)))
     shipped = LAB_TARGET.parent / "regenerated.jsonl.settings.json"
     settings = json.loads(shipped.read_text())
-    config = DataConfig(name="x", path=str(data), eval_documents=1)
+    config = DataConfig(str(data), eval_documents=1)
 
     def load() -> None:
         load_head_documents(

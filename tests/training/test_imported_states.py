@@ -43,7 +43,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     assert _size(texts[-1]) > SEQ_LEN > 2 * _size(texts[0]), "some are cut, some share a row"
     return TrainConfig(
         model=ModelConfig("lab_tiny", "glm4_moe", str(LAB_TINY / "target"), device="cpu"),
-        data=DataConfig("answers", str(path), seq_len=SEQ_LEN, eval_documents=4),
+        data=DataConfig(str(path), seq_len=SEQ_LEN, eval_documents=4),
         trainer=TrainerConfig(max_steps=2, batch_size=4, eval_every=100, save_every=100),
     )
 

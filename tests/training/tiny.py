@@ -77,7 +77,7 @@ def save_lab(folder: Path, *, recipe: str = "qwen3", num_documents: int = 60) ->
     return TrainConfig(
         model=ModelConfig("tiny", recipe, str(folder / "target"), device="cpu"),
         data=DataConfig(
-            "answers", str(folder / "answers.jsonl"), seq_len=64, eval_documents=num_documents // 4
+            str(folder / "answers.jsonl"), seq_len=64, eval_documents=num_documents // 4
         ),
         trainer=TrainerConfig(max_steps=6, batch_size=4, eval_every=100, save_every=100),
     )
