@@ -326,6 +326,10 @@ def _decide(
     step: DeviceStep, inputs: StepInputs, target: TargetRows, params: SamplingTensors
 ) -> tuple[Verified, StepState]:
     inputs.require_requests(inputs.draft_token_ids, params.seed)
+    if torch.compiler.is_compiling():
+        # Compiled anew for each K: torch 2.11 takes R (K + 1) and R K + R for two sizes, and fails
+        # where the best of many tokens is found in two steps.
+        torch._dynamo.mark_static(inputs.draft_token_ids, 1)
     verified = step.parts.verify(inputs, target, params)
     return verified, step.parts.advance(inputs, verified)
 

@@ -14,12 +14,14 @@ from torch._dynamo.backends.debugging import aot_eager
 from mtp_research.config.schema import EngineConfig
 from mtp_research.decode.decoder import SpecDecoder
 from mtp_research.decode.draft.draft_length import ExpectedGainLength
-from mtp_research.decode.graphs import mixed_graphs
+from mtp_research.decode.graphs import capture, mixed_graphs
 from mtp_research.decode.graphs.capture import CompiledParts
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.heads.weights import load_heads
 from mtp_research.models.rewrites import regions
+from mtp_research.models.rewrites.regions import mark_any_size
 from mtp_research.models.target import load_target
 from tests import tiny
 from tests.decode.test_captured_loop import LAB
@@ -80,20 +82,27 @@ def small():
 
 @pytest.mark.parametrize("all_of_them", [False, pytest.param(True, marks=pytest.mark.every_case)])
 def test_conditions_share_what_does_not_depend_on_them(
-    all_of_them: bool, compiled: Counter[str], small
+    all_of_them: bool, compiled: Counter[str], small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def mark(value: object) -> None:
+        if isinstance(value, StepInputs):  # torch marks what compiled code for any K makes
+            mark_any_size(value.draft_token_ids, dim=1)
+        mark_others(value)
+
+    mark_others = capture._mark
+    monkeypatch.setattr(capture, "_mark", mark)
     of_rows = {"_make_inputs": 1, "_decide": 1}  # none verified a request, one, or more
     of_round = of_rows | {"_end_round": 1}
     expected = {
         (0, "eagle"): of_rows | {"_run_layers": 1, "_read_logits": 1},
         (3, "eagle"): of_round | {"_run_pass": 2},
         (3, "training"): {"_run_pass": 2},
-        (5, "eagle"): {},
+        (5, "eagle"): {"_decide": 1},  # one for each K
         (5, "training"): {},
     }
     if all_of_them:
         # Each pass may read one output more.
-        expected[4, "window"] = {"_run_pass": 4}
+        expected[4, "window"] = {"_decide": 1, "_run_pass": 4}
         expected[1, "eagle"] = of_round | {"_run_pass": 1}
     for (num_drafts, policy), counts in expected.items():
         assert _prepared(compiled, small, num_drafts, policy) == counts, (num_drafts, policy)

@@ -266,6 +266,23 @@ def test_compiled_steps_truncate_as_the_plain_loop_does(
 
 
 @needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_compiled_steps_of_a_large_vocabulary_decode_what_the_plain_loop_decodes(
+    temperature: float,
+) -> None:
+    target = tiny.tiny_target("qwen3", dtype=torch.float32, vocab_size=49_152)
+    heads = _heads(target, num_mtp_modules=1)
+    sampling = [
+        SamplingParams(max_new_tokens=12, temperature=temperature, seed=seed) for seed in range(4)
+    ]
+    texts = []
+    for changes in ({}, {"cuda_graphs": True, "compile": True, "capture_mixed": True}):
+        decoder = SpecDecoder(target, heads, spec=SpecSettings(), engine=_engine(**changes))
+        texts.append(texts_of(run(decoder, PROMPTS, sampling=sampling)))
+    assert texts[0] == texts[1]
+
+
+@needs_gpu
 @pytest.mark.parametrize("policy", ["training", "eagle", "window"])
 def test_captured_steps_with_prompt_rows_decode_what_the_plain_loop_decodes(
     target, policy: str

@@ -368,13 +368,11 @@ def _call(part: Callable, longest: int, *args: object, **kwargs: object) -> obje
 
 
 def _mark(value: object) -> None:
-    """Any number of rows and requests in tuples, lists and a step's own classes, and any K."""
+    """Any number of rows and requests in tuples, lists and a step's own classes."""
     if isinstance(value, Tensor):
         if value.dim() > 0:
             mark_any_size(value, dim=0)
     elif isinstance(value, StepInputs | VerifiedStep):
-        if isinstance(value, StepInputs):
-            mark_any_size(value.draft_token_ids, dim=1)
         _mark(tuple(vars(value).values()))
     elif isinstance(value, tuple | list):
         for one in value:
