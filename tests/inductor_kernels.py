@@ -15,7 +15,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
 
 _GPU = torch.device("cuda", 0)
 _PROPERTIES = SimpleNamespace(
@@ -128,25 +130,14 @@ def _described_gpu() -> Iterator[None]:
 
 def _to_gpu(graph: fx.GraphModule, inputs: tuple[object, ...]) -> list[object]:
     """Move a traced graph, in place, and return its inputs on the GPU."""
-    from torch._guards import detect_fake_mode
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    def moved(argument: object) -> object:
-        return _GPU if isinstance(argument, torch.device) else argument
+    def moved(value: object) -> object:
+        if isinstance(value, FakeTensor):
+            value.fake_device = _GPU
+        return _GPU if isinstance(value, torch.device) else value
 
     for node in graph.graph.nodes:
         node.args = fx.node.map_aggregate(node.args, moved)
         node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
-        if node.op != "output":
-            node.meta.pop("val", None)
-    mode = detect_fake_mode(inputs)
-    assert mode is not None
-    with mode:
-        on_gpu = [
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_GPU)
-            if isinstance(x, Tensor)
-            else x
-            for x in inputs
-        ]
-    FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*on_gpu)
-    return on_gpu
+        tree_map(moved, node.meta.get("val"))
+    return [moved(value) for value in inputs]

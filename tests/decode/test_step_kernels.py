@@ -1,19 +1,26 @@
 """Inductor's kernels for a step's verification and bookkeeping compile for sm_90, GPU or not."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+from sympy import Expr
 from torch import Tensor
+from torch._inductor import tiling_utils
+from torch._inductor.utils import sympy_product
 
+from mtp_research.decode import step as step_module
+from mtp_research.decode.graphs import capture
 from mtp_research.decode.sampling.sampling import SamplingTensors, batch_tensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.schedule.batch import StepInputs
 from mtp_research.decode.slot_state import KVCache, SlotState
 from mtp_research.decode.step import DeviceStep, StepResult
 from mtp_research.decode.verify.verify_rules import RULES
+from mtp_research.models.rewrites.regions import mark_any_size
 from mtp_research.models.target import Target, TargetHidden
 from mtp_research.policy.fields import POLICIES
 from mtp_research.policy.plan import DraftPlan
@@ -41,7 +48,7 @@ class _Rows:
         return torch.nn.functional.linear(hidden, self.weight)
 
 
-def _kernels(
+def _step(
     vocab_size: int,
     *,
     num_drafts: int,
@@ -49,8 +56,8 @@ def _kernels(
     sampling: SamplingParams = GREEDY,
     rule: str = "standard",
     keep_draft_probs: bool = False,
-) -> dict[str, str]:
-    """Kernels of a step without draft passes, between the target's layers and the drafter."""
+) -> tuple[DeviceStep, Callable[[Tensor, Tensor], StepInputs], SamplingTensors]:
+    """A step without drafter, what makes its inputs of slots and pages, and its sampling."""
     slot_state = SlotState(
         num_requests,
         max_model_len=2048,
@@ -70,18 +77,15 @@ def _kernels(
         rule=RULES[rule],
     )
 
-    def run(slots: Tensor, block_table: Tensor, params: SamplingTensors) -> StepResult:
-        inputs = StepInputs.decoding(
+    def inputs_of(slots: Tensor, block_table: Tensor) -> StepInputs:
+        return StepInputs.decoding(
             slots,
             block_table,
             slot_state=slot_state,
             block_size=BLOCK_SIZE,
             num_drafts=num_drafts,
         )
-        return step.run(inputs, params, draft_limit=num_drafts)
 
-    slots = torch.zeros(num_requests, dtype=torch.int64)
-    block_table = torch.zeros(num_requests, 2048 // BLOCK_SIZE + 1, dtype=torch.int32)
     params = batch_tensors(
         [sampling] * num_requests,
         num_prompt_tokens=[1] * num_requests,
@@ -89,7 +93,24 @@ def _kernels(
         vocab_size=vocab_size,
         device=CPU,
     )
-    return generated_kernels(run, slots, block_table, params)
+    return step, inputs_of, params
+
+
+def _requests(num_requests: int) -> tuple[Tensor, Tensor]:
+    """Slots and pages."""
+    pages = torch.zeros(num_requests, 2048 // BLOCK_SIZE + 1, dtype=torch.int32)
+    return torch.zeros(num_requests, dtype=torch.int64), pages
+
+
+def _kernels(vocab_size: int, **settings: Any) -> dict[str, str]:
+    """Kernels of a step without draft passes, between the target's layers and the drafter."""
+    step, inputs_of, params = _step(vocab_size, **settings)
+
+    def run(slots: Tensor, block_table: Tensor, params: SamplingTensors) -> StepResult:
+        inputs = inputs_of(slots, block_table)
+        return step.run(inputs, params, draft_limit=settings["num_drafts"])
+
+    return generated_kernels(run, *_requests(settings["num_requests"]), params)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +142,29 @@ def test_long_rows_of_logits_are_searched_by_many_programs(tmp_path: Path) -> No
     assert "r0_numel = 64\n" in second
     for name, source in kernels.items():
         assert compile_kernel(name, source, folder=tmp_path) >= 1
+
+
+def test_sizes_of_code_for_any_number_of_requests_are_spelled_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    splits_of, found = tiling_utils.get_pw_red_splits, list[tuple[Expr, Expr, Expr]]()
+
+    def watch(node: Any, num_rows: Expr, row_size: Expr, **options: Any) -> object:
+        if not node.is_reduction():
+            found.append((sympy_product(node._body.sizes[0]), num_rows, row_size))
+        return splits_of(node, num_rows, row_size, **options)
+
+    monkeypatch.setattr(tiling_utils, "get_pw_red_splits", watch)
+    step, inputs_of, params = _step(49_152, num_drafts=3, num_requests=2)
+    inputs = inputs_of(*_requests(2))
+    target = step.parts.target(inputs)
+    capture._mark((inputs, target, params))
+    mark_any_size(inputs.draft_token_ids, dim=1)  # torch marks what code for any K makes
+    generated_kernels(step_module._decide, step, inputs, target, params)
+    reduced = [one for one in found if one[2] != 1]
+    assert reduced
+    # Torch 2.11 fails where it is told of R (K + 1) and of R K + R.
+    assert all(size in (num_rows, num_rows * row_size) for size, num_rows, row_size in reduced)
 
 
 def test_kernels_of_a_sampled_step_compile(tmp_path: Path) -> None:
