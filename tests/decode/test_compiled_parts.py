@@ -5,7 +5,7 @@ ends of the compiler run, with their rules for what writes in place; no code is 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -23,8 +23,10 @@ from mtp_research.heads.weights import load_heads
 from mtp_research.models.rewrites import regions
 from mtp_research.models.rewrites.regions import mark_any_size
 from mtp_research.models.target import load_target
+from mtp_research.runtime.errors import EnvironmentFault
 from tests import tiny
 from tests.decode.test_captured_loop import LAB
+from tests.inductor_kernels import are_spelled_alike, kernels_of_graph, watch_sizes
 from tests.models.test_regions import count_compilations
 
 PROMPTS = ([5, 6, 7, 8, 9], [3, 4, 5], [9, 9, 8, 7, 6, 5, 4], [11, 12])
@@ -70,6 +72,18 @@ def _decode(decoder: SpecDecoder, sampling: SamplingParams | None = None):
     return [(one.output_token_ids, one.num_accepted_per_round) for one in records]
 
 
+def mark_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that compiled code for any K made are of any K for the next part, too."""
+
+    def mark(value: object) -> None:
+        if isinstance(value, StepInputs):
+            mark_any_size(value.draft_token_ids, dim=1)
+        mark_others(value)
+
+    mark_others = capture._mark
+    monkeypatch.setattr(capture, "_mark", mark)
+
+
 def _small():
     target = tiny.tiny_target("qwen3", dtype=torch.float32, num_hidden_layers=3)
     return target, tiny.tiny_heads(target, num_mtp_modules=1)
@@ -84,13 +98,7 @@ def small():
 def test_conditions_share_what_does_not_depend_on_them(
     all_of_them: bool, compiled: Counter[str], small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def mark(value: object) -> None:
-        if isinstance(value, StepInputs):  # torch marks what compiled code for any K makes
-            mark_any_size(value.draft_token_ids, dim=1)
-        mark_others(value)
-
-    mark_others = capture._mark
-    monkeypatch.setattr(capture, "_mark", mark)
+    mark_as_torch_does(monkeypatch)
     of_rows = {"_make_inputs": 1, "_decide": 1}  # none verified a request, one, or more
     of_round = of_rows | {"_end_round": 1}
     expected = {
@@ -106,6 +114,49 @@ def test_conditions_share_what_does_not_depend_on_them(
         expected[1, "eagle"] = of_round | {"_run_pass": 1}
     for (num_drafts, policy), counts in expected.items():
         assert _prepared(compiled, small, num_drafts, policy) == counts, (num_drafts, policy)
+
+
+def test_a_part_that_torch_cannot_compile_is_named_with_a_way_on(
+    monkeypatch: pytest.MonkeyPatch, small
+) -> None:
+    def fail(*_: object) -> Callable:
+        raise AssertionError("two sizes")
+
+    for _ in count_compilations(monkeypatch, fail):
+        decoder = _decoder(small, num_drafts=0, compiles=True)
+        with (
+            pytest.raises(EnvironmentFault, match=r"_make_inputs .*two sizes.*compile=false"),
+            torch.inference_mode(),
+        ):
+            decoder.graphs.prepare(SamplingParams(), draft_limits=[0])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("policy", "temperature"), [("training", 0.0), ("eagle", 0.8)])
+def test_all_parts_for_a_large_vocabulary_spell_sizes_alike(
+    policy: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        kernels_of_graph(graph, inputs)
+        return graph.forward
+
+    found = watch_sizes(monkeypatch)
+    target = tiny.tiny_target("qwen3", dtype=torch.float32, vocab_size=49_152)
+    models = target, tiny.tiny_heads(target, num_mtp_modules=1)
+    mark_as_torch_does(monkeypatch)
+    for _ in count_compilations(monkeypatch, generate):
+        decoder = _decoder(
+            models,
+            num_drafts=3,
+            policy=policy,
+            compiles=True,
+            mixed=True,
+            draft_sampling="sample" if temperature else "greedy",
+        )
+        with torch.inference_mode():
+            decoder.graphs.prepare(SamplingParams(temperature=temperature), draft_limits=[3])
+    assert found
+    assert are_spelled_alike(found)
 
 
 def _prepared(

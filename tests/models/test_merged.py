@@ -28,7 +28,7 @@ class _Attention(nn.Module):
         return torch.cat([part.sin() for part in parts], dim=-1)
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.every_case), True])
 @torch.inference_mode()
 def test_compiled_group_is_one_product_with_the_same_result(bias: bool) -> None:
     module = _Attention(bias=bias).requires_grad_(False)

@@ -156,6 +156,7 @@ def test_layers_of_two_kinds_are_compiled_twice(compiled: Counter[str]) -> None:
     assert compiled["_run"] == 4
 
 
+@pytest.mark.every_case
 def test_layers_that_keep_fp8_are_compiled_once_for_each_kind(
     compiled: Counter[str], tmp_path: Path
 ) -> None:

@@ -364,7 +364,15 @@ def _call(part: Callable, longest: int, *args: object, **kwargs: object) -> obje
         _pop_mode_temporarily() if is_inside else contextlib.nullcontext(),
         uneven_rows(longest),
     ):
-        return part(*args, **kwargs)
+        try:
+            return part(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as fault:
+            text = " ".join(str(fault).split("\n\n")[0].split())
+            raise EnvironmentFault(
+                f"torch {torch.__version__} must compile every part of a step, got "
+                f"{type(fault).__name__} in {part.__name__} ({text}); set engine.compile=false or "
+                "install another version of torch, and report it: --traceback prints all."
+            ) from fault
 
 
 def _mark(value: object) -> None:
