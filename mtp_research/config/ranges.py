@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 from types import NoneType
@@ -89,7 +89,7 @@ def meanings(schema: type, prefix: str = "") -> dict[str, str]:
 
 def legal_values(item: Field) -> str:
     """Describe what a key takes, for fault lines and for `--help`."""
-    may_grow = isinstance(item.metadata.get("choices"), dict)
+    may_grow = isinstance(item.metadata.get("choices"), Mapping)
     return (_legal_values.__wrapped__ if may_grow else _legal_values)(item)
 
 

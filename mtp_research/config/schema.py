@@ -8,6 +8,7 @@ alias is `spec.k`. The sections of `train.py` alone stand in `training_schema`.
 Letters: K drafts per step, R requests, T rows of a step.
 """
 
+from collections import ChainMap
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -25,6 +26,8 @@ from mtp_research.config.training_schema import (
 from mtp_research.policy.fields import MODULE_SCHEDULES, POLICIES
 
 VERIFY_RULES = ("block", "greedy", "relaxed", "standard", "synthetic", "typical")
+# By name; `verify_rules` fills it, since they need torch. A process may add its own.
+RULES: dict[str, Any] = dict.fromkeys(VERIFY_RULES)
 ARGMAX_RULES = ("greedy", "relaxed")  # they take the target's argmax: temperature must be 0
 DRAFT_LENGTHS = ("batch_table", "confidence", "expected_gain", "fixed")
 WEIGHTS = ("random", "stored")
@@ -122,7 +125,7 @@ class SpecConfig(VerifyOptions):
     module_schedule: str | None = one_of(None, *MODULE_SCHEDULES)
     # standard: rejection sampling; block: the same, drafts judged together; the others are lossy.
     # auto: greedy at temperature 0, standard above.
-    verify: str = one_of("auto", "auto", *VERIFY_RULES)
+    verify: str = field(default="auto", metadata={"choices": ChainMap(RULES, {"auto": None})})
     # processed: the argmax after the request's own logit processors (penalties, masks).
     draft_sampling: str = one_of("greedy", "greedy", "processed", "sample")
     # fixed: always K drafts. The others make fewer where more do not pay, see decode/draft_length.

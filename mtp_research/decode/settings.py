@@ -69,8 +69,7 @@ class SpecSettings:
                 f"num_speculative_tokens must be an integer in 0..{MAX_SPECULATIVE_TOKENS}, got "
                 f"{number!r}; set num_speculative_tokens (command line: spec.k)."
             )
-        # What a rule of one's own reads of the options is its own affair.
-        if self.num_speculative_tokens > 0 and self.rule in RULES.values():
+        if self.num_speculative_tokens > 0:
             check_options(
                 rule_name(self.rule),
                 self.verify_options,

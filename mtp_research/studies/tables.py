@@ -30,7 +30,7 @@ import numpy as np
 
 from mtp_research.config.schema import SamplingConfig, SpecConfig
 from mtp_research.decode.stats import RequestRecord
-from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
+from mtp_research.decode.verify.verify_rules import is_lossless
 from mtp_research.evaluation.report.grids import paired_grid
 from mtp_research.evaluation.report.notes import UNDEFINED, interval, number
 from mtp_research.evaluation.report.stored import (
@@ -193,9 +193,9 @@ def law_of_text(condition: ConditionResult, config: Mapping[str, object]) -> dic
     law = {f"sampling.{key}": value for key, value in stored.items() if key not in idle}
     spec = _with_defaults(SpecConfig(), mapping(config, "spec"))
     rule = condition.verify or spec["verify"]
-    is_lossless = rule in LOSSLESS_RULES or rule == "auto"
-    law["spec.verify"] = "a lossless rule" if is_lossless else rule
-    if not is_lossless:
+    keeps_text = rule == "auto" or is_lossless(rule)
+    law["spec.verify"] = "a lossless rule" if keeps_text else rule
+    if not keeps_text:
         own = {key: value for key, value in spec.items() if key.startswith(f"{rule}_")}
         law |= {f"spec.{key}": value for key, value in own.items()}
     return law

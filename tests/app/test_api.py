@@ -11,6 +11,8 @@ import mtp_research
 from mtp_research.app import api
 from mtp_research.app.cli import compose_config
 from mtp_research.config.schema import EvalConfig, TrainConfig
+from mtp_research.decode.verify.verify import VerifyInputs, VerifyOutput, count_leading, emit
+from mtp_research.decode.verify.verify_rules import RULES, Rule
 from mtp_research.runtime.errors import ArgumentTypeError, ConfigError
 
 LAB_TINY = Path(__file__).resolve().parents[2] / "assets" / "lab_tiny"
@@ -91,6 +93,34 @@ def test_policy_of_ones_own_is_evaluated_beside_the_others(
     settings["spec.policy"] = [["mine"]]  # which no table can look up
     with pytest.raises(ConfigError, match=r"each .* \| mine \| .*, got \['mine'\]"):
         evaluate()
+
+
+def test_rule_of_ones_own_is_evaluated_and_said_to_be_lossy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {"spec.policy": ["training"], "spec.k": 3, "spec.verify": "mine"}
+    settings |= {"prompts.max_prompts": 2, "sampling.max_new_tokens": 16}
+    evaluate = functools.partial(
+        mtp_research.evaluate,
+        LAB_TINY / "heads" / "chain_n3",
+        target=LAB_TINY / "target",
+        settings=settings,
+    )
+    with pytest.raises(ConfigError, match=r"spec\.verify must be auto \| .*, got mine"):
+        evaluate()
+    monkeypatch.setitem(RULES, "mine", Rule(accept_all, lossless=False, samples=False))
+    found = evaluate(output_dir="own")
+    assert found.acceptance_length == {"baseline": 1.0, "training": 4.0}
+    summary = json.loads((tmp_path / "own" / "results.json").read_text())["summary"]
+    verdicts = [(one["verify"], one["lossless"]) for one in summary["conditions"]]
+    assert verdicts[1] == ("mine", "lossy rule: mine")
+
+
+def accept_all(inputs: VerifyInputs) -> VerifyOutput:
+    """Keep every draft."""
+    decided = inputs.target_logits.argmax(dim=-1)
+    return emit(inputs, num_accepted=count_leading(inputs.is_valid), decided=decided)
 
 
 def composed(schema, **arguments):

@@ -22,7 +22,7 @@ from mtp_research.decode.verify.verify import (
     verify_standard,
 )
 from mtp_research.decode.verify.verify_options import check_options
-from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES, RULES
+from mtp_research.decode.verify.verify_rules import RULES, is_lossless
 from mtp_research.runtime.errors import ConfigError
 from tests.decode.markov import CPU, column_p_value, decode, text_p_value
 
@@ -254,8 +254,10 @@ def test_batch_order_and_company_do_not_matter(rule: str) -> None:
 
 
 def test_rules_of_the_table_and_of_the_configuration_agree() -> None:
-    assert sorted(LOSSLESS_RULES) == ["block", "greedy", "standard"]
+    lossless = [name for name in (*VERIFY_RULES, "unknown", None) if is_lossless(name)]
+    assert lossless == ["block", "greedy", "standard"]
     assert set(VERIFY_RULES) == set(RULES)
+    assert all(RULES.values())
     assert set(ARGMAX_RULES) == {name for name, rule in RULES.items() if not rule.samples}
 
 

@@ -9,7 +9,7 @@ import math
 from typing import Literal, cast
 
 from mtp_research.config.ranges import check_values
-from mtp_research.config.schema import VerifyOptions
+from mtp_research.config.schema import VERIFY_RULES, VerifyOptions
 from mtp_research.decode.verify.profile_reader import profile_rates
 from mtp_research.runtime.errors import ConfigError
 
@@ -35,6 +35,8 @@ def check_options(name: str, options: VerifyOptions, *, num_speculative_tokens: 
             "spec.synthetic_schedule must be minimum_variance without synthetic_length, got "
             "geometric; set spec.synthetic_length."
         )
+    if name not in ("auto", *VERIFY_RULES):
+        return  # what a rule of one's own reads of the settings is its own affair
     usual = VerifyOptions()
     for field in dataclasses.fields(VerifyOptions):
         value = getattr(options, field.name)

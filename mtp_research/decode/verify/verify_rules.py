@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mtp_research.config.schema import RULES
 from mtp_research.decode.sampling.sampling import Stream, sample_from, target_probabilities
 from mtp_research.decode.verify.verify import (
     VerifyInputs,
@@ -141,7 +142,7 @@ class Rule(NamedTuple):
     reads_best: bool = False
 
 
-RULES: dict[str, Rule] = {
+RULES |= {
     "greedy": Rule(verify_greedy, lossless=True, samples=False, reads_best=True),
     "standard": Rule(verify_standard, lossless=True, samples=True, reads_best=True),
     "block": Rule(verify_block, lossless=True, samples=True, reads_best=True),
@@ -149,4 +150,8 @@ RULES: dict[str, Rule] = {
     "typical": Rule(verify_typical, lossless=False, samples=True),
     "synthetic": Rule(verify_synthetic, lossless=False, samples=True, reads_best=True),
 }
-LOSSLESS_RULES = frozenset(name for name, rule in RULES.items() if rule.lossless)
+
+
+def is_lossless(name: str | None) -> bool:
+    """Whether a rule of this process is called so that keeps the target's text."""
+    return name in RULES and RULES[name].lossless

@@ -15,7 +15,7 @@ from typing import cast
 from mtp_research.config.rules import expand
 from mtp_research.config.schema import OWN, EvalConfig
 from mtp_research.decode.build import Heads
-from mtp_research.decode.verify.verify_rules import LOSSLESS_RULES
+from mtp_research.decode.verify.verify_rules import is_lossless
 from mtp_research.evaluation.backends.exports import (
     EXPORT_FOLDER,
     EngineHeads,
@@ -341,7 +341,7 @@ def _with_verdict(result: ConditionResult, group: Sequence[ConditionResult]) -> 
     baseline = next((other for other in own if other.num_speculative_tokens == 0), None)
     if result is baseline:
         return dataclasses.replace(result, lossless="is the baseline")
-    if result.verify not in LOSSLESS_RULES:
+    if not is_lossless(result.verify):
         return dataclasses.replace(result, lossless=f"lossy rule: {result.verify}")
     if baseline is None and result.engine_name != OWN:
         baseline = own[0]
