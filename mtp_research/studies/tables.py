@@ -193,7 +193,7 @@ def law_of_text(condition: ConditionResult, config: Mapping[str, object]) -> dic
     law = {f"sampling.{key}": value for key, value in stored.items() if key not in idle}
     spec = _with_defaults(SpecConfig(), mapping(config, "spec"))
     rule = condition.verify or spec["verify"]
-    keeps_text = rule == "auto" or is_lossless(rule)
+    keeps_text = rule == "auto" or is_lossless(str(rule))
     law["spec.verify"] = "a lossless rule" if keeps_text else rule
     if not keeps_text:
         own = {key: value for key, value in spec.items() if key.startswith(f"{rule}_")}

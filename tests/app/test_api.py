@@ -101,6 +101,7 @@ def test_rule_of_ones_own_is_evaluated_and_said_to_be_lossy(
     monkeypatch.chdir(tmp_path)
     settings = {"spec.policy": ["training"], "spec.k": 3, "spec.verify": "mine"}
     settings |= {"prompts.max_prompts": 2, "sampling.max_new_tokens": 16}
+    settings["spec.typical_delta"] = 0.5  # a rule of one's own may read it
     evaluate = functools.partial(
         mtp_research.evaluate,
         LAB_TINY / "heads" / "chain_n3",
