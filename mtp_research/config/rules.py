@@ -18,6 +18,8 @@ from mtp_research.config.schema import (
     ARGMAX_RULES,
     GRID_AXES,
     OWN,
+    RULES,
+    VERIFY_RULES,
     EngineConfig,
     EvalConfig,
     GridConfig,
@@ -426,7 +428,8 @@ def _capture_faults(engine: EngineConfig) -> Iterator[str]:
 def _sampling_faults(config: EvalConfig) -> Iterator[str]:
     spec, sampling = config.spec, config.sampling
     if sampling.temperature > 0:
-        if spec.verify in ARGMAX_RULES:
+        own = RULES[spec.verify] if spec.verify not in ("auto", *VERIFY_RULES) else None
+        if spec.verify in ARGMAX_RULES or (own is not None and not own.samples):
             key, expected = "sampling.temperature", f"must be 0 for spec.verify={spec.verify}"
             yield rule_line(key, expected, sampling.temperature, "spec.verify=auto")
         return

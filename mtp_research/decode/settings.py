@@ -69,7 +69,8 @@ class SpecSettings:
                 f"num_speculative_tokens must be an integer in 0..{MAX_SPECULATIVE_TOKENS}, got "
                 f"{number!r}; set num_speculative_tokens (command line: spec.k)."
             )
-        if self.num_speculative_tokens > 0:
+        # What a rule of one's own reads of the options is its own affair.
+        if self.num_speculative_tokens > 0 and self.rule in RULES.values():
             check_options(
                 rule_name(self.rule),
                 self.verify_options,
@@ -186,9 +187,9 @@ def check_positions(
 
 
 def rule_name(rule: Rule) -> str:
-    """The key of a built-in rule, the function's name of any other."""
-    names = (name for name, built_in in RULES.items() if built_in == rule)
-    return next(names, rule.function.__name__)
+    """The key of a rule in the table, the function's name of any other."""
+    names = (name for name, known in RULES.items() if known == rule)
+    return next(names, getattr(rule.function, "__name__", repr(rule.function)))
 
 
 def _check_choice(name: str, value: object, choices: Iterable[str], option: str = "") -> None:

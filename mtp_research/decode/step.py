@@ -247,7 +247,8 @@ class DeviceStep:
             options=self.options,
             parts=parts,
         )
-        if self.rule.lossless and params.all_greedy:  # at temperature 0 they coincide
+        # At temperature 0 the lossless ones coincide; one of one's own has to show that it does.
+        if self.rule.lossless and self.rule.reads_best and params.all_greedy:
             return verify_greedy(verify_inputs)
         return self.rule.function(verify_inputs)
 
@@ -328,7 +329,7 @@ def _decide(
     inputs.require_requests(inputs.draft_token_ids, params.seed)
     if torch.compiler.is_compiling():
         # Compiled anew for each K: torch 2.11 takes R (K + 1) and R K + R for two sizes, and fails
-        # where the best of many tokens is found in two steps.
+        # where the best of many tokens is found by two kernels.
         torch._dynamo.mark_static(inputs.draft_token_ids, 1)
     verified = step.parts.verify(inputs, target, params)
     return verified, step.parts.advance(inputs, verified)

@@ -22,13 +22,13 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 
-from mtp_research.config.schema import SamplingConfig, SpecConfig
+from mtp_research.config.schema import VERIFY_RULES, SamplingConfig, SpecConfig, VerifyOptions
 from mtp_research.decode.stats import RequestRecord
 from mtp_research.decode.verify.verify_rules import is_lossless
 from mtp_research.evaluation.report.grids import paired_grid
@@ -196,8 +196,10 @@ def law_of_text(condition: ConditionResult, config: Mapping[str, object]) -> dic
     keeps_text = rule == "auto" or is_lossless(str(rule))
     law["spec.verify"] = "a lossless rule" if keeps_text else rule
     if not keeps_text:
-        own = {key: value for key, value in spec.items() if key.startswith(f"{rule}_")}
-        law |= {f"spec.{key}": value for key, value in own.items()}
+        options = [option.name for option in fields(VerifyOptions)]
+        if rule in VERIFY_RULES:  # a rule of one's own may read them all
+            options = [name for name in options if name.startswith(f"{rule}_")]
+        law |= {f"spec.{name}": spec[name] for name in options}
     return law
 
 

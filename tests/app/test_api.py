@@ -108,7 +108,7 @@ def test_rule_of_ones_own_is_evaluated_and_said_to_be_lossy(
         target=LAB_TINY / "target",
         settings=settings,
     )
-    with pytest.raises(ConfigError, match=r"spec\.verify must be auto \| .*, got mine"):
+    with pytest.raises(ConfigError, match=r"spec\.verify must be .*auto \| .*, got mine"):
         evaluate()
     monkeypatch.setitem(RULES, "mine", Rule(accept_all, lossless=False, samples=False))
     found = evaluate(output_dir="own")
@@ -116,6 +116,17 @@ def test_rule_of_ones_own_is_evaluated_and_said_to_be_lossy(
     summary = json.loads((tmp_path / "own" / "results.json").read_text())["summary"]
     verdicts = [(one["verify"], one["lossless"]) for one in summary["conditions"]]
     assert verdicts[1] == ("mine", "lossy rule: mine")
+    settings["sampling.temperature"] = 0.8
+    with pytest.raises(ConfigError, match=r"temperature must be 0 for spec\.verify=mine"):
+        evaluate(output_dir="warm")
+    assert not Path("warm").exists()
+    settings["sampling.temperature"] = 0.0
+    monkeypatch.setitem(RULES, "mine", Rule(accept_all, lossless=True, samples=False))
+    with pytest.raises(ConfigError, match=r"other inputs: rules "):
+        evaluate(output_dir="own")
+    assert evaluate(output_dir="lossless").figures["num_prompts"] == 2
+    summary = json.loads(Path("lossless/results.json").read_text())["summary"]
+    assert summary["conditions"][1]["lossless"] == "DIFFERS 0/2"
 
 
 def accept_all(inputs: VerifyInputs) -> VerifyOutput:

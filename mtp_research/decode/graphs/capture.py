@@ -19,6 +19,7 @@ Letters: R requests, K drafts per step.
 import contextlib
 import functools
 import itertools
+import textwrap
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -367,11 +368,11 @@ def _call(part: Callable, longest: int, *args: object, **kwargs: object) -> obje
         try:
             return part(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as fault:
-            text = " ".join(str(fault).split("\n\n")[0].split())
+            text = textwrap.shorten(str(fault).split("\n\n")[0], 300)
             raise EnvironmentFault(
                 f"torch {torch.__version__} must compile every part of a step, got "
-                f"{type(fault).__name__} in {part.__name__} ({text}); set engine.compile=false or "
-                "install another version of torch, and report it: --traceback prints all."
+                f"{type(fault).__name__} in {part.__name__} ({text}); set engine.compile=false. "
+                "--traceback prints all: a fault of torch, its compilers or a rule of one's own."
             ) from fault
 
 

@@ -153,5 +153,5 @@ RULES |= {
 
 
 def is_lossless(name: str | None) -> bool:
-    """Whether a rule of this process is called so that keeps the target's text."""
+    """Whether this process knows a rule of that name that keeps the target's text."""
     return name in RULES and RULES[name].lossless

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from mtp_research.config.rules import expand
-from mtp_research.config.schema import OWN, EvalConfig
+from mtp_research.config.schema import OWN, RULES, VERIFY_RULES, EvalConfig
 from mtp_research.decode.build import Heads
 from mtp_research.decode.verify.verify_rules import is_lossless
 from mtp_research.evaluation.backends.exports import (
@@ -305,6 +305,7 @@ def _inputs(
         if spec.draft_vocabulary_size is not None
     }
     policies = {c.policy: POLICIES[c.policy].procedure for c in conditions if c.policy in POLICIES}
+    verify = {c.config.spec.verify for c in conditions} - {"auto", *VERIFY_RULES}
     profiles = {path for c in conditions if (path := c.config.spec.synthetic_profile) is not None}
     return {
         "prompts": prompts_sha256(encoded.entries),
@@ -313,6 +314,7 @@ def _inputs(
         "dtype": str(target.dtype),
         "device": target.device.type,
         "policies": policies,  # by name alone, an edited one would go on with rounds of the old
+        **({"rules": {name: RULES[name][1:] for name in sorted(verify)}} if verify else {}),
         **({"token_rankings": rankings} if rankings else {}),
         **({"profiles": [sha256_of(Path(p)) for p in sorted(profiles)]} if profiles else {}),
     }

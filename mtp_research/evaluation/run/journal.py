@@ -53,6 +53,7 @@ SYNC_EVERY_S = 1.0
 _SCHEMA = 2  # lines of 1 have no checksum
 _CHECKSUM = re.compile(rb',"crc32":"([0-9a-f]{8})"\}$')
 _NOT_COMPARED = ("output_dir", "overwrite", "verbose", "logger")
+_GONE = {"prompts.name"}  # keys that only an earlier version's evaluations have
 _NUM_LISTED = 8
 _OTHER = "set output_dir=FOLDER, or overwrite=true to replace it"
 
@@ -281,7 +282,8 @@ def _require_equal(
     theirs = redact_tree(stored) if isinstance(stored, Mapping) else {}
     assert isinstance(theirs, dict), "a copy of a mapping is one"
     ours = json.loads(json.dumps(ours))
-    keys = sorted(k for k in theirs.keys() | ours.keys() if theirs.get(k) != ours.get(k))
+    known = (theirs.keys() | ours.keys()) - _GONE
+    keys = sorted(k for k in known if theirs.get(k) != ours.get(k))
     if keys:
         shown = "; ".join(f"{k} {theirs.get(k)} -> {ours.get(k)}" for k in keys[:_NUM_LISTED])
         more = f"; {len(keys) - _NUM_LISTED} more" if len(keys) > _NUM_LISTED else ""

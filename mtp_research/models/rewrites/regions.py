@@ -57,8 +57,9 @@ from mtp_research.models.target import Target
 logger = logging.getLogger(__name__)
 CompileOptions = dict[str, str | int | bool | Callable[..., object]]
 _NUM_TEST_ROWS = 2
-# Kinds of layers times ranges of rows; of a part of a step, sampling times policies.
-_MAX_COMPILED_VERSIONS = 64
+# Kinds of layers times ranges of rows; of a part of a step, sampling times policies; of
+# verification times K, for one request and for more.
+_MAX_COMPILED_VERSIONS = 256
 DETERMINISTIC = "deterministic"  # the compiler's option; products are then batch-invariant, too
 LEAST_ROWS = 2  # of a deterministic region
 _HINT_ROWS = 64
