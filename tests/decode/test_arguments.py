@@ -1,6 +1,7 @@
 """What `SpecDecoder` takes: names or objects, ranges as for eval.py; what generate() assumes."""
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -72,6 +73,9 @@ def test_rule_object_is_applied_and_named_in_faults(target) -> None:
     )
     run(decoder)
     assert set(seen) == {7}
+    nameless = rule._replace(function=functools.partial(verify_mine))
+    spec = SpecSettings(verify=nameless, verify_options=options)
+    assert rule_name(spec.rule).startswith("functools.partial(")
     assert rule_name(rule) == "verify_mine"
     with pytest.raises(ConfigError, match=r"must be 0 for verify='verify_mine', got 0\.5"):
         decoder.add_request([5], sampling=SamplingParams(temperature=0.5))

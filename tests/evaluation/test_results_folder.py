@@ -86,6 +86,9 @@ def test_finished_evaluation_of_the_same_settings_is_shown_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(evaluate_module, "run_group", _raise)
+    stored = json.loads((folder / "results.json").read_text())
+    stored["config"]["prompts"]["name"] = "lab"  # of a version that had the key
+    (folder / "results.json").write_text(json.dumps(stored))
     before = files(folder)
     assert run(folder, "logger.tags=[again]") == 0
     shown = capsys.readouterr()

@@ -95,6 +95,11 @@ def test_results_without_a_common_condition_are_refused():
             {"verify": "typical", "typical_delta": 0.5},
             "spec.typical_delta 0.3 and 0.5",
         ),
+        (
+            {"verify": "of one's own"},
+            {"verify": "of one's own", "typical_delta": 0.5},
+            "spec.typical_delta 0.3 and 0.5",
+        ),
     ],
 )
 def test_other_law_of_the_text_is_refused_with_both_values(
