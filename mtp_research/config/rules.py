@@ -19,7 +19,6 @@ from mtp_research.config.schema import (
     GRID_AXES,
     OWN,
     RULES,
-    VERIFY_RULES,
     EngineConfig,
     EvalConfig,
     GridConfig,
@@ -428,8 +427,8 @@ def _capture_faults(engine: EngineConfig) -> Iterator[str]:
 def _sampling_faults(config: EvalConfig) -> Iterator[str]:
     spec, sampling = config.spec, config.sampling
     if sampling.temperature > 0:
-        own = RULES[spec.verify] if spec.verify not in ("auto", *VERIFY_RULES) else None
-        if spec.verify in ARGMAX_RULES or (own is not None and not own.samples):
+        rule = RULES.get(spec.verify)  # None: built in, and torch is not loaded
+        if spec.verify in ARGMAX_RULES or not getattr(rule, "samples", True):
             key, expected = "sampling.temperature", f"must be 0 for spec.verify={spec.verify}"
             yield rule_line(key, expected, sampling.temperature, "spec.verify=auto")
         return

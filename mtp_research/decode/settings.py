@@ -69,7 +69,7 @@ class SpecSettings:
                 f"num_speculative_tokens must be an integer in 0..{MAX_SPECULATIVE_TOKENS}, got "
                 f"{number!r}; set num_speculative_tokens (command line: spec.k)."
             )
-        # What a rule of one's own reads of the options is its own affair.
+        # A rule outside the table may have a function that is called like a built-in one.
         if self.num_speculative_tokens > 0 and self.rule in RULES.values():
             check_options(
                 rule_name(self.rule),

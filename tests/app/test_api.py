@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,12 @@ def test_heads_are_trained_evaluated_and_saved_from_another_folder(
     assert f"| acceptance length on held-out text | {trained.acceptance_length:.3f}" in card
 
 
+def evaluate_lab_tiny(**arguments: Any) -> api.Evaluation:
+    """An evaluation of the shipped chain heads."""
+    heads = LAB_TINY / "heads" / "chain_n3"
+    return mtp_research.evaluate(heads, target=LAB_TINY / "target", **arguments)
+
+
 def test_policy_of_ones_own_is_evaluated_beside_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,12 +80,7 @@ def test_policy_of_ones_own_is_evaluated_beside_the_others(
     mine = dataclasses.replace(known, name="mine", rows="anchored", clean=True)
     settings = {"spec.policy": ["mine", "target_roll"], "spec.k": 3, "prompts.max_prompts": 1}
     settings |= {"sampling.max_new_tokens": 16}
-    evaluate = functools.partial(
-        mtp_research.evaluate,
-        LAB_TINY / "heads" / "chain_n3",
-        target=LAB_TINY / "target",
-        settings=settings,
-    )
+    evaluate = functools.partial(evaluate_lab_tiny, settings=settings)
     with pytest.raises(ConfigError, match=r"spec\.policy must be .*, got mine"):
         evaluate()
     monkeypatch.setitem(mtp_research.POLICIES, "mine", mine)
@@ -102,12 +104,7 @@ def test_rule_of_ones_own_is_evaluated_and_said_to_be_lossy(
     settings = {"spec.policy": ["training"], "spec.k": 3, "spec.verify": "mine"}
     settings |= {"prompts.max_prompts": 2, "sampling.max_new_tokens": 16}
     settings["spec.typical_delta"] = 0.5  # a rule of one's own may read it
-    evaluate = functools.partial(
-        mtp_research.evaluate,
-        LAB_TINY / "heads" / "chain_n3",
-        target=LAB_TINY / "target",
-        settings=settings,
-    )
+    evaluate = functools.partial(evaluate_lab_tiny, settings=settings)
     with pytest.raises(ConfigError, match=r"spec\.verify must be .*auto \| .*, got mine"):
         evaluate()
     monkeypatch.setitem(RULES, "mine", Rule(accept_all, lossless=False, samples=False))
