@@ -131,7 +131,10 @@ class SpecDecoder:
                 self.device_step, engine=engine, max_model_len=self.max_model_len
             )
         self._sampling = BatchSampling(
-            plan, vocab_size=target.config.vocab_size, device=target.device
+            plan,
+            vocab_size=target.config.vocab_size,
+            device=target.device,
+            draws_at_zero=not spec.rule.is_greedy_at_zero,
         )
         self.stats = DecodeStats(auditor=self.auditor)
         self.recent = RecentRounds(plan)
@@ -310,13 +313,16 @@ class SpecDecoder:
         try:
             for index, prompt in enumerate(prompt_list(prompts)):
                 requests.append(self.add_request(prompt, sampling=sampling, request_id=str(index)))
-            mine = {request.request_id for request in requests}
+            pending = {request.request_id for request in requests}
             while True:
                 finished, num_seen = records[num_seen:], len(records)
-                yield from (record for record in finished if record.request_id in mine)
+                for record in finished:
+                    if record.request_id in pending:
+                        pending.remove(record.request_id)  # others may be given the id from now on
+                        yield record
                 if num_seen < len(records):  # the caller has run steps since, in a stream say
                     continue
-                if all(request.status is Status.FINISHED for request in requests):
+                if not pending:
                     self.serve_peers()
                     return
                 self.step()
@@ -559,7 +565,7 @@ class SpecDecoder:
         return _Begun(schedule._replace(entries=rows), params, limit, shape)
 
     def _verifying(self, entries: Sequence[Scheduled], limit: int) -> list[Scheduled]:
-        if not self.scheduler.deferred:
+        if not self.scheduler.deferred or limit == self.num_speculative_tokens:
             return list(entries)
         return [entry.verifying(limit) for entry in entries]
 

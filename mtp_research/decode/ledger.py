@@ -9,6 +9,7 @@ Letters: K drafts per step.
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -74,7 +75,8 @@ def _continue(scheduler: Scheduler, request: Request, drafts: list[int]) -> None
     num_tokens = len(request.token_ids)
     request.num_computed_tokens = num_tokens - 1
     scheduler.blocks.publish(request, num_rows=num_tokens - 1)
-    request.draft_token_ids = drafts[: scheduler.max_model_len - num_tokens]
+    room = scheduler.max_model_len - num_tokens
+    request.draft_token_ids = drafts if len(drafts) <= room else drafts[:room]
 
 
 def note_emitted(request: Request, *, since: int, logprobs: HostLogprobs | None, row: int) -> None:
@@ -189,6 +191,7 @@ class Ledger:
         if self.auditor is not None:
             self.auditor.apply_step()
         num_target_rows = num_emitted = 0
+        verified: Counter[tuple[int, int]] = Counter()  # rounds by drafts made and accepted
         for row, entry in enumerate(launched.entries):
             request = entry.request
             num_target_rows += entry.num_scheduled_tokens
@@ -198,8 +201,8 @@ class Ledger:
                 request.error = f"the grammar raised {request.matcher.error}"
                 self.finish(request, FinishReason.ERROR)  # its masks could not be made
                 continue
-            num_tokens, drafted = len(request.token_ids), request.num_drafted_per_round
-            num_rounds, numbers = len(drafted), rounds[row]
+            num_tokens, accepted = len(request.token_ids), request.num_accepted_per_round
+            num_rounds, numbers = len(accepted), rounds[row]
             commit_entry(
                 self.scheduler,
                 entry,
@@ -207,14 +210,15 @@ class Ledger:
                 drafts=drafts_made(numbers[first_draft:]),
                 is_finite=numbers[0] == 1,
             )
-            if len(drafted) > num_rounds:
-                accepted = request.num_accepted_per_round[-1]
-                self.recent.add_round(num_drafted=drafted[-1], num_accepted=accepted)
+            if len(accepted) > num_rounds:
+                verified[request.num_drafted_per_round[-1], accepted[-1]] += 1
             if logprobs is not None or request.matcher is not None:
                 note_emitted(request, since=num_tokens, logprobs=logprobs, row=row)
             num_emitted += len(request.token_ids) - num_tokens
             if self.auditor is not None or request.status is Status.FINISHED:
                 self._after_commit(entry)
+        for (num_drafted, num_accepted), count in verified.items():
+            self.recent.add_rounds(count, num_drafted=num_drafted, num_accepted=num_accepted)
         self.stats.num_target_rows += num_target_rows
         self.stats.num_emitted_tokens += num_emitted
 

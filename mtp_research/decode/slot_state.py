@@ -167,8 +167,8 @@ class SlotState:
         values = [*itertools.chain(*zip(*facts, strict=True), *(one.token_ids for one in tenants))]
         uploaded = to_device(values, dtype=torch.int64, device=device)
         slots, lengths, first_rows = uploaded[: 3 * count].view(3, count)
-        self.num_tokens[slots] = lengths
-        self.first_row[slots] = first_rows
+        self.num_tokens.index_copy_(0, slots, lengths)
+        self.first_row.index_copy_(0, slots, first_rows)
         self.draft_token_ids.index_fill_(0, slots, -1)
         start = 3 * count
         for slot, length, _ in facts:

@@ -247,8 +247,7 @@ class DeviceStep:
             options=self.options,
             parts=parts,
         )
-        # At temperature 0 the lossless ones coincide; one of one's own has to show that it does.
-        if self.rule.lossless and self.rule.reads_best and params.all_greedy:
+        if params.all_greedy and self.rule.is_greedy_at_zero:
             return verify_greedy(verify_inputs)
         return self.rule.function(verify_inputs)
 

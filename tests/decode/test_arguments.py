@@ -105,6 +105,17 @@ def test_generate_ends_at_the_targets_own_stop_tokens(target, monkeypatch) -> No
     assert {record.finish_reason for record in records} >= {"stop"}
 
 
+def test_generate_leaves_out_the_requests_of_others(target) -> None:
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
+    ours = decoder.generate(PROMPTS[:2], sampling=SamplingParams(max_new_tokens=2))
+    found = [next(ours).request_id]
+    # Our first request has ended, so that its id is free while the second one is still out.
+    theirs = list(decoder.generate(PROMPTS[2:3], max_new_tokens=5))
+    assert [record.num_prompt_tokens for record in theirs] == [len(PROMPTS[2])]
+    found += [record.request_id for record in ours]
+    assert found == ["0", "1"]
+
+
 def test_generate_refuses_two_limits(target) -> None:
     decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
     with pytest.raises(ConfigError, match="expected sampling or max_new_tokens, got both"):

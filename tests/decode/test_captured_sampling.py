@@ -290,6 +290,25 @@ def test_steps_of_a_batch_that_stays_copy_nothing_but_their_masks(lab, monkeypat
 
 
 @pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize(("verify", "copies"), [("standard", False), ("typical", True)])
+def test_greedy_requests_that_come_and_go_have_nothing_to_copy(
+    lab, monkeypatch, verify: str, copies: bool
+) -> None:
+    decoder = _decoder(lab, "training", 3, verify=verify, **CAPTURED)
+
+    def held() -> list[dict]:
+        every = decoder.graphs._params, decoder.graphs._mixed._params
+        return [{place: id(value) for place, value in one._copied.items()} for one in every]
+
+    few, many = (SamplingParams(max_new_tokens=n, seed=n) for n in (3, 9))
+    _serve(decoder, [many, few, many, few])
+    before = held()
+    assert all(before)
+    _serve(decoder, [few, many, few, many])
+    assert (held() != before) == copies
+
+
+@pytest.mark.usefixtures("without_gpu")
 def test_target_pass_has_run_before_what_reads_it_is_warmed_up(lab) -> None:
     decoder = _decoder(lab, "training", 3, **CAPTURED)
     with torch.inference_mode():

@@ -85,7 +85,7 @@ def test_the_number_stays_unless_another_is_clearly_better() -> None:
 
 def feed(recent: RecentRounds, rounds: list[tuple[int, int]], *, times: int = 1) -> None:
     for drafted, accepted in rounds * times:
-        recent.add_round(num_drafted=drafted, num_accepted=accepted)
+        recent.add_rounds(1, num_drafted=drafted, num_accepted=accepted)
         recent.end_step(num_drafts=drafted, seconds=1.0)
 
 
@@ -107,7 +107,7 @@ def test_estimate_ignores_positions_that_were_not_drafted() -> None:
 
 def test_estimate_forgets_half_in_a_half_life() -> None:
     recent = _recent(1, half_life_steps=10)
-    recent.add_round(num_drafted=1, num_accepted=1)
+    recent.add_rounds(1, num_drafted=1, num_accepted=1)
     for _ in range(10):
         recent.end_step(num_drafts=0, seconds=1.0)
     assert recent.reached == pytest.approx([0.5])
@@ -119,7 +119,7 @@ def test_expected_gain_drops_hopeless_drafts_and_tries_them_again() -> None:
     chosen = []
     for _ in range(600):
         n = rule.num_drafts(batch_size=1, recent=recent)
-        recent.add_round(num_drafted=n, num_accepted=min(n, 1))  # draft 2 is never right
+        recent.add_rounds(1, num_drafted=n, num_accepted=min(n, 1))  # draft 2 is never right
         recent.end_step(num_drafts=n, seconds=1.0)
         chosen.append(n)
     assert chosen[0] == 3  # optimism: what was never seen is tried
@@ -133,7 +133,7 @@ def test_expected_gain_measures_the_cost_it_was_not_given() -> None:
     chosen = []
     for _ in range(60):
         n = rule.num_drafts(batch_size=1, recent=recent)
-        recent.add_round(num_drafted=n, num_accepted=n)
+        recent.add_rounds(1, num_drafted=n, num_accepted=n)
         recent.end_step(num_drafts=n, seconds=1.0 + 0.5 * n)
         chosen.append(n)
     assert set(chosen[:24]) == {0, 4}
@@ -193,7 +193,7 @@ def test_rule_is_as_fast_as_the_best_number_by_times_measured_on_a_gpu(row: dict
         n = ExpectedGainLength().num_drafts(batch_size=batch, recent=recent)
         for _ in range(min(batch, 16)):
             drawn = itertools.takewhile(lambda _: draw.random() < row["accept"], range(n))
-            recent.add_round(num_drafted=n, num_accepted=len(list(drawn)))
+            recent.add_rounds(1, num_drafted=n, num_accepted=len(list(drawn)))
         usual = batch * tokens[n] / rates[str(n)]
         noise = draw.gauss(1.0, 0.03) * (3.0 if draw.random() < 0.01 else 1.0)
         recent.end_step(num_drafts=n, seconds=usual * noise, batch_size=batch)

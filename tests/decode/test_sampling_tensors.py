@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mtp_research.decode.graphs.capture import StaticParams
 from mtp_research.decode.sampling.grammar import start_matcher
 from mtp_research.decode.sampling.sampling import BatchSampling, LogprobTensors
 from mtp_research.decode.sampling.sampling_params import SamplingParams
@@ -22,8 +23,8 @@ def _request(name: str, **fields) -> Request:
     return request
 
 
-def _batch() -> BatchSampling:
-    return BatchSampling(DraftPlan(POLICIES["eagle"], 2, 1), vocab_size=128, device=CPU)
+def _batch(**rule: bool) -> BatchSampling:
+    return BatchSampling(DraftPlan(POLICIES["eagle"], 2, 1), vocab_size=128, device=CPU, **rule)
 
 
 def test_tensors_follow_the_batch_and_are_kept_while_it_stays() -> None:
@@ -37,6 +38,41 @@ def test_tensors_follow_the_batch_and_are_kept_while_it_stays() -> None:
     assert alone.seed.tolist() == [2]
     assert not alone.all_greedy
     assert batch.tensors([second, _request("a", seed=7)]).seed.tolist() == [2, 7]
+
+
+def test_plain_greedy_requests_share_their_tensors_where_nothing_is_drawn() -> None:
+    batch = _batch(draws_at_zero=False)
+    names = [_request(name, seed=number) for number, name in enumerate("abcde", start=1)]
+    three, five = batch.tensors(names[:3]), batch.tensors(names)
+    assert batch.tensors(names[2:]) is not three  # made again for five
+    four = batch.tensors(names[1:])
+    for found, count in ((three, 3), (five, 5), (four, 4)):
+        alike = _batch().tensors([_request(f"{i}", seed=0) for i in range(count)])
+        for one, other in zip(found, alike, strict=True):
+            same = one.equal(other) if isinstance(one, torch.Tensor) else one == other
+            assert same
+    for one, other in zip(four[:5], five[:5], strict=True):
+        assert one.data_ptr() == other.data_ptr()
+    assert batch.tensors([_request("f"), *names[:3]]) is four
+    for other in ({"temperature": 1.0}, {"presence_penalty": 1.0}, {"logprobs": 2}):
+        assert batch.tensors([*names[:1], _request("f", seed=9, **other)]).seed.tolist() == [1, 9]
+
+
+def test_what_lies_in_place_is_not_copied_again_unless_there_is_more_of_it() -> None:
+    batch, params = _batch(draws_at_zero=False), StaticParams(4, device=CPU)
+    names = [_request(name) for name in "abcd"]
+    batch.tensors(names)  # so that fewer of them share the memory
+    for count in (2, 4, 3):
+        tensors = batch.tensors(names[:count])
+        params.upload(tensors)
+        found = params.view(tensors, count)
+        assert (found.temperature.tolist(), found.top_k.tolist()) == ([0.0] * count, [0] * count)
+    held = set(map(id, params._copied.values()))
+    params.upload(batch.tensors(names[:1]))
+    assert set(map(id, params._copied.values())) == held
+    sampled = batch.tensors([_request("e", temperature=0.5, top_k=3), *names[:3]])
+    params.upload(sampled)
+    assert params.view(sampled, 4).temperature.tolist() == [0.5, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -85,14 +85,14 @@ class RecentRounds:
         self.reached = [0.0] * self.plan.num_speculative_tokens
         self.accepted = [0.0] * self.plan.num_speculative_tokens
 
-    def add_round(self, *, num_drafted: int, num_accepted: int) -> None:
-        """Count one verify round of one request."""
+    def add_rounds(self, count: int, *, num_drafted: int, num_accepted: int) -> None:
+        """Count verify rounds of as many drafts, of which as many were accepted."""
         reached, accepted = self.reached, self.accepted
         for position in range(num_accepted):
-            reached[position] += 1.0
-            accepted[position] += 1.0
+            reached[position] += count
+            accepted[position] += count
         if num_accepted < num_drafted:
-            reached[num_accepted] += 1.0
+            reached[num_accepted] += count
 
     def end_step(self, *, num_drafts: int, seconds: float | None, batch_size: int = 1) -> None:
         """Let the counters fade after a step that made `num_drafts` drafts a request.

@@ -210,7 +210,8 @@ class StaticParams:
         torch.cuda.current_stream().wait_stream(self._copies)
 
     def _copy(self, address: Hashable, value: Tensor) -> None:
-        if self._copied.get(address) is value:
+        held = self._copied.get(address)  # what lies at an address while it is held stays the same
+        if held is not None and held.data_ptr() == value.data_ptr() and len(held) >= len(value):
             return
         if address not in self._storage:
             shape = (self._num_requests, *value.shape[1:])

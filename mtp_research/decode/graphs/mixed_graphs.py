@@ -301,23 +301,23 @@ class MixedGraphs:
     def _upload(self, shape: MixedShape, entries: Sequence[Scheduled]) -> list[int]:
         """Tell the device of the entries; returns the rows of the padding requests."""
         num_requests = shape.num_requests
-        counts = [entry.num_scheduled_tokens for entry in entries]
+        slots, first_rows, counts, is_prefill, *ends = facts_of(entries)
         left = padding_rows(
             shape.num_rows - sum(counts), num_requests - len(entries), most=shape.longest
         )
-        facts = [facts_of(entry) for entry in entries]
-        facts += [(self._spare_slot, 0, rows, 1, 0, 0) for rows in left]
-        base = self._base_rows(
-            [*counts, *left], [*(e.is_prefill for e in entries), *[True] * len(left)]
-        )
+        nothing = [0] * len(left)
+        slots += [self._spare_slot] * len(left)
+        counts, is_prefill = counts + left, is_prefill + [1] * len(left)
+        base = self._base_rows(counts, is_prefill)
         base[-1] += shape.num_base_rows - sum(base)
+        columns = [slots, first_rows + nothing, counts, is_prefill]
+        columns += [*(flags + nothing for flags in ends), base]
         unused = [0] * (self._facts.shape[1] - num_requests)
-        columns = [[*column, *unused] for column in (*zip(*facts, strict=True), base)]
-        write_to_device(columns, self._facts)
+        write_to_device([column + unused for column in columns], self._facts)
         self._tables.update(entry.request for entry in entries)
         return left
 
-    def _base_rows(self, counts: list[int], is_prefill: list[bool]) -> list[int]:
+    def _base_rows(self, counts: list[int], is_prefill: list[int]) -> list[int]:
         drafter = self._step.drafter
         if not isinstance(drafter, MTPDrafter):
             return [0] * len(counts)

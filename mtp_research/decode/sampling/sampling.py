@@ -14,7 +14,7 @@ Letters: R requests, J rows a request, K drafts per step, V vocabulary, W words 
 import math
 from collections.abc import Sequence
 from enum import IntEnum
-from operator import is_
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from mtp_research.decode.sampling.processors import (
 )
 from mtp_research.decode.sampling.sampling_params import SamplingParams, TokenLogprobs
 from mtp_research.decode.schedule.request import Request
-from mtp_research.decode.slot_state import to_device
+from mtp_research.decode.slot_state import map_tensors, to_device
 from mtp_research.models.rank_parts import RankParts, whole_of
 from mtp_research.policy.plan import DraftPlan
 from mtp_research.runtime.hash_bits import GOLDEN, mix, shift_right, signed
@@ -68,10 +68,22 @@ class SamplingTensors(NamedTuple):
 
 
 class BatchSampling:
-    """Makes the tensors of a batch, and hands them out again while the batch stays the same."""
+    """Makes the tensors of a batch, and hands them out again while the batch stays the same.
 
-    def __init__(self, plan: DraftPlan, *, vocab_size: int, device: torch.device) -> None:
+    Plain greedy requests are alike unless the rule `draws_at_zero`: then it reads their seeds.
+    """
+
+    def __init__(
+        self,
+        plan: DraftPlan,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        draws_at_zero: bool = True,
+    ) -> None:
         self._plan, self._vocab_size, self._device = plan, vocab_size, device
+        self._draws_at_zero = draws_at_zero
+        self._greedy: dict[int, SamplingTensors] = {}  # of plain greedy requests, by their number
         self._masks = StepMasks(
             num_speculative_tokens=plan.num_speculative_tokens,
             vocab_size=vocab_size,
@@ -100,13 +112,33 @@ class BatchSampling:
         return len(requests) == len(self._requests) and all(map(is_, requests, self._requests))
 
     def _build(self, requests: list[Request]) -> SamplingTensors:
+        params = [request.sampling for request in requests]
+        if not self._draws_at_zero and all(map(_is_plain_greedy, params)):
+            return self._greedy_ones(len(params))
         return batch_tensors(
-            [request.sampling for request in requests],
+            params,
             num_prompt_tokens=[request.num_prompt_tokens for request in requests],
             num_speculative_tokens=self._plan.num_speculative_tokens,
             vocab_size=self._vocab_size,
             device=self._device,
         )
+
+    def _greedy_ones(self, count: int) -> SamplingTensors:
+        """Tensors of plain greedy requests: the first rows of the same memory, while it has so many.
+
+        So nothing is copied to the device, or there, when such requests come and go.
+        """
+        most = max(self._greedy, default=0)
+        if most < count:
+            most = power_of_two(count)
+            greedy = [SamplingParams()] * most
+            self._greedy = {most: sampling_tensors(greedy, device=self._device)}
+        if count not in self._greedy:
+            self._greedy[count] = map_tensors(lambda rows: rows[:count], self._greedy[most])
+        return self._greedy[count]
+
+
+_is_plain_greedy = attrgetter("is_plain_greedy")
 
 
 def batch_tensors(

@@ -183,6 +183,12 @@ class SamplingParams(SamplingOptions):
         )
 
     @functools.cached_property
+    def is_plain_greedy(self) -> bool:
+        """Whether the best tokens of the target's own logits are all that is asked for."""
+        is_bare = self.grammar is None and self.logprobs is None
+        return self.temperature == 0 and is_bare and not self.uses_processors
+
+    @functools.cached_property
     def uses_processors(self) -> bool:
         """Whether logits must be processed before the temperature, the grammar aside."""
         return bool(

@@ -297,8 +297,7 @@ def _rows_of(
             num_drafts=scheduled[0].num_scheduled_tokens - 1,
         )
     counts = [entry.num_scheduled_tokens for entry in scheduled]
-    columns = list(zip(*map(facts_of, scheduled), strict=True))
-    facts = to_device(columns, dtype=torch.int64, device=device)
+    facts = to_device(facts_of(scheduled), dtype=torch.int64, device=device)
     inputs = StepInputs.of_rows(
         StepRows.of_facts(facts, total=sum(counts), longest=max(counts)),
         block_table,
@@ -314,16 +313,16 @@ def _rows_of(
     )
 
 
-def facts_of(entry: Scheduled) -> tuple[int, ...]:
-    """What the device must be told of an entry: slot, first row, rows, and three flags."""
-    return (
-        cast(int, entry.request.slot),
-        entry.first_position,
-        entry.num_scheduled_tokens,
-        entry.is_prefill,
-        entry.ends_at_newest_token,
-        entry.ends_recompute,
-    )
+def facts_of(entries: Sequence[Scheduled]) -> list[list[int]]:
+    """What the device must be told of entries: slots, first rows, rows, and three flags."""
+    return [
+        [cast(int, entry.request.slot) for entry in entries],
+        [entry.first_position for entry in entries],
+        [entry.num_scheduled_tokens for entry in entries],
+        [entry.is_prefill for entry in entries],
+        [entry.ends_at_newest_token for entry in entries],
+        [entry.ends_recompute for entry in entries],
+    ]
 
 
 def prompts_of(entries: Sequence[Scheduled]) -> Prompts | None:
@@ -373,24 +372,24 @@ class BlockTables:
             assert slot is not None, f"{request.request_id} has no slot"
             last, known = uploaded[slot]
             is_tenant = last is table
+            if is_tenant and known == len(table):
+                continue
             assert known <= len(table) or not is_tenant, f"{request.request_id} lost blocks"
             assert len(table) <= width, f"{request.request_id} has more than {width} blocks"
             if not is_tenant:  # a new tenant: nothing of the former one's may stay
                 cells += range(slot * width, (slot + 1) * width)
                 blocks += table
                 blocks += [self._spare_block] * (width - len(table))
-            elif known != len(table):
+            else:
                 cells += range(slot * width + known, slot * width + len(table))
                 blocks += table[known:]
-            else:
-                continue
             uploaded[slot] = table, len(table)
         if not cells:
             return False
         where, values = to_device(
             [cells, blocks], dtype=torch.int64, device=self._tables.device
         ).unbind()
-        self._tables.view(-1)[where] = values.int()
+        self._tables.view(-1).index_copy_(0, where, values.int())
         return True
 
     def read(self, slots: Tensor, *, out: Tensor | None = None) -> Tensor:

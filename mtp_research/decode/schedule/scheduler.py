@@ -92,22 +92,19 @@ class WaitingQueue:
         self._ranks.pop(request.request_id, None)
 
 
-class Cut(NamedTuple):
-    """The part of a step's tokens that stays, and why the request ends, if it does."""
+def cut_emitted(request: Request, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
+    """Cut a step's tokens behind a stop token, or at the limit; what comes first decides.
 
-    kept: list[int]
-    reason: FinishReason | None
-
-
-def cut_emitted(request: Request, emitted: list[int]) -> Cut:
-    """Cut a step's tokens behind a stop token, or at the limit; what comes first decides."""
+    Returns:
+        What stays, and why the request ends, if it does.
+    """
     room = request.max_tokens - len(request.token_ids)
     kept = emitted if len(emitted) <= room else emitted[:room]
     if stop_token_ids := request.sampling.stop_token_ids:
         for index, token_id in enumerate(kept):
             if token_id in stop_token_ids:
-                return Cut(kept[: index + 1], FinishReason.STOP)
-    return Cut(kept, FinishReason.LENGTH if len(emitted) >= room else None)
+                return kept[: index + 1], FinishReason.STOP
+    return kept, FinishReason.LENGTH if len(emitted) >= room else None
 
 
 class Scheduler:

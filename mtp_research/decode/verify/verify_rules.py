@@ -141,6 +141,11 @@ class Rule(NamedTuple):
     # at temperature 0 it reads the best token of each row of logits and no more
     reads_best: bool = False
 
+    @property
+    def is_greedy_at_zero(self) -> bool:
+        """At temperature 0 the lossless ones coincide; one of one's own has to show that it does."""
+        return self.lossless and self.reads_best
+
 
 RULES |= {
     "greedy": Rule(verify_greedy, lossless=True, samples=False, reads_best=True),
