@@ -124,7 +124,7 @@ class BatchSampling:
         )
 
     def _greedy_ones(self, count: int) -> SamplingTensors:
-        """Tensors of plain greedy requests: the first rows of the same memory, while it has so many.
+        """Tensors of plain greedy requests: the first rows of the same memory for every count.
 
         So nothing is copied to the device, or there, when such requests come and go.
         """

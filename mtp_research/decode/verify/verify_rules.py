@@ -143,7 +143,7 @@ class Rule(NamedTuple):
 
     @property
     def is_greedy_at_zero(self) -> bool:
-        """At temperature 0 the lossless ones coincide; one of one's own has to show that it does."""
+        """Whether it is `greedy` at temperature 0: lossless, and shown to read the best alone."""
         return self.lossless and self.reads_best
 
 
