@@ -30,7 +30,7 @@ from mtp_research.evaluation.stats.summary import ConditionSummary
 from mtp_research.models.families import FAMILIES
 from mtp_research.studies.study_tables import policy_losses
 from mtp_research.training import step_costs
-from tests.test_smollm2 import SETS, length
+from tests.test_smollm2 import END_TO_END, SETS, length, speeds_by_batch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -171,7 +171,7 @@ def measured_on_a_cpu() -> dict[int, tuple[ConditionSummary, ...]]:
 def on_one_h200(part: str = ".") -> dict[str, ConditionSummary]:
     """lab_base at batch 1 and 8, or what a folder beside them holds, by condition."""
     stored = recompute(RESULTS / "lab_base_batches" / part / "results.json.xz")
-    num_prompts = 32 if part == "." else 4 * int(part.split("_")[1])
+    num_prompts = {".": 32, "batch_128_chosen": 347}.get(part) or 4 * int(part.split("_")[1])
     assert (len(stored.prompts), stored.config["sampling"]["max_new_tokens"]) == (num_prompts, 128)
     return {one.result.label: one for one in stored.summaries}
 
@@ -229,6 +229,16 @@ def released() -> Iterator[tuple[str, tuple[str, ...]]]:
         (str(equal), str(len(rows)), str(stored["tokens"])),
     )
     yield r"greedy text at K = (0)", ("0",)
+    gains, drafts = [], []
+    for plain, *fixed, _, _ in speeds_by_batch().values():
+        best = max(fixed, key=lambda row: row[END_TO_END])
+        gains.append(f"{best[END_TO_END] / plain[END_TO_END]:.2f}")
+        drafts.append(str(best["num_drafts"]))
+    words = (
+        r"(\S+), (\S+), (\S+) and (\S+) times as fast with it at batch (\d), (\d), (\d+) and (\d+)"
+    )
+    yield words, (*gains, *map(str, speeds_by_batch()))
+    yield r"end to end, with K = (\d), (\d), (\d) and (\d): larger", tuple(drafts)
     found = [length(questions, "n1", 3).value or 0.0 for questions in SETS]
     yield r"gives (\d\.\d\d) tokens a round at K = (3), mean of", (f"{sum(found) / 3:.2f}", "3")
 
@@ -405,6 +415,13 @@ def test_speed_of_lab_base_at_larger_batches_in_results_is_computed_again() -> N
     assert f"K = 0 made {plain_32:,.0f} and {plain_64:,.0f}." in page
     against = [min(ratios_to_each_baseline(batch)) for batch in (32, 64)]
     assert "K = 2 is {:.2f} and {:.2f} times as fast".format(*against) in page
+    plain, ours = (one.speed for one in on_one_h200("batch_128_chosen").values())
+    rates = [
+        f"{one.end_to_end.value:,.0f} ({one.end_to_end.low:,.0f} to {one.end_to_end.high:,.0f})"
+        for one in (ours, plain)
+    ]
+    gain = f"{ours.ratio_end_to_end:.2f} ({ours.ratio_full:.2f})"
+    assert f"again: {rates[0]} tokens/s, {gain} times the {rates[1]} of K = 0" in page
 
 
 def test_how_often_intervals_over_few_prompts_hold_is_measured_again() -> None:

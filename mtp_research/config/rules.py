@@ -23,6 +23,7 @@ from mtp_research.config.schema import (
     EvalConfig,
     GridConfig,
     PromptsConfig,
+    SpecConfig,
     TrainConfig,
 )
 from mtp_research.config.training_schema import (
@@ -35,7 +36,7 @@ from mtp_research.config.training_schema import (
     TrainerConfig,
     parse_loss,
 )
-from mtp_research.policy.fields import POLICIES
+from mtp_research.policy.fields import POLICIES, HiddenPolicy
 from mtp_research.runtime.errors import ConfigError, rule_line
 
 # Keys that other engines do not read, or read otherwise; with them these keep their defaults.
@@ -383,6 +384,9 @@ def _num_rows(cell: EvalConfig) -> int:
 
 def _cell_faults(config: EvalConfig) -> Iterator[str]:
     spec, engine, max_new_tokens = config.spec, config.engine, config.sampling.max_new_tokens
+    if strangers := list(_strangers(spec)):
+        yield from strangers
+        return
     if not spec.policy or len(set(spec.policy)) < len(spec.policy):
         expected, fix = "must name at least one policy, each once", "spec.policy=[eagle,training]"
         yield rule_line("spec.policy", expected, spec.policy, fix)
@@ -407,6 +411,18 @@ def _cell_faults(config: EvalConfig) -> Iterator[str]:
         key, expected = "engine.max_model_len", f"must exceed max_new_tokens={max_new_tokens}"
         yield rule_line(key, expected, engine.max_model_len, f"{key}={2 * max_new_tokens}")
     yield from _sampling_faults(config)
+
+
+def _strangers(spec: SpecConfig) -> Iterator[str]:
+    """Names of one's own that stand for something else."""
+    for policy in spec.policy:
+        if not isinstance(own := POLICIES[policy], HiddenPolicy):
+            fix = f"POLICIES[{policy!r}] = HiddenPolicy(...)"
+            yield rule_line("spec.policy", "must name a HiddenPolicy", type(own).__name__, fix)
+    rule = RULES.get(spec.verify)  # None: built in, and torch is not loaded
+    if rule is not None and not hasattr(rule, "is_greedy_at_zero"):
+        fix = f"RULES[{spec.verify!r}] = Rule(...)"
+        yield rule_line("spec.verify", "must name a Rule", type(rule).__name__, fix)
 
 
 def _capture_faults(engine: EngineConfig) -> Iterator[str]:

@@ -56,10 +56,16 @@ class SpecSettings:
     draft_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, HiddenPolicy):
-            _check_choice("policy", self.policy, POLICIES)
-        if not isinstance(self.verify, Rule):
-            _check_choice("verify", self.verify, RULES)
+        for name, kind, table in (("policy", HiddenPolicy, POLICIES), ("verify", Rule, RULES)):
+            value = getattr(self, name)
+            if isinstance(value, kind):
+                continue
+            _check_choice(name, value, table)
+            if not isinstance(table[value], kind):
+                raise ConfigError(
+                    f"{name}={value!r} must be the name of a {kind.__name__}, got that of a "
+                    f"{type(table[value]).__name__}; put a {kind.__name__} in the table."
+                )
         _check_choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS)
         if self.module_schedule is not None:
             _check_choice("module_schedule", self.module_schedule, MODULE_SCHEDULES)

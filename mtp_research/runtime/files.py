@@ -87,7 +87,7 @@ def run_lock(root: Path) -> Iterator[None]:
         ) from fault
     owner = root / OWNER_FILE
     with suppress(OSError):  # it is only told to others
-        owner.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf8")
+        owner.write_text(_this_process(), encoding="utf8")
     try:
         yield
     finally:
@@ -98,6 +98,26 @@ def run_lock(root: Path) -> Iterator[None]:
                 for folder in new:
                     folder.rmdir()
         lock.release()
+
+
+def is_held_by_others(root: Path) -> bool:
+    """Whether another process holds `run_lock` of a folder; False where nobody can tell."""
+    from filelock import FileLock, Timeout
+
+    # Asked first: to try the lock is to hold it for a moment, in which no run can begin.
+    if _holder(root) in ("", f" ({_this_process()})"):
+        return False
+    try:
+        with FileLock(root / LOCK_FILE, blocking=False):
+            return False
+    except Timeout:
+        return True
+    except OSError:
+        return False
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {platform.node()}"
 
 
 def _holder(root: Path) -> str:

@@ -92,6 +92,9 @@ def test_policy_of_ones_own_is_evaluated_beside_the_others(
     monkeypatch.setitem(mtp_research.POLICIES, "mine", known)
     with pytest.raises(ConfigError, match="what the policy is called, got mine for target_roll"):
         evaluate()
+    monkeypatch.setitem(mtp_research.POLICIES, "mine", "target_roll")
+    with pytest.raises(ConfigError, match=r"spec\.policy must name a HiddenPolicy, got str; set"):
+        evaluate()
     settings["spec.policy"] = [["mine"]]  # which no table can look up
     with pytest.raises(ConfigError, match=r"each .* \| mine \| .*, got \['mine'\]"):
         evaluate()
@@ -106,6 +109,11 @@ def test_rule_of_ones_own_is_evaluated_and_said_to_be_lossy(
     settings["spec.typical_delta"] = 0.5  # a rule of one's own may read it
     evaluate = functools.partial(evaluate_lab_tiny, settings=settings)
     with pytest.raises(ConfigError, match=r"spec\.verify must be .*auto \| .*, got mine"):
+        evaluate()
+    monkeypatch.setitem(RULES, "mine", accept_all)
+    with pytest.raises(
+        ConfigError, match=r"spec\.verify must name a Rule, got function; set RULES"
+    ):
         evaluate()
     monkeypatch.setitem(RULES, "mine", Rule(accept_all, lossless=False, samples=False))
     found = evaluate(output_dir="own")

@@ -1,7 +1,8 @@
 """One run a folder: the second is refused and changes nothing."""
 
 import multiprocessing
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from mtp_research.app.cli import run_entry
 from mtp_research.config.schema import TrainConfig
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
-from mtp_research.runtime.files import run_lock
+from mtp_research.runtime.files import OWNER_FILE, is_held_by_others, run_lock
 
 
 def hold(root, is_held, may_end):
@@ -18,19 +19,42 @@ def hold(root, is_held, may_end):
         may_end.wait(60)
 
 
-def test_run_lock_second_process_is_refused(tmp_path):
+@contextmanager
+def held_by_another(root: Path) -> Iterator[None]:
+    """A process that holds the lock of a folder."""
     context = multiprocessing.get_context("fork")
     is_held, may_end = context.Event(), context.Event()
-    holder = context.Process(target=hold, args=(tmp_path, is_held, may_end))
+    holder = context.Process(target=hold, args=(root, is_held, may_end))
     holder.start()
     try:
         assert is_held.wait(60)
-        with pytest.raises(ConfigError, match="in use by another run"), run_lock(tmp_path):
-            pass
+        yield
     finally:
         may_end.set()
         holder.join()
+
+
+def test_run_lock_second_process_is_refused(tmp_path):
+    with (
+        held_by_another(tmp_path),
+        pytest.raises(ConfigError, match="in use by another run"),
+        run_lock(tmp_path),
+    ):
+        pass
     with run_lock(tmp_path):
+        pass
+
+
+def test_folder_that_others_hold_is_told_from_all_others(tmp_path: Path) -> None:
+    assert not is_held_by_others(tmp_path)
+    with run_lock(tmp_path):
+        assert not is_held_by_others(tmp_path)
+    with held_by_another(tmp_path):
+        assert is_held_by_others(tmp_path)
+    assert not is_held_by_others(tmp_path)
+    (tmp_path / OWNER_FILE).write_text("process 1 on a machine that was switched off")
+    assert not is_held_by_others(tmp_path)
+    with run_lock(tmp_path):  # to ask has left the lock free
         pass
 
 

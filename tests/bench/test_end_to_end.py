@@ -217,6 +217,13 @@ def test_table_of_starts_is_what_is_stored() -> None:
         parts = [(one, name) for one in (new, old) for name in ("cold", "warm")]
         cells = [ready(one[name][first:last]) for one, name in parts]
         assert f"| {' | '.join(cells)} |" in page
+    shared = stored["any_k"]
+    seconds = [", ".join(ready([row]) for row in shared[name]) for name in ("cold", "warm")]
+    cold, warm = (" and ".join(one.rsplit(", ", 1)) for one in seconds)
+    assert f"after {cold} s, warm {warm} ([stored]" in page
+    shares = [share for one in (shared, new) for share in _shares_of_k_5(one["cold"])]
+    words = "took {:.2f} and {:.2f} of the first condition, before {:.2f} and {:.2f} (["
+    assert words.format(*shares).replace("0.", ".") in page
     names = ("mimo", "mimo_again", "mimo_warm")
     words = ["{}, again {} | {}".format(*(ready(one[n]) for n in names)) for one in (new, old)]
     assert f"| {' | '.join(words)} |" in page
@@ -239,6 +246,12 @@ def test_table_of_starts_is_what_is_stored() -> None:
     assert seconds[-1] <= 120
     assert new["warm"][0]["ready_s"] <= 20
     assert new["mimo"][0]["ready_s"] <= 60
+
+
+def _shares_of_k_5(rows: list[dict]) -> list[float]:
+    """What K = 5 took behind K = 3, `eagle` and then `training`, in units of K = 0."""
+    ready = [row["ready_s"] for row in rows]
+    return [(ready[i] - ready[i - 1]) / ready[0] for i in (3, 4)]
 
 
 def test_table_of_requests_in_fp8_is_what_is_stored() -> None:

@@ -105,6 +105,15 @@ def test_generate_ends_at_the_targets_own_stop_tokens(target, monkeypatch) -> No
     assert {record.finish_reason for record in records} >= {"stop"}
 
 
+def test_name_of_something_else_than_a_rule_or_policy_is_refused(monkeypatch) -> None:
+    monkeypatch.setitem(RULES, "mine", RULES["greedy"].function)
+    with pytest.raises(ConfigError, match="verify='mine' must be the name of a Rule, got that of"):
+        SpecSettings(verify="mine")
+    monkeypatch.setitem(POLICIES, "mine", "eagle")
+    with pytest.raises(ConfigError, match="policy='mine' must be the name of a HiddenPolicy, got"):
+        SpecSettings(policy="mine")
+
+
 def test_generate_leaves_out_the_requests_of_others(target) -> None:
     decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
     ours = decoder.generate(PROMPTS[:2], sampling=SamplingParams(max_new_tokens=2))

@@ -32,6 +32,7 @@ from mtp_research.models.target import Target
 from mtp_research.policy.fields import POLICIES
 from mtp_research.runtime.errors import ConfigError, IntegrityError
 from mtp_research.runtime.provenance import REPOSITORY_ROOT
+from tests.app.test_run_lock import held_by_another
 
 WORDS = [
     "model=lab_tiny",
@@ -307,3 +308,21 @@ def test_domains_choose_prompts_and_an_unknown_one_is_named(tmp_path: Path) -> N
     config = compose_config(EvalConfig, [*WORDS, "prompts.domains=[arithm]"])
     with pytest.raises(ConfigError, match=r"prompts\.domains must be among arith, code, "):
         evaluate(config, tmp_path)
+
+
+def test_head_whose_training_goes_on_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = tmp_path / "run" / "head"
+    shutil.copytree(REPOSITORY_ROOT / "assets" / "lab_tiny" / "heads" / "ttt_n1", head)
+    words = [*WORDS, "prompts.max_prompts=1", f"spec.head={head}", "spec.policy=[eagle]"]
+    config = compose_config(EvalConfig, words)
+    said = "warning: head was still being trained when it was read"
+    with held_by_another(head.parent):
+        evaluate(config, tmp_path / "early")
+    assert said in capsys.readouterr().out
+    early = recompute(tmp_path / "early" / "results.json")
+    assert early.run["heads_in_training"] == ["head"]
+    evaluate(config, tmp_path / "late")
+    assert said not in capsys.readouterr().out
+    assert "heads_in_training" not in recompute(tmp_path / "late" / "results.json").run

@@ -115,6 +115,7 @@ def _paragraphs(report: Report) -> list[str]:
         *(f"warning: {warning}" for warning in dict.fromkeys(warnings)),
         *_draft_length_note(report),
         *_weights_note(report),
+        *_training_note(report),
         *(f"heads {name}: {phrase}" for name, phrase in head_conventions(report.run).items()),
         *_timing_notes(report),
         *_engine_notes(report),
@@ -187,6 +188,15 @@ def _draft_length_note(report: Report) -> Iterator[str]:
         yield (
             f"warning: spec.draft_length={rule}: steps without drafts are no rounds; compare such "
             "runs by target forwards per token, not by acceptance length"
+        )
+
+
+def _training_note(report: Report) -> Iterator[str]:
+    names = report.run.get("heads_in_training")
+    if isinstance(names, list) and names:
+        yield (
+            f"warning: {', '.join(printable(str(name)) for name in names)} was still being "
+            "trained when it was read: evaluate it again once its run has ended"
         )
 
 

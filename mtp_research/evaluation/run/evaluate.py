@@ -76,7 +76,7 @@ from mtp_research.models.target import (
 from mtp_research.policy.fields import POLICIES
 from mtp_research.runtime.compiling import start_compilers
 from mtp_research.runtime.errors import ConfigError, IntegrityError, stopped_by_signals
-from mtp_research.runtime.files import sha256_of
+from mtp_research.runtime.files import is_held_by_others, sha256_of
 from mtp_research.runtime.progress import WorkProgress
 from mtp_research.runtime.provenance import is_first_rank, redact_tree, run_record
 from mtp_research.runtime.threads import one_thread_if_small
@@ -133,6 +133,7 @@ def _evaluate(
     conversations = _conversations(config, prompts, target)
     encoded, asked = conversations.encoded, config.prompts
     scorer = Scorer(conversations, score=asked.score, run_code=asked.run_code)
+    unfinished = _heads_in_training(conditions)
     inputs = _inputs(conditions, encoded, target)
     if config.backend != [OWN]:
         inputs["prompt_token_ids"] = token_ids_sha256(encoded.token_ids)
@@ -160,6 +161,7 @@ def _evaluate(
             "thinking_token_ids": encoded.thinking_token_ids,
             "inputs": {key: inputs[key] for key in inputs.keys() - {"prompts", "heads", "target"}},
             "skipped_conditions": list(expand(config).skipped),
+            **({"heads_in_training": unfinished} if unfinished else {}),
         },
         skipped_prompts=encoded.skipped,
     )
@@ -286,6 +288,16 @@ def _load_heads(conditions: Sequence[Condition], target: Target) -> dict[HeadsKe
         if is_drafting and folder is not None and (folder, None) not in heads:
             heads[folder, None] = load_heads(folder, target)
     return heads
+
+
+def _heads_in_training(conditions: Sequence[Condition]) -> list[str]:
+    """Names of heads whose run goes on: it writes its best ones from its first walk on."""
+    folders = {c.head: c.config.spec.head for c in conditions}
+    return [
+        name
+        for name, folder in folders.items()
+        if name is not None and folder is not None and is_held_by_others(Path(folder).parent)
+    ]
 
 
 def _with_policy(condition: Condition, exported: Mapping[HeadsKey, EngineHeads]) -> Condition:
