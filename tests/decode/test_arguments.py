@@ -115,7 +115,8 @@ def test_name_of_something_else_than_a_rule_or_policy_is_refused(monkeypatch) ->
 
 
 def test_generate_leaves_out_the_requests_of_others(target) -> None:
-    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
+    one_by_one = EngineConfig(max_num_requests=1)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=one_by_one)
     ours = decoder.generate(PROMPTS[:2], sampling=SamplingParams(max_new_tokens=2))
     found = [next(ours).request_id]
     # Our first request has ended, so that its id is free while the second one is still out.
