@@ -188,7 +188,7 @@ class DraftPlan:
         drafted = self.num_speculative_tokens
         return num_tokens + num_steps_in_flight * (drafted + 1) + max(drafted, 2 * drafted - 1)
 
-    def max_base_rows(self, row_counts: Sequence[int], *, is_prefill: Sequence[bool]) -> list[int]:
+    def max_base_rows(self, row_counts: Sequence[int], *, is_prefill: Sequence[int]) -> list[int]:
         """Most base rows of each request in a pass, from what the host knows of its step."""
         # A chunk reruns at most the K rows before it; a decoding request has the static form's.
         rerun = 0 if self.policy.rows == "fresh" else self.num_speculative_tokens
