@@ -83,7 +83,9 @@ def test_table_of_speeds_is_the_stored_one() -> None:
         best.append(max(fixed, key=lambda row: row[END_TO_END])["num_drafts"])
         spreads[batch] = max(_spread(row) for row in rows)
     assert best == [3, 2, 1, 1]
-    assert "is 3 at batch 1, 2 at batch 8 and 1 from 32 on" in PAGE
+    assert "is 3 at batch 1, 2 at batch 8 and 1 at batch 128; at batch 32 passes differ by" in PAGE
+    rates = [row[END_TO_END] for row in speeds_by_batch()[32][1:4]]
+    assert spreads[32] > max(rates) / min(rates) - 1
     one = fixed[0]  # at batch 128
     assert one[f"{END_TO_END}_low"] > high
     assert fixed[2][f"{END_TO_END}_low"] < high < fixed[2][END_TO_END]
