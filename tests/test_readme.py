@@ -182,15 +182,17 @@ def speeds() -> Iterator[tuple[str, tuple[str, ...]]]:
     yield r"lab_base is (\d\.\d+) and (\d\.\d+) times as fast end to end", ratios
     words = r"with `training` and K = (3) at batch (1) and (8) \((32) prompts, (128) new tokens\)"
     yield words, ("3", "1", "8", "32", "128")
-    ratios = [f"{ratio:.2f}" for n in (32, 64) for ratio in ratios_to_each_baseline(n)]
+    at_64 = sorted(ratios_to_each_baseline("64") + ratios_to_each_baseline("64_again"))
+    found = [*ratios_to_each_baseline("32"), at_64[0], at_64[-1]]
+    ratios = [f"{ratio:.2f}" for ratio in found]
     words = r"At batch (32) it is (\S+) to (\S+) times and at batch (64) (\S+) to (\S+) times"
     yield words, ("32", *ratios[:2], "64", *ratios[2:])
-    spread = max(largest_spread(on_one_h200(f"batch_{n}")) for n in (32, 64))
+    spread = max(largest_spread(on_one_h200(f"batch_{n}")) for n in ("32", "64", "64_again"))
     words = r"with K = (2) \((128) and (256) prompts; passes differ by up to (\d+) %\)"
     yield words, ("2", "128", "256", f"{100 * spread:.0f}")
 
 
-def ratios_to_each_baseline(batch: int) -> list[float]:
+def ratios_to_each_baseline(batch: str) -> list[float]:
     """K = 2 at a larger batch against K = 0 of its own and of the next process, ascending."""
     parts = [on_one_h200(f"batch_{batch}{kind}") for kind in ("", "_chosen")]
     ours = parts[0]["training K=2"].speed.end_to_end.value
@@ -234,11 +236,11 @@ def released() -> Iterator[tuple[str, tuple[str, ...]]]:
         best = max(fixed, key=lambda row: row[END_TO_END])
         gains.append(f"{best[END_TO_END] / plain[END_TO_END]:.2f}")
         drafts.append(str(best["num_drafts"]))
-    words = (
-        r"(\S+), (\S+), (\S+) and (\S+) times as fast with it at batch (\d), (\d), (\d+) and (\d+)"
-    )
+    words = r"(\S+), (\S+), (\S+) and (\S+) times as fast with this module at batch "
+    words += r"(\d), (\d), (\d+) and (\d+), end to end"
     yield words, (*gains, *map(str, speeds_by_batch()))
-    yield r"end to end, with K = (\d), (\d), (\d) and (\d): larger", tuple(drafts)
+    yield r"\(at batch (\d+) the three K cannot be told apart", ("32",)  # see test_smollm2
+    yield r"end to end, with K = (\d), (\d), (\d) and (\d) \(at", tuple(drafts)
     found = [length(questions, "n1", 3).value or 0.0 for questions in SETS]
     yield r"gives (\d\.\d\d) tokens a round at K = (3), mean of", (f"{sum(found) / 3:.2f}", "3")
 
@@ -413,8 +415,16 @@ def test_speed_of_lab_base_at_larger_batches_in_results_is_computed_again() -> N
     (plain_32, ours_32), (plain_64, ours_64) = free
     assert f"{ours_32:,.0f} and {ours_64:,.0f} tokens/s, where K = 0 made" in page
     assert f"K = 0 made {plain_32:,.0f} and {plain_64:,.0f}." in page
-    against = [min(ratios_to_each_baseline(batch)) for batch in (32, 64)]
+    against = [min(ratios_to_each_baseline(batch)) for batch in ("32", "64")]
     assert "K = 2 is {:.2f} and {:.2f} times as fast".format(*against) in page
+    plain, *fixed = (one.speed for one in on_one_h200("batch_64_again").values())
+    _, chosen = on_one_h200("batch_64_again_chosen").values()
+    gains = "{:.2f}, {:.2f} and {:.2f}".format(*(one.ratio_end_to_end for one in fixed))
+    whole = plain.end_to_end
+    made = f"{whole.value:,.0f} ({whole.low:,.0f} to {whole.high:,.0f}) tokens/s of K = 0"
+    other, last = max(ratios_to_each_baseline("64_again")), chosen.speed.ratio_end_to_end
+    words = f"made {gains} times the {made}, K = 2 {other:.2f} times that of the next process"
+    assert f"{words}, and the chosen number {last:.2f}." in page
     plain, ours = (one.speed for one in on_one_h200("batch_128_chosen").values())
     rates = [
         f"{one.end_to_end.value:,.0f} ({one.end_to_end.low:,.0f} to {one.end_to_end.high:,.0f})"

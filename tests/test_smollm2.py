@@ -91,10 +91,27 @@ def test_table_of_speeds_is_the_stored_one() -> None:
     assert fixed[2][f"{END_TO_END}_low"] < high < fixed[2][END_TO_END]
     assert f"K = 3 is {fixed[2][END_TO_END] / plain[END_TO_END]:.2f} times, with passes" in PAGE
     assert f"K = 1 is {one[END_TO_END] / plain[END_TO_END]:.2f} times K = 0, its slowest" in PAGE
-    assert 0.98 < gain < 0.99
-    words = "differ by up to {:.0%} of the median at batch 32, {:.0%} at batch 1 (all".format
+    assert f"and the chosen number {gain:.3f} times.".replace("0.", ".") in PAGE
+    shares, mixed, others = (
+        "{}, {}, {} and {}".format(*(form(row[name]) for row in (plain, *fixed)))
+        for name, form in (
+            ("share_of_time_in_steps_with_prompt_rows", "{:.2f}".format),
+            ("tokens_per_s_with_prompt_rows", "{:,.0f}".format),
+            ("tokens_per_s_without_prompt_rows", "{:,.0f}".format),
+        )
+    )
+    taken = f"take {shares} of the time".replace("0.", ".")
+    assert f"{taken} and make {mixed} tokens/s, the others {others}." in PAGE
+    different = [
+        row["num_different_texts"] / row["num_prompts"]
+        for rows in speeds_by_batch().values()
+        for row in rows
+        if row["num_drafts"]
+    ]
+    assert f"{100 * min(different):.0f} to {100 * max(different):.0f} % differ" in PAGE
+    words = "differ by up to {:.0%} of the median at batch 32, {:.0%} at batch 1 and".format
     assert words(spreads[32], spreads[1]).replace("%", " %") in PAGE
-    assert f"and {max(spreads[8], spreads[128]):.0%} elsewhere".replace("%", " %") in PAGE
+    assert f" and {max(spreads[8], spreads[128]):.0%} elsewhere".replace("%", " %") in PAGE
     words = (
         "accepted with {:.2f} to {:.2f}, rounds give {:.2f} to {:.2f} tokens at K = 2 and {:.2f} to"
     )

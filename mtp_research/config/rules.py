@@ -414,12 +414,12 @@ def _cell_faults(config: EvalConfig) -> Iterator[str]:
 
 
 def _strangers(spec: SpecConfig) -> Iterator[str]:
-    """Names of one's own that stand for something else."""
+    """Names of one's own that stand for something else; a `Rule` is told without loading torch."""
     for policy in spec.policy:
         if not isinstance(own := POLICIES[policy], HiddenPolicy):
             fix = f"POLICIES[{policy!r}] = HiddenPolicy(...)"
             yield rule_line("spec.policy", "must name a HiddenPolicy", type(own).__name__, fix)
-    rule = RULES.get(spec.verify)  # None: built in, and torch is not loaded
+    rule = RULES.get(spec.verify)  # None: built in
     if rule is not None and not hasattr(rule, "is_greedy_at_zero"):
         fix = f"RULES[{spec.verify!r}] = Rule(...)"
         yield rule_line("spec.verify", "must name a Rule", type(rule).__name__, fix)

@@ -7,6 +7,7 @@ Letters: K drafts per step, V' draft vocabulary, D hidden.
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -313,16 +314,18 @@ class SpecDecoder:
         try:
             for index, prompt in enumerate(prompt_list(prompts)):
                 requests.append(self.add_request(prompt, sampling=sampling, request_id=str(index)))
-            pending = {request.request_id for request in requests}
+            live, unseen = deque(requests), {request.request_id for request in requests}
             while True:
                 finished, num_seen = records[num_seen:], len(records)
                 for record in finished:
-                    if record.request_id in pending:
-                        pending.remove(record.request_id)  # others may be given the id from now on
+                    if record.request_id in unseen:
+                        unseen.remove(record.request_id)  # others may be given the id from now on
                         yield record
                 if num_seen < len(records):  # the caller has run steps since, in a stream say
                     continue
-                if not pending:
+                while live and live[0].status is Status.FINISHED:
+                    live.popleft()
+                if not live:
                     self.serve_peers()
                     return
                 self.step()

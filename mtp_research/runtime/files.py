@@ -11,6 +11,11 @@ from pathlib import Path
 
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 LOCK_FILE, OWNER_FILE = ".lock", ".lock-owner"
 
 
@@ -102,18 +107,17 @@ def run_lock(root: Path) -> Iterator[None]:
 
 def is_held_by_others(root: Path) -> bool:
     """Whether another process holds `run_lock` of a folder; False where nobody can tell."""
-    from filelock import FileLock, Timeout
-
-    # Asked first: to try the lock is to hold it for a moment, in which no run can begin.
-    if _holder(root) in ("", f" ({_this_process()})"):
+    if fcntl is None or _holder(root) in ("", f" ({_this_process()})"):
         return False
     try:
-        with FileLock(root / LOCK_FILE, blocking=False):
-            return False
-    except Timeout:
+        with (root / LOCK_FILE).open() as file:
+            # Shared, for a moment: others who ask at the same time are not taken for a run.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
     except OSError:
         return False
+    return False
 
 
 def _this_process() -> str:

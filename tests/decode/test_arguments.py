@@ -126,6 +126,16 @@ def test_generate_leaves_out_the_requests_of_others(target) -> None:
     assert found == ["0", "1"]
 
 
+def test_generate_ends_where_its_caller_drops_the_records(target) -> None:
+    one_by_one = EngineConfig(max_num_requests=1)
+    decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0), engine=one_by_one)
+    for record in decoder.generate(PROMPTS, max_new_tokens=1):
+        assert record.token_ids
+        decoder.stats.records.clear()  # one that came meanwhile is lost with them
+        assert decoder.stats.num_steps < 10
+    assert not decoder.has_work
+
+
 def test_generate_refuses_two_limits(target) -> None:
     decoder = SpecDecoder(target, spec=SpecSettings(num_speculative_tokens=0))
     with pytest.raises(ConfigError, match="expected sampling or max_new_tokens, got both"):

@@ -73,6 +73,9 @@ def test_what_lies_in_place_is_not_copied_again_unless_there_is_more_of_it() -> 
     sampled = batch.tensors([_request("e", temperature=0.5, top_k=3), *names[:3]])
     params.upload(sampled)
     assert params.view(sampled, 4).temperature.tolist() == [0.5, 0.0, 0.0, 0.0]
+    tensors = batch.tensors(names[:3])
+    params.upload(tensors)
+    assert params.view(tensors, 3).temperature.tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize(

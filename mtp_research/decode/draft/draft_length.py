@@ -86,7 +86,7 @@ class RecentRounds:
         self.accepted = [0.0] * self.plan.num_speculative_tokens
 
     def add_rounds(self, count: int, *, num_drafted: int, num_accepted: int) -> None:
-        """Count verify rounds of as many drafts, of which as many were accepted."""
+        """Count `count` rounds that verified `num_drafted` drafts and accepted `num_accepted`."""
         reached, accepted = self.reached, self.accepted
         for position in range(num_accepted):
             reached[position] += count

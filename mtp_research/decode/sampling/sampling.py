@@ -126,7 +126,8 @@ class BatchSampling:
     def _greedy_ones(self, count: int) -> SamplingTensors:
         """Tensors of plain greedy requests: the first rows of the same memory for every count.
 
-        So nothing is copied to the device, or there, when such requests come and go.
+        So nothing is copied when such requests come and go: neither from the host, nor to where
+        captured steps read.
         """
         most = max(self._greedy, default=0)
         if most < count:

@@ -193,10 +193,10 @@ def _draft_length_note(report: Report) -> Iterator[str]:
 
 def _training_note(report: Report) -> Iterator[str]:
     names = report.run.get("heads_in_training")
-    if isinstance(names, list) and names:
+    for name in names if isinstance(names, list) else ():
         yield (
-            f"warning: {', '.join(printable(str(name)) for name in names)} was still being "
-            "trained when it was read: evaluate it again once its run has ended"
+            f"warning: {printable(str(name))} was still being trained when it was read: evaluate "
+            "it again once its run has ended"
         )
 
 

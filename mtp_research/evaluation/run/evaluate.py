@@ -293,9 +293,7 @@ def _load_heads(conditions: Sequence[Condition], target: Target) -> dict[HeadsKe
 def _heads_in_training(conditions: Sequence[Condition]) -> list[str]:
     """Names of heads whose run goes on: it writes its best ones from its first walk on."""
     folders = {c.head: c.config.spec.head for c in conditions if c.head not in (None, "oracle")}
-    return [
-        name for name, folder in folders.items() if is_held_by_others(Path(str(folder)).parent)
-    ]
+    return [name for name, folder in folders.items() if is_held_by_others(Path(str(folder)).parent)]
 
 
 def _with_policy(condition: Condition, exported: Mapping[HeadsKey, EngineHeads]) -> Condition:
