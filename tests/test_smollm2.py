@@ -112,6 +112,8 @@ def test_table_of_speeds_is_the_stored_one() -> None:
     words = "differ by up to {:.0%} of the median at batch 32, {:.0%} at batch 1 and".format
     assert words(spreads[32], spreads[1]).replace("%", " %") in PAGE
     assert f" and {max(spreads[8], spreads[128]):.0%} elsewhere".replace("%", " %") in PAGE
+    two = [f"{speeds_by_batch()[1][i][END_TO_END]:,.0f}" for i in (0, 4)]
+    assert f"K = 0 made {two[0]} tokens/s in it and {two[1]} in that of the chosen" in PAGE
     words = (
         "accepted with {:.2f} to {:.2f}, rounds give {:.2f} to {:.2f} tokens at K = 2 and {:.2f} to"
     )

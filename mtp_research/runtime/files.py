@@ -81,9 +81,9 @@ def run_lock(root: Path) -> Iterator[None]:
         root.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout as fault:
+        holder = f" ({_owner(root)[:100]})" if _owner(root) else ""
         raise ConfigError(
-            f"output_dir {str(root)!r} is in use by another run{_holder(root)}; "
-            "set output_dir=FOLDER."
+            f"output_dir {str(root)!r} is in use by another run{holder}; set output_dir=FOLDER."
         ) from fault
     except OSError as fault:
         raise EnvironmentFault(
@@ -107,7 +107,7 @@ def run_lock(root: Path) -> Iterator[None]:
 
 def is_held_by_others(root: Path) -> bool:
     """Whether another process holds `run_lock` of a folder; False where nobody can tell."""
-    if fcntl is None or _holder(root) in ("", f" ({_this_process()})"):
+    if fcntl is None or _owner(root) in ("", _this_process()):
         return False
     try:
         with (root / LOCK_FILE).open() as file:
@@ -124,9 +124,9 @@ def _this_process() -> str:
     return f"process {os.getpid()} on {platform.node()}"
 
 
-def _holder(root: Path) -> str:
+def _owner(root: Path) -> str:
     """Who holds the lock, as written beside it: opening the lock file itself empties it."""
     try:
-        return f" ({(root / OWNER_FILE).read_text(encoding='utf8')[:100]})"
+        return (root / OWNER_FILE).read_text(encoding="utf8")
     except (OSError, ValueError):
         return ""
