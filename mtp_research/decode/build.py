@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mtp_research.config.schema import EngineConfig
+from mtp_research.decode.draft.draft_length import ExpectedGainLength
 from mtp_research.decode.draft.drafter import Drafter, Heads, MTPDrafter, NullDrafter, OracleDrafter
 from mtp_research.decode.pool_size import (
     NUM_SPARE_BLOCKS,
@@ -19,6 +20,7 @@ from mtp_research.decode.schedule.blocks import BlockManager, PrefixCache
 from mtp_research.decode.schedule.scheduler import Scheduler
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.slot_state import KVCache, SlotState
+from mtp_research.decode.step import DeviceStep
 from mtp_research.heads.stack import MTPHeads
 from mtp_research.kernels import checks
 from mtp_research.kernels.attention.paged_attention_triton import attention_kernel
@@ -154,6 +156,23 @@ def _build_prefix_cache(
             "draft KV depends on the history of each request; set engine.prefix_caching=false."
         )
     return PrefixCache(block_size=engine.block_size, plan=drafter.plan, watcher=drafter.auditor)
+
+
+def shallow_passes(step: DeviceStep, *, spec: SpecSettings, engine: EngineConfig) -> list[int]:
+    """Numbers of passes, fewer than K, of steps that leave the other passes out for good.
+
+    Steps must be captured, their draft length chosen by what they were timed to take, and passes
+    must run that make no draft. Ranks have clocks of their own, and cached blocks must be complete.
+    """
+    rule, plan, target = spec.draft_length, step.plan, step.target
+    is_timed = isinstance(rule, ExpectedGainLength) and rule.cost_ratio is None
+    is_alone = target.exchange is None and target.parts is None
+    if not (engine.cuda_graphs and is_timed and is_alone) or engine.prefix_caching:
+        return []
+    if not isinstance(step.drafter, MTPDrafter):
+        return []
+    last = max(m for m in range(plan.num_speculative_tokens) if plan.has_base(m))
+    return list(range(last, -1, -1))
 
 
 def kernel_backend(engine: EngineConfig) -> str:

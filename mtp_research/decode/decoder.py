@@ -15,8 +15,14 @@ import torch
 from torch import Tensor
 
 from mtp_research.config.schema import EngineConfig
-from mtp_research.decode.build import build_drafter, build_products, build_state, kernel_backend
-from mtp_research.decode.draft.draft_length import RecentRounds
+from mtp_research.decode.build import (
+    build_drafter,
+    build_products,
+    build_state,
+    kernel_backend,
+    shallow_passes,
+)
+from mtp_research.decode.draft.draft_length import ExpectedGainLength, RecentRounds
 from mtp_research.decode.draft.drafter import Heads, MTPDrafter, VerifiedStep
 from mtp_research.decode.ledger import Ledger
 from mtp_research.decode.sampling.arguments import (
@@ -121,16 +127,22 @@ class SpecDecoder:
             options=spec.step_options,
             backend=kernel_backend(engine),
         )
+        numbers = shallow_passes(self.device_step, spec=spec, engine=engine)
+        steps = [self.device_step, *map(self.device_step.of_first_passes, numbers)]
         if (products := build_products(target, heads, engine=engine)) is not None:
-            self.device_step.parts = self.device_step.parts.inside(products)
-        self._own_parts = self.device_step.parts
-        self.graphs: StepGraphs | None = None
+            for step in steps:
+                step.parts = step.parts.inside(products)
+        graphs: list[StepGraphs] | list[None] = [None] * len(steps)
         if engine.cuda_graphs:
             from mtp_research.decode.graphs.decode_graphs import build_graphs
 
-            self.graphs = build_graphs(
-                self.device_step, engine=engine, max_model_len=self.max_model_len
-            )
+            graphs = build_graphs(steps, engine=engine, max_model_len=self.max_model_len)
+        self.graphs = graphs[0]
+        # by number of passes, K first
+        self._devices = {
+            step.plan.num_speculative_tokens: _Device(step, step.parts, one)
+            for step, one in zip(steps, graphs, strict=True)
+        }
         self._sampling = BatchSampling(
             plan,
             vocab_size=target.config.vocab_size,
@@ -169,7 +181,7 @@ class SpecDecoder:
         schedule, params, limit, shape = self._begin(schedule)
         result = self._replay(schedule.entries, params, shape)
         if result is None:  # the device's part of the step was not captured
-            parts = self.device_step.parts
+            parts = self._device.step.parts
             inputs = self._inputs(schedule)
             target = parts.target(inputs)
             if params.bitmask is not None:
@@ -436,16 +448,19 @@ class SpecDecoder:
     @property
     def capture_s(self) -> float | None:
         """Seconds of compiling and capturing so far; None without graphs."""
-        return None if self.graphs is None else self.graphs.capture_s
+        return None if self.graphs is None else sum(one.capture_s for one in self._all_graphs)
 
     @property
     def num_builds(self) -> int | None:
         """Captures and compilations so far, which end once all is ready; None without graphs."""
-        return None if self.graphs is None else self.graphs.num_builds
+        if self.graphs is None:
+            return None
+        first, *others = self._all_graphs
+        return first.num_builds + sum(graphs.num_graphs for graphs in others)
 
     @property
     def step_seconds(self) -> dict[int, dict[int, float]]:
-        """Seconds of captured steps by batch size and number of drafts; {} where none was timed."""
+        """Seconds of captured steps of all passes by batch size and number of drafts; else {}."""
         return {} if self.graphs is None else self.graphs.step_seconds
 
     @property
@@ -484,22 +499,33 @@ class SpecDecoder:
             log: is handed a line after each captured batch size, which can take minutes.
         """
         self.cache.fill(0.0)
-        if self.graphs is not None:
+        for number, device in self._devices.items():
+            if device.graphs is None:
+                return
+            has_all = number == self.num_speculative_tokens
+            limits = self.spec.draft_length.limits(number) if has_all else [number]
             with torch.inference_mode():
-                self.graphs.prepare(
+                device.graphs.prepare(
                     sampling,
-                    draft_limits=self.spec.draft_length.limits(self.num_speculative_tokens),
+                    draft_limits=limits,
                     num_requests=num_requests,
-                    log=log,
+                    is_timed=not has_all or len(limits) > 1,
+                    log=log if has_all else None,
                 )
-            self.recent.prices = self.step_seconds
+            if has_all:
+                self.recent.prices = device.graphs.step_seconds
+                continue
+            self.recent.shallow_prices[number] = device.graphs.step_seconds
+            if log is not None:
+                log(f"captured steps of {number} passes: {self.capture_s:.0f} s so far")
 
     def observe(self, wrap: Callable[[DeviceParts], DeviceParts] | None) -> None:
         """Put wrapped parts in the place of the step's own; None puts these back.
 
         A captured step calls its parts once, when it is captured: wrap them before.
         """
-        self.device_step.parts = self._own_parts if wrap is None else wrap(self._own_parts)
+        for device in self._devices.values():
+            device.step.parts = device.own_parts if wrap is None else wrap(device.own_parts)
 
     def rehearse(self) -> None:
         """Run a decoding step of the running requests behind the host's back.
@@ -555,17 +581,37 @@ class SpecDecoder:
         start_texts(schedule.admitted, slot_state=self.slot_state)
         entries = schedule.entries
         requests = [entry.request for entry in entries]
+        self._settle_passes(schedule)
         limit = self.spec.draft_length.num_drafts(batch_size=len(requests), recent=self.recent)
         params, shape = self._sampling.tensors(requests), None
         rows = self._verifying(entries, limit)
         if self.target.exchange is not None:
             shape = self._agree(entries, params, draft_limit=limit).shape
-        elif self.graphs is not None:
-            shape = self.graphs.wish(rows, params, draft_limit=limit).shape()
+        elif (graphs := self._device.graphs) is not None:
+            shape = graphs.wish(rows, params, draft_limit=limit).shape()
         if shape is not None and shape.draft_limit != limit:  # another rank's
             limit = shape.draft_limit
             rows = self._verifying(entries, limit)
         return _Begun(schedule._replace(entries=rows), params, limit, shape)
+
+    def _settle_passes(self, schedule: Schedule) -> None:
+        """How many passes of a round run from now on; see `ExpectedGainLength.num_passes`."""
+        rule, recent = self.spec.draft_length, self.recent
+        if len(self._devices) == 1:
+            return
+        if len(schedule.admitted) == len(self.scheduler.running):  # nobody lacks draft KV
+            recent.num_passes = self.num_speculative_tokens
+        if isinstance(rule, ExpectedGainLength):
+            size = len(schedule.entries)
+            recent.num_passes = rule.num_passes(batch_size=size, recent=recent)
+
+    @property
+    def _device(self) -> "_Device":
+        return self._devices[self.recent.num_passes]
+
+    @property
+    def _all_graphs(self) -> "list[StepGraphs]":
+        return [one.graphs for one in self._devices.values() if one.graphs is not None]
 
     def _verifying(self, entries: Sequence[Scheduled], limit: int) -> list[Scheduled]:
         if not self.scheduler.deferred or limit == self.num_speculative_tokens:
@@ -618,9 +664,10 @@ class SpecDecoder:
         self, entries: list[Scheduled], params: SamplingTensors | None, shape: "StepShape | None"
     ) -> StepResult | None:
         """The result of a captured step; None where it runs as it comes."""
-        if self.graphs is None or shape is None:
+        graphs = self._device.graphs
+        if graphs is None or shape is None:
             return None
-        return self.graphs.run(shape, entries, params, make_bitmask=lambda: self._bitmask(entries))
+        return graphs.run(shape, entries, params, make_bitmask=lambda: self._bitmask(entries))
 
     def _bitmask(self, entries: list[Scheduled]) -> Tensor:
         """Masks of the requests' grammars `[R, K+1, W]` on the host, made while the target runs.
@@ -637,6 +684,14 @@ class SpecDecoder:
             block_size=self.engine.block_size,
             deferred=self.engine.deferred_output,
         )
+
+
+class _Device(NamedTuple):
+    """The device's part of steps that run so many passes."""
+
+    step: DeviceStep
+    own_parts: DeviceParts  # those that no observer has replaced
+    graphs: "StepGraphs | None"
 
 
 class _Begun(NamedTuple):

@@ -122,6 +122,7 @@ class Launched(NamedTuple):
     entries: list[Scheduled]  # what was scheduled
     pending: PendingResult  # its result, on the way to the host
     draft_limit: int  # most drafts that each request was given
+    num_passes: int  # that it ran
     num_prompt_rows: int  # prompt rows among those that were scheduled
 
 
@@ -164,7 +165,11 @@ class Ledger:
         launched, self.starting = None, []
         if result is not None:
             launched = Launched(
-                schedule.entries, PendingResult(result), draft_limit, schedule.num_prompt_rows
+                schedule.entries,
+                PendingResult(result),
+                draft_limit,
+                self.recent.num_passes,
+                schedule.num_prompt_rows,
             )
             if self.auditor is not None:
                 self.auditor.end_step()
@@ -238,6 +243,7 @@ class Ledger:
             started is not None
             and not started.num_prompt_rows
             and started.draft_limit == committed.draft_limit
+            and started.num_passes == committed.num_passes
         )
         self.recent.end_step(
             num_drafts=committed.draft_limit,

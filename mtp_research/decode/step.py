@@ -106,6 +106,16 @@ class DeviceStep:
     def __post_init__(self) -> None:
         self.parts = DeviceParts(self._target, self._verify, self._advance, self._draft)
 
+    def of_first_passes(self, number: int) -> "DeviceStep":
+        """The step that runs the first `number` passes of a round, as one with K = `number` does.
+
+        State, pages and what replaced `parts` stay those of K; modules must draft.
+        """
+        assert isinstance(self.drafter, MTPDrafter), "nobody else drafts in passes"
+        plan = replace(self.plan, num_speculative_tokens=number)
+        drafter = replace(self.drafter, plan=plan) if number else None
+        return replace(self, plan=plan, drafter=drafter)
+
     @property
     def heads(self) -> MTPHeads | None:
         """The modules that draft; None where others propose, or nobody."""
@@ -126,7 +136,7 @@ class DeviceStep:
             make = compiler.compiled(make)
             if compiler.serves_uneven_rows:
                 rows = rows._replace(layout=layout.of_any_rows())
-        are_all = num_drafts == self.plan.num_speculative_tokens
+        are_all = num_drafts == self.slot_state.draft_token_ids.shape[1]
         inputs = make(self, rows, block_table, num_drafts=None if are_all else num_drafts)
         return replace(
             inputs, static=is_even, max_query_len=layout.max_query_len, compiler=compiler

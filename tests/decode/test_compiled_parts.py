@@ -205,6 +205,22 @@ def test_numbers_of_drafts_share_target_and_later_passes(compiled: Counter[str],
     assert compiled["_end_round"] == 1
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("policy", ["eagle", "training"])
+def test_steps_of_fewer_passes_run_what_those_of_all_compiled(
+    compiled: Counter[str], small, policy: str
+) -> None:
+    decoder = _decoder(
+        small, num_drafts=2, policy=policy, compiles=True, draft_length=ExpectedGainLength()
+    )
+    with torch.inference_mode():
+        decoder.graphs.prepare(SamplingParams(), draft_limits=range(2, -1, -1))
+    before = Counter(compiled)
+    decoder.warm_up(SamplingParams())
+    assert sorted(decoder.recent.shallow_prices) == ([0] if policy == "eagle" else [0, 1])
+    assert compiled == before
+
+
 @pytest.mark.parametrize(
     "policy",
     ["eagle", *(pytest.param(p, marks=pytest.mark.every_case) for p in ("training", "window"))],

@@ -26,12 +26,19 @@ dropped unseen, and when it rises, the first step has rows whose drafts were not
 no row there. Captured steps are one graph per limit, and `warm_up` times each: that is the cost
 table of `ExpectedGainLength`.
 
+**Passes can be left out for good**, those beyond the first n: such a step is that of a decoder with
+K = n, in every layer that it writes and reads. Requests that run then lack the draft KV of the
+other passes, which therefore run again once all of them have ended and not before.
+`ExpectedGainLength` chooses this as well (`num_passes`) where steps are captured and timed; not
+where other ranks or a prefix cache hold on to what this one left out.
+
 **Losslessness.** A limit may depend on the past, never on the token just drawn: a draft that is
 kept only when its own probability is high is no draw from the draft distribution, and rejection
 sampling would be biased. `ConfidenceLength` therefore judges the distribution, by its largest
 probability, which for greedy drafts is the draft's own.
 
-Letters: R requests, K drafts per step, n drafts made in a step, c cost ratio.
+Letters: R requests, K drafts per step, n drafts made in a step, m passes run in a step, c cost
+ratio.
 Source: stopping at a low draft probability as in llama.cpp (`p_min`) and transformers
 (`assistant_confidence_threshold`); expected tokens per cost as in Leviathan et al.
 (arXiv:2211.17192, section 3.5), with one rate per position.
@@ -73,15 +80,21 @@ class RecentRounds:
     accepted: list[float] = field(init=False)  # of these, those that accepted it
     # latest times of steps that made n drafts after a step that made n
     step_seconds: dict[int, deque[float]] = field(default_factory=dict)
-    # seconds of a captured step by bucket and number of drafts, timed where it was captured with
-    # short texts; empty where nothing was
+    # seconds of a captured step of all passes by bucket and number of drafts, timed where it was
+    # captured with short texts; empty where nothing was
     prices: dict[int, dict[int, float]] = field(default_factory=dict)
-    # what latest steps that made n drafts took in units of their price: long texts, and the host
-    overruns: dict[int, deque[float]] = field(default_factory=dict)
-    last_timed: dict[int, int] = field(default_factory=dict)  # by n, the step of the latest of them
+    # the same of steps of fewer passes, by their number m; they make m drafts
+    shallow_prices: dict[int, dict[int, dict[int, float]]] = field(default_factory=dict)
+    # what latest steps that ran m passes and made n drafts took in units of their price: long
+    # texts, and the host
+    overruns: dict[tuple[int, int], deque[float]] = field(default_factory=dict)
+    # by m and n, the step of the latest of them
+    last_timed: dict[tuple[int, int], int] = field(default_factory=dict)
     last_num_drafts: int | None = None  # of the last step that the host knows
+    num_passes: int = field(init=False)  # m, passes that steps run now
 
     def __post_init__(self) -> None:
+        self.num_passes = self.plan.num_speculative_tokens
         self.reached = [0.0] * self.plan.num_speculative_tokens
         self.accepted = [0.0] * self.plan.num_speculative_tokens
 
@@ -107,12 +120,13 @@ class RecentRounds:
         if seconds is not None and num_drafts == self.last_num_drafts:
             times = self.step_seconds.setdefault(num_drafts, deque(maxlen=_NUM_TIMES))
             times.append(seconds)
-            price = self._price(batch_size).get(num_drafts) if self.prices else None
+            price = self._price(self.num_passes, batch_size).get(num_drafts)
             if price is not None:
-                if self._is_forgotten(num_drafts):
-                    self.overruns[num_drafts] = deque(maxlen=_NUM_TIMES)
-                self.overruns[num_drafts].append(seconds / price)
-                self.last_timed[num_drafts] = self.num_steps
+                key = self.num_passes, num_drafts
+                if self._is_forgotten(key):
+                    self.overruns[key] = deque(maxlen=_NUM_TIMES)
+                self.overruns[key].append(seconds / price)
+                self.last_timed[key] = self.num_steps
         self.last_num_drafts = num_drafts
 
     def conditional_acceptance(self) -> list[float]:
@@ -123,31 +137,40 @@ class RecentRounds:
             for accepted, reached in zip(self.accepted, self.reached, strict=True)
         ]
 
-    def costs(self, batch_size: int) -> dict[int, float] | None:
-        """Expected seconds of a step by its number of drafts; None where none was timed.
+    def costs(
+        self, batch_size: int, *, num_passes: int | None = None, usual: float = 1.0
+    ) -> dict[int, float]:
+        """Expected seconds of a step by its number of drafts; {} where none was timed.
 
         Steps take longer than their price, and more so the more they draft: with 128 requests and
         texts of 128 to 300 tokens 12 % without drafts and 30 % with three (MiMo-7B's shape). A
         number that was not timed lately counts as its price says: if that looks good it is tried,
-        and what is tried is timed.
+        and what is tried is timed. Steps are those of `num_passes` passes, None: of as many as run
+        now; `usual` is what one that was not timed takes in units of its price.
         """
-        if not self.prices:
-            return None
-        return {n: price * self._overrun(n) for n, price in self._price(batch_size).items()}
+        m = self.num_passes if num_passes is None else num_passes
+        prices = self._price(m, batch_size)
+        return {n: price * self._overrun((m, n), usual) for n, price in prices.items()}
 
-    def _overrun(self, num_drafts: int) -> float:
-        times = () if self._is_forgotten(num_drafts) else self.overruns[num_drafts]
-        return statistics.median(times) if len(times) >= _MIN_TIMES else 1.0
+    def overrun_now(self) -> float:
+        """What the latest steps of as many passes took in units of their price; 1 if none did."""
+        keys = [key for key in self.last_timed if key[0] == self.num_passes]
+        return self._overrun(max(keys, key=self.last_timed.__getitem__), 1.0) if keys else 1.0
 
-    def _is_forgotten(self, num_drafts: int) -> bool:
-        last = self.last_timed.get(num_drafts)
+    def _overrun(self, key: tuple[int, int], usual: float) -> float:
+        times = () if self._is_forgotten(key) else self.overruns[key]
+        return statistics.median(times) if len(times) >= _MIN_TIMES else usual
+
+    def _is_forgotten(self, key: tuple[int, int]) -> bool:
+        last = self.last_timed.get(key)
         return last is None or self.num_steps - last > _REMEMBERED_STEPS
 
-    def _price(self, batch_size: int) -> dict[int, float]:
-        largest = max(self.prices)
-        return self.prices[
-            min((size for size in self.prices if size >= batch_size), default=largest)
-        ]
+    def _price(self, num_passes: int, batch_size: int) -> dict[int, float]:
+        has_all = num_passes == self.plan.num_speculative_tokens
+        prices = self.prices if has_all else self.shallow_prices.get(num_passes)
+        if not prices:
+            return {}
+        return prices[min((size for size in prices if size >= batch_size), default=max(prices))]
 
     def cost_ratio(self) -> float | None:
         """Measured price of one more draft, in steps that make none; None if not known yet.
@@ -169,6 +192,8 @@ NOT_DRAFTED = -2  # any id outside the vocabulary is rejected; this one was not 
 _PROBE_STEPS = 6  # steps in a row with the same number of drafts while costs are measured
 _NUM_PROBES = 4  # runs of them: K, 0, K, 0
 _LEAST_GAIN = 1.02  # for which the number of drafts changes
+_LASTING_GAIN = 1.05  # for which passes are left out for good
+_CHECK_EVERY = 8  # steps, for passes that do not pay
 
 
 class DraftLength(Protocol):
@@ -303,7 +328,9 @@ class ExpectedGainLength:
         numbers = range(len(chances) + 1)
         if self.cost_ratio is not None:
             return best_num_drafts(chances, costs=[1.0 + self.cost_ratio * n for n in numbers])
-        if (costs := recent.costs(batch_size)) is not None:
+        if recent.num_passes < len(chances):
+            return recent.num_passes
+        if costs := recent.costs(batch_size):
             ordered = [costs[n] for n in numbers]
             return best_num_drafts(chances, costs=ordered, current=recent.last_num_drafts)
         run = recent.num_steps // _PROBE_STEPS
@@ -311,6 +338,35 @@ class ExpectedGainLength:
         if run < _NUM_PROBES or measured is None:
             return 0 if run % 2 else recent.plan.num_speculative_tokens
         return best_num_drafts(chances, costs=[1.0 + measured * n for n in numbers])
+
+    def num_passes(self, *, batch_size: int, recent: RecentRounds) -> int:
+        """m, passes of a round that run from now on: as many as now, or the fewer that pay best.
+
+        They are left out until the requests that run now have ended, most of them in a smaller
+        batch: so fewer must be 5 % better at this size, and no worse at half of it. A step that was
+        never timed counts as one that takes as much more than its price as steps do now.
+        """
+        now = recent.num_passes
+        fewer = [m for m in recent.shallow_prices if m < now]
+        if not fewer or recent.num_steps % _CHECK_EVERY:
+            return now
+        usual = recent.overrun_now()
+        tokens = expected_tokens(recent.conditional_acceptance())
+
+        def rate(m: int, size: int) -> float:
+            costs = recent.costs(size, num_passes=m, usual=usual)
+            return max(tokens[n] / cost for n, cost in costs.items())
+
+        sizes = batch_size, max(batch_size // 2, 1)
+        gains = {m: [rate(m, size) / rate(now, size) for size in sizes] for m in fewer}
+        worth = [m for m, (here, later) in gains.items() if here >= _LASTING_GAIN and later >= 1]
+        return max(worth, key=lambda m: gains[m][0], default=now)
+
+
+def expected_tokens(conditional_acceptance: list[float]) -> list[float]:
+    """Tokens of a step that makes 0..K drafts, the bonus included; arguments as below."""
+    reach = itertools.accumulate(conditional_acceptance, lambda left, right: left * right)
+    return list(itertools.accumulate(reach, initial=1.0))
 
 
 def best_num_drafts(
@@ -328,8 +384,7 @@ def best_num_drafts(
         chances (0.8, 0.5), costs 1, 1.2, 1.4: n = 0 gives 1 token per step, n = 1 gives
         1.8 / 1.2 = 1.5, n = 2 gives 2.2 / 1.4 = 1.57, so 2.
     """
-    reach = itertools.accumulate(conditional_acceptance, lambda left, right: left * right)
-    tokens = itertools.accumulate(reach, initial=1.0)
+    tokens = expected_tokens(conditional_acceptance)
     rates = [total / cost for total, cost in zip(tokens, costs, strict=True)]
     best = max(range(len(rates)), key=lambda n: (rates[n], -n))
     stays = current is not None and rates[best] < _LEAST_GAIN * rates[current]

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -79,8 +79,14 @@ from mtp_research.runtime.compiling import (
 _NUM_TIMED_REPLAYS = 9
 
 
-def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) -> "StepGraphs":
-    """Captured steps; with `engine.compile` the modules are rewritten in place."""
+def build_graphs(
+    steps: Sequence[DeviceStep], *, engine: EngineConfig, max_model_len: int
+) -> list["StepGraphs"]:
+    """Captured steps; with `engine.compile` the modules are rewritten in place.
+
+    Steps after the first one run fewer passes of the same round (`DeviceStep.of_first_passes`).
+    """
+    step = steps[0]
     require_capturable(step, engine=engine)
     if step.target.exchange is not None:
         step.target.exchange.num_rows = None  # rewrites try layers on as many rows on all ranks
@@ -92,8 +98,9 @@ def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) 
     captures_mixed = engine.capture_mixed and has_modules
     apply_rewrites(step.target, step.heads, engine)
     step.cache.runs_regions = engine.compile and engine.layer_regions
-    return StepGraphs(
-        step,
+    make = functools.partial(
+        StepGraphs,
+        pool=torch.cuda.graph_pool_handle(),
         batch_sizes=captured_sizes(
             engine.max_num_requests,
             wanted=engine.graph_batch_sizes,
@@ -105,6 +112,7 @@ def build_graphs(step: DeviceStep, *, engine: EngineConfig, max_model_len: int) 
         options=options_of(engine) if engine.compile else None,
         max_mixed_rows=engine.max_num_batched_tokens if captures_mixed else 0,
     )
+    return [make(one) for one in steps]
 
 
 class _Ran(NamedTuple):
@@ -123,6 +131,7 @@ class StepGraphs:
         self,
         step: DeviceStep,
         *,
+        pool: Any,
         batch_sizes: Sequence[int],
         num_table_blocks: int,
         options: CompileOptions | None = None,
@@ -145,7 +154,7 @@ class StepGraphs:
         self._uploaded_slots: list[int] = []  # of a bucket, padding included
         self._graphs: dict[Hashable, Captured[StepResult]] = {}
         self._targets: dict[Hashable, Captured[_Ran]] = {}  # target passes by themselves
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = pool
         self._rows: dict[tuple[int, int], StepRows] = {}
         self._compiler: CompiledParts | None = None
         if options is not None:
@@ -175,7 +184,7 @@ class StepGraphs:
         self._shared = SharedSteps(kinds)
         self._newest = self._params_of(SamplingParams(), 1)  # of the step that ran last
         self._capture_s = 0.0
-        # by bucket and number of drafts, where a step may make several
+        # by bucket and number of drafts, where `prepare` timed them
         self.step_seconds: dict[int, dict[int, float]] = {}
 
     @property
@@ -292,12 +301,13 @@ class StepGraphs:
         *,
         draft_limits: Sequence[int],
         num_requests: int | None = None,
+        is_timed: bool = False,
         log: Callable[[str], None] | None = None,
     ) -> None:
         """Capture every bucket for requests sampled like this, before a clock starts.
 
         Only those that `num_requests` requests can fill, the largest and first needed one first.
-        Each is captured for all `draft_limits`; where there are several, their steps are timed.
+        Each is captured for all `draft_limits`; with `is_timed` their steps are timed.
         Ranks that share experts all call it, and capture what one of them needs.
         """
         first_s, most = self.capture_s, self._batch_sizes[-1]
@@ -319,7 +329,7 @@ class StepGraphs:
                 params = self._params_of(sampling, bucket)
                 for draft_limit in draft_limits:
                     self._captured(bucket, params, draft_limit, missing=missing)
-                if len(draft_limits) > 1:
+                if is_timed:
                     self.step_seconds[bucket] = self._timed(bucket, params, draft_limits)
                 if log is not None:
                     log(

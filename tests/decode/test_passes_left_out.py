@@ -1,0 +1,240 @@
+"""Passes that are left out for good: drafts of those that run, when others run again, and the rule.
+
+Letters: K drafts per step, m passes of a step, n drafts of a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from torch import Tensor
+
+from mtp_research.config.schema import EngineConfig
+from mtp_research.decode.build import shallow_passes
+from mtp_research.decode.decoder import SpecDecoder
+from mtp_research.decode.draft.draft_length import (
+    DraftLength,
+    ExpectedGainLength,
+    FixedLength,
+    RecentRounds,
+)
+from mtp_research.decode.draft.drafter import VerifiedStep
+from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.settings import SpecSettings
+from mtp_research.decode.step import DeviceParts
+from mtp_research.heads.stack import MTPHeads
+from mtp_research.models.target import Target
+from mtp_research.policy.fields import POLICIES
+from mtp_research.policy.plan import DraftPlan
+from tests import tiny
+from tests.decode.loops import PROMPTS, run, texts_of
+from tests.decode.test_captured_loop import stand_in_for_graphs
+from tests.decode.test_loop_distribution import chain_target, copied_heads
+
+K = 3
+Drafts = dict[tuple[str, int], list[int]]  # by request and tokens known before them
+
+
+@dataclass(frozen=True)
+class Told(ExpectedGainLength):
+    """Runs as many passes as it is told by the tokens of all requests, drafts as many."""
+
+    told: tuple[tuple[int, int], ...] = ()  # (steps from here on, passes)
+
+    def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
+        return recent.num_passes
+
+    def num_passes(self, *, batch_size: int, recent: RecentRounds) -> int:
+        return min(recent.num_passes, *(m for steps, m in self.told if recent.num_steps >= steps))
+
+
+def build(target: Target, heads: MTPHeads, rule: DraftLength, policy: str, k: int = K):
+    """A decoder whose steps are captured, prompt rows or not, and the drafts that it makes."""
+    engine = EngineConfig(
+        max_num_requests=3,
+        max_prefill_chunk=4,
+        max_model_len=64,
+        deferred_output=True,
+        audit=False,
+        cuda_graphs=True,
+        capture_mixed=True,
+    )
+    spec = SpecSettings(policy=policy, num_speculative_tokens=k, draft_length=rule)
+    decoder, made = SpecDecoder(target, heads, spec=spec, engine=engine), {}
+
+    def watched(parts: DeviceParts) -> DeviceParts:
+        def draft(step: VerifiedStep) -> Tensor:
+            drafts = parts.draft(step)
+            names = {request.slot: request.request_id for request in decoder.scheduler.running}
+            rows = (step.inputs.slots, step.state.num_known_tokens, step.state.drafting, drafts)
+            for slot, known, is_drafting, row in zip(*(one.tolist() for one in rows), strict=True):
+                if is_drafting and slot in names and decoder.recent.num_passes > 0:
+                    made[names[slot], known] = row[: decoder.recent.num_passes]
+            return drafts
+
+        return parts._replace(draft=draft)
+
+    decoder.observe(watched)
+    return decoder, made
+
+
+def shared(some: Drafts, others: Drafts) -> int:
+    """Drafts at the same place of the same text, which must agree as far as both go."""
+    places = some.keys() & others.keys()
+    for place in places:
+        for one, other in zip(some[place], others[place], strict=False):
+            assert one == other, place
+    return sum(min(len(some[place]), len(others[place])) for place in places)
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> tuple[Target, MTPHeads]:
+    stand_in_for_graphs(monkeypatch)
+    target = chain_target(128, sharpness=3)
+    target.model.double()
+    return target, copied_heads(target, blur=0.4).double()
+
+
+@pytest.mark.parametrize("policy", ["training", "eagle"])
+@pytest.mark.parametrize("told", [((4, 1),), ((2, 0),), ((3, 1), (9, 0))])
+def test_steps_of_fewer_passes_draft_what_all_passes_would(
+    models, policy: str, told: Sequence[tuple[int, int]]
+) -> None:
+    """Drafts follow from the text: the first m are those of K passes, and of K = m."""
+    sampling = SamplingParams(max_new_tokens=24)
+    decoder, made = build(*models, Told(told=((0, K), *told)), policy)
+    decoder.warm_up(sampling)
+    builds = decoder.num_builds
+    texts = texts_of(run(decoder, sampling=sampling))
+    least = min(m for _, m in told)
+    assert decoder.recent.num_passes == least and decoder.num_builds == builds
+    assert {len(drafts) for drafts in made.values()} == {K, *(m for _, m in told)} - {0}
+    others = [build(*models, FixedLength(), policy)]
+    if least > 0:
+        others.append(build(*models, FixedLength(), policy, k=least))
+    for other, drafts in others:
+        assert texts_of(run(other, sampling=sampling)) == texts
+        assert shared(made, drafts) > 20
+
+
+def test_all_passes_run_again_once_no_request_lacks_draft_kv(models) -> None:
+    sampling = SamplingParams(max_new_tokens=12)
+    decoder, made = build(*models, Told(told=((0, K), (3, 1))), "training")
+    first = decoder.add_request(PROMPTS[0], sampling=sampling, request_id="0")
+    while decoder.recent.num_passes == K:
+        decoder.step()
+    assert len(first.token_ids) > len(PROMPTS[0]), "it decodes"
+    decoder.spec = SpecSettings(num_speculative_tokens=K)  # nothing is left out from now on
+    decoder.add_request(PROMPTS[2], sampling=sampling, request_id="2")
+    while decoder.has_work:
+        decoder.step()
+        assert decoder.recent.num_passes == 1
+    made.clear()
+    run(decoder, sampling=sampling)
+    assert decoder.recent.num_passes == K
+    plain, drafts = build(*models, FixedLength(), "training")
+    run(plain, sampling=sampling)
+    assert shared(made, drafts) > 40
+
+
+def test_steps_with_grammars_and_steps_that_run_as_they_come_leave_passes_out_too(models) -> None:
+    """The latter by a prompt that no captured shape holds beside others."""
+    decoder, made = build(*models, Told(told=((0, K), (2, 1))), "training")
+    for graphs in decoder._all_graphs:
+        graphs._mixed = None
+    sampling = SamplingParams(max_new_tokens=16)
+    run(decoder, sampling=sampling)
+    plain, drafts = build(*models, FixedLength(), "training")
+    run(plain, sampling=sampling)
+    assert {len(one) for one in made.values()} == {1, K}
+    assert shared(made, drafts) > 20
+
+
+@pytest.mark.parametrize(
+    ("policy", "modules", "expected"),
+    [("training", 1, [2, 1, 0]), ("eagle", 1, [0]), ("eagle", 2, [1, 0]), ("eagle", 3, [2, 1, 0])],
+)
+def test_passes_that_make_no_draft_can_be_left_out(
+    models, monkeypatch: pytest.MonkeyPatch, policy: str, modules: int, expected: list[int]
+) -> None:
+    target, _ = models
+    heads = tiny.tiny_heads(target, num_mtp_modules=modules).double()
+    decoder, _ = build(target, heads, ExpectedGainLength(), policy)
+    step, spec, engine = decoder.device_step, decoder.spec, decoder.engine
+
+    def numbers(rule: DraftLength = spec.draft_length, **changes: object) -> list[int]:
+        changed = EngineConfig(**(vars(engine) | changes))
+        settings = SpecSettings(policy=policy, draft_length=rule)
+        return shallow_passes(step, spec=settings, engine=changed)
+
+    assert numbers() == expected
+    assert numbers(FixedLength()) == numbers(ExpectedGainLength(0.2)) == []
+    assert numbers(cuda_graphs=False) == numbers(prefix_caching=True) == []
+    for name in ("exchange", "parts"):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(target), name, object())
+            assert numbers() == []
+
+
+def priced(*, num_steps: int = 8) -> RecentRounds:
+    """Three passes cost 1 s, whatever is drafted; one pass .5 s; batches of 4 and 8."""
+    recent = RecentRounds(DraftPlan(POLICIES["training"], K, 1), num_steps=num_steps)
+    recent.prices = {4: dict.fromkeys(range(4), 1.0), 8: dict.fromkeys(range(4), 1.0)}
+    recent.shallow_prices = {1: {4: {1: 0.5}, 8: {1: 0.5}}}
+    recent.reached, recent.accepted = [1e9, 1e9, 1e9], [6e8, 5e8, 5e8]  # 2.05 or 1.6 tokens
+    return recent
+
+
+def test_passes_are_left_out_where_that_pays_at_this_size_and_at_half_of_it() -> None:
+    rule = ExpectedGainLength()
+    recent = priced()
+    assert rule.num_passes(batch_size=8, recent=recent) == 1
+    assert recent.num_passes == K, "the decoder's to change"
+    for seconds, expected in ((0.74, 1), (0.75, K)):  # 1.6 / .74 is 5.5 % above 2.05, .75 4.1 %
+        recent.shallow_prices[1][8][1] = seconds
+        assert rule.num_passes(batch_size=8, recent=recent) == expected
+    recent.shallow_prices[1][8][1] = 0.5
+    for seconds, expected in ((0.77, 1), (0.79, K)):  # 1.6 / .79 is less than 2.05
+        recent.shallow_prices[1][4][1] = seconds
+        assert rule.num_passes(batch_size=8, recent=recent) == expected
+    assert rule.num_passes(batch_size=8, recent=priced(num_steps=9)) == K, "not at every step"
+    recent = priced()
+    recent.num_passes = 1
+    assert rule.num_passes(batch_size=8, recent=recent) == 1
+    assert rule.num_drafts(batch_size=8, recent=recent) == 1
+    recent.shallow_prices[0] = {4: {0: 0.2}, 8: {0: 0.2}}
+    assert rule.num_passes(batch_size=8, recent=recent) == 0
+
+
+def test_a_step_never_timed_takes_as_much_more_than_its_price_as_steps_do_now() -> None:
+    """Else whatever was never tried would look better than what is."""
+    rule, recent = ExpectedGainLength(), priced(num_steps=2)
+    recent.shallow_prices[1] = {4: {1: 0.9}, 8: {1: 0.9}}  # no gain: 1.6 / .9 and 2.05 / 1
+    for _ in range(6):
+        recent.end_step(num_drafts=K, seconds=3.0, batch_size=8)
+    assert recent.num_steps == 8 and recent.overrun_now() == pytest.approx(3.0)
+    assert rule.num_passes(batch_size=8, recent=recent) == K
+    recent.num_passes = 1
+    for _ in range(8):
+        recent.end_step(num_drafts=1, seconds=0.9, batch_size=8)
+    recent.num_passes = K
+    assert rule.num_passes(batch_size=8, recent=recent) == 1, "one pass was timed at its price"
+
+
+def test_times_of_steps_around_a_change_say_nothing(models) -> None:
+    """The host is a step late: a call starts a step of one pass and ends one of three."""
+    decoder, _ = build(*models, Told(told=((0, K), (3, 1))), "training")
+    sampling = SamplingParams(max_new_tokens=20)
+    decoder.warm_up(sampling)
+    timed: list[tuple[int, bool]] = []
+    end_step = decoder.recent.end_step
+
+    def noted(*, num_drafts: int, seconds: float | None, batch_size: int) -> None:
+        timed.append((num_drafts, seconds is not None))
+        end_step(num_drafts=num_drafts, seconds=seconds, batch_size=batch_size)
+
+    decoder.recent.end_step = noted
+    run(decoder, PROMPTS[:1], sampling=sampling)
+    change = next(index for index, (n, _) in enumerate(timed) if n == 1)
+    assert not timed[change - 1][1] and timed[change][1]
+    assert set(decoder.recent.overruns) <= {(K, K), (1, 1)}
