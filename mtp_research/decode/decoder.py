@@ -512,6 +512,7 @@ class SpecDecoder:
                     is_timed=not has_all or len(limits) > 1,
                     log=log if has_all else None,
                 )
+            self.recent.mixed_prices[number] = device.graphs.mixed_step_seconds
             if has_all:
                 self.recent.prices = device.graphs.step_seconds
                 continue
@@ -602,8 +603,10 @@ class SpecDecoder:
         if len(schedule.admitted) == len(self.scheduler.running):  # nobody lacks draft KV
             recent.num_passes = self.num_speculative_tokens
         if isinstance(rule, ExpectedGainLength):
-            size = len(schedule.entries)
-            recent.num_passes = rule.num_passes(batch_size=size, recent=recent)
+            recent.num_passes = rule.num_passes(
+                batch_size=len(schedule.entries), num_waiting=self.num_waiting, recent=recent
+            )
+        self.scheduler.num_drafts = recent.num_passes
 
     @property
     def _device(self) -> "_Device":

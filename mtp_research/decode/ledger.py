@@ -226,6 +226,7 @@ class Ledger:
             self.recent.add_rounds(count, num_drafted=num_drafted, num_accepted=num_accepted)
         self.stats.num_target_rows += num_target_rows
         self.stats.num_emitted_tokens += num_emitted
+        self.recent.add_step(has_prompts=launched.num_prompt_rows > 0)
 
     def _end_step(
         self, committed: Launched | None, started: Launched | None, *, seconds: float
@@ -277,6 +278,10 @@ class Ledger:
 
     def _retire(self, request: Request) -> None:
         self.stats.records.append(record_of(request))
+        num_output_tokens = request.num_tokens - request.num_prompt_tokens
+        self.recent.add_text(
+            num_prompt_tokens=request.num_prompt_tokens, num_output_tokens=num_output_tokens
+        )
         if self.auditor is None:
             return
         in_flight = self.in_flight.entries if self.in_flight is not None else self.starting

@@ -11,6 +11,8 @@ it, and what it wrote holds until it runs again.
 import contextlib
 import functools
 import gc
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
@@ -21,6 +23,9 @@ from mtp_research.runtime.errors import EnvironmentFault
 
 # Run before a capture: kernels compile, libraries allocate their workspaces.
 _NUM_WARM_UP_RUNS = 3
+# Of what is timed: the median run counts, and the device is idle before its first replay alone.
+_NUM_TIMED_RUNS = 3
+_REPLAYS_A_RUN = 5
 
 
 class Replayable(Protocol):
@@ -68,6 +73,20 @@ def capture_call(call: Callable[[], Result], *, pool: Any) -> Captured[Result]:
         result = call()
     torch.cuda.synchronize()
     return Captured(graph, result)
+
+
+def seconds_of(replays: Sequence[Callable[[], None]], *, device: torch.device) -> float:
+    """Seconds of these replays among others: a launch is hidden behind the work before it."""
+    seconds = []
+    for _ in range(_NUM_TIMED_RUNS):
+        started = time.perf_counter()
+        for _ in range(_REPLAYS_A_RUN):
+            for replay in replays:
+                replay()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - started) / _REPLAYS_A_RUN)
+    return statistics.median(seconds)
 
 
 class CapturedPass(Generic[Result]):

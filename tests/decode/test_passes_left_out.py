@@ -20,6 +20,7 @@ from mtp_research.decode.draft.draft_length import (
 )
 from mtp_research.decode.draft.drafter import VerifiedStep
 from mtp_research.decode.sampling.sampling_params import SamplingParams
+from mtp_research.decode.schedule.request import Schedule
 from mtp_research.decode.settings import SpecSettings
 from mtp_research.decode.step import DeviceParts
 from mtp_research.heads.stack import MTPHeads
@@ -44,7 +45,7 @@ class Told(ExpectedGainLength):
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         return recent.num_passes
 
-    def num_passes(self, *, batch_size: int, recent: RecentRounds) -> int:
+    def num_passes(self, *, batch_size: int, num_waiting: int, recent: RecentRounds) -> int:
         return min(recent.num_passes, *(m for steps, m in self.told if recent.num_steps >= steps))
 
 
@@ -107,7 +108,8 @@ def test_steps_of_fewer_passes_draft_what_all_passes_would(
     builds = decoder.num_builds
     texts = texts_of(run(decoder, sampling=sampling))
     least = min(m for _, m in told)
-    assert decoder.recent.num_passes == least and decoder.num_builds == builds
+    assert decoder.recent.num_passes == least
+    assert decoder.num_builds == builds
     assert {len(drafts) for drafts in made.values()} == {K, *(m for _, m in told)} - {0}
     others = [build(*models, FixedLength(), policy)]
     if least > 0:
@@ -176,49 +178,131 @@ def test_passes_that_make_no_draft_can_be_left_out(
             assert numbers() == []
 
 
-def priced(*, num_steps: int = 8) -> RecentRounds:
+def priced(**changes: object) -> RecentRounds:
     """Three passes cost 1 s, whatever is drafted; one pass .5 s; batches of 4 and 8."""
-    recent = RecentRounds(DraftPlan(POLICIES["training"], K, 1), num_steps=num_steps)
+    recent = RecentRounds(DraftPlan(POLICIES["training"], K, 1), num_seen=8)
     recent.prices = {4: dict.fromkeys(range(4), 1.0), 8: dict.fromkeys(range(4), 1.0)}
     recent.shallow_prices = {1: {4: {1: 0.5}, 8: {1: 0.5}}}
     recent.reached, recent.accepted = [1e9, 1e9, 1e9], [6e8, 5e8, 5e8]  # 2.05 or 1.6 tokens
+    recent.prompt_tokens, recent.output_tokens = 300.0, 100.0
+    for name, value in changes.items():
+        setattr(recent, name, value)
     return recent
 
 
-def test_passes_are_left_out_where_that_pays_at_this_size_and_at_half_of_it() -> None:
+def passes(recent: RecentRounds, *, num_waiting: int = 0) -> int:
+    """What the rule says of eight requests."""
     rule = ExpectedGainLength()
+    return rule.num_passes(batch_size=8, num_waiting=num_waiting, recent=recent)
+
+
+def test_passes_are_left_out_for_five_percent_of_the_time_of_what_is_in_sight() -> None:
     recent = priced()
-    assert rule.num_passes(batch_size=8, recent=recent) == 1
+    assert passes(recent) == 1
     assert recent.num_passes == K, "the decoder's to change"
     for seconds, expected in ((0.74, 1), (0.75, K)):  # 1.6 / .74 is 5.5 % above 2.05, .75 4.1 %
-        recent.shallow_prices[1][8][1] = seconds
-        assert rule.num_passes(batch_size=8, recent=recent) == expected
-    recent.shallow_prices[1][8][1] = 0.5
-    for seconds, expected in ((0.77, 1), (0.79, K)):  # 1.6 / .79 is less than 2.05
-        recent.shallow_prices[1][4][1] = seconds
-        assert rule.num_passes(batch_size=8, recent=recent) == expected
-    assert rule.num_passes(batch_size=8, recent=priced(num_steps=9)) == K, "not at every step"
-    recent = priced()
-    recent.num_passes = 1
-    assert rule.num_passes(batch_size=8, recent=recent) == 1
-    assert rule.num_drafts(batch_size=8, recent=recent) == 1
+        for bucket in (4, 8):
+            recent.shallow_prices[1][bucket][1] = seconds
+        assert passes(recent) == expected
+    # What four requests write in a batch of four: 2.05 / 1.6 = 1.28 times as long. What the other
+    # four and those that wait write in one of eight: .77 times as long, at twice the rate.
+    recent.shallow_prices[1] = {4: {1: 1.0}, 8: {1: 0.6}}
+    assert passes(recent) == K
+    assert passes(recent, num_waiting=8) == K  # (1.28 + 1.5 * .77) / 2.5 = .97
+    assert passes(recent, num_waiting=12) == 1  # (1.28 + 2 * .77) / 3 = .94
+
+
+def test_passes_are_looked_at_now_and_then_once_a_text_has_ended_and_never_rise() -> None:
+    assert passes(priced(num_seen=9)) == passes(priced(output_tokens=0.0)) == K
+    recent = priced(num_passes=1)
+    assert passes(recent) == 1
+    assert ExpectedGainLength().num_drafts(batch_size=8, recent=recent) == 1
     recent.shallow_prices[0] = {4: {0: 0.2}, 8: {0: 0.2}}
-    assert rule.num_passes(batch_size=8, recent=recent) == 0
+    assert passes(recent) == 0
 
 
 def test_a_step_never_timed_takes_as_much_more_than_its_price_as_steps_do_now() -> None:
     """Else whatever was never tried would look better than what is."""
-    rule, recent = ExpectedGainLength(), priced(num_steps=2)
+    recent = priced()
     recent.shallow_prices[1] = {4: {1: 0.9}, 8: {1: 0.9}}  # no gain: 1.6 / .9 and 2.05 / 1
     for _ in range(6):
         recent.end_step(num_drafts=K, seconds=3.0, batch_size=8)
-    assert recent.num_steps == 8 and recent.overrun_now() == pytest.approx(3.0)
-    assert rule.num_passes(batch_size=8, recent=recent) == K
+    assert recent.costs(8, usual=2.0) == {0: 2.0, 1: 2.0, 2: 2.0, 3: pytest.approx(3.0)}
+    assert passes(recent) == K
     recent.num_passes = 1
     for _ in range(8):
         recent.end_step(num_drafts=1, seconds=0.9, batch_size=8)
     recent.num_passes = K
-    assert rule.num_passes(batch_size=8, recent=recent) == 1, "one pass was timed at its price"
+    assert passes(recent) == 1, "one pass was timed at its price"
+
+
+def test_prompts_cost_what_the_steps_cost_that_hold_them() -> None:
+    """Eight requests, three tokens of prompt for one of output; steps of 16, 32 and 64 rows."""
+    rows = {16: 2.0, 32: 3.0, 64: 4.0}
+    recent = priced(
+        mixed_prices={
+            K: {size: dict.fromkeys(range(4), seconds) for size, seconds in rows.items()},
+            1: {size: {1: seconds / 2} for size, seconds in rows.items()},
+        }
+    )
+    tokens = 8 * 1.6
+
+    def rate(*, has_prompts: bool = True) -> float:
+        return recent.rates(1, 8, has_prompts=has_prompts)[1]
+
+    assert rate(has_prompts=False) == pytest.approx(tokens / 0.5)
+    # 38.4 prompt rows a step beside 16: one step in (64 - 16) / 38.4 is full of them, if no more
+    # steps have any; if all have, each has 54.4 rows; if nine in ten have, 58.7.
+    assert rate() == pytest.approx(tokens / (0.2 * 0.5 + 0.8 * 2.0))
+    recent.mixed_share = 0.9
+    assert rate() == pytest.approx(tokens / (0.1 * 0.5 + 0.9 * 2.0))
+    recent.mixed_share, recent.prompt_tokens = 0.9, 100.0  # 12.8 rows a step, 14.2 in each
+    assert rate() == pytest.approx(tokens / (0.1 * 0.5 + 0.9 * 1.5))
+    recent.prompt_tokens = 600.0  # 76.8 rows a step, more than a step holds
+    assert rate() == pytest.approx(tokens / (76.8 / 48 * 2.0))
+
+
+def test_recent_steps_and_texts_are_counted() -> None:
+    recent = RecentRounds(DraftPlan(POLICIES["training"], K, 1), half_life_steps=1.0)
+    for has_prompts in (True, False, True):
+        recent.add_step(has_prompts=has_prompts)
+    assert recent.num_seen == 3
+    assert recent.mixed_share == 0.5 + 0.125
+    recent.add_text(num_prompt_tokens=8, num_output_tokens=2)
+    recent.add_text(num_prompt_tokens=1, num_output_tokens=5)
+    assert (recent.prompt_tokens, recent.output_tokens) == (5.0, 6.0)
+
+
+def test_a_decoder_counts_its_steps_and_texts(models) -> None:
+    decoder, _ = build(*models, FixedLength(), "training")
+    run(decoder, sampling=SamplingParams(max_new_tokens=12))
+    recent = decoder.recent
+    assert recent.num_seen == decoder.stats.num_steps
+    assert 0 < recent.mixed_share < 1
+    assert 12 < recent.output_tokens <= 12 * len(PROMPTS)
+    assert recent.prompt_tokens < sum(map(len, PROMPTS))
+
+
+def test_prompts_may_take_the_rows_of_drafts_that_are_not_made(models) -> None:
+    decoder, _ = build(*models, Told(told=((0, K), (3, 1))), "training")
+    decoder.warm_up(SamplingParams())
+    assert sorted(decoder.recent.mixed_prices) == [0, 1, 2, K]
+    assert all(decoder.recent.mixed_prices.values()), "steps with prompt rows are timed as well"
+    counts: set[tuple[int, int]] = set()  # passes, rows of a request that decodes
+    schedule = decoder.scheduler.schedule
+
+    def noted() -> Schedule:
+        found = schedule()
+        counts.update(
+            (decoder.recent.num_passes, entry.num_scheduled_tokens)
+            for entry in found.entries
+            if not entry.is_prefill
+        )
+        return found
+
+    decoder.scheduler.schedule = noted
+    run(decoder, sampling=SamplingParams(max_new_tokens=16))
+    assert counts == {(K, K + 1), (1, 2)}
 
 
 def test_times_of_steps_around_a_change_say_nothing(models) -> None:
@@ -236,5 +320,6 @@ def test_times_of_steps_around_a_change_say_nothing(models) -> None:
     decoder.recent.end_step = noted
     run(decoder, PROMPTS[:1], sampling=sampling)
     change = next(index for index, (n, _) in enumerate(timed) if n == 1)
-    assert not timed[change - 1][1] and timed[change][1]
+    assert not timed[change - 1][1]
+    assert timed[change][1]
     assert set(decoder.recent.overruns) <= {(K, K), (1, 1)}

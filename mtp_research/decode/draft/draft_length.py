@@ -49,7 +49,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from mtp_research.runtime.errors import ConfigError
 
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mtp_research.policy.plan import DraftPlan
+
+Value = TypeVar("Value")
 
 _NUM_TIMES = 16  # latest step times kept for each n
 _MIN_TIMES = 4  # below this a median says nothing
@@ -85,6 +87,13 @@ class RecentRounds:
     prices: dict[int, dict[int, float]] = field(default_factory=dict)
     # the same of steps of fewer passes, by their number m; they make m drafts
     shallow_prices: dict[int, dict[int, dict[int, float]]] = field(default_factory=dict)
+    # of steps with prompt rows by m, rows and n
+    mixed_prices: dict[int, dict[int, dict[int, float]]] = field(default_factory=dict)
+    num_seen: int = 0  # steps of any kind
+    mixed_share: float = 0.0  # of recent ones, those with prompt rows
+    # tokens of prompts and of outputs, of requests that ended of late; 0 where none has
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
     # what latest steps that ran m passes and made n drafts took in units of their price: long
     # texts, and the host
     overruns: dict[tuple[int, int], deque[float]] = field(default_factory=dict)
@@ -107,13 +116,23 @@ class RecentRounds:
         if num_accepted < num_drafted:
             reached[num_accepted] += count
 
+    def add_step(self, *, has_prompts: bool) -> None:
+        """Count a step of any kind."""
+        self.num_seen += 1
+        self.mixed_share += (1.0 - self._fading) * (has_prompts - self.mixed_share)
+
+    def add_text(self, *, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Count a request that ended; `half_life_steps` later ones make it count half."""
+        self.prompt_tokens = self._fading * self.prompt_tokens + num_prompt_tokens
+        self.output_tokens = self._fading * self.output_tokens + num_output_tokens
+
     def end_step(self, *, num_drafts: int, seconds: float | None, batch_size: int = 1) -> None:
         """Let the counters fade after a step that made `num_drafts` drafts a request.
 
         The time is kept only if the step before made as many: a step verifies what that one
         drafted, so after a change it prices neither number.
         """
-        fading = 0.5 ** (1.0 / self.half_life_steps)
+        fading = self._fading
         self.reached = [weight * fading for weight in self.reached]
         self.accepted = [weight * fading for weight in self.accepted]
         self.num_steps += 1
@@ -152,7 +171,30 @@ class RecentRounds:
         prices = self._price(m, batch_size)
         return {n: price * self._overrun((m, n), usual) for n, price in prices.items()}
 
-    def overrun_now(self) -> float:
+    def rates(self, num_passes: int, batch_size: int, *, has_prompts: bool) -> dict[int, float]:
+        """Expected tokens a second of steps of `num_passes` passes by their number of drafts.
+
+        With `has_prompts` prompts come in proportion to the tokens, as of late: requests end and
+        others begin. As many steps have prompt rows as of late, or as many as it takes.
+        """
+        usual = self._overrun_now()
+        tokens = expected_tokens(self.conditional_acceptance())
+        costs = self.costs(batch_size, num_passes=num_passes, usual=usual)
+        mixed = self.mixed_prices.get(num_passes)
+        if has_prompts and mixed:
+            rows_a_token = self.prompt_tokens / self.output_tokens
+            for n, cost in costs.items():
+                num_rows, num_prompt_rows = (
+                    batch_size * (n + 1),
+                    batch_size * tokens[n] * rows_a_token,
+                )
+                room = max(max(mixed) - num_rows, 1)
+                share = max(self.mixed_share, num_prompt_rows / room)
+                price = _at_least(mixed, num_rows + num_prompt_rows / share)[n] * usual
+                costs[n] = max(1.0 - share, 0.0) * cost + share * price
+        return {n: batch_size * tokens[n] / cost for n, cost in costs.items()}
+
+    def _overrun_now(self) -> float:
         """What the latest steps of as many passes took in units of their price; 1 if none did."""
         keys = [key for key in self.last_timed if key[0] == self.num_passes]
         return self._overrun(max(keys, key=self.last_timed.__getitem__), 1.0) if keys else 1.0
@@ -168,9 +210,11 @@ class RecentRounds:
     def _price(self, num_passes: int, batch_size: int) -> dict[int, float]:
         has_all = num_passes == self.plan.num_speculative_tokens
         prices = self.prices if has_all else self.shallow_prices.get(num_passes)
-        if not prices:
-            return {}
-        return prices[min((size for size in prices if size >= batch_size), default=max(prices))]
+        return _at_least(prices, batch_size) if prices else {}
+
+    @property
+    def _fading(self) -> float:
+        return 0.5 ** (1.0 / self.half_life_steps)
 
     def cost_ratio(self) -> float | None:
         """Measured price of one more draft, in steps that make none; None if not known yet.
@@ -186,6 +230,11 @@ class RecentRounds:
         if 0 not in medians or most == 0 or medians[0] <= 0:
             return None
         return max(medians[most] / medians[0] - 1.0, 0.0) / most
+
+
+def _at_least(by_size: dict[int, Value], size: float) -> Value:
+    """The value of the smallest size that is not below this one, or of the largest."""
+    return by_size[min((one for one in by_size if one >= size), default=max(by_size))]
 
 
 NOT_DRAFTED = -2  # any id outside the vocabulary is rejected; this one was not even proposed
@@ -339,28 +388,29 @@ class ExpectedGainLength:
             return 0 if run % 2 else recent.plan.num_speculative_tokens
         return best_num_drafts(chances, costs=[1.0 + measured * n for n in numbers])
 
-    def num_passes(self, *, batch_size: int, recent: RecentRounds) -> int:
+    def num_passes(self, *, batch_size: int, num_waiting: int, recent: RecentRounds) -> int:
         """m, passes of a round that run from now on: as many as now, or the fewer that pay best.
 
-        They are left out until the requests that run now have ended, most of them in a smaller
-        batch: so fewer must be 5 % better at this size, and no worse at half of it. A step that was
-        never timed counts as one that takes as much more than its price as steps do now.
+        Those left out are so for the requests that run now and for those that follow them, while
+        others wait; then the batch shrinks, where more drafts pay. So fewer passes must take 5 %
+        less time for all that is in sight: half of what these requests write, and all of what
+        waits, in a batch as large and with prompts as of late; the other half, without prompts, in
+        one half as large. How long prompts and outputs are is known from the first that ended.
         """
         now = recent.num_passes
         fewer = [m for m in recent.shallow_prices if m < now]
-        if not fewer or recent.num_steps % _CHECK_EVERY:
+        if not fewer or recent.num_seen % _CHECK_EVERY or not recent.output_tokens:
             return now
-        usual = recent.overrun_now()
-        tokens = expected_tokens(recent.conditional_acceptance())
+        half = max(batch_size // 2, 1)
+        tokens = num_waiting + batch_size / 2, batch_size / 2
 
-        def rate(m: int, size: int) -> float:
-            costs = recent.costs(size, num_passes=m, usual=usual)
-            return max(tokens[n] / cost for n, cost in costs.items())
+        def seconds(m: int) -> float:
+            full = max(recent.rates(m, batch_size, has_prompts=True).values())
+            later = max(recent.rates(m, half, has_prompts=False).values())
+            return tokens[0] / full + tokens[1] / later
 
-        sizes = batch_size, max(batch_size // 2, 1)
-        gains = {m: [rate(m, size) / rate(now, size) for size in sizes] for m in fewer}
-        worth = [m for m, (here, later) in gains.items() if here >= _LASTING_GAIN and later >= 1]
-        return max(worth, key=lambda m: gains[m][0], default=now)
+        best = min(fewer, key=seconds)
+        return best if seconds(now) >= _LASTING_GAIN * seconds(best) else now
 
 
 def expected_tokens(conditional_acceptance: list[float]) -> list[float]:

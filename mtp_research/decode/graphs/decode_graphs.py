@@ -22,7 +22,6 @@ Letters: R requests, B bucket, M blocks per table, K drafts per step.
 
 import functools
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
@@ -68,15 +67,13 @@ from mtp_research.models.rewrites.regions import (
     mark_any_size,
 )
 from mtp_research.runtime.ahead import PassSize, programs_ahead
-from mtp_research.runtime.captures import Captured, Result, capture_call
+from mtp_research.runtime.captures import Captured, Result, capture_call, seconds_of
 from mtp_research.runtime.compiling import (
     count_kernels,
     num_compilations,
     old_objects_kept,
     share_assembler,
 )
-
-_NUM_TIMED_REPLAYS = 9
 
 
 def build_graphs(
@@ -202,6 +199,11 @@ class StepGraphs:
     def capture_s(self) -> float:
         """Seconds of compiling and capturing so far."""
         return self._capture_s + (self._mixed.capture_s if self._mixed is not None else 0.0)
+
+    @property
+    def mixed_step_seconds(self) -> dict[int, dict[int, float]]:
+        """`step_seconds` of captured steps with prompt rows, by their rows."""
+        return {} if self._mixed is None else self._mixed.step_seconds
 
     @property
     def newest(self) -> Captured[StepResult]:
@@ -340,7 +342,9 @@ class StepGraphs:
             if self._mixed is not None:
                 before_s = self.capture_s
                 params = self._params_of(sampling, 1)
-                self._mixed.prepare(params, draft_limits=draft_limits, missing=missing)
+                self._mixed.prepare(
+                    params, draft_limits=draft_limits, missing=missing, is_timed=is_timed
+                )
                 if log is not None:
                     log(f"captured steps with prompt rows in {self.capture_s - before_s:.1f} s")
 
@@ -411,16 +415,8 @@ class StepGraphs:
         seconds = {}
         for draft_limit in draft_limits:
             target, captured = self._captured(bucket, params, draft_limit)
-            times = []
-            for _ in range(_NUM_TIMED_REPLAYS):
-                started = time.perf_counter()
-                if target is not None:
-                    target.graph.replay()
-                captured.graph.replay()
-                if self._slots.is_cuda:
-                    torch.cuda.synchronize()
-                times.append(time.perf_counter() - started)
-            seconds[draft_limit] = statistics.median(times)
+            replays = [part.graph.replay for part in (target, captured) if part is not None]
+            seconds[draft_limit] = seconds_of(replays, device=self._slots.device)
         return seconds
 
     def _upload(self, entries: list[Scheduled], bucket: int) -> None:

@@ -53,7 +53,7 @@ from mtp_research.models.attention.paged import expansion_of, latent_dims
 from mtp_research.models.rewrites.regions import mark_any_size
 from mtp_research.policy.plan import BaseRows
 from mtp_research.runtime.ahead import PassSize
-from mtp_research.runtime.captures import Captured, capture_call
+from mtp_research.runtime.captures import Captured, capture_call, seconds_of
 
 MIXED_ROWS = (64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)  # T of the buckets, ascending
 # The largest of them for every target; above it a row keeps a large one busier than a launch takes.
@@ -133,6 +133,8 @@ class MixedGraphs:
         self._params = StaticParams(most, device=device)
         self._graphs: dict[Hashable, Captured[StepResult]] = {}
         self.capture_s = 0.0
+        # by rows and number of drafts, where `prepare` timed them
+        self.step_seconds: dict[int, dict[int, float]] = {}
 
     @property
     def num_graphs(self) -> int:
@@ -193,16 +195,25 @@ class MixedGraphs:
         return first_requests(captured.result, len(entries))
 
     def prepare(
-        self, params: SamplingTensors, *, draft_limits: Sequence[int], missing: Collection[Kind]
+        self,
+        params: SamplingTensors,
+        *,
+        draft_limits: Sequence[int],
+        missing: Collection[Kind],
+        is_timed: bool = False,
     ) -> None:
         """Capture every bucket for requests sampled like `params`, and run every larger shape.
 
         Their rows are all padding, in the spare slot and the spare block. `missing` is captured
-        anew.
+        anew; with `is_timed` what is captured is timed.
         """
         for shape, draft_limit in itertools.product(reversed(self._shapes), draft_limits):
             if shape.num_rows <= self._captured_rows:
-                self._captured(shape, params, draft_limit, missing=missing)
+                captured = self._captured(shape, params, draft_limit, missing=missing)
+                if is_timed:
+                    self._upload(shape, [])
+                    seconds = seconds_of([captured.graph.replay], device=self._facts.device)
+                    self.step_seconds.setdefault(shape.num_rows, {})[draft_limit] = seconds
                 continue
             started = time.perf_counter()
             for expands in (False, True)[: 1 + bool(self._latents)]:

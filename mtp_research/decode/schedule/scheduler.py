@@ -111,7 +111,8 @@ class Scheduler:
     """Queues, slots and blocks.
 
     With `engine.deferred_output` the host commits a step after the next one was scheduled. A
-    decoding request then always has K+1 rows, because the host does not know its drafts. A drafter
+    decoding request then always has `num_drafts + 1` rows, because the host does not know its
+    drafts: K, or fewer where the loop makes fewer for the time being. A drafter
     writes `num_extra_slots` positions beyond `plan.num_slots_needed`.
     """
 
@@ -130,7 +131,7 @@ class Scheduler:
                 "engine.max_num_batched_tokens must be >= max_num_requests * (K + 1) = "
                 f"{num_rows}, got {engine.max_num_batched_tokens}; raise it."
             )
-        self.blocks, self.plan = blocks, plan
+        self.blocks, self.plan, self.num_drafts = blocks, plan, plan.num_speculative_tokens
         self.max_num_batched_tokens = engine.max_num_batched_tokens
         self.max_prefill_chunk = engine.max_prefill_chunk
         self.max_model_len = max_model_len
@@ -298,7 +299,7 @@ class Scheduler:
             count = min(num_prefill - first, budget, self.max_prefill_chunk)
             request.num_computed_tokens += count
         elif self.deferred:
-            count = self.plan.num_speculative_tokens + 1
+            count = self.num_drafts + 1
         else:
             count = 1 + len(request.draft_token_ids)
         ends_at_newest_token = first + count >= len(request.token_ids)
