@@ -137,7 +137,6 @@ class SpecDecoder:
             from mtp_research.decode.graphs.decode_graphs import build_graphs
 
             graphs = build_graphs(steps, engine=engine, max_model_len=self.max_model_len)
-        self.graphs = graphs[0]
         # by number of passes, K first
         self._devices = {
             step.plan.num_speculative_tokens: _Device(step, step.parts, one)
@@ -439,6 +438,11 @@ class SpecDecoder:
         """Counters of the prefix cache; None without one."""
         prefix_cache = self.scheduler.blocks.prefix_cache
         return None if prefix_cache is None else prefix_cache.stats
+
+    @property
+    def graphs(self) -> "StepGraphs | None":
+        """The captured steps that run all passes; None where none is captured."""
+        return self._devices[self.num_speculative_tokens].graphs
 
     @property
     def is_captured(self) -> bool:

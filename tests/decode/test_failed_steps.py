@@ -134,11 +134,16 @@ def test_generate_after_an_interrupted_generate_is_right(
         assert _texts(decoder) == expected
 
 
+def _say_it_has_graphs(decoder: SpecDecoder) -> None:
+    number = decoder.num_speculative_tokens
+    decoder._devices[number] = decoder._devices[number]._replace(graphs=object())
+
+
 def test_decoder_that_lost_a_block_or_a_slot_or_has_graphs_stays_closed(target, heads) -> None:
     for lose in (
         lambda decoder: decoder.scheduler.blocks._empty.popleft(),
         lambda decoder: decoder.scheduler._free_slots.remove(2),
-        lambda decoder: setattr(decoder, "graphs", object()),
+        _say_it_has_graphs,
     ):
         decoder = _decoder(target, heads)
         _break(decoder, "target", call=2, error=MemoryError("no room"))

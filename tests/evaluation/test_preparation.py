@@ -47,6 +47,7 @@ class FakeGraphs:
     capture_s = 0.0
     num_builds = 0
     step_seconds: ClassVar[dict[int, dict[int, float]]] = {}
+    mixed_step_seconds: ClassVar[dict[int, dict[int, float]]] = {}
 
     def wish(self, *_: object, **__: object) -> Wish:
         self.num_builds += 1
@@ -58,9 +59,11 @@ class FakeGraphs:
         *,
         draft_limits: Sequence[int],
         num_requests: int,
+        is_timed: bool,
         log: Callable[[str], None],
     ) -> None:
         assert len(draft_limits) == 1
+        assert not is_timed
         assert num_requests == 2
         assert torch.is_inference_mode_enabled()
         for number in (1, 2):
@@ -76,7 +79,8 @@ def decoders(monkeypatch: pytest.MonkeyPatch) -> list[SpecDecoder]:
 
     def init_with_graphs(self: SpecDecoder, *args: object, **settings: object) -> None:
         init(self, *args, **settings)  # type: ignore[arg-type]
-        self.graphs = FakeGraphs()  # type: ignore[assignment]
+        for number, device in self._devices.items():
+            self._devices[number] = device._replace(graphs=FakeGraphs())  # type: ignore[arg-type]
         made.append(self)
 
     monkeypatch.setattr(SpecDecoder, "__init__", init_with_graphs)
