@@ -22,7 +22,7 @@ from mtp_research.decode.build import (
     kernel_backend,
     shallow_passes,
 )
-from mtp_research.decode.draft.draft_length import ExpectedGainLength, RecentRounds
+from mtp_research.decode.draft.draft_length import ExpectedGainLength, RecentRounds, StepKind
 from mtp_research.decode.draft.drafter import Heads, MTPDrafter, VerifiedStep
 from mtp_research.decode.ledger import Ledger
 from mtp_research.decode.sampling.arguments import (
@@ -516,12 +516,10 @@ class SpecDecoder:
                     is_timed=not has_all or len(limits) > 1,
                     log=log if has_all else None,
                 )
-            self.recent.mixed_prices[number] = device.graphs.mixed_step_seconds
-            if has_all:
-                self.recent.prices = device.graphs.step_seconds
-                continue
-            self.recent.shallow_prices[number] = device.graphs.step_seconds
-            if log is not None:
+            prices = self.recent.times.prices
+            prices[StepKind(number, False)] = device.graphs.step_seconds
+            prices[StepKind(number, True)] = device.graphs.mixed_step_seconds
+            if log is not None and not has_all:
                 log(f"captured steps of {number} passes: {self.capture_s:.0f} s so far")
 
     def observe(self, wrap: Callable[[DeviceParts], DeviceParts] | None) -> None:

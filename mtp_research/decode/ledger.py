@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_research.decode.draft.draft_length import RecentRounds, drafts_made
+from mtp_research.decode.draft.draft_length import RecentRounds, StepKind, drafts_made
 from mtp_research.decode.sampling.sampling import HostLogprobs
 from mtp_research.decode.schedule.request import FinishReason, Request, Schedule, Scheduled, Status
 from mtp_research.decode.schedule.scheduler import Scheduler, cut_emitted
@@ -125,6 +125,11 @@ class Launched(NamedTuple):
     num_passes: int  # that it ran
     num_prompt_rows: int  # prompt rows among those that were scheduled
 
+    @property
+    def kind(self) -> tuple[StepKind, int]:
+        """What its time is kept by, beside its size."""
+        return StepKind(self.num_passes, self.num_prompt_rows > 0), self.draft_limit
+
 
 @dataclass
 class Ledger:
@@ -141,6 +146,7 @@ class Ledger:
     in_flight: Launched | None = None
     caught_up: Launched | None = None  # applied in this call of the loop, not accounted for yet
     starting: list[Scheduled] = field(default_factory=list)  # of the step that is being launched
+    waited: float = 0.0  # seconds for the device, in this call of the loop
 
     def begin(self, schedule: Schedule) -> None:
         """Note who was preempted and who was admitted, before the step is launched."""
@@ -187,7 +193,9 @@ class Ledger:
         """Wait for the one device-to-host copy of a step, and apply it."""
         waiting = time.perf_counter()
         result = launched.pending.wait()
-        self.stats.wait_s += time.perf_counter() - waiting
+        waited = time.perf_counter() - waiting
+        self.waited += waited
+        self.stats.wait_s += waited
         rounds, first_draft = result.rounds.tolist(), result.first_draft
         logprobs = None if result.logprobs is None else result.logprobs.read()
         self.stats.num_steps += 1
@@ -233,24 +241,26 @@ class Ledger:
     ) -> None:
         """Account for the seconds of a call of the loop that started a step and committed one.
 
-        Steps with prompt rows say nothing about drafts. Where the host is one step late, a call
-        commits a step and starts the next one, so that its time is that of n drafts only if both
-        made n and neither had prompt rows.
+        Where the host is one step late, a call commits a step and starts the next one, so that its
+        time is that of n drafts only if both made n, and both had prompt rows or neither.
         """
         self.stats.busy_s += seconds
-        if committed is None or committed.num_prompt_rows:
+        waited, self.waited = self.waited, 0.0
+        if committed is None:
             return
-        is_alike = (
-            started is not None
-            and not started.num_prompt_rows
-            and started.draft_limit == committed.draft_limit
-            and started.num_passes == committed.num_passes
-        )
-        self.recent.end_step(
-            num_drafts=committed.draft_limit,
-            seconds=seconds if is_alike else None,
-            batch_size=len(committed.entries),
-        )
+        if started is not None:
+            has_prompts = started.num_prompt_rows > 0
+            self.recent.times.note_host(seconds - waited, has_prompts=has_prompts)
+        is_alike = started is not None and started.kind == committed.kind
+        if not committed.num_prompt_rows:
+            self.recent.end_step(
+                num_drafts=committed.draft_limit,
+                seconds=seconds if is_alike else None,
+                batch_size=len(committed.entries),
+            )
+        elif is_alike:
+            num_rows = sum(entry.num_scheduled_tokens for entry in committed.entries)
+            self.recent.times.note(*committed.kind, size=num_rows, seconds=seconds)
 
     def drop_in_flight(self) -> None:
         """Forget the step that runs: none of its requests is live."""

@@ -17,6 +17,7 @@ from mtp_research.decode.draft.draft_length import (
     ExpectedGainLength,
     FixedLength,
     RecentRounds,
+    StepKind,
     best_num_drafts,
 )
 from mtp_research.policy.fields import POLICIES
@@ -187,7 +188,7 @@ def test_rule_is_as_fast_as_the_best_number_by_times_measured_on_a_gpu(row: dict
     reach = [row["accept"] ** i for i in range(1, most + 1)]
     tokens = list(itertools.accumulate(reach, initial=1.0))
     recent, draw = _recent(most), random.Random(0)
-    recent.prices = {batch: prices}
+    recent.times.prices[StepKind(most, has_prompts=False)] = {batch: prices}
     num_tokens = seconds = 0.0
     for _ in range(2000):
         n = ExpectedGainLength().num_drafts(batch_size=batch, recent=recent)

@@ -18,6 +18,7 @@ from mtp_research.decode.draft.draft_length import (
     DraftLength,
     ExpectedGainLength,
     RecentRounds,
+    StepKind,
 )
 from mtp_research.decode.sampling.sampling_params import SamplingParams
 from mtp_research.decode.settings import SpecSettings
@@ -397,11 +398,12 @@ def test_captured_steps_are_timed_and_their_times_decide(
     heads, rule = tiny.tiny_heads(target), ExpectedGainLength()
     decoder = _by_graphs(target, heads, "training", rule, cuda_graphs=True)
     decoder.warm_up(SamplingParams())
-    assert sorted(decoder.recent.prices) == [2, 3]
-    assert all(set(row) == {0, 1, 2, 3} for row in decoder.recent.prices.values())
+    prices, kind = decoder.recent.times.prices, StepKind(3, has_prompts=False)
+    assert sorted(prices[kind]) == [2, 3]
+    assert all(set(row) == {0, 1, 2, 3} for row in prices[kind].values())
     num_graphs = decoder.graphs.num_graphs
     for price, usual in ((1.0, 0), (0.0, 3)):  # seconds of one more draft: never, always
-        decoder.recent.prices = {size: {n: 1 + n * price for n in range(4)} for size in (2, 3)}
+        prices[kind] = {size: {n: 1 + n * price for n in range(4)} for size in (2, 3)}
         assert rule.num_drafts(batch_size=1, recent=decoder.recent) == usual
     run(decoder, PROMPTS, sampling=SamplingParams(max_new_tokens=9))
     assert decoder.graphs.num_graphs == num_graphs
@@ -409,7 +411,8 @@ def test_captured_steps_are_timed_and_their_times_decide(
 
 def test_number_that_looks_better_by_its_price_is_tried_and_then_counts_as_it_was_timed() -> None:
     recent = RecentRounds(DraftPlan(POLICIES["eagle"], 1, 1))
-    recent.prices = {4: {0: 1.0, 1: 1.9}, 8: {0: 1.0, 1: 1.5}}
+    prices = {4: {0: 1.0, 1: 1.9}, 8: {0: 1.0, 1: 1.5}}
+    recent.times.prices[StepKind(1, has_prompts=False)] = prices
     assert recent.costs(3) == {0: 1.0, 1: 1.9}
     assert recent.costs(5) == recent.costs(99) == {0: 1.0, 1: 1.5}
     rule = ExpectedGainLength()
@@ -422,7 +425,7 @@ def test_number_that_looks_better_by_its_price_is_tried_and_then_counts_as_it_wa
         recent.end_step(num_drafts=1, seconds=5.7, batch_size=3)  # they cost it more
     assert recent.costs(3) == {0: 2.0, 1: 5.7}
     assert rule.num_drafts(batch_size=3, recent=recent) == 0
-    for _ in range(513):
+    for _ in range(514):  # of which the first says nothing
         recent.end_step(num_drafts=0, seconds=2.0, batch_size=3)
     assert recent.costs(3) == {0: 2.0, 1: 1.9}, "tried again: texts may be others by now"
 

@@ -3,6 +3,7 @@
 Letters: K drafts per step, m passes of a step, n drafts of a step.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from mtp_research.decode.draft.draft_length import (
     ExpectedGainLength,
     FixedLength,
     RecentRounds,
+    StepKind,
 )
 from mtp_research.decode.draft.drafter import VerifiedStep
 from mtp_research.decode.sampling.sampling_params import SamplingParams
@@ -178,11 +180,14 @@ def test_passes_that_make_no_draft_can_be_left_out(
             assert numbers() == []
 
 
-def priced(**changes: object) -> RecentRounds:
-    """Three passes cost 1 s, whatever is drafted; one pass .5 s; batches of 4 and 8."""
-    recent = RecentRounds(DraftPlan(POLICIES["training"], K, 1), num_seen=8)
-    recent.prices = {4: dict.fromkeys(range(4), 1.0), 8: dict.fromkeys(range(4), 1.0)}
-    recent.shallow_prices = {1: {4: {1: 0.5}, 8: {1: 0.5}}}
+ALL, ONE = StepKind(K, False), StepKind(1, False)
+
+
+def priced(one: tuple[float, float] = (0.5, 0.5), **changes: object) -> RecentRounds:
+    """Three passes cost 1 s, in batches of 4 and 8; one pass as is said."""
+    recent = RecentRounds(DraftPlan(POLICIES["training"], K, 1), num_seen=8, num_texts=8.0)
+    recent.times.prices[ALL] = {size: dict.fromkeys(range(4), 1.0) for size in (4, 8)}
+    recent.times.prices[ONE] = {4: {1: one[0]}, 8: {1: one[1]}}
     recent.reached, recent.accepted = [1e9, 1e9, 1e9], [6e8, 5e8, 5e8]  # 2.05 or 1.6 tokens
     recent.prompt_tokens, recent.output_tokens = 300.0, 100.0
     for name, value in changes.items():
@@ -201,65 +206,75 @@ def test_passes_are_left_out_for_five_percent_of_the_time_of_what_is_in_sight() 
     assert passes(recent) == 1
     assert recent.num_passes == K, "the decoder's to change"
     for seconds, expected in ((0.74, 1), (0.75, K)):  # 1.6 / .74 is 5.5 % above 2.05, .75 4.1 %
-        for bucket in (4, 8):
-            recent.shallow_prices[1][bucket][1] = seconds
-        assert passes(recent) == expected
+        assert passes(priced((seconds, seconds))) == expected
     # What four requests write in a batch of four: 2.05 / 1.6 = 1.28 times as long. What the other
     # four and those that wait write in one of eight: .77 times as long, at twice the rate.
-    recent.shallow_prices[1] = {4: {1: 1.0}, 8: {1: 0.6}}
+    recent = priced((1.0, 0.6))
     assert passes(recent) == K
     assert passes(recent, num_waiting=8) == K  # (1.28 + 1.5 * .77) / 2.5 = .97
     assert passes(recent, num_waiting=12) == 1  # (1.28 + 2 * .77) / 3 = .94
 
 
-def test_passes_are_looked_at_now_and_then_once_a_text_has_ended_and_never_rise() -> None:
-    assert passes(priced(num_seen=9)) == passes(priced(output_tokens=0.0)) == K
+def test_passes_are_looked_at_now_and_then_once_texts_have_ended_and_never_rise() -> None:
+    assert passes(priced(num_seen=9)) == passes(priced(num_texts=7.9)) == K
     recent = priced(num_passes=1)
     assert passes(recent) == 1
     assert ExpectedGainLength().num_drafts(batch_size=8, recent=recent) == 1
-    recent.shallow_prices[0] = {4: {0: 0.2}, 8: {0: 0.2}}
+    recent.times.prices[StepKind(0, False)] = {4: {0: 0.2}, 8: {0: 0.2}}
     assert passes(recent) == 0
 
 
 def test_a_step_never_timed_takes_as_much_more_than_its_price_as_steps_do_now() -> None:
     """Else whatever was never tried would look better than what is."""
-    recent = priced()
-    recent.shallow_prices[1] = {4: {1: 0.9}, 8: {1: 0.9}}  # no gain: 1.6 / .9 and 2.05 / 1
+    recent = priced((0.9, 0.9))  # no gain: 1.6 / .9 and 2.05 / 1
     for _ in range(6):
         recent.end_step(num_drafts=K, seconds=3.0, batch_size=8)
-    assert recent.costs(8, usual=2.0) == {0: 2.0, 1: 2.0, 2: 2.0, 3: pytest.approx(3.0)}
+    assert recent.times.usual(ALL) == pytest.approx(3.0)
+    assert recent.times.usual(ONE) == 1.0
+    assert recent.times.costs(ALL, size=8, usual=2.0) == {0: 2.0, 1: 2.0, 2: 2.0, 3: 3.0}
+    assert recent.costs(8) == {0: 1.0, 1: 1.0, 2: 1.0, 3: 3.0}, "n that looks good is tried"
     assert passes(recent) == K
-    recent.num_passes = 1
     for _ in range(8):
-        recent.end_step(num_drafts=1, seconds=0.9, batch_size=8)
-    recent.num_passes = K
+        recent.times.note(ONE, 1, size=8, seconds=0.9)
     assert passes(recent) == 1, "one pass was timed at its price"
+
+
+def test_no_step_is_shorter_than_what_the_host_does_in_it() -> None:
+    recent = priced()
+    assert passes(recent) == 1
+    recent.times.note_host(0.8, has_prompts=False)
+    assert recent.times.costs(ONE, size=8) == {1: 0.8}
+    assert recent.costs(8) == dict.fromkeys(range(4), 1.0)
+    assert passes(recent) == K  # 1.6 / .8 tokens a second, no more than 2.05
+    recent.times.note_host(0.0, has_prompts=True)
+    assert recent.times.host_seconds == {False: 0.8, True: 0.0}
+    recent.times.note_host(0.0, has_prompts=False)
+    assert recent.times.host_seconds[False] == pytest.approx(0.75)
 
 
 def test_prompts_cost_what_the_steps_cost_that_hold_them() -> None:
     """Eight requests, three tokens of prompt for one of output; steps of 16, 32 and 64 rows."""
-    rows = {16: 2.0, 32: 3.0, 64: 4.0}
-    recent = priced(
-        mixed_prices={
-            K: {size: dict.fromkeys(range(4), seconds) for size, seconds in rows.items()},
-            1: {size: {1: seconds / 2} for size, seconds in rows.items()},
-        }
-    )
+    recent = priced()
+    recent.times.prices[StepKind(1, True)] = {16: {1: 1.0}, 32: {1: 1.5}, 64: {1: 2.0}}
     tokens = 8 * 1.6
 
     def rate(*, has_prompts: bool = True) -> float:
         return recent.rates(1, 8, has_prompts=has_prompts)[1]
 
     assert rate(has_prompts=False) == pytest.approx(tokens / 0.5)
-    # 38.4 prompt rows a step beside 16: one step in (64 - 16) / 38.4 is full of them, if no more
-    # steps have any; if all have, each has 54.4 rows; if nine in ten have, 58.7.
+    # 38.4 prompt rows a step beside 16 others: four steps in five are full of them, if no more
+    # steps than that have any.
     assert rate() == pytest.approx(tokens / (0.2 * 0.5 + 0.8 * 2.0))
     recent.mixed_share = 0.9
     assert rate() == pytest.approx(tokens / (0.1 * 0.5 + 0.9 * 2.0))
-    recent.mixed_share, recent.prompt_tokens = 0.9, 100.0  # 12.8 rows a step, 14.2 in each
+    recent.prompt_tokens = 100.0  # 12.8 rows a step, 14.2 in each that has any
     assert rate() == pytest.approx(tokens / (0.1 * 0.5 + 0.9 * 1.5))
-    recent.prompt_tokens = 600.0  # 76.8 rows a step, more than a step holds
+    recent.prompt_tokens = 600.0  # 76.8 rows a step, more than fit
     assert rate() == pytest.approx(tokens / (76.8 / 48 * 2.0))
+    recent.num_passes = 1
+    for _ in range(4):
+        recent.times.note(StepKind(1, True), 1, size=17, seconds=4.5)
+    assert rate() == pytest.approx(tokens / (76.8 / 48 * 6.0)), "they took three times their price"
 
 
 def test_recent_steps_and_texts_are_counted() -> None:
@@ -270,7 +285,7 @@ def test_recent_steps_and_texts_are_counted() -> None:
     assert recent.mixed_share == 0.5 + 0.125
     recent.add_text(num_prompt_tokens=8, num_output_tokens=2)
     recent.add_text(num_prompt_tokens=1, num_output_tokens=5)
-    assert (recent.prompt_tokens, recent.output_tokens) == (5.0, 6.0)
+    assert (recent.num_texts, recent.prompt_tokens, recent.output_tokens) == (1.5, 5.0, 6.0)
 
 
 def test_a_decoder_counts_its_steps_and_texts(models) -> None:
@@ -286,8 +301,11 @@ def test_a_decoder_counts_its_steps_and_texts(models) -> None:
 def test_prompts_may_take_the_rows_of_drafts_that_are_not_made(models) -> None:
     decoder, _ = build(*models, Told(told=((0, K), (3, 1))), "training")
     decoder.warm_up(SamplingParams())
-    assert sorted(decoder.recent.mixed_prices) == [0, 1, 2, K]
-    assert all(decoder.recent.mixed_prices.values()), "steps with prompt rows are timed as well"
+    prices = decoder.recent.times.prices
+    assert sorted(prices) == list(itertools.product(range(K + 1), (False, True)))
+    assert all(prices.values()), "steps with prompt rows are timed as well"
+    for (m, _), rows in prices.items():
+        assert all(set(row) == (set(range(K + 1)) if m == K else {m}) for row in rows.values())
     counts: set[tuple[int, int]] = set()  # passes, rows of a request that decodes
     schedule = decoder.scheduler.schedule
 
@@ -322,4 +340,4 @@ def test_times_of_steps_around_a_change_say_nothing(models) -> None:
     change = next(index for index, (n, _) in enumerate(timed) if n == 1)
     assert not timed[change - 1][1]
     assert timed[change][1]
-    assert set(decoder.recent.overruns) <= {(K, K), (1, 1)}
+    assert set(decoder.recent.times.overruns) == {(ALL, K), (StepKind(K, True), K), (ONE, 1)}

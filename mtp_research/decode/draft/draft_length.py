@@ -49,7 +49,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from mtp_research.runtime.errors import ConfigError
 
@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mtp_research.policy.plan import DraftPlan
-
-Value = TypeVar("Value")
 
 _NUM_TIMES = 16  # latest step times kept for each n
 _MIN_TIMES = 4  # below this a median says nothing
@@ -82,23 +80,13 @@ class RecentRounds:
     accepted: list[float] = field(init=False)  # of these, those that accepted it
     # latest times of steps that made n drafts after a step that made n
     step_seconds: dict[int, deque[float]] = field(default_factory=dict)
-    # seconds of a captured step of all passes by bucket and number of drafts, timed where it was
-    # captured with short texts; empty where nothing was
-    prices: dict[int, dict[int, float]] = field(default_factory=dict)
-    # the same of steps of fewer passes, by their number m; they make m drafts
-    shallow_prices: dict[int, dict[int, dict[int, float]]] = field(default_factory=dict)
-    # of steps with prompt rows by m, rows and n
-    mixed_prices: dict[int, dict[int, dict[int, float]]] = field(default_factory=dict)
+    times: "StepTimes" = field(default_factory=lambda: StepTimes())
     num_seen: int = 0  # steps of any kind
     mixed_share: float = 0.0  # of recent ones, those with prompt rows
-    # tokens of prompts and of outputs, of requests that ended of late; 0 where none has
+    # requests that ended of late, fading, and tokens of their prompts and outputs
+    num_texts: float = 0.0
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
-    # what latest steps that ran m passes and made n drafts took in units of their price: long
-    # texts, and the host
-    overruns: dict[tuple[int, int], deque[float]] = field(default_factory=dict)
-    # by m and n, the step of the latest of them
-    last_timed: dict[tuple[int, int], int] = field(default_factory=dict)
     last_num_drafts: int | None = None  # of the last step that the host knows
     num_passes: int = field(init=False)  # m, passes that steps run now
 
@@ -123,6 +111,7 @@ class RecentRounds:
 
     def add_text(self, *, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Count a request that ended; `half_life_steps` later ones make it count half."""
+        self.num_texts = self._fading * self.num_texts + 1.0
         self.prompt_tokens = self._fading * self.prompt_tokens + num_prompt_tokens
         self.output_tokens = self._fading * self.output_tokens + num_output_tokens
 
@@ -139,13 +128,7 @@ class RecentRounds:
         if seconds is not None and num_drafts == self.last_num_drafts:
             times = self.step_seconds.setdefault(num_drafts, deque(maxlen=_NUM_TIMES))
             times.append(seconds)
-            price = self._price(self.num_passes, batch_size).get(num_drafts)
-            if price is not None:
-                key = self.num_passes, num_drafts
-                if self._is_forgotten(key):
-                    self.overruns[key] = deque(maxlen=_NUM_TIMES)
-                self.overruns[key].append(seconds / price)
-                self.last_timed[key] = self.num_steps
+            self.times.note(self._kind(False), num_drafts, size=batch_size, seconds=seconds)
         self.last_num_drafts = num_drafts
 
     def conditional_acceptance(self) -> list[float]:
@@ -156,61 +139,41 @@ class RecentRounds:
             for accepted, reached in zip(self.accepted, self.reached, strict=True)
         ]
 
-    def costs(
-        self, batch_size: int, *, num_passes: int | None = None, usual: float = 1.0
-    ) -> dict[int, float]:
+    def costs(self, batch_size: int) -> dict[int, float]:
         """Expected seconds of a step by its number of drafts; {} where none was timed.
 
-        Steps take longer than their price, and more so the more they draft: with 128 requests and
-        texts of 128 to 300 tokens 12 % without drafts and 30 % with three (MiMo-7B's shape). A
-        number that was not timed lately counts as its price says: if that looks good it is tried,
-        and what is tried is timed. Steps are those of `num_passes` passes, None: of as many as run
-        now; `usual` is what one that was not timed takes in units of its price.
+        A number that was not timed lately counts as its price says: if that looks good it is tried,
+        and what is tried is timed.
         """
-        m = self.num_passes if num_passes is None else num_passes
-        prices = self._price(m, batch_size)
-        return {n: price * self._overrun((m, n), usual) for n, price in prices.items()}
+        return self.times.costs(self._kind(False), size=batch_size)
 
     def rates(self, num_passes: int, batch_size: int, *, has_prompts: bool) -> dict[int, float]:
         """Expected tokens a second of steps of `num_passes` passes by their number of drafts.
 
         With `has_prompts` prompts come in proportion to the tokens, as of late: requests end and
-        others begin. As many steps have prompt rows as of late, or as many as it takes.
+        others begin. As many steps have prompt rows as of late, or as many as it takes. What was
+        not timed lately takes as much more than its price as steps of its kind do now: else
+        whatever was never tried would look better than what is.
         """
-        usual = self._overrun_now()
-        tokens = expected_tokens(self.conditional_acceptance())
-        costs = self.costs(batch_size, num_passes=num_passes, usual=usual)
-        mixed = self.mixed_prices.get(num_passes)
-        if has_prompts and mixed:
+        times, tokens = self.times, expected_tokens(self.conditional_acceptance())
+        usual = times.usual(self._kind(False))
+        costs = times.costs(StepKind(num_passes, False), size=batch_size, usual=usual)
+        mixed = StepKind(num_passes, True)
+        if has_prompts and times.prices.get(mixed):
+            usual = times.usual(self._kind(True))
             rows_a_token = self.prompt_tokens / self.output_tokens
             for n, cost in costs.items():
-                num_rows, num_prompt_rows = (
-                    batch_size * (n + 1),
-                    batch_size * tokens[n] * rows_a_token,
-                )
-                room = max(max(mixed) - num_rows, 1)
+                num_rows = batch_size * (n + 1)
+                num_prompt_rows = batch_size * tokens[n] * rows_a_token
+                room = max(max(times.prices[mixed]) - num_rows, 1)
                 share = max(self.mixed_share, num_prompt_rows / room)
-                price = _at_least(mixed, num_rows + num_prompt_rows / share)[n] * usual
+                size = num_rows + num_prompt_rows / share
+                price = times.costs(mixed, size=size, usual=usual)[n]
                 costs[n] = max(1.0 - share, 0.0) * cost + share * price
         return {n: batch_size * tokens[n] / cost for n, cost in costs.items()}
 
-    def _overrun_now(self) -> float:
-        """What the latest steps of as many passes took in units of their price; 1 if none did."""
-        keys = [key for key in self.last_timed if key[0] == self.num_passes]
-        return self._overrun(max(keys, key=self.last_timed.__getitem__), 1.0) if keys else 1.0
-
-    def _overrun(self, key: tuple[int, int], usual: float) -> float:
-        times = () if self._is_forgotten(key) else self.overruns[key]
-        return statistics.median(times) if len(times) >= _MIN_TIMES else usual
-
-    def _is_forgotten(self, key: tuple[int, int]) -> bool:
-        last = self.last_timed.get(key)
-        return last is None or self.num_steps - last > _REMEMBERED_STEPS
-
-    def _price(self, num_passes: int, batch_size: int) -> dict[int, float]:
-        has_all = num_passes == self.plan.num_speculative_tokens
-        prices = self.prices if has_all else self.shallow_prices.get(num_passes)
-        return _at_least(prices, batch_size) if prices else {}
+    def _kind(self, has_prompts: bool) -> "StepKind":
+        return StepKind(self.num_passes, has_prompts)
 
     @property
     def _fading(self) -> float:
@@ -232,9 +195,74 @@ class RecentRounds:
         return max(medians[most] / medians[0] - 1.0, 0.0) / most
 
 
-def _at_least(by_size: dict[int, Value], size: float) -> Value:
-    """The value of the smallest size that is not below this one, or of the largest."""
-    return by_size[min((one for one in by_size if one >= size), default=max(by_size))]
+class StepKind(NamedTuple):
+    """Steps whose time follows from their size and number of drafts."""
+
+    num_passes: int  # m
+    has_prompts: bool  # the size is their rows; else their requests
+
+
+@dataclass
+class StepTimes:
+    """What captured steps of every kind take, by size and number of drafts n.
+
+    Steps take longer than their price, and more so the more they draft: with 128 requests and texts
+    of 128 to 300 tokens 12 % without drafts and 30 % with three (MiMo-7B's shape). By how much is
+    the median of the latest of a kind and number. No step is shorter than what the host does in it.
+    """
+
+    # seconds, timed where steps were captured, with short texts; empty where nothing was
+    prices: dict[StepKind, dict[int, dict[int, float]]] = field(default_factory=dict)
+    # seconds that the host works in a call that starts a step, with prompt rows or without; fading
+    host_seconds: dict[bool, float] = field(default_factory=dict)
+    num_noted: int = 0  # steps
+    # what latest steps of a kind and number took in units of their price, and when the last ran
+    overruns: dict[tuple[StepKind, int], deque[float]] = field(default_factory=dict)
+    last_noted: dict[tuple[StepKind, int], int] = field(default_factory=dict)
+
+    def note(self, kind: StepKind, num_drafts: int, *, size: int, seconds: float) -> None:
+        """Keep the time of a step."""
+        price = self._prices(kind, size).get(num_drafts)
+        if price is not None:
+            key = kind, num_drafts
+            if self._is_forgotten(key):
+                self.overruns[key] = deque(maxlen=_NUM_TIMES)
+            self.num_noted += 1
+            self.overruns[key].append(seconds / price)
+            self.last_noted[key] = self.num_noted
+
+    def note_host(self, seconds: float, *, has_prompts: bool) -> None:
+        """Keep what the host did in a call that started a step."""
+        old = self.host_seconds.get(has_prompts, seconds)
+        self.host_seconds[has_prompts] = old + (seconds - old) / _NUM_TIMES
+
+    def costs(self, kind: StepKind, *, size: float, usual: float = 1.0) -> dict[int, float]:
+        """Expected seconds by number of drafts; `usual` times the price where none ran lately."""
+        least = self.host_seconds.get(kind.has_prompts, 0.0)
+        return {
+            n: max(price * self._overrun((kind, n), usual), least)
+            for n, price in self._prices(kind, size).items()
+        }
+
+    def usual(self, kind: StepKind) -> float:
+        """What the latest steps of a kind took in units of their price; 1 if none did."""
+        keys = [key for key in self.last_noted if key[0] == kind]
+        return self._overrun(max(keys, key=self.last_noted.__getitem__), 1.0) if keys else 1.0
+
+    def _overrun(self, key: tuple[StepKind, int], usual: float) -> float:
+        times = () if self._is_forgotten(key) else self.overruns[key]
+        return statistics.median(times) if len(times) >= _MIN_TIMES else usual
+
+    def _is_forgotten(self, key: tuple[StepKind, int]) -> bool:
+        last = self.last_noted.get(key)
+        return last is None or self.num_noted - last > _REMEMBERED_STEPS
+
+    def _prices(self, kind: StepKind, size: float) -> dict[int, float]:
+        """Of the smallest size that is not below this one, or of the largest."""
+        prices = self.prices.get(kind)
+        if not prices:
+            return {}
+        return prices[min((one for one in prices if one >= size), default=max(prices))]
 
 
 NOT_DRAFTED = -2  # any id outside the vocabulary is rejected; this one was not even proposed
@@ -243,6 +271,7 @@ _NUM_PROBES = 4  # runs of them: K, 0, K, 0
 _LEAST_GAIN = 1.02  # for which the number of drafts changes
 _LASTING_GAIN = 1.05  # for which passes are left out for good
 _CHECK_EVERY = 8  # steps, for passes that do not pay
+_LEAST_TEXTS = 8  # that ended, before passes are left out
 
 
 class DraftLength(Protocol):
@@ -395,11 +424,13 @@ class ExpectedGainLength:
         others wait; then the batch shrinks, where more drafts pay. So fewer passes must take 5 %
         less time for all that is in sight: half of what these requests write, and all of what
         waits, in a batch as large and with prompts as of late; the other half, without prompts, in
-        one half as large. How long prompts and outputs are is known from the first that ended.
+        one half as large. How long prompts and outputs are is known once some have ended.
         """
         now = recent.num_passes
-        fewer = [m for m in recent.shallow_prices if m < now]
-        if not fewer or recent.num_seen % _CHECK_EVERY or not recent.output_tokens:
+        if recent.num_seen % _CHECK_EVERY or recent.num_texts < _LEAST_TEXTS:
+            return now
+        fewer = {kind.num_passes for kind in recent.times.prices if kind.num_passes < now}
+        if not fewer:
             return now
         half = max(batch_size // 2, 1)
         tokens = num_waiting + batch_size / 2, batch_size / 2
