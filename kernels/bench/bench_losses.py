@@ -27,7 +27,7 @@ from mtp_research.kernels.bench.bench_runner import (
 )
 from mtp_research.kernels.losses import distill as kernel
 from mtp_research.kernels.losses.distill_rows import Mixture, distill_rows, distill_rows_ref
-from mtp_research.kernels.losses.mask_logits import mask_logits, mask_logits_ref
+from mtp_research.kernels.losses.logit_rows import mask_logits, mask_logits_ref
 from torch import Tensor
 from torch.nn import functional
 

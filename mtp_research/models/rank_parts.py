@@ -35,6 +35,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed, nn
 
+from mtp_research.kernels.losses.logit_rows import best_tokens
 from mtp_research.models.attention.paged import fusion_barrier
 from mtp_research.runtime.errors import EnvironmentFault
 
@@ -45,8 +46,7 @@ _reduce_scatter = (
     vars(distributed).get("reduce_scatter_single") or distributed.reduce_scatter_tensor
 )
 _PEER_IS_GONE = ("by peer", "Broken pipe", "Timed out", "remote process")  # gloo's words and NCCL's
-_NUM_CHUNKS = 64
-_LEAST_IN_CHUNKS = 1 << 15  # logits; below, a second launch costs what it saves
+_LEAST_IN_PARTS = 1 << 15  # logits; below, a second launch costs what it saves
 BEST_BYTES = 16  # that a rank sends of a row: value and id of its best token
 
 
@@ -86,18 +86,9 @@ def best_of(logits: Tensor, parts: RankParts | None) -> Best:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """Argmax of rows `[..., V]`.
-
-    Compiled code looks through chunks of long rows first: one program a row takes 30 us for 150,000
-    logits on an H200, where the rows of a step are too few to fill it.
-    """
-    size = logits.shape[-1]
-    if not torch.compiler.is_compiling() or size < _LEAST_IN_CHUNKS or size % _NUM_CHUNKS:
-        return logits.argmax(dim=-1)
-    chunks = logits.unflatten(-1, (_NUM_CHUNKS, -1))
-    values, within = chunks.max(dim=-1)
-    chunk = values.argmax(dim=-1, keepdim=True)  # of equals the first, as within one
-    return (chunk * chunks.shape[-1] + within.gather(-1, chunk))[..., 0]
+    """Argmax of rows `[..., V]`; compiled code finds that of long rows by a kernel of ours."""
+    is_long = logits.shape[-1] >= _LEAST_IN_PARTS and logits.dtype != torch.float64
+    return best_tokens(logits) if torch.compiler.is_compiling() and is_long else logits.argmax(-1)
 
 
 def best_probability(logits: Tensor, parts: RankParts | None) -> Tensor:

@@ -68,7 +68,7 @@ from tests.kernels.kernel_cases import (
     make_store_inputs,
     slow_arguments,
 )
-from tests.kernels.mask_cases import MASK_CASES, check_mask
+from tests.kernels.logit_cases import BEST_CASES, MASK_CASES, check_best, check_mask
 from tests.kernels.slow import (
     slow_paged_attention,
     slow_store_kv,
@@ -399,3 +399,9 @@ def test_product_of_heads_has_a_tile_of_rows():
 @pytest.mark.parametrize("case", MASK_CASES, ids=lambda case: case.name)
 def test_mask_interpreted_matches_unpacked_bits(case, dtype):
     check_mask(case, dtype, device="cpu", backend="triton")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("case", BEST_CASES, ids=lambda case: case.name)
+def test_best_tokens_interpreted_are_the_first_largest(case, dtype):
+    check_best(case, dtype, device="cpu", backend="triton")

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mtp_research.decode.sampling.sampling_params import Matcher, SamplingParams
-from mtp_research.kernels.losses.mask_logits import BITS_PER_WORD, mask_logits
+from mtp_research.kernels.losses.logit_rows import BITS_PER_WORD, mask_logits
 from mtp_research.runtime.errors import ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:

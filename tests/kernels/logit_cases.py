@@ -1,10 +1,10 @@
-"""Cases of `mask_logits`, against bits that numpy unpacks."""
+"""Cases of `mask_logits` and `best_tokens`, against numpy."""
 
 from typing import NamedTuple
 
 import numpy
 import torch
-from mtp_research.kernels.losses.mask_logits import mask_logits
+from mtp_research.kernels.losses.logit_rows import best_tokens, mask_logits
 from torch import Tensor
 
 
@@ -64,3 +64,54 @@ def check_mask(case: MaskCase, dtype: torch.dtype, *, device: str, backend: str)
 
 
 EXACTLY = {"atol": 0, "rtol": 0, "equal_nan": True}
+
+
+class BestCase(NamedTuple):
+    """Rows `shape` of logits over a vocabulary; `is_strided` makes them a view with gaps."""
+
+    name: str
+    shape: tuple[int, ...]
+    vocab_size: int
+    is_strided: bool = False
+
+    def make(self, dtype: torch.dtype, *, device: str) -> Tensor:
+        """Many equal ones; of six rows the last four have NaN, one, both or no infinity at all."""
+        generator = torch.Generator().manual_seed(0)
+        width = self.vocab_size * (1 + self.is_strided)
+        logits = torch.randint(-40, 40, (*self.shape, width), generator=generator).to(dtype) / 8
+        logits = logits[..., :: 1 + self.is_strided].to(device)
+        rows = logits.view(-1, self.vocab_size) if not self.is_strided else logits
+        last = self.vocab_size - 1
+        for row in range(2, len(rows)):
+            kind = row % 6
+            if kind == 2:
+                rows[row, [last // 3, last]] = torch.nan
+            elif kind == 3:
+                rows[row] = -torch.inf
+            elif kind == 4:
+                rows[row, [last // 2, last]] = torch.inf
+            elif kind == 5:
+                rows[row] = torch.nan
+        return logits
+
+
+BEST_CASES = [
+    BestCase("one_token", (6,), 1),
+    BestCase("short", (6,), 100),
+    BestCase("one_part_and_one_token", (6,), 4097),
+    BestCase("two_reads_a_part", (2, 3), 16 * 4096 + 5),
+    BestCase("even_parts", (7, 1), 49_152),
+    BestCase("strided", (6,), 9_001, is_strided=True),
+    BestCase("nobody", (0, 4), 5_000),
+]
+
+
+def check_best(case: BestCase, dtype: torch.dtype, *, device: str, backend: str) -> None:
+    """The first of the largest; of a row with NaN, one that is."""
+    logits = case.make(dtype, device=device)
+    best = best_tokens(logits, backend=backend)
+    assert (best.dtype, best.shape) == (torch.int64, logits.shape[:-1])
+    values = logits.double().cpu().numpy().reshape(-1, case.vocab_size)
+    for row, index in zip(values, best.flatten().tolist(), strict=True):
+        is_nan = numpy.isnan(row)
+        assert is_nan[index] if is_nan.any() else index == row.argmax()
