@@ -522,6 +522,13 @@ class SpecDecoder:
             if log is not None and not has_all:
                 log(f"captured steps of {number} passes: {self.capture_s:.0f} s so far")
 
+    def forget_texts(self) -> None:
+        """Choose drafts from now on as if no text had been decoded; what steps take stays known.
+
+        Behind texts that are unlike those to come, such as a warm-up's.
+        """
+        self.recent.forget_texts()
+
     def observe(self, wrap: Callable[[DeviceParts], DeviceParts] | None) -> None:
         """Put wrapped parts in the place of the step's own; None puts these back.
 

@@ -11,7 +11,6 @@ it, and what it wrote holds until it runs again.
 import contextlib
 import functools
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
@@ -23,9 +22,9 @@ from mtp_research.runtime.errors import EnvironmentFault
 
 # Run before a capture: kernels compile, libraries allocate their workspaces.
 _NUM_WARM_UP_RUNS = 3
-# Of what is timed: the median run counts, and the device is idle before its first replay alone.
-_NUM_TIMED_RUNS = 3
-_REPLAYS_A_RUN = 5
+# Of what is timed: the shortest run counts, and the device is idle before its first replay alone.
+_NUM_TIMED_RUNS = 5
+_REPLAYS_A_RUN = 3
 
 
 class Replayable(Protocol):
@@ -86,7 +85,7 @@ def seconds_of(replays: Sequence[Callable[[], None]], *, device: torch.device) -
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append((time.perf_counter() - started) / _REPLAYS_A_RUN)
-    return statistics.median(seconds)
+    return min(seconds)
 
 
 class CapturedPass(Generic[Result]):

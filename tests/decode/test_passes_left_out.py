@@ -286,6 +286,10 @@ def test_recent_steps_and_texts_are_counted() -> None:
     recent.add_text(num_prompt_tokens=8, num_output_tokens=2)
     recent.add_text(num_prompt_tokens=1, num_output_tokens=5)
     assert (recent.num_texts, recent.prompt_tokens, recent.output_tokens) == (1.5, 5.0, 6.0)
+    recent.add_rounds(3, num_drafted=3, num_accepted=1)
+    recent.forget_texts()
+    assert (recent.num_texts, recent.prompt_tokens, recent.output_tokens) == (0.0, 0.0, 0.0)
+    assert recent.conditional_acceptance() == [recent.prior_acceptance] * K
 
 
 def test_a_decoder_counts_its_steps_and_texts(models) -> None:

@@ -84,16 +84,21 @@ class RecentRounds:
     num_seen: int = 0  # steps of any kind
     mixed_share: float = 0.0  # of recent ones, those with prompt rows
     # requests that ended of late, fading, and tokens of their prompts and outputs
-    num_texts: float = 0.0
-    prompt_tokens: float = 0.0
-    output_tokens: float = 0.0
+    num_texts: float = field(init=False)
+    prompt_tokens: float = field(init=False)
+    output_tokens: float = field(init=False)
     last_num_drafts: int | None = None  # of the last step that the host knows
     num_passes: int = field(init=False)  # m, passes that steps run now
 
     def __post_init__(self) -> None:
         self.num_passes = self.plan.num_speculative_tokens
+        self.forget_texts()
+
+    def forget_texts(self) -> None:
+        """Forget what was accepted, and how long texts were; what steps take stays."""
         self.reached = [0.0] * self.plan.num_speculative_tokens
         self.accepted = [0.0] * self.plan.num_speculative_tokens
+        self.num_texts = self.prompt_tokens = self.output_tokens = 0.0
 
     def add_rounds(self, count: int, *, num_drafted: int, num_accepted: int) -> None:
         """Count `count` rounds that verified `num_drafted` drafts and accepted `num_accepted`."""

@@ -72,6 +72,7 @@ class OwnBackend:
         # With several passes until the steps are stable; ranks would not agree on that.
         most = MAX_WARM_UPS if self._num_passes > 1 and has_one_clock else 1
         self._num_warm_ups = warm_up(decoder, encoded, sampling, most=most)
+        decoder.forget_texts()  # short ones, which would choose the drafts of those to come
         if target.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(target.device)
         self._decoder = decoder
