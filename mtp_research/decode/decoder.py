@@ -613,7 +613,9 @@ class SpecDecoder:
             recent.num_passes = self.num_speculative_tokens
         if isinstance(rule, ExpectedGainLength):
             recent.num_passes = rule.num_passes(
-                batch_size=len(schedule.entries), num_waiting=self.num_waiting, recent=recent
+                batch_size=len(schedule.entries),
+                waiting=(request.num_prompt_tokens for request in self.scheduler.waiting),
+                recent=recent,
             )
         self.scheduler.num_drafts = recent.num_passes
 

@@ -288,10 +288,7 @@ class Ledger:
 
     def _retire(self, request: Request) -> None:
         self.stats.records.append(record_of(request))
-        num_output_tokens = request.num_tokens - request.num_prompt_tokens
-        self.recent.add_text(
-            num_prompt_tokens=request.num_prompt_tokens, num_output_tokens=num_output_tokens
-        )
+        self.recent.add_text(request.num_tokens - request.num_prompt_tokens)
         if self.auditor is None:
             return
         in_flight = self.in_flight.entries if self.in_flight is not None else self.starting

@@ -47,7 +47,7 @@ class Told(ExpectedGainLength):
     def num_drafts(self, *, batch_size: int, recent: RecentRounds) -> int:
         return recent.num_passes
 
-    def num_passes(self, *, batch_size: int, num_waiting: int, recent: RecentRounds) -> int:
+    def num_passes(self, *, batch_size: int, waiting: object, recent: RecentRounds) -> int:
         return min(recent.num_passes, *(m for steps, m in self.told if recent.num_steps >= steps))
 
 
@@ -189,30 +189,37 @@ def priced(one: tuple[float, float] = (0.5, 0.5), **changes: object) -> RecentRo
     recent.times.prices[ALL] = {size: dict.fromkeys(range(4), 1.0) for size in (4, 8)}
     recent.times.prices[ONE] = {4: {1: one[0]}, 8: {1: one[1]}}
     recent.reached, recent.accepted = [1e9, 1e9, 1e9], [6e8, 5e8, 5e8]  # 2.05 or 1.6 tokens
-    recent.num_texts, recent.prompt_tokens, recent.output_tokens = 8.0, 300.0, 100.0
+    recent.num_texts, recent.output_tokens = 8.0, 800.0
     for name, value in changes.items():
         setattr(recent, name, value)
     return recent
 
 
 def passes(recent: RecentRounds, *, num_waiting: int = 0) -> int:
-    """What the rule says of eight requests."""
-    rule = ExpectedGainLength()
-    return rule.num_passes(batch_size=8, num_waiting=num_waiting, recent=recent)
+    """What the rule says of eight requests, and of as many prompts of 300 tokens as wait."""
+    rule, waiting = ExpectedGainLength(), itertools.repeat(300, num_waiting)
+    return rule.num_passes(batch_size=8, waiting=waiting, recent=recent)
 
 
-def test_passes_are_left_out_for_five_percent_of_the_time_of_what_is_in_sight() -> None:
+def test_passes_are_left_out_for_two_percent_of_the_time_of_what_is_in_sight() -> None:
     recent = priced()
     assert passes(recent) == 1
     assert recent.num_passes == K, "the decoder's to change"
-    for seconds, expected in ((0.74, 1), (0.75, K)):  # 1.6 / .74 is 5.5 % above 2.05, .75 4.1 %
+    for seconds, expected in ((0.76, 1), (0.77, K)):  # 1.6 / .76 is 2.7 % above 2.05, .77 1.4 %
         assert passes(priced((seconds, seconds))) == expected
     # What four requests write in a batch of four: 2.05 / 1.6 = 1.28 times as long. What the other
     # four and those that wait write in one of eight: .77 times as long, at twice the rate.
     recent = priced((1.0, 0.6))
     assert passes(recent) == K
-    assert passes(recent, num_waiting=8) == K  # (1.28 + 1.5 * .77) / 2.5 = .97
-    assert passes(recent, num_waiting=12) == 1  # (1.28 + 2 * .77) / 3 = .94
+    assert passes(recent, num_waiting=4) == K  # (1.28 + .77) / 2 = 1.025
+    assert passes(recent, num_waiting=8) == 1  # (1.28 + 1.5 * .77) / 2.5 = .97
+
+
+def test_six_percent_are_asked_for_where_nothing_drafts_any_more() -> None:
+    for seconds, expected in ((0.29, 0), (0.3, 1)):  # 1 / .29 is 7.8 % above 1.6 / .5, .3 4.2 %
+        recent = priced(num_passes=1)
+        recent.times.prices[StepKind(0, False)] = {size: {0: seconds} for size in (4, 8)}
+        assert passes(recent) == expected
 
 
 def test_passes_are_looked_at_now_and_then_once_texts_have_ended_and_never_rise() -> None:
@@ -220,23 +227,19 @@ def test_passes_are_looked_at_now_and_then_once_texts_have_ended_and_never_rise(
     recent = priced(num_passes=1)
     assert passes(recent) == 1
     assert ExpectedGainLength().num_drafts(batch_size=8, recent=recent) == 1
-    recent.times.prices[StepKind(0, False)] = {4: {0: 0.2}, 8: {0: 0.2}}
-    assert passes(recent) == 0
 
 
-def test_a_step_never_timed_takes_as_much_more_than_its_price_as_steps_do_now() -> None:
+def test_all_steps_take_as_much_more_than_their_price_as_steps_do_now() -> None:
     """Else whatever was never tried would look better than what is."""
-    recent = priced((0.9, 0.9))  # no gain: 1.6 / .9 and 2.05 / 1
+    recent = priced()
     for _ in range(6):
         recent.end_step(num_drafts=K, seconds=3.0, batch_size=8)
-    assert recent.times.usual(ALL) == pytest.approx(3.0)
-    assert recent.times.usual(ONE) == 1.0
-    assert recent.times.costs(ALL, size=8, usual=2.0) == {0: 2.0, 1: 2.0, 2: 2.0, 3: 3.0}
-    assert recent.costs(8) == {0: 1.0, 1: 1.0, 2: 1.0, 3: 3.0}, "n that looks good is tried"
-    assert passes(recent) == K
     for _ in range(8):
-        recent.times.note(ONE, 1, size=8, seconds=0.9)
-    assert passes(recent) == 1, "one pass was timed at its price"
+        recent.times.note(ONE, 1, size=8, seconds=0.5)
+    assert recent.times.usual(ALL) == pytest.approx(3.0)
+    assert recent.rate(K, 8) == pytest.approx(8 * 2.05 / 3.0)
+    assert recent.rate(1, 8) == pytest.approx(8 * 1.6 / 1.5)
+    assert recent.costs(8) == {0: 1.0, 1: 1.0, 2: 1.0, 3: 3.0}, "n that looks good is tried"
 
 
 def test_no_step_is_shorter_than_what_the_host_does_in_it() -> None:
@@ -258,23 +261,38 @@ def test_prompts_cost_what_the_steps_cost_that_hold_them() -> None:
     recent.times.prices[StepKind(1, True)] = {16: {1: 1.0}, 32: {1: 1.5}, 64: {1: 2.0}}
     tokens = 8 * 1.6
 
-    def rate(*, has_prompts: bool = True) -> float:
-        return recent.rates(1, 8, has_prompts=has_prompts)[1]
+    def rate(rows_a_token: float) -> float:
+        return recent.rate(1, 8, rows_a_token=rows_a_token)
 
-    assert rate(has_prompts=False) == pytest.approx(tokens / 0.5)
+    assert rate(0.0) == pytest.approx(tokens / 0.5)
     # 38.4 prompt rows a step beside 16 others: four steps in five are full of them, if no more
     # steps than that have any.
-    assert rate() == pytest.approx(tokens / (0.2 * 0.5 + 0.8 * 2.0))
+    assert rate(3.0) == pytest.approx(tokens / (0.2 * 0.5 + 0.8 * 2.0))
     recent.mixed_share = 0.9
-    assert rate() == pytest.approx(tokens / (0.1 * 0.5 + 0.9 * 2.0))
-    recent.prompt_tokens = 100.0  # 12.8 rows a step, 14.2 in each that has any
-    assert rate() == pytest.approx(tokens / (0.1 * 0.5 + 0.9 * 1.5))
-    recent.prompt_tokens = 600.0  # 76.8 rows a step, more than fit
-    assert rate() == pytest.approx(tokens / (76.8 / 48 * 2.0))
+    assert rate(3.0) == pytest.approx(tokens / (0.1 * 0.5 + 0.9 * 2.0))
+    # 12.8 rows a step, 14.2 in each that has any
+    assert rate(1.0) == pytest.approx(tokens / (0.1 * 0.5 + 0.9 * 1.5))
+    # 76.8 rows a step, more than fit
+    assert rate(6.0) == pytest.approx(tokens / (76.8 / 48 * 2.0))
     recent.num_passes = 1
     for _ in range(4):
         recent.times.note(StepKind(1, True), 1, size=17, seconds=4.5)
-    assert rate() == pytest.approx(tokens / (76.8 / 48 * 6.0)), "they took three times their price"
+    assert rate(6.0) == pytest.approx(tokens / (76.8 / 48 * 6.0)), "they took three times as long"
+
+
+def test_the_prompts_that_wait_are_in_sight() -> None:
+    """Of twelve texts of 100 tokens eight have prompts of 300 left to read: two rows a token."""
+    asked = []
+    recent = priced()
+    rate = recent.rate
+
+    def noted(num_passes: int, batch_size: int, *, rows_a_token: float = 0.0) -> float:
+        asked.append((num_passes, batch_size, rows_a_token))
+        return rate(num_passes, batch_size)
+
+    recent.rate = noted
+    passes(recent, num_waiting=8)
+    assert sorted(asked) == [(1, 4, 0.0), (1, 8, 2.0), (K, 4, 0.0), (K, 8, 2.0)]
 
 
 def test_recent_steps_and_texts_are_counted() -> None:
@@ -283,12 +301,12 @@ def test_recent_steps_and_texts_are_counted() -> None:
         recent.add_step(has_prompts=has_prompts)
     assert recent.num_seen == 3
     assert recent.mixed_share == 0.5 + 0.125
-    recent.add_text(num_prompt_tokens=8, num_output_tokens=2)
-    recent.add_text(num_prompt_tokens=1, num_output_tokens=5)
-    assert (recent.num_texts, recent.prompt_tokens, recent.output_tokens) == (1.5, 5.0, 6.0)
+    recent.add_text(2)
+    recent.add_text(5)
+    assert (recent.num_texts, recent.output_tokens) == (1.5, 6.0)
     recent.add_rounds(3, num_drafted=3, num_accepted=1)
     recent.forget_texts()
-    assert (recent.num_texts, recent.prompt_tokens, recent.output_tokens) == (0.0, 0.0, 0.0)
+    assert (recent.num_texts, recent.output_tokens) == (0.0, 0.0)
     assert recent.conditional_acceptance() == [recent.prior_acceptance] * K
 
 
@@ -298,8 +316,7 @@ def test_a_decoder_counts_its_steps_and_texts(models) -> None:
     recent = decoder.recent
     assert recent.num_seen == decoder.stats.num_steps
     assert 0 < recent.mixed_share < 1
-    assert 12 < recent.output_tokens <= 12 * len(PROMPTS)
-    assert recent.prompt_tokens < sum(map(len, PROMPTS))
+    assert recent.output_tokens / recent.num_texts == pytest.approx(12)
 
 
 def test_prompts_may_take_the_rows_of_drafts_that_are_not_made(models) -> None:

@@ -47,7 +47,7 @@ Source: stopping at a low draft probability as in llama.cpp (`p_min`) and transf
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
@@ -83,9 +83,8 @@ class RecentRounds:
     times: "StepTimes" = field(default_factory=lambda: StepTimes())
     num_seen: int = 0  # steps of any kind
     mixed_share: float = 0.0  # of recent ones, those with prompt rows
-    # requests that ended of late, fading, and tokens of their prompts and outputs
+    # requests that ended of late, fading, and the tokens of their outputs
     num_texts: float = field(init=False)
-    prompt_tokens: float = field(init=False)
     output_tokens: float = field(init=False)
     last_num_drafts: int | None = None  # of the last step that the host knows
     num_passes: int = field(init=False)  # m, passes that steps run now
@@ -98,7 +97,7 @@ class RecentRounds:
         """Forget what was accepted, and how long texts were; what steps take stays."""
         self.reached = [0.0] * self.plan.num_speculative_tokens
         self.accepted = [0.0] * self.plan.num_speculative_tokens
-        self.num_texts = self.prompt_tokens = self.output_tokens = 0.0
+        self.num_texts = self.output_tokens = 0.0
 
     def add_rounds(self, count: int, *, num_drafted: int, num_accepted: int) -> None:
         """Count `count` rounds that verified `num_drafted` drafts and accepted `num_accepted`."""
@@ -114,10 +113,9 @@ class RecentRounds:
         self.num_seen += 1
         self.mixed_share += (1.0 - self._fading) * (has_prompts - self.mixed_share)
 
-    def add_text(self, *, num_prompt_tokens: int, num_output_tokens: int) -> None:
+    def add_text(self, num_output_tokens: int) -> None:
         """Count a request that ended; `half_life_steps` later ones make it count half."""
         self.num_texts = self._fading * self.num_texts + 1.0
-        self.prompt_tokens = self._fading * self.prompt_tokens + num_prompt_tokens
         self.output_tokens = self._fading * self.output_tokens + num_output_tokens
 
     def end_step(self, *, num_drafts: int, seconds: float | None, batch_size: int = 1) -> None:
@@ -152,30 +150,27 @@ class RecentRounds:
         """
         return self.times.costs(self._kind(False), size=batch_size)
 
-    def rates(self, num_passes: int, batch_size: int, *, has_prompts: bool) -> dict[int, float]:
-        """Expected tokens a second of steps of `num_passes` passes by their number of drafts.
+    def rate(self, num_passes: int, batch_size: int, *, rows_a_token: float = 0.0) -> float:
+        """Expected tokens a second of steps of `num_passes` passes, with the best n for them.
 
-        With `has_prompts` prompts come in proportion to the tokens, as of late: requests end and
-        others begin. As many steps have prompt rows as of late, or as many as it takes. What was
-        not timed lately takes as much more than its price as steps of its kind do now: else
-        whatever was never tried would look better than what is.
+        `rows_a_token` prompt rows come with each token of output: as many steps have some as of
+        late, or as many as it takes. All numbers of passes and drafts take as much more than their
+        price as steps do now: what was seen of another is of other texts, or of none.
         """
         times, tokens = self.times, expected_tokens(self.conditional_acceptance())
-        usual = times.usual(self._kind(False))
-        costs = times.costs(StepKind(num_passes, False), size=batch_size, usual=usual)
-        mixed = StepKind(num_passes, True)
-        if has_prompts and times.prices.get(mixed):
-            usual = times.usual(self._kind(True))
-            rows_a_token = self.prompt_tokens / self.output_tokens
+        kind, mixed = StepKind(num_passes, False), StepKind(num_passes, True)
+        usual = times.usual(self._kind(False)), times.usual(self._kind(True))
+        costs = times.priced(kind, size=batch_size, usual=usual[0])
+        if rows_a_token and times.prices.get(mixed):
             for n, cost in costs.items():
                 num_rows = batch_size * (n + 1)
                 num_prompt_rows = batch_size * tokens[n] * rows_a_token
                 room = max(max(times.prices[mixed]) - num_rows, 1)
                 share = max(self.mixed_share, num_prompt_rows / room)
                 size = num_rows + num_prompt_rows / share
-                price = times.costs(mixed, size=size, usual=usual)[n]
+                price = times.priced(mixed, size=size, usual=usual[1])[n]
                 costs[n] = max(1.0 - share, 0.0) * cost + share * price
-        return {n: batch_size * tokens[n] / cost for n, cost in costs.items()}
+        return max(batch_size * tokens[n] / cost for n, cost in costs.items())
 
     def _kind(self, has_prompts: bool) -> "StepKind":
         return StepKind(self.num_passes, has_prompts)
@@ -241,22 +236,28 @@ class StepTimes:
         old = self.host_seconds.get(has_prompts, seconds)
         self.host_seconds[has_prompts] = old + (seconds - old) / _NUM_TIMES
 
-    def costs(self, kind: StepKind, *, size: float, usual: float = 1.0) -> dict[int, float]:
-        """Expected seconds by number of drafts; `usual` times the price where none ran lately."""
+    def costs(self, kind: StepKind, *, size: int) -> dict[int, float]:
+        """Expected seconds by number of drafts; the price where none ran lately."""
         least = self.host_seconds.get(kind.has_prompts, 0.0)
         return {
-            n: max(price * self._overrun((kind, n), usual), least)
+            n: max(price * self._overrun((kind, n)), least)
             for n, price in self._prices(kind, size).items()
         }
+
+    def priced(self, kind: StepKind, *, size: float, usual: float) -> dict[int, float]:
+        """Seconds by number of drafts if all take `usual` times their price."""
+        least = self.host_seconds.get(kind.has_prompts, 0.0)
+        prices = self._prices(kind, size)
+        return {n: max(price * usual, least) for n, price in prices.items()}
 
     def usual(self, kind: StepKind) -> float:
         """What the latest steps of a kind took in units of their price; 1 if none did."""
         keys = [key for key in self.last_noted if key[0] == kind]
-        return self._overrun(max(keys, key=self.last_noted.__getitem__), 1.0) if keys else 1.0
+        return self._overrun(max(keys, key=self.last_noted.__getitem__)) if keys else 1.0
 
-    def _overrun(self, key: tuple[StepKind, int], usual: float) -> float:
+    def _overrun(self, key: tuple[StepKind, int]) -> float:
         times = () if self._is_forgotten(key) else self.overruns[key]
-        return statistics.median(times) if len(times) >= _MIN_TIMES else usual
+        return statistics.median(times) if len(times) >= _MIN_TIMES else 1.0
 
     def _is_forgotten(self, key: tuple[StepKind, int]) -> bool:
         last = self.last_noted.get(key)
@@ -273,8 +274,8 @@ class StepTimes:
 NOT_DRAFTED = -2  # any id outside the vocabulary is rejected; this one was not even proposed
 _PROBE_STEPS = 6  # steps in a row with the same number of drafts while costs are measured
 _NUM_PROBES = 4  # runs of them: K, 0, K, 0
-_LEAST_GAIN = 1.02  # for which the number of drafts changes
-_LASTING_GAIN = 1.05  # for which passes are left out for good
+_LEAST_GAIN = 1.02  # for which the number of drafts or of passes changes
+_LAST_GAIN = 1.06  # for which the first pass is left out too
 _CHECK_EVERY = 8  # steps, for passes that do not pay
 _LEAST_TEXTS = 8  # that ended, before passes are left out
 
@@ -422,14 +423,21 @@ class ExpectedGainLength:
             return 0 if run % 2 else recent.plan.num_speculative_tokens
         return best_num_drafts(chances, costs=[1.0 + measured * n for n in numbers])
 
-    def num_passes(self, *, batch_size: int, num_waiting: int, recent: RecentRounds) -> int:
+    def num_passes(self, *, batch_size: int, waiting: Iterable[int], recent: RecentRounds) -> int:
         """m, passes of a round that run from now on: as many as now, or the fewer that pay best.
 
         Those left out are so for the requests that run now and for those that follow them, while
-        others wait; then the batch shrinks, where more drafts pay. So fewer passes must take 5 %
-        less time for all that is in sight: half of what these requests write, and all of what
-        waits, in a batch as large and with prompts as of late; the other half, without prompts, in
-        one half as large. How long prompts and outputs are is known once some have ended.
+        others wait; then the batch shrinks, where more drafts pay. So fewer passes must take less
+        time for all that is in sight: half of what these requests write, and the prompts and
+        outputs of those that wait, in a batch as large; the other half in one half as large.
+        Outputs are taken to be as long as those that ended of late. It takes 2 % less to leave
+        passes out, and 6 % to leave out the first: then nothing tells any more what drafts are
+        worth.
+
+        Args:
+            batch_size: requests of this step.
+            waiting: tokens of each prompt that waits.
+            recent: what was accepted and how long steps take.
         """
         now = recent.num_passes
         if recent.num_seen % _CHECK_EVERY or recent.num_texts < _LEAST_TEXTS:
@@ -437,16 +445,18 @@ class ExpectedGainLength:
         fewer = {kind.num_passes for kind in recent.times.prices if kind.num_passes < now}
         if not fewer:
             return now
-        half = max(batch_size // 2, 1)
-        tokens = num_waiting + batch_size / 2, batch_size / 2
+        prompts, half = list(waiting), max(batch_size // 2, 1)
+        length = recent.output_tokens / recent.num_texts
+        tokens = (len(prompts) + batch_size / 2) * length, batch_size / 2 * length
+        rows_a_token = sum(prompts) / tokens[0]
 
         def seconds(m: int) -> float:
-            full = max(recent.rates(m, batch_size, has_prompts=True).values())
-            later = max(recent.rates(m, half, has_prompts=False).values())
-            return tokens[0] / full + tokens[1] / later
+            full = recent.rate(m, batch_size, rows_a_token=rows_a_token)
+            return tokens[0] / full + tokens[1] / recent.rate(m, half)
 
-        best = min(fewer, key=seconds)
-        return best if seconds(now) >= _LASTING_GAIN * seconds(best) else now
+        taken = {m: seconds(m) * (_LEAST_GAIN if m else _LAST_GAIN) for m in fewer}
+        best = min(fewer, key=lambda m: (taken[m], -m))
+        return best if taken[best] <= seconds(now) else now
 
 
 def expected_tokens(conditional_acceptance: list[float]) -> list[float]:
