@@ -3,8 +3,8 @@
 Where it sits: `decode/sampling/grammar.py` masks between the target's logits and verification, and
 `models/rank_parts.py` asks for the best token of each row that is verified or drafted. Each is one
 pass over the logits and one node for `torch.compile`. Inductor would unpack the bits of a mask
-inside the reduction that reads the result, which takes many times as long as a pass of its own, and
-its own argmax takes two to four times as long from 128 rows on ([log](../../docs/log.md)).
+inside the reduction that reads the result, which takes many times as long as a pass of its own. Its
+argmax compares index and value in one reduction: 55 instead of 19 us for 128 rows of 151,680.
 Maths: out = logits + 0 or -inf, so that NaN stays NaN, and +inf of a forbidden token becomes NaN.
 The best token is the largest logit's, of equals the first; NaN counts as the largest.
 Layout: one program unpacks a few words of one row, 32 logits each; any strides, nothing is copied.

@@ -131,7 +131,7 @@ def test_rule_of_ones_own_is_evaluated_and_said_to_be_lossy(
         evaluate(output_dir="own")
     assert evaluate(output_dir="lossless").figures["num_prompts"] == 2
     summary = json.loads(Path("lossless/results.json").read_text())["summary"]
-    assert summary["conditions"][1]["lossless"] == "DIFFERS 0/2"
+    assert summary["conditions"][1]["lossless"] == "DIFFERS, same 0/2"
 
 
 def accept_all(inputs: VerifyInputs) -> VerifyOutput:

@@ -110,6 +110,18 @@ def test_table_of_launches_that_begin_early_is_what_is_stored() -> None:
     assert words.replace("0.", ".") in page
 
 
+def test_steps_with_the_kernel_for_the_best_token_are_what_is_stored() -> None:
+    stored = json.loads((ROOT / "docs" / "results" / "bench_decode.json").read_text())[
+        "best_tokens"
+    ]
+    page, row = (ROOT / "docs" / "benchmarks.md").read_text(), stored["row"]
+    words = "takes {} and {} ms where 9fc8a54 takes {} and {}".format
+    change = 100 * sum(row["step_ms"]) / sum(row["before_ms"]) - 100
+    shares = "{} and {} after {} and {}".format(*row["share"], *row["before_share"])
+    assert words(*(f"{ms:.3f}" for ms in row["step_ms"] + row["before_ms"])) in page
+    assert f"{change:.1f} %, shares {shares}".replace("0.7", ".7") in page
+
+
 def test_extras_reach_the_requests_and_are_compared_with_none(tmp_path: Path, monkeypatch) -> None:
     seen = []
     measure = bench_row.measure_bytes

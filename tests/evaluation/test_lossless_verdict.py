@@ -29,9 +29,9 @@ SAME = "identical 3/3"
     ("changed", "verdicts"),
     [
         # condition -> index of the text and of the token in it
-        ({"eagle": (0, 0), "training": (2, 5)}, ("DIFFERS 2/3", "DIFFERS 2/3")),
-        ({"training": (1, 3)}, (SAME, "DIFFERS 2/3")),
-        ({"baseline": (1, 5)}, ("DIFFERS 2/3", "DIFFERS 2/3")),
+        ({"eagle": (0, 0), "training": (2, 5)}, ("DIFFERS, same 2/3", "DIFFERS, same 2/3")),
+        ({"training": (1, 3)}, (SAME, "DIFFERS, same 2/3")),
+        ({"baseline": (1, 5)}, ("DIFFERS, same 2/3", "DIFFERS, same 2/3")),
     ],
 )
 def test_one_changed_token_of_one_text_is_counted(

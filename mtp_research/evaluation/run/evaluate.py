@@ -359,7 +359,7 @@ def _with_verdict(result: ConditionResult, group: Sequence[ConditionResult]) -> 
         return result
     equal = num_equal_texts(result.records, baseline.records, prompt_of=result.prompt_of)
     total = _num_prompts(result)
-    word = "identical" if equal == total else "DIFFERS"
+    word = "identical" if equal == total else "DIFFERS, same"
     return dataclasses.replace(result, lossless=f"{word} {equal}/{total}")
 
 
